@@ -1,0 +1,37 @@
+# Everything runs in .venv; each target sets up what it needs.
+PYTHON ?= python3
+PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt
+PROTOS = bootstrap/registry.proto node/stage.proto
+
+.PHONY: demo test bench lint proto clean
+
+demo: .venv/installed
+	.venv/bin/planaria up demo.toml --kill 2@30 --out out/demo
+
+test: .venv/installed-dev
+	.venv/bin/pytest
+
+bench: .venv/installed-dev
+	.venv/bin/python -m bench
+
+lint: .venv/installed-dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+proto: .venv/installed-dev
+	.venv/bin/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+
+.venv/bin/pip:
+	$(PYTHON) -m venv .venv
+
+.venv/installed: .venv/bin/pip pyproject.toml constraints.txt
+	$(PIP_INSTALL) -e .
+	touch $@
+
+.venv/installed-dev: .venv/installed
+	$(PIP_INSTALL) -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv out

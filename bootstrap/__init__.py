@@ -1,0 +1,1 @@
+"""The registry: who serves what, in numbered views."""

@@ -1,0 +1,1 @@
+"""The node daemon: model, data, links and the step transaction."""

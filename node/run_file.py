@@ -1,0 +1,151 @@
+"""The run file: one training job in TOML. `load` and `loads` say what is wrong with a bad one."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Codec = Literal["none", "bf16", "fp16", "int8"]
+
+
+class RunFileError(ValueError):
+    """The run file can't be used; the message names file, key, value and remedy."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSection(Section):
+    """A preset, with any of its figures overridden."""
+
+    preset: str = "tiny"
+    stages: int | None = Field(default=None, ge=1, description="body stages, L")
+    dim: int | None = Field(default=None, ge=8)
+    heads: int | None = Field(default=None, ge=1)
+    kv_heads: int | None = Field(default=None, ge=1)
+    layers: int | None = Field(default=None, ge=1, description="blocks in the whole model")
+    context: int | None = Field(default=None, ge=2, description="tokens a sample")
+    hidden: int | None = Field(default=None, ge=8, description="width of the SwiGLU")
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    vocabulary: int | None = Field(default=None, ge=2, description="from the data when left out")
+
+
+class DataSection(Section):
+    path: str = "data/prose"
+    content: str = Field(default="", description="content hash of the prepared data")
+
+
+class TrainingSection(Section):
+    batch: int = Field(default=16, ge=1, description="samples a step")
+    microbatch: int = Field(default=2, ge=1, description="samples a microbatch")
+    lr: float | None = Field(default=None, gt=0, description="the preset's when left out")
+    warmup: int = Field(default=20, ge=0, description="steps")
+    lr_floor: float = Field(default=0.1, ge=0, le=1, description="share of lr left at the end")
+    clip: float = Field(default=1.0, gt=0)
+    clip_scope: Literal["global", "stage"] = "global"
+    precision: Literal["float32", "bf16"] = "float32"
+    recompute: bool = False
+    compile: bool = False
+    in_flight: int = Field(default=0, ge=0, description="0: number of stages + 1")
+    validate_every: int = Field(default=0, ge=0, description="steps; 0: only at the end")
+    validation_microbatches: int = Field(default=8, ge=0)
+
+    @model_validator(mode="after")
+    def divisible(self) -> TrainingSection:
+        if self.batch % self.microbatch:
+            raise ValueError(
+                f"batch = {self.batch} is no multiple of microbatch = {self.microbatch}"
+            )
+        return self
+
+    @property
+    def microbatches(self) -> int:
+        return self.batch // self.microbatch
+
+
+class RecoverySection(Section):
+    policy: Literal["checkfree"] = "checkfree"
+    omega: Literal["squared", "norm", "uniform"] = "squared"
+    lr_boost: float = Field(default=1.1, ge=1)
+    lr_boost_steps: int = Field(default=100, ge=0, description="linear decay; 0: for ever")
+
+
+class SwarmSection(Section):
+    replicas: int = Field(default=1, ge=1, description="nodes a stage to wait for at the start")
+    start_grace: float = Field(
+        default=20.0, ge=0, description="seconds, once each stage has a node"
+    )
+    lease: float = Field(default=5.0, gt=0, description="seconds")
+    renew: float = Field(default=1.0, gt=0, description="seconds")
+    silence: float = Field(default=3.0, gt=0, description="seconds")
+    progress: float = Field(default=120.0, gt=0, description="seconds without any progress")
+
+
+class WireSection(Section):
+    activations: Codec = "none"
+    gradients: Codec = "none"
+    averaging: Codec = "none"
+
+
+class RunFile(Section):
+    name: str = Field(default="run", max_length=64, pattern=r"^[\w.-]+$")
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    steps: int = Field(default=100, ge=1)
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    training: TrainingSection = TrainingSection()
+    recovery: RecoverySection = RecoverySection()
+    swarm: SwarmSection = SwarmSection()
+    wire: WireSection = WireSection()
+
+
+def _parse(fields: dict[str, Any], name: str) -> RunFile:
+    try:
+        return RunFile.model_validate(fields)
+    except ValidationError as error:
+        lines = [
+            f"  {'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']} (value: {e['input']!r})"
+            for e in error.errors()
+        ]
+        raise RunFileError(f"{name} is not a valid run file:\n" + "\n".join(lines)) from error
+
+
+def loads(text: str, name: str = "the run file") -> RunFile:
+    """Raises RunFileError."""
+    try:
+        fields = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise RunFileError(f"{name} is not valid TOML: {error}") from error
+    return _parse(fields, name)
+
+
+def load(path: Path) -> RunFile:
+    """Raises RunFileError, also when the file can't be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RunFileError(f"can't read the run file {path}: {error.strerror}") from error
+    return loads(text, str(path))
+
+
+def override(run: RunFile, **changes: Any) -> RunFile:
+    """`section__key=value` or `key=value`; None values change nothing. Raises RunFileError."""
+    fields = run.model_dump(exclude_none=True)
+    for name, value in changes.items():
+        if value is None:
+            continue
+        *sections, key = name.split("__")
+        target = fields
+        for section in sections:
+            target = target.setdefault(section, {})
+        target[key] = value
+    return _parse(fields, "the run file with the command line's changes")
+
+
+def dumps(run: RunFile) -> str:
+    return tomli_w.dumps(run.model_dump(exclude_none=True))

@@ -1,0 +1,308 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Ballot(_message.Message):
+    __slots__ = ("view", "attempt")
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    view: int
+    attempt: int
+    def __init__(self, view: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class Message(_message.Message):
+    __slots__ = ("ballot", "query", "status", "sync", "synced", "step", "home", "reduce", "ready", "failed", "stale", "halt", "state_request", "state_manifest", "shard_request", "shard_refusal", "heartbeat")
+    BALLOT_FIELD_NUMBER: _ClassVar[int]
+    QUERY_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    SYNC_FIELD_NUMBER: _ClassVar[int]
+    SYNCED_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    HOME_FIELD_NUMBER: _ClassVar[int]
+    REDUCE_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    STALE_FIELD_NUMBER: _ClassVar[int]
+    HALT_FIELD_NUMBER: _ClassVar[int]
+    STATE_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    STATE_MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    SHARD_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    SHARD_REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    ballot: Ballot
+    query: Query
+    status: Status
+    sync: Sync
+    synced: Synced
+    step: Step
+    home: Home
+    reduce: Reduce
+    ready: Ready
+    failed: Failed
+    stale: Stale
+    halt: Halt
+    state_request: StateRequest
+    state_manifest: StateManifest
+    shard_request: ShardRequest
+    shard_refusal: ShardRefusal
+    heartbeat: Heartbeat
+    def __init__(self, ballot: _Optional[_Union[Ballot, _Mapping]] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., sync: _Optional[_Union[Sync, _Mapping]] = ..., synced: _Optional[_Union[Synced, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., home: _Optional[_Union[Home, _Mapping]] = ..., reduce: _Optional[_Union[Reduce, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ..., halt: _Optional[_Union[Halt, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_manifest: _Optional[_Union[StateManifest, _Mapping]] = ..., shard_request: _Optional[_Union[ShardRequest, _Mapping]] = ..., shard_refusal: _Optional[_Union[ShardRefusal, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class Query(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Status(_message.Message):
+    __slots__ = ("committed", "ready", "ready_ballot", "last", "boosted_at", "digest", "seconds_per_microbatch")
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    READY_BALLOT_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    BOOSTED_AT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_PER_MICROBATCH_FIELD_NUMBER: _ClassVar[int]
+    committed: int
+    ready: int
+    ready_ballot: Ballot
+    last: Commit
+    boosted_at: int
+    digest: bytes
+    seconds_per_microbatch: float
+    def __init__(self, committed: _Optional[int] = ..., ready: _Optional[int] = ..., ready_ballot: _Optional[_Union[Ballot, _Mapping]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., boosted_at: _Optional[int] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ...) -> None: ...
+
+class Source(_message.Message):
+    __slots__ = ("node", "stage")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    stage: int
+    def __init__(self, node: _Optional[str] = ..., stage: _Optional[int] = ...) -> None: ...
+
+class Sync(_message.Message):
+    __slots__ = ("step", "method", "reason", "sources", "boosted_at")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    BOOSTED_AT_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    method: str
+    reason: str
+    sources: _containers.RepeatedCompositeFieldContainer[Source]
+    boosted_at: int
+    def __init__(self, step: _Optional[int] = ..., method: _Optional[str] = ..., reason: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., boosted_at: _Optional[int] = ...) -> None: ...
+
+class Synced(_message.Message):
+    __slots__ = ("step", "method", "sources", "bytes", "seconds", "digest")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    method: str
+    sources: _containers.RepeatedCompositeFieldContainer[Source]
+    bytes: int
+    seconds: float
+    digest: bytes
+    def __init__(self, step: _Optional[int] = ..., method: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class Microbatch(_message.Message):
+    __slots__ = ("id", "source", "order")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    source: str
+    order: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[int] = ..., source: _Optional[str] = ..., order: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Begin(_message.Message):
+    __slots__ = ("step", "kind", "plan", "lr_scale")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        TRAIN: _ClassVar[Begin.Kind]
+        EVALUATE: _ClassVar[Begin.Kind]
+    TRAIN: Begin.Kind
+    EVALUATE: Begin.Kind
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    LR_SCALE_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    kind: Begin.Kind
+    plan: _containers.RepeatedCompositeFieldContainer[Microbatch]
+    lr_scale: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, step: _Optional[int] = ..., kind: _Optional[_Union[Begin.Kind, str]] = ..., plan: _Optional[_Iterable[_Union[Microbatch, _Mapping]]] = ..., lr_scale: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("step", "ballot", "skipped", "clip_scale", "lr_scale", "loss", "tokens", "gradient_norm", "microbatches", "seconds")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    BALLOT_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    CLIP_SCALE_FIELD_NUMBER: _ClassVar[int]
+    LR_SCALE_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GRADIENT_NORM_FIELD_NUMBER: _ClassVar[int]
+    MICROBATCHES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    ballot: Ballot
+    skipped: bool
+    clip_scale: _containers.RepeatedScalarFieldContainer[float]
+    lr_scale: _containers.RepeatedScalarFieldContainer[float]
+    loss: float
+    tokens: int
+    gradient_norm: float
+    microbatches: _containers.RepeatedCompositeFieldContainer[Home]
+    seconds: float
+    def __init__(self, step: _Optional[int] = ..., ballot: _Optional[_Union[Ballot, _Mapping]] = ..., skipped: _Optional[bool] = ..., clip_scale: _Optional[_Iterable[float]] = ..., lr_scale: _Optional[_Iterable[float]] = ..., loss: _Optional[float] = ..., tokens: _Optional[int] = ..., gradient_norm: _Optional[float] = ..., microbatches: _Optional[_Iterable[_Union[Home, _Mapping]]] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class Step(_message.Message):
+    __slots__ = ("commit", "begin")
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    commit: Commit
+    begin: Begin
+    def __init__(self, commit: _Optional[_Union[Commit, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ...) -> None: ...
+
+class Home(_message.Message):
+    __slots__ = ("microbatch", "loss", "tokens", "samples", "samples_hash")
+    MICROBATCH_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_HASH_FIELD_NUMBER: _ClassVar[int]
+    microbatch: int
+    loss: float
+    tokens: int
+    samples: int
+    samples_hash: bytes
+    def __init__(self, microbatch: _Optional[int] = ..., loss: _Optional[float] = ..., tokens: _Optional[int] = ..., samples: _Optional[int] = ..., samples_hash: _Optional[bytes] = ...) -> None: ...
+
+class Reduce(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Ready(_message.Message):
+    __slots__ = ("step", "squared_norm", "finite", "digest", "seconds_per_microbatch")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SQUARED_NORM_FIELD_NUMBER: _ClassVar[int]
+    FINITE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_PER_MICROBATCH_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    squared_norm: float
+    finite: bool
+    digest: bytes
+    seconds_per_microbatch: float
+    def __init__(self, step: _Optional[int] = ..., squared_norm: _Optional[float] = ..., finite: _Optional[bool] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ...) -> None: ...
+
+class Failed(_message.Message):
+    __slots__ = ("reason", "accused")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    ACCUSED_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    accused: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, reason: _Optional[str] = ..., accused: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Stale(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Halt(_message.Message):
+    __slots__ = ("finished", "reason", "step", "validation_loss")
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    VALIDATION_LOSS_FIELD_NUMBER: _ClassVar[int]
+    finished: bool
+    reason: str
+    step: int
+    validation_loss: float
+    def __init__(self, finished: _Optional[bool] = ..., reason: _Optional[str] = ..., step: _Optional[int] = ..., validation_loss: _Optional[float] = ...) -> None: ...
+
+class StateRequest(_message.Message):
+    __slots__ = ("transfer", "step", "optimizer")
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    transfer: int
+    step: int
+    optimizer: bool
+    def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ..., optimizer: _Optional[bool] = ...) -> None: ...
+
+class StateManifest(_message.Message):
+    __slots__ = ("transfer", "step", "error", "tensors", "size", "omega", "boosted_at", "last", "optimizer_step")
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    OMEGA_FIELD_NUMBER: _ClassVar[int]
+    BOOSTED_AT_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_STEP_FIELD_NUMBER: _ClassVar[int]
+    transfer: int
+    step: int
+    error: str
+    tensors: bytes
+    size: int
+    omega: float
+    boosted_at: int
+    last: Commit
+    optimizer_step: int
+    def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ..., error: _Optional[str] = ..., tensors: _Optional[bytes] = ..., size: _Optional[int] = ..., omega: _Optional[float] = ..., boosted_at: _Optional[int] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., optimizer_step: _Optional[int] = ...) -> None: ...
+
+class ShardRequest(_message.Message):
+    __slots__ = ("transfer", "step", "optimizer", "offset", "size")
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    transfer: int
+    step: int
+    optimizer: bool
+    offset: int
+    size: int
+    def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ..., optimizer: _Optional[bool] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+
+class ShardRefusal(_message.Message):
+    __slots__ = ("transfer", "offset", "reason")
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    transfer: int
+    offset: int
+    reason: str
+    def __init__(self, transfer: _Optional[int] = ..., offset: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("view",)
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    view: int
+    def __init__(self, view: _Optional[int] = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("frame", "offset", "size", "head", "data", "acknowledged")
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
+    frame: int
+    offset: int
+    size: int
+    head: bytes
+    data: bytes
+    acknowledged: int
+    def __init__(self, frame: _Optional[int] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ..., head: _Optional[bytes] = ..., data: _Optional[bytes] = ..., acknowledged: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,1 @@
+"""What to do about loss: pure functions on tensors and facts, without I/O."""
