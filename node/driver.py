@@ -282,7 +282,7 @@ class Driver:
             step=self.committed,
             method=decision.method,
             reason=decision.reason,
-            sources=[pb.Source(node=node, stage=stage) for node, stage in decision.sources],
+            sources=[pb.Place(node=node, stage=stage) for node, stage in decision.sources],
             boosted_at=boosted_at,
         )
         self.awaited.update(joiners)
@@ -337,6 +337,7 @@ class Driver:
                 step=self.committed,
                 kind=pb.Begin.EVALUATE,
                 plan=self._plan(rules.validation_microbatches),
+                members=self._places(),
             )
         if over:
             return None
@@ -349,7 +350,11 @@ class Driver:
             step=self.committed + 1,
             plan=self._plan(rules.microbatches),
             lr_scale=self.lr_scale,
+            members=self._places(),
         )
+
+    def _places(self) -> list[pb.Place]:
+        return [pb.Place(node=node, stage=stage) for node, stage in sorted(self.members.items())]
 
     def _plan(self, count: int) -> list[pb.Microbatch]:
         sources = sorted(node for node, stage in self.members.items() if stage == 0)
