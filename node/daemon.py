@@ -130,12 +130,12 @@ class Node:
         """Join, serve until something ends it, and clean up. Returns why it is over: `rejoin: ...`
         or what `stop` said. Raises JoinRefused, RegistryUnreachable, or what crashed it."""
         try:
-            await self.links.start(self.place.listen)
+            port = await self.links.start(self.place.listen)
             reply = await self.client.join(
                 registry.JoinRequest(
                     protocol=PROTOCOL,
                     node=self.node,
-                    address=self.place.advertise,
+                    address=self.place.advertise.replace(":0", f":{port}"),
                     stage=self.place.stage,
                     data=self.corpus.content if self.corpus else "",
                     speed=self.speed,
@@ -152,7 +152,13 @@ class Node:
         finally:
             await self._clean_up()
 
+    async def leave(self, why: str) -> None:
+        """Tell the registry, so that nobody has to find out."""
+        if self.view.number:
+            await self.client.leave(self.node, why)
+
     def stop(self, why: str) -> None:
+        """End `live`."""
         if not self.over.done():
             self.over.set_result(why)
 
