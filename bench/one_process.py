@@ -39,7 +39,6 @@ def train(run: RunFile, corpus: Corpus) -> Iterator[float]:
         peak = training.lr or config.learning_rate
         lr = learning_rate(step, run.steps, peak, training.warmup, training.lr_floor)
         for optimizer in optimizers:
-            optimizer.gradient.mul_(scale)
-            optimizer.step(lr)
+            optimizer.step(lr, scale)
             optimizer.zero_gradient()
         yield math.fsum(losses) / window_tokens

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import socket
 import time
@@ -48,7 +49,7 @@ from node.event_log import EventLog
 from node.ledger import Ledger, line
 from node.link import Links, LinkSettings, Peer
 from node.member import Frames, Member, Phase
-from node.model import ModelConfig, build_stage
+from node.model import BodyStage, ModelConfig, build_stage
 from node.optimizer import StageOptimizer
 from node.pipeline import Pipeline
 from node.run_file import RunFile
@@ -222,7 +223,7 @@ class Node:
 
         def build() -> tuple[Any, StageOptimizer]:
             module = build_stage(self.config, stage, run.seed).to(device)
-            if stage:
+            if isinstance(module, BodyStage):
                 module.recompute = run.training.recompute
             return module, StageOptimizer(module, device)
 
@@ -441,9 +442,7 @@ class Node:
                 len(begin.plan),
                 self.run.swarm.progress,
             )
-            norm, finite = await self.compute.run(
-                lambda: (self.optimizer.squared_norm(), self.optimizer.finite())
-            )
+            norm = await self.compute.run(self.optimizer.squared_norm)
         except Abandoned:
             return
         except AveragingError as error:
@@ -453,7 +452,7 @@ class Node:
             self.reducing -= 1
         self.reduced_norm = norm
         seconds = self.pipeline.seconds_per_microbatch
-        self._carry_out(self.member.reduced(ballot, norm, finite, seconds))
+        self._carry_out(self.member.reduced(ballot, norm, math.isfinite(norm), seconds))
 
     def _apply(self, commit: pb.Commit) -> asyncio.Future[bytes]:
         assert self.stage is not None
@@ -465,8 +464,7 @@ class Node:
 
         def apply() -> bytes:
             if not commit.skipped:
-                self.optimizer.gradient.mul_(commit.clip_scale[stage])
-                self.optimizer.step(lr * commit.lr_scale[stage])
+                self.optimizer.step(lr * commit.lr_scale[stage], commit.clip_scale[stage])
                 self.omega = self.reduced_norm
             self.optimizer.zero_gradient()
             return self.optimizer.digest()
@@ -524,7 +522,7 @@ class Node:
 
     def _copy(self, states: Sequence[FetchedState]) -> bytes:
         (state,) = states
-        self.optimizer.load(state.tensors, state.optimizer_step)
+        self.optimizer.load(state.tensors.items(), state.optimizer_step)
         self.omega = state.omega
         return self.optimizer.digest()
 
@@ -533,7 +531,7 @@ class Node:
         before, after = states
         weights = checkfree.weights_of(before.omega, after.omega, self.run.recovery.omega)
         average = checkfree.average(before.tensors["weights"], after.tensors["weights"], *weights)
-        self.optimizer.load({"weights": average}, 0)
+        self.optimizer.load([("weights", average)], 0)
         self.omega = (before.omega + after.omega) / 2
         return self.optimizer.digest()
 
