@@ -58,7 +58,7 @@ class Query(_message.Message):
     def __init__(self) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("committed", "ready", "ready_ballot", "last", "boosted_at", "digest", "seconds_per_microbatch")
+    __slots__ = ("committed", "ready", "ready_ballot", "last", "boosted_at", "digest", "seconds_per_microbatch", "attempting")
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     READY_BALLOT_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class Status(_message.Message):
     BOOSTED_AT_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SECONDS_PER_MICROBATCH_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTING_FIELD_NUMBER: _ClassVar[int]
     committed: int
     ready: int
     ready_ballot: Ballot
@@ -73,9 +74,10 @@ class Status(_message.Message):
     boosted_at: int
     digest: bytes
     seconds_per_microbatch: float
-    def __init__(self, committed: _Optional[int] = ..., ready: _Optional[int] = ..., ready_ballot: _Optional[_Union[Ballot, _Mapping]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., boosted_at: _Optional[int] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ...) -> None: ...
+    attempting: int
+    def __init__(self, committed: _Optional[int] = ..., ready: _Optional[int] = ..., ready_ballot: _Optional[_Union[Ballot, _Mapping]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., boosted_at: _Optional[int] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., attempting: _Optional[int] = ...) -> None: ...
 
-class Source(_message.Message):
+class Place(_message.Message):
     __slots__ = ("node", "stage")
     NODE_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -93,25 +95,25 @@ class Sync(_message.Message):
     step: int
     method: str
     reason: str
-    sources: _containers.RepeatedCompositeFieldContainer[Source]
+    sources: _containers.RepeatedCompositeFieldContainer[Place]
     boosted_at: int
-    def __init__(self, step: _Optional[int] = ..., method: _Optional[str] = ..., reason: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., boosted_at: _Optional[int] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., method: _Optional[str] = ..., reason: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., boosted_at: _Optional[int] = ...) -> None: ...
 
 class Synced(_message.Message):
-    __slots__ = ("step", "method", "sources", "bytes", "seconds", "digest")
+    __slots__ = ("step", "method", "sources", "fetched_bytes", "seconds", "digest")
     STEP_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     step: int
     method: str
-    sources: _containers.RepeatedCompositeFieldContainer[Source]
-    bytes: int
+    sources: _containers.RepeatedCompositeFieldContainer[Place]
+    fetched_bytes: int
     seconds: float
     digest: bytes
-    def __init__(self, step: _Optional[int] = ..., method: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., method: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., fetched_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class Microbatch(_message.Message):
     __slots__ = ("id", "source", "order")
@@ -124,7 +126,7 @@ class Microbatch(_message.Message):
     def __init__(self, id: _Optional[int] = ..., source: _Optional[str] = ..., order: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("step", "kind", "plan", "lr_scale")
+    __slots__ = ("step", "kind", "plan", "lr_scale", "members")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         TRAIN: _ClassVar[Begin.Kind]
@@ -135,11 +137,13 @@ class Begin(_message.Message):
     KIND_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     LR_SCALE_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
     step: int
     kind: Begin.Kind
     plan: _containers.RepeatedCompositeFieldContainer[Microbatch]
     lr_scale: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, step: _Optional[int] = ..., kind: _Optional[_Union[Begin.Kind, str]] = ..., plan: _Optional[_Iterable[_Union[Microbatch, _Mapping]]] = ..., lr_scale: _Optional[_Iterable[float]] = ...) -> None: ...
+    members: _containers.RepeatedCompositeFieldContainer[Place]
+    def __init__(self, step: _Optional[int] = ..., kind: _Optional[_Union[Begin.Kind, str]] = ..., plan: _Optional[_Iterable[_Union[Microbatch, _Mapping]]] = ..., lr_scale: _Optional[_Iterable[float]] = ..., members: _Optional[_Iterable[_Union[Place, _Mapping]]] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("step", "ballot", "skipped", "clip_scale", "lr_scale", "loss", "tokens", "gradient_norm", "microbatches", "seconds")

@@ -1,0 +1,632 @@
+"""The node daemon: one process, uvloop for I/O, one thread for torch, serving one stage.
+
+The machines of the step transaction decide; this module feeds them what happens and carries out
+their effects. A `Node` is one identity: a node that the registry has dropped starts over as a new
+one, in the same process, with nothing of the old.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import secrets
+import socket
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bootstrap import registry_pb2 as registry
+from bootstrap.client import RegistryClient
+from bootstrap.membership import PROTOCOL, related
+from node import optimizer as schedule
+from node import stage_pb2 as pb
+from node.averaging import Abandoned, Averaging, AveragingError
+from node.compute import ComputeThread
+from node.corpus import Corpus
+from node.driver import Driver, Rules
+from node.driver import Phase as DriverPhase
+from node.effects import (
+    Apply,
+    Ballot,
+    DropAttempt,
+    Effect,
+    Event,
+    Fetch,
+    Halted,
+    Reduce,
+    Rejoin,
+    Send,
+    StartAttempt,
+    Suspect,
+)
+from node.event_log import EventLog
+from node.ledger import Ledger, line
+from node.link import Links, LinkSettings, Peer
+from node.member import Frames, Member, Phase
+from node.model import BodyStage, ModelConfig, build_stage
+from node.optimizer import StageOptimizer
+from node.pipeline import Pipeline
+from node.run_file import RunFile
+from node.transfer import FetchedState, ServedState, StateClient, StateServer, TransferError
+from node.wall_clock import WallClock
+from node.wire import Frame
+from recovery import checkfree
+
+log = logging.getLogger("planaria")
+
+TICK = 0.05
+"""Seconds between two looks at the clock."""
+LINK_PATIENCE = 3.0
+"""Seconds that something waits for a link to come up."""
+TO_DRIVER = frozenset(["status", "synced", "home", "ready", "failed", "stale"])
+TO_MEMBER = frozenset(["query", "sync", "step", "reduce", "halt"])
+MOST_HELD = 4096
+"""Frames of a coming attempt, and parked ones for a peer, at most."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a node brings along, whatever its identity."""
+
+    stage: int | None
+    listen: str | None  # HOST:PORT; None: does not listen
+    advertise: str  # HOST:PORT, or empty: only dials out
+    device: torch.device
+    out: Path | None
+    host: str
+
+
+class Node:
+    """One identity of a node, from joining to leaving."""
+
+    def __init__(
+        self,
+        place: Place,
+        run_id: str,
+        run: RunFile,
+        config: ModelConfig,
+        corpus: Corpus | None,
+        client: RegistryClient,
+        speed: float,
+        credentials: Any = None,
+    ) -> None:
+        self.node = secrets.token_hex(6)
+        self.place, self.run_id, self.run, self.config = place, run_id, run, config
+        self.corpus, self.client, self.speed = corpus, client, speed
+        self.loop = asyncio.get_running_loop()
+        self.over: asyncio.Future[str] = self.loop.create_future()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.compute = ComputeThread(f"compute-{self.node}", self.loop)
+        self.links = Links(
+            run_id, self.node, self, LinkSettings(silence=run.swarm.silence), credentials
+        )
+        self.events = EventLog(place.out, self.node)
+        self.view = registry.View()
+        self.stage: int | None = None
+        self.member: Member | None = None
+        self.early: list[tuple[str, pb.Message]] = []
+        self.held: list[tuple[str, Frame]] = []
+        self.parked: dict[str, list[tuple[float, pb.Message | Frame]]] = {}
+        self.fetching: asyncio.Task[None] | None = None
+        self.reducing = 0
+        self.reduced_norm = self.omega = 0.0
+        self.tokens_per_second = 0.0
+        self.wall = WallClock(time.monotonic())
+        self.wall_told = time.monotonic()
+        self.state_client = StateClient(self.send_message, self.compute.run)
+        self.state_server = StateServer(
+            self.send_message, self.links.send_frame, self._served_state, self.compute.run
+        )
+        self.averaging = Averaging(self.node, self.send_frame, self.compute.run, run.wire.averaging)
+
+    # --- life
+
+    async def live(self) -> str:
+        """Join, serve until something ends it, and clean up. Returns why it is over: `rejoin: ...`
+        or what `stop` said. Raises JoinRefused, RegistryUnreachable, or what crashed it."""
+        try:
+            port = await self.links.start(self.place.listen)
+            reply = await self.client.join(
+                registry.JoinRequest(
+                    protocol=PROTOCOL,
+                    node=self.node,
+                    address=self.place.advertise.replace(":0", f":{port}"),
+                    stage=self.place.stage,
+                    data=self.corpus.content if self.corpus else "",
+                    speed=self.speed,
+                    host=self.place.host,
+                    device=str(self.place.device),
+                )
+            )
+            log.info("joined as %s: %s", self.node, reply.reason)
+            self.events.write("joined", {"reason": reply.reason, "host": self.place.host})
+            self._spawn(self._tick())
+            self._spawn(self.client.keep_membership(self.node, reply, self.viewed, self.evicted))
+            self.viewed(reply.view)
+            return await asyncio.shield(self.over)
+        finally:
+            await self._clean_up()
+
+    async def leave(self, why: str) -> None:
+        """Tell the registry, so that nobody has to find out."""
+        if self.view.number:
+            await self.client.leave(self.node, why)
+
+    def stop(self, why: str) -> None:
+        """End `live`."""
+        if not self.over.done():
+            self.over.set_result(why)
+
+    def crashed(self, error: BaseException) -> None:
+        if not self.over.done():
+            self.over.set_exception(error)
+
+    async def _clean_up(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.links.stop()
+        await asyncio.to_thread(self.compute.stop)
+        self.events.write("wall", self.wall.report())
+        self.events.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self.loop.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self._task_done)
+        return task
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.crashed(error)
+
+    # --- membership
+
+    def evicted(self, reason: str) -> None:
+        self.stop(f"rejoin: {reason}")
+
+    def viewed(self, view: registry.View) -> None:
+        if view.number <= self.view.number:
+            return
+        self.view = view
+        log.info("view %d: %s", view.number, view.reason)
+        own = next((member for member in view.members if member.node == self.node), None)
+        if own is None:
+            self.stop(f"rejoin: view {view.number} is without this node: {view.reason}")
+            return
+        if own.spare:
+            self.links.set_peers(view.number, _peers(view), [])
+            return
+        linked = [
+            member.node
+            for member in view.members
+            if member.node != self.node
+            and not member.spare
+            and related(own.stage, member.stage, self.config.stages)
+        ]
+        self.links.set_peers(view.number, _peers(view), linked)
+        if self.stage is None:
+            self.stage = own.stage
+            self._spawn(self._take_up_stage(own.stage))
+        elif self.member is not None:
+            self._tell_machines(view)
+
+    async def _take_up_stage(self, stage: int) -> None:
+        run, device = self.run, self.place.device
+
+        def build() -> tuple[Any, StageOptimizer]:
+            module = build_stage(self.config, stage, run.seed).to(device)
+            if isinstance(module, BodyStage):
+                module.recompute = run.training.recompute
+            return module, StageOptimizer(module, device)
+
+        module, self.optimizer = await self.compute.run(build)
+        corpus = self.corpus if stage == 0 else None
+        self.pipeline = Pipeline(
+            self.node,
+            stage,
+            module,
+            self.optimizer,
+            run,
+            self.config,
+            corpus,
+            device,
+            self.compute,
+            self,
+        )
+        if corpus is not None and self.place.out is not None:
+            self.ledger: Ledger | None = Ledger(
+                self.place.out / f"ledger-{self.node}.jsonl", self._ledger_header(corpus)
+            )
+        else:
+            self.ledger = None
+        self.driver = Driver(self.node, self._rules())
+        self.member = Member(self.node, stage, self.config.stages, run.recovery.policy)
+        self.member.digest = await self.compute.run(self.optimizer.digest)
+        log.info("serving stage %d of %d on %s", stage, self.config.stages, device)
+        self.events.write("serving", {"stage": stage})
+        early, self.early = self.early, []
+        self._tell_machines(self.view)
+        for peer, message in early:
+            self.on_message(peer, message)
+
+    def _tell_machines(self, view: registry.View) -> None:
+        assert self.member is not None
+        self._carry_out(self.member.viewed(view))
+        self._carry_out(self.driver.viewed(view, self.loop.time()))
+
+    def _rules(self) -> Rules:
+        run, recovery = self.run, self.run.recovery
+        return Rules(
+            stages=self.config.stages,
+            steps=run.steps,
+            microbatches=run.training.microbatches,
+            validation_microbatches=run.training.validation_microbatches,
+            validate_every=run.training.validate_every,
+            clip=run.training.clip,
+            clip_scope=run.training.clip_scope,
+            policy=recovery.policy,
+            progress=run.swarm.progress,
+            lr_scale=partial(
+                schedule.boost, factor=recovery.lr_boost, over=recovery.lr_boost_steps
+            ),
+        )
+
+    def _ledger_header(self, corpus: Corpus) -> dict[str, Any]:
+        training = self.run.training
+        return {
+            "ledger": 1,
+            "run": self.run.name,
+            "seed": self.run.seed,
+            "samples": corpus.count("train", self.config.context),
+            "batch": training.batch,
+            "microbatch": training.microbatch,
+            "context": self.config.context,
+            "content": corpus.content,
+        }
+
+    # --- links
+
+    def on_message(self, peer: str, message: pb.Message) -> None:
+        if self.member is None:
+            self.early.append((peer, message))
+            return
+        body = message.WhichOneof("body")
+        if body in TO_DRIVER:
+            self._carry_out(self.driver.received(peer, message, self.loop.time()))
+        elif body in TO_MEMBER:
+            self._carry_out(self.member.received(peer, message))
+        elif body in ("state_request", "shard_request"):
+            self.state_server.on_message(peer, message)
+        else:
+            self.state_client.on_message(peer, message)
+
+    def on_frame(self, peer: str, frame: Frame) -> None:
+        if frame.kind == "state":
+            self.state_client.on_frame(peer, frame)
+        elif frame.kind == "average":
+            self.averaging.on_frame(peer, frame)
+        elif self.member is not None:
+            match self.member.frames(Ballot(*frame.ballot)):
+                case Frames.TAKE:
+                    self.pipeline.take(peer, frame)
+                case Frames.HOLD if len(self.held) < MOST_HELD:
+                    self.held.append((peer, frame))
+
+    def on_link_up(self, peer: str) -> None:
+        for _, item in self.parked.pop(peer, []):
+            if isinstance(item, Frame):
+                self.links.send_frame(peer, item)
+            else:
+                self.links.send(peer, item)
+
+    def on_link_lost(self, peer: str, reason: str, unacknowledged: list[Frame]) -> None:
+        self.averaging.on_peer_lost(peer, reason)
+        self.state_client.on_peer_lost(peer, reason)
+        if all(member.node != peer for member in self.view.members):
+            return
+        log.info("lost the link to %s: %s", peer, reason)
+        self.events.write("link lost", {"peer": peer, "reason": reason})
+        self.client.suspect(peer, reason)
+        if self.member is None:
+            return
+        for frame in unacknowledged:
+            if frame.kind in ("activation", "gradient"):
+                why = f"the link to {peer} broke before a frame was through: {reason}"
+                self.attempt_failed(Ballot(*frame.ballot), why, [])
+                break
+        self._carry_out(self.driver.link_lost(peer, reason, self.loop.time()))
+
+    def send_message(self, peer: str, message: pb.Message) -> bool:
+        return self._send_or_park(peer, message)
+
+    def send_frame(self, peer: str, frame: Frame) -> bool:
+        return self._send_or_park(peer, frame)
+
+    def _send_or_park(self, peer: str, item: pb.Message | Frame) -> bool:
+        """A link to a member that isn't up yet is waited for; False when there will be none."""
+        send: Callable[..., bool] = (
+            self.links.send_frame if isinstance(item, Frame) else self.links.send
+        )
+        if peer not in self.parked and send(peer, item):
+            return True
+        parked = self.parked.setdefault(peer, [])
+        if all(member.node != peer for member in self.view.members) or len(parked) >= MOST_HELD:
+            return False
+        parked.append((self.loop.time(), item))
+        return True
+
+    def _forget_parked(self, now: float) -> None:
+        for peer, parked in list(self.parked.items()):
+            if self.links.linked(peer):
+                self.on_link_up(peer)
+                continue
+            late = [item for since, item in parked if now - since > LINK_PATIENCE]
+            del parked[: len(late)]
+            if not parked:
+                del self.parked[peer]
+            for item in late:
+                if isinstance(item, Frame) and item.kind in ("activation", "gradient"):
+                    why = f"no link to {peer} came up in {LINK_PATIENCE:.0f} s"
+                    self.attempt_failed(Ballot(*item.ballot), why, [peer])
+
+    # --- what the pipeline says
+
+    def microbatch_home(self, ballot: Ballot, home: pb.Home) -> None:
+        assert self.member is not None
+        message = pb.Message(ballot=ballot.message(), home=home)
+        self._carry_out([Send(self.member.driver, message)])
+
+    def attempt_failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> None:
+        assert self.member is not None
+        self._carry_out(self.member.failed(ballot, reason, accused))
+
+    # --- effects
+
+    def _carry_out(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            self._carry_out_one(effect)
+
+    def _carry_out_one(self, effect: Effect) -> None:
+        match effect:
+            case Send(to, message) if to == self.node:
+                self.loop.call_soon(self.on_message, to, message)
+            case Send(to, message):
+                self.send_message(to, message)
+            case StartAttempt(ballot, begin):
+                self.averaging.abandon(tuple(ballot))
+                self.pipeline.start(ballot, begin)
+                held, self.held = self.held, []
+                for peer, frame in held:
+                    self.on_frame(peer, frame)
+            case DropAttempt(ballot):
+                self.averaging.abandon((ballot.view, ballot.attempt + 1))
+                self.pipeline.drop(ballot)
+            case Reduce(ballot, _):
+                self._spawn(self._reduce(ballot))
+            case Apply(commit):
+                # Posted at once: what comes next must find it before itself in the thread.
+                self._spawn(self._applied(commit, self._apply(commit)))
+            case Fetch(ballot, sync):
+                if self.fetching is not None:
+                    self.fetching.cancel()
+                self.fetching = self._spawn(self._fetch(ballot, sync))
+            case Suspect(node, why):
+                self.client.suspect(node, why)
+            case Rejoin(reason):
+                self.stop(f"rejoin: {reason}")
+            case Halted(halt):
+                self._halted(halt)
+            case Event(kind, fields):
+                log.info("%s: %s", kind, fields.get("reason", dict(fields)))
+                self.events.write(kind, fields)
+
+    async def _reduce(self, ballot: Ballot) -> None:
+        assert self.member is not None
+        begin = self.pipeline.begin
+        replicas = sorted(place.node for place in begin.members if place.stage == self.stage)
+        self.reducing += 1
+        try:
+            await self.averaging.reduce(
+                tuple(ballot),
+                replicas,
+                self.optimizer.gradient,
+                self.pipeline.applied,
+                len(begin.plan),
+                self.run.swarm.progress,
+            )
+            norm = await self.compute.run(self.optimizer.squared_norm)
+        except Abandoned:
+            return
+        except AveragingError as error:
+            self._carry_out(self.member.failed(ballot, str(error), error.accused))
+            return
+        finally:
+            self.reducing -= 1
+        self.reduced_norm = norm
+        seconds = self.pipeline.seconds_per_microbatch
+        self._carry_out(self.member.reduced(ballot, norm, math.isfinite(norm), seconds))
+
+    def _apply(self, commit: pb.Commit) -> asyncio.Future[bytes]:
+        assert self.stage is not None
+        training, stage = self.run.training, self.stage
+        peak = training.lr or self.config.learning_rate
+        lr = schedule.learning_rate(
+            commit.step, self.run.steps, peak, training.warmup, training.lr_floor
+        )
+
+        def apply() -> bytes:
+            if not commit.skipped:
+                self.optimizer.step(lr * commit.lr_scale[stage], commit.clip_scale[stage])
+                self.omega = self.reduced_norm
+            self.optimizer.zero_gradient()
+            return self.optimizer.digest()
+
+        return self.compute.run(apply)
+
+    async def _applied(self, commit: pb.Commit, applying: asyncio.Future[bytes]) -> None:
+        assert self.member is not None
+        digest = await applying
+        if self.ledger is not None:
+            epoch = self.pipeline.windows.epoch(commit.step)
+            self.ledger.append(line(commit, epoch, time.time()))
+        if commit.seconds:
+            self.tokens_per_second = commit.tokens / commit.seconds
+        self.events.write("applied", {"step": commit.step, "digest": digest.hex()})
+        self._carry_out(self.member.applied(digest))
+        self._report()
+
+    async def _fetch(self, ballot: Ballot, sync: pb.Sync) -> None:
+        assert self.member is not None
+        started = self.loop.time()
+        log.info("%s", sync.reason)
+        exact = sync.method == "replica"
+        by_stage: dict[int, list[str]] = {}
+        for place in sync.sources:
+            by_stage.setdefault(place.stage, []).append(place.node)
+        try:
+            states = await asyncio.gather(
+                *(
+                    self.state_client.fetch(
+                        sync.step, nodes, optimizer=exact, deadline=self.run.swarm.progress
+                    )
+                    for _, nodes in sorted(by_stage.items())
+                )
+            )
+        except TransferError as error:
+            self._carry_out(self.member.failed(ballot, str(error), []))
+            return
+        digest = await self.compute.run(
+            partial(self._copy if exact else self._average_neighbours, states)
+        )
+        synced = pb.Synced(
+            step=sync.step,
+            method=sync.method,
+            sources=sync.sources,
+            fetched_bytes=sum(state.bytes for state in states),
+            seconds=self.loop.time() - started,
+            digest=digest,
+        )
+        log.info(
+            "stage %d rebuilt at step %d by %s: %d bytes in %.2f s",
+            *(self.stage, sync.step, sync.method, synced.fetched_bytes, synced.seconds),
+        )
+        self._carry_out(self.member.fetched(ballot, synced, states[0].last))
+
+    def _copy(self, states: Sequence[FetchedState]) -> bytes:
+        (state,) = states
+        self.optimizer.load(state.tensors.items(), state.optimizer_step)
+        self.omega = state.omega
+        return self.optimizer.digest()
+
+    def _average_neighbours(self, states: Sequence[FetchedState]) -> bytes:
+        """CheckFree, Algorithm 1; the optimizer starts afresh, as published."""
+        before, after = states
+        weights = checkfree.weights_of(before.omega, after.omega, self.run.recovery.omega)
+        average = checkfree.average(before.tensors["weights"], after.tensors["weights"], *weights)
+        self.optimizer.load([("weights", average)], 0)
+        self.omega = (before.omega + after.omega) / 2
+        return self.optimizer.digest()
+
+    def _served_state(self) -> ServedState | None:
+        if self.member is None or self.member.phase is Phase.SYNCING:
+            return None
+        return ServedState(
+            step=self.member.committed,
+            tensors=self.optimizer.state(optimizer=True),
+            omega=self.omega,
+            boosted_at=self.member.boosted_at,
+            last=self.member.last,
+            optimizer_step=self.optimizer.steps,
+        )
+
+    def _halted(self, halt: pb.Halt) -> None:
+        fields = {"step": halt.step, "reason": halt.reason, "validation": halt.validation_loss}
+        if halt.finished:
+            log.info("all %d steps are committed; weights are kept until Ctrl-C", halt.step)
+            self.events.write("finished", fields)
+        else:
+            log.error(
+                "the run is stopped at step %d: %s. This node keeps the weights of stage %s until "
+                "Ctrl-C.",
+                *(halt.step, halt.reason, self.stage),
+            )
+            self.events.write("stopped", fields)
+        self._report()
+
+    # --- the clock
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK)
+            now = self.loop.time()
+            if self.member is None:
+                continue
+            self._carry_out(self.driver.tick(now))
+            self._forget_parked(now)
+            self.wall.sample(time.monotonic(), self._busy_seconds(), self._doing())
+            if time.monotonic() - self.wall_told > 2.0:
+                self.wall_told = time.monotonic()
+                self.events.write("wall", self.wall.report())
+                self._report()
+
+    def _busy_seconds(self) -> float:
+        since = self.compute.busy_since
+        return self.compute.busy_seconds + (time.monotonic() - since if since else 0.0)
+
+    def _doing(self) -> str:
+        assert self.member is not None
+        if self.reducing:
+            return "average"
+        if self.member.phase is Phase.SYNCING or self.driver.phase is DriverPhase.SYNCING:
+            return "rebuild"
+        return "send" if self.links.unacknowledged else "idle"
+
+    def _report(self) -> None:
+        assert self.member is not None
+        member, halt = self.member, self.member.halt
+        driving = self.driver.phase is not DriverPhase.INACTIVE
+        self.client.report(
+            registry.Report(
+                committed=member.committed,
+                phase=member.phase.value,
+                loss=member.last.loss,
+                microbatches=self.pipeline.computed,
+                bytes_in=self.links.bytes_in,
+                bytes_out=self.links.bytes_out,
+                tokens_per_second=self.tokens_per_second,
+                message=halt.reason if halt else (self.driver.explain() if driving else ""),
+                stopped=halt is not None and not halt.finished,
+                finished=halt is not None and halt.finished,
+            )
+        )
+
+
+def _peers(view: registry.View) -> list[Peer]:
+    return [Peer(member.node, member.address) for member in view.members]
+
+
+def measure_speed(device: torch.device) -> float:
+    """Relative work per second: GFLOP/s of a float32 matrix product, best of a few."""
+    a = torch.ones(384, 384, device=device)
+    best = 0.0
+    for _ in range(5):
+        started = time.perf_counter()
+        (a @ a).sum().item()
+        best = max(best, 2 * 384**3 / (time.perf_counter() - started) / 1e9)
+    return best
+
+
+def own_address(registry_address: str) -> str:
+    """The address by which this machine reaches the registry, and so probably its peers."""
+    host, _, port = registry_address.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host.strip("[]"), int(port)))
+        return str(probe.getsockname()[0])

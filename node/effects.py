@@ -1,0 +1,107 @@
+"""What the machines of the step transaction ask the daemon to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from node import stage_pb2 as pb
+
+
+class Ballot(NamedTuple):
+    """One try at one thing in one view. Ordered; older ones have no effect."""
+
+    view: int
+    attempt: int
+
+    @staticmethod
+    def of(message: pb.Ballot) -> Ballot:
+        return Ballot(message.view, message.attempt)
+
+    def message(self) -> pb.Ballot:
+        return pb.Ballot(view=self.view, attempt=self.attempt)
+
+
+NEVER = Ballot(0, 0)
+
+
+@dataclass(frozen=True)
+class Send:
+    """A control message on the link to `to`, which may be this node itself."""
+
+    to: str
+    message: pb.Message
+
+
+@dataclass(frozen=True)
+class StartAttempt:
+    """Zero the gradient, forget older work, inject the microbatches that start here."""
+
+    ballot: Ballot
+    begin: pb.Begin
+
+
+@dataclass(frozen=True)
+class DropAttempt:
+    """The attempt leaves no trace: zero the gradient, forget the work."""
+
+    ballot: Ballot
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Average the gradient with the stage's other replicas; `Member.reduced` gets the result."""
+
+    ballot: Ballot
+    step: int
+
+
+@dataclass(frozen=True)
+class Apply:
+    """Apply the optimizer as the commit says; `Member.applied` gets the digest."""
+
+    commit: pb.Commit
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Get the state from peers; `Member.fetched` or `Member.failed` gets the result."""
+
+    ballot: Ballot
+    sync: pb.Sync
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """Tell the registry that this node was waited for in vain."""
+
+    node: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Rejoin:
+    """This node is a member no longer: it drops everything and joins again as a new one."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Halted:
+    """The run is over, or can't go on; the weights are kept."""
+
+    halt: pb.Halt
+
+
+@dataclass(frozen=True)
+class Event:
+    """A line of the event log."""
+
+    kind: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+Effect = (
+    Send | StartAttempt | DropAttempt | Reduce | Apply | Fetch | Suspect | Rejoin | Halted | Event
+)

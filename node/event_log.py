@@ -1,0 +1,59 @@
+"""A node's event log: one JSON object a line, flushed as it happens."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+
+class EventLog:
+    """Without a directory nothing is kept."""
+
+    def __init__(self, directory: Path | None, node: str) -> None:
+        self.node = node
+        self._file: TextIO | None = None
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file = (directory / f"events-{node}.jsonl").open("a", encoding="utf-8")
+
+    def write(self, kind: str, fields: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            line = {"time": time.time(), "node": self.node, "kind": kind, **fields}
+            self._file.write(json.dumps(_finite(line)) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class Tail:
+    """What has been added to a file of JSON lines since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._position = 0
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Complete lines only: the last one may still be on its way."""
+        with self.path.open("rb") as file:
+            file.seek(self._position)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._position += len(line)
+                yield json.loads(line)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return value

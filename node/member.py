@@ -1,0 +1,256 @@
+"""The member's side of the step transaction: a machine without clock, socket or tensor.
+
+It promises itself to the newest ballot that it has heard of, and nothing older has an effect on it
+from then on. What it has reduced it keeps until the driver decides, or a newer driver asks.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+from bootstrap import registry_pb2 as registry
+from node import stage_pb2 as pb
+from node.effects import (
+    NEVER,
+    Apply,
+    Ballot,
+    DropAttempt,
+    Effect,
+    Event,
+    Fetch,
+    Halted,
+    Reduce,
+    Rejoin,
+    Send,
+    StartAttempt,
+)
+from recovery.decide import Stop, decide
+
+
+class Phase(enum.Enum):
+    IDLE = "idle"
+    SYNCING = "syncing"
+    RUNNING = "running"
+    REDUCING = "reducing"
+    READY = "ready"
+    HALTED = "halted"
+
+
+class Frames(enum.Enum):
+    """What to do with a frame that belongs to some ballot."""
+
+    TAKE = enum.auto()
+    HOLD = enum.auto()
+    DROP = enum.auto()
+
+
+class Member:
+    """One node's part in the transaction. Every event method returns the effects to carry out."""
+
+    def __init__(self, node: str, stage: int, stages: int, policy: str) -> None:
+        self.node = node
+        self.stage = stage
+        self.stages = stages
+        self.policy = policy
+        self.phase = Phase.IDLE
+        self.view = registry.View()
+        self.promised = NEVER
+        self.driver = ""
+        self.attempt = NEVER  # the ballot of the attempt that runs or is ready
+        self.step = 0  # which it tries
+        self.committed = 0
+        self.last = pb.Commit()
+        self.boosted_at = 0
+        self.digest = b""
+        self.applying = False
+        self.unanswered: tuple[str, Ballot] | None = None
+        self.seconds_per_microbatch = 0.0
+        self.halt: pb.Halt | None = None
+
+    # --- events
+
+    def viewed(self, view: registry.View) -> list[Effect]:
+        """The registry has issued `view`."""
+        if view.number <= self.view.number:
+            return []
+        self.view = view
+        if all(member.node != self.node for member in view.members):
+            return [Rejoin(f"view {view.number} is without this node: {view.reason}")]
+        survivors: dict[int, list[str]] = {}
+        for member in view.members:
+            if not member.spare:
+                survivors.setdefault(member.stage, []).append(member.node)
+        if view.driver or 0 in survivors or not self.committed:
+            return []
+        decision = decide(0, survivors, self.stages, self.policy)
+        if isinstance(decision, Stop) and self.phase is not Phase.HALTED:
+            return self._halt(pb.Halt(reason=decision.reason, step=self.committed))
+        return []
+
+    def received(self, peer: str, message: pb.Message) -> list[Effect]:
+        """A control message for this machine has come from `peer`."""
+        ballot = Ballot.of(message.ballot)
+        body = message.WhichOneof("body")
+        if self.view.number == ballot.view and self.view.driver not in ("", peer):
+            return [Event("refused", {"peer": peer, "body": body, "why": "not the driver"})]
+        if ballot < self.promised or (body == "query" and ballot == self.promised != NEVER):
+            if body == "query" and ballot == self.promised and peer == self.driver:
+                return self._answer(peer, ballot)
+            return [Send(peer, pb.Message(ballot=self.promised.message(), stale=pb.Stale()))]
+        match body:
+            case "query":
+                return self._queried(peer, ballot)
+            case "step":
+                return self._stepped(peer, ballot, message.step)
+            case "sync":
+                return self._synced(peer, ballot, message.sync)
+            case "reduce":
+                return self._reduce(ballot)
+            case "halt":
+                self._promise(peer, ballot)
+                return self._halt(message.halt)
+            case _:
+                return [Event("refused", {"peer": peer, "body": body, "why": "unexpected"})]
+
+    def reduced(
+        self, ballot: Ballot, squared_norm: float, finite: bool, seconds_per_microbatch: float
+    ) -> list[Effect]:
+        """The stage's gradient is averaged and every microbatch is in it once."""
+        if self.phase is not Phase.REDUCING or ballot != self.attempt:
+            return []
+        self.phase = Phase.READY
+        self.seconds_per_microbatch = seconds_per_microbatch
+        ready = pb.Ready(
+            step=self.step,
+            squared_norm=squared_norm,
+            finite=finite,
+            digest=self.digest,
+            seconds_per_microbatch=seconds_per_microbatch,
+        )
+        return [self._to_driver(pb.Message(ready=ready))]
+
+    def applied(self, digest: bytes) -> list[Effect]:
+        """The optimizer has applied the last commit."""
+        self.digest = digest
+        self.applying = False
+        if self.unanswered is None:
+            return []
+        (peer, ballot), self.unanswered = self.unanswered, None
+        return self._answer(peer, ballot) if ballot == self.promised else []
+
+    def fetched(self, ballot: Ballot, synced: pb.Synced, last: pb.Commit) -> list[Effect]:
+        """The state of `synced.step` is in place; `last` is the commit that made it."""
+        if self.phase is not Phase.SYNCING or ballot != self.promised:
+            return []
+        self.phase = Phase.IDLE
+        self.committed = synced.step
+        self.digest = synced.digest
+        self.last = last
+        return [self._to_driver(pb.Message(synced=synced))]
+
+    def failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> list[Effect]:
+        """This node's part in what runs under `ballot` can't be done."""
+        running = self.phase in (Phase.RUNNING, Phase.REDUCING) and ballot == self.attempt
+        syncing = self.phase is Phase.SYNCING and ballot == self.promised
+        if not running and not syncing:
+            return []
+        self.phase = Phase.IDLE
+        failed = pb.Failed(reason=reason, accused=accused)
+        drop: list[Effect] = [DropAttempt(ballot)] if running else []
+        return [*drop, self._to_driver(pb.Message(failed=failed))]
+
+    def frames(self, ballot: Ballot) -> Frames:
+        """What to do with a frame of `ballot`."""
+        if ballot == self.attempt and self.phase in (Phase.RUNNING, Phase.REDUCING):
+            return Frames.TAKE
+        if self.phase is not Phase.HALTED and ballot > max(self.promised, self.attempt):
+            return Frames.HOLD
+        return Frames.DROP
+
+    # --- transitions
+
+    def _promise(self, driver: str, ballot: Ballot) -> None:
+        self.promised = ballot
+        self.driver = driver
+
+    def _to_driver(self, message: pb.Message) -> Send:
+        message.ballot.CopyFrom(self.promised.message())
+        return Send(self.driver, message)
+
+    def _queried(self, peer: str, ballot: Ballot) -> list[Effect]:
+        attempting = self.step if self._attempting() else 0
+        self._promise(peer, ballot)
+        effects: list[Effect] = []
+        if self.phase in (Phase.RUNNING, Phase.REDUCING):
+            effects.append(DropAttempt(self.attempt))
+        if self.phase is not Phase.READY:
+            self.phase = Phase.IDLE
+        return effects + self._answer(peer, ballot, attempting)
+
+    def _attempting(self) -> bool:
+        return self.phase in (Phase.RUNNING, Phase.REDUCING, Phase.READY)
+
+    def _answer(self, peer: str, ballot: Ballot, attempting: int = 0) -> list[Effect]:
+        if self.applying:
+            self.unanswered = (peer, ballot)
+            return []
+        is_ready = self.phase is Phase.READY
+        status = pb.Status(
+            committed=self.committed,
+            ready=self.step if is_ready else 0,
+            ready_ballot=self.attempt.message() if is_ready else None,
+            last=self.last,
+            boosted_at=self.boosted_at,
+            digest=self.digest,
+            seconds_per_microbatch=self.seconds_per_microbatch,
+            attempting=attempting,
+        )
+        return [Send(peer, pb.Message(ballot=ballot.message(), status=status))]
+
+    def _stepped(self, peer: str, ballot: Ballot, step: pb.Step) -> list[Effect]:
+        self._promise(peer, ballot)
+        effects: list[Effect] = []
+        if step.HasField("commit"):
+            effects += self._commit(step.commit)
+        if step.HasField("begin") and ballot > self.attempt:
+            if step.begin.step != self.committed + (step.begin.kind == pb.Begin.TRAIN):
+                reason = (
+                    f"asked to begin step {step.begin.step}, but step {self.committed} is the last "
+                    "one committed here"
+                )
+                return [*effects, self._to_driver(pb.Message(failed=pb.Failed(reason=reason)))]
+            self.phase = Phase.RUNNING
+            self.attempt = ballot
+            self.step = step.begin.step
+            effects.append(StartAttempt(ballot, step.begin))
+        return effects
+
+    def _commit(self, commit: pb.Commit) -> list[Effect]:
+        ready = self.phase is Phase.READY and self.attempt == Ballot.of(commit.ballot)
+        if commit.step != self.committed + 1 or not ready:
+            return []  # a repetition, or not for this node: the next query finds out
+        self.phase = Phase.IDLE
+        self.committed = commit.step
+        self.last = commit
+        self.applying = True
+        return [Apply(commit)]
+
+    def _reduce(self, ballot: Ballot) -> list[Effect]:
+        if self.phase is not Phase.RUNNING or ballot != self.attempt:
+            return []
+        self.phase = Phase.REDUCING
+        return [Reduce(ballot, self.step)]
+
+    def _synced(self, peer: str, ballot: Ballot, sync: pb.Sync) -> list[Effect]:
+        self._promise(peer, ballot)
+        effects: list[Effect] = [DropAttempt(self.attempt)] if self._attempting() else []
+        self.phase = Phase.SYNCING
+        self.boosted_at = sync.boosted_at
+        return [*effects, Fetch(ballot, sync)]
+
+    def _halt(self, halt: pb.Halt) -> list[Effect]:
+        effects: list[Effect] = [DropAttempt(self.attempt)] if self._attempting() else []
+        self.phase = Phase.HALTED
+        self.halt = halt
+        return [*effects, Halted(halt)]

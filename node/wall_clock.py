@@ -1,0 +1,25 @@
+"""Where a node's time goes: each moment counts for exactly one thing."""
+
+from __future__ import annotations
+
+PARTS = ("compute", "average", "rebuild", "send", "idle")
+
+
+class WallClock:
+    """Seconds by part; they add up to the time between the first and the last sample."""
+
+    def __init__(self, now: float) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._last = now
+        self._busy = 0.0
+
+    def sample(self, now: float, busy_seconds: float, otherwise: str) -> None:
+        """`busy_seconds` is the compute thread's total; what it leaves is `otherwise`'s."""
+        passed, self._last = now - self._last, now
+        computed = min(passed, max(0.0, busy_seconds - self._busy))
+        self._busy += computed
+        self.seconds["compute"] += computed
+        self.seconds[otherwise] += passed - computed
+
+    def report(self) -> dict[str, float]:
+        return {**self.seconds, "total": sum(self.seconds.values())}
