@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from node import averaging
 from node.averaging import Abandoned, Averaging, AveragingError, Reduction, check_ids
-from node.wire import Codec, Frame
+from node.wire import Codec, Frame, decode
 
 T = TypeVar("T")
 BALLOT = (3, 1)
@@ -393,9 +393,10 @@ async def test_a_peer_far_ahead_cannot_fill_the_memory(
 ) -> None:
     monkeypatch.setattr(averaging, "EARLY_LIMIT", 40)
     member = alone()
-    for attempt in range(1, 6):  # 16 bytes each
-        frame = replica("b", ["a", "b"], torch.ones(8), [2, 3]).contribute(0)[0][1]
-        frame.ballot = (4, attempt)
+    member.abandon((4, 1))
+    for view, attempt in [*[(3, 1)] * 5, *[(4, attempt) for attempt in range(1, 6)]]:
+        frame = replica("b", ["a", "b"], torch.ones(8), [2, 3]).contribute(0)[0][1]  # 16 bytes
+        frame.ballot = (view, attempt)
         member.on_frame("b", frame)
     assert caplog.text.count("dropped a gradient from b: 32 bytes") == 3
 
@@ -462,10 +463,12 @@ async def test_a_cancelled_reduction_leaves_nothing_running() -> None:
 
 
 def test_what_waits_to_be_sent_does_not_change_with_the_gradient() -> None:
-    gradient = torch.ones(9)
-    reduction = replica("a", ["a", "b"], gradient, [0])
-    outgoing = reduction.contribute(0)
+    gradient = torch.ones(8)
+    reduction = replica("a", ["a", "b"], gradient, [0, 1])
+    ((_, contribution),) = reduction.contribute(0)
+    ((_, theirs),) = replica("b", ["a", "b"], torch.ones(8), [2, 3]).contribute(0)
+    ((_, total),) = reduction.absorb("b", copied(theirs))
     gradient.zero_()
-    ((_, frame),) = outgoing
-    (values,) = averaging.decode(copied(frame).descriptors, copied(frame).payload)
-    assert torch.equal(values, torch.ones(5))
+    for frame, value in ((contribution, 1.0), (total, 2.0)):
+        (values,) = decode(copied(frame).descriptors, copied(frame).payload)
+        assert torch.equal(values, torch.full((4,), value))
