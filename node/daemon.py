@@ -516,6 +516,8 @@ class Node:
         except TransferError as error:
             self._carry_out(self.member.failed(ballot, str(error), []))
             return
+        if not self.member.arrived(ballot):
+            return
         digest = await self.compute.run(
             partial(self._copy if exact else self._average_neighbours, states)
         )
@@ -531,7 +533,7 @@ class Node:
             "stage %d rebuilt at step %d by %s: %d bytes in %.2f s",
             *(self.stage, sync.step, sync.method, synced.fetched_bytes, synced.seconds),
         )
-        self._carry_out(self.member.fetched(ballot, synced, states[0].last))
+        self._carry_out(self.member.fetched(synced, states[0].last))
 
     def _copy(self, states: Sequence[FetchedState]) -> bytes:
         (state,) = states
