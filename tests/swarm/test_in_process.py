@@ -80,3 +80,32 @@ async def test_a_node_that_only_dials_out_serves_like_the_others(corpus, tmp_pat
         swarm.start(2, 0, advertise="")
         await swarm.until(swarm.finished)
     assert audit(tmp_path).exact
+
+
+@pytest.mark.parametrize(
+    ("extra", "tolerance"),
+    [
+        ('[wire]\nactivations = "bf16"\ngradients = "bf16"\naveraging = "bf16"', 1e-3),
+        ('[wire]\nactivations = "int8"\ngradients = "int8"\naveraging = "int8"', 1e-2),
+    ],
+)
+async def test_lossy_codecs_keep_replicas_identical(corpus, tmp_path, extra, tolerance):
+    run = loads(SMALL.format(stages=2, replicas=2) + extra)
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(swarm.finished)
+        digests = {(stage, node.member.digest) for (stage, _), (node, _) in swarm.nodes.items()}
+        assert len(digests) == 3
+    assert losses(tmp_path) == pytest.approx(list(train(run, corpus)), rel=tolerance)
+
+
+async def test_bf16_and_recomputation(corpus, tmp_path):
+    toml = SMALL.format(stages=2, replicas=1)
+    run = loads(
+        toml.replace("[swarm]", 'precision = "bf16"\nrecompute = true\n[swarm]').replace(
+            "validation_microbatches = 2\n", "", 1
+        )
+    )
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(swarm.finished)
+    assert losses(tmp_path) == pytest.approx(list(train(run, corpus)), rel=1e-2)
+    assert audit(tmp_path).exact
