@@ -495,7 +495,7 @@ class Links:
         try:
             async with asyncio.timeout(self.settings.handshake):
                 for call in calls.values():
-                    await call.wait_for_connection()
+                    await _accepted(call, peer.node)
             link = _Link(self, peer.node, self.node, calls)
             self._adopt(link)
             await link.over.wait()
@@ -515,20 +515,24 @@ class Links:
             return grpc.aio.insecure_channel(address, options=self._options())
         return grpc.aio.secure_channel(address, self._credentials.channel, options=self._options())
 
-    def _adopt(self, link: _Link) -> None:
+    def _check_room(self, peer: str, dialler: str) -> None:
         """Of two links to a peer the one dialled by the smaller id stays, of two by the same the
-        newer one. Raises _Refused."""
-        if link.peer not in self._peers:
+        newer one. Raises _Refused for one that doesn't."""
+        if peer not in self._peers:
             raise _Refused(
-                StatusCode.PERMISSION_DENIED, f"{link.peer} is no member of view {self._view}"
+                StatusCode.PERMISSION_DENIED, f"{peer} is no member of view {self._view}"
             )
-        existing = self._links.get(link.peer)
-        if existing is not None:
-            if existing.dialler < link.dialler:
-                raise _Refused(
-                    StatusCode.ALREADY_EXISTS,
-                    f"{self.node} has a link with {link.peer} that {existing.dialler} dialled",
-                )
+        existing = self._links.get(peer)
+        if existing is not None and existing.dialler < dialler:
+            raise _Refused(
+                StatusCode.ALREADY_EXISTS,
+                f"{self.node} has a link with {peer} that {existing.dialler} dialled",
+            )
+
+    def _adopt(self, link: _Link) -> None:
+        """Raises _Refused."""
+        self._check_room(link.peer, link.dialler)
+        if existing := self._links.get(link.peer):
             existing.end(f"{link.dialler} dialled anew")
         self._links[link.peer] = link
         link.start()
@@ -574,8 +578,9 @@ class Links:
         try:
             if half.name == name:
                 raise _Refused(StatusCode.INVALID_ARGUMENT, f"a second {name} stream for one link")
+            self._check_room(dialler, dialler)
             for stream in (half.stream, context):
-                await stream.send_initial_metadata(())
+                await stream.send_initial_metadata((("planaria-node", self.node),))
             link = _Link(self, dialler, dialler, {half.name: half.stream, name: context})
             self._adopt(link)
         except _Refused as refused:
@@ -664,7 +669,17 @@ class Links:
             log.error("%s crashed", task.get_name(), exc_info=error)
 
 
+async def _accepted(call: Any, node: str) -> None:
+    """Returns when `node` has accepted this stream. Raises AioRpcError or _Refused."""
+    metadata = dict(await call.initial_metadata())
+    if metadata.get("planaria-node") != node:
+        await call.read()  # raises the status that the stream ended with
+        raise _Refused(StatusCode.NOT_FOUND, f"no node {node} at the other end")
+
+
 def _describe(error: grpc.aio.AioRpcError) -> str:
     if error.code() is StatusCode.ABORTED:
         return f"closed by the peer, which says: {error.details()}"
+    if error.code() is StatusCode.INTERNAL:  # a write that failed; gRPC knows no more
+        return "the connection broke"
     return f"{error.code().name}: {error.details()}"
