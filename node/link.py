@@ -329,6 +329,10 @@ class Links:
         self._handshakes = 0
         self._dialling: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        # glibc hands a freed chunk back to the kernel and gets the next one page by page, which
+        # halves the speed of frames. It keeps twice the largest block freed so far (mallopt(3),
+        # M_MMAP_THRESHOLD; at most 32 MiB counts), so this one, never touched, teaches it.
+        bytes(31 << 20)
 
     async def start(self, listen: str | None) -> int:
         """Accept links on HOST:PORT, port 0: any that is free. Returns the port; 0 for None, when

@@ -20,17 +20,6 @@ DEADLINE = 20.0  # seconds; reached only when a test fails
 QUICK = LinkSettings(view_wait=0.05, handshake=10.0, chunk=1024, window=4096)
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(asyncio.DefaultEventLoopPolicy, id="asyncio"),
-        pytest.param(uvloop.EventLoopPolicy, id="uvloop"),
-    ]
-)
-def event_loop_policy(request: pytest.FixtureRequest) -> asyncio.AbstractEventLoopPolicy:
-    policy: asyncio.AbstractEventLoopPolicy = request.param()
-    return policy
-
-
 class Recorder:
     """Events of one node, in order."""
 
@@ -108,7 +97,12 @@ def message(step: int) -> Message:
 # What a link carries
 
 
-async def test_messages_and_frames_both_ways_and_their_bytes_are_counted() -> None:
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_messages_and_frames_both_ways_and_their_bytes_are_counted(run: Any) -> None:
+    run(both_ways())
+
+
+async def both_ways() -> None:
     a, b = Node("a"), Node("b")
     async with started(a, b):
         view(1, a, b)
