@@ -473,7 +473,7 @@ class Links:
                     why = _describe(error)
                 except _Refused as error:
                     why = str(error)
-                if why and why != said:
+                if why and why != said and node not in self._links:
                     log.warning("can't link to %s: %s", node, why)
                 said = why
                 await asyncio.sleep(pause)
