@@ -327,6 +327,7 @@ class Links:
         self._links: dict[str, _Link] = {}
         self._halves: dict[tuple[str, str], _Half] = {}
         self._handshakes = 0
+        self._stopping = False
         self._dialling: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         # glibc hands a freed chunk back to the kernel and gets the next one page by page, which
@@ -358,7 +359,12 @@ class Links:
 
     async def stop(self) -> None:
         """Ends all links, which is not reported, and leaves nothing running."""
+        self._stopping = True
         self._linked = frozenset()
+        self._view_changed.set()
+        for half in self._halves.values():
+            if not half.link.done():
+                half.link.set_exception(self._stops())
         for link in list(self._links.values()):
             link.end(f"{self.node} stops", report=False)
         for task in self._dialling.values():
@@ -375,7 +381,7 @@ class Links:
     def set_peers(self, view: int, peers: Iterable[Peer], linked: Collection[str]) -> None:
         """The members of the newest view (own node included or not), and those of them that need a
         link kept up. Links to others end, unreported. An older view than the last has no effect."""
-        if view < self._view:
+        if view < self._view or self._stopping:
             return
         self._view = view
         self._peers = {peer.node: peer for peer in peers}
@@ -522,6 +528,8 @@ class Links:
     def _check_room(self, peer: str, dialler: str) -> None:
         """Of two links to a peer the one dialled by the smaller id stays, of two by the same the
         newer one. Raises _Refused for one that doesn't."""
+        if self._stopping:
+            raise self._stops()
         if peer not in self._peers:
             raise _Refused(
                 StatusCode.PERMISSION_DENIED, f"{peer} is no member of view {self._view}"
@@ -532,6 +540,9 @@ class Links:
                 StatusCode.ALREADY_EXISTS,
                 f"{self.node} has a link with {peer} that {existing.dialler} dialled",
             )
+
+    def _stops(self) -> _Refused:
+        return _Refused(StatusCode.UNAVAILABLE, f"{self.node} stops")
 
     def _adopt(self, link: _Link) -> None:
         """Raises _Refused."""
@@ -632,7 +643,7 @@ class Links:
         dialler = metadata.get("planaria-node", "")
         try:
             async with asyncio.timeout(self.settings.view_wait):
-                while dialler not in self._peers:
+                while dialler not in self._peers and not self._stopping:
                     await self._view_changed.wait()
         except TimeoutError:
             raise _Refused(
@@ -640,6 +651,8 @@ class Links:
                 f"{dialler!r} is no member of view {self._view}, the newest that {self.node} "
                 f"knows; waited {self.settings.view_wait} s for a newer one",
             ) from None
+        if self._stopping:
+            raise self._stops()
         return dialler
 
     # Shared
