@@ -295,6 +295,8 @@ class Frame:
             kind, (view, attempt), fields, [Descriptor.parse(raw) for raw in descriptors], payload
         )
         check_payload_size(frame.size, limit)
+        if frame.descriptors and (told := sum(d.size for d in frame.descriptors)) != frame.size:
+            raise WireError(f"the descriptors say {told} bytes, the payload has {frame.size}")
         return frame
 
 
