@@ -186,6 +186,7 @@ class Node:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.state_server.close()
         await self.links.stop()
         await asyncio.to_thread(self.compute.stop)
         self.events.write("wall", self.wall.report())
