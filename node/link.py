@@ -19,6 +19,7 @@ from urllib.parse import quote, unquote
 import grpc
 from google.protobuf.message import DecodeError
 from grpc import StatusCode
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from node import stage_pb2
 from node.chunks import ACKNOWLEDGE_EVERY, Inbox, Outbox
@@ -353,7 +354,11 @@ class Links:
                 port = server.add_secure_port(listen, self._credentials.server)
         except RuntimeError as error:
             raise OSError(f"can't listen on {listen}: {error}") from error
+        healthy = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
         await server.start()
+        for name in ("", _SERVICE):
+            await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._server = server
         return port
 

@@ -10,6 +10,7 @@ import grpc
 import pytest
 import torch
 import uvloop
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from node import link
 from node.link import Credentials, Links, LinkSettings, Peer, Silence
@@ -530,3 +531,16 @@ def test_a_node_that_was_busy_itself_accuses_nobody() -> None:
 def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         LinkSettings(**changes)
+
+
+async def test_a_listening_node_answers_the_standard_health_check() -> None:
+    node = Links("run", "a", Recorder())
+    port = await node.start("127.0.0.1:0")
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            for service in ("", "planaria.node.Stage"):
+                answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    finally:
+        await node.stop()
