@@ -40,7 +40,7 @@ SERVICE = DESCRIPTOR.services_by_name["Registry"].full_name
 TICK = 0.05  # seconds
 HELD_UP = 1.0  # seconds between two ticks from which the registry was held up
 FAREWELL = 1.0  # seconds for calls to end when the registry stops
-FIRST_RENEWAL = 5.0  # seconds to wait for it on a new stream
+FIRST_RENEWAL = 30.0  # seconds to wait for it on a new stream; all may come at once
 
 MESSAGE_BYTES = 16 * 2**20  # a view of 10,000 nodes with long names is smaller
 RENEWAL_BYTES = 16 * 2**10  # after the first of a stream
