@@ -21,6 +21,8 @@ from google.protobuf.message import DecodeError
 from grpc import StatusCode
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from bootstrap.credentials import PLAIN, Credentials, add_port
+from bootstrap.credentials import channel as open_channel
 from node import stage_pb2
 from node.chunks import ACKNOWLEDGE_EVERY, Inbox, Outbox
 from node.wire import HEAD_LIMIT, PAYLOAD_LIMIT, Frame, WireError, pack_chunk, parse_chunk
@@ -70,16 +72,6 @@ class Peer:
 
     node: str
     address: str
-
-
-@dataclass(frozen=True)
-class Credentials:
-    """What both sides of a link show each other; by default nothing, in plain text."""
-
-    server: grpc.ServerCredentials | None = None
-    channel: grpc.ChannelCredentials | None = None
-    metadata: tuple[tuple[str, str], ...] = ()  # added to the handshake
-    check: Callable[[dict[str, str]], str | None] = lambda _: None  # metadata -> why to refuse
 
 
 class LinkEvents(Protocol):
@@ -314,11 +306,12 @@ class Links:
         node: str,
         events: LinkEvents,
         settings: LinkSettings | None = None,
-        credentials: Credentials | None = None,
+        credentials: Credentials = PLAIN,
+        insecure: bool = False,
     ) -> None:
         self.run, self.node, self.events = run, node, events
         self.settings = settings or LinkSettings()
-        self._credentials = credentials or Credentials()
+        self._credentials, self._insecure = credentials, insecure
         self.traffic: dict[str, Traffic] = {}  # by peer, of all its links so far
         self._server: Any = None
         self._view = 0
@@ -338,7 +331,8 @@ class Links:
 
     async def start(self, listen: str | None) -> int:
         """Accept links on HOST:PORT, port 0: any that is free. Returns the port; 0 for None, when
-        this node only dials. Raises OSError when it can't listen there."""
+        this node only dials. Raises OSError when it can't listen there, and CredentialsError for
+        plain text beyond this machine without `insecure`."""
         if listen is None:
             return 0
         server = grpc.aio.server(options=self._options(server=True))
@@ -347,13 +341,7 @@ class Links:
             "Bulk": grpc.stream_stream_rpc_method_handler(self._accept_bulk),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
-        try:
-            if self._credentials.server is None:
-                port = server.add_insecure_port(listen)
-            else:
-                port = server.add_secure_port(listen, self._credentials.server)
-        except RuntimeError as error:
-            raise OSError(f"can't listen on {listen}: {error}") from error
+        port = add_port(server, listen, self._credentials, self._insecure)
         healthy = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
         await server.start()
@@ -502,7 +490,9 @@ class Links:
             ("planaria-link", secrets.token_hex(8)),
             *self._credentials.metadata,
         )
-        channels = [self._channel(peer.address) for _ in _STREAMS]
+        channels = [
+            open_channel(peer.address, self._credentials, self._options()) for _ in _STREAMS
+        ]
         calls: dict[str, Any] = {
             name: channel.stream_stream(f"/{_SERVICE}/{name}")(metadata=metadata)
             for name, channel in zip(_STREAMS, channels, strict=True)
@@ -524,11 +514,6 @@ class Links:
                 call.cancel()
             for channel in channels:
                 await channel.close()
-
-    def _channel(self, address: str) -> Any:
-        if self._credentials.channel is None:
-            return grpc.aio.insecure_channel(address, options=self._options())
-        return grpc.aio.secure_channel(address, self._credentials.channel, options=self._options())
 
     def _check_room(self, peer: str, dialler: str) -> None:
         """Of two links to a peer the one dialled by the smaller id stays, of two by the same the

@@ -12,8 +12,9 @@ import torch
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bootstrap.credentials import Credentials
 from node import link
-from node.link import Credentials, Links, LinkSettings, Peer, Silence
+from node.link import Links, LinkSettings, Peer, Silence
 from node.stage_pb2 import Chunk, Message
 from node.wire import Frame, WireError, decode, encode
 
@@ -271,23 +272,20 @@ async def farewell(call: Any) -> str:
         ({"run": "other"}, "PERMISSION_DENIED", "b is in run run, not 'other'"),
         ({"peer": "c"}, "NOT_FOUND", "this is node b, not 'c'"),
         ({"protocol": "2"}, "FAILED_PRECONDITION", "b speaks protocol 1, the dialler 2"),
-        ({"token": "bad"}, "UNAUTHENTICATED", "the token is bad"),
+        ({"token": "bad"}, "UNAUTHENTICATED", "the join token is not this run's"),
     ],
 )
 async def test_strangers_are_refused_with_a_sentence(
     changes: dict[str, str], code: str, sentence: str
 ) -> None:
-    def check(pairs: dict[str, str]) -> str | None:
-        return "the token is bad" if pairs.get("planaria-token") == "bad" else None
-
-    b = Node("b", credentials=Credentials(check=check))
+    b = Node("b", credentials=Credentials(token="good"))
     async with started(b):
         b.links.set_peers(7, [Peer("a", ""), b.peer()], [])
         with pytest.raises(grpc.aio.AioRpcError, match=sentence) as error:
-            async with dialled(b, "a", **changes):
+            async with dialled(b, "a", **({"token": "good"} | changes)):
                 pass
         assert error.value.code() is grpc.StatusCode[code]
-        async with dialled(b, "a"):
+        async with dialled(b, "a", token="good"):
             assert await b.events.next("up") == ("a",)
 
 
