@@ -102,8 +102,9 @@ class RegistryClient:
         `on_evicted`. Views come in increasing order of number. A registry that is away is looked
         for until it is back. Errors of the callbacks are raised."""
         membership = _Membership(self, node, reply.view, on_view)
-        pause = FIRST_PAUSE
+        clock, pause = asyncio.get_running_loop().time, FIRST_PAUSE
         while True:
+            began = clock()
             why = await membership.connect()
             if membership.evicted:
                 if self._left != node:
@@ -116,7 +117,10 @@ class RegistryClient:
                     why,
                     membership.view.number,
                 )
-                membership.connected, pause = False, FIRST_PAUSE
+                membership.connected = False
+                if clock() - began > LONGEST_PAUSE:  # it worked: there again, at once
+                    pause = FIRST_PAUSE
+                    continue
             self._next_address()
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)

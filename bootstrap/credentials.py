@@ -28,6 +28,10 @@ class Credentials:
     channel: grpc.ChannelCredentials | None = None
     token: str = ""
 
+    def __post_init__(self) -> None:
+        if not (self.token.isascii() and self.token.isprintable()):
+            raise CredentialsError("the join token may hold printable ASCII characters only")
+
     @classmethod
     def load(
         cls,

@@ -196,18 +196,16 @@ async def test_input_without_measure_is_refused(place: Any) -> None:
 
 async def test_streams_and_watchers_are_limited(serve: Serve) -> None:
     async with serve(limits=Limits(streams=1, watchers=1)) as place:
-        await place.node("a")
-        await until_described(place, lambda d: d.uptime >= 0)
         channel, stub = raw(place)
-        watch, keep = [], []
-        for _ in range(2):
-            watch.append(stub.Watch(WatchRequest()))
-            call = stub.KeepAlive()
-            await call.write(Renewal(node="ghost", run="r"))
-            keep.append(call)
+        await stub.Join(JoinRequest(protocol=PROTOCOL, node="a", address="a:1"))
+        watch, keep_alive = stub.Watch(WatchRequest()), stub.KeepAlive()
+        await watch.read()
+        await keep_alive.write(Renewal(node="a", run="r"))
+        await keep_alive.read()
         with pytest.raises(grpc.aio.AioRpcError, match="too many who watch"):
-            for call in watch:
-                await call.read()
+            await stub.Watch(WatchRequest()).read()
+        with pytest.raises(grpc.aio.AioRpcError, match="no stream to spare"):
+            await stub.KeepAlive().read()
         await channel.close()
 
 
