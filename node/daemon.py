@@ -17,12 +17,11 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from bootstrap import registry_pb2 as registry
-from bootstrap.client import RegistryClient
 from bootstrap.membership import PROTOCOL, related
 from node import optimizer as schedule
 from node import stage_pb2 as pb
@@ -46,8 +45,8 @@ from node.effects import (
     Suspect,
 )
 from node.event_log import EventLog
-from node.ledger import Ledger, line
-from node.link import Links, LinkSettings, Peer
+from node.ledger import Header, Ledger, line
+from node.link import Credentials, Links, LinkSettings, Peer
 from node.member import Frames, Member, Phase
 from node.model import BodyStage, ModelConfig, build_stage
 from node.optimizer import StageOptimizer
@@ -82,6 +81,22 @@ class Place:
     host: str
 
 
+class Registry(Protocol):
+    """What a node needs of the registry; `bootstrap.client` has it over gRPC."""
+
+    async def join(self, request: registry.JoinRequest) -> registry.JoinReply: ...
+    async def keep_membership(
+        self,
+        node: str,
+        reply: registry.JoinReply,
+        on_view: Callable[[registry.View], None],
+        on_evicted: Callable[[str], None],
+    ) -> None: ...
+    def report(self, report: registry.Report) -> None: ...
+    def suspect(self, accused: str, why: str) -> None: ...
+    async def leave(self, node: str, why: str) -> None: ...
+
+
 class Node:
     """One identity of a node, from joining to leaving."""
 
@@ -92,9 +107,9 @@ class Node:
         run: RunFile,
         config: ModelConfig,
         corpus: Corpus | None,
-        client: RegistryClient,
+        client: Registry,
         speed: float,
-        credentials: Any = None,
+        credentials: Credentials | None = None,
     ) -> None:
         self.node = secrets.token_hex(6)
         self.place, self.run_id, self.run, self.config = place, run_id, run, config
@@ -171,6 +186,7 @@ class Node:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.state_server.close()
         await self.links.stop()
         await asyncio.to_thread(self.compute.stop)
         self.events.write("wall", self.wall.report())
@@ -207,9 +223,7 @@ class Node:
         linked = [
             member.node
             for member in view.members
-            if member.node != self.node
-            and not member.spare
-            and related(own.stage, member.stage, self.config.stages)
+            if member.node != self.node and not member.spare and related(own.stage, member.stage)
         ]
         self.links.set_peers(view.number, _peers(view), linked)
         if self.stage is None:
@@ -279,7 +293,7 @@ class Node:
             ),
         )
 
-    def _ledger_header(self, corpus: Corpus) -> dict[str, Any]:
+    def _ledger_header(self, corpus: Corpus) -> Header:
         training = self.run.training
         return {
             "ledger": 1,
@@ -401,7 +415,7 @@ class Node:
             case Send(to, message):
                 self.send_message(to, message)
             case StartAttempt(ballot, begin):
-                self.averaging.abandon(tuple(ballot))
+                self.averaging.abandon(ballot)
                 self.pipeline.start(ballot, begin)
                 held, self.held = self.held, []
                 for peer, frame in held:
@@ -435,7 +449,7 @@ class Node:
         self.reducing += 1
         try:
             await self.averaging.reduce(
-                tuple(ballot),
+                ballot,
                 replicas,
                 self.optimizer.gradient,
                 self.pipeline.applied,
@@ -495,13 +509,15 @@ class Node:
             states = await asyncio.gather(
                 *(
                     self.state_client.fetch(
-                        sync.step, nodes, optimizer=exact, deadline=self.run.swarm.progress
+                        sync.step, nodes, exact, self.run.swarm.progress, ballot=ballot
                     )
                     for _, nodes in sorted(by_stage.items())
                 )
             )
         except TransferError as error:
             self._carry_out(self.member.failed(ballot, str(error), []))
+            return
+        if not self.member.arrived(ballot):
             return
         digest = await self.compute.run(
             partial(self._copy if exact else self._average_neighbours, states)
@@ -518,7 +534,7 @@ class Node:
             "stage %d rebuilt at step %d by %s: %d bytes in %.2f s",
             *(self.stage, sync.step, sync.method, synced.fetched_bytes, synced.seconds),
         )
-        self._carry_out(self.member.fetched(ballot, synced, states[0].last))
+        self._carry_out(self.member.fetched(synced, states[0].last))
 
     def _copy(self, states: Sequence[FetchedState]) -> bytes:
         (state,) = states

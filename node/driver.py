@@ -50,6 +50,7 @@ class Phase(enum.Enum):
     RUNNING = "running"
     REDUCING = "reducing"
     WAITING = "waiting"
+    PAUSING = "pausing"
     HALTED = "halted"
 
 
@@ -139,8 +140,7 @@ class Driver:
         match self.phase:
             case Phase.GATHERING if now - self.asked >= QUERY_AGAIN:
                 return self._ask_again(now)
-            case Phase.WAITING if self.pause_until and now >= self.pause_until:
-                self.pause_until = 0.0
+            case Phase.PAUSING if now >= self.pause_until:
                 return self._next(now)
             case Phase.RUNNING | Phase.REDUCING | Phase.SYNCING:
                 return self._out_of_patience(now)
@@ -317,7 +317,7 @@ class Driver:
     def _next(self, now: float) -> list[Effect]:
         """Begin what comes next: the next step, a validation, or the end."""
         if now < self.pause_until:
-            self.phase = Phase.WAITING
+            self.phase = Phase.PAUSING
             return []
         begin = self._what_next(now)
         if begin is None:

@@ -66,7 +66,7 @@ class Apply:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Get the state from peers; `Member.fetched` or `Member.failed` gets the result."""
+    """Get the state from peers; then `Member.arrived`, or `Member.failed`, is told."""
 
     ballot: Ballot
     sync: pb.Sync

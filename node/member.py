@@ -63,7 +63,8 @@ class Member:
         self.last = pb.Commit()
         self.boosted_at = 0
         self.digest = b""
-        self.applying = False
+        self.changing = False  # the weights are, so nothing is said of them
+        self.sync = pb.Sync()
         self.unanswered: tuple[str, Ballot] | None = None
         self.seconds_per_microbatch = 0.0
         self.halt: pb.Halt | None = None
@@ -132,21 +133,22 @@ class Member:
 
     def applied(self, digest: bytes) -> list[Effect]:
         """The optimizer has applied the last commit."""
-        self.digest = digest
-        self.applying = False
-        if self.unanswered is None:
-            return []
-        (peer, ballot), self.unanswered = self.unanswered, None
-        return self._answer(peer, ballot) if ballot == self.promised else []
+        return self._changed(digest)
 
-    def fetched(self, ballot: Ballot, synced: pb.Synced, last: pb.Commit) -> list[Effect]:
+    def arrived(self, ballot: Ballot) -> bool:
+        """The state has come; True: it is still wanted, put it in place and call `fetched`."""
+        self.changing = self.phase is Phase.SYNCING and ballot == self.promised
+        return self.changing
+
+    def fetched(self, synced: pb.Synced, last: pb.Commit) -> list[Effect]:
         """The state of `synced.step` is in place; `last` is the commit that made it."""
-        if self.phase is not Phase.SYNCING or ballot != self.promised:
-            return []
-        self.phase = Phase.IDLE
         self.committed = synced.step
-        self.digest = synced.digest
         self.last = last
+        self.boosted_at = self.sync.boosted_at
+        answer = self._changed(synced.digest)
+        if self.phase is not Phase.SYNCING:
+            return answer  # asked in the meantime: the status tells
+        self.phase = Phase.IDLE
         return [self._to_driver(pb.Message(synced=synced))]
 
     def failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> list[Effect]:
@@ -188,11 +190,19 @@ class Member:
             self.phase = Phase.IDLE
         return effects + self._answer(peer, ballot, attempting)
 
+    def _changed(self, digest: bytes) -> list[Effect]:
+        self.digest = digest
+        self.changing = False
+        if self.unanswered is None:
+            return []
+        (peer, ballot), self.unanswered = self.unanswered, None
+        return self._answer(peer, ballot) if ballot == self.promised else []
+
     def _attempting(self) -> bool:
         return self.phase in (Phase.RUNNING, Phase.REDUCING, Phase.READY)
 
     def _answer(self, peer: str, ballot: Ballot, attempting: int = 0) -> list[Effect]:
-        if self.applying:
+        if self.changing:
             self.unanswered = (peer, ballot)
             return []
         is_ready = self.phase is Phase.READY
@@ -233,7 +243,7 @@ class Member:
         self.phase = Phase.IDLE
         self.committed = commit.step
         self.last = commit
-        self.applying = True
+        self.changing = True
         return [Apply(commit)]
 
     def _reduce(self, ballot: Ballot) -> list[Effect]:
@@ -246,7 +256,7 @@ class Member:
         self._promise(peer, ballot)
         effects: list[Effect] = [DropAttempt(self.attempt)] if self._attempting() else []
         self.phase = Phase.SYNCING
-        self.boosted_at = sync.boosted_at
+        self.sync = sync
         return [*effects, Fetch(ballot, sync)]
 
     def _halt(self, halt: pb.Halt) -> list[Effect]:

@@ -132,7 +132,7 @@ def find_corpus(run: RunFile, options: Options) -> Corpus | None:
     if run.data.content and corpus.content != run.data.content:
         problem = (
             f"the data in {path} is not the run's: its content is {corpus.content}, the run's is "
-            f"{run.data.content}. Prepare the same inputs with the same settings, or copy the folder."
+            f"{run.data.content}. Prepare the same inputs in the same way, or copy the folder."
         )
         if needed:
             raise NodeError(problem)

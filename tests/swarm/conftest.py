@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from node.corpus import prepare
+from node.prepare import Recipe, prepare
 from node.run_file import RunFile, dumps, loads
 
 CORPUS = Path(__file__).parent.parent.parent / "corpus" / "austen"
@@ -24,7 +24,7 @@ DEADLINE = 240.0  # seconds; only a hanging swarm gets there
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shipped prose, prepared once for all the tests."""
     path = tmp_path_factory.mktemp("data") / "prose"
-    prepare([str(CORPUS)], path, vocabulary=512)
+    prepare(Recipe([str(CORPUS)], vocabulary=512), path)
     return path
 
 

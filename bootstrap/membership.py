@@ -1,0 +1,741 @@
+"""The membership machine: who serves which stage, told as numbered views.
+
+Pure: an event method takes `now` (seconds of any clock that never goes back) and returns effects
+for the shell to carry out. There is no clock, socket or task in here. Messages of
+`proto/bootstrap/registry.proto` are its data; a `View` is never changed after it was issued.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from bootstrap.registry_pb2 import (
+    Description,
+    JoinReply,
+    JoinRequest,
+    Member,
+    MemberDescription,
+    Renewal,
+    Report,
+    Suspicion,
+    View,
+)
+
+PROTOCOL = 1
+DECISIONS_KEPT = 200
+EVICTED_KEPT = 10_000
+COMPLAINTS = 3  # answered accusations by the same node after which the pair is taken for cut off
+COMPLAINT_WINDOW = 30.0  # seconds
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the registry decides by. Times in seconds."""
+
+    run: str
+    stages: int  # body stages, L; stages are numbered 0..L
+    replicas: int = 1  # nodes a stage to wait for before the first driver is named
+    max_replicas: int = 64  # nodes a stage that are useful; more become spares
+    start_grace: float = 20.0  # wait for `replicas` no longer than this once each stage has a node
+    lease: float = 5.0
+    probe_timeout: float = 1.5
+    reconnect: float = 0.4  # for a node whose KeepAlive stream broke to come back
+    restart_grace: float | None = None  # lease + 1
+    data: str = ""  # content hash that stage-0 nodes must have; empty: not checked
+    joins_per_second: float = 100.0
+    max_nodes: int = 10_000
+
+    def __post_init__(self) -> None:
+        if not self.run:
+            raise ValueError("run is empty: a run needs an identity")
+        if self.stages < 1:
+            raise ValueError(f"stages = {self.stages}: at least one body stage is needed")
+        if not 1 <= self.replicas <= self.max_replicas:
+            raise ValueError(
+                f"replicas = {self.replicas}: choose 1 to max_replicas = {self.max_replicas}"
+            )
+        for name in ("lease", "probe_timeout", "reconnect", "joins_per_second"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be above 0")
+
+    @property
+    def grace(self) -> float:
+        """Long enough for a dead member's fresh lease to run out before the first new view."""
+        return self.lease + 1.0 if self.restart_grace is None else self.restart_grace
+
+
+class Refused(Exception):  # noqa: N818  an answer, not a fault
+    """A request that can't be granted. `code` is the name of a gRPC status; `reason` says what
+    was wrong, with what value, and what to do."""
+
+    def __init__(self, code: str, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Issue:
+    """Write the view to the journal, then push it to all who watch."""
+
+    view: View
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Ask the node, on its KeepAlive stream, to answer `number` at once."""
+
+    node: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Evict:
+    """Tell the node, on its KeepAlive stream, that it is a member no longer; close the stream."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Settle:
+    """Answer all who suspected the node."""
+
+    node: str
+    member: bool
+    reason: str
+
+
+Effect = Issue | Probe | Evict | Settle
+
+
+@dataclass(eq=False)
+class _Node:
+    """A member or spare, and what is known of its health."""
+
+    member: Member
+    why: str  # why this stage
+    renewed: float
+    due: float = math.inf  # of its one live entry in the heap of deadlines
+    report: Report = field(default_factory=Report)
+    streaming: bool = False
+    lost: float | None = None  # when its stream broke
+    probe: int = 0  # number of the unanswered probe; 0: none
+    probed: float = 0.0
+    accusers: dict[str, str] = field(default_factory=dict)  # accuser -> why, until settled
+    doomed: str = ""  # to be evicted whatever it says, and why
+
+
+def related(a: int, b: int) -> bool:
+    """Whether nodes of stages a and b talk to each other: replicas, neighbours, and stage 0 with
+    everybody, since it holds the driver and both ends of the pipeline."""
+    return a == 0 or b == 0 or abs(a - b) <= 1
+
+
+class Membership:
+    """Every effect must be carried out, in the order given, before the next event is fed in."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.view = View(run=rules.run, reason="no node has joined yet")
+        self.decisions: deque[str] = deque(maxlen=DECISIONS_KEPT)  # newest last
+        self.decided = 0  # decisions ever taken
+        self._nodes: dict[str, _Node] = {}  # in join order
+        self._number = 0
+        self._joined = 0
+        self._committed = 0
+        self._started = False  # a driver has been named once
+        self._covered: float | None = None  # since when each stage has a member
+        self._quiet_until = -math.inf  # after a restart: no new view before
+        self._probes = 0
+        self._join_allowance = rules.joins_per_second
+        self._allowance_at: float | None = None
+        self._deadlines: list[tuple[float, str]] = []  # heap; stale entries are dropped when met
+        self._complaints: dict[tuple[str, str], list[float]] = {}
+        self._evicted: dict[str, str] = {}  # node -> reason; the oldest are forgotten
+        self._effects: list[Effect] = []
+        self._changes: list[str] = []  # in words; not empty: a view is to be issued
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def join(self, request: JoinRequest, now: float) -> tuple[JoinReply, list[Effect]]:
+        """Makes a node a member or a spare. A repeated request gets the same answer.
+
+        The reply leaves `run_file` to the shell. Raises Refused.
+        """
+        self._check_request(request)
+        known = self._nodes.get(request.node)
+        if known is not None:
+            self._check_repeated(request, known.member)
+            known.renewed = now
+            return self._reply(known), []
+        if request.node in self._evicted:
+            raise Refused(
+                "ALREADY_EXISTS",
+                f"node {request.node} is a member no longer ({self._evicted[request.node]}); "
+                "join again under a new node id",
+            )
+        if now < self._quiet_until:
+            raise Refused(
+                "UNAVAILABLE",
+                "the registry has restarted and is waiting for its members to come back; "
+                f"join again in {self._quiet_until - now:.1f} s",
+            )
+        former = self._at_address(request.address)
+        self._check_limits(request, former is not None, now)
+        if request.HasField("stage"):
+            self._check_stage(request)
+        if former is not None:
+            self._evict(former, f"restarted: {request.node} joined from {request.address}")
+        node = self._admit(request, now)
+        effects = self._finish(now)
+        return self._reply(node), effects
+
+    def stream_opened(self, renewal: Renewal, now: float) -> list[Effect]:
+        """The first renewal of a KeepAlive stream, which supersedes an older stream of the node.
+
+        A registry that has lost its journal learns the membership from the view shown here.
+        """
+        if renewal.run and renewal.run != self.rules.run:
+            reason = f"this registry serves run {self.rules.run}, not {renewal.run}"
+            return [Evict(renewal.node, reason)]
+        if self._should_learn(renewal, now):
+            self._learn(renewal.view, now)
+        node = self._nodes.get(renewal.node)
+        effects = self.renewed(renewal, now)
+        if node is not None:
+            node.streaming, node.lost = True, None
+            if node.probe:
+                self._effects.append(Probe(renewal.node, node.probe))
+            elif node.accusers:
+                effects += self._answered(node, now)
+        return [*self._take_effects(), *effects]
+
+    def renewed(self, renewal: Renewal, now: float) -> list[Effect]:
+        """A renewal on an open stream. This is the hot path: no scan, no copy."""
+        node = self._nodes.get(renewal.node)
+        if node is None:
+            reason = self._evicted.get(renewal.node, "not a member of the current view")
+            return [Evict(renewal.node, f"{reason}; join again under a new node id")]
+        node.renewed = now
+        if renewal.HasField("report"):
+            node.report = renewal.report
+            self._committed = max(self._committed, node.report.committed)
+        if renewal.probe and renewal.probe == node.probe:
+            return self._answered(node, now)
+        return []
+
+    def stream_lost(self, name: str, now: float) -> list[Effect]:
+        """The node's newest KeepAlive stream broke; it has `reconnect` seconds to come back."""
+        node = self._nodes.get(name)
+        if node is not None and node.streaming:
+            node.streaming, node.lost = False, now
+            self._schedule(name, node)
+        return []
+
+    def suspect(self, suspicion: Suspicion, now: float) -> list[Effect]:
+        """A member finds another one silent. Raises Refused when the accuser is no member."""
+        accuser, accused = suspicion.accuser, suspicion.accused
+        if accuser not in self._nodes:
+            raise Refused(
+                "FAILED_PRECONDITION",
+                f"accuser {accuser!r} is no member, so {accused!r} is not asked; join first",
+            )
+        if accuser == accused:
+            raise Refused("INVALID_ARGUMENT", f"node {accuser} accuses itself; leave instead")
+        node = self._nodes.get(accused)
+        if node is None:
+            reason = self._evicted.get(accused, "not a member of the current view")
+            return [Settle(accused, False, reason)]
+        node.accusers[accuser] = suspicion.why
+        self._note(f"{accused} is suspected by {accuser}: {suspicion.why or 'no reason given'}")
+        if not node.streaming:
+            node.lost = now if node.lost is None else node.lost
+            self._schedule(accused, node)
+            return []
+        if node.probe:
+            return []
+        self._probes += 1
+        node.probe, node.probed = self._probes, now
+        self._schedule(accused, node)
+        return [Probe(accused, node.probe)]
+
+    def leave(self, name: str, why: str, now: float) -> list[Effect]:
+        """A node says goodbye. Leaving twice changes nothing."""
+        node = self._nodes.get(name)
+        if node is None:
+            return []
+        self._doom(name, node, f"left: {why or 'no reason given'}")
+        return self.tick(now)
+
+    def tick(self, now: float) -> list[Effect]:
+        """Evicts whoever's time is over, and names the first driver when the waiting is over."""
+        if now < self._quiet_until:
+            return []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            due, name = heapq.heappop(self._deadlines)
+            node = self._nodes.get(name)
+            if node is None or node.due != due:
+                continue
+            node.due = math.inf
+            reason = self._overdue(node, now)
+            if reason:
+                self._evict(node, reason)
+            else:
+                self._schedule(name, node)
+        waited = self._covered is not None and now >= self._covered + self.rules.start_grace
+        if waited and not self._started and not self._changes:
+            self._changes.append(f"the start grace of {self.rules.start_grace:g} s is over")
+        return self._finish(now)
+
+    def restore(self, view: View, now: float) -> None:
+        """Goes on from the newest view of an earlier registry of the run: its members are taken
+        for alive, with a fresh lease, and no new view is issued before the grace is over.
+
+        Raises ValueError when the view can't be one of this run.
+        """
+        problem = _problem(view, self.rules)
+        if problem:
+            raise ValueError(f"view {view.number} can't be restored: {problem}")
+        former, self._nodes = self._nodes, {}
+        for member in view.members:
+            node = former.get(member.node) or _Node(member, "a member before the restart", now)
+            node.member, node.due = member, math.inf
+            self._nodes[member.node] = node
+            self._evicted.pop(member.node, None)
+        self.view = view
+        self._number = view.number
+        self._joined = max([self._joined, *(m.joined for m in view.members)])
+        self._committed = max(self._committed, view.committed)
+        # A run that has started lacks a driver only while stage 0 is vacant.
+        led = bool(view.driver) or (view.committed > 0 and 0 in self._vacant())
+        self._started = self._started or led
+        self._covered = now if not self._vacant() else None
+        self._quiet_until = now + self.rules.grace
+        self._deadlines, self._complaints = [], {}
+        for name, node in self._nodes.items():
+            self._schedule(name, node)
+        self._note(
+            f"restored view {view.number} with {len(view.members)} nodes; "
+            f"no new view for {self.rules.grace:g} s"
+        )
+
+    def paused(self, seconds: float, now: float) -> None:
+        """The registry itself did not run for this long (suspended, starved): nobody could be
+        heard, so nobody's time ran."""
+        self._note(f"the registry was held up for {seconds:.1f} s: all leases are longer by that")
+        self._deadlines = []
+        for name, node in self._nodes.items():
+            node.renewed = min(now, node.renewed + seconds)
+            node.probed = min(now, node.probed + seconds)
+            if node.lost is not None:
+                node.lost = min(now, node.lost + seconds)
+            node.due = math.inf
+            self._schedule(name, node)
+
+    # -- answers ---------------------------------------------------------------------------------
+
+    def describe(self, now: float) -> Description:
+        """Everything known, for people. The shell adds run file and uptime."""
+        return Description(
+            run=self.rules.run,
+            view=self.view,
+            members=[
+                MemberDescription(
+                    member=node.member,
+                    report=node.report,
+                    since_renewal=max(0.0, now - node.renewed),
+                    suspected=bool(node.accusers),
+                )
+                for node in self._nodes.values()
+            ],
+            decisions=self.decisions,
+            protocol=PROTOCOL,
+        )
+
+    def validate_state(self) -> None:
+        """Asserts what must hold after each event; called by tests."""
+        view, rules = self.view, self.rules
+        members = list(view.members)
+        assert not self._effects, "effects left behind"
+        assert not self._changes, "a change without a view"
+        assert [m.node for m in members] == list(self._nodes), "the view lags the membership"
+        assert members == [n.member for n in self._nodes.values()], "the view lags the membership"
+        assert not set(self._nodes) & set(self._evicted), "an evicted node is listed"
+        assert view.number == self._number
+        assert view.committed <= self._committed
+        assert not view.number or not _problem(view, rules), _problem(view, rules)
+        if self._started and not view.driver:
+            assert all(m.stage or m.spare for m in members), "a stage-0 member, but no driver"
+        for name, node in self._nodes.items():
+            assert node.due <= self._deadline(node), "a deadline would be missed"
+            assert (node.due, name) in self._deadlines
+            assert not (node.streaming and node.lost is not None)
+            assert not node.probe or node.accusers, "a probe that nobody asked for"
+
+    # -- joining ---------------------------------------------------------------------------------
+
+    def _check_request(self, request: JoinRequest) -> None:
+        if request.protocol != PROTOCOL:
+            older = "node" if request.protocol < PROTOCOL else "registry"
+            raise Refused(
+                "FAILED_PRECONDITION",
+                f"the node speaks protocol {request.protocol}, the registry {PROTOCOL}; "
+                f"install the same version of planaria on both (the {older}'s is the older)",
+            )
+        if not request.node:
+            raise Refused("INVALID_ARGUMENT", "the node id is empty; choose a random one")
+        if not (math.isfinite(request.speed) and request.speed >= 0):
+            raise Refused(
+                "INVALID_ARGUMENT",
+                f"speed = {request.speed}: must be a number of at least 0 (0: unknown)",
+            )
+
+    def _check_repeated(self, request: JoinRequest, member: Member) -> None:
+        told = (request.address, request.data, request.speed, request.host, request.device)
+        if told != (member.address, member.data, member.speed, member.host, member.device) or (
+            request.HasField("stage") and (member.spare or request.stage != member.stage)
+        ):
+            raise Refused(
+                "ALREADY_EXISTS",
+                f"node {request.node} is a member already, with other particulars "
+                f"({_place(member)}, address {member.address or 'none'}); "
+                "choose a new node id at each start",
+            )
+
+    def _check_limits(self, request: JoinRequest, replaces: bool, now: float) -> None:
+        if len(self._nodes) - replaces >= self.rules.max_nodes:
+            raise Refused(
+                "RESOURCE_EXHAUSTED",
+                f"the run has {len(self._nodes)} nodes, the most it takes; "
+                "try again when one has left, or raise max_nodes",
+            )
+        rate = self.rules.joins_per_second
+        since = 0.0 if self._allowance_at is None else now - self._allowance_at
+        self._join_allowance = min(max(1.0, rate), self._join_allowance + since * rate)
+        self._allowance_at = now
+        if self._join_allowance < 1:
+            raise Refused(
+                "RESOURCE_EXHAUSTED",
+                f"more than {rate:g} joins a second; "
+                f"join again in {(1 - self._join_allowance) / rate:.1f} s",
+            )
+        self._join_allowance -= 1
+
+    def _check_stage(self, request: JoinRequest) -> None:
+        stage = request.stage
+        if stage > self.rules.stages:
+            raise Refused(
+                "OUT_OF_RANGE",
+                f"stage {stage} does not exist: this run has stages 0 to {self.rules.stages}; "
+                "choose one of them, or leave --stage out",
+            )
+        if stage == 0 and self.rules.data and not request.data:
+            raise Refused(
+                "FAILED_PRECONDITION",
+                "stage 0 needs the prepared data, and the node has found none; "
+                "make it with `planaria data prepare`, or say where it is with --data DIR",
+            )
+        if stage == 0 and not self._has_data(request.data):
+            raise Refused(
+                "FAILED_PRECONDITION",
+                f"stage 0 needs the data with content hash {self.rules.data}, and the node's has "
+                f"{request.data}; prepare it from the same corpus with the same tokenizer with "
+                "`planaria data prepare`, or name its copy with --data DIR",
+            )
+        other = self._unreachable(request.address, stage)
+        if other is not None:
+            raise Refused(
+                "FAILED_PRECONDITION",
+                f"at stage {stage} the node would have to talk to {other.node} "
+                f"({_place(other)}), and neither of the two can be dialled; "
+                "give one of them `--advertise HOST:PORT`, or choose another stage",
+            )
+
+    def _at_address(self, address: str) -> _Node | None:
+        if not address:
+            return None
+        return next((n for n in self._nodes.values() if n.member.address == address), None)
+
+    def _has_data(self, data: str) -> bool:
+        return not self.rules.data or data == self.rules.data
+
+    def _unreachable(self, address: str, stage: int) -> Member | None:
+        """A member that a node with this address would need a link with, and can't have."""
+        if address:
+            return None
+        members = (n.member for n in self._nodes.values())
+        return next(
+            (m for m in members if not m.address and not m.spare and related(m.stage, stage)), None
+        )
+
+    def _admit(self, request: JoinRequest, now: float) -> _Node:
+        if request.HasField("stage"):
+            stage: int | None = request.stage
+            why = f"stage {stage} as asked for"
+        else:
+            stage, why = self._choose(request)
+        self._joined += 1
+        member = Member(
+            node=request.node,
+            address=request.address,
+            stage=stage or 0,
+            joined=self._joined,
+            speed=request.speed,
+            spare=stage is None,
+            host=request.host,
+            device=request.device,
+            data=request.data,
+        )
+        node = self._nodes[request.node] = _Node(member, why, now)
+        self._schedule(request.node, node)
+        self._changes.append(f"{request.node} joined: {why}")
+        return node
+
+    def _choose(self, request: JoinRequest) -> tuple[int | None, str]:
+        """A stage for a node that asked for none (None: spare), and why."""
+        numbers = range(self.rules.stages + 1)
+        count = Counter(m.stage for m in self._serving())
+        capacity = dict.fromkeys(numbers, 0.0)
+        for member in self._serving():
+            capacity[member.stage] += member.speed or 1.0
+        wanted = [s for s in numbers if count[s] < self.rules.max_replicas]
+        served = [s for s in wanted if s or self._has_data(request.data)]
+        fits = [s for s in served if self._unreachable(request.address, s) is None]
+        vacant = [s for s in fits if not count[s]]
+        if vacant:
+            return vacant[0], f"stage {vacant[0]} was vacant"
+        if fits:
+            stage = min(fits, key=lambda s: (capacity[s], s))
+            return stage, f"stage {stage} had the least capacity ({capacity[stage]:g})"
+        if not wanted:
+            return None, f"spare: every stage has {self.rules.max_replicas} nodes or more"
+        if not served:
+            return None, "spare: only stage 0 has room, and the node lacks the run's data"
+        other = self._unreachable(request.address, served[0])
+        return None, (
+            "spare: it only dials out, and so does a node it would need a link with wherever "
+            f"there is room ({other.node if other else ''}); give it `--advertise HOST:PORT`"
+        )
+
+    def _reply(self, node: _Node) -> JoinReply:
+        return JoinReply(run=self.rules.run, view=self.view, reason=node.why)
+
+    # -- going -----------------------------------------------------------------------------------
+
+    def _deadline(self, node: _Node) -> float:
+        """When the node's time may be over."""
+        due = node.renewed + self.rules.lease
+        if node.lost is not None:
+            due = min(due, node.lost + self.rules.reconnect)
+        if node.probe:
+            due = min(due, node.probed + self.rules.probe_timeout)
+        return -math.inf if node.doomed else due
+
+    def _overdue(self, node: _Node, now: float) -> str:
+        """Why the node's time is over; empty: it isn't."""
+        if node.doomed:
+            return node.doomed
+        accused = "".join(f"; suspected by {a}: {w}" for a, w in node.accusers.items())
+        if node.probe and now >= node.probed + self.rules.probe_timeout:
+            return f"no answer to a probe for {self.rules.probe_timeout:g} s{accused}"
+        if node.lost is not None and now >= node.lost + self.rules.reconnect:
+            return f"its stream broke, and none came for {self.rules.reconnect:g} s{accused}"
+        if now >= node.renewed + self.rules.lease:
+            return f"not renewed for {self.rules.lease:g} s{accused}"
+        return ""
+
+    def _schedule(self, name: str, node: _Node) -> None:
+        due = self._deadline(node)
+        if due < node.due:
+            node.due = due
+            heapq.heappush(self._deadlines, (due, name))
+
+    def _doom(self, name: str, node: _Node, reason: str) -> None:
+        node.doomed = reason
+        self._schedule(name, node)
+
+    def _answered(self, node: _Node, now: float) -> list[Effect]:
+        """The accused is alive. A pair that keeps failing to talk is cut off from each other, and
+        the one of the two with more such pairs goes: it is the one with the bad connection."""
+        name = node.member.node
+        accusers, node.accusers, node.probe = node.accusers, {}, 0
+        self._complaints = {
+            pair: recent
+            for pair, times in self._complaints.items()
+            if (recent := [t for t in times if now - t < COMPLAINT_WINDOW])
+        }
+        self._effects.append(Settle(name, True, f"{name} answered the registry's probe"))
+        for accuser in accusers:
+            if accuser not in self._nodes:
+                continue
+            times = self._complaints.setdefault((accuser, name), [])
+            times.append(now)
+            if len(times) < COMPLAINTS:
+                continue
+            goes = max((name, accuser), key=self._cut_off)
+            stays = accuser if goes == name else name
+            self._doom(goes, self._nodes[goes], f"unreachable from {stays}, though alive")
+        return [*self._take_effects(), *(self.tick(now) if accusers else [])]
+
+    def _cut_off(self, name: str) -> int:
+        """From how many members the node is cut off."""
+        return len({frozenset(pair) for pair in self._complaints if name in pair})
+
+    def _evict(self, node: _Node, reason: str) -> None:
+        name = node.member.node
+        del self._nodes[name]
+        self._evicted[name] = reason
+        while len(self._evicted) > EVICTED_KEPT:
+            del self._evicted[next(iter(self._evicted))]
+        self._complaints = {p: t for p, t in self._complaints.items() if name not in p}
+        self._changes.append(f"{name} ({_place(node.member)}) is gone: {reason}")
+        self._effects.append(Evict(name, reason))
+        if node.accusers:
+            self._effects.append(Settle(name, False, reason))
+
+    # -- views -----------------------------------------------------------------------------------
+
+    def _finish(self, now: float) -> list[Effect]:
+        """Issues a view if something has changed."""
+        if self._changes:
+            self._fill_vacant()
+            if self._vacant():
+                self._covered = None
+            elif self._covered is None:
+                self._covered = now
+            self._issue(now)
+        return self._take_effects()
+
+    def _fill_vacant(self) -> None:
+        """Sends the oldest spare that fits to each stage without a member."""
+        for stage in self._vacant():
+            for node in self._nodes.values():
+                member = node.member
+                if not member.spare or (stage == 0 and not self._has_data(member.data)):
+                    continue
+                if self._unreachable(member.address, stage) is not None:
+                    continue
+                node.member = Member()
+                node.member.CopyFrom(member)
+                node.member.stage, node.member.spare = stage, False
+                node.why = f"stage {stage} fell vacant"
+                self._changes.append(f"{member.node} was a spare: stage {stage} is vacant")
+                break
+
+    def _issue(self, now: float) -> None:
+        awaited = "" if self._started else self._awaited(now)
+        driver = "" if awaited else self._driver()
+        if driver != self.view.driver:
+            self._changes.append(f"{driver} drives" if driver else "no stage-0 member can drive")
+        self._started = self._started or bool(driver)
+        self._number += 1
+        reason = "; ".join(self._changes + ([awaited] if awaited else []))
+        self.view = View(
+            run=self.rules.run,
+            number=self._number,
+            members=[n.member for n in self._nodes.values()],
+            driver=driver,
+            reason=reason,
+            committed=self._committed,
+        )
+        self._note(f"view {self._number}: {reason}")
+        self._changes = []
+        self._effects.append(Issue(self.view))
+
+    def _driver(self) -> str:
+        """The driver stays; else the oldest stage-0 member follows. Empty: there is none."""
+        ends = [m.node for m in self._serving() if m.stage == 0]
+        if self.view.driver in ends:
+            return self.view.driver
+        return ends[0] if ends else ""
+
+    def _awaited(self, now: float) -> str:
+        """What the first driver of the run waits for, in words; empty: nothing."""
+        if self._covered is not None and now >= self._covered + self.rules.start_grace:
+            return ""
+        wanted = self.rules.replicas
+        count = Counter(m.stage for m in self._serving())
+        needed = [
+            f"{wanted - count[s]} more node{'s' if wanted - count[s] > 1 else ''} "
+            f"at stage {s} ({count[s]} of {wanted})"
+            for s in range(self.rules.stages + 1)
+            if count[s] < wanted
+        ]
+        return f"waiting for {', '.join(needed)}" if needed else ""
+
+    def _serving(self) -> Iterable[Member]:
+        return (n.member for n in self._nodes.values() if not n.member.spare)
+
+    def _vacant(self) -> list[int]:
+        served = {m.stage for m in self._serving()}
+        return [s for s in range(self.rules.stages + 1) if s not in served]
+
+    # -- learning after the loss of the journal --------------------------------------------------
+
+    def _should_learn(self, renewal: Renewal, now: float) -> bool:
+        """A member shows a newer view than ours, and we have not led this run ourselves yet."""
+        return (
+            renewal.view.number > self._number
+            and renewal.run == self.rules.run
+            and (not self._started or now < self._quiet_until)
+            and any(m.node == renewal.node for m in renewal.view.members)
+        )
+
+    def _learn(self, view: View, now: float) -> None:
+        former = self._nodes
+        try:
+            self.restore(view, now)
+        except ValueError as error:
+            self._note(f"a node's view is not believed: {error}")
+            return
+        for name in former.keys() - self._nodes.keys():
+            self._evicted[name] = f"not a member of view {view.number}, which others hold"
+            self._effects.append(Evict(name, self._evicted[name]))
+            if former[name].accusers:
+                self._effects.append(Settle(name, False, self._evicted[name]))
+        self._effects.append(Issue(view))
+
+    def _take_effects(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return effects
+
+    def _note(self, decision: str) -> None:
+        self.decisions.append(decision)
+        self.decided += 1
+
+
+def _place(member: Member) -> str:
+    return "spare" if member.spare else f"stage {member.stage}"
+
+
+def _problem(view: View, rules: Rules) -> str:
+    """What keeps this from being a view of the run; empty: nothing."""
+    members = list(view.members)
+    serving = [m for m in members if not m.spare]
+    addresses = [m.address for m in members if m.address]
+    joined = [m.joined for m in members]
+    hidden = [m.stage for m in serving if not m.address]
+    if view.run != rules.run:
+        return f"it is of run {view.run}, not {rules.run}"
+    if not 0 < view.number < 2**62:
+        return f"its number is {view.number}"
+    if len(members) > rules.max_nodes:
+        return f"it has {len(members)} nodes, more than {rules.max_nodes}"
+    if not all(m.node for m in members) or len({m.node for m in members}) < len(members):
+        return "a node is listed twice, or without an id"
+    if len(set(addresses)) < len(addresses):
+        return "an address is listed twice"
+    if joined != sorted(set(joined)):
+        return "its nodes are not in the order of joining"
+    if any(m.stage > rules.stages for m in serving):
+        return f"it has stages above {rules.stages}"
+    if any(related(a, b) for i, a in enumerate(hidden) for b in hidden[i + 1 :]):
+        return "two nodes that only dial out would have to talk to each other"
+    if view.driver and view.driver not in {m.node for m in serving if m.stage == 0}:
+        return f"its driver {view.driver} is no stage-0 member"
+    return ""

@@ -1,0 +1,490 @@
+"""The membership machine: what each event leads to. Time is a number."""
+
+import pytest
+
+from bootstrap.membership import (
+    PROTOCOL,
+    Effect,
+    Evict,
+    Issue,
+    Membership,
+    Probe,
+    Refused,
+    Rules,
+    Settle,
+)
+from bootstrap.registry_pb2 import (
+    JoinReply,
+    JoinRequest,
+    Member,
+    Renewal,
+    Report,
+    Suspicion,
+    View,
+)
+
+
+class Swarm:
+    """A machine with a clock, checked after each event."""
+
+    def __init__(self, stages: int = 2, **rules: object) -> None:
+        self.machine = Membership(Rules(run="r", stages=stages, **rules))  # type: ignore[arg-type]
+        self.now = 0.0
+        self.effects: list[Effect] = []
+
+    @property
+    def view(self) -> View:
+        return self.machine.view
+
+    def after(self, effects: list[Effect]) -> list[Effect]:
+        self.machine.validate_state()
+        self.effects = effects
+        return effects
+
+    def join(
+        self,
+        node: str,
+        stage: int | None = None,
+        address: str | None = None,
+        data: str = "",
+        speed: float = 1.0,
+        protocol: int = PROTOCOL,
+    ) -> JoinReply:
+        address = f"{node}:1" if address is None else address
+        request = JoinRequest(
+            protocol=protocol, node=node, address=address, stage=stage, data=data, speed=speed
+        )
+        reply, effects = self.machine.join(request, self.now)
+        self.after(effects)
+        return reply
+
+    def open(self, *nodes: str) -> None:
+        for node in nodes:
+            self.after(self.machine.stream_opened(Renewal(node=node, run="r"), self.now))
+
+    def wait(self, seconds: float) -> list[Effect]:
+        self.now += seconds
+        return self.after(self.machine.tick(self.now))
+
+    def renew(self, node: str, **fields: object) -> list[Effect]:
+        renewal = Renewal(node=node, **fields)  # type: ignore[arg-type]
+        return self.after(self.machine.renewed(renewal, self.now))
+
+    def suspect(self, accuser: str, accused: str) -> list[Effect]:
+        suspicion = Suspicion(accuser=accuser, accused=accused, why="silent")
+        return self.after(self.machine.suspect(suspicion, self.now))
+
+    def answer(self) -> list[Effect]:
+        (probe,) = (e for e in self.effects if isinstance(e, Probe))
+        return self.renew(probe.node, probe=probe.number)
+
+    def stage(self, node: str) -> int | None:
+        member = next(m for m in self.view.members if m.node == node)
+        return None if member.spare else member.stage
+
+    def nodes(self) -> list[str]:
+        return [m.node for m in self.view.members]
+
+
+def full(stages: int = 2, **rules: object) -> Swarm:
+    """One node a stage, n0 to nL, streams open."""
+    swarm = Swarm(stages, **rules)
+    for stage in range(stages + 1):
+        swarm.join(f"n{stage}", stage)
+    swarm.open(*swarm.nodes())
+    return swarm
+
+
+def test_automatic_joins_fill_vacant_stages_then_the_weakest() -> None:
+    swarm = Swarm()
+    for node, speed in (("a", 1.0), ("b", 0.5), ("c", 2.0)):
+        swarm.join(node, speed=speed)
+    assert [swarm.stage(n) for n in "abc"] == [0, 1, 2]
+    reply = swarm.join("d", speed=0.5)
+    assert swarm.stage("d") == 1
+    assert "least capacity" in reply.reason
+    swarm.join("e")
+    assert swarm.stage("e") == 0, "a tie goes to the lowest stage"
+
+
+def test_joiner_is_in_the_view_of_its_reply() -> None:
+    swarm = Swarm()
+    reply = swarm.join("a", 1)
+    assert [m.node for m in reply.view.members] == ["a"]
+    assert swarm.effects == [Issue(reply.view)]
+
+
+def test_explicit_stage_beyond_max_replicas_is_honoured_and_automatic_becomes_spare() -> None:
+    swarm = Swarm(stages=1, max_replicas=1)
+    swarm.join("a", 0)
+    swarm.join("b", 1)
+    swarm.join("c", 1)
+    reply = swarm.join("d")
+    assert swarm.stage("c") == 1
+    assert swarm.stage("d") is None
+    assert "every stage has 1 nodes or more" in reply.reason
+
+
+def test_stage_out_of_range_is_refused_with_the_range() -> None:
+    with pytest.raises(Refused, match="stage 3 does not exist: this run has stages 0 to 2") as e:
+        Swarm().join("a", 3)
+    assert e.value.code == "OUT_OF_RANGE"
+
+
+def test_other_protocol_is_refused_naming_both() -> None:
+    with pytest.raises(Refused, match=rf"protocol {PROTOCOL + 1}, the registry {PROTOCOL}"):
+        Swarm().join("a", protocol=PROTOCOL + 1)
+
+
+def test_stage_0_needs_the_data() -> None:
+    swarm = Swarm(data="abc")
+    with pytest.raises(Refused, match=r"planaria data prepare.*--data DIR"):
+        swarm.join("a", 0)
+    with pytest.raises(Refused, match="content hash abc, and the node's has xyz"):
+        swarm.join("a", 0, data="xyz")
+    swarm.join("a")
+    assert swarm.stage("a") == 1, "automatic assignment passes stage 0 over"
+    swarm.join("b", data="abc")
+    assert swarm.stage("b") == 0
+
+
+def test_repeated_join_gets_the_same_answer_and_other_particulars_are_refused() -> None:
+    swarm = Swarm()
+    first = swarm.join("a", 1)
+    assert swarm.join("a", 1) == first
+    assert swarm.effects == []
+    with pytest.raises(Refused, match="with other particulars"):
+        swarm.join("a", 1, address="elsewhere:1")
+    with pytest.raises(Refused, match="with other particulars"):
+        swarm.join("a", 2)
+
+
+def test_restart_at_the_same_address_evicts_the_old_identity_at_once() -> None:
+    swarm = full()
+    swarm.join("new", address="n1:1")
+    assert swarm.stage("new") == 1
+    assert swarm.nodes() == ["n0", "n2", "new"]
+    evict, issue = swarm.effects
+    assert isinstance(evict, Evict)
+    assert evict.node == "n1"
+    assert "restarted" in evict.reason
+    assert isinstance(issue, Issue)
+
+
+def test_an_identity_is_used_once() -> None:
+    swarm = full()
+    swarm.after(swarm.machine.leave("n1", "done", swarm.now))
+    with pytest.raises(Refused, match=r"left: done.*new node id"):
+        swarm.join("n1", 1)
+
+
+def test_joins_a_second_and_nodes_are_limited() -> None:
+    swarm = Swarm(joins_per_second=2, max_nodes=3)
+    swarm.join("a")
+    swarm.join("b")
+    with pytest.raises(Refused, match=r"more than 2 joins a second; join again in 0\.5 s"):
+        swarm.join("c")
+    swarm.now += 0.5
+    swarm.join("c")
+    swarm.now += 10
+    with pytest.raises(Refused, match="3 nodes, the most it takes"):
+        swarm.join("d")
+
+
+@pytest.mark.parametrize("speed", [-1.0, float("nan"), float("inf")])
+def test_a_speed_that_is_none_is_refused(speed: float) -> None:
+    with pytest.raises(Refused, match="speed"):
+        Swarm().join("a", speed=speed)
+
+
+@pytest.mark.parametrize(("a", "b"), [(1, 1), (1, 2), (0, 3), (4, 0)])
+def test_two_nodes_that_only_dial_out_are_never_related(a: int, b: int) -> None:
+    swarm = Swarm(stages=4)
+    swarm.join("a", a, address="")
+    with pytest.raises(Refused, match=rf"talk to a \(stage {a}\).*--advertise HOST:PORT"):
+        swarm.join("b", b, address="")
+
+
+def test_automatic_assignment_keeps_nodes_that_only_dial_out_apart() -> None:
+    swarm = Swarm(stages=4)
+    swarm.join("open", 0)
+    stages = []
+    for node in "abc":
+        swarm.join(node, address="")
+        stages.append(swarm.stage(node))
+    assert stages == [1, 3, None]
+    assert "only dials out" in swarm.join("d", address="").reason
+
+
+def test_a_spare_is_sent_to_a_stage_that_falls_vacant_the_oldest_that_fits() -> None:
+    swarm = Swarm(stages=1, max_replicas=1, data="abc")
+    swarm.join("a", 0, data="abc")
+    swarm.join("b", 1)
+    swarm.join("without")
+    swarm.join("with", data="abc")
+    swarm.after(swarm.machine.leave("a", "", swarm.now))
+    assert swarm.stage("with") == 0
+    assert swarm.stage("without") is None
+    assert swarm.view.driver == "with"
+    swarm.after(swarm.machine.leave("b", "", swarm.now))
+    assert swarm.stage("without") == 1
+
+
+def test_first_driver_waits_for_replicas_and_says_for_what() -> None:
+    swarm = Swarm(stages=1, replicas=2)
+    swarm.join("a", 0)
+    swarm.join("b", 0)
+    swarm.join("c", 1)
+    assert swarm.view.driver == ""
+    assert swarm.view.reason.endswith("waiting for 1 more node at stage 1 (1 of 2)")
+    swarm.join("d", 1)
+    assert swarm.view.driver == "a"
+
+
+def test_first_driver_waits_no_longer_than_the_start_grace() -> None:
+    swarm = Swarm(stages=1, replicas=2, start_grace=3, lease=100)
+    swarm.wait(50)
+    swarm.join("a", 0)
+    assert swarm.wait(50) == [], "the grace starts when each stage has a node"
+    swarm.join("b", 1)
+    assert swarm.wait(2.9) == []
+    (issue,) = swarm.wait(0.2)
+    assert isinstance(issue, Issue)
+    assert swarm.view.driver == "a"
+    assert "start grace of 3 s is over" in swarm.view.reason
+
+
+def test_driver_stays_and_the_oldest_stage_0_member_follows() -> None:
+    swarm = full()
+    swarm.join("late", 0)
+    swarm.join("later", 0)
+    assert swarm.view.driver == "n0"
+    swarm.after(swarm.machine.leave("n0", "", swarm.now))
+    assert swarm.view.driver == "late"
+    swarm.after(swarm.machine.leave("n1", "", swarm.now))
+    assert swarm.view.driver == "late", "once started, a vacant stage leaves the driver in place"
+    for node in ("late", "later"):
+        swarm.after(swarm.machine.leave(node, "", swarm.now))
+    assert swarm.view.driver == ""
+    swarm.join("new", 0)
+    assert swarm.view.driver == "new"
+
+
+def test_lease_runs_out_unless_renewed() -> None:
+    swarm = full(lease=5)
+    swarm.now = 3
+    swarm.renew("n0")
+    swarm.renew("n1")
+    assert swarm.wait(1.9) == []
+    evict, issue = swarm.wait(0.2)
+    assert evict == Evict("n2", "not renewed for 5 s")
+    assert isinstance(issue, Issue)
+    assert swarm.nodes() == ["n0", "n1"]
+    assert swarm.wait(2.8) == [], "5.1 s after joining, 2.9 after renewing"
+
+
+def test_broken_stream_evicts_unless_the_node_comes_back() -> None:
+    swarm = full(reconnect=0.4)
+    swarm.after(swarm.machine.stream_lost("n1", swarm.now))
+    swarm.now += 0.3
+    swarm.open("n1")
+    assert swarm.wait(0.2) == []
+    swarm.after(swarm.machine.stream_lost("n1", swarm.now))
+    evict, _ = swarm.wait(0.5)
+    assert isinstance(evict, Evict)
+    assert "its stream broke" in evict.reason
+
+
+def test_suspect_answers_alive() -> None:
+    swarm = full()
+    assert swarm.suspect("n0", "n1") == [Probe("n1", 1)]
+    assert swarm.suspect("n2", "n1") == [], "asked already"
+    swarm.effects = [Probe("n1", 1)]
+    assert swarm.answer() == [Settle("n1", True, "n1 answered the registry's probe")]
+    assert swarm.wait(2) == []
+
+
+def test_an_ordinary_renewal_is_no_answer_to_a_probe() -> None:
+    swarm = full(probe_timeout=1.5)
+    swarm.suspect("n0", "n1")
+    swarm.now += 1
+    swarm.renew("n1")
+    swarm.renew("n1", probe=77)
+    evict, settle, issue = swarm.wait(0.6)
+    assert isinstance(evict, Evict)
+    assert "no answer to a probe for 1.5 s; suspected by n0: silent" in evict.reason
+    assert settle == Settle("n1", False, evict.reason)
+    assert isinstance(issue, Issue)
+
+
+def test_suspect_without_a_stream_has_the_time_to_reconnect() -> None:
+    swarm = full(reconnect=0.4)
+    swarm.after(swarm.machine.stream_lost("n1", swarm.now))
+    assert swarm.suspect("n0", "n1") == []
+    swarm.open("n1")
+    assert swarm.effects == [Settle("n1", True, "n1 answered the registry's probe")]
+    swarm.after(swarm.machine.stream_lost("n1", swarm.now))
+    swarm.suspect("n0", "n1")
+    _, settle, _ = swarm.wait(0.5)
+    assert isinstance(settle, Settle)
+    assert not settle.member
+
+
+def test_a_stream_opened_during_a_probe_is_asked_again() -> None:
+    swarm = full()
+    (probe,) = swarm.suspect("n0", "n1")
+    swarm.open("n1")
+    assert swarm.effects == [probe]
+
+
+def test_suspecting_a_stranger_or_by_a_stranger() -> None:
+    swarm = full()
+    (settle,) = swarm.suspect("n0", "nobody")
+    assert settle == Settle("nobody", False, "not a member of the current view")
+    with pytest.raises(Refused, match="accuser 'nobody' is no member"):
+        swarm.suspect("nobody", "n0")
+    with pytest.raises(Refused, match="accuses itself"):
+        swarm.suspect("n0", "n0")
+
+
+def test_alive_but_unreachable_goes_after_three_accusations() -> None:
+    swarm = full()
+    for _ in range(2):
+        swarm.suspect("n0", "n1")
+        swarm.answer()
+        swarm.now += 1
+    swarm.suspect("n0", "n1")
+    _, evict, issue = swarm.answer()
+    assert evict == Evict("n1", "unreachable from n0, though alive")
+    assert isinstance(issue, Issue)
+
+
+def test_an_accuser_cut_off_from_more_members_goes_itself() -> None:
+    swarm = full(stages=3)
+    swarm.suspect("n3", "n2")
+    swarm.answer()
+    for _ in range(3):
+        swarm.suspect("n3", "n1")
+        swarm.answer()
+    assert swarm.effects[1] == Evict("n3", "unreachable from n1, though alive")
+
+
+def test_old_accusations_are_forgotten() -> None:
+    swarm = full(lease=100)
+    for _ in range(6):
+        swarm.suspect("n0", "n1")
+        swarm.answer()
+        swarm.wait(16)
+    assert "n1" in swarm.nodes()
+
+
+def test_a_renewal_by_a_stranger_is_told_to_join_again() -> None:
+    swarm = full()
+    (evict,) = swarm.renew("ghost")
+    assert isinstance(evict, Evict)
+    assert "join again" in evict.reason
+
+
+def test_another_run_is_told_so() -> None:
+    swarm = full()
+    effects = swarm.machine.stream_opened(Renewal(node="n0", run="other"), swarm.now)
+    assert effects == [Evict("n0", "this registry serves run r, not other")]
+
+
+def test_committed_grows_and_travels_with_views() -> None:
+    swarm = full()
+    number = swarm.view.number
+    assert swarm.renew("n0", report=Report(committed=7)) == []
+    swarm.renew("n1", report=Report(committed=5))
+    assert swarm.view.number == number
+    swarm.join("a")
+    assert swarm.view.committed == 7
+
+
+def test_a_restarted_registry_goes_on_after_the_grace() -> None:
+    before = full()
+    swarm = Swarm(stages=2, lease=5)
+    swarm.now = 1000
+    swarm.machine.restore(before.view, swarm.now)
+    assert swarm.view == before.view
+    with pytest.raises(Refused, match=r"join again in 6\.0 s") as e:
+        swarm.join("a")
+    assert e.value.code == "UNAVAILABLE"
+    assert swarm.join("n1", 1).view == before.view, "a lost reply is answered meanwhile"
+    swarm.open("n0", "n1")
+    swarm.after(swarm.machine.leave("n1", "ill", swarm.now))
+    assert swarm.effects == []
+    assert swarm.wait(5.5) == [], "leases are over, the grace isn't"
+    swarm.renew("n0")
+    swarm.wait(0.6)
+    assert swarm.nodes() == ["n0"]
+    assert swarm.view.number == before.view.number + 1
+    assert swarm.view.driver == "n0"
+    assert "left: ill" in swarm.view.reason
+
+
+def test_nothing_is_restored_from_a_view_that_makes_no_sense() -> None:
+    view = View(run="r", number=3, members=[Member(node="a", stage=9, joined=1)])
+    with pytest.raises(ValueError, match="stages above 2"):
+        Swarm().machine.restore(view, 0)
+
+
+def test_a_registry_without_its_journal_learns_from_its_members() -> None:
+    view = full().view
+    swarm = Swarm(stages=2)
+    swarm.join("early")
+    renewal = Renewal(node="n1", run="r", member=view.members[1], view=view)
+    effects = swarm.after(swarm.machine.stream_opened(renewal, swarm.now))
+    assert Issue(view) in effects, "it is journaled and shown to onlookers"
+    assert any(isinstance(e, Evict) and e.node == "early" for e in effects)
+    assert swarm.view == view
+    swarm.wait(4)
+    swarm.open("n0", "n1", "n2")
+    assert swarm.wait(3) == []
+    swarm.join("late")
+    assert swarm.view.number == view.number + 1
+    assert swarm.view.driver == view.driver
+
+
+def test_a_registry_that_leads_its_run_believes_no_newer_view() -> None:
+    swarm = full()
+    forged = View(run="r", number=99, members=[Member(node="x", stage=0, joined=1)])
+    renewal = Renewal(node="x", run="r", view=forged)
+    (evict,) = swarm.after(swarm.machine.stream_opened(renewal, swarm.now))
+    assert isinstance(evict, Evict)
+    assert swarm.nodes() == ["n0", "n1", "n2"]
+
+
+def test_time_in_which_the_registry_was_held_up_does_not_count() -> None:
+    swarm = full(lease=5)
+    swarm.now = 60
+    swarm.machine.paused(59, swarm.now)
+    assert swarm.wait(0) == []
+    swarm.wait(4.5)
+    assert swarm.nodes() == []
+
+
+def test_describe_tells_everything() -> None:
+    swarm = full()
+    swarm.renew("n1", report=Report(phase="forward"))
+    swarm.suspect("n0", "n2")
+    description = swarm.machine.describe(swarm.now + 1.5)
+    assert [m.suspected for m in description.members] == [False, False, True]
+    assert description.members[1].report.phase == "forward"
+    assert description.members[0].since_renewal == 1.5
+    assert description.view == swarm.view
+    assert description.decisions[-1] == "n2 is suspected by n0: silent"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"run": ""}, "run is empty"),
+        ({"stages": 0}, "at least one body stage"),
+        ({"replicas": 0}, "replicas = 0"),
+        ({"lease": 0.0}, "lease"),
+    ],
+)
+def test_rules_are_checked(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Rules(**{"run": "r", "stages": 2, **wrong})  # type: ignore[arg-type]

@@ -1,0 +1,145 @@
+"""Any order of events keeps the membership's promises."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from bootstrap.membership import PROTOCOL, Effect, Issue, Membership, Refused, Rules
+from bootstrap.registry_pb2 import JoinRequest, Renewal, Report, Suspicion, View
+
+RULES = Rules(
+    run="r",
+    stages=3,
+    replicas=2,
+    max_replicas=2,
+    start_grace=4,
+    lease=3,
+    probe_timeout=1,
+    reconnect=0.5,
+    data="hash",
+    joins_per_second=20,
+    max_nodes=12,
+)
+PICK = st.integers(0, 11)
+
+
+class Registry(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.machine = Membership(RULES)
+        self.now = 0.0
+        self.quiet_until = 0.0
+        self.last = 0
+        self.ids = 0
+        self.asked: dict[str, int] = {}  # explicit stages
+        self.renewed: dict[str, float] = {}
+        self.known: list[str] = []
+        self.shown = View(run="r")  # the newest view that nodes hold
+
+    def after(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Issue):
+                assert effect.view.number > self.last
+                assert self.now >= self.quiet_until, "a new view during the grace"
+                self.last = effect.view.number
+                self.shown = effect.view
+
+    def node(self, pick: int) -> str:
+        return self.known[-1 - pick % len(self.known)] if self.known else "nobody"
+
+    @rule(
+        stage=st.none() | st.integers(0, 4),
+        address=st.sampled_from(["", "", "new", "h1", "h2"]),
+        data=st.sampled_from(["", "hash", "hash", "other"]),
+        speed=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+    )
+    def join(self, stage: int | None, address: str, data: str, speed: float) -> None:
+        self.ids += 1
+        node = f"n{self.ids}"
+        request = JoinRequest(
+            protocol=PROTOCOL,
+            node=node,
+            address=f"{node}:1" if address == "new" else address,
+            stage=stage,
+            data=data,
+            speed=speed,
+        )
+        try:
+            reply, effects = self.machine.join(request, self.now)
+        except Refused as refusal:
+            assert refusal.reason
+            return
+        self.after(effects)
+        self.known.append(node)
+        self.renewed[node] = self.now
+        if stage is not None:
+            self.asked[node] = stage
+        assert node in [m.node for m in reply.view.members]
+        assert self.machine.join(request, self.now) == (reply, [])
+
+    @rule(pick=PICK, first=st.booleans(), probe=st.integers(0, 6), step=st.integers(0, 50))
+    def renew(self, pick: int, first: bool, probe: int, step: int) -> None:
+        renewal = Renewal(node=self.node(pick), probe=probe, report=Report(committed=step))
+        event = self.machine.renewed
+        if first:
+            renewal.run = "r"
+            renewal.view.CopyFrom(self.shown)
+            event = self.machine.stream_opened
+        self.after(event(renewal, self.now))
+        self.renewed[renewal.node] = self.now
+
+    @rule(pick=PICK)
+    def break_stream(self, pick: int) -> None:
+        self.after(self.machine.stream_lost(self.node(pick), self.now))
+
+    @rule(accuser=PICK, accused=PICK)
+    def suspect(self, accuser: int, accused: int) -> None:
+        suspicion = Suspicion(accuser=self.node(accuser), accused=self.node(accused))
+        try:
+            self.after(self.machine.suspect(suspicion, self.now))
+        except Refused as refusal:
+            assert refusal.reason
+
+    @rule(pick=PICK)
+    def leave(self, pick: int) -> None:
+        self.after(self.machine.leave(self.node(pick), "", self.now))
+
+    @rule(seconds=st.sampled_from([0.1, 0.6, 1.1, 3.1]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.after(self.machine.tick(self.now))
+        if self.now >= self.quiet_until:
+            for member in self.machine.view.members:
+                assert self.now < self.renewed[member.node] + RULES.lease
+
+    @precondition(lambda self: self.last > 0)
+    @rule(journal=st.booleans())
+    def restart(self, journal: bool) -> None:
+        if not journal and not self.machine.view.members:
+            return
+        self.machine = Membership(RULES)
+        if journal:
+            self.machine.restore(self.shown, self.now)
+        else:
+            witness = self.shown.members[0].node
+            renewal = Renewal(node=witness, run="r", view=self.shown)
+            (issue,) = self.machine.stream_opened(renewal, self.now)
+            assert issue == Issue(self.shown)
+        self.quiet_until = self.now + RULES.grace
+        self.renewed = {m.node: self.now for m in self.shown.members}
+
+    @invariant()
+    def sound(self) -> None:
+        self.machine.validate_state()
+        for member in self.machine.view.members:
+            if member.node in self.asked:
+                assert not member.spare
+                assert member.stage == self.asked[member.node]
+            if member.stage == 0 and not member.spare:
+                assert member.data == RULES.data
+
+
+Registry.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
+)
+TestRegistry = Registry.TestCase
