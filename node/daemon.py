@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import secrets
 import socket
 import time
@@ -163,7 +164,9 @@ class Node:
                 )
             )
             log.info("joined as %s: %s", self.node, reply.reason)
-            self.events.write("joined", {"reason": reply.reason, "host": self.place.host})
+            self.events.write(
+                "joined", {"reason": reply.reason, "host": self.place.host, "pid": os.getpid()}
+            )
             self._spawn(self._tick())
             self._spawn(self.client.keep_membership(self.node, reply, self.viewed, self.evicted))
             self.viewed(reply.view)
