@@ -10,7 +10,8 @@ next one is applied anywhere: every member of the view was ready for that one, s
       one chain for ever. What is allowed: the last, unconfirmed commit of a driver that was cut off
       or died may differ from what the others do instead, on nodes whose state is thrown away.
 - I3  No attempt in a newer ballot starts from a step before the newest confirmed one, and no node
-      goes back.
+      goes back. When no node with any state is left, and the registry has heard of one step at
+      most, the run starts over.
 - I4  After the last fault the run finishes in time, or stops for a reason that holds.
 """
 
@@ -27,13 +28,12 @@ from node.driver import Phase as DriverPhase
 from node.effects import NEVER, Ballot
 from node.member import Member, Phase
 from recovery.decide import Stop, decide
-
 from simulation.registry import Client, Registry
 from simulation.shell import SHARDS, Node
 from simulation.world import Network, Process, World
 
 
-class Violation(AssertionError):
+class InvariantError(AssertionError):
     """An invariant does not hold."""
 
 
@@ -44,6 +44,7 @@ class Attempt:
     step: int
     chain: bytes
     digests: dict[int, bytes] = field(default_factory=dict)
+    nodes: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -79,6 +80,7 @@ class Cluster:
         self.commits: dict[Ballot, Attempt] = {}
         self.confirmed: dict[int, bytes] = {0: b""}
         self.confirmed_in = NEVER
+        self.lineage_from = NEVER
         self._names = itertools.count(1)
         self.registry = Registry(self)
         for host in hosts:
@@ -126,6 +128,27 @@ class Cluster:
         host.restart_at = self.world.now + self.world.random.uniform(0.3, 8.0)
         self.world.after(host.restart_at - self.world.now, self.start, host)
 
+    def add_host(self) -> None:
+        """What a person does whose run waits for a node."""
+        host = Host(f"h{len(self.hosts)}", None, False)
+        self.hosts[host.name] = host
+        self.start(host)
+
+    def recoverable_without(self, nodes: list[Node]) -> bool:
+        """Whether the run could go on if these nodes were lost."""
+        left: dict[int, list[str]] = {}
+        newest = max(self.confirmed)
+        for node in self.nodes:
+            listed = node.name in self.registry.names() and node.process.responsive
+            if node in nodes or not listed or node.member is None or node.weights.step < newest:
+                continue
+            left.setdefault(node.member.stage, []).append(node.name)
+        stages = self.rules.stages
+        return 0 in left and not any(
+            isinstance(decide(stage, left, stages, self.rules.policy), Stop)
+            for stage in range(stages + 1)
+        )
+
     @property
     def nodes(self) -> list[Node]:
         return [host.node for host in self.hosts.values() if host.node is not None]
@@ -140,7 +163,7 @@ class Cluster:
 
     def demand(self, holds: bool, invariant: str, what: str) -> None:
         if not holds:
-            raise Violation(f"{invariant}: {what}")
+            raise InvariantError(f"{invariant}: {what}")
 
     def check_start(self, node: Node, ballot: Ballot, begin: pb.Begin) -> None:
         """In the compute thread, when everything before the attempt is done."""
@@ -150,15 +173,26 @@ class Cluster:
         who = f"{node.name} of stage {stage} starts {ballot} for step {begin.step}"
         self.demand(weights.step == base, "I2", f"{who} with weights of step {weights.step}")
         attempt = self.attempts.setdefault(ballot, Attempt(begin.step, weights.chain))
+        attempt.nodes.add(node.name)
         self.demand(attempt.chain == weights.chain, "I2", f"{who} with another history")
         digest = attempt.digests.setdefault(stage, weights.digest)
         self.demand(digest == weights.digest, "I2", f"{who}; its replicas have other weights")
+        if ballot <= self.confirmed_in:
+            return  # of a driver that is cut off: no commit can come of it
+        if base == 0 and max(self.confirmed) > 0 and self._may_start_over(ballot):
+            self.confirmed = {0: b""}
+            self.lineage_from = ballot
+            self.counts["started over"] += 1
         newest = max(self.confirmed)
-        if ballot > self.confirmed_in:
-            self.demand(base >= newest, "I3", f"{who}, but step {newest} was committed by all")
-        if base in self.confirmed and ballot > self.confirmed_in:
+        self.demand(base >= newest, "I3", f"{who}, but step {newest} was committed by all")
+        if base in self.confirmed:
             same = self.confirmed[base] == weights.chain
             self.demand(same, "I2", f"{who} with another history than was confirmed")
+
+    def _may_start_over(self, ballot: Ballot) -> bool:
+        """Nobody is left, and the registry has not heard of more than one step."""
+        view = self.registry.issued[ballot.view]
+        return view.committed <= 1
 
     def check_apply(self, node: Node, commit: pb.Commit) -> None:
         weights, stage = node.weights, node.stage
@@ -171,6 +205,8 @@ class Cluster:
         ballot = Ballot.of(commit.ballot)
         attempt = self.attempts[ballot]
         self.demand(attempt.chain == weights.chain, "I2", f"{who} with another history")
+        if ballot < self.lineage_from:
+            return
         before = self.confirmed.setdefault(commit.step - 1, weights.chain)
         self.demand(before == weights.chain, "I2", f"{who} on a history that was not confirmed")
         self.confirmed_in = max(self.confirmed_in, ballot)
@@ -179,9 +215,9 @@ class Cluster:
         weights, stage = node.weights, node.stage
         assert stage is not None
         who = f"{node.name} of stage {stage} has applied step {commit.step}"
-        applied = self.commits.setdefault(
-            Ballot.of(commit.ballot), Attempt(commit.step, weights.chain)
-        )
+        ballot = Ballot.of(commit.ballot)
+        ready = self.attempts[ballot].nodes
+        applied = self.commits.setdefault(ballot, Attempt(commit.step, weights.chain, nodes=ready))
         self.demand(applied.chain == weights.chain, "I2", f"{who}; others committed another thing")
         digest = applied.digests.setdefault(stage, weights.digest)
         self.demand(digest == weights.digest, "I2", f"{who}; its replicas have other weights")
@@ -198,6 +234,21 @@ class Cluster:
             digests = {state["digest"] for state in states[at : at + SHARDS]}
             self.demand(len(digests) == 1, "I2", f"{who}: replicas of {stages[at]} differ")
         self.counts[sync.method] += 1
+        if sync.method != "replica":
+            left = [n.name for n in self._holders(sync.step) if n.stage == node.stage]
+            self.demand(not left, "I4", f"{who}, but {', '.join(left)} had it")
+
+    def _holders(self, step: int) -> list[Node]:
+        """Live members that have the step in their weights, or were ready to commit it."""
+        last = [a for b, a in self.commits.items() if a.step == step and b >= self.lineage_from]
+        ready = {name for commit in last for name in commit.nodes}
+        return [
+            node
+            for node in self.nodes
+            if node.name in self.registry.names()
+            and node.member is not None
+            and (node.weights.step == step or node.name in ready)
+        ]
 
     def check_halt(self, node: Node, halt: pb.Halt) -> None:
         self.counts["finished" if halt.finished else "stopped"] += 1
@@ -205,20 +256,22 @@ class Cluster:
     # --- how it ends
 
     def settled(self) -> bool:
-        """All members of the newest view are alive and have halted."""
+        """All members of the newest view are alive and have halted under its driver."""
         view = self.registry.view()
         nodes = {node.name: node for node in self.nodes}
-        active = [member.node for member in view.members if not member.spare]
+        active = [nodes.get(member.node) for member in view.members if not member.spare]
         return bool(active) and all(
-            name in nodes
-            and nodes[name].member is not None
-            and nodes[name].member.phase is Phase.HALTED
-            and not nodes[name].member.changing
-            for name in active
+            node is not None
+            and node.view.number == view.number
+            and node.member is not None
+            and node.member.phase is Phase.HALTED
+            and not node.member.changing
+            and (node.name != view.driver or node.driver.phase is DriverPhase.HALTED)
+            for node in active
         )
 
     def outcome(self) -> str:
-        """`finished` or `stopped: reason` of a settled cluster. Raises Violation."""
+        """`finished` or `stopped: reason` of a settled cluster. Raises InvariantError."""
         view = self.registry.view()
         nodes = {node.name: node for node in self.nodes}
         active = [nodes[member.node] for member in view.members if not member.spare]
@@ -232,9 +285,8 @@ class Cluster:
             self.demand(len(chains) == 1, "I2", "the run has finished with two histories")
             return "finished"
         survivors: dict[int, list[str]] = {}
-        for node in active:
-            if node.weights.step == newest:
-                survivors.setdefault(node.stage, []).append(node.name)  # type: ignore[arg-type]
+        for node in self._holders(newest):
+            survivors.setdefault(node.weights.stage, []).append(node.name)
         decisions = [
             decide(stage, survivors, self.rules.stages, self.rules.policy)
             for stage in range(self.rules.stages + 1)

@@ -3,6 +3,7 @@ without gRPC. The machine is the real one; its journal survives a crash."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from bootstrap import registry_pb2 as pb
@@ -17,7 +18,6 @@ from bootstrap.membership import (
     Rules,
     Settle,
 )
-
 from simulation.world import Link, Process
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class Registry:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.world = cluster, cluster.world
         self.journal = pb.View()
+        self.issued: dict[int, pb.View] = {}
         self.rules = Rules(
             run="run",
             stages=cluster.rules.stages,
@@ -66,9 +67,12 @@ class Registry:
     def view(self) -> pb.View:
         return self.journal
 
+    def names(self) -> set[str]:
+        return {member.node for member in self.journal.members}
+
     def _tick(self) -> None:
         self._carry_out(self.machine.tick(self.world.now))
-        self.machine.validate_state(self.world.now)
+        self.machine.validate_state()
         self.process.after(TICK, self._tick)
 
     # --- streams
@@ -100,10 +104,8 @@ class Registry:
                 self._carry_out(self.machine.renewed(item, now))
                 self._tell(peer, pb.Notice(view=self.machine.view.number))
             case pb.Suspicion():
-                try:
+                with contextlib.suppress(Refused):  # the accuser is told by its own eviction
                     self._carry_out(self.machine.suspect(item, now))
-                except Refused:
-                    pass
 
     def _tell(self, peer: str, item: Any) -> None:
         if (link := self.links.get(peer)) is not None:
@@ -114,7 +116,7 @@ class Registry:
             match effect:
                 case Issue(view):
                     self.world.say(self.name, f"view {view.number}: {view.reason}")
-                    self.journal = view
+                    self.journal = self.issued[view.number] = view
                     for peer in sorted(self.links):
                         self._tell(peer, view)
                 case Probe(node, number):

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from node.driver import Driver, Rules
 from node.member import Member
-
-from simulation.cluster import Cluster, Host, Violation
+from simulation.cluster import Cluster, Host, InvariantError
 from simulation.shell import Node
 
+TAIL = 120
+"""Lines of the trace that a report shows."""
 LONGEST = 240.0
 """Virtual seconds after the last fault within which everything must be over."""
 
@@ -25,21 +26,19 @@ class Result:
     counts: Counter[str]
 
 
-class Failure(AssertionError):
+class ScenarioError(AssertionError):
     """A scenario went wrong; the message tells how, and how to see it again."""
 
 
-def run(
-    seed: int, member: type[Member] = Member, driver: type[Driver] = Driver
-) -> Result:
-    """Raises Failure."""
+def run(seed: int, member: type[Member] = Member, driver: type[Driver] = Driver) -> Result:
+    """Raises ScenarioError."""
     scenario = Scenario(seed, member, driver)
     try:
         return scenario.run()
-    except Violation as violation:
-        raise Failure(scenario.report(str(violation))) from violation
+    except InvariantError as broken:
+        raise ScenarioError(scenario.report(str(broken))) from broken
     except Exception as error:
-        raise Failure(scenario.report(f"crashed: {error!r}")) from error
+        raise ScenarioError(scenario.report(f"crashed: {error!r}")) from error
 
 
 class Scenario:
@@ -48,10 +47,11 @@ class Scenario:
         self.random = random.Random(f"scenario {seed}")
         rules = self._rules()
         hosts, overflowing = self._hosts(rules), self._overflowing(rules)
-        pace = self.random.uniform(1.0, 6.0)
+        pace = self.random.choice([1.0, 4.0, 8.0])
         self.cluster = Cluster(seed, rules, hosts, overflowing, pace, member, driver)
         self.world = self.cluster.world
         self._partitions = itertools.count()
+        self.merciful = self.random.random() < 0.7  # leaves what a rebuild needs
         self.quiet_from = self._plan_faults()
 
     # --- the shape
@@ -96,7 +96,7 @@ class Scenario:
             (self._crash, 6),
             (self._crash_driver, 3),
             (self._crash_committing, 4),
-            (self._crash_stage, 1),
+            (self._crash_stage, 4),
             (self._freeze, 4),
             (self._freeze_driver, 2),
             (self._part, 4),
@@ -105,19 +105,16 @@ class Scenario:
             (self._flap, 2),
             (self._crash_registry, 3),
         ]
-        kinds = chosen.choices([f for f, _ in faults], [w for _, w in faults], k=chosen.randint(0, 9))
-        last = chosen.uniform(4.0, 25.0)
-        for fault in kinds:
-            self.world.after(chosen.uniform(0.0, last), self._strike, fault)
-        self.world.after(last, self._calm_down)
-        return last
+        kinds, weights = [fault for fault, _ in faults], [weight for _, weight in faults]
+        when, gap = chosen.uniform(0.0, 4.0), chosen.choice([0.2, 1.0, 3.0])
+        for fault in chosen.choices(kinds, weights, k=chosen.randint(0, 16)):
+            self.world.after(when, self._strike, fault)
+            when += chosen.expovariate(1.0 / gap)
+        return when
 
     def _strike(self, fault: Callable[[], float]) -> None:
         over = self.world.now + fault()
         self.quiet_from = max(self.quiet_from, over)
-
-    def _calm_down(self) -> None:
-        """What was struck last may be ill for some seconds more."""
 
     def _some(self) -> list[Node]:
         return sorted(
@@ -128,35 +125,43 @@ class Scenario:
         name = self.cluster.registry.view().driver
         return next((node for node in self._some() if node.name == name), None)
 
+    def _spared(self, nodes: list[Node]) -> bool:
+        return self.merciful and not self.cluster.recoverable_without(nodes)
+
     def _crash(self) -> float:
-        if nodes := self._some():
+        nodes = [node for node in self._some() if not self._spared([node])]
+        if nodes:
             self.cluster.crash(self.random.choice(nodes).process, "by a fault")
         return 8.0
 
     def _crash_driver(self) -> float:
-        if (node := self._driver()) is not None:
+        if (node := self._driver()) is not None and not self._spared([node]):
             self.cluster.crash(node.process, "by a fault, as the driver")
         return 8.0
 
     def _crash_committing(self) -> float:
-        if (node := self._driver()) is not None:
+        if (node := self._driver()) is not None and not self._spared([node]):
             node.fuse = self.random.randint(0, 4)
         return 12.0
 
     def _crash_stage(self) -> float:
-        stage = self.random.randint(0, self.cluster.rules.stages)
-        for node in self._some():
-            if node.stage == stage:
-                self.cluster.crash(node.process, "with its whole stage")
+        stages = list(range(self.cluster.rules.stages + 1))
+        self.random.shuffle(stages)
+        for stage in stages:
+            nodes = [node for node in self._some() if node.stage == stage]
+            if not self._spared(nodes):
+                for node in nodes:
+                    self.cluster.crash(node.process, "with its whole stage")
+                break
         return 8.0
 
     def _freeze(self) -> float:
-        nodes = self._some()
+        nodes = [node for node in self._some() if not self._spared([node])]
         return self._freeze_one(self.random.choice(nodes)) if nodes else 0.0
 
     def _freeze_driver(self) -> float:
         node = self._driver()
-        return self._freeze_one(node) if node is not None else 0.0
+        return self._freeze_one(node) if node is not None and not self._spared([node]) else 0.0
 
     def _freeze_one(self, node: Node) -> float:
         process, seconds = node.process, self.random.choice([1.0, 3.0, 6.0, 20.0])
@@ -174,8 +179,7 @@ class Scenario:
 
     def _part(self) -> float:
         hosts = [*sorted(self.cluster.hosts), "registry"]
-        side = self.random.sample(hosts, self.random.randint(1, len(hosts) - 1))
-        return self._part_off(side)
+        return self._part_off(self.random.sample(hosts, self.random.randint(1, len(hosts) - 1)))
 
     def _isolate(self) -> float:
         return self._part_off([self.random.choice([*sorted(self.cluster.hosts), "registry"])])
@@ -183,6 +187,9 @@ class Scenario:
     def _part_off(self, side: list[str]) -> float:
         number, seconds = next(self._partitions), self.random.choice([1.0, 3.0, 8.0, 15.0])
         seconds *= self.random.uniform(0.3, 1.0)
+        cut = [node for node in self._some() if (node.process.host in side) != ("registry" in side)]
+        if self._spared(cut) and seconds > 2.0 and len(cut) < len(self._some()):
+            seconds = 2.0
         self.world.say("network", f"parts off {' '.join(sorted(side))} for {seconds:.1f} s")
         self.cluster.network.part(number, frozenset(side))
 
@@ -225,7 +232,7 @@ class Scenario:
     # --- the run
 
     def run(self) -> Result:
-        world, cluster = self.world, self.cluster
+        world, cluster, replaced = self.world, self.cluster, False
         while True:
             until = world.now + 0.5
             while world.now < until:
@@ -234,16 +241,21 @@ class Scenario:
                 outcome = cluster.outcome()
                 if outcome == "finished" or world.now > self.quiet_from + 15.0:
                     return Result(outcome, world.now, cluster.counts)
+            if world.now > self.quiet_from + 20.0 and not replaced:
+                replaced = True
+                self.cluster.add_host()
             if world.now > self.quiet_from + LONGEST:
                 cluster.demand(False, "I4", f"not over {LONGEST:.0f} s after the last fault")
 
     def report(self, what: str) -> str:
         rules = self.cluster.rules
-        trace = "\n".join(list(self.world.trace)[-120:])
-        return (
-            f"seed {self.seed}: {what}\n"
-            f"at {self.world.now:.3f} s; faults over at {self.quiet_from:.1f} s; {rules.stages} body "
-            f"stages, {len(self.cluster.hosts)} hosts, {rules.steps} steps of {rules.microbatches}\n"
-            f"{trace}\n{self.cluster.who_waits()}\n"
-            f"again: pytest tests/simulation --seed {self.seed}"
+        shape = f"{rules.stages} body stages, {len(self.cluster.hosts)} hosts, {rules.steps} steps"
+        return "\n".join(
+            [
+                f"seed {self.seed}: {what}",
+                f"at {self.world.now:.3f} s; faults over at {self.quiet_from:.1f} s; {shape}",
+                *list(self.world.trace)[-TAIL:],
+                self.cluster.who_waits(),
+                f"again: pytest tests/simulation --seed {self.seed}",
+            ]
         )

@@ -36,7 +36,6 @@ from node.effects import (
 )
 from node.member import Frames, Member, Phase
 from node.routing import Route, Routing
-
 from simulation.world import Link, Process
 
 if TYPE_CHECKING:
@@ -116,12 +115,12 @@ class Compute:
 class Weights:
     """A stage's weights and gradient, as the compute thread sees them."""
 
-    def __init__(self, digest: bytes) -> None:
-        self.digest = digest
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
+        self.digest = fingerprint("initial", stage)
         self.chain = b""  # fingerprint of all commits that made these weights
         self.step = 0
         self.gradient: Counter[tuple[int, str]] = Counter()
-        self.started_from = digest
 
     def add(self, microbatch: int, part: str) -> None:
         self.gradient[microbatch, part] += 1
@@ -140,6 +139,7 @@ class Node:
         self.over = False
         self.links: dict[str, Link] = {}
         self.dialling: set[str] = set()
+        self.addresses: dict[str, str] = {}  # of the members
         self.linked: frozenset[str] = frozenset()
         self.view = registry.View()
         self.stage: int | None = None
@@ -214,8 +214,7 @@ class Node:
                 self._keep_dialled(peer, FIRST_PAUSE)
 
     def _take_up_stage(self, stage: int) -> None:
-        digest = fingerprint("initial", stage)
-        self.weights = Weights(digest)
+        self.weights = Weights(stage)
         self.compute.run(lambda: None, lambda _: self._taken_up(stage), seconds=0.2)
 
     def _taken_up(self, stage: int) -> None:
@@ -237,8 +236,6 @@ class Node:
 
     def admits(self, peer: str) -> bool:
         return not self.over and (peer == "registry" or peer in self.addresses)
-
-    addresses: dict[str, str] = {}
 
     def _dials(self, peer: str) -> bool:
         if not self.addresses[peer]:
@@ -529,7 +526,7 @@ class Pipeline:
     def _came_home(self, visit: Visit) -> None:
         if self.begin.kind == pb.Begin.TRAIN:
             self.applied.add(visit.microbatch)
-        self.routing.home(visit.microbatch, {node: 0.01 for node in visit.route.nodes[1:-1]})
+        self.routing.home(visit.microbatch, dict.fromkeys(visit.route.nodes[1:-1], 0.01))
         home = pb.Home(microbatch=visit.microbatch, loss=1.0, tokens=1)
         member = self.node.member
         assert member is not None

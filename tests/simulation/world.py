@@ -187,7 +187,9 @@ class Network:
         key = (receiver.name, channel)
         arrival = max(self.world.now + self.world.delay(), link.last.get(key, 0.0))
         link.last[key] = arrival
-        self.world.after(arrival - self.world.now, self._arrive, link, receiver, channel, number, item)
+        self.world.after(
+            arrival - self.world.now, self._arrive, link, receiver, channel, number, item
+        )
 
     def _arrive(self, link: Link, to: Endpoint, channel: str, number: int, item: Any) -> None:
         if link.cut:
