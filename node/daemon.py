@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import socket
 import time
@@ -16,12 +17,11 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from bootstrap import registry_pb2 as registry
-from bootstrap.client import RegistryClient
 from bootstrap.membership import PROTOCOL, related
 from node import optimizer as schedule
 from node import stage_pb2 as pb
@@ -45,10 +45,10 @@ from node.effects import (
     Suspect,
 )
 from node.event_log import EventLog
-from node.ledger import Ledger, line
-from node.link import Links, LinkSettings, Peer
+from node.ledger import Header, Ledger, line
+from node.link import Credentials, Links, LinkSettings, Peer
 from node.member import Frames, Member, Phase
-from node.model import ModelConfig, build_stage
+from node.model import BodyStage, ModelConfig, build_stage
 from node.optimizer import StageOptimizer
 from node.pipeline import Pipeline
 from node.run_file import RunFile
@@ -81,6 +81,22 @@ class Place:
     host: str
 
 
+class Registry(Protocol):
+    """What a node needs of the registry; `bootstrap.client` has it over gRPC."""
+
+    async def join(self, request: registry.JoinRequest) -> registry.JoinReply: ...
+    async def keep_membership(
+        self,
+        node: str,
+        reply: registry.JoinReply,
+        on_view: Callable[[registry.View], None],
+        on_evicted: Callable[[str], None],
+    ) -> None: ...
+    def report(self, report: registry.Report) -> None: ...
+    def suspect(self, accused: str, why: str) -> None: ...
+    async def leave(self, node: str, why: str) -> None: ...
+
+
 class Node:
     """One identity of a node, from joining to leaving."""
 
@@ -91,9 +107,9 @@ class Node:
         run: RunFile,
         config: ModelConfig,
         corpus: Corpus | None,
-        client: RegistryClient,
+        client: Registry,
         speed: float,
-        credentials: Any = None,
+        credentials: Credentials | None = None,
     ) -> None:
         self.node = secrets.token_hex(6)
         self.place, self.run_id, self.run, self.config = place, run_id, run, config
@@ -130,12 +146,12 @@ class Node:
         """Join, serve until something ends it, and clean up. Returns why it is over: `rejoin: ...`
         or what `stop` said. Raises JoinRefused, RegistryUnreachable, or what crashed it."""
         try:
-            await self.links.start(self.place.listen)
+            port = await self.links.start(self.place.listen)
             reply = await self.client.join(
                 registry.JoinRequest(
                     protocol=PROTOCOL,
                     node=self.node,
-                    address=self.place.advertise,
+                    address=self.place.advertise.replace(":0", f":{port}"),
                     stage=self.place.stage,
                     data=self.corpus.content if self.corpus else "",
                     speed=self.speed,
@@ -152,7 +168,13 @@ class Node:
         finally:
             await self._clean_up()
 
+    async def leave(self, why: str) -> None:
+        """Tell the registry, so that nobody has to find out."""
+        if self.view.number:
+            await self.client.leave(self.node, why)
+
     def stop(self, why: str) -> None:
+        """End `live`."""
         if not self.over.done():
             self.over.set_result(why)
 
@@ -164,6 +186,7 @@ class Node:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.state_server.close()
         await self.links.stop()
         await asyncio.to_thread(self.compute.stop)
         self.events.write("wall", self.wall.report())
@@ -200,9 +223,7 @@ class Node:
         linked = [
             member.node
             for member in view.members
-            if member.node != self.node
-            and not member.spare
-            and related(own.stage, member.stage, self.config.stages)
+            if member.node != self.node and not member.spare and related(own.stage, member.stage)
         ]
         self.links.set_peers(view.number, _peers(view), linked)
         if self.stage is None:
@@ -216,7 +237,7 @@ class Node:
 
         def build() -> tuple[Any, StageOptimizer]:
             module = build_stage(self.config, stage, run.seed).to(device)
-            if stage:
+            if isinstance(module, BodyStage):
                 module.recompute = run.training.recompute
             return module, StageOptimizer(module, device)
 
@@ -272,7 +293,7 @@ class Node:
             ),
         )
 
-    def _ledger_header(self, corpus: Corpus) -> dict[str, Any]:
+    def _ledger_header(self, corpus: Corpus) -> Header:
         training = self.run.training
         return {
             "ledger": 1,
@@ -394,7 +415,7 @@ class Node:
             case Send(to, message):
                 self.send_message(to, message)
             case StartAttempt(ballot, begin):
-                self.averaging.abandon(tuple(ballot))
+                self.averaging.abandon(ballot)
                 self.pipeline.start(ballot, begin)
                 held, self.held = self.held, []
                 for peer, frame in held:
@@ -428,16 +449,14 @@ class Node:
         self.reducing += 1
         try:
             await self.averaging.reduce(
-                tuple(ballot),
+                ballot,
                 replicas,
                 self.optimizer.gradient,
                 self.pipeline.applied,
                 len(begin.plan),
                 self.run.swarm.progress,
             )
-            norm, finite = await self.compute.run(
-                lambda: (self.optimizer.squared_norm(), self.optimizer.finite())
-            )
+            norm = await self.compute.run(self.optimizer.squared_norm)
         except Abandoned:
             return
         except AveragingError as error:
@@ -447,7 +466,7 @@ class Node:
             self.reducing -= 1
         self.reduced_norm = norm
         seconds = self.pipeline.seconds_per_microbatch
-        self._carry_out(self.member.reduced(ballot, norm, finite, seconds))
+        self._carry_out(self.member.reduced(ballot, norm, math.isfinite(norm), seconds))
 
     def _apply(self, commit: pb.Commit) -> asyncio.Future[bytes]:
         assert self.stage is not None
@@ -459,8 +478,7 @@ class Node:
 
         def apply() -> bytes:
             if not commit.skipped:
-                self.optimizer.gradient.mul_(commit.clip_scale[stage])
-                self.optimizer.step(lr * commit.lr_scale[stage])
+                self.optimizer.step(lr * commit.lr_scale[stage], commit.clip_scale[stage])
                 self.omega = self.reduced_norm
             self.optimizer.zero_gradient()
             return self.optimizer.digest()
@@ -491,7 +509,7 @@ class Node:
             states = await asyncio.gather(
                 *(
                     self.state_client.fetch(
-                        sync.step, nodes, optimizer=exact, deadline=self.run.swarm.progress
+                        sync.step, nodes, exact, self.run.swarm.progress, ballot=ballot
                     )
                     for _, nodes in sorted(by_stage.items())
                 )
@@ -520,7 +538,7 @@ class Node:
 
     def _copy(self, states: Sequence[FetchedState]) -> bytes:
         (state,) = states
-        self.optimizer.load(state.tensors, state.optimizer_step)
+        self.optimizer.load(state.tensors.items(), state.optimizer_step)
         self.omega = state.omega
         return self.optimizer.digest()
 
@@ -529,7 +547,7 @@ class Node:
         before, after = states
         weights = checkfree.weights_of(before.omega, after.omega, self.run.recovery.omega)
         average = checkfree.average(before.tensors["weights"], after.tensors["weights"], *weights)
-        self.optimizer.load({"weights": average}, 0)
+        self.optimizer.load([("weights", average)], 0)
         self.omega = (before.omega + after.omega) / 2
         return self.optimizer.digest()
 

@@ -216,7 +216,7 @@ class Pipeline:
     def _embed_backward(self, visit: Visit, gradient: torch.Tensor) -> Callable[[], None]:
         started = time.perf_counter()
         _, x = self._saved.pop((visit.microbatch, 0))
-        x.backward(gradient)
+        x.backward(gradient)  # type: ignore[no-untyped-call]
         spent = visit.after(time.perf_counter() - started, forward=True)
         return partial(self._came_home, spent)
 
@@ -288,7 +288,7 @@ class Pipeline:
             return self._embed_backward(visit, gradient)
         started = time.perf_counter()
         x, y = self._saved.pop((visit.microbatch, visit.position))
-        y.backward(gradient)
+        y.backward(gradient)  # type: ignore[no-untyped-call]
         assert x.grad is not None
         onward = self._onward("gradient", visit, x.grad, started)
 
@@ -308,7 +308,7 @@ class Pipeline:
         descriptors, buffers = encode([tensor.detach()], codec)
         onward = visit.after(time.perf_counter() - started, forward=kind == "activation")
         ballot = self.live
-        frame = Frame(kind, tuple(ballot), onward.fields(), descriptors, tuple(buffers))
+        frame = Frame(kind, ballot, onward.fields(), descriptors, tuple(buffers))
 
         def send() -> None:
             if not self.events.send_frame(onward.node, frame):

@@ -1,0 +1,19 @@
+"""`make bench`: every measurement, one after the other."""
+
+from __future__ import annotations
+
+from bench import link, pipeline, registry
+
+
+def main() -> None:
+    for title, measure in (
+        ("Swarm against one process", pipeline.main),
+        ("Frames on links against bare bytes on the same gRPC stream", link.main),
+        ("Renewals at the registry", registry.main),
+    ):
+        print(f"\n== {title}", flush=True)
+        measure()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Tokens per second of a swarm on one machine against one process with the same cores.
+
+The model is large enough that a microbatch takes at least half a second of one core. Both train
+the same windows; the swarm is `planaria up`, processes and sockets included; both are measured
+from their first commit to their last, one after the other, twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from bench.one_process import train
+from node.corpus import Corpus
+from node.run_file import RunFile, dumps, loads
+
+STAGES = 4
+RUN = f"""
+name = "bench"
+steps = 5
+[model]
+preset = "midi"
+stages = {STAGES}
+[training]
+batch = 48
+microbatch = 4
+validation_microbatches = 0
+"""
+
+
+def one_process(run: RunFile, corpus: Corpus) -> float:
+    """Tokens per second, all cores in one process."""
+    torch.set_num_threads(os.cpu_count() or 1)
+    steps = train(run, corpus)
+    next(steps)
+    started = time.perf_counter()
+    counted = sum(1 for _ in steps)
+    context = run.model.context or 256
+    return counted * run.training.batch * context / (time.perf_counter() - started)
+
+
+def swarm(run: RunFile, out: Path) -> float:
+    """Tokens per second of `planaria up`, from its ledger."""
+    run_file = out.with_suffix(".toml")
+    run_file.write_text(dumps(run))
+    command = [sys.executable, "-m", "node.cli", "up", str(run_file), "--out", str(out)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    lines = [json.loads(line) for line in (out / "ledger.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "step" in line]
+    tokens = sum(line["tokens"] for line in steps[1:])
+    return tokens / (steps[-1]["time"] - steps[0]["time"])
+
+
+def main() -> None:
+    from node.swarm import prepared_corpus
+
+    run = loads(RUN)
+    corpus = prepared_corpus(run)
+    alone, together = [], []
+    with tempfile.TemporaryDirectory() as directory:
+        for repeat in range(2):
+            alone.append(one_process(run, corpus))
+            together.append(swarm(run, Path(directory) / str(repeat)))
+    a, b = statistics.mean(alone), statistics.mean(together)
+    print(f"one process, {os.cpu_count()} cores: {a:.0f} tokens/s")
+    print(f"swarm of {STAGES + 1} nodes, the same cores: {b:.0f} tokens/s")
+    print(f"ratio swarm / one process: {b / a:.2f} (goal 0.90)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Adam over one flat view of a stage, and the two schedules of its learning rate.
+
+A stage's weights, gradient and moments are four flat float32 tensors: what is averaged, hashed,
+sent and rebuilt is one tensor, and equal layouts make body stages interchangeable.
+
+Replicas of a stage must stay bit-identical, whatever they run on. So the update uses only single
+operations that IEEE 754 rounds exactly (no fused multiply-add, which one kernel uses and the next
+one doesn't), and the norm adds in an order that depends on the length alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
+# Elements worked on at a time: scratch stays small, and in a CPU's cache. A power of two.
+BLOCK = 1 << 19
+
+
+class StageOptimizer:
+    """Adam (arXiv 1412.6980) for a module whose parameters are all float32.
+
+    `weights`, `gradient`, `first_moment` and `second_moment` are flat float32 tensors on `device`,
+    in the order of `module.named_parameters()`. The module is moved there; its parameters and their
+    `.grad` become views, so backward adds into `gradient`. `steps` is Adam's own count: a rebuilt
+    stage starts at 0 again. Raises ValueError for a module without parameters or of other dtypes.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        parameters = dict(module.to(device).named_parameters())
+        if not parameters:
+            raise ValueError(f"{type(module).__name__} has no parameters to optimize")
+        for name, parameter in parameters.items():
+            if parameter.dtype != torch.float32:
+                raise ValueError(f"{name} is {parameter.dtype}, only torch.float32 is optimized")
+        self.weights = torch.cat([p.detach().flatten() for p in parameters.values()])
+        self.gradient = torch.zeros_like(self.weights)
+        self.first_moment = torch.zeros_like(self.weights)
+        self.second_moment = torch.zeros_like(self.weights)
+        self.steps = 0
+        sizes = [p.numel() for p in parameters.values()]
+        views = zip(
+            torch.split(self.weights, sizes), torch.split(self.gradient, sizes), strict=True
+        )
+        for parameter, (weights, gradient) in zip(parameters.values(), views, strict=True):
+            parameter.data = weights.view_as(parameter)
+            parameter.grad = gradient.view_as(parameter)
+
+    def zero_gradient(self) -> None:
+        self.gradient.zero_()
+
+    @torch.no_grad()
+    def step(self, lr: float, clip_scale: float = 1.0) -> None:
+        """One update with `clip_scale` x gradient; the gradient itself stays as it is."""
+        self.steps += 1
+        step_size = lr / (1 - BETA1**self.steps)
+        second_scale = (1 - BETA2**self.steps) ** -0.5
+        first_share, second_share = (1 - BETA1) * clip_scale, (1 - BETA2) ** 0.5 * clip_scale
+        scratch = torch.empty_like(self.weights[:BLOCK])
+        flats = (self.weights, self.gradient, self.first_moment, self.second_moment)
+        for w, g, m, v in zip(*(torch.split(flat, BLOCK) for flat in flats), strict=True):
+            t = scratch[: len(w)]
+            m.mul_(BETA1).add_(torch.mul(g, first_share, out=t))
+            torch.mul(g, second_share, out=t)
+            v.mul_(BETA2).add_(t.mul_(t))
+            torch.sqrt(v, out=t).mul_(second_scale).add_(EPSILON)
+            w.sub_(torch.div(m, t, out=t).mul_(step_size))
+
+    def squared_norm(self) -> float:
+        """Squared norm of the gradient, in float64; inf or nan if any element is."""
+        total = torch.zeros(BLOCK, dtype=torch.float64, device=self.gradient.device)
+        for part in torch.split(self.gradient, BLOCK):
+            total[: len(part)].add_(part.double().square_())  # these squares are exact
+        while len(total) > 1:
+            first, second = total.chunk(2)
+            total = first + second
+        return total.item()
+
+    def finite(self) -> bool:
+        """Whether every element of the gradient is: float32 squares can't overflow float64."""
+        return math.isfinite(self.squared_norm())
+
+    def digest(self) -> bytes:
+        """16 bytes, xxh3_128 of the weights as little-endian float32."""
+        weights = self.weights.cpu().numpy().astype("<f4", copy=False)
+        return xxhash.xxh3_128(weights.data).digest()
+
+    def state(self, optimizer: bool) -> list[tuple[str, Tensor]]:
+        """The tensors themselves, named: weights, and with `optimizer` Adam's moments too."""
+        tensors = [("weights", self.weights)]
+        if optimizer:
+            tensors += [("first_moment", self.first_moment), ("second_moment", self.second_moment)]
+        return tensors
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]], steps: int) -> None:
+        """Copy in what `state` gave, from any device; the weights alone start Adam afresh.
+
+        Nothing changes when it raises ValueError: for names, shapes or dtypes other than `state`'s,
+        or `steps` that don't fit (weights alone go with 0).
+        """
+        given = dict(tensors)
+        whole = len(given) > 1
+        own = dict(self.state(optimizer=True))
+        wanted = list(own) if whole else ["weights"]
+        if sorted(given) != sorted(wanted):
+            raise ValueError(
+                f"state of a stage has the tensors {', '.join(own)} or weights alone, "
+                f"not {', '.join(given) or 'none'}"
+            )
+        for name, tensor in given.items():
+            if tensor.shape != own[name].shape or tensor.dtype != torch.float32:
+                raise ValueError(
+                    f"{name} is {tensor.dtype} {list(tensor.shape)}, "
+                    f"this stage needs torch.float32 {list(own[name].shape)}"
+                )
+        if steps < 0 or (steps > 0 and not whole):
+            raise ValueError(f"steps = {steps} doesn't fit a state of {', '.join(given)}")
+        for name, tensor in own.items():
+            if name in given:
+                tensor.copy_(given[name])
+            else:
+                tensor.zero_()
+        self.steps = steps
+
+
+def learning_rate(step: int, steps: int, peak: float, warmup: int, floor: float) -> float:
+    """Rate of step `step` of `steps`, counted from 1: linear warm-up, then cosine.
+
+    The first step gets peak / warmup, step `warmup` the peak, step `steps` and any later one
+    floor x peak. Raises ValueError for a step before 1.
+    """
+    if step < 1:
+        raise ValueError(f"steps count from 1: there is no step {step}")
+    if step <= warmup:
+        return peak * step / warmup
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def boost(step: int, boosted_at: int, factor: float, over: int) -> float:
+    """Scale of the learning rate at step `step` of a stage rebuilt inexactly (CheckFree, Alg. 1).
+
+    `boosted_at` is the committed step at the rebuild, 0 if there was none: at step 0 a stage is
+    still made from the seed. The scale is `factor` at the first step after it and falls in a line
+    to 1 over `over` steps; with `over` = 0 it stays.
+    """
+    if boosted_at == 0 or step <= boosted_at:
+        return 1.0
+    if over == 0:
+        return factor
+    left = max(0.0, 1 - (step - boosted_at - 1) / over)
+    return 1 + (factor - 1) * left

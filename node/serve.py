@@ -1,0 +1,155 @@
+"""`planaria node`: a process that joins, serves, and rejoins as a new node when it was dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bootstrap.client import RegistryClient
+from bootstrap.credentials import Credentials
+from node.corpus import Corpus, CorpusError
+from node.daemon import Node, Place, measure_speed, own_address
+from node.model import model_config
+from node.run_file import RunFile, loads
+
+log = logging.getLogger("planaria")
+
+REJOIN_PAUSE = 1.0
+"""Seconds before a dropped node joins again; doubled each time it is dropped at once, up to 30."""
+
+
+class NodeError(Exception):
+    """This node can't serve; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line of `planaria node`."""
+
+    join: tuple[str, ...]
+    stage: int | None
+    listen: str
+    advertise: str | None  # HOST:PORT or "none"
+    device: str
+    data: Path | None
+    out: Path | None
+    threads: int | None
+    credentials: Credentials
+
+
+async def serve(options: Options) -> int:
+    """Returns the exit status. Raises NodeError, RegistryUnreachable, JoinRefused."""
+    device = pick_device(options.device)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    client = RegistryClient(list(options.join), options.credentials)
+    try:
+        description = await client.describe()
+        run = loads(description.run_file, "the registry's run file")
+        corpus = find_corpus(run, options)
+        vocabulary = run.model.vocabulary or (corpus.vocabulary if corpus else None)
+        if vocabulary is None:
+            raise NodeError("the run file doesn't say model.vocabulary; the registry should add it")
+        config = model_config(run.model, vocabulary)
+        place = find_place(options, device)
+        speed = measure_speed(device)
+
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop.set)
+        pause = REJOIN_PAUSE
+        while not stop.is_set():
+            node = Node(place, description.run, run, config, corpus, client, speed)
+            began = loop.time()
+            why = await _live_until(node, stop)
+            if stop.is_set():
+                break
+            pause = REJOIN_PAUSE if loop.time() - began > 60 else min(30.0, 2 * pause)
+            log.warning("%s; joining again as a new node", why)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), pause)
+        return 0
+    finally:
+        await client.close()
+
+
+async def _live_until(node: Node, stop: asyncio.Event) -> str:
+    """One identity's life; it leaves properly when `stop` is set."""
+    living = asyncio.create_task(node.live())
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait([living, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if not living.done():
+        await node.leave("stopped by its owner")
+        node.stop("stopped by its owner")
+    stopping.cancel()
+    return await living
+
+
+def pick_device(name: str) -> torch.device:
+    """Raises NodeError when it isn't there."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise NodeError(f"--device {name}: use auto, cpu or cuda:N") from error
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise NodeError(
+                f"--device {name}: this machine shows {count} GPUs to PyTorch. Check `nvidia-smi`, "
+                "that the installed torch is a CUDA build, or use --device cpu."
+            )
+    elif device.type != "cpu":
+        raise NodeError(f"--device {name}: use auto, cpu or cuda:N")
+    return device
+
+
+def find_corpus(run: RunFile, options: Options) -> Corpus | None:
+    """The prepared data, where the run file or --data says; needed at stage 0 only.
+
+    Raises NodeError when stage 0 was asked for, or --data was given, and it can't be used.
+    """
+    path = options.data or Path(run.data.path)
+    needed = options.stage == 0 or options.data is not None
+    if not path.exists() and not needed:
+        return None
+    try:
+        corpus = Corpus.open(path)
+    except CorpusError as error:
+        if needed:
+            raise NodeError(f"{error} (--data DIR says where the prepared data is)") from error
+        log.warning("not fit for stage 0: %s", error)
+        return None
+    if run.data.content and corpus.content != run.data.content:
+        problem = (
+            f"the data in {path} is not the run's: its content is {corpus.content}, the run's is "
+            f"{run.data.content}. Prepare the same inputs in the same way, or copy the folder."
+        )
+        if needed:
+            raise NodeError(problem)
+        log.warning("not fit for stage 0: %s", problem)
+        return None
+    return corpus
+
+
+def find_place(options: Options, device: torch.device) -> Place:
+    host = socket.gethostname()
+    if options.advertise == "none":
+        return Place(options.stage, None, "", device, options.out, host)
+    listen_host, _, port = options.listen.rpartition(":")
+    if options.advertise:
+        address = options.advertise
+    elif listen_host in ("0.0.0.0", "[::]"):
+        address = f"{own_address(options.join[0])}:{port}"
+    else:
+        address = options.listen
+    return Place(options.stage, options.listen, address, device, options.out, host)

@@ -1,0 +1,434 @@
+"""Tensors, frames and chunks as bytes.
+
+A frame is a small msgpack head and a payload. The payload is tensors end to end, each in its codec;
+the descriptors in the head make them whole again (or it is plain bytes, without descriptors). A
+frame crosses a link as chunks: protobuf messages of stage.proto, written and read by hand here.
+
+All numbers are little-endian. What comes from outside is checked before memory is spent on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
+
+import msgpack
+import torch
+from xxhash import xxh3_64_intdigest
+
+Codec = Literal["none", "bf16", "fp16", "int8"]
+Buffer: TypeAlias = bytes | bytearray | memoryview
+Payload: TypeAlias = Buffer | tuple[Buffer, ...]
+
+CODECS: Final = get_args(Codec)
+DTYPES: Final = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "uint8": torch.uint8,
+}
+DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+# In order of urgency: a gradient frees memory and ends a microbatch, so it overtakes the others.
+KINDS: Final = ("gradient", "activation", "average", "state")
+
+BLOCK: Final = 256  # values that share a scale in int8
+HEAD_LIMIT: Final = 64 << 10  # bytes
+PAYLOAD_LIMIT: Final = 4 << 30  # bytes
+TENSOR_LIMIT: Final = 4096  # tensors in a frame
+DIMENSION_LIMIT: Final = 8
+NAME_LIMIT: Final = 64  # characters in the name of a field
+UINT64: Final = 1 << 64
+
+
+class WireError(ValueError):
+    """These bytes, or this tensor, can't be what travels on a link; the message says why."""
+
+
+# Tensors
+
+
+class Descriptor(NamedTuple):
+    """How a tensor lies in a payload. msgpack: an array of these five."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    codec: Codec
+    checksum: int  # xxh3_64 of the bytes
+    size: int  # bytes
+
+    @property
+    def values(self) -> int:
+        return math.prod(self.shape)
+
+    @classmethod
+    def parse(cls, raw: Any) -> Descriptor:
+        """Raises WireError."""
+        if not isinstance(raw, list | tuple) or len(raw) != 5:
+            raise WireError(f"a descriptor is [dtype, shape, codec, checksum, size], not {raw!r}")
+        dtype, shape, codec, checksum, size = raw
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise WireError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
+        if not isinstance(codec, str) or codec not in CODECS:
+            raise WireError(f"codec {codec!r} is none of {', '.join(CODECS)}")
+        if codec != "none" and not DTYPES[dtype].is_floating_point:
+            raise WireError(f"codec {codec} is for floating point, not for {dtype}")
+        if not isinstance(shape, list | tuple) or len(shape) > DIMENSION_LIMIT:
+            raise WireError(f"shape {shape!r} is no list of at most {DIMENSION_LIMIT} numbers")
+        if not all(_is_uint64(extent) for extent in shape):
+            raise WireError(f"shape {shape!r} has an extent that is no whole number")
+        if not _is_uint64(checksum) or not _is_uint64(size):
+            raise WireError(f"checksum {checksum!r} or size {size!r} is no whole number of 64 bits")
+        descriptor = cls(dtype, tuple(shape), codec, checksum, size)  # type: ignore[arg-type]
+        expected = encoded_size(descriptor.values, DTYPES[dtype], descriptor.codec)
+        if size != expected:
+            raise WireError(
+                f"a {dtype} tensor of shape {tuple(shape)} in codec {codec} is {expected} bytes, "
+                f"not {size}"
+            )
+        return descriptor
+
+
+def encoded_size(count: int, dtype: torch.dtype, codec: Codec) -> int:
+    """Bytes of `count` values in this codec."""
+    match codec:
+        case "none":
+            return count * dtype.itemsize
+        case "bf16" | "fp16":
+            return count * 2
+        case "int8":
+            return -(-count // BLOCK) * 4 + count
+
+
+def encode(
+    tensors: Sequence[torch.Tensor], codec: Codec
+) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
+    """Descriptors and bytes, one of each for every tensor.
+
+    The work is done on the tensor's device. With codec none, the bytes of a contiguous CPU tensor
+    are its own memory: it stays alive with them, and must not change before they are sent. Tensors
+    of whole numbers travel as they are in every codec.
+
+    int8: per block of 256 values a float32 scale, max(abs) / 127; all scales first, then a signed
+    byte for each value. The error is at most half a scale; a block with a value that is not finite
+    comes back without a finite one. fp16 turns what is beyond 65504 into inf.
+
+    Raises WireError for a dtype that doesn't travel.
+    """
+    if codec not in CODECS:
+        raise WireError(f"codec {codec!r} is none of {', '.join(CODECS)}")
+    if len(tensors) > TENSOR_LIMIT:
+        raise WireError(f"{len(tensors)} tensors in a frame; at most {TENSOR_LIMIT}")
+    descriptors, buffers = [], []
+    for tensor in tensors:
+        if tensor.dtype not in DTYPE_NAMES:
+            raise WireError(f"{tensor.dtype} doesn't travel; one of {', '.join(DTYPES)} does")
+        if tensor.dim() > DIMENSION_LIMIT:
+            raise WireError(f"a tensor of {tensor.dim()} dimensions; at most {DIMENSION_LIMIT}")
+        used: Codec = codec if tensor.dtype.is_floating_point else "none"
+        buffer = _bytes_of(_compress(tensor.detach(), used))
+        descriptors.append(
+            Descriptor(
+                dtype=DTYPE_NAMES[tensor.dtype],
+                shape=tuple(tensor.shape),
+                codec=used,
+                checksum=xxh3_64_intdigest(buffer),
+                size=buffer.nbytes,
+            )
+        )
+        buffers.append(buffer)
+    return descriptors, tuple(buffers)
+
+
+def decode(
+    descriptors: Sequence[Any], payload: Payload, device: torch.device | str = "cpu"
+) -> list[torch.Tensor]:
+    """The tensors, on `device`. With codec none on the CPU they share a writable payload's memory.
+
+    Raises WireError when dtype, shape, codec, size or checksum is not right, naming the tensor.
+    """
+    if len(descriptors) > TENSOR_LIMIT:
+        raise WireError(f"{len(descriptors)} tensors in a frame; at most {TENSOR_LIMIT}")
+    parsed = [Descriptor.parse(raw) for raw in descriptors]
+    tensors = []
+    for index, (descriptor, part) in enumerate(zip(parsed, _split(parsed, payload), strict=True)):
+        found = xxh3_64_intdigest(part)
+        if found != descriptor.checksum:
+            raise WireError(
+                f"tensor {index} ({descriptor.dtype} {descriptor.shape}) arrived damaged: its "
+                f"checksum is {found:016x}, not {descriptor.checksum:016x}"
+            )
+        tensors.append(_decompress(descriptor, part, torch.device(device)))
+    return tensors
+
+
+def _compress(tensor: torch.Tensor, codec: Codec) -> torch.Tensor:
+    match codec:
+        case "none":
+            return tensor
+        case "bf16":
+            return tensor.to(torch.bfloat16)
+        case "fp16":
+            return tensor.to(torch.float16)
+        case "int8":
+            return _quantize(tensor)
+
+
+def _quantize(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 [4 * blocks + values] of any floating tensor."""
+    values = tensor.reshape(-1).float()
+    count = values.numel()
+    if tail := count % BLOCK:
+        values = torch.nn.functional.pad(values, (0, BLOCK - tail))
+    blocks = values.view(-1, BLOCK)
+    # Not zero: a block of zeros must not divide by it.
+    scales = (blocks.abs().amax(dim=1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+    quantized = (blocks / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    return torch.cat([scales.view(torch.uint8), quantized.view(-1)[:count].view(torch.uint8)])
+
+
+def _dequantize(raw: torch.Tensor, count: int) -> torch.Tensor:
+    """float32 [count] of what _quantize made."""
+    blocks = -(-count // BLOCK)
+    scales, quantized = raw[: 4 * blocks].view(torch.float32), raw[4 * blocks :].view(torch.int8)
+    values = torch.zeros(blocks * BLOCK, device=raw.device)
+    values[:count] = quantized
+    values.view(blocks, BLOCK).mul_(scales[:, None])
+    return values[:count]
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    return raw.numpy().data
+
+
+def _decompress(descriptor: Descriptor, part: memoryview, device: torch.device) -> torch.Tensor:
+    dtype = DTYPES[descriptor.dtype]
+    if descriptor.values == 0:
+        return torch.empty(descriptor.shape, dtype=dtype, device=device)
+    if part.readonly:
+        part = memoryview(bytearray(part))  # a tensor can be written to
+    raw = torch.frombuffer(part, dtype=torch.uint8)
+    if raw.data_ptr() % 8:  # behind a tensor of odd size
+        raw = raw.clone()
+    raw = raw.to(device)
+    match descriptor.codec:
+        case "none":
+            values = raw.view(dtype)
+        case "bf16":
+            values = raw.view(torch.bfloat16).to(dtype)
+        case "fp16":
+            values = raw.view(torch.float16).to(dtype)
+        case "int8":
+            values = _dequantize(raw, descriptor.values).to(dtype)
+    return values.view(descriptor.shape)
+
+
+def _split(descriptors: Sequence[Descriptor], payload: Payload) -> Iterator[memoryview]:
+    """The payload's part for each descriptor. Raises WireError when the sizes don't add up."""
+    parts = buffers_of(payload)
+    expected, found = sum(d.size for d in descriptors), sum(part.nbytes for part in parts)
+    if expected != found:
+        raise WireError(f"the descriptors say {expected} bytes, the payload has {found}")
+    if [part.nbytes for part in parts] == [d.size for d in descriptors]:
+        yield from parts  # as `encode` made them
+        return
+    whole = parts[0] if len(parts) == 1 else memoryview(bytearray().join(parts))
+    offset = 0
+    for descriptor in descriptors:
+        yield whole[offset : offset + descriptor.size]
+        offset += descriptor.size
+
+
+def buffers_of(payload: Payload) -> tuple[memoryview, ...]:
+    """The payload as memoryviews of bytes, without a copy."""
+    buffers = payload if isinstance(payload, tuple) else (payload,)
+    return tuple(memoryview(buffer).cast("B") for buffer in buffers)
+
+
+# Frames
+
+
+@dataclass(slots=True)
+class Frame:
+    """What is sent at a time: tensors, or plain bytes, and what they are."""
+
+    kind: str  # one of KINDS
+    ballot: tuple[int, int]  # view, attempt
+    fields: dict[str, Any]  # by kind; small, of what msgpack knows
+    descriptors: list[Descriptor]  # of the tensors in the payload; none: plain bytes
+    payload: Payload
+
+    @property
+    def size(self) -> int:
+        """Bytes of the payload."""
+        return sum(buffer.nbytes for buffer in buffers_of(self.payload))
+
+    def head(self) -> bytes:
+        """msgpack: [kind, view, attempt, fields, descriptors]. Raises WireError."""
+        _check_names(self.fields)
+        try:
+            head: bytes = msgpack.packb([self.kind, *self.ballot, self.fields, self.descriptors])
+        except (TypeError, ValueError, OverflowError) as error:
+            raise WireError(f"the fields of a frame can't be packed: {error}") from error
+        if len(head) > HEAD_LIMIT:
+            raise WireError(f"the head of a frame takes {len(head)} bytes; at most {HEAD_LIMIT}")
+        return head
+
+    @classmethod
+    def parse(cls, head: Buffer, payload: Payload, limit: int = PAYLOAD_LIMIT) -> Frame:
+        """Raises WireError. `limit`: bytes of payload."""
+        kind, view, attempt, fields, descriptors = _unpack_head(head)
+        if not isinstance(kind, str) or kind not in KINDS:
+            raise WireError(f"a frame of kind {kind!r}, which is none of {', '.join(KINDS)}")
+        if not _is_uint64(view) or not _is_uint64(attempt):
+            raise WireError(f"the ballot ({view!r}, {attempt!r}) is not two whole numbers")
+        if not isinstance(fields, dict):
+            raise WireError(f"the fields of a frame are a {type(fields).__name__}, not a map")
+        _check_names(fields)
+        if not isinstance(descriptors, list) or len(descriptors) > TENSOR_LIMIT:
+            raise WireError(f"the descriptors are no list of at most {TENSOR_LIMIT}")
+        frame = cls(
+            kind, (view, attempt), fields, [Descriptor.parse(raw) for raw in descriptors], payload
+        )
+        check_payload_size(frame.size, limit)
+        if frame.descriptors and (told := sum(d.size for d in frame.descriptors)) != frame.size:
+            raise WireError(f"the descriptors say {told} bytes, the payload has {frame.size}")
+        return frame
+
+
+def _check_names(fields: dict[str, Any]) -> None:
+    for name in fields:
+        if not isinstance(name, str) or len(name) > NAME_LIMIT:
+            raise WireError(
+                f"a field is named by at most {NAME_LIMIT} characters, not {str(name)[:80]!r}"
+            )
+
+
+def check_payload_size(size: int, limit: int) -> None:
+    """Raises WireError."""
+    if size > limit:
+        raise WireError(f"a payload of {size} bytes; at most {limit} are allowed")
+
+
+def _unpack_head(head: Buffer) -> list[Any]:
+    if len(head) > HEAD_LIMIT:
+        raise WireError(f"the head of a frame takes {len(head)} bytes; at most {HEAD_LIMIT}")
+    try:
+        parts = msgpack.unpackb(head, ext_hook=_refuse_extension)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        # msgpack says nothing for some kinds of damage
+        raise WireError(
+            f"the head of a frame is not msgpack: {error or type(error).__name__}"
+        ) from error
+    if not isinstance(parts, list) or len(parts) != 5:
+        raise WireError("the head of a frame is not [kind, view, attempt, fields, descriptors]")
+    return parts
+
+
+def _refuse_extension(code: int, _: bytes) -> Any:
+    raise ValueError(f"extension type {code} is not used")
+
+
+def _is_uint64(value: object) -> bool:
+    return type(value) is int and 0 <= value < UINT64
+
+
+# Chunks
+
+
+class Chunk(NamedTuple):
+    """stage.proto's message of this name; `data` refers to the message that it was parsed from."""
+
+    frame: int
+    offset: int
+    size: int
+    head: bytes
+    data: memoryview
+    acknowledged: int
+
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+def pack_chunk(
+    *,
+    frame: int = 0,
+    offset: int = 0,
+    size: int = 0,
+    head: bytes = b"",
+    data: Sequence[Buffer] = (),
+    acknowledged: int = 0,
+) -> bytes:
+    """As protobuf would; the pieces of `data` are copied once."""
+    parts: list[Buffer] = []
+    for number, value in ((1, frame), (2, offset), (3, size)):
+        if value:
+            parts.append(bytes((number << 3 | _VARINT,)) + _pack_varint(value))
+    if head:
+        parts += (bytes((4 << 3 | _BYTES,)) + _pack_varint(len(head)), head)
+    if length := sum(map(len, data)):
+        parts += (bytes((5 << 3 | _BYTES,)) + _pack_varint(length), *data)
+    if acknowledged:
+        parts.append(bytes((6 << 3 | _VARINT,)) + _pack_varint(acknowledged))
+    return b"".join(parts)
+
+
+def parse_chunk(message: bytes) -> Chunk:
+    """As protobuf would, but groups are refused. Raises WireError."""
+    numbers = {1: 0, 2: 0, 3: 0, 6: 0}
+    contents = {4: memoryview(b""), 5: memoryview(b"")}
+    view = memoryview(message)
+    position = 0
+    while position < len(message):
+        tag, position = _parse_varint(message, position, longest=5)
+        field, wire_type = tag >> 3, tag & 7
+        if field == 0 or tag >> 32:
+            raise WireError(f"a chunk with the impossible tag {tag}")
+        match wire_type:
+            case 0:  # _VARINT
+                value, position = _parse_varint(message, position)
+                if field in numbers:
+                    numbers[field] = value
+                continue
+            case 1:  # _FIXED64
+                length = 8
+            case 2:  # _BYTES
+                length, position = _parse_varint(message, position)
+            case 5:  # _FIXED32
+                length = 4
+            case _:
+                raise WireError(f"a chunk with a field of wire type {wire_type}")
+        if length > len(message) - position:
+            raise WireError(f"a chunk that ends inside its field {field}")
+        if field in contents and wire_type == _BYTES:
+            contents[field] = view[position : position + length]
+        position += length
+    return Chunk(numbers[1], numbers[2], numbers[3], bytes(contents[4]), contents[5], numbers[6])
+
+
+def _pack_varint(value: int) -> bytes:
+    packed = bytearray()
+    while value > 0x7F:
+        packed.append(value & 0x7F | 0x80)
+        value >>= 7
+    packed.append(value)
+    return bytes(packed)
+
+
+def _parse_varint(message: bytes, position: int, longest: int = 10) -> tuple[int, int]:
+    """The number, and the position behind it."""
+    value = 0
+    for index in range(longest):
+        if position + index >= len(message):
+            raise WireError("a chunk that ends inside a number")
+        byte = message[position + index]
+        value |= (byte & 0x7F) << 7 * index
+        if byte < 0x80:
+            if value >= UINT64:
+                raise WireError("a chunk with a number of more than 64 bits")
+            return value, position + index + 1
+    raise WireError(f"a chunk with a number of more than {longest} bytes")

@@ -1,0 +1,63 @@
+"""CheckFree: a lost body stage as the weighted average of its two neighbours (Algorithm 1)."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+BLOCK = 1 << 20  # elements worked on at a time in float64
+
+
+def weights_of(
+    omega_before_squared: float,
+    omega_after_squared: float,
+    kind: Literal["squared", "norm", "uniform"] = "squared",
+) -> tuple[float, float]:
+    """The neighbours' shares, which sum to 1, from the squared norms of their last gradients.
+
+    `squared` takes the squared norms, as the paper does, `norm` their roots, `uniform` neither.
+    Without any gradient yet (both 0) the shares are equal. Raises ValueError for a squared norm
+    that is negative or not finite.
+    """
+    before, after = omega_before_squared, omega_after_squared
+    for side, omega in (("before", before), ("after", after)):
+        if not (math.isfinite(omega) and omega >= 0):
+            raise ValueError(
+                f"squared gradient norm of the stage {side} the lost one is {omega}; "
+                "it must be finite and not negative"
+            )
+    largest = max(before, after)
+    if kind == "uniform" or largest == 0:
+        return 0.5, 0.5
+    before, after = before / largest, after / largest  # so that the sum can't overflow
+    if kind == "norm":
+        before, after = math.sqrt(before), math.sqrt(after)
+    return before / (before + after), after / (before + after)
+
+
+@torch.no_grad()
+def average(before: Tensor, after: Tensor, omega_before: float, omega_after: float) -> Tensor:
+    """W = (ω_before W_before + ω_after W_after) / (ω_before + ω_after), Algorithm 1, line 3.
+
+    The line as printed gives both neighbours ω_{i-1}; section 4.2's text has it right. The flat
+    weights are float32 of one shape on one device; the ω may come from `weights_of` or be squared
+    norms as they are. Computed in float64 and rounded once: equal neighbours give exactly their
+    own weights, and no element leaves the range between its two sources. Raises ValueError.
+    """
+    if before.shape != after.shape:
+        raise ValueError(
+            f"the neighbours' weights differ in shape: {list(before.shape)} before the lost stage, "
+            f"{list(after.shape)} after it"
+        )
+    for side, weights in (("before", before), ("after", after)):
+        if weights.dtype != torch.float32:
+            raise ValueError(f"weights {side} the lost stage are {weights.dtype}, not float32")
+    share_before, share_after = weights_of(omega_before, omega_after)
+    out = torch.empty_like(before)
+    blocks = (torch.split(flat.view(-1), BLOCK) for flat in (out, before, after))
+    for o, b, a in zip(*blocks, strict=True):
+        o.copy_(b.double().mul_(share_before).add_(a.double().mul_(share_after)))
+    return out

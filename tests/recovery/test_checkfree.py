@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recovery import checkfree
+from recovery.checkfree import average, weights_of
+
+omegas = st.floats(0, allow_infinity=False, allow_nan=False)
+values = st.floats(width=32, allow_infinity=False, allow_nan=False)
+pairs = st.lists(st.tuples(values, values), min_size=1, max_size=20)
+KINDS = ("squared", "norm", "uniform")
+
+
+def columns(rows: list[tuple[float, float]]) -> tuple[torch.Tensor, torch.Tensor]:
+    before, after = torch.tensor(rows, dtype=torch.float32).unbind(1)
+    return before.contiguous(), after.contiguous()
+
+
+def test_algorithm_1() -> None:
+    before, after = torch.tensor([1.0, 0.0, -4.0]), torch.tensor([5.0, 8.0, 4.0])
+    got = average(before, after, omega_before=3.0, omega_after=1.0)
+    assert torch.equal(got, torch.tensor([2.0, 2.0, -2.0]))
+
+
+@given(pairs, omegas, omegas)
+def test_every_element_lies_between_its_sources(
+    rows: list[tuple[float, float]], omega_before: float, omega_after: float
+) -> None:
+    before, after = columns(rows)
+    got = average(before, after, omega_before, omega_after)
+    assert (got >= torch.minimum(before, after)).all()
+    assert (got <= torch.maximum(before, after)).all()
+
+
+@given(pairs, omegas, omegas)
+def test_sides_can_be_exchanged(
+    rows: list[tuple[float, float]], omega_before: float, omega_after: float
+) -> None:
+    before, after = columns(rows)
+    one = average(before, after, omega_before, omega_after)
+    other = average(after, before, omega_after, omega_before)
+    assert torch.equal(one, other)
+
+
+@given(st.lists(values, min_size=1, max_size=20), omegas, omegas)
+def test_equal_neighbours_give_their_own_weights(
+    row: list[float], omega_before: float, omega_after: float
+) -> None:
+    weights = torch.tensor(row, dtype=torch.float32)
+    assert torch.equal(average(weights, weights.clone(), omega_before, omega_after), weights)
+
+
+@given(pairs, st.floats(1e-300, 1e300))
+def test_a_neighbour_without_gradient_counts_for_nothing(
+    rows: list[tuple[float, float]], omega: float
+) -> None:
+    before, after = columns(rows)
+    assert torch.equal(average(before, after, omega, 0.0), before)
+    assert torch.equal(average(before, after, 0.0, omega), after)
+
+
+def test_sources_stay_as_they_are_and_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    before, after = torch.randn(2, 1003, generator=generator).unbind()
+    kept = before.clone(), after.clone()
+    whole = average(before, after, 0.3, 0.9)
+    monkeypatch.setattr(checkfree, "BLOCK", 64)
+    assert torch.equal(average(before, after, 0.3, 0.9), whole)
+    assert torch.equal(before, kept[0])
+    assert torch.equal(after, kept[1])
+    torch.testing.assert_close(whole, 0.25 * before + 0.75 * after)
+
+
+@given(omegas, omegas, st.sampled_from(KINDS))
+def test_shares_sum_to_one(omega_before: float, omega_after: float, kind: str) -> None:
+    before, after = weights_of(omega_before, omega_after, kind)
+    assert 0 <= before <= 1
+    assert before + after == pytest.approx(1, rel=1e-15)
+    assert (after, before) == weights_of(omega_after, omega_before, kind)
+    if omega_before > omega_after:
+        assert before >= after
+
+
+def test_kinds_of_omega() -> None:
+    assert weights_of(9.0, 1.0, "squared") == pytest.approx((0.9, 0.1))
+    assert weights_of(9.0, 1.0, "norm") == pytest.approx((0.75, 0.25))
+    assert weights_of(9.0, 1.0, "uniform") == (0.5, 0.5)
+    assert weights_of(1.7e308, 1.7e308, "squared") == (0.5, 0.5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_any_gradient_shares_are_equal(kind: str) -> None:
+    assert weights_of(0.0, 0.0, kind) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan, -1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_impossible_norms_are_named(bad: float, kind: str) -> None:
+    with pytest.raises(ValueError, match=f"before the lost one is {bad}"):
+        weights_of(bad, 1.0, kind)
+    with pytest.raises(ValueError, match=f"after the lost one is {bad}"):
+        weights_of(1.0, bad, kind)
+
+
+def test_weights_that_do_not_match_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\[3\] before the lost stage, \[4\] after it"):
+        average(torch.zeros(3), torch.zeros(4), 1.0, 1.0)
+    with pytest.raises(ValueError, match=r"after the lost stage are torch\.bfloat16"):
+        average(torch.zeros(3), torch.zeros(3, dtype=torch.bfloat16), 1.0, 1.0)

@@ -1,0 +1,154 @@
+"""A swarm in one process and one event loop: real nodes, links and tensors; only the registry's
+gRPC is left out: the nodes talk to its machine directly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from bootstrap import registry_pb2 as registry
+from bootstrap.membership import Evict, Issue, Membership, Probe, Rules
+from node.corpus import Corpus
+from node.daemon import Node, Place
+from node.model import model_config
+from node.run_file import RunFile
+
+
+class LocalRegistry:
+    """The membership machine, ticking on this loop."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.membership = Membership(rules)
+        self.nodes: dict[str, LocalClient] = {}
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(0.02)
+            for name, client in self.nodes.items():
+                if client.alive:
+                    self.carry_out(
+                        self.membership.renewed(
+                            registry.Renewal(node=name, report=client.reported), self.now()
+                        )
+                    )
+            self.carry_out(self.membership.tick(self.now()))
+
+    def carry_out(self, effects: list) -> None:
+        for effect in effects:
+            match effect:
+                case Issue(view):
+                    for client in self.nodes.values():
+                        client.on_view(view)
+                case Probe(node, number) if self.nodes[node].alive:
+                    renewal = registry.Renewal(node=node, probe=number)
+                    self.carry_out(self.membership.renewed(renewal, self.now()))
+                case Evict(node, reason):
+                    self.nodes.pop(node).on_evicted(reason)
+
+
+class LocalClient:
+    def __init__(self, registry: LocalRegistry) -> None:
+        self.registry = registry
+        self.alive = True
+        self.reported = None
+        self.on_view: Callable = lambda view: None
+        self.on_evicted: Callable = lambda reason: None
+
+    async def join(self, request: registry.JoinRequest) -> registry.JoinReply:
+        self.node = request.node
+        self.registry.nodes[self.node] = self
+        reply, effects = self.registry.membership.join(request, self.registry.now())
+        self.registry.carry_out(effects)
+        return reply
+
+    async def keep_membership(self, node, reply, on_view, on_evicted) -> None:
+        self.on_view, self.on_evicted = on_view, on_evicted
+        renewal = registry.Renewal(node=node)
+        self.registry.carry_out(
+            self.registry.membership.stream_opened(renewal, self.registry.now())
+        )
+        on_view(self.registry.membership.view)
+        await asyncio.get_running_loop().create_future()
+
+    def report(self, report: registry.Report) -> None:
+        self.reported = report
+
+    def suspect(self, accused: str, why: str) -> None:
+        if self.alive and self.node in self.registry.nodes:
+            suspicion = registry.Suspicion(accuser=self.node, accused=accused, why=why)
+            self.registry.carry_out(
+                self.registry.membership.suspect(suspicion, self.registry.now())
+            )
+
+    async def leave(self, node: str, why: str) -> None:
+        self.registry.carry_out(self.registry.membership.leave(node, why, self.registry.now()))
+
+    def die(self) -> None:
+        """As a killed process looks from the registry."""
+        self.alive = False
+        self.registry.carry_out(
+            self.registry.membership.stream_lost(self.node, self.registry.now())
+        )
+
+
+class LocalSwarm:
+    """Nodes by slot (stage, replica); `kill` ends one without a goodbye."""
+
+    def __init__(self, run: RunFile, corpus: Corpus, out: Path) -> None:
+        self.run, self.corpus, self.out = run, corpus, out
+        self.config = model_config(run.model, corpus.vocabulary)
+        self.registry = LocalRegistry(
+            Rules("run", self.config.stages, replicas=run.swarm.replicas, start_grace=60)
+        )
+        self.nodes: dict[tuple[int, int], tuple[Node, asyncio.Task[str]]] = {}
+
+    async def __aenter__(self) -> LocalSwarm:
+        self.ticking = asyncio.create_task(self.registry.run())
+        for stage in range(self.config.stages + 1):
+            for replica in range(self.run.swarm.replicas):
+                self.start(stage, replica)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for node, task in self.nodes.values():
+            node.stop("the test is over")
+            await asyncio.gather(task, return_exceptions=True)
+        self.ticking.cancel()
+
+    def start(self, stage: int, replica: int, advertise: str = "127.0.0.1:0") -> Node:
+        listen = "127.0.0.1:0" if advertise else None
+        place = Place(stage, listen, advertise, torch.device("cpu"), self.out, "here")
+        client = LocalClient(self.registry)
+        corpus = self.corpus if stage == 0 else None
+        node = Node(place, "run", self.run, self.config, corpus, client, 1.0)
+        self.nodes[stage, replica] = (node, asyncio.create_task(node.live()))
+        return node
+
+    async def kill(self, stage: int, replica: int) -> None:
+        node, task = self.nodes.pop((stage, replica))
+        node.client.die()
+        node.stop("killed")
+        await task
+
+    async def until(self, condition: Callable[[], object], deadline: float = 60.0) -> None:
+        """Raises what a node crashed with, or TimeoutError."""
+        async with asyncio.timeout(deadline):
+            while not condition():
+                for _, task in self.nodes.values():
+                    if task.done():
+                        task.result()
+                await asyncio.sleep(0.005)
+
+    def committed(self) -> int:
+        members = [node.member for node, _ in self.nodes.values() if node.member]
+        return max((member.committed for member in members), default=0)
+
+    def finished(self) -> bool:
+        members = [node.member for node, _ in self.nodes.values()]
+        return all(m and m.halt is not None and m.halt.finished for m in members)

@@ -1,0 +1,111 @@
+"""Whole swarms in one process: quick, and a crash can be put anywhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.one_process import train
+from node.corpus import Corpus
+from node.ledger import audit, merge
+from node.run_file import loads
+from tests.swarm.in_process import LocalSwarm
+
+SMALL = """
+steps = 8
+[model]
+preset = "tiny"
+dim = 32
+context = 32
+stages = {stages}
+[training]
+batch = 8
+microbatch = 1
+warmup = 5
+validation_microbatches = 2
+[swarm]
+replicas = {replicas}
+"""
+
+
+@pytest.fixture(scope="module")
+def corpus(data) -> Corpus:
+    return Corpus.open(data)
+
+
+def losses(directory) -> list[float]:
+    return [line["loss"] for line in merge(directory.glob("ledger-*.jsonl")).lines]
+
+
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 1), (3, 1), (2, 2)])
+async def test_a_swarm_trains_as_one_process_does(corpus, tmp_path, stages, replicas):
+    run = loads(SMALL.format(stages=stages, replicas=replicas))
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(swarm.finished)
+        digests = {(stage, node.member.digest) for (stage, _), (node, _) in swarm.nodes.items()}
+        assert len(digests) == stages + 1
+    assert losses(tmp_path) == pytest.approx(list(train(run, corpus)), rel=1e-5)
+    assert audit(tmp_path).exact
+
+
+@pytest.mark.parametrize("victim", [(0, 0), (1, 1), (2, 0)])
+async def test_a_killed_replica_costs_no_step(corpus, tmp_path, victim):
+    run = loads(SMALL.format(stages=2, replicas=2))
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 3)
+        await swarm.kill(*victim)
+        swarm.start(*victim)
+        await swarm.until(swarm.finished)
+        digests = {(stage, node.member.digest) for (stage, _), (node, _) in swarm.nodes.items()}
+        assert len(digests) == 3
+    assert losses(tmp_path) == pytest.approx(list(train(run, corpus)), rel=1e-5)
+    assert audit(tmp_path).exact
+
+
+async def test_a_lost_body_stage_is_rebuilt(corpus, tmp_path):
+    run = loads(SMALL.format(stages=3, replicas=1))
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 3)
+        await swarm.kill(2, 0)
+        node = swarm.start(2, 0)
+        await swarm.until(swarm.finished)
+        assert node.member.boosted_at >= 3
+    assert audit(tmp_path).exact
+
+
+async def test_a_node_that_only_dials_out_serves_like_the_others(corpus, tmp_path):
+    run = loads(SMALL.format(stages=3, replicas=1))
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 3)
+        await swarm.kill(2, 0)
+        swarm.start(2, 0, advertise="")
+        await swarm.until(swarm.finished)
+    assert audit(tmp_path).exact
+
+
+@pytest.mark.parametrize(
+    ("extra", "tolerance"),
+    [
+        ('[wire]\nactivations = "bf16"\ngradients = "bf16"\naveraging = "bf16"', 1e-3),
+        ('[wire]\nactivations = "int8"\ngradients = "int8"\naveraging = "int8"', 1e-2),
+    ],
+)
+async def test_lossy_codecs_keep_replicas_identical(corpus, tmp_path, extra, tolerance):
+    run = loads(SMALL.format(stages=2, replicas=2) + extra)
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(swarm.finished)
+        digests = {(stage, node.member.digest) for (stage, _), (node, _) in swarm.nodes.items()}
+        assert len(digests) == 3
+    assert losses(tmp_path) == pytest.approx(list(train(run, corpus)), rel=tolerance)
+
+
+async def test_bf16_and_recomputation(corpus, tmp_path):
+    toml = SMALL.format(stages=2, replicas=1)
+    run = loads(
+        toml.replace("[swarm]", 'precision = "bf16"\nrecompute = true\n[swarm]').replace(
+            "validation_microbatches = 2\n", "", 1
+        )
+    )
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(swarm.finished)
+    assert losses(tmp_path) == pytest.approx(list(train(run, corpus)), rel=1e-2)
+    assert audit(tmp_path).exact

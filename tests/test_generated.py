@@ -1,0 +1,27 @@
+"""The generated stubs are committed; they must be what the .proto files say."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROTOS = sorted((ROOT / "proto").rglob("*.proto"))
+
+
+@pytest.mark.parametrize("proto", PROTOS, ids=lambda path: path.stem)
+def test_stubs_are_fresh(proto: Path, tmp_path: Path):
+    name = proto.relative_to(ROOT / "proto")
+    outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-I", str(ROOT / "proto"), *outputs]
+    subprocess.run([*command, str(name)], check=True)
+    fresh = sorted(path for path in tmp_path.rglob("*.py*"))
+    assert len(fresh) == 3
+    for path in fresh:
+        committed = ROOT / path.relative_to(tmp_path)
+        assert committed.read_text() == path.read_text(), f"{committed} is stale: run `make proto`"
+
+
+def test_no_package_is_named_proto():
+    assert not (ROOT / "proto" / "__init__.py").exists()
