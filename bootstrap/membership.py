@@ -151,6 +151,7 @@ class Membership:
         self._started = False  # a driver has been named once
         self._covered: float | None = None  # since when each stage has a member
         self._quiet_until = -math.inf  # after a restart: no new view before
+        self._isolated = False  # nobody can be heard
         self._probes = 0
         self._join_allowance = rules.joins_per_second
         self._allowance_at: float | None = None
@@ -275,6 +276,14 @@ class Membership:
     def tick(self, now: float) -> list[Effect]:
         """Evicts whoever's time is over, and names the first driver when the waiting is over."""
         if now < self._quiet_until:
+            return []
+        if self._cut_off_from_all(now):
+            self._isolated = True
+            return []
+        if self._isolated:
+            self._isolated = False
+            self._quiet_until = now + self.rules.grace
+            self._note(f"members are heard again; no new view for {self.rules.grace:g} s")
             return []
         while self._deadlines and self._deadlines[0][0] <= now:
             due, name = heapq.heappop(self._deadlines)
@@ -558,13 +567,22 @@ class Membership:
             node.due = due
             heapq.heappush(self._deadlines, (due, name))
 
+    def _cut_off_from_all(self, now: float) -> bool:
+        """Whether nobody can be heard. Then this registry is the one without a network: its members
+        go on training, and get time to come back as they do after a restart."""
+        silent = (
+            n.lost is not None or now >= n.renewed + self.rules.lease for n in self._nodes.values()
+        )
+        return bool(self._nodes) and all(silent)
+
     def _doom(self, name: str, node: _Node, reason: str) -> None:
         node.doomed = reason
         self._schedule(name, node)
 
     def _answered(self, node: _Node, now: float) -> list[Effect]:
         """The accused is alive. A pair that keeps failing to talk is cut off from each other, and
-        the one of the two with more such pairs goes: it is the one with the bad connection."""
+        the one of the two with more such pairs goes: it is the one with the bad connection. Where
+        that says nothing, the one goes whose stage has more nodes."""
         name = node.member.node
         accusers, node.accusers, node.probe = node.accusers, {}, 0
         self._complaints = {
@@ -574,13 +592,13 @@ class Membership:
         }
         self._effects.append(Settle(name, True, f"{name} answered the registry's probe"))
         for accuser in accusers:
-            if accuser not in self._nodes:
+            if accuser not in self._nodes or self._nodes[accuser].doomed or node.doomed:
                 continue
             times = self._complaints.setdefault((accuser, name), [])
             times.append(now)
             if len(times) < COMPLAINTS:
                 continue
-            goes = max((name, accuser), key=self._cut_off)
+            goes = max((name, accuser), key=lambda n: (self._cut_off(n), self._replicas(n)))
             stays = accuser if goes == name else name
             self._doom(goes, self._nodes[goes], f"unreachable from {stays}, though alive")
         return [*self._take_effects(), *(self.tick(now) if accusers else [])]
@@ -588,6 +606,10 @@ class Membership:
     def _cut_off(self, name: str) -> int:
         """From how many members the node is cut off."""
         return len({frozenset(pair) for pair in self._complaints if name in pair})
+
+    def _replicas(self, name: str) -> int:
+        stage = self._nodes[name].member.stage
+        return sum(member.stage == stage for member in self._serving())
 
     def _evict(self, node: _Node, reason: str) -> None:
         name = node.member.node

@@ -460,8 +460,9 @@ def test_time_in_which_the_registry_was_held_up_does_not_count() -> None:
     swarm.now = 6
     swarm.machine.paused(2, swarm.now)
     assert swarm.wait(0.9) == []
+    swarm.renew("n0")
     swarm.wait(0.2)
-    assert swarm.nodes() == []
+    assert swarm.nodes() == ["n0"]
 
 
 def test_after_a_long_hold_up_nodes_have_the_grace_to_come_back() -> None:
@@ -474,6 +475,57 @@ def test_after_a_long_hold_up_nodes_have_the_grace_to_come_back() -> None:
     swarm.open("n0", "n1")
     swarm.wait(2.1)
     assert swarm.nodes() == ["n0", "n1"]
+
+
+def test_a_registry_that_hears_nobody_takes_itself_for_cut_off() -> None:
+    swarm = full(lease=5)
+    swarm.open("n0", "n1", "n2")
+    assert swarm.wait(60) == [], "the members go on training; whom would a view reach?"
+    swarm.renew("n1")
+    swarm.wait(0.1)
+    assert swarm.wait(5.9) == [], "the others get time to come back"
+    swarm.renew("n1")
+    swarm.renew("n2")
+    swarm.wait(0.2)
+    assert swarm.nodes() == ["n1", "n2"]
+
+
+def test_of_two_that_fail_to_talk_during_the_grace_one_goes() -> None:
+    before = full()
+    swarm = Swarm(stages=2)
+    swarm.machine.restore(before.view, swarm.now)
+    swarm.open("n0", "n1", "n2")
+    for _ in range(3):
+        swarm.suspect("n0", "n1")
+        swarm.answer()
+        swarm.suspect("n1", "n0")
+        swarm.answer()
+    for _ in range(7):
+        swarm.wait(1)
+        for node in swarm.nodes():
+            swarm.renew(node)
+    assert len(swarm.nodes()) == 2
+
+
+def test_of_two_that_fail_to_talk_the_one_with_a_replica_goes() -> None:
+    swarm = full()
+    swarm.join("twin", 1)
+    swarm.open("twin")
+    for _ in range(3):
+        swarm.suspect("n1", "n2")
+        swarm.answer()
+    assert swarm.nodes() == ["n0", "n2", "twin"]
+
+
+def test_a_new_node_may_join_when_all_others_are_silent() -> None:
+    swarm = full(lease=5)
+    swarm.wait(60)
+    swarm.join("n3", 1)
+    swarm.wait(0.1)
+    for _ in range(6):
+        swarm.renew("n3")
+        swarm.wait(1.1)
+    assert swarm.nodes() == ["n3"]
 
 
 def test_describe_tells_everything() -> None:

@@ -108,7 +108,7 @@ class Registry(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
         self.after(self.machine.tick(self.now))
-        if self.now >= self.quiet_until:
+        if self.now >= self.machine._quiet_until and not self.machine._isolated:
             for member in self.machine.view.members:
                 assert self.now < self.renewed[member.node] + RULES.lease
 

@@ -1,0 +1,215 @@
+"""The registry as a process, and the nodes' clients of it: bootstrap/service.py and client.py
+without gRPC. The machine is the real one; its journal survives a crash."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from bootstrap import registry_pb2 as pb
+from bootstrap.membership import (
+    PROTOCOL,
+    Effect,
+    Evict,
+    Issue,
+    Membership,
+    Probe,
+    Refused,
+    Rules,
+    Settle,
+)
+from simulation.world import Link, Process
+
+if TYPE_CHECKING:
+    from simulation.cluster import Cluster
+    from simulation.shell import Node
+
+TICK = 0.1
+RENEW = 1.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 1.0
+
+
+class Registry:
+    """One process after another with one journal."""
+
+    name = "registry"
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.world = cluster, cluster.world
+        self.journal = pb.View()
+        self.issued: dict[int, pb.View] = {}
+        self.rules = Rules(
+            run="run",
+            stages=cluster.rules.stages,
+            replicas=1,
+            start_grace=3.0,
+        )
+        self.restart()
+
+    def crash(self) -> None:
+        if self.process.alive:
+            self.world.say(self.name, "crashes")
+            self.process.alive = False
+            self.cluster.network.died(self)
+
+    def restart(self) -> None:
+        if getattr(self, "process", None) and self.process.alive:
+            return
+        self.process = Process(self.world, self.name)
+        self.links: dict[str, Link] = {}
+        self.machine = Membership(self.rules)
+        if self.journal.number:
+            self.machine.restore(self.journal, self.world.now)
+            self.world.say(self.name, "is back")
+        self.cluster.network.endpoints[self.name] = self
+        self.process.after(TICK, self._tick)
+
+    def view(self) -> pb.View:
+        return self.journal
+
+    def names(self) -> set[str]:
+        return {member.node for member in self.journal.members}
+
+    def _tick(self) -> None:
+        self._carry_out(self.machine.tick(self.world.now))
+        self.machine.validate_state()
+        self.process.after(TICK, self._tick)
+
+    # --- streams
+
+    def admits(self, peer: str) -> bool:
+        return True
+
+    def on_link_up(self, peer: str) -> None:
+        pass
+
+    def on_link_lost(self, peer: str, reason: str, unacknowledged: list[Any]) -> None:
+        self._carry_out(self.machine.stream_lost(peer, self.world.now))
+
+    def on_item(self, peer: str, channel: str, item: Any) -> None:
+        now = self.world.now
+        match item:
+            case pb.JoinRequest():
+                try:
+                    reply, effects = self.machine.join(item, now)
+                except Refused as refused:
+                    self._tell(peer, refused)
+                else:
+                    self._carry_out(effects)
+                    self._tell(peer, reply)
+            case pb.Renewal() if item.HasField("member"):
+                self._carry_out(self.machine.stream_opened(item, now))
+                self._tell(peer, self.machine.view)
+            case pb.Renewal():
+                self._carry_out(self.machine.renewed(item, now))
+                self._tell(peer, pb.Notice(view=self.machine.view.number))
+            case pb.Suspicion():
+                with contextlib.suppress(Refused):  # the accuser is told by its own eviction
+                    self._carry_out(self.machine.suspect(item, now))
+
+    def _tell(self, peer: str, item: Any) -> None:
+        if (link := self.links.get(peer)) is not None:
+            self.cluster.network.send(link, self, "control", item)
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Issue(view):
+                    self.world.say(self.name, f"view {view.number}: {view.reason}")
+                    self.journal = self.issued[view.number] = view
+                    for peer in sorted(self.links):
+                        self._tell(peer, view)
+                case Probe(node, number):
+                    self._tell(node, pb.Notice(probe=number, view=self.machine.view.number))
+                case Evict(node, reason):
+                    self._tell(node, pb.Notice(evicted=reason, view=self.machine.view.number))
+                case Settle():
+                    pass
+
+
+class Client:
+    """A node's side: joins, renews, answers probes, and comes back when the stream breaks."""
+
+    def __init__(self, cluster: Cluster, node: Node) -> None:
+        self.cluster, self.node = cluster, node
+        self.joined = self.stopped = False
+        self._connect(FIRST_PAUSE)
+        node.process.after(RENEW, self._renew)
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def _connect(self, pause: float) -> None:
+        if self.stopped or "registry" in self.node.links:
+            return
+
+        def done(up: bool) -> None:
+            if not up:
+                longer = min(2 * pause, LONGEST_PAUSE)
+                self.node.process.after(pause, self._connect, longer)
+
+        self.cluster.network.dial(self.node, "registry", done)
+
+    def on_link_up(self) -> None:
+        if self.joined:
+            self._open()
+        else:
+            self._join()
+
+    def _join(self) -> None:
+        node = self.node
+        if self.stopped or "registry" not in node.links:
+            return
+        request = pb.JoinRequest(
+            protocol=PROTOCOL, node=node.name, address=node.address, speed=1.0, stage=node.wanted
+        )
+        self._tell(request)
+
+    def _open(self) -> None:
+        view = self.node.view
+        own = next((m for m in view.members if m.node == self.node.name), None)
+        self._tell(
+            pb.Renewal(
+                node=self.node.name, report=self.node.report, run="run", member=own, view=view
+            )
+        )
+
+    def on_link_lost(self) -> None:
+        self._connect(FIRST_PAUSE)
+
+    def on_item(self, item: Any) -> None:
+        match item:
+            case pb.JoinReply():
+                self.joined = True
+                self._viewed(item.view)
+                self._open()
+            case Refused():
+                if item.code == "ALREADY_EXISTS":
+                    self.node.stop(item.reason)
+                else:
+                    self.node.process.after(LONGEST_PAUSE, self._join)
+            case pb.View():
+                self._viewed(item)
+            case pb.Notice():
+                if item.evicted:
+                    self.node.stop(item.evicted)
+                elif item.probe:
+                    self._tell(pb.Renewal(node=self.node.name, probe=item.probe))
+
+    def _viewed(self, view: pb.View) -> None:
+        if self.joined:
+            self.node.viewed(view)
+
+    def _renew(self) -> None:
+        if self.stopped:
+            return
+        if self.joined:
+            self._tell(pb.Renewal(node=self.node.name, report=self.node.report))
+        self.node.process.after(RENEW, self._renew)
+
+    def suspect(self, accused: str, why: str) -> None:
+        self._tell(pb.Suspicion(accuser=self.node.name, accused=accused, why=why))
+
+    def _tell(self, item: Any) -> None:
+        if (link := self.node.links.get("registry")) is not None:
+            self.cluster.network.send(link, self.node, "control", item)

@@ -1,0 +1,261 @@
+"""What happens to a cluster, from its seed: its shape, the faults, and how long it may take."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from node.driver import Driver, Rules
+from node.member import Member
+from simulation.cluster import Cluster, Host, InvariantError
+from simulation.shell import Node
+
+TAIL = 120
+"""Lines of the trace that a report shows."""
+LONGEST = 240.0
+"""Virtual seconds after the last fault within which everything must be over."""
+
+
+@dataclass(frozen=True)
+class Result:
+    outcome: str
+    seconds: float
+    counts: Counter[str]
+
+
+class ScenarioError(AssertionError):
+    """A scenario went wrong; the message tells how, and how to see it again."""
+
+
+def run(seed: int, member: type[Member] = Member, driver: type[Driver] = Driver) -> Result:
+    """Raises ScenarioError."""
+    scenario = Scenario(seed, member, driver)
+    try:
+        return scenario.run()
+    except InvariantError as broken:
+        raise ScenarioError(scenario.report(str(broken))) from broken
+    except Exception as error:
+        raise ScenarioError(scenario.report(f"crashed: {error!r}")) from error
+
+
+class Scenario:
+    def __init__(self, seed: int, member: type[Member], driver: type[Driver]) -> None:
+        self.seed = seed
+        self.random = random.Random(f"scenario {seed}")
+        rules = self._rules()
+        hosts, overflowing = self._hosts(rules), self._overflowing(rules)
+        pace = self.random.choice([1.0, 4.0, 8.0])
+        self.cluster = Cluster(seed, rules, hosts, overflowing, pace, member, driver)
+        self.world = self.cluster.world
+        self._partitions = itertools.count()
+        self.merciful = self.random.random() < 0.7  # leaves what a rebuild needs
+        self.quiet_from = self._plan_faults()
+
+    # --- the shape
+
+    def _rules(self) -> Rules:
+        chosen = self.random
+        return Rules(
+            stages=chosen.randint(1, 6),
+            steps=chosen.randint(5, 20),
+            microbatches=chosen.randint(1, 8),
+            validation_microbatches=chosen.choice([0, 0, 2]),
+            validate_every=chosen.choice([0, 0, 3]),
+            clip=1.0,
+            clip_scope=chosen.choice(["global", "stage"]),
+            policy="checkfree",
+            progress=chosen.choice([8.0, 20.0]),
+            lr_scale=lambda step, boosted_at: 1.1 if boosted_at else 1.0,
+        )
+
+    def _hosts(self, rules: Rules) -> list[Host]:
+        """Replicas of each stage and spares; one host at most dials out only, since two such
+        can't be linked."""
+        chosen = self.random
+        replicas = chosen.randint(1, 3)
+        pinned = chosen.random() < 0.5
+        stages = [s for s in range(rules.stages + 1) for _ in range(replicas)]
+        spares: list[int | None] = [None] * chosen.choice([0, 0, 1, 2])
+        wanted = [stage if pinned else None for stage in stages] + spares
+        hidden = chosen.randrange(len(wanted)) if chosen.random() < 0.3 else -1
+        return [Host(f"h{i}", stage, i == hidden) for i, stage in enumerate(wanted)]
+
+    def _overflowing(self, rules: Rules) -> set[int]:
+        steps = range(1, rules.steps + 1)
+        return {step for step in steps if self.random.random() < 0.05}
+
+    # --- the faults
+
+    def _plan_faults(self) -> float:
+        """Schedules them. Returns when the last one is over."""
+        chosen = self.random
+        faults: list[tuple[Callable[[], float], int]] = [
+            (self._crash, 6),
+            (self._crash_driver, 3),
+            (self._crash_committing, 4),
+            (self._crash_stage, 4),
+            (self._freeze, 4),
+            (self._freeze_driver, 2),
+            (self._part, 4),
+            (self._isolate, 3),
+            (self._break_link, 4),
+            (self._flap, 2),
+            (self._crash_registry, 3),
+        ]
+        kinds, weights = [fault for fault, _ in faults], [weight for _, weight in faults]
+        when, gap = chosen.uniform(0.0, 4.0), chosen.choice([0.2, 1.0, 3.0])
+        for fault in chosen.choices(kinds, weights, k=chosen.randint(0, 16)):
+            self.world.after(when, self._strike, fault)
+            when += chosen.expovariate(1.0 / gap)
+        return when
+
+    def _strike(self, fault: Callable[[], float]) -> None:
+        over = self.world.now + fault()
+        self.quiet_from = max(self.quiet_from, over)
+
+    def _some(self) -> list[Node]:
+        return sorted(
+            (node for node in self.cluster.nodes if node.process.responsive), key=lambda n: n.name
+        )
+
+    def _driver(self) -> Node | None:
+        name = self.cluster.registry.view().driver
+        return next((node for node in self._some() if node.name == name), None)
+
+    def _spared(self, nodes: list[Node]) -> bool:
+        return self.merciful and not self.cluster.recoverable_without(nodes)
+
+    def _crash(self) -> float:
+        nodes = [node for node in self._some() if not self._spared([node])]
+        if nodes:
+            self.cluster.crash(self.random.choice(nodes).process, "by a fault")
+        return 8.0
+
+    def _crash_driver(self) -> float:
+        if (node := self._driver()) is not None and not self._spared([node]):
+            self.cluster.crash(node.process, "by a fault, as the driver")
+        return 8.0
+
+    def _crash_committing(self) -> float:
+        if (node := self._driver()) is not None and not self._spared([node]):
+            node.fuse = self.random.randint(0, 4)
+        return 12.0
+
+    def _crash_stage(self) -> float:
+        stages = list(range(self.cluster.rules.stages + 1))
+        self.random.shuffle(stages)
+        for stage in stages:
+            nodes = [node for node in self._some() if node.stage == stage]
+            if not self._spared(nodes):
+                for node in nodes:
+                    self.cluster.crash(node.process, "with its whole stage")
+                break
+        return 8.0
+
+    def _freeze(self) -> float:
+        nodes = [node for node in self._some() if not self._spared([node])]
+        return self._freeze_one(self.random.choice(nodes)) if nodes else 0.0
+
+    def _freeze_driver(self) -> float:
+        node = self._driver()
+        return self._freeze_one(node) if node is not None and not self._spared([node]) else 0.0
+
+    def _freeze_one(self, node: Node) -> float:
+        process, seconds = node.process, self.random.choice([1.0, 3.0, 6.0, 20.0])
+        seconds *= self.random.uniform(0.3, 1.0)
+        self.world.say(node.name, f"is frozen for {seconds:.1f} s")
+        process.freeze()
+
+        def thaw() -> None:
+            if process.alive:
+                self.world.say(node.name, "thaws")
+                process.thaw()
+
+        self.world.after(seconds, thaw)
+        return seconds
+
+    def _part(self) -> float:
+        hosts = [*sorted(self.cluster.hosts), "registry"]
+        return self._part_off(self.random.sample(hosts, self.random.randint(1, len(hosts) - 1)))
+
+    def _isolate(self) -> float:
+        return self._part_off([self.random.choice([*sorted(self.cluster.hosts), "registry"])])
+
+    def _part_off(self, side: list[str]) -> float:
+        number, seconds = next(self._partitions), self.random.choice([1.0, 3.0, 8.0, 15.0])
+        seconds *= self.random.uniform(0.3, 1.0)
+        cut = [node for node in self._some() if (node.process.host in side) != ("registry" in side)]
+        if self._spared(cut) and seconds > 2.0 and len(cut) < len(self._some()):
+            seconds = 2.0
+        self.world.say("network", f"parts off {' '.join(sorted(side))} for {seconds:.1f} s")
+        self.cluster.network.part(number, frozenset(side))
+
+        def heal() -> None:
+            self.world.say("network", f"is whole again with {' '.join(sorted(side))}")
+            self.cluster.network.heal(number)
+
+        self.world.after(seconds, heal)
+        return seconds
+
+    def _break_link(self) -> float:
+        links = [link for link in self.cluster.network.links if link.intact]
+        if links:
+            link = self.random.choice(links)
+            self.world.say("network", f"breaks {link.ends[0].name}-{link.ends[1].name}")
+            self.cluster.network.break_link(link)
+        return 0.0
+
+    def _flap(self) -> float:
+        """One pair of hosts loses its link again and again."""
+        pair = self.random.sample(sorted(self.cluster.hosts), 2)
+        times = self.random.randint(3, 10)
+        pause = self.random.uniform(0.1, 2.0)
+        for i in range(times):
+            self.world.after(i * pause, self._break_between, pair)
+        return times * pause
+
+    def _break_between(self, pair: list[str]) -> None:
+        for link in self.cluster.network.links:
+            if link.intact and sorted(end.process.host for end in link.ends) == sorted(pair):
+                self.world.say("network", f"breaks {link.ends[0].name}-{link.ends[1].name}")
+                self.cluster.network.break_link(link)
+
+    def _crash_registry(self) -> float:
+        seconds = self.random.choice([1.0, 5.0, 15.0]) * self.random.uniform(0.3, 1.0)
+        self.cluster.registry.crash()
+        self.world.after(seconds, self.cluster.registry.restart)
+        return seconds
+
+    # --- the run
+
+    def run(self) -> Result:
+        world, cluster, replaced = self.world, self.cluster, False
+        while True:
+            until = world.now + 0.5
+            while world.now < until:
+                world.step()
+            if cluster.settled():
+                outcome = cluster.outcome()
+                if outcome == "finished" or world.now > self.quiet_from + 15.0:
+                    return Result(outcome, world.now, cluster.counts)
+            if world.now > self.quiet_from + 20.0 and not replaced:
+                replaced = True
+                self.cluster.add_host()
+            if world.now > self.quiet_from + LONGEST:
+                cluster.demand(False, "I4", f"not over {LONGEST:.0f} s after the last fault")
+
+    def report(self, what: str) -> str:
+        rules = self.cluster.rules
+        shape = f"{rules.stages} body stages, {len(self.cluster.hosts)} hosts, {rules.steps} steps"
+        return "\n".join(
+            [
+                f"seed {self.seed}: {what}",
+                f"at {self.world.now:.3f} s; faults over at {self.quiet_from:.1f} s; {shape}",
+                *list(self.world.trace)[-TAIL:],
+                self.cluster.who_waits(),
+                f"again: pytest tests/simulation --seed {self.seed}",
+            ]
+        )

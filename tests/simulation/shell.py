@@ -1,0 +1,757 @@
+"""What node/daemon.py is to the machines, without sockets, threads and tensors.
+
+Weights are a digest, a gradient is the list of what was added to it, compute is a delay. The order
+in which effects are carried out, messages are parked and frames are held is the daemon's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bootstrap import registry_pb2 as registry
+from bootstrap.membership import related
+from node import stage_pb2 as pb
+from node.compute import Priority
+from node.driver import Driver
+from node.effects import (
+    NEVER,
+    Apply,
+    Ballot,
+    DropAttempt,
+    Effect,
+    Event,
+    Fetch,
+    Halted,
+    Reduce,
+    Rejoin,
+    Send,
+    StartAttempt,
+    Suspect,
+)
+from node.member import Frames, Member, Phase
+from node.routing import Route, Routing
+from simulation.world import Link, Process
+
+if TYPE_CHECKING:
+    from simulation.cluster import Cluster
+
+TICK = 0.1
+LINK_PATIENCE = 3.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
+TO_DRIVER = frozenset(["status", "synced", "home", "ready", "failed", "stale"])
+TO_MEMBER = frozenset(["query", "sync", "step", "reduce", "halt"])
+SHARDS = 2
+
+
+def fingerprint(*parts: Any) -> bytes:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+
+
+@dataclass(frozen=True)
+class Frame:
+    kind: str
+    ballot: Ballot
+    fields: Any
+
+
+@dataclass(frozen=True)
+class Visit:
+    microbatch: int
+    position: int
+    route: Route
+
+    def moved(self, by: int) -> Visit:
+        return Visit(self.microbatch, self.position + by, self.route)
+
+    @property
+    def node(self) -> str:
+        return self.route.nodes[self.position]
+
+    @property
+    def at_head(self) -> bool:
+        return self.position == len(self.route.nodes) - 1
+
+
+class Compute:
+    """The compute thread: one task at a time, most urgent first."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self._tasks: list[tuple[Priority, int, float, Callable[[], Any], Callable[[Any], None]]]
+        self._tasks = []
+        self._numbers = itertools.count()
+        self._busy = False
+
+    def run(
+        self,
+        task: Callable[[], Any],
+        then: Callable[[Any], None],
+        seconds: float = 0.0005,
+        priority: Priority = Priority.CONTROL,
+    ) -> None:
+        heapq.heappush(self._tasks, (priority, next(self._numbers), seconds, task, then))
+        self._work()
+
+    def _work(self) -> None:
+        if self._busy or not self._tasks:
+            return
+        self._busy = True
+        _, _, seconds, task, then = heapq.heappop(self._tasks)
+        self.process.after(seconds, self._done, task, then)
+
+    def _done(self, task: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        result = task()
+        self.process.after(0.0, then, result)
+        self._busy = False
+        self._work()
+
+
+class Weights:
+    """A stage's weights and gradient, as the compute thread sees them."""
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
+        self.digest = fingerprint("initial", stage)
+        self.chain = b""  # fingerprint of all commits that made these weights
+        self.step = 0
+        self.gradient: Counter[tuple[int, str]] = Counter()
+
+    def add(self, microbatch: int, part: str) -> None:
+        self.gradient[microbatch, part] += 1
+
+    def gradient_digest(self) -> bytes:
+        return fingerprint(sorted(self.gradient.items()), self.digest)
+
+
+class Node:
+    """One identity of a node, from joining to leaving."""
+
+    def __init__(self, cluster: Cluster, process: Process, stage: int | None, dials_only: bool):
+        self.cluster, self.world, self.process = cluster, cluster.world, process
+        self.name = cluster.new_name()
+        self.wanted, self.address = stage, "" if dials_only else f"{self.name}:1"
+        self.over = False
+        self.links: dict[str, Link] = {}
+        self.dialling: set[str] = set()
+        self.addresses: dict[str, str] = {}  # of the members
+        self.linked: frozenset[str] = frozenset()
+        self.view = registry.View()
+        self.stage: int | None = None
+        self.member: Member | None = None
+        self.driver: Driver
+        self.early: list[tuple[str, pb.Message]] = []
+        self.held: list[tuple[str, Frame]] = []
+        self.parked: dict[str, list[tuple[float, pb.Message | Frame]]] = {}
+        self.compute = Compute(process)
+        self.pipeline: Pipeline
+        self.averaging = Averaging(self)
+        self.transfers = Transfers(self)
+        self.fuse: int | None = None  # messages of commits left to send before the crash
+        self.report = registry.Report()
+        cluster.network.endpoints[self.name] = self
+        self.client = cluster.new_client(self)
+        self.process.after(self.world.random.uniform(0.0, TICK), self._tick)
+
+    # --- life
+
+    def stop(self, why: str) -> None:
+        """This identity is over; the process starts another one."""
+        if not self.over:
+            self.over = True
+            self.world.say(self.name, f"is over: {why}")
+            self.process.after(0.0, self._clean_up)
+
+    def _clean_up(self) -> None:
+        for link in list(self.links.values()):
+            self.cluster.network.give_up(link, self, f"{self.name} stops", report=False)
+        self.client.stop()
+        del self.cluster.network.endpoints[self.name]
+        self.cluster.identity_over(self)
+
+    # --- membership
+
+    def viewed(self, view: registry.View) -> None:
+        if self.over or view.number <= self.view.number:
+            return
+        self.view = view
+        own = next((member for member in view.members if member.node == self.name), None)
+        if own is None:
+            self.stop(f"view {view.number} is without this node: {view.reason}")
+            return
+        linked = [
+            member.node
+            for member in view.members
+            if not own.spare
+            and member.node != self.name
+            and not member.spare
+            and related(own.stage, member.stage)
+        ]
+        self._set_peers(view, linked)
+        if own.spare:
+            return
+        if self.stage is None:
+            self.stage = own.stage
+            self._take_up_stage(own.stage)
+        elif self.member is not None:
+            self._tell_machines(view)
+
+    def _set_peers(self, view: registry.View, linked: Sequence[str]) -> None:
+        self.linked = frozenset(linked)
+        self.addresses = {member.node: member.address for member in view.members}
+        for peer, link in list(self.links.items()):
+            if peer != "registry" and peer not in self.addresses:
+                why = f"{peer} is no member of view {view.number}"
+                self.cluster.network.give_up(link, self, why, report=False)
+        for peer in sorted(self.linked):
+            if self._dials(peer) and peer not in self.dialling:
+                self.dialling.add(peer)
+                self._keep_dialled(peer, FIRST_PAUSE)
+
+    def _take_up_stage(self, stage: int) -> None:
+        self.weights = Weights(stage)
+        self.compute.run(lambda: None, lambda _: self._taken_up(stage), seconds=0.2)
+
+    def _taken_up(self, stage: int) -> None:
+        self.pipeline = Pipeline(self)
+        self.driver = self.cluster.make_driver(self.name)
+        self.member = self.cluster.make_member(self.name, stage)
+        self.member.digest = self.weights.digest
+        early, self.early = self.early, []
+        self._tell_machines(self.view)
+        for peer, message in early:
+            self.on_message(peer, message)
+
+    def _tell_machines(self, view: registry.View) -> None:
+        assert self.member is not None
+        self.carry_out(self.member.viewed(view))
+        self.carry_out(self.driver.viewed(view, self.world.now))
+
+    # --- links
+
+    def admits(self, peer: str) -> bool:
+        return not self.over and (peer == "registry" or peer in self.addresses)
+
+    def _dials(self, peer: str) -> bool:
+        if not self.addresses[peer]:
+            return False
+        return not self.address or self.name < peer
+
+    def _keep_dialled(self, peer: str, pause: float) -> None:
+        if self.over or peer not in self.linked:
+            self.dialling.discard(peer)
+            return
+        if peer in self.links:
+            self.process.after(0.2, self._keep_dialled, peer, FIRST_PAUSE)
+            return
+
+        def done(up: bool) -> None:
+            longer = FIRST_PAUSE if up else min(2 * pause, LONGEST_PAUSE)
+            self.process.after(pause, self._keep_dialled, peer, longer)
+
+        self.cluster.network.dial(self, peer, done)
+
+    def on_item(self, peer: str, channel: str, item: Any) -> None:
+        if self.over:
+            return
+        if peer == "registry":
+            self.client.on_item(item)
+        elif isinstance(item, Frame):
+            self.on_frame(peer, item)
+        else:
+            self.on_message(peer, item)
+
+    def on_message(self, peer: str, message: pb.Message) -> None:
+        if self.over:
+            return
+        if self.member is None:
+            self.early.append((peer, message))
+            return
+        body = message.WhichOneof("body")
+        if body in TO_DRIVER:
+            self.carry_out(self.driver.received(peer, message, self.world.now))
+        elif body in TO_MEMBER:
+            self.carry_out(self.member.received(peer, message))
+        else:
+            self.transfers.on_message(peer, message)
+
+    def on_frame(self, peer: str, frame: Frame) -> None:
+        if frame.kind == "state":
+            self.transfers.on_frame(peer, frame)
+        elif frame.kind == "average":
+            self.averaging.on_frame(peer, frame)
+        elif self.member is not None:
+            match self.member.frames(frame.ballot):
+                case Frames.TAKE:
+                    self.pipeline.take(frame)
+                case Frames.HOLD:
+                    self.held.append((peer, frame))
+
+    def on_link_up(self, peer: str) -> None:
+        if peer == "registry":
+            self.client.on_link_up()
+            return
+        for _, item in self.parked.pop(peer, []):
+            self._send(peer, item)
+
+    def on_link_lost(self, peer: str, reason: str, unacknowledged: list[Any]) -> None:
+        if self.over:
+            return
+        if peer == "registry":
+            self.client.on_link_lost()
+            return
+        self.averaging.on_peer_lost(peer, reason)
+        self.transfers.on_peer_lost(peer, reason)
+        if all(member.node != peer for member in self.view.members):
+            return
+        self.world.say(self.name, f"lost the link to {peer}: {reason}")
+        self.client.suspect(peer, reason)
+        if self.member is None:
+            return
+        for frame in unacknowledged:
+            if frame.kind in ("activation", "gradient"):
+                why = f"the link to {peer} broke before a frame was through: {reason}"
+                self.attempt_failed(frame.ballot, why, [])
+                break
+        self.carry_out(self.driver.link_lost(peer, reason, self.world.now))
+
+    def _send(self, peer: str, item: pb.Message | Frame) -> bool:
+        link = self.links.get(peer)
+        if link is None:
+            return False
+        channel = "bulk" if isinstance(item, Frame) else "control"
+        self.cluster.network.send(link, self, channel, item)
+        return True
+
+    def send(self, peer: str, item: pb.Message | Frame) -> bool:
+        """A link to a member that isn't up yet is waited for; False when there will be none."""
+        if peer not in self.parked and self._send(peer, item):
+            return True
+        parked = self.parked.setdefault(peer, [])
+        if all(member.node != peer for member in self.view.members):
+            return False
+        parked.append((self.world.now, item))
+        return True
+
+    def _forget_parked(self, now: float) -> None:
+        for peer, parked in list(self.parked.items()):
+            if peer in self.links:
+                self.on_link_up(peer)
+                continue
+            late = [item for since, item in parked if now - since > LINK_PATIENCE]
+            del parked[: len(late)]
+            if not parked:
+                del self.parked[peer]
+            for item in late:
+                if isinstance(item, Frame) and item.kind in ("activation", "gradient"):
+                    why = f"no link to {peer} came up in {LINK_PATIENCE:.0f} s"
+                    self.attempt_failed(item.ballot, why, [peer])
+
+    def attempt_failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> None:
+        assert self.member is not None
+        self.carry_out(self.member.failed(ballot, reason, accused))
+
+    # --- effects
+
+    def carry_out(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            if self.process.alive and not self.over:
+                self._carry_out_one(effect)
+
+    def _carry_out_one(self, effect: Effect) -> None:
+        assert self.member is not None
+        match effect:
+            case Send(to, message) if to == self.name:
+                self.process.after(0.0, self.on_message, to, message)
+            case Send(to, message):
+                self.send(to, message)
+                if self.fuse is not None and message.step.HasField("commit"):
+                    self.fuse -= 1
+                    if self.fuse < 0:
+                        self.cluster.crash(self.process, "between two messages of a commit")
+            case StartAttempt(ballot, begin):
+                self.averaging.abandon(ballot)
+                self.pipeline.start(ballot, begin)
+                held, self.held = self.held, []
+                for peer, frame in held:
+                    self.on_frame(peer, frame)
+            case DropAttempt(ballot):
+                self.averaging.abandon(Ballot(ballot.view, ballot.attempt + 1))
+                self.pipeline.drop(ballot)
+            case Reduce(ballot, _):
+                self.averaging.reduce(ballot)
+            case Apply(commit):
+                self.compute.run(
+                    lambda: self._apply(commit),
+                    self._applied,
+                    seconds=self.world.random.uniform(0.001, 0.05),
+                )
+            case Fetch(ballot, sync):
+                self.transfers.fetch(ballot, sync)
+            case Suspect(node, why):
+                self.client.suspect(node, why)
+            case Rejoin(reason):
+                self.stop(reason)
+            case Halted(halt):
+                self.world.say(self.name, f"halted at {halt.step}: {halt.reason or 'finished'}")
+                self.cluster.check_halt(self, halt)
+                self._report()
+            case Event(kind, fields):
+                self.world.say(self.name, f"{kind} {dict(fields)}")
+                self.cluster.on_event(self, kind)
+
+    def _apply(self, commit: pb.Commit) -> bytes:
+        self.cluster.check_apply(self, commit)
+        weights = self.weights
+        if not commit.skipped:
+            scales = commit.clip_scale[self.stage], commit.lr_scale[self.stage]
+            weights.digest = fingerprint(weights.digest, weights.gradient_digest(), scales)
+        weights.chain = fingerprint(weights.chain, commit.SerializeToString(deterministic=True))
+        weights.step = commit.step
+        weights.gradient.clear()
+        self.cluster.check_applied(self, commit)
+        return weights.digest
+
+    def _applied(self, digest: bytes) -> None:
+        assert self.member is not None
+        self.carry_out(self.member.applied(digest))
+        self._report()
+
+    def _report(self) -> None:
+        assert self.member is not None
+        member, halt = self.member, self.member.halt
+        self.report = registry.Report(
+            committed=member.committed,
+            phase=member.phase.value,
+            stopped=halt is not None and not halt.finished,
+            finished=halt is not None and halt.finished,
+        )
+
+    # --- the clock
+
+    def _tick(self) -> None:
+        if self.over:
+            return
+        if self.member is not None:
+            self.carry_out(self.driver.tick(self.world.now))
+            self._forget_parked(self.world.now)
+        self.process.after(TICK, self._tick)
+
+
+class Pipeline:
+    """node/pipeline.py: the microbatches of one attempt at one node."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.stage = node.stage
+        self.weights = node.weights
+        self.routing = Routing(node.name, node.cluster.rules.stages + 1)
+        self.ballot = self.live = NEVER
+        self.begin = pb.Begin()
+        self.applied: set[int] = set()
+        self._seen: set[tuple[int, int, str]] = set()
+        self.speed = node.cluster.pace * node.world.random.uniform(0.5, 2.0)
+
+    def start(self, ballot: Ballot, begin: pb.Begin) -> None:
+        self._reset(ballot, begin)
+        if self.stage != 0:
+            return
+        replicas: dict[int, list[str]] = {}
+        for place in begin.members:
+            replicas.setdefault(place.stage, []).append(place.node)
+        own = [(m.id, tuple(m.order)) for m in begin.plan if m.source == self.node.name]
+        self.routing.begin(replicas, own)
+        self._inject()
+
+    def drop(self, ballot: Ballot) -> None:
+        if ballot == self.ballot:
+            self._reset(NEVER, pb.Begin())
+
+    def _reset(self, ballot: Ballot, begin: pb.Begin) -> None:
+        self.ballot, self.begin = ballot, begin
+        self.applied, self._seen = set(), set()
+
+        def reset() -> None:
+            self.live = ballot
+            self.weights.gradient.clear()
+            if ballot != NEVER:
+                self.node.cluster.check_start(self.node, ballot, begin)
+
+        self.node.compute.run(reset, lambda _: None)
+
+    def _inject(self) -> None:
+        while (injected := self.routing.inject()) is not None:
+            visit = Visit(injected[0], 0, injected[1])
+            self._post(Priority.FORWARD, lambda visit=visit: self._onward("activation", visit))
+
+    def take(self, frame: Frame) -> None:
+        visit: Visit = frame.fields
+        key = (visit.microbatch, visit.position, frame.kind)
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        if frame.kind == "activation":
+            work = self._head if visit.at_head else self._forward
+            priority = Priority.BACKWARD if visit.at_head else Priority.FORWARD
+        else:
+            work, priority = self._backward, Priority.BACKWARD
+        self._post(priority, lambda: work(visit))
+
+    def _forward(self, visit: Visit) -> Callable[[], None]:
+        return self._onward("activation", visit)
+
+    def _head(self, visit: Visit) -> Callable[[], None]:
+        if self.begin.kind == pb.Begin.EVALUATE:
+            return lambda: self._came_home(visit)
+        self.weights.add(visit.microbatch, "head")
+        return self._onward("gradient", visit)
+
+    def _backward(self, visit: Visit) -> Callable[[], None]:
+        self.weights.add(visit.microbatch, "stage")
+        if visit.position == 0:
+            return lambda: self._came_home(visit)
+        onward = self._onward("gradient", visit)
+
+        def done() -> None:
+            self.applied.add(visit.microbatch)
+            onward()
+
+        return done
+
+    def _came_home(self, visit: Visit) -> None:
+        if self.begin.kind == pb.Begin.TRAIN:
+            self.applied.add(visit.microbatch)
+        self.routing.home(visit.microbatch, dict.fromkeys(visit.route.nodes[1:-1], 0.01))
+        home = pb.Home(microbatch=visit.microbatch, loss=1.0, tokens=1)
+        member = self.node.member
+        assert member is not None
+        message = pb.Message(ballot=self.ballot.message(), home=home)
+        self.node.carry_out([Send(member.driver, message)])
+        self._inject()
+
+    def _onward(self, kind: str, visit: Visit) -> Callable[[], None]:
+        onward = visit.moved(1 if kind == "activation" else -1)
+        ballot = self.live
+
+        def send() -> None:
+            if not self.node.send(onward.node, Frame(kind, ballot, onward)):
+                reason = f"no link to {onward.node} for microbatch {visit.microbatch}"
+                self.node.attempt_failed(ballot, reason, [onward.node])
+
+        return send
+
+    def _post(self, priority: Priority, task: Callable[[], Callable[[], None]]) -> None:
+        ballot = self.ballot
+
+        def work() -> Callable[[], None] | None:
+            return task() if ballot == self.live else None
+
+        def then(done: Callable[[], None] | None) -> None:
+            if done is not None and ballot == self.ballot and not self.node.over:
+                done()
+
+        seconds = self.speed * self.node.world.random.uniform(0.002, 0.02)
+        self.node.compute.run(work, then, seconds, priority)
+
+
+class Averaging:
+    """node/averaging.py: the replicas of a stage tell each other what they have accumulated."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.oldest = NEVER
+        self.ballot: Ballot | None = None  # of the reduction under way
+        self.parts: dict[Ballot, dict[str, tuple[frozenset[int], Counter[tuple[int, str]]]]] = {}
+
+    def abandon(self, before: Ballot) -> None:
+        self.oldest = max(self.oldest, before)
+        self.parts = {ballot: p for ballot, p in self.parts.items() if ballot >= before}
+        if self.ballot is not None and self.ballot < before:
+            self.ballot = None
+
+    def reduce(self, ballot: Ballot) -> None:
+        node, pipeline = self.node, self.node.pipeline
+        self.ballot = ballot
+        begin = pipeline.begin
+        self.replicas = sorted(p.node for p in begin.members if p.stage == node.stage)
+        self.window = len(begin.plan)
+
+        def read() -> tuple[frozenset[int], Counter[tuple[int, str]]]:
+            return frozenset(pipeline.applied), Counter(pipeline.weights.gradient)
+
+        node.compute.run(read, lambda part: self._spread(ballot, part))
+
+    def _spread(self, ballot: Ballot, part: Any) -> None:
+        if self.ballot != ballot:
+            return
+        self.parts.setdefault(ballot, {})[self.node.name] = part
+        for peer in self.replicas:
+            if peer != self.node.name:
+                self.node.send(peer, Frame("average", ballot, part))
+        self.node.process.after(self.node.cluster.rules.progress, self._late, ballot)
+        self._check()
+
+    def on_frame(self, peer: str, frame: Frame) -> None:
+        if frame.ballot >= self.oldest:
+            self.parts.setdefault(frame.ballot, {})[peer] = frame.fields
+            self._check()
+
+    def on_peer_lost(self, peer: str, reason: str) -> None:
+        waiting = self.ballot is not None and peer in self.replicas
+        if waiting and peer not in self.parts.get(self.ballot, {}):
+            self._fail(f"lost {peer} while averaging: {reason}", [peer])
+
+    def _late(self, ballot: Ballot) -> None:
+        if self.ballot == ballot:
+            missing = [peer for peer in self.replicas if peer not in self.parts[ballot]]
+            self._fail(f"waited in vain for {', '.join(missing)}", missing)
+
+    def _fail(self, reason: str, accused: list[str]) -> None:
+        ballot, self.ballot = self.ballot, None
+        if not self.node.over:
+            self.node.attempt_failed(ballot, reason, accused)
+
+    def _check(self) -> None:
+        if self.ballot is None:
+            return
+        parts = self.parts.get(self.ballot, {})
+        if self.node.name not in parts or any(peer not in parts for peer in self.replicas):
+            return
+        ids = Counter(i for peer in self.replicas for i in parts[peer][0])
+        if ids != Counter(range(self.window)):
+            self._fail(f"the window is not covered once: {sorted(ids.items())}", [])
+            return
+        ballot, self.ballot = self.ballot, None
+        total: Counter[tuple[int, str]] = Counter()
+        for peer in self.replicas:
+            total.update(parts[peer][1])
+        self.node.compute.run(lambda: self._install(total), lambda norm: self._done(ballot, norm))
+
+    def _install(self, total: Counter[tuple[int, str]]) -> float:
+        weights = self.node.weights
+        weights.gradient = total
+        return 0.5 + int.from_bytes(weights.gradient_digest()[:4], "big") / 2**32
+
+    def _done(self, ballot: Ballot, norm: float) -> None:
+        member = self.node.member
+        if member is None or self.node.over or ballot < self.oldest:
+            return
+        finite = not self.node.cluster.overflows(member.step, member.stage)
+        self.node.carry_out(member.reduced(ballot, norm, finite, self.node.pipeline.speed))
+
+
+class Transfers:
+    """node/transfer.py: state from peers in shards, each retried elsewhere when a source fails."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self._numbers = itertools.count(1)
+        self.ballot: Ballot | None = None
+        self.wanted: dict[int, tuple[int, list[str]]] = {}  # transfer -> stage, sources left
+        self.asked: dict[int, str] = {}
+        self.got: dict[int, dict[str, Any]] = {}
+
+    def fetch(self, ballot: Ballot, sync: pb.Sync) -> None:
+        self.ballot, self.sync = ballot, sync
+        self.wanted, self.asked, self.got = {}, {}, {}
+        by_stage: dict[int, list[str]] = {}
+        for place in sync.sources:
+            by_stage.setdefault(place.stage, []).append(place.node)
+        for stage, nodes in sorted(by_stage.items()):
+            for shard in range(SHARDS):
+                start = shard % len(nodes)
+                number = next(self._numbers)
+                self.wanted[number] = (stage, nodes[start:] + nodes[:start])
+                self._ask(number)
+        self.node.process.after(self.node.cluster.rules.progress, self._late, ballot)
+
+    def _ask(self, number: int) -> None:
+        stage, left = self.wanted[number]
+        while left:
+            source = left.pop(0)
+            self.asked[number] = source
+            request = pb.StateRequest(transfer=number, step=self.sync.step)
+            if self.node.send(source, pb.Message(state_request=request)):
+                return
+        self._fail(f"no source of stage {stage} is left")
+
+    def _fail(self, reason: str) -> None:
+        ballot, self.ballot = self.ballot, None
+        if ballot is not None and not self.node.over:
+            assert self.node.member is not None
+            self.node.carry_out(self.node.member.failed(ballot, reason, []))
+
+    def _late(self, ballot: Ballot) -> None:
+        if self.ballot == ballot:
+            self._fail(f"no state in time from {sorted(set(self.asked.values()))}")
+
+    def on_peer_lost(self, peer: str, reason: str) -> None:
+        for number, source in list(self.asked.items()):
+            if self.ballot is not None and source == peer and number not in self.got:
+                self._ask(number)
+
+    def on_message(self, peer: str, message: pb.Message) -> None:
+        if message.WhichOneof("body") == "state_request":
+            self.node.compute.run(
+                lambda: self._served(message.state_request),
+                lambda fields: self.node.send(peer, Frame("state", NEVER, fields)),
+                seconds=self.node.world.random.uniform(0.01, 0.3),
+            )
+
+    def _served(self, request: pb.StateRequest) -> dict[str, Any]:
+        node = self.node
+        assert node.member is not None
+        weights = node.weights
+        serves = node.member.phase is not Phase.SYNCING and node.member.committed == request.step
+        return {
+            "transfer": request.transfer,
+            "error": not serves,
+            "step": node.member.committed,
+            "digest": weights.digest,
+            "chain": weights.chain,
+            "last": node.member.last,
+        }
+
+    def on_frame(self, peer: str, frame: Frame) -> None:
+        number = frame.fields["transfer"]
+        if self.ballot is None or self.asked.get(number) != peer:
+            return
+        if frame.fields["error"]:
+            self._ask(number)
+            return
+        self.got[number] = frame.fields
+        if len(self.got) == len(self.wanted):
+            self._install()
+
+    def _install(self) -> None:
+        ballot, self.ballot = self.ballot, None
+        member = self.node.member
+        assert ballot is not None and member is not None
+        if not member.arrived(ballot):
+            return
+        sync, weights = self.sync, self.node.weights
+        states = [self.got[number] for number in sorted(self.got)]
+        stages = [self.wanted[number][0] for number in sorted(self.got)]
+
+        def install() -> bytes:
+            self.node.cluster.check_sources(self.node, sync, stages, states)
+            digests = [state["digest"] for state in states[::SHARDS]]
+            exact = sync.method == "replica"
+            weights.digest = digests[0] if exact else fingerprint("average", *digests)
+            weights.chain = states[0]["chain"]
+            weights.step = sync.step
+            return weights.digest
+
+        def installed(digest: bytes) -> None:
+            synced = pb.Synced(
+                step=sync.step, method=sync.method, sources=sync.sources, digest=digest
+            )
+            if not self.node.over:
+                self.node.carry_out(member.fetched(synced, states[0]["last"]))
+
+        self.node.compute.run(install, installed, seconds=0.05)
