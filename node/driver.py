@@ -219,7 +219,7 @@ class Driver:
                 f"everything is lost: step {self.view.committed} was committed once, but the "
                 f"newest state that is left is of step {newest.committed}"
             )
-            return effects + self._halt(pb.Halt(reason=reason, step=newest.committed))
+            return effects + self._halt(pb.Halt(reason=reason, step=newest.committed), now)
         behind = [node for node, status in self.statuses.items() if self._can_follow(status)]
         if behind:
             commit = pb.Message(step=pb.Step(commit=newest.last))
@@ -258,7 +258,7 @@ class Driver:
                 continue
             decision = decide(stage, survivors, self.rules.stages, self.rules.policy)
             if isinstance(decision, Stop):
-                return self._halt(pb.Halt(reason=decision.reason, step=self.committed))
+                return self._halt(pb.Halt(reason=decision.reason, step=self.committed), now)
             # One node rebuilds a lost stage; the others copy from it, so that they are identical.
             effects += self._sync_one_stage(
                 joiners if decision.method == "replica" else joiners[:1], decision
@@ -321,9 +321,7 @@ class Driver:
             return []
         begin = self._what_next(now)
         if begin is None:
-            return self._halt(
-                pb.Halt(finished=True, step=self.committed, validation_loss=self.validated[1])
-            )
+            return self._halt(self._finished(), now)
         return self._send_step(pb.Step(begin=begin), now)
 
     def _what_next(self, now: float) -> pb.Begin | None:
@@ -463,8 +461,7 @@ class Driver:
             step.begin.CopyFrom(begin)
             return self._send_step(step, now)
         effects = self._send_step(step, now)
-        halt = pb.Halt(finished=True, step=self.committed, validation_loss=self.validated[1])
-        return effects + self._halt(halt)
+        return effects + self._halt(self._finished(), now)
 
     # --- what goes wrong
 
@@ -500,11 +497,15 @@ class Driver:
         fields = {"step": step or self.begin.step, "view": self.ballot.view, "reason": why}
         return [Event("aborted", fields)]
 
-    def _halt(self, halt: pb.Halt) -> list[Effect]:
+    def _halt(self, halt: pb.Halt, now: float) -> list[Effect]:
         self.phase = Phase.HALTED
         self.why = "all steps are committed" if halt.finished else halt.reason
         message = pb.Message(halt=halt)
-        return [self._to(node, message) for node in sorted(self.members)]
+        effects: list[Effect] = [self._to(node, message) for node in sorted(self.members)]
+        return effects + self._report_rebuilds(now)
+
+    def _finished(self) -> pb.Halt:
+        return pb.Halt(finished=True, step=self.committed, validation_loss=self.validated[1])
 
     def _to(self, node: str, message: pb.Message) -> Send:
         addressed = pb.Message()
