@@ -182,7 +182,7 @@ class Membership:
         if now < self._quiet_until:
             raise Refused(
                 "UNAVAILABLE",
-                "the registry has restarted and is waiting for its members to come back; "
+                "the registry was away and is waiting for its members to come back; "
                 f"join again in {self._quiet_until - now:.1f} s",
             )
         former = self._at_address(request.address)
@@ -326,7 +326,8 @@ class Membership:
 
     def paused(self, seconds: float, now: float) -> None:
         """The registry itself did not run for this long (suspended, starved): nobody could be
-        heard, so nobody's time ran."""
+        heard, so nobody's time ran. After long, it is as after a restart: nodes have given up on
+        it, and need the grace to come back."""
         self._note(f"the registry was held up for {seconds:.1f} s: all leases are longer by that")
         self._deadlines = []
         for name, node in self._nodes.items():
@@ -336,6 +337,8 @@ class Membership:
                 node.lost = min(now, node.lost + seconds)
             node.due = math.inf
             self._schedule(name, node)
+        if seconds > self.rules.lease / 2:
+            self._quiet_until = max(self._quiet_until, now + self.rules.grace)
 
     # -- answers ---------------------------------------------------------------------------------
 

@@ -161,3 +161,7 @@ def audit_command(
     console.print(f"{found.steps} committed steps, {found.superseded} superseded lines")
     if not found.exact:
         raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    main()

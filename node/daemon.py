@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from bootstrap import registry_pb2 as registry
+from bootstrap.credentials import PLAIN, Credentials
 from bootstrap.membership import PROTOCOL, related
 from node import optimizer as schedule
 from node import stage_pb2 as pb
@@ -47,7 +48,7 @@ from node.effects import (
 )
 from node.event_log import EventLog
 from node.ledger import Header, Ledger, line
-from node.link import Credentials, Links, LinkSettings, Peer
+from node.link import Links, LinkSettings, Peer
 from node.member import Frames, Member, Phase
 from node.model import BodyStage, ModelConfig, build_stage
 from node.optimizer import StageOptimizer
@@ -80,6 +81,8 @@ class Place:
     device: torch.device
     out: Path | None
     host: str
+    credentials: Credentials = PLAIN
+    insecure: bool = False
 
 
 class Registry(Protocol):
@@ -110,7 +113,6 @@ class Node:
         corpus: Corpus | None,
         client: Registry,
         speed: float,
-        credentials: Credentials | None = None,
     ) -> None:
         self.node = secrets.token_hex(6)
         self.place, self.run_id, self.run, self.config = place, run_id, run, config
@@ -120,7 +122,8 @@ class Node:
         self.tasks: set[asyncio.Task[None]] = set()
         self.compute = ComputeThread(f"compute-{self.node}", self.loop)
         self.links = Links(
-            run_id, self.node, self, LinkSettings(silence=run.swarm.silence), credentials
+            *(run_id, self.node, self, LinkSettings(silence=run.swarm.silence)),
+            *(place.credentials, place.insecure),
         )
         self.events = EventLog(place.out, self.node)
         self.view = registry.View()
@@ -189,6 +192,7 @@ class Node:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.state_server.close()
         await self.links.stop()
         await asyncio.to_thread(self.compute.stop)
         self.events.write("wall", self.wall.report())

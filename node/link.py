@@ -19,7 +19,10 @@ from urllib.parse import quote, unquote
 import grpc
 from google.protobuf.message import DecodeError
 from grpc import StatusCode
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from bootstrap.credentials import PLAIN, Credentials, add_port
+from bootstrap.credentials import channel as open_channel
 from node import stage_pb2
 from node.chunks import ACKNOWLEDGE_EVERY, Inbox, Outbox
 from node.wire import HEAD_LIMIT, PAYLOAD_LIMIT, Frame, WireError, pack_chunk, parse_chunk
@@ -69,16 +72,6 @@ class Peer:
 
     node: str
     address: str
-
-
-@dataclass(frozen=True)
-class Credentials:
-    """What both sides of a link show each other; by default nothing, in plain text."""
-
-    server: grpc.ServerCredentials | None = None
-    channel: grpc.ChannelCredentials | None = None
-    metadata: tuple[tuple[str, str], ...] = ()  # added to the handshake
-    check: Callable[[dict[str, str]], str | None] = lambda _: None  # metadata -> why to refuse
 
 
 class LinkEvents(Protocol):
@@ -313,11 +306,12 @@ class Links:
         node: str,
         events: LinkEvents,
         settings: LinkSettings | None = None,
-        credentials: Credentials | None = None,
+        credentials: Credentials = PLAIN,
+        insecure: bool = False,
     ) -> None:
         self.run, self.node, self.events = run, node, events
         self.settings = settings or LinkSettings()
-        self._credentials = credentials or Credentials()
+        self._credentials, self._insecure = credentials, insecure
         self.traffic: dict[str, Traffic] = {}  # by peer, of all its links so far
         self._server: Any = None
         self._view = 0
@@ -327,12 +321,18 @@ class Links:
         self._links: dict[str, _Link] = {}
         self._halves: dict[tuple[str, str], _Half] = {}
         self._handshakes = 0
+        self._stopping = False
         self._dialling: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        # glibc hands a freed chunk back to the kernel and gets the next one page by page, which
+        # halves the speed of frames. It keeps twice the largest block freed so far (mallopt(3),
+        # M_MMAP_THRESHOLD; at most 32 MiB counts), so this one, never touched, teaches it.
+        bytes(31 << 20)
 
     async def start(self, listen: str | None) -> int:
         """Accept links on HOST:PORT, port 0: any that is free. Returns the port; 0 for None, when
-        this node only dials. Raises OSError when it can't listen there."""
+        this node only dials. Raises OSError when it can't listen there, and CredentialsError for
+        plain text beyond this machine without `insecure`."""
         if listen is None:
             return 0
         server = grpc.aio.server(options=self._options(server=True))
@@ -341,20 +341,23 @@ class Links:
             "Bulk": grpc.stream_stream_rpc_method_handler(self._accept_bulk),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
-        try:
-            if self._credentials.server is None:
-                port = server.add_insecure_port(listen)
-            else:
-                port = server.add_secure_port(listen, self._credentials.server)
-        except RuntimeError as error:
-            raise OSError(f"can't listen on {listen}: {error}") from error
+        port = add_port(server, listen, self._credentials, self._insecure)
+        healthy = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
         await server.start()
+        for name in ("", _SERVICE):
+            await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._server = server
         return port
 
     async def stop(self) -> None:
         """Ends all links, which is not reported, and leaves nothing running."""
+        self._stopping = True
         self._linked = frozenset()
+        self._view_changed.set()
+        for half in self._halves.values():
+            if not half.link.done():
+                half.link.set_exception(self._stops())
         for link in list(self._links.values()):
             link.end(f"{self.node} stops", report=False)
         for task in self._dialling.values():
@@ -371,7 +374,7 @@ class Links:
     def set_peers(self, view: int, peers: Iterable[Peer], linked: Collection[str]) -> None:
         """The members of the newest view (own node included or not), and those of them that need a
         link kept up. Links to others end, unreported. An older view than the last has no effect."""
-        if view < self._view:
+        if view < self._view or self._stopping:
             return
         self._view = view
         self._peers = {peer.node: peer for peer in peers}
@@ -469,7 +472,7 @@ class Links:
                     why = _describe(error)
                 except _Refused as error:
                     why = str(error)
-                if why and why != said:
+                if why and why != said and node not in self._links:
                     log.warning("can't link to %s: %s", node, why)
                 said = why
                 await asyncio.sleep(pause)
@@ -487,7 +490,9 @@ class Links:
             ("planaria-link", secrets.token_hex(8)),
             *self._credentials.metadata,
         )
-        channels = [self._channel(peer.address) for _ in _STREAMS]
+        channels = [
+            open_channel(peer.address, self._credentials, self._options()) for _ in _STREAMS
+        ]
         calls: dict[str, Any] = {
             name: channel.stream_stream(f"/{_SERVICE}/{name}")(metadata=metadata)
             for name, channel in zip(_STREAMS, channels, strict=True)
@@ -495,7 +500,7 @@ class Links:
         try:
             async with asyncio.timeout(self.settings.handshake):
                 for call in calls.values():
-                    await call.wait_for_connection()
+                    await _accepted(call, peer.node)
             link = _Link(self, peer.node, self.node, calls)
             self._adopt(link)
             await link.over.wait()
@@ -510,25 +515,29 @@ class Links:
             for channel in channels:
                 await channel.close()
 
-    def _channel(self, address: str) -> Any:
-        if self._credentials.channel is None:
-            return grpc.aio.insecure_channel(address, options=self._options())
-        return grpc.aio.secure_channel(address, self._credentials.channel, options=self._options())
+    def _check_room(self, peer: str, dialler: str) -> None:
+        """Of two links to a peer the one dialled by the smaller id stays, of two by the same the
+        newer one. Raises _Refused for one that doesn't."""
+        if self._stopping:
+            raise self._stops()
+        if peer not in self._peers:
+            raise _Refused(
+                StatusCode.PERMISSION_DENIED, f"{peer} is no member of view {self._view}"
+            )
+        existing = self._links.get(peer)
+        if existing is not None and existing.dialler < dialler:
+            raise _Refused(
+                StatusCode.ALREADY_EXISTS,
+                f"{self.node} has a link with {peer} that {existing.dialler} dialled",
+            )
+
+    def _stops(self) -> _Refused:
+        return _Refused(StatusCode.UNAVAILABLE, f"{self.node} stops")
 
     def _adopt(self, link: _Link) -> None:
-        """Of two links to a peer the one dialled by the smaller id stays, of two by the same the
-        newer one. Raises _Refused."""
-        if link.peer not in self._peers:
-            raise _Refused(
-                StatusCode.PERMISSION_DENIED, f"{link.peer} is no member of view {self._view}"
-            )
-        existing = self._links.get(link.peer)
-        if existing is not None:
-            if existing.dialler < link.dialler:
-                raise _Refused(
-                    StatusCode.ALREADY_EXISTS,
-                    f"{self.node} has a link with {link.peer} that {existing.dialler} dialled",
-                )
+        """Raises _Refused."""
+        self._check_room(link.peer, link.dialler)
+        if existing := self._links.get(link.peer):
             existing.end(f"{link.dialler} dialled anew")
         self._links[link.peer] = link
         link.start()
@@ -574,8 +583,9 @@ class Links:
         try:
             if half.name == name:
                 raise _Refused(StatusCode.INVALID_ARGUMENT, f"a second {name} stream for one link")
+            self._check_room(dialler, dialler)
             for stream in (half.stream, context):
-                await stream.send_initial_metadata(())
+                await stream.send_initial_metadata((("planaria-node", self.node),))
             link = _Link(self, dialler, dialler, {half.name: half.stream, name: context})
             self._adopt(link)
         except _Refused as refused:
@@ -623,7 +633,7 @@ class Links:
         dialler = metadata.get("planaria-node", "")
         try:
             async with asyncio.timeout(self.settings.view_wait):
-                while dialler not in self._peers:
+                while dialler not in self._peers and not self._stopping:
                     await self._view_changed.wait()
         except TimeoutError:
             raise _Refused(
@@ -631,6 +641,8 @@ class Links:
                 f"{dialler!r} is no member of view {self._view}, the newest that {self.node} "
                 f"knows; waited {self.settings.view_wait} s for a newer one",
             ) from None
+        if self._stopping:
+            raise self._stops()
         return dialler
 
     # Shared
@@ -664,7 +676,17 @@ class Links:
             log.error("%s crashed", task.get_name(), exc_info=error)
 
 
+async def _accepted(call: Any, node: str) -> None:
+    """Returns when `node` has accepted this stream. Raises AioRpcError or _Refused."""
+    metadata = dict(await call.initial_metadata())
+    if metadata.get("planaria-node") != node:
+        await call.read()  # raises the status that the stream ended with
+        raise _Refused(StatusCode.NOT_FOUND, f"no node {node} at the other end")
+
+
 def _describe(error: grpc.aio.AioRpcError) -> str:
     if error.code() is StatusCode.ABORTED:
         return f"closed by the peer, which says: {error.details()}"
+    if error.code() is StatusCode.INTERNAL:  # a write that failed; gRPC knows no more
+        return "the connection broke"
     return f"{error.code().name}: {error.details()}"

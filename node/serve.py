@@ -42,6 +42,7 @@ class Options:
     out: Path | None
     threads: int | None
     credentials: Credentials
+    insecure: bool
 
 
 async def serve(options: Options) -> int:
@@ -142,9 +143,9 @@ def find_corpus(run: RunFile, options: Options) -> Corpus | None:
 
 
 def find_place(options: Options, device: torch.device) -> Place:
-    host = socket.gethostname()
+    who = (device, options.out, socket.gethostname(), options.credentials, options.insecure)
     if options.advertise == "none":
-        return Place(options.stage, None, "", device, options.out, host)
+        return Place(options.stage, None, "", *who)
     listen_host, _, port = options.listen.rpartition(":")
     if options.advertise:
         address = options.advertise
@@ -152,4 +153,4 @@ def find_place(options: Options, device: torch.device) -> Place:
         address = f"{own_address(options.join[0])}:{port}"
     else:
         address = options.listen
-    return Place(options.stage, options.listen, address, device, options.out, host)
+    return Place(options.stage, options.listen, address, *who)

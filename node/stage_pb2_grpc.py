@@ -28,7 +28,8 @@ if _version_not_supported:
 class StageStub:
     """A link joins two nodes: one Control and one Bulk stream, dialled by whichever side can reach the
     other. The handshake travels as call metadata: planaria-run, planaria-node (who dials),
-    planaria-peer (who is dialled), planaria-protocol.
+    planaria-peer (who is dialled), planaria-protocol, planaria-link (what the two streams of a link
+    have in common, and no other); who accepts answers with planaria-node.
     """
 
     def __init__(self, channel):
@@ -52,7 +53,8 @@ class StageStub:
 class StageServicer:
     """A link joins two nodes: one Control and one Bulk stream, dialled by whichever side can reach the
     other. The handshake travels as call metadata: planaria-run, planaria-node (who dials),
-    planaria-peer (who is dialled), planaria-protocol.
+    planaria-peer (who is dialled), planaria-protocol, planaria-link (what the two streams of a link
+    have in common, and no other); who accepts answers with planaria-node.
     """
 
     def Control(self, request_iterator, context):
@@ -91,7 +93,8 @@ def add_StageServicer_to_server(servicer, server):
 class Stage:
     """A link joins two nodes: one Control and one Bulk stream, dialled by whichever side can reach the
     other. The handshake travels as call metadata: planaria-run, planaria-node (who dials),
-    planaria-peer (who is dialled), planaria-protocol.
+    planaria-peer (who is dialled), planaria-protocol, planaria-link (what the two streams of a link
+    have in common, and no other); who accepts answers with planaria-node.
     """
 
     @staticmethod

@@ -347,12 +347,15 @@ class ShardPlan:
         if not self._pending:
             return None
         free = [s for s, state in self._sources.items() if len(state.outstanding) < OUTSTANDING]
-        load = lambda s: (len(self._sources[s].outstanding), len(self._sources[s].failures))  # noqa: E731
-        for source in sorted(free, key=load):
+        for source in sorted(free, key=self._load):
             for shard in self._pending:
                 if self._suits(source, shard):
                     return source, shard
         return None
+
+    def _load(self, source: str) -> tuple[int, int]:
+        state = self._sources[source]
+        return len(state.outstanding), len(state.failures)
 
     def _suits(self, source: str, shard: Shard) -> bool:
         """It hasn't failed this shard, or all have."""

@@ -15,6 +15,7 @@ import xxhash
 from numpy.typing import NDArray
 
 ROUNDS = 6
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # odd: spreads the epochs over the keys
 SMALLEST_HALF = 3  # bits; with fewer, the network has few permutations to choose from
 
 
@@ -35,6 +36,8 @@ class Windows:
         self.samples = samples
         self.batch = batch
         self._half = max(SMALLEST_HALF, -(-(samples - 1).bit_length() // 2))
+        seeds = (struct.pack("<QQ", seed, number) for number in range(ROUNDS))
+        self._keys = np.array([xxhash.xxh3_64_intdigest(s) for s in seeds], np.uint64)
 
     def epoch(self, step: int) -> int:
         """Epoch of the step's first position, from 0."""
@@ -42,31 +45,21 @@ class Windows:
 
     def ids(self, step: int) -> NDArray[np.int64]:
         """Sample ids of `step` >= 1, int64 [batch]. They repeat only where an epoch ends."""
-        first = self._first(step)
-        last = first + self.batch
-        parts = []
-        for epoch in range(first // self.samples, (last - 1) // self.samples + 1):
-            start = epoch * self.samples
-            begin, end = max(first, start) - start, min(last, start + self.samples) - start
-            parts.append(self._permute(np.arange(begin, end, dtype=np.uint64), epoch))
-        return np.concatenate(parts).astype(np.int64)
+        positions = np.uint64(self._first(step)) + np.arange(self.batch, dtype=np.uint64)
+        epochs = positions // np.uint64(self.samples)
+        numbers = positions % np.uint64(self.samples)
+        keys = _mix(self._keys[:, None] + epochs * GOLDEN)  # [ROUNDS, batch]
+        images = self._feistel(numbers, keys)
+        while (outside := images >= self.samples).any():
+            images[outside] = self._feistel(images[outside], keys[:, outside])
+        return images.astype(np.int64)
 
     def _first(self, step: int) -> int:
         if step < 1:
             raise ValueError(f"steps count from 1, there is no window of step {step}")
         return (step - 1) * self.batch
 
-    def _permute(self, positions: NDArray[np.uint64], epoch: int) -> NDArray[np.uint64]:
-        keys = [
-            np.uint64(xxhash.xxh3_64_intdigest(struct.pack("<QQQ", self.seed, epoch, number)))
-            for number in range(ROUNDS)
-        ]
-        images = self._feistel(positions, keys)
-        while (outside := images >= self.samples).any():
-            images[outside] = self._feistel(images[outside], keys)
-        return images
-
-    def _feistel(self, numbers: NDArray[np.uint64], keys: list[np.uint64]) -> NDArray[np.uint64]:
+    def _feistel(self, numbers: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
         half = np.uint64(self._half)
         left, right = numbers >> half, numbers & np.uint64((1 << self._half) - 1)
         for key in keys:

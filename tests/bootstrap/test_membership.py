@@ -457,11 +457,23 @@ def test_a_registry_that_leads_its_run_believes_no_newer_view() -> None:
 
 def test_time_in_which_the_registry_was_held_up_does_not_count() -> None:
     swarm = full(lease=5)
+    swarm.now = 6
+    swarm.machine.paused(2, swarm.now)
+    assert swarm.wait(0.9) == []
+    swarm.wait(0.2)
+    assert swarm.nodes() == []
+
+
+def test_after_a_long_hold_up_nodes_have_the_grace_to_come_back() -> None:
+    swarm = full(lease=5)
     swarm.now = 60
     swarm.machine.paused(59, swarm.now)
-    assert swarm.wait(0) == []
-    swarm.wait(4.5)
-    assert swarm.nodes() == []
+    for node in ("n0", "n1", "n2"):
+        swarm.after(swarm.machine.stream_lost(node, swarm.now))
+    assert swarm.wait(4) == []
+    swarm.open("n0", "n1")
+    swarm.wait(2.1)
+    assert swarm.nodes() == ["n0", "n1"]
 
 
 def test_describe_tells_everything() -> None:

@@ -112,6 +112,14 @@ class Registry(RuleBasedStateMachine):
             for member in self.machine.view.members:
                 assert self.now < self.renewed[member.node] + RULES.lease
 
+    @rule(seconds=st.sampled_from([1.2, 4.0]))
+    def hold_up(self, seconds: float) -> None:
+        self.now += seconds
+        self.machine.paused(seconds, self.now)
+        self.renewed = {n: min(self.now, t + seconds) for n, t in self.renewed.items()}
+        if seconds > RULES.lease / 2:
+            self.quiet_until = max(self.quiet_until, self.now + RULES.grace)
+
     @precondition(lambda self: self.last > 0)
     @rule(journal=st.booleans())
     def restart(self, journal: bool) -> None:

@@ -370,6 +370,19 @@ def test_a_silent_source_does_not_hold_up_the_others() -> None:
     assert found.served["b"] == 0
 
 
+def test_a_busy_joiner_does_not_take_its_sources_for_silent() -> None:
+    network = Network()
+
+    async def busy(work: Callable[[], T]) -> T:
+        await asyncio.sleep(20.0)  # virtual seconds
+        return work()
+
+    network.client.in_compute_thread = busy
+    found = run(network.fetch(deadline=1e6))
+    assert_equal(found, state())
+    assert len(network.asked) == len(range(0, found.bytes, SHARD_SIZE))
+
+
 def test_silence_of_all_is_an_error_that_says_so() -> None:
     network = Network()
     network.faults = dict.fromkeys(SOURCES, lambda answer: None)
@@ -664,18 +677,33 @@ def test_a_fast_source_serves_more() -> None:
     assert served == {"fast": 31, "slow": 9}
 
 
-def test_a_source_heard_of_now_and_then_is_not_silent() -> None:
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_source_heard_of_now_and_then_is_not_silent(refused: bool) -> None:
     plan = ShardPlan(64, 16, silence=5.0)
     plan.add("a")
     assert plan.wake == float("inf")
     first, second = (shard for _, shard in plan.ask(1.0))
     assert plan.wake == 6.0
-    plan.received("a", first.offset, 4.0)
+    if refused:
+        plan.failed("a", first.offset, "not now", 4.0)
+    else:
+        plan.received("a", first.offset, 4.0)
     assert plan.wake == 9.0
     plan.expire(8.9)
     assert plan.outstanding("a", second.offset)
     plan.expire(9.0)
     assert not plan.outstanding("a", second.offset)
+
+
+def test_asking_for_more_does_not_excuse_silence() -> None:
+    plan = ShardPlan(32, 16, silence=5.0)
+    for source in ("a", "b"):
+        plan.add(source)
+    (_, first), _ = plan.ask(0.0)
+    plan.drop("b", "lost")
+    assert plan.ask(4.0) == [("a", Shard(16, 16))]
+    plan.expire(5.0)
+    assert not plan.outstanding("a", first.offset)
 
 
 def test_a_dropped_source_stays_dropped() -> None:

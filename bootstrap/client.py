@@ -1,0 +1,317 @@
+"""The node's side of the registry: join, stay a member, hear of views, suspect, leave."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import NoReturn, TypeVar
+
+import grpc
+from grpc import StatusCode
+
+from bootstrap.credentials import PLAIN, Credentials, channel
+from bootstrap.registry_pb2 import (
+    DescribeRequest,
+    Description,
+    JoinReply,
+    JoinRequest,
+    LeaveRequest,
+    Renewal,
+    Report,
+    Suspicion,
+    View,
+    WatchRequest,
+)
+from bootstrap.registry_pb2_grpc import RegistryStub
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between two attempts
+ATTEMPT = 5.0  # seconds that one attempt may take
+SUSPECT_DEADLINE = 2.0  # seconds
+LEAVE_DEADLINE = 2.0  # seconds
+MESSAGE_BYTES = 16 * 2**20  # as the service's
+
+T = TypeVar("T")
+Metadata = tuple[tuple[str, str], ...]
+
+_RETRIED = (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED, StatusCode.RESOURCE_EXHAUSTED)
+
+
+class RegistryUnreachable(Exception):  # noqa: N818  what it says
+    """No answer before the deadline; the message says from where, what happened, what to check."""
+
+
+class JoinRefused(Exception):  # noqa: N818  an answer, not a fault
+    """The registry won't have it, and asking again won't help; the message says what to do."""
+
+
+class RegistryClient:
+    """Talks to one registry, under any of its addresses. For one node at a time, on one loop."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        credentials: Credentials = PLAIN,
+        renew: float = 1.0,
+    ) -> None:
+        """`addresses`: HOST:PORT each; `renew`: seconds between renewals. Raises ValueError."""
+        for address in addresses:
+            if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdigit():
+                raise ValueError(f"registry address {address!r}: give it as HOST:PORT")
+        if not addresses:
+            raise ValueError("no registry address; give one with --join HOST:PORT")
+        self._addresses, self._credentials, self._renew = list(addresses), credentials, renew
+        self._at = 0  # index of the address in use
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._report = Report()
+        self._due = asyncio.Event()  # renew at once
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._node = self._left = ""  # who joined last; who said goodbye last
+
+    async def join(self, request: JoinRequest, deadline: float = 30.0) -> JoinReply:
+        """Raises JoinRefused, and RegistryUnreachable after `deadline` seconds."""
+        reply: JoinReply = await self._retry(
+            lambda stub, timeout: stub.Join(
+                request, timeout=timeout, metadata=self._credentials.metadata
+            ),
+            deadline,
+        )
+        self._node, self._report = request.node, Report()
+        return reply
+
+    async def describe(self, deadline: float = 30.0) -> Description:
+        """Raises JoinRefused (a wrong token, another service), and RegistryUnreachable."""
+        return await self._retry(
+            lambda stub, timeout: stub.Describe(
+                DescribeRequest(), timeout=timeout, metadata=self._credentials.metadata
+            ),
+            deadline,
+        )
+
+    async def keep_membership(
+        self,
+        node: str,
+        reply: JoinReply,
+        on_view: Callable[[View], None],
+        on_evicted: Callable[[str], None],
+    ) -> None:
+        """Renews the lease and hears of views for as long as the node is a member; returns after
+        `on_evicted`. Views come in increasing order of number. A registry that is away is looked
+        for until it is back. Errors of the callbacks are raised."""
+        membership = _Membership(self, node, reply.view, on_view)
+        clock, pause = asyncio.get_running_loop().time, FIRST_PAUSE
+        while True:
+            began = clock()
+            why = await membership.connect()
+            if membership.evicted:
+                if self._left != node:
+                    on_evicted(membership.evicted)
+                return
+            if membership.connected:
+                log.warning(
+                    "the registry at %s is away (%s); going on in view %d",
+                    self._address,
+                    why,
+                    membership.view.number,
+                )
+                membership.connected = False
+                if clock() - began > LONGEST_PAUSE:  # it worked: there again, at once
+                    pause = FIRST_PAUSE
+                    continue
+            self._next_address()
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def report(self, report: Report) -> None:
+        """What the next renewal says; sent at once when it is news for a person."""
+        former, self._report = self._report, report
+        if (report.message, report.stopped, report.finished) != (
+            former.message,
+            former.stopped,
+            former.finished,
+        ):
+            self._due.set()
+
+    def suspect(self, accused: str, why: str) -> None:
+        """Has the registry ask the accused. Does not wait; the answer comes as a view."""
+        task = asyncio.get_running_loop().create_task(self._suspect(self._node, accused, why))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def leave(self, node: str, why: str) -> None:
+        """Says goodbye, after which `on_evicted` is not called for it any more. A registry that
+        can't be reached notices by itself."""
+        self._left = node
+        try:
+            await self._stub().Leave(
+                LeaveRequest(node=node, why=why),
+                timeout=LEAVE_DEADLINE,
+                metadata=self._credentials.metadata,
+            )
+        except grpc.aio.AioRpcError as error:
+            log.warning("could not tell %s of leaving: %s", self._address, _what(error))
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for open_channel in self._channels.values():
+            await open_channel.close()
+        self._channels.clear()
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    @property
+    def _address(self) -> str:
+        return self._addresses[self._at]
+
+    def _stub(self) -> RegistryStub:
+        if self._address not in self._channels:
+            self._channels[self._address] = channel(self._address, self._credentials, _OPTIONS)
+        return RegistryStub(self._channels[self._address])  # type: ignore[no-untyped-call]
+
+    def _next_address(self) -> None:
+        self._at = (self._at + 1) % len(self._addresses)
+
+    async def _retry(
+        self, call: Callable[[RegistryStub, float], Awaitable[T]], deadline: float
+    ) -> T:
+        """Asks at one address after the other until one answers or refuses."""
+        clock = asyncio.get_running_loop().time
+        end, pause = clock() + deadline, FIRST_PAUSE
+        while True:
+            try:
+                return await call(self._stub(), min(ATTEMPT, max(0.1, end - clock())))
+            except grpc.aio.AioRpcError as error:
+                if error.code() not in _RETRIED:
+                    raise JoinRefused(_refusal(error, self._address)) from error
+                if clock() + pause >= end:
+                    self._give_up(error, deadline)
+            self._next_address()
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _give_up(self, error: grpc.aio.AioRpcError, deadline: float) -> NoReturn:
+        raise RegistryUnreachable(
+            f"the registry at {' or '.join(self._addresses)} can't be reached, tried for "
+            f"{deadline:g} s; {self._address} said: {_what(error)}. Check that it runs "
+            "(`planaria bootstrap`), that host and port are right, that a firewall lets the port "
+            "through, and that both sides use TLS or neither"
+        ) from error
+
+    async def _suspect(self, accuser: str, accused: str, why: str) -> None:
+        try:
+            verdict = await self._stub().Suspect(
+                Suspicion(accuser=accuser, accused=accused, why=why),
+                timeout=SUSPECT_DEADLINE,
+                metadata=self._credentials.metadata,
+            )
+            log.info("suspected %s (%s): %s", accused, why, verdict.reason)
+        except grpc.aio.AioRpcError as error:
+            log.warning("suspected %s (%s), but %s: %s", accused, why, self._address, _what(error))
+
+
+class _Membership:
+    """One node's membership, over as many connections as it takes."""
+
+    def __init__(
+        self, client: RegistryClient, node: str, view: View, on_view: Callable[[View], None]
+    ) -> None:
+        self.client, self.node, self.view, self.on_view = client, node, view, on_view
+        self.evicted = ""  # why
+        self.connected = True  # as far as anyone has noticed
+        self.probe = 0  # to be answered with the next renewal
+
+    async def connect(self) -> str:
+        """Serves one connection until it breaks, and returns why; or until eviction."""
+        stub, metadata = self.client._stub(), self.client._credentials.metadata
+        tasks = {
+            asyncio.create_task(self._keep_alive(stub, metadata)),
+            asyncio.create_task(self._watch(stub, metadata)),
+        }
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        whys = []
+        for task in done:
+            try:
+                whys.append(task.result())
+            except grpc.aio.AioRpcError as error:
+                whys.append(_what(error))
+        return "; ".join(whys)
+
+    async def _keep_alive(self, stub: RegistryStub, metadata: Metadata) -> str:
+        self.probe = 0
+        call = stub.KeepAlive(self._renewals(), metadata=metadata)
+        try:
+            async for notice in call:
+                self._answered()
+                if notice.evicted:
+                    self.evicted = notice.evicted
+                    return "evicted"
+                if notice.probe:
+                    self.probe = notice.probe
+                    self.client._due.set()
+        finally:
+            call.cancel()
+        return "it ended the stream"
+
+    async def _renewals(self) -> AsyncIterator[Renewal]:
+        yield Renewal(
+            node=self.node,
+            report=self.client._report,
+            run=self.view.run,
+            member=next((m for m in self.view.members if m.node == self.node), None),
+            view=self.view,
+        )
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.client._due.wait(), self.client._renew)
+            self.client._due.clear()
+            probe, self.probe = self.probe, 0
+            yield Renewal(node=self.node, report=self.client._report, probe=probe)
+
+    async def _watch(self, stub: RegistryStub, metadata: Metadata) -> str:
+        call = stub.Watch(WatchRequest(run=self.view.run, node=self.node), metadata=metadata)
+        try:
+            async for view in call:
+                if view.number > self.view.number:
+                    self.view = view
+                    self.on_view(view)
+        finally:
+            call.cancel()
+        return "it ended the stream of views"
+
+    def _answered(self) -> None:
+        if not self.connected:
+            self.connected = True
+            log.info("the registry is back, at %s", self.client._address)
+
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", int(1000 * FIRST_PAUSE)),
+    ("grpc.min_reconnect_backoff_ms", 3_000),  # that is, the time a connection may take
+    ("grpc.max_reconnect_backoff_ms", int(1000 * LONGEST_PAUSE)),
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+def _what(error: grpc.aio.AioRpcError) -> str:
+    return f"{error.code().name}: {error.details() or 'no details'}"
+
+
+def _refusal(error: grpc.aio.AioRpcError, address: str) -> str:
+    if error.code() is StatusCode.UNIMPLEMENTED:
+        return f"what answers at {address} is no planaria registry; check host and port"
+    return error.details() or f"{address} refused it: {error.code().name}"

@@ -1,0 +1,133 @@
+"""Who may talk to whom: TLS on both sides, and a join token shared by the run."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+log = logging.getLogger(__name__)
+
+TOKEN = "planaria-token"  # key of the metadata
+
+
+class CredentialsError(Exception):
+    """The credentials can't be used; the message names the file or address, and the remedy."""
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What both ends of a connection show each other; by default nothing, in plain text."""
+
+    server: grpc.ServerCredentials | None = None
+    channel: grpc.ChannelCredentials | None = None
+    token: str = ""
+
+    def __post_init__(self) -> None:
+        if not (self.token.isascii() and self.token.isprintable()):
+            raise CredentialsError("the join token may hold printable ASCII characters only")
+
+    @classmethod
+    def load(
+        cls,
+        ca: Path | None = None,
+        certificate: Path | None = None,
+        key: Path | None = None,
+        token: str = "",
+    ) -> Credentials:
+        """PEM files for mutual TLS; all three or none. Raises CredentialsError."""
+        if ca is None and certificate is None and key is None:
+            return cls(token=token)
+        if ca is None or certificate is None or key is None:
+            named = (("CA", ca), ("certificate", certificate), ("key", key))
+            missing = ", ".join(name for name, path in named if path is None)
+            raise CredentialsError(
+                f"TLS needs three files, and the {missing} is missing; name CA, certificate and key"
+            )
+        authority, chain = _read("CA", ca), _read("certificate", certificate)
+        private = _read("key", key)
+        return cls(
+            server=grpc.ssl_server_credentials([(private, chain)], authority, True),
+            channel=grpc.ssl_channel_credentials(authority, private, chain),
+            token=token,
+        )
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What a client adds to each call."""
+        return ((TOKEN, self.token),) if self.token else ()
+
+    def check(self, metadata: Mapping[str, str]) -> str | None:
+        """Why a caller is to be refused; None: it isn't."""
+        shown = metadata.get(TOKEN, "")
+        if not self.token or hmac.compare_digest(shown.encode(), self.token.encode()):
+            return None
+        if not shown:
+            return "this run asks for a join token; give it with --token"
+        return "the join token is not this run's; check --token on both sides"
+
+
+PLAIN = Credentials()
+
+
+def channel(
+    address: str, credentials: Credentials, options: Sequence[tuple[str, str | int]] = ()
+) -> grpc.aio.Channel:
+    """A channel to HOST:PORT, with TLS when the credentials have it."""
+    if credentials.channel is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, credentials.channel, options=options)
+
+
+def add_port(
+    server: grpc.aio.Server, listen: str, credentials: Credentials, insecure: bool = False
+) -> int:
+    """Binds the server to HOST:PORT (port 0: any) and returns the port.
+
+    Raises CredentialsError for plain text beyond this machine without `insecure`, and OSError when
+    the address can't be had.
+    """
+    if credentials.server is None and not is_loopback(listen):
+        if not insecure:
+            raise CredentialsError(
+                f"{listen} can be reached from other machines, and there is no TLS; give CA, "
+                "certificate and key, listen on 127.0.0.1, or accept plain text with --insecure"
+            )
+        log.warning(
+            "INSECURE: %s is open to other machines in plain text; anyone on the way can read and "
+            "change what is sent",
+            listen,
+        )
+    try:
+        if credentials.server is None:
+            return server.add_insecure_port(listen)
+        return server.add_secure_port(listen, credentials.server)
+    except RuntimeError as error:
+        raise OSError(
+            f"can't listen on {listen}: the address is in use, or not this machine's; "
+            "stop what listens there, or choose another with --listen HOST:PORT"
+        ) from error
+
+
+def is_loopback(address: str) -> bool:
+    """Whether HOST:PORT can be reached from this machine only."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or address.startswith("unix:")
+
+
+def _read(what: str, path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CredentialsError(f"can't read the {what} file {path}: {error.strerror}") from error
+    if b"-----BEGIN" not in content:
+        raise CredentialsError(f"the {what} file {path} is not in PEM format")
+    return content

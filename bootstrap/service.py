@@ -1,0 +1,414 @@
+"""The registry as a gRPC service: feeds the membership machine and carries out its effects."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from bootstrap.credentials import PLAIN, Credentials, add_port
+from bootstrap.journal import Journal, JournalError
+from bootstrap.membership import Effect, Evict, Issue, Membership, Probe, Refused, Rules, Settle
+from bootstrap.registry_pb2 import (
+    DESCRIPTOR,
+    DescribeRequest,
+    Description,
+    JoinReply,
+    JoinRequest,
+    LeaveReply,
+    LeaveRequest,
+    Notice,
+    Renewal,
+    Suspicion,
+    Verdict,
+    View,
+    WatchRequest,
+)
+from bootstrap.registry_pb2_grpc import RegistryServicer, add_RegistryServicer_to_server
+
+log = logging.getLogger(__name__)
+
+SERVICE = DESCRIPTOR.services_by_name["Registry"].full_name
+TICK = 0.05  # seconds
+HELD_UP = 1.0  # seconds between two ticks from which the registry was held up
+FAREWELL = 1.0  # seconds for calls to end when the registry stops
+FIRST_RENEWAL = 30.0  # seconds to wait for it on a new stream; all may come at once
+
+MESSAGE_BYTES = 16 * 2**20  # a view of 10,000 nodes with long names is smaller
+RENEWAL_BYTES = 16 * 2**10  # after the first of a stream
+NAME_BYTES = 256  # ids, addresses, hashes, names for people
+WHY_BYTES = 2048
+
+if TYPE_CHECKING:  # generic in their stubs only
+    Context = grpc.aio.ServicerContext[object, object]
+    Handler = grpc.RpcMethodHandler[object, object]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """On what is open at a time."""
+
+    streams: int = 20_000  # KeepAlive
+    watchers: int = 20_000
+    suspicions: int = 10_000
+
+
+class Registry(RegistryServicer):
+    """One run's registry. `start`, then `wait` until it fails or `stop` is called."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        run_file: str,
+        journal: Journal | None = None,
+        limits: Limits = Limits(),
+    ) -> None:
+        """`run_file`: the run's TOML, handed to joiners. The caller closes the journal, after
+        `stop`. Raises ValueError when the journal's view can't be one of this run."""
+        self._machine = Membership(rules)
+        self._run_file, self._journal, self._limits = run_file, journal, limits
+        self._streams: dict[str, _Stream] = {}  # newest of each node
+        self._open_streams = self._watchers = self._logged = 0
+        self._verdicts: dict[str, set[asyncio.Future[Verdict]]] = {}
+
+    async def start(
+        self,
+        listen: str,
+        credentials: Credentials = PLAIN,
+        insecure: bool = False,
+    ) -> int:
+        """Serves on HOST:PORT (port 0: any) and returns the port. Raises CredentialsError,
+        OSError (see credentials.add_port), ValueError (see Membership.restore)."""
+        loop = self._loop = asyncio.get_running_loop()
+        self._started = loop.time()
+        self._failed: asyncio.Future[None] = loop.create_future()
+        self._stopping = False
+        self._changed = asyncio.Event()
+        if self._journal is not None and self._journal.view is not None:
+            self._machine.restore(self._journal.view, loop.time())
+        self._server = grpc.aio.server(interceptors=[_Gate(credentials)], options=_OPTIONS)
+        port = add_port(self._server, listen, credentials, insecure)
+        add_RegistryServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(
+            (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+        )
+        await self._server.start()
+        for name in ("", SERVICE):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self._ticking = loop.create_task(self._tick())
+        self._ticking.add_done_callback(self._tick_ended)
+        self._log_decisions()
+        return port
+
+    async def wait(self) -> None:
+        """Returns when `stop` was called. Raises what makes it impossible to go on, JournalError
+        in the first place."""
+        await asyncio.shield(self._failed)
+
+    async def stop(self) -> None:
+        """Lets go of everybody; the swarm goes on training without."""
+        self._stopping = True
+        self._ticking.cancel()
+        await self._health.enter_graceful_shutdown()
+        self._changed.set()
+        for stream in self._streams.values():
+            stream.close()
+        await self._server.stop(FAREWELL)
+        if not self._failed.done():
+            self._failed.set_result(None)
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    async def Join(self, request: JoinRequest, context: Context) -> JoinReply:  # noqa: N802
+        for name in ("node", "address", "data", "host", "device"):
+            await _check_length(context, name, getattr(request, name), NAME_BYTES)
+        try:
+            reply, effects = self._machine.join(request, self._loop.time())
+        except Refused as refused:
+            log.info("%s at %s is refused: %s", request.node, context.peer(), refused.reason)
+            await _refuse(context, refused)
+        self._carry_out(effects)
+        reply.run_file = self._run_file
+        return reply
+
+    async def KeepAlive(  # noqa: N802
+        self, requests: AsyncIterator[Renewal], context: Context
+    ) -> AsyncIterator[Notice]:
+        if self._open_streams >= self._limits.streams:
+            await _abort(context, "RESOURCE_EXHAUSTED", "the registry has no stream to spare")
+        self._open_streams += 1
+        stream = _Stream()
+        hearing = asyncio.create_task(self._hear(requests, stream))
+        try:
+            while True:
+                notice = await stream.notices.get()
+                if notice is None:
+                    break
+                yield notice
+                if notice.evicted:
+                    return
+            if hearing.done():
+                await _abort_if(context, hearing.result())
+        finally:
+            self._open_streams -= 1
+            hearing.cancel()
+            self._lose(stream)
+
+    async def Watch(  # noqa: N802
+        self, request: WatchRequest, context: Context
+    ) -> AsyncIterator[View]:
+        run = self._machine.rules.run
+        if request.run and request.run != run:
+            reason = f"this registry serves run {run}, not {request.run}; check the address"
+            await _abort(context, "FAILED_PRECONDITION", reason)
+        if self._watchers >= self._limits.watchers:
+            await _abort(context, "RESOURCE_EXHAUSTED", "the registry has too many who watch it")
+        self._watchers += 1
+        try:
+            told: View | None = None
+            while not self._stopping:
+                view, changed = self._machine.view, self._changed
+                if view is not told:  # a slow watcher gets the newest only
+                    yield view
+                    told = view
+                else:
+                    await changed.wait()
+        finally:
+            self._watchers -= 1
+
+    async def Suspect(self, request: Suspicion, context: Context) -> Verdict:  # noqa: N802
+        await _check_length(context, "why", request.why, WHY_BYTES)
+        if sum(map(len, self._verdicts.values())) >= self._limits.suspicions:
+            await _abort(context, "RESOURCE_EXHAUSTED", "too many suspicions wait for an answer")
+        verdict: asyncio.Future[Verdict] = self._loop.create_future()
+        waiting = self._verdicts.setdefault(request.accused, set())
+        waiting.add(verdict)
+        try:
+            self._carry_out(self._machine.suspect(request, self._loop.time()))
+            return await verdict  # the machine settles each one in time
+        except Refused as refused:
+            await _refuse(context, refused)
+        finally:
+            waiting.discard(verdict)
+            if not waiting and self._verdicts.get(request.accused) is waiting:
+                del self._verdicts[request.accused]
+
+    async def Leave(self, request: LeaveRequest, context: Context) -> LeaveReply:  # noqa: N802
+        await _check_length(context, "why", request.why, WHY_BYTES)
+        self._carry_out(self._machine.leave(request.node, request.why, self._loop.time()))
+        return LeaveReply(view=self._machine.view.number)
+
+    async def Describe(  # noqa: N802
+        self, request: DescribeRequest, context: Context
+    ) -> Description:
+        description = self._machine.describe(self._loop.time())
+        description.run_file = self._run_file
+        description.uptime = self._loop.time() - self._started
+        return description
+
+    # -- events and effects ----------------------------------------------------------------------
+
+    async def _hear(self, requests: AsyncIterator[Renewal], stream: _Stream) -> Refused | None:
+        """Feeds a node's renewals to the machine, until the node ends them or does wrong."""
+        try:
+            async with asyncio.timeout(FIRST_RENEWAL):
+                first = await anext(requests, None)
+            if first is None:
+                return None
+            if len(first.node.encode()) > NAME_BYTES:
+                return Refused("INVALID_ARGUMENT", f"a node id of more than {NAME_BYTES} bytes")
+            self._adopt(stream, first.node)
+            self._carry_out(self._machine.stream_opened(first, self._loop.time()))
+            stream.notices.put_nowait(Notice(view=self._machine.view.number))
+            async for renewal in requests:
+                problem = _problem(renewal, stream.node)
+                if problem:
+                    return Refused("INVALID_ARGUMENT", problem)
+                effects = self._machine.renewed(renewal, self._loop.time())
+                if effects:
+                    self._carry_out(effects)
+        except TimeoutError:
+            reason = f"no renewal came within {FIRST_RENEWAL:g} s of opening the stream"
+            return Refused("DEADLINE_EXCEEDED", reason)
+        except JournalError:
+            pass  # the registry is going down, see _carry_out
+        finally:
+            stream.close()
+        return None
+
+    def _adopt(self, stream: _Stream, node: str) -> None:
+        """Makes it the node's newest stream; an older one, broken unnoticed, is let go."""
+        former = self._streams.get(node)
+        stream.node, self._streams[node] = node, stream
+        if former is not None:
+            former.close()
+
+    def _lose(self, stream: _Stream) -> None:
+        if self._streams.get(stream.node) is stream:
+            del self._streams[stream.node]
+            self._carry_out(self._machine.stream_lost(stream.node, self._loop.time()))
+
+    async def _tick(self) -> None:
+        last = self._loop.time()
+        while True:
+            await asyncio.sleep(TICK)
+            now = self._loop.time()
+            if now - last > HELD_UP:
+                self._machine.paused(now - last, now)
+            last = now
+            self._carry_out(self._machine.tick(now))
+
+    def _tick_ended(self, ticking: asyncio.Task[None]) -> None:
+        if not ticking.cancelled() and (error := ticking.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._failed.done():
+            log.critical("the registry can't go on: %s", error)
+            self._failed.set_exception(error)
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        """Raises JournalError, after which the registry is over: nobody may hear of a view that a
+        restarted registry would not know of."""
+        for effect in effects:
+            match effect:
+                case Issue(view):
+                    self._publish(view)
+                case Probe(node, number):
+                    self._tell(node, Notice(probe=number, view=self._machine.view.number))
+                case Evict(node, reason):
+                    self._tell(node, Notice(evicted=reason, view=self._machine.view.number))
+                case Settle(node, member, reason):
+                    number = self._machine.view.number
+                    answer = Verdict(member=member, reason=reason, view=number)
+                    for verdict in self._verdicts.pop(node, ()):
+                        if not verdict.done():
+                            verdict.set_result(answer)
+        self._log_decisions()
+
+    def _publish(self, view: View) -> None:
+        if self._journal is not None:
+            try:
+                self._journal.append(view)
+            except JournalError as error:
+                self._fail(error)
+                raise
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _tell(self, node: str, notice: Notice) -> None:
+        stream = self._streams.get(node)
+        if stream is not None:
+            stream.notices.put_nowait(notice)
+
+    def _log_decisions(self) -> None:
+        new, self._logged = self._machine.decided - self._logged, self._machine.decided
+        for decision in list(self._machine.decisions)[-new:] if new else ():
+            log.info("%s", decision)
+
+
+class _Stream:
+    """An open KeepAlive stream, and what is to be sent on it; None ends it."""
+
+    def __init__(self) -> None:
+        self.node = ""
+        self.notices: asyncio.Queue[Notice | None] = asyncio.Queue()
+
+    def close(self) -> None:
+        self.notices.put_nowait(None)
+
+
+class _Gate(grpc.aio.ServerInterceptor):
+    """Lets in who shows the join token. Health is open to all: probes of containers have none."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+
+    async def intercept_service(  # type: ignore[override]
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        metadata = details.invocation_metadata or ()
+        why = self._credentials.check({k: v for k, v in metadata if isinstance(v, str)})
+        if why is None or details.method.startswith(f"/{health.SERVICE_NAME}/"):
+            return await continuation(details)
+
+        async def deny(requests: AsyncIterator[object], context: Context) -> None:
+            await _abort(context, "UNAUTHENTICATED", why)
+
+        return grpc.stream_stream_rpc_method_handler(deny)
+
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # else two registries share a port and nobody notices
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+)
+
+
+def _problem(renewal: Renewal, node: str) -> str:
+    """What is wrong with a renewal that is not the first of its stream; empty: nothing."""
+    if renewal.node != node:
+        return f"a renewal of {renewal.node!r} on the stream of {node!r}"
+    size = renewal.ByteSize()
+    if size > RENEWAL_BYTES:
+        return f"a renewal of {size} bytes; after the first of a stream, {RENEWAL_BYTES} is allowed"
+    return ""
+
+
+async def _check_length(context: Context, name: str, value: str, limit: int) -> None:
+    size = len(value.encode())
+    if size > limit:
+        reason = f"{name} has {size} bytes, more than the {limit} allowed: {value[:40]!r}..."
+        await _abort(context, "INVALID_ARGUMENT", reason)
+
+
+async def _refuse(context: Context, refused: Refused) -> NoReturn:
+    await _abort(context, refused.code, refused.reason)
+
+
+async def _abort(context: Context, code: str, reason: str) -> NoReturn:
+    await context.abort(grpc.StatusCode[code], reason)
+    raise AssertionError("abort raises")
+
+
+async def _abort_if(context: Context, refused: Refused | None) -> None:
+    if refused is not None:
+        await _refuse(context, refused)
+
+
+async def serve(
+    registry: Registry,
+    listen: str,
+    credentials: Credentials = PLAIN,
+    insecure: bool = False,
+) -> None:
+    """A process's main: serves until SIGINT or SIGTERM. Raises what `start` and `wait` raise."""
+    port = await registry.start(listen, credentials, insecure)
+    log.info("the registry listens on %s:%d", listen.rpartition(":")[0], port)
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    stopping = asyncio.ensure_future(stop.wait())
+    waiting = asyncio.ensure_future(registry.wait())
+    await asyncio.wait([stopping, waiting], return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    await registry.stop()
+    with suppress(asyncio.CancelledError):
+        await waiting

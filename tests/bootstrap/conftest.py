@@ -1,0 +1,121 @@
+"""A registry in the test's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import pytest
+
+from bootstrap.client import RegistryClient
+from bootstrap.credentials import PLAIN, Credentials
+from bootstrap.journal import Journal
+from bootstrap.membership import PROTOCOL, Rules
+from bootstrap.registry_pb2 import JoinReply, JoinRequest, View
+from bootstrap.service import Limits, Registry
+
+DEADLINE = 30.0  # seconds; only a hanging test gets there
+
+T = TypeVar("T")
+RULES = Rules(run="r", stages=2, lease=10, probe_timeout=5, restart_grace=0.2)
+RUN_FILE = 'name = "r"\n'
+
+
+async def soon(what: Awaitable[T]) -> T:
+    return await asyncio.wait_for(what, DEADLINE)
+
+
+class Node:
+    """A node's client, its membership kept by a task."""
+
+    def __init__(self, name: str, client: RegistryClient, reply: JoinReply) -> None:
+        self.name, self.client, self.reply = name, client, reply
+        self.views = [reply.view]
+        self.evicted: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._changed = asyncio.Event()
+        self.keeping = asyncio.create_task(
+            client.keep_membership(name, reply, self._viewed, self.evicted.set_result)
+        )
+
+    @property
+    def view(self) -> View:
+        return self.views[-1]
+
+    def _viewed(self, view: View) -> None:
+        self.views.append(view)
+        self._changed.set()
+
+    async def sees(self, condition: Callable[[View], bool]) -> View:
+        """The first view from now on that fulfils the condition."""
+
+        async def look() -> View:
+            while not condition(self.view):
+                self._changed.clear()
+                await self._changed.wait()
+            return self.view
+
+        return await soon(look())
+
+    async def stop(self) -> None:
+        """As a crash: connections are closed without a word."""
+        self.keeping.cancel()
+        await asyncio.gather(self.keeping, return_exceptions=True)
+        await self.client.close()
+
+
+@dataclass
+class Place:
+    """A running registry and the nodes started by the test."""
+
+    registry: Registry
+    port: int
+    nodes: list[Node]
+    credentials: Credentials
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def client(self, renew: float = 1.0) -> RegistryClient:
+        return RegistryClient([self.address], self.credentials, renew)
+
+    async def node(self, name: str, stage: int | None = None, renew: float = 1.0) -> Node:
+        client = self.client(renew)
+        request = JoinRequest(protocol=PROTOCOL, node=name, address=f"{name}:1", stage=stage)
+        node = Node(name, client, await client.join(request))
+        self.nodes.append(node)
+        return node
+
+
+@asynccontextmanager
+async def serving(
+    rules: Rules = RULES,
+    port: int = 0,
+    journal: Journal | None = None,
+    credentials: Credentials = PLAIN,
+    limits: Limits | None = None,
+) -> AsyncIterator[Place]:
+    registry = Registry(rules, RUN_FILE, journal, limits or Limits())
+    port = await registry.start(f"127.0.0.1:{port}", credentials)
+    place = Place(registry, port, [], credentials)
+    try:
+        yield place
+    finally:
+        for node in place.nodes:
+            await node.stop()
+        await registry.stop()
+        await registry.wait()
+
+
+@pytest.fixture
+def serve() -> Callable[..., AbstractAsyncContextManager[Place]]:
+    return serving
+
+
+@pytest.fixture
+async def place() -> AsyncIterator[Place]:
+    async with serving() as place:
+        yield place

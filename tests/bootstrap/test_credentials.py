@@ -1,0 +1,72 @@
+"""Mutual TLS. The files in tls/ were made for these tests and guard nothing; they end in 2124."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bootstrap.client import RegistryClient, RegistryUnreachable
+from bootstrap.credentials import PLAIN, Credentials, CredentialsError, is_loopback
+
+TLS = Path(__file__).parent / "tls"
+CA = TLS / "ca.pem"
+TRUSTED = Credentials.load(CA, TLS / "node.pem", TLS / "node.key", token="secret")
+STRANGER = Credentials.load(CA, TLS / "stranger.pem", TLS / "stranger.key", token="secret")
+
+
+async def test_both_sides_show_a_certificate_of_the_ca(
+    serve: Callable[..., AbstractAsyncContextManager[Any]],
+) -> None:
+    async with serve(credentials=TRUSTED) as place:
+        node = await place.node("a")
+        assert [m.node for m in node.reply.view.members] == ["a"]
+        for credentials in (STRANGER, PLAIN):
+            client = RegistryClient([place.address], credentials)
+            with pytest.raises(RegistryUnreachable, match="both sides use TLS or neither"):
+                await client.describe(deadline=0.5)
+            await client.close()
+
+
+def test_all_three_files_or_none() -> None:
+    assert Credentials.load() == PLAIN
+    with pytest.raises(CredentialsError, match="the certificate, key is missing"):
+        Credentials.load(ca=CA)
+
+
+def test_files_that_can_not_be_used(tmp_path: Path) -> None:
+    with pytest.raises(CredentialsError, match=r"can't read the key file .*nowhere"):
+        Credentials.load(CA, TLS / "node.pem", tmp_path / "nowhere")
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(CredentialsError, match="not in PEM format"):
+        Credentials.load(CA, tmp_path / "text", TLS / "node.key")
+
+
+def test_tokens() -> None:
+    assert PLAIN.check({}) is None
+    secret = Credentials(token="secret")
+    assert secret.check(dict(Credentials(token="secret").metadata)) is None
+    with pytest.raises(CredentialsError, match="printable ASCII"):
+        Credentials(token="sécret")
+    assert "asks for a join token" in (secret.check({}) or "")
+    assert "not this run's" in (secret.check({"planaria-token": "guess"}) or "")
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [
+        ("127.0.0.1:1", True),
+        ("[::1]:1", True),
+        ("localhost:1", True),
+        ("unix:/tmp/socket", True),
+        ("0.0.0.0:1", False),
+        ("[::]:1", False),
+        ("10.1.2.3:1", False),
+        ("example.org:1", False),
+    ],
+)
+def test_loopback(address: str, local: bool) -> None:
+    assert is_loopback(address) is local

@@ -1,0 +1,98 @@
+"""A registry process that is killed, and the one that takes over its journal."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from bootstrap.client import RegistryClient
+from bootstrap.membership import PROTOCOL
+from bootstrap.registry_pb2 import JoinRequest, View
+
+TIMEOUT = 60.0  # seconds; only a hanging test gets there
+
+PROGRAM = """
+import logging, sys
+from pathlib import Path
+import uvloop
+from bootstrap.journal import Journal
+from bootstrap.membership import Rules
+from bootstrap.service import Registry, serve
+
+logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
+path, listen = Path(sys.argv[1]), sys.argv[2]
+rules = Rules(run="r", stages=1, lease=60, restart_grace=0.5)
+with Journal(path, "r", "toml") as journal:
+    uvloop.run(serve(Registry(rules, "toml", journal), listen))
+"""
+
+
+class Process:
+    def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
+        self.process, self.port = process, port
+
+    async def end(self, number: signal.Signals) -> int:
+        self.process.send_signal(number)
+        return await asyncio.wait_for(self.process.wait(), TIMEOUT)
+
+
+@asynccontextmanager
+async def registry(journal: Path, port: int = 0) -> AsyncIterator[Process]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", PROGRAM, str(journal), f"127.0.0.1:{port}"),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    draining = None
+    try:
+        async with asyncio.timeout(TIMEOUT):
+            while b"listens on" not in (line := await process.stdout.readline()):
+                assert line, "the registry ended before it listened"
+        draining = asyncio.create_task(process.stdout.read())
+        yield Process(process, int(line.rpartition(b":")[2]))
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        if draining is not None:
+            await draining
+
+
+def request(node: str) -> JoinRequest:
+    return JoinRequest(protocol=PROTOCOL, node=node, address=f"{node}:1")
+
+
+async def test_killed_and_restarted_view_numbers_grow(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    views: asyncio.Queue[View] = asyncio.Queue()
+    evicted: list[str] = []
+    async with registry(journal) as first:
+        client = RegistryClient([f"127.0.0.1:{first.port}"])
+        reply = await client.join(request("a"))
+        keeping = asyncio.create_task(
+            client.keep_membership("a", reply, views.put_nowait, evicted.append)
+        )
+        other = RegistryClient([f"127.0.0.1:{first.port}"])
+        before = (await other.join(request("b"))).view
+        await first.end(signal.SIGKILL)
+
+    async with registry(journal, first.port) as second:
+        after = (await other.join(request("c"))).view
+        assert after.number > before.number
+        assert [m.node for m in after.members] == ["a", "b", "c"]
+        assert after.driver == before.driver == "a"
+        async with asyncio.timeout(TIMEOUT):
+            numbers = [reply.view.number]
+            while numbers[-1] < after.number:
+                numbers.append((await views.get()).number)
+        assert numbers == sorted(set(numbers))
+        assert not evicted
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        await client.close()
+        await other.close()
+        assert await second.end(signal.SIGTERM) == 0

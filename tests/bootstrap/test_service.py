@@ -1,0 +1,345 @@
+"""Registry and client over gRPC, in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
+from bootstrap.credentials import Credentials, CredentialsError
+from bootstrap.journal import Journal, JournalError
+from bootstrap.membership import PROTOCOL, Rules
+from bootstrap.registry_pb2 import (
+    JoinRequest,
+    Renewal,
+    Report,
+    Suspicion,
+    View,
+    WatchRequest,
+)
+from bootstrap.registry_pb2_grpc import RegistryStub
+from bootstrap.service import NAME_BYTES, RENEWAL_BYTES, SERVICE, Limits, Registry
+
+Serve = Callable[..., AbstractAsyncContextManager[Any]]
+TIMEOUT = 30.0  # seconds; only a hanging test gets there
+
+
+def names(view: View) -> set[str]:
+    return {m.node for m in view.members}
+
+
+def raw(place: Any) -> tuple[grpc.aio.Channel, RegistryStub]:
+    channel = grpc.aio.insecure_channel(place.address)
+    return channel, RegistryStub(channel)
+
+
+async def until_described(place: Any, condition: Callable[[Any], bool]) -> Any:
+    """Describes again and again until the condition holds."""
+    client = place.client()
+    async with asyncio.timeout(TIMEOUT):
+        while not condition(description := await client.describe()):
+            pass
+    await client.close()
+    return description
+
+
+async def test_join_hands_out_run_stage_and_reason(place: Any) -> None:
+    node = await place.node("a", stage=1)
+    assert node.reply.run == "r"
+    assert node.reply.run_file == 'name = "r"\n'
+    assert node.reply.reason == "stage 1 as asked for"
+    assert names(node.reply.view) == {"a"}
+
+
+async def test_a_refusal_reaches_the_joiner_as_a_sentence(place: Any) -> None:
+    with pytest.raises(JoinRefused, match="stage 7 does not exist: this run has stages 0 to 2"):
+        await place.node("a", stage=7)
+
+
+async def test_each_node_hears_of_each_new_member_in_order(place: Any) -> None:
+    a = await place.node("a")
+    b = await place.node("b")
+    c = await place.node("c")
+    await a.sees(lambda view: names(view) == {"a", "b", "c"} and view.driver == "a")
+    await b.sees(lambda view: "c" in names(view))
+    for node in (a, b, c):
+        numbers = [view.number for view in node.views]
+        assert numbers == sorted(set(numbers))
+
+
+async def test_a_crashed_node_is_evicted_when_its_stream_breaks(place: Any) -> None:
+    a, b = await place.node("a"), await place.node("b")
+    await until_described(place, lambda d: all(m.since_renewal < 5 for m in d.members))
+    await b.stop()
+    view = await a.sees(lambda view: names(view) == {"a"})
+    assert "its stream broke" in view.reason
+
+
+async def test_leave_is_told_to_the_others_and_is_no_eviction(place: Any) -> None:
+    a, b = await place.node("a"), await place.node("b")
+    await b.client.leave("b", "done for today")
+    view = await a.sees(lambda view: names(view) == {"a"})
+    assert "left: done for today" in view.reason
+    await asyncio.wait_for(b.keeping, TIMEOUT)
+    assert not b.evicted.done()
+
+
+async def test_the_evicted_are_told_why(place: Any) -> None:
+    a = await place.node("a")
+    other = place.client()
+    await other.join(JoinRequest(protocol=PROTOCOL, node="new", address="a:1"))
+    await other.close()
+    assert "restarted: new joined from a:1" in await asyncio.wait_for(a.evicted, TIMEOUT)
+    await asyncio.wait_for(a.keeping, TIMEOUT)
+
+
+async def test_suspect_asks_the_accused_which_answers(place: Any) -> None:
+    await place.node("a")
+    b = await place.node("b", renew=1000)
+    channel, stub = raw(place)
+    verdict = await stub.Suspect(Suspicion(accuser="a", accused="b", why="silent"), timeout=TIMEOUT)
+    assert verdict.member
+    assert verdict.reason == "b answered the registry's probe"
+    b.client.suspect("a", "silent too")
+    await until_described(place, lambda d: "a is suspected by b: silent too" in d.decisions)
+    await channel.close()
+
+
+async def test_suspecting_strangers_and_by_strangers(place: Any) -> None:
+    await place.node("a")
+    channel, stub = raw(place)
+    verdict = await stub.Suspect(Suspicion(accuser="a", accused="ghost"))
+    assert not verdict.member
+    with pytest.raises(grpc.aio.AioRpcError, match="accuser 'ghost' is no member"):
+        await stub.Suspect(Suspicion(accuser="ghost", accused="a"))
+    await channel.close()
+
+
+async def test_a_frozen_suspect_is_evicted_long_before_its_lease_ends(serve: Serve) -> None:
+    async with serve(Rules(run="r", stages=2, lease=1000, probe_timeout=0.2)) as place:
+        a = await place.node("a")
+        channel, stub = raw(place)
+        await stub.Join(JoinRequest(protocol=PROTOCOL, node="frozen", address="f:1"))
+        call = stub.KeepAlive()
+        await call.write(Renewal(node="frozen", run="r"))
+        await call.read()
+        verdict = await stub.Suspect(Suspicion(accuser="a", accused="frozen", why="silent"))
+        assert not verdict.member
+        assert "no answer to a probe" in verdict.reason
+        await a.sees(lambda view: "frozen" not in names(view) and view.number == verdict.view)
+        await channel.close()
+
+
+async def test_watch_tells_the_current_view_at_once(place: Any) -> None:
+    a = await place.node("a")
+    channel, stub = raw(place)
+    call = stub.Watch(WatchRequest())
+    assert await call.read() == a.reply.view
+    with pytest.raises(grpc.aio.AioRpcError, match="serves run r, not other"):
+        await stub.Watch(WatchRequest(run="other")).read()
+    await channel.close()
+
+
+async def test_describe_has_reports_and_decisions(place: Any) -> None:
+    a = await place.node("a", renew=1000)
+    a.client.report(Report(committed=3, phase="forward", message="all is well"))
+    described = await until_described(place, lambda d: d.members[0].report.committed == 3)
+    assert described.members[0].report.message == "all is well"
+    assert described.run_file == 'name = "r"\n'
+    assert described.protocol == PROTOCOL
+    assert "a joined" in described.decisions[-1]
+
+
+async def test_health_and_reflection(place: Any) -> None:
+    channel, _ = raw(place)
+    health = health_pb2_grpc.HealthStub(channel)
+    for name in ("", SERVICE):
+        answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+    async def ask() -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
+        yield reflection_pb2.ServerReflectionRequest(list_services="")
+
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    answers = [answer async for answer in stub.ServerReflectionInfo(ask())]
+    services = {s.name for s in answers[0].list_services_response.service}
+    assert {SERVICE, "grpc.health.v1.Health"} <= services
+    await channel.close()
+
+
+async def test_input_without_measure_is_refused(place: Any) -> None:
+    await place.node("a")
+    channel, stub = raw(place)
+    with pytest.raises(grpc.aio.AioRpcError, match=f"host has {NAME_BYTES + 1} bytes"):
+        await stub.Join(JoinRequest(protocol=PROTOCOL, node="x", host="h" * (NAME_BYTES + 1)))
+    for bad, message in (
+        (Renewal(node="a", report=Report(message="m" * RENEWAL_BYTES)), "a renewal of"),
+        (Renewal(node="b"), "a renewal of 'b' on the stream of 'a'"),
+    ):
+        call = stub.KeepAlive()
+        await call.write(Renewal(node="a", run="r"))
+        await call.read()
+        await call.write(bad)
+        with pytest.raises(grpc.aio.AioRpcError, match=message):
+            await call.read()
+    await channel.close()
+
+
+async def test_streams_and_watchers_are_limited(serve: Serve) -> None:
+    async with serve(limits=Limits(streams=1, watchers=1)) as place:
+        channel, stub = raw(place)
+        await stub.Join(JoinRequest(protocol=PROTOCOL, node="a", address="a:1"))
+        watch, keep_alive = stub.Watch(WatchRequest()), stub.KeepAlive()
+        await watch.read()
+        await keep_alive.write(Renewal(node="a", run="r"))
+        await keep_alive.read()
+        with pytest.raises(grpc.aio.AioRpcError, match="too many who watch"):
+            await stub.Watch(WatchRequest()).read()
+        with pytest.raises(grpc.aio.AioRpcError, match="no stream to spare"):
+            await stub.KeepAlive().read()
+        await channel.close()
+
+
+async def test_a_stranger_on_a_stream_is_told_to_join(place: Any) -> None:
+    channel, stub = raw(place)
+    call = stub.KeepAlive()
+    await call.write(Renewal(node="ghost", run="r"))
+    notice = await call.read()
+    assert "join again" in notice.evicted
+    assert await call.read() is grpc.aio.EOF
+    await channel.close()
+
+
+async def test_a_newer_stream_takes_the_place_of_an_older_one(place: Any) -> None:
+    a = await place.node("a")
+    channel, stub = raw(place)
+    call = stub.KeepAlive()
+    await call.write(Renewal(node="a", run="r"))
+    await call.read()
+    assert not a.evicted.done()
+    description = await until_described(place, lambda d: True)
+    assert names(description.view) == {"a"}
+    await channel.close()
+
+
+async def test_the_swarm_outlives_the_registry(
+    serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "bootstrap.client")
+    with Journal(tmp_path / "journal", "r", "toml") as journal:
+        async with serve(journal=journal) as place:
+            a = await place.node("a")
+            b = await place.node("b")
+            before = (await a.sees(lambda view: "b" in names(view))).number
+            nodes, port, place.nodes = place.nodes, place.port, []
+    assert not a.evicted.done()
+    with Journal(tmp_path / "journal", "r", "toml") as journal:
+        async with serve(port=port, journal=journal) as place:
+            place.nodes = nodes
+            c = await place.node("c")
+            view = await a.sees(lambda view: "c" in names(view))
+            assert names(view) >= {"a", "b", "c"}
+            assert view.number > before
+            assert c.reply.view.number > before
+            await until_described(place, lambda d: len(d.members) == 3)
+            assert not b.evicted.done()
+    text = [r.getMessage() for r in caplog.records]
+    assert len([t for t in text if "is away" in t]) <= 2 * len(nodes)
+    assert any("the registry is back" in t for t in text)
+
+
+async def test_a_registry_without_journal_learns_from_the_nodes(serve: Serve) -> None:
+    async with serve() as place:
+        a = await place.node("a")
+        await place.node("b")
+        before = (await a.sees(lambda view: "b" in names(view))).number
+        nodes, port, place.nodes = place.nodes, place.port, []
+    async with serve(port=port) as place:
+        place.nodes = nodes
+        await until_described(place, lambda d: {m.member.node for m in d.members} >= {"a", "b"})
+        c = await place.node("c")
+        assert c.reply.view.number > before
+        await a.sees(lambda view: names(view) == {"a", "b", "c"})
+
+
+async def test_an_unwritable_journal_ends_the_registry(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal", "r", "toml")
+    registry = Registry(Rules(run="r", stages=2), "", journal)
+    port = await registry.start("127.0.0.1:0")
+    journal.close()
+    client = RegistryClient([f"127.0.0.1:{port}"])
+    with pytest.raises(JoinRefused):
+        await client.join(JoinRequest(protocol=PROTOCOL, node="a", address="a:1"))
+    with pytest.raises(JournalError, match="closed"):
+        await asyncio.wait_for(registry.wait(), TIMEOUT)
+    await client.close()
+    await registry.stop()
+
+
+async def test_address_in_use_and_unencrypted_addresses_are_refused(place: Any) -> None:
+    other = Registry(Rules(run="r", stages=2), "")
+    with pytest.raises(OSError, match="address is in use"):
+        await other.start(place.address)
+    with pytest.raises(CredentialsError, match=r"there is no TLS.*--insecure"):
+        await other.start("0.0.0.0:0")
+
+
+async def test_insecure_is_said_loudly(caplog: pytest.LogCaptureFixture) -> None:
+    registry = Registry(Rules(run="r", stages=2), "")
+    await registry.start("0.0.0.0:0", insecure=True)
+    await registry.stop()
+    assert any("INSECURE" in r.getMessage() for r in caplog.records)
+
+
+async def test_join_token(serve: Serve) -> None:
+    async with serve(credentials=Credentials(token="secret")) as place:
+        await place.node("a")
+        for token, message in (("", "asks for a join token"), ("wrong", "is not this run's")):
+            client = RegistryClient([place.address], Credentials(token=token))
+            with pytest.raises(JoinRefused, match=message):
+                await client.join(JoinRequest(protocol=PROTOCOL, node="b", address="b:1"))
+            await client.close()
+        channel, _ = raw(place)
+        health = health_pb2_grpc.HealthStub(channel)
+        await health.Check(health_pb2.HealthCheckRequest())
+        await channel.close()
+
+
+async def test_unreachable_registry_is_named_with_what_to_check() -> None:
+    client = RegistryClient(["127.0.0.1:1"])
+    with pytest.raises(RegistryUnreachable, match=r"127\.0\.0\.1:1.*UNAVAILABLE.*Check that"):
+        await client.join(JoinRequest(protocol=PROTOCOL, node="a"), deadline=0.1)
+    await client.close()
+
+
+async def test_any_of_the_addresses_will_do(place: Any) -> None:
+    client = RegistryClient(["127.0.0.1:1", place.address])
+    reply = await client.join(JoinRequest(protocol=PROTOCOL, node="a", address="a:1"))
+    assert names(reply.view) == {"a"}
+    await client.close()
+
+
+async def test_another_service_is_no_registry() -> None:
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    client = RegistryClient([f"127.0.0.1:{port}"])
+    with pytest.raises(JoinRefused, match="no planaria registry"):
+        await client.describe()
+    await client.close()
+    await server.stop(None)
+
+
+@pytest.mark.parametrize("addresses", [[], ["nonsense"], ["host:port"]])
+def test_addresses_are_checked(addresses: list[str]) -> None:
+    with pytest.raises(ValueError, match="registry address"):
+        RegistryClient(addresses)
