@@ -15,7 +15,6 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from bootstrap.registry_pb2 import Description, MemberDescription
-from node.ledger import Line
 
 Event = Mapping[str, Any]
 
@@ -40,7 +39,7 @@ class Story:
         self._slots: dict[int, str] = {}  # process id -> slot
         self._nodes: dict[int, str] = {}  # process id -> its newest node
         self._processes: dict[str, int] = {}  # node -> process id
-        self._recent: deque[Line] = deque(maxlen=RATE_OVER)
+        self._recent: deque[Mapping[str, Any]] = deque(maxlen=RATE_OVER)
 
     def hear(self, event: Event) -> str | None:
         """Take note. Returns a sentence if it is worth a person's attention."""
@@ -66,8 +65,8 @@ class Story:
                 )
         return self._with_names(news(event))
 
-    def record(self, line: Line) -> None:
-        """A line of a ledger; other stage-0 nodes may have told the same."""
+    def record(self, line: Mapping[str, Any]) -> None:
+        """A step's line of a ledger; other stage-0 nodes may have told the same."""
         if not self._recent or line["step"] > self._recent[-1]["step"]:
             self._recent.append(line)
         self.committed = max(self.committed, line["step"])
@@ -90,7 +89,8 @@ class Story:
             return 0.0
         first, last = self._recent[0], self._recent[-1]
         seconds = last["time"] - first["time"] + first["seconds"]
-        return sum(line["tokens"] for line in self._recent) / max(seconds, 1e-9)
+        tokens = sum(line["tokens"] for line in self._recent)
+        return float(tokens / max(seconds, 1e-9))
 
 
 def news(event: Event) -> str | None:
@@ -212,7 +212,7 @@ class Screen:
         self._began = time.monotonic()
         self._news: deque[str] = deque(maxlen=NEWS_SHOWN)
         self._told = 0  # progress lines
-        self._per_line = max(1, steps // LINES_A_RUN)
+        self._per_line = -(-steps // LINES_A_RUN)
         self._live = Live(console=console, auto_refresh=False) if self.interactive else None
 
     def __enter__(self) -> Screen:

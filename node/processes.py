@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ GRACE = 5.0
 LOOK = 0.02
 """Seconds between two looks at processes that are to end."""
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_PARENT = "PLANARIA_PARENT"  # in a child's environment: the process that started it
 
 
 class Ended(NamedTuple):
@@ -32,11 +32,11 @@ class Ended(NamedTuple):
 
 class Processes:
     """At most one process in a slot at a time. Each is in a session of its own, so that a Ctrl-C
-    reaches this process only, and gets SIGKILL should this process vanish (on Linux)."""
+    reaches this process only; see `follow_parent` for what happens should this process vanish."""
 
     def __init__(self, logs: Path, environment: Mapping[str, str]) -> None:
         self.logs = logs
-        self._environment = {**os.environ, **environment}
+        self._environment = {**os.environ, **environment, _PARENT: str(os.getpid())}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._started: Counter[str] = Counter()
 
@@ -51,7 +51,6 @@ class Processes:
                 stderr=subprocess.STDOUT,
                 env=self._environment,
                 start_new_session=True,
-                preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509  one call into libc
             )
         self._running[slot] = process
         return process.pid
@@ -87,7 +86,7 @@ class Processes:
         return process.pid
 
     async def stop(self) -> None:
-        """End them all: SIGTERM, a grace period, SIGKILL. The registry goes last: nodes say goodbye."""
+        """End them all: SIGTERM, a grace period, SIGKILL. The registry is last: nodes leave it."""
         for slots in ([s for s in self._running if s != "registry"], list(self._running)):
             for slot in slots:
                 self._running[slot].terminate()
@@ -122,13 +121,12 @@ def tail(log: Path, lines: int = 12) -> str:
     return "\n".join(text.splitlines()[-lines:]) or "(empty)"
 
 
-def _die_with(parent: int) -> Callable[[], None]:
-    """What the child does between fork and exec."""
-
-    def arrange() -> None:
-        if _LIBC is not None:
-            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # it vanished before that was said
-                os._exit(1)
-
-    return arrange
+def follow_parent() -> None:
+    """Called first thing by a child: it gets SIGKILL when the process that started it vanishes.
+    Done here, not between fork and exec, where a process with threads must not run Python."""
+    parent = os.environ.get(_PARENT)
+    if parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):  # it vanished before that was said
+        os._exit(1)

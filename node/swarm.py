@@ -266,7 +266,7 @@ class _Swarm:
                 if path.name.startswith("events-"):
                     self._say(self.story.hear(line))
                 elif "step" in line:
-                    self.story.record(Line(**line))
+                    self.story.record(line)
 
     def _say(self, sentence: str | None) -> None:
         if sentence is not None:
