@@ -8,6 +8,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import grpc
@@ -397,10 +398,17 @@ async def serve(
     listen: str,
     credentials: Credentials = PLAIN,
     insecure: bool = False,
+    address_file: Path | None = None,
 ) -> None:
-    """A process's main: serves until SIGINT or SIGTERM. Raises what `start` and `wait` raise."""
+    """A process's main: serves until SIGINT or SIGTERM. `address_file` gets HOST:PORT once it
+    listens, whole or not at all. Raises what `start` and `wait` raise, and OSError."""
     port = await registry.start(listen, credentials, insecure)
-    log.info("the registry listens on %s:%d", listen.rpartition(":")[0], port)
+    address = f"{listen.rpartition(':')[0]}:{port}"
+    log.info("the registry listens on %s", address)
+    if address_file is not None:
+        new = address_file.with_name(address_file.name + ".new")
+        new.write_text(address + "\n", encoding="utf-8")
+        new.replace(address_file)
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

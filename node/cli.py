@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Coroutine, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -14,6 +14,10 @@ from rich.table import Column, Table
 
 if TYPE_CHECKING:
     from node.corpus import Corpus
+    from node.prepare import Track
+    from node.run_file import RunFile
+
+T = TypeVar("T")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -69,6 +73,21 @@ def data_prepare(
     force: Annotated[bool, typer.Option("--force", help="Replace other prepared data.")] = False,
 ) -> None:
     """Turn text into tokens that training reads."""
+    from node.corpus import CorpusError
+    from node.prepare import Recipe, prepare
+
+    with refusing(CorpusError):
+        recipe = Recipe(inputs, tokenizer, vocabulary, validation, text_field, document_separator)
+        with _tracking() as track:
+            corpus, written = prepare(recipe, out, force=force, track=track)
+        if not written:
+            console.print(f"{out} holds this very data already")
+        _print_corpus(corpus)
+
+
+@contextmanager
+def _tracking() -> Iterator[Track]:
+    """Shows the progress of what goes through documents."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -78,9 +97,6 @@ def data_prepare(
         TimeElapsedColumn,
     )
 
-    from node.corpus import CorpusError
-    from node.prepare import Recipe, prepare
-
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -89,17 +105,12 @@ def data_prepare(
         TextColumn("documents"),
         TimeElapsedColumn(),
     )
-    with refusing(CorpusError):
-        recipe = Recipe(inputs, tokenizer, vocabulary, validation, text_field, document_separator)
-        with Progress(*columns, console=errors) as progress:
+    with Progress(*columns, console=errors) as progress:
 
-            def track(items: Iterable[str], description: str, total: int | None) -> Iterable[str]:
-                return progress.track(items, total, description=description)
+        def track(items: Iterable[str], description: str, total: int | None) -> Iterable[str]:
+            return progress.track(items, total, description=description)
 
-            corpus, written = prepare(recipe, out, force=force, track=track)
-        if not written:
-            console.print(f"{out} holds this very data already")
-        _print_corpus(corpus)
+        yield track
 
 
 @data_app.command("inspect")
@@ -161,6 +172,223 @@ def audit_command(
     console.print(f"{found.steps} committed steps, {found.superseded} superseded lines")
     if not found.exact:
         raise typer.Exit(1)
+
+
+Ca = Annotated[Path | None, typer.Option("--tls-ca", help="CA of all certificates, PEM.")]
+Certificate = Annotated[Path | None, typer.Option("--tls-cert", help="Own certificate, PEM.")]
+Key = Annotated[Path | None, typer.Option("--tls-key", help="Own private key, PEM.")]
+Token = Annotated[str, typer.Option(help="Join token that the run's machines share.")]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Plain text beyond this machine, without proof of who.")
+]
+Join = Annotated[
+    str, typer.Option(metavar="HOST:PORT[,HOST:PORT]", help="Where the registry listens.")
+]
+
+
+@app.command("up")
+def up_command(
+    run_file: Annotated[
+        Path | None, typer.Argument(metavar="[RUN.toml]", help="Without one: the defaults.")
+    ] = None,
+    stages: Annotated[int | None, typer.Option(help="Body stages.")] = None,
+    replicas: Annotated[int | None, typer.Option(help="Nodes a stage.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps to train.")] = None,
+    policy: Annotated[str | None, typer.Option(help="What to do when a stage is lost.")] = None,
+    kill: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="STAGE[.REPLICA]@STEP",
+            help="SIGKILL every node of a stage, or one of them, while this step is under way; "
+            "replacements are started at once. Repeatable.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write. Default: out/NAME-DATE-TIME.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights and windows.")] = None,
+    device: Annotated[str, typer.Option(help="Of every node: auto, cpu or cuda:N.")] = "auto",
+) -> None:
+    """Train with a whole swarm on this machine."""
+    import asyncio
+    from datetime import datetime
+
+    from node.corpus import CorpusError
+    from node.resolve import resolve
+    from node.run_file import RunFile, RunFileError, load, override
+    from node.swarm import SwarmError, parse_kill, up
+
+    with refusing(RunFileError, CorpusError, SwarmError):
+        run = override(
+            RunFile() if run_file is None else load(run_file),
+            model__stages=stages,
+            swarm__replicas=replicas,
+            steps=steps,
+            recovery__policy=policy,
+            seed=seed,
+        )
+        _prepare_shipped_text(run)
+        run = resolve(run)
+        kills = [parse_kill(text, run) for text in kill or []]
+        folder = out or Path("out") / f"{run.name}-{datetime.now():%Y%m%d-%H%M%S}"
+        status = asyncio.run(up(run, kills, folder, console, device))
+    raise typer.Exit(status)
+
+
+def _prepare_shipped_text(run: RunFile) -> None:
+    """Makes the default data of a run that says nothing else."""
+    from node.prepare import Recipe, prepare
+    from node.resolve import text_to_prepare
+
+    text = text_to_prepare(run)
+    if text is not None:
+        path = Path(run.data.path)
+        message = f"there is no prepared data at {path}; preparing the prose in {text}"
+        console.print(message, soft_wrap=True)
+        with _tracking() as track:
+            prepare(Recipe([str(text)]), path, track=track)
+
+
+@app.command("bootstrap")
+def bootstrap_command(
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Port 0: any.")],
+    run_file: Annotated[Path, typer.Option("--run", metavar="RUN.toml", help="The run.")],
+    journal: Annotated[
+        Path | None, typer.Option(help="File that lets a restarted registry go on.")
+    ] = None,
+    address_file: Annotated[
+        Path | None, typer.Option(help="File that gets HOST:PORT once the registry listens.")
+    ] = None,
+    insecure: Insecure = False,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    token: Token = "",
+) -> None:
+    """Run the registry: who serves what."""
+    from bootstrap.credentials import Credentials, CredentialsError
+    from bootstrap.journal import Journal, JournalError
+    from bootstrap.service import Registry, serve
+    from node.corpus import CorpusError
+    from node.resolve import registry_rules, resolve
+    from node.run_file import RunFileError, dumps, load, loads
+
+    _begin_service()
+    with refusing(RunFileError, CorpusError, CredentialsError, JournalError, OSError, ValueError):
+        text = dumps(resolve(load(run_file)))
+        rules = registry_rules(loads(text), text)
+        credentials = Credentials.load(ca, certificate, key, token)
+        log = Journal(journal, rules.run, text) if journal is not None else None
+        try:
+            registry = Registry(rules, text, log)
+            _run(serve(registry, listen, credentials, insecure, address_file))
+        finally:
+            if log is not None:
+                log.close()
+
+
+@app.command("node")
+def node_command(
+    join: Join,
+    stage: Annotated[
+        int | None, typer.Option(min=0, help="Default: where a node is needed most.")
+    ] = None,
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where peers dial in; port 0: any.")
+    ] = "127.0.0.1:0",
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT|none",
+            help="What to tell peers, if not --listen; none: this node only dials out.",
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",
+    data: Annotated[Path | None, typer.Option(help="Prepared data, if not the run's.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for event log and ledger.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of torch.")] = None,
+    insecure: Insecure = False,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    token: Token = "",
+) -> None:
+    """Join a run, and serve a stage of its model."""
+    from bootstrap.client import JoinRefused, RegistryUnreachable
+    from bootstrap.credentials import Credentials, CredentialsError
+    from node.corpus import CorpusError
+    from node.ledger import LedgerError
+    from node.run_file import RunFileError
+    from node.serve import NodeError, Options, serve
+
+    _begin_service()
+    kinds = (RegistryUnreachable, JoinRefused, NodeError, CorpusError, LedgerError, RunFileError)
+    with refusing(*kinds, CredentialsError, OSError, ValueError):
+        credentials = Credentials.load(ca, certificate, key, token)
+        options = Options(
+            join=tuple(join.split(",")),
+            stage=stage,
+            listen=listen,
+            advertise=advertise,
+            device=device,
+            data=data,
+            out=out,
+            threads=threads,
+            credentials=credentials,
+            insecure=insecure,
+        )
+        status = _run(serve(options))
+    raise typer.Exit(status)
+
+
+@app.command("status")
+def status_command(
+    join: Join,
+    watch: Annotated[bool, typer.Option("--watch", help="Until Ctrl-C.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The registry's answer as JSON.")] = False,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    token: Token = "",
+) -> None:
+    """Show a run: its members, its steps, and why the registry did what."""
+    from bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
+    from bootstrap.credentials import Credentials, CredentialsError
+    from node.status_page import status
+
+    async def look() -> None:
+        client = RegistryClient(join.split(","), credentials)
+        try:
+            await status(client, console, watch, as_json)
+        finally:
+            await client.close()
+
+    with refusing(RegistryUnreachable, JoinRefused, CredentialsError, ValueError):
+        credentials = Credentials.load(ca, certificate, key, token)
+        with suppress(KeyboardInterrupt):
+            _run(look())
+
+
+def _run(work: Coroutine[object, object, T]) -> T:
+    """On the quicker loop, where there is one."""
+    import asyncio
+    import sys
+
+    if sys.platform == "win32":
+        return asyncio.run(work)
+    import uvloop
+
+    return uvloop.run(work)
+
+
+def _begin_service() -> None:
+    """What every process of a swarm does first."""
+    import logging
+
+    from node.processes import follow_parent
+
+    follow_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,68 @@
+"""The run file as its registry hands it out: with what follows from the preset and the data."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from bootstrap.membership import Rules
+from node.corpus import CorpusError, read_index
+from node.run_file import DataSection, RunFile, RunFileError, override
+
+SHIPPED = Path(__file__).parent.parent / "corpus"
+"""Prose that comes with the project's source."""
+
+
+def text_to_prepare(run: RunFile) -> Path | None:
+    """The shipped prose, when the run leaves its data to the default and nothing is there yet."""
+    wanted = run.data.path == DataSection().path and not run.data.content
+    return SHIPPED if wanted and not Path(run.data.path).exists() and SHIPPED.is_dir() else None
+
+
+def resolve(run: RunFile) -> RunFile:
+    """Fills in `data.content`, `model.vocabulary` and `model.stages`, and makes `data.path`
+    absolute, so that any node finds everything in it.
+
+    Data that is not on this machine is no error as long as the run file says `model.vocabulary`.
+    Raises RunFileError and CorpusError.
+    """
+    path = Path(run.data.path).absolute()
+    content, vocabulary = run.data.content, run.model.vocabulary
+    if vocabulary is None or path.exists():
+        index = read_index(path)
+        if content and content != index.content:
+            raise CorpusError(
+                f"{path} holds other data than the run's: its content is {index.content}, the run "
+                f"file says data.content = {content}. Prepare the same text in the same way, copy "
+                "the folder, or take data.content out of the run file"
+            )
+        content, vocabulary = index.content, vocabulary or index.vocabulary
+    run = override(run, data__path=str(path), data__content=content, model__vocabulary=vocabulary)
+    return override(run, model__stages=_stages(run))
+
+
+def _stages(run: RunFile) -> int:
+    if run.model.stages is not None:
+        return run.model.stages
+    from node.model import model_config  # brings torch, which a registry can do without
+
+    assert run.model.vocabulary is not None
+    try:
+        return model_config(run.model, run.model.vocabulary).stages
+    except ValueError as error:
+        raise RunFileError(f"the run file can't be used: {error}") from error
+
+
+def registry_rules(run: RunFile, text: str) -> Rules:
+    """What the registry of a resolved run decides by; `text` is the run file it hands out. A
+    registry that is started again with the same text serves the same run."""
+    if run.model.stages is None:
+        raise RunFileError("the run file doesn't say model.stages: resolve it first")
+    return Rules(
+        run=f"{run.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}",
+        stages=run.model.stages,
+        replicas=run.swarm.replicas,
+        start_grace=run.swarm.start_grace,
+        lease=run.swarm.lease,
+        data=run.data.content,
+    )

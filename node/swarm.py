@@ -1,0 +1,439 @@
+"""`planaria up`: a whole swarm on this machine, as processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.filesize import decimal
+
+from bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
+from bootstrap.registry_pb2 import Description
+from node.event_log import EventLog, Tail
+from node.ledger import MERGED, Audit, Ledger, LedgerError, Line, check, merge
+from node.live_view import Screen, Story
+from node.processes import Ended, Processes, describe_status, tail
+from node.run_file import RunFile, dumps
+from node.summary import draw_loss, summarize
+
+POLL = 0.02
+"""Seconds between two looks at event logs, ledgers and processes."""
+DESCRIBE = 0.25
+"""Seconds between two questions to the registry, for the page."""
+REGISTRY_START = 60.0
+"""Seconds that the registry has to listen."""
+LAST_LINES = 3.0
+"""Seconds that nodes have to apply the last step once the run is finished."""
+PATIENCE = 5
+"""How often `swarm.progress` may go by without a committed step."""
+MOST_RESTARTS = 3
+"""How often a slot's process may end by itself."""
+
+NOTHING = Audit(expected=0, duplicates=0, missing=0, extra=0, steps=0, superseded=0)
+
+
+class SwarmError(Exception):
+    """The swarm can't be started or can't go on; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL for every node of a stage, or for one replica of it, while `step` is under way."""
+
+    stage: int
+    replica: int | None
+    step: int
+
+    def slots(self, replicas: int) -> list[str]:
+        found = range(replicas) if self.replica is None else [self.replica]
+        return [f"{self.stage}.{replica}" for replica in found]
+
+
+def parse_kill(text: str, run: RunFile) -> Kill:
+    """STAGE@STEP or STAGE.REPLICA@STEP, for a resolved run. Raises SwarmError."""
+    place, _, step = text.partition("@")
+    stage, dot, replica = place.partition(".")
+    figures = [stage, step, *([replica] if dot else [])]
+    if not all(figure.isascii() and figure.isdigit() for figure in figures):
+        raise SwarmError(
+            f"--kill {text}: write STAGE@STEP or STAGE.REPLICA@STEP, as in --kill 2@15 or "
+            "--kill 3.1@25"
+        )
+    kill = Kill(int(stage), int(replica) if dot else None, int(step))
+    stages, replicas = run.model.stages or 0, run.swarm.replicas
+    _within(text, "stage", kill.stage, 0, stages)
+    _within(text, "replica", kill.replica or 0, 0, replicas - 1)
+    _within(text, "step", kill.step, 1, run.steps)
+    return kill
+
+
+def _within(kill: str, what: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise SwarmError(f"--kill {kill}: there is no {what} {value}, choose {low} to {high}")
+
+
+class Ending(NamedTuple):
+    status: int
+    reason: str  # empty: the run is finished
+
+
+async def up(
+    run: RunFile, kills: Sequence[Kill], out: Path, console: Console, device: str = "auto"
+) -> int:
+    """Train a resolved run (see `resolve`) with a swarm of processes; the folder `out` gets what it
+    came to. Returns the exit status: 0 only if every step is committed, the audit is all zero and
+    replicas are identical. Raises SwarmError when it can't be started."""
+    claim(out)
+    (out / "run.toml").write_text(dumps(run), encoding="utf-8")
+    stop = _stop_signals()
+    with Screen(console, run.steps) as screen:
+        swarm = _Swarm(run, kills, out, screen, device)
+        try:
+            ending = await swarm.train(stop)
+        except SwarmError as error:
+            ending = Ending(1, str(error))
+        finally:
+            await swarm.end()
+    return _wrap_up(run, out, console, ending)
+
+
+def claim(out: Path) -> None:
+    """Make the folder for a run. Raises SwarmError when it holds one already."""
+    for name in ("summary.json", MERGED, "logs"):
+        if (out / name).exists():
+            raise SwarmError(
+                f"{out} holds a run already ({name}): choose another folder with --out, or remove "
+                "this one"
+            )
+    try:
+        (out / "logs").mkdir(parents=True)
+    except OSError as error:
+        raise SwarmError(f"can't make the folder {out}: {error.strerror}") from error
+
+
+def _stop_signals() -> asyncio.Future[int]:
+    """Done with the number of the first signal that asks this process to end."""
+    loop = asyncio.get_running_loop()
+    stop: asyncio.Future[int] = loop.create_future()
+
+    def asked(number: int) -> None:
+        if not stop.done():
+            stop.set_result(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, asked, number)
+    return stop
+
+
+class _Swarm:
+    """The processes, what they tell, and the kills that are still to come."""
+
+    def __init__(
+        self, run: RunFile, kills: Sequence[Kill], out: Path, screen: Screen, device: str
+    ) -> None:
+        self.run, self.kills, self.screen, self.device = run, list(kills), screen, device
+        self.out = out.absolute()
+        self.logs = self.out / "logs"
+        self.stages, self.replicas = run.model.stages or 0, run.swarm.replicas
+        nodes = (self.stages + 1) * self.replicas
+        self.threads = max(1, len(os.sched_getaffinity(0)) // nodes)
+        self.processes = Processes(self.logs, {"OMP_NUM_THREADS": str(self.threads)})
+        self.events = EventLog(self.logs, "up")
+        self.story = Story(run.steps)
+        self.tails: dict[Path, Tail] = {}
+        self.restarts: Counter[str] = Counter()
+        self.address = ""  # of the registry
+        self.description: Description | None = None
+        self.describing: asyncio.Task[None] | None = None
+        self.client: RegistryClient | None = None
+
+    # --- the run
+
+    async def train(self, stop: asyncio.Future[int]) -> Ending:
+        """Returns when the run is over one way or the other. Raises SwarmError."""
+        self._start("registry")
+        self.address = await self._registry_address(stop)
+        if not stop.done():
+            self._start_nodes()
+        progressed, committed, kept = time.monotonic(), 0, False
+        patience = PATIENCE * self.run.swarm.progress
+        while not stop.done():
+            self._read()
+            self._kill_what_is_due()
+            if self.story.finished is not None:
+                await self._last_lines(stop)
+                return Ending(0, "")
+            self._replace_ended()
+            self.screen.show(self.story, self.description, self.stages)
+            if self.story.committed > committed:
+                progressed, committed = time.monotonic(), self.story.committed
+            if self.story.stopped is not None:
+                if not self.screen.interactive:
+                    return Ending(1, self.story.stopped["reason"])
+                if not kept:
+                    self.screen.say("the nodes keep their weights; Ctrl-C ends them")
+                kept = True
+            elif time.monotonic() - progressed > patience:
+                raise SwarmError(
+                    f"no step was committed for {patience:.0f} s (step {committed} was the last); "
+                    f"{self._awaited()}. The logs are in {self.logs}"
+                )
+            await _pause(stop, POLL)
+        if kept:
+            return Ending(1, f"the run was stopped: {(self.story.stopped or {})['reason']}")
+        name = signal.Signals(stop.result()).name
+        return Ending(128 + stop.result(), f"ended by {name} at step {self.story.committed}")
+
+    async def end(self) -> None:
+        """End every process, and hear what they said last."""
+        self.events.write("ending", {})
+        if self.describing is not None:
+            self.describing.cancel()
+        try:
+            await self.processes.stop()
+        finally:
+            self.processes.kill_all()
+        if self.client is not None:
+            await self.client.close()
+        self.events.close()
+
+    async def _registry_address(self, stop: asyncio.Future[int]) -> str:
+        """Where the registry listens, once it does."""
+        file = self.out / "registry.address"
+        deadline = time.monotonic() + REGISTRY_START
+        while not file.exists() and not stop.done():
+            for ended in self.processes.ended():
+                raise SwarmError(self._failure(ended))
+            if time.monotonic() > deadline:
+                log = self.processes.log("registry")
+                raise SwarmError(
+                    f"the registry doesn't listen after {REGISTRY_START:.0f} s; its log {log} ends:"
+                    f"\n{tail(log)}"
+                )
+            await _pause(stop, POLL)
+        return "" if stop.done() else file.read_text().strip()
+
+    def _start_nodes(self) -> None:
+        self.client = RegistryClient([self.address])
+        self.describing = asyncio.get_running_loop().create_task(self._describe())
+        for replica in range(self.replicas):
+            for stage in range(self.stages + 1):
+                self._start(f"{stage}.{replica}")
+
+    async def _describe(self) -> None:
+        assert self.client is not None
+        while True:
+            with suppress(RegistryUnreachable, JoinRefused):  # the page shows the last answer
+                self.description = await self.client.describe(deadline=1.0)
+            await asyncio.sleep(DESCRIBE)
+
+    def _awaited(self) -> str:
+        reports = [one.report for one in self.description.members] if self.description else []
+        messages = {report.message for report in reports if report.message}
+        return "; ".join(sorted(messages)) or "no node says what it waits for"
+
+    async def _last_lines(self, stop: asyncio.Future[int]) -> None:
+        """Give each node the time to apply the last step."""
+        deadline = time.monotonic() + LAST_LINES
+        while time.monotonic() < deadline and not stop.done():
+            self._read()
+            self.screen.show(self.story, self.description, self.stages)
+            running = self.processes.running()
+            nodes = [self.story.node_of(pid) for slot, pid in running.items() if slot != "registry"]
+            if all(node and self.story.applied.get(node) == self.run.steps for node in nodes):
+                return
+            await _pause(stop, POLL)
+
+    # --- what they tell
+
+    def _read(self) -> None:
+        for path in self.logs.glob("*.jsonl"):
+            if path not in self.tails:
+                self.tails[path] = Tail(path)
+        for path, lines in self.tails.items():
+            for line in lines.lines():
+                if path.name.startswith("events-"):
+                    self._say(self.story.hear(line))
+                elif "step" in line:
+                    self.story.record(line)
+
+    def _say(self, sentence: str | None) -> None:
+        if sentence is not None:
+            self.screen.say(sentence)
+
+    # --- processes
+
+    def _start(self, slot: str) -> None:
+        try:
+            pid = self.processes.start(slot, self._command(slot))
+        except OSError as error:
+            raise SwarmError(f"can't start a process for {slot}: {error}") from error
+        self.events.write("started", {"slot": slot, "pid": pid})
+
+    def _command(self, slot: str) -> list[str]:
+        planaria = [sys.executable, "-m", "node.cli"]
+        if slot == "registry":
+            return [
+                *(*planaria, "bootstrap", "--run", str(self.out / "run.toml")),
+                *("--listen", self.address or "127.0.0.1:0"),
+                *("--address-file", str(self.out / "registry.address")),
+                *("--journal", str(self.logs / "registry.journal")),
+            ]
+        return [
+            *(*planaria, "node", "--join", self.address, "--stage", slot.partition(".")[0]),
+            *("--listen", "127.0.0.1:0", "--device", self.device),
+            *("--out", str(self.logs), "--threads", str(self.threads)),
+        ]
+
+    def _kill_what_is_due(self) -> None:
+        due = [kill for kill in self.kills if self._under_way(kill.step)]
+        for kill in due:
+            self.kills.remove(kill)
+            if self.story.finished is not None:
+                self.screen.say(f"too late to kill at step {kill.step}: the run is over")
+                continue
+            self._carry_out(kill)
+
+    def _under_way(self, step: int) -> bool:
+        if step > 1:
+            return self.story.committed >= step - 1
+        # A driver begins as soon as it is named and everybody has built a stage.
+        running = [pid for slot, pid in self.processes.running().items() if slot != "registry"]
+        return (
+            self.description is not None
+            and bool(self.description.view.driver)
+            and all(self.story.node_of(pid) in self.story.serving for pid in running)
+        )
+
+    def _carry_out(self, kill: Kill) -> None:
+        slots = kill.slots(self.replicas)
+        for slot in slots:
+            now = time.time()
+            pid = self.processes.kill(slot)
+            if pid is not None:
+                fields = {"time": now, "slot": slot, "pid": pid, "step": kill.step}
+                self.events.write("killed", {**fields, **self._victim(slot, pid)})
+        for slot in slots:
+            self._start(slot)
+
+    def _victim(self, slot: str, pid: int) -> dict[str, Any]:
+        stage = slot.partition(".")[0]
+        left = sum(other.startswith(f"{stage}.") for other in self.processes.running())
+        return {"node": self.story.node_of(pid), "stage": int(stage), "left": left}
+
+    def _replace_ended(self) -> None:
+        for ended in self.processes.ended():
+            slot = ended.slot
+            log = self.processes.log(slot)
+            fields: dict[str, Any] = {"slot": slot, "pid": ended.pid, "node": None, "log": str(log)}
+            if slot != "registry":
+                fields |= self._victim(slot, ended.pid)
+            self.events.write("exited", {**fields, "how": describe_status(ended.status)})
+            self.restarts[slot] += 1
+            if self.restarts[slot] > MOST_RESTARTS:
+                raise SwarmError(self._failure(ended))
+            self.screen.say(f"the log {log} ends:\n{tail(log, 4)}")
+            self._start(slot)
+
+    def _failure(self, ended: Ended) -> str:
+        who = "the registry" if ended.slot == "registry" else f"node-{ended.slot}"
+        log = self.processes.log(ended.slot)
+        often = f", {self.restarts[ended.slot]} times by now" if self.restarts[ended.slot] else ""
+        return f"{who} {describe_status(ended.status)}{often}; its log {log} ends:\n{tail(log)}"
+
+
+async def _pause(stop: asyncio.Future[int], seconds: float) -> None:
+    await asyncio.wait([stop], timeout=seconds)
+
+
+# --- what it came to
+
+
+def _wrap_up(run: RunFile, out: Path, console: Console, ending: Ending) -> int:
+    """Write the merged files, the summary and the picture; tell the essence. Returns the status."""
+    problems = [ending.reason] if ending.reason else []
+    events = list(read_events(out / "logs"))
+    with (out / "events.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(event) + "\n" for event in events)
+    lines, audit = _merge_ledgers(out, problems)
+    summary = summarize(run, lines, audit, events)
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    draw_loss(run, lines, events, out / "loss.png")
+    if not ending.reason:
+        problems += shortcomings(run, summary)
+    for sentence in tell(summary):
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"written to {out}: summary.json, ledger.jsonl, events.jsonl, loss.png, logs/")
+    for problem in problems:
+        console.print("error:", style="bold red", end=" ")
+        console.print(problem, markup=False, highlight=False, soft_wrap=True)
+    return ending.status or (1 if problems else 0)
+
+
+def read_events(logs: Path) -> Iterator[dict[str, Any]]:
+    """All the events in a folder, sorted by time."""
+    events = [event for path in logs.glob("events-*.jsonl") for event in Tail(path).lines()]
+    yield from sorted(events, key=lambda event: float(event["time"]))
+
+
+def _merge_ledgers(out: Path, problems: list[str]) -> tuple[list[Line], Audit]:
+    paths = sorted(path for path in (out / "logs").glob("ledger-*.jsonl") if path.stat().st_size)
+    if not paths:
+        return [], NOTHING
+    try:
+        merged = merge(paths)
+        audit = check(merged)
+    except LedgerError as error:
+        problems.append(str(error))
+        return [], NOTHING
+    with Ledger(out / MERGED, merged.header) as ledger:
+        for line in merged.lines:
+            ledger.append(line)
+    return merged.lines, audit
+
+
+def shortcomings(run: RunFile, summary: dict[str, Any]) -> list[str]:
+    """Why a finished run is no success, in sentences."""
+    found = []
+    if summary["steps"] != run.steps:
+        found.append(f"{summary['steps']} of {run.steps} steps are in the ledger")
+    audit = {k: v for k, v in summary["audit"].items() if k != "expected" and v}
+    if audit:
+        found.append(f"the audit found samples that should not be so: {audit}")
+    if not summary["replicas_identical"]:
+        found.append("the replicas of a stage are not identical; don't trust these weights")
+    return found
+
+
+def tell(summary: dict[str, Any]) -> Iterator[str]:
+    """The essence of a summary, in sentences."""
+    loss = {key: "-" if value is None else f"{value:.4f}" for key, value in summary["loss"].items()}
+    yield (
+        f"{summary['steps']} steps, {summary['tokens']:,} tokens, "
+        f"{summary['tokens_per_second']:,.0f} tokens/s; loss {loss['first']} at first, "
+        f"{loss['last']} at last, {loss['validation']} in validation"
+    )
+    for rebuild in summary["rebuilds"]:
+        yield (
+            f"stage {rebuild['stage']} rebuilt by {rebuild['method']} at step {rebuild['step']}: "
+            f"noticed in {rebuild['detect_seconds']:.2f} s, {decimal(rebuild['bytes'])} in "
+            f"{rebuild['rebuild_seconds']:.2f} s, stalled {rebuild['stall_seconds']:.2f} s"
+        )
+    audit, attempts = summary["audit"], summary["attempts"]
+    yield (
+        f"audit: {audit['expected']:,} samples expected, {audit['duplicates']} duplicates, "
+        f"{audit['missing']} missing, {audit['extra']} extra; attempts: {attempts['started']} "
+        f"started, {attempts['aborted']} aborted; replicas "
+        f"{'identical' if summary['replicas_identical'] else 'NOT identical'}"
+    )
