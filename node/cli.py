@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,6 +34,8 @@ errors = Console(stderr=True)
 
 
 def main() -> None:
+    # gRPC warns of every fork; ours only go on to exec.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     app()
 
 

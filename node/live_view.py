@@ -36,6 +36,7 @@ class Story:
         self.stopped: Event | None = None
         self.applied: dict[str, int] = {}  # node -> newest step in its weights
         self.serving: set[str] = set()  # nodes
+        self.done: set[str] = set()  # nodes that have the state of the last step
         self._slots: dict[int, str] = {}  # process id -> slot
         self._nodes: dict[int, str] = {}  # process id -> its newest node
         self._processes: dict[str, int] = {}  # node -> process id
@@ -58,6 +59,7 @@ class Story:
                 self.loss = event["loss"]
             case "finished":
                 self.finished = self.finished or event
+                self.done.add(event["node"])
             case "stopped" if self.stopped is None:
                 self.stopped = event
                 return self._with_names(

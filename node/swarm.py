@@ -33,8 +33,8 @@ DESCRIBE = 0.25
 """Seconds between two questions to the registry, for the page."""
 REGISTRY_START = 60.0
 """Seconds that the registry has to listen."""
-LAST_LINES = 3.0
-"""Seconds that nodes have to apply the last step once the run is finished."""
+LAST_NODES = 60.0
+"""Seconds that nodes, replacements too, have to get the last state once the run is finished."""
 PATIENCE = 5
 """How often `swarm.progress` may go by without a committed step."""
 MOST_RESTARTS = 3
@@ -172,7 +172,7 @@ class _Swarm:
             self._read()
             self._kill_what_is_due()
             if self.story.finished is not None:
-                await self._last_lines(stop)
+                await self._last_nodes(stop)
                 return Ending(0, "")
             self._replace_ended()
             self.screen.show(self.story, self.description, self.stages)
@@ -243,15 +243,23 @@ class _Swarm:
         messages = {report.message for report in reports if report.message}
         return "; ".join(sorted(messages)) or "no node says what it waits for"
 
-    async def _last_lines(self, stop: asyncio.Future[int]) -> None:
-        """Give each node the time to apply the last step."""
-        deadline = time.monotonic() + LAST_LINES
-        while time.monotonic() < deadline and not stop.done():
+    async def _last_nodes(self, stop: asyncio.Future[int]) -> None:
+        """Let every node get the state of the last step: the swarm ends whole, and a replacement
+        that was slow to start shows that it heals."""
+        deadline = time.monotonic() + LAST_NODES
+        while not stop.done():
             self._read()
             self.screen.show(self.story, self.description, self.stages)
-            running = self.processes.running()
-            nodes = [self.story.node_of(pid) for slot, pid in running.items() if slot != "registry"]
-            if all(node and self.story.applied.get(node) == self.run.steps for node in nodes):
+            behind = [
+                slot
+                for slot, pid in self.processes.running().items()
+                if slot != "registry" and self.story.node_of(pid) not in self.story.done
+            ]
+            if not behind:
+                return
+            if time.monotonic() > deadline:
+                names = ", ".join(f"node-{slot}" for slot in behind)
+                self.screen.say(f"not waiting any longer for {names} to get the last state")
                 return
             await _pause(stop, POLL)
 
