@@ -34,7 +34,7 @@ class Story:
         self.loss: float | None = None
         self.finished: Event | None = None
         self.stopped: Event | None = None
-        self.applied: dict[str, int] = {}  # node -> newest step in its weights
+        self.holds: dict[str | None, int] = {}  # node -> newest step in its weights
         self.serving: set[str] = set()  # nodes
         self._slots: dict[int, str] = {}  # process id -> slot
         self._nodes: dict[int, str] = {}  # process id -> its newest node
@@ -51,8 +51,8 @@ class Story:
                 self._processes[event["node"]] = event["pid"]
             case "serving":
                 self.serving.add(event["node"])
-            case "applied":
-                self.applied[event["node"]] = event["step"]
+            case "applied" | "rebuilt":
+                self.holds[event["node"]] = event["step"]
             case "committed":
                 self.committed = max(self.committed, event["step"])
                 self.loss = event["loss"]

@@ -35,6 +35,8 @@ REGISTRY_START = 60.0
 """Seconds that the registry has to listen."""
 LAST_LINES = 3.0
 """Seconds that nodes have to apply the last step once the run is finished."""
+REPLACEMENTS = 30.0
+"""Seconds that replacements which are on their way then have to be rebuilt."""
 PATIENCE = 5
 """How often `swarm.progress` may go by without a committed step."""
 MOST_RESTARTS = 3
@@ -244,14 +246,24 @@ class _Swarm:
         return "; ".join(sorted(messages)) or "no node says what it waits for"
 
     async def _last_lines(self, stop: asyncio.Future[int]) -> None:
-        """Give each node the time to apply the last step."""
-        deadline = time.monotonic() + LAST_LINES
-        while time.monotonic() < deadline and not stop.done():
+        """Give nodes the time to apply the last step, and replacements that to be rebuilt."""
+        began, served = time.monotonic(), set(self.story.serving)
+        while not stop.done():
             self._read()
             self.screen.show(self.story, self.description, self.stages)
+            for ended in self.processes.ended():
+                self.screen.say(self._failure(ended))
             running = self.processes.running()
-            nodes = [self.story.node_of(pid) for slot, pid in running.items() if slot != "registry"]
-            if all(node and self.story.applied.get(node) == self.run.steps for node in nodes):
+            behind = [
+                node
+                for slot, pid in running.items()
+                if slot != "registry"
+                and self.story.holds.get(node := self.story.node_of(pid)) != self.run.steps
+            ]
+            waited = time.monotonic() - began
+            if not behind or waited > REPLACEMENTS:
+                return
+            if waited > LAST_LINES and served.issuperset(behind):
                 return
             await _pause(stop, POLL)
 
