@@ -34,9 +34,8 @@ class Story:
         self.loss: float | None = None
         self.finished: Event | None = None
         self.stopped: Event | None = None
-        self.applied: dict[str, int] = {}  # node -> newest step in its weights
+        self.holds: dict[str | None, int] = {}  # node -> newest step in its weights
         self.serving: set[str] = set()  # nodes
-        self.done: set[str] = set()  # nodes that have the state of the last step
         self._slots: dict[int, str] = {}  # process id -> slot
         self._nodes: dict[int, str] = {}  # process id -> its newest node
         self._processes: dict[str, int] = {}  # node -> process id
@@ -52,14 +51,13 @@ class Story:
                 self._processes[event["node"]] = event["pid"]
             case "serving":
                 self.serving.add(event["node"])
-            case "applied":
-                self.applied[event["node"]] = event["step"]
+            case "applied" | "rebuilt":
+                self.holds[event["node"]] = event["step"]
             case "committed":
                 self.committed = max(self.committed, event["step"])
                 self.loss = event["loss"]
             case "finished":
                 self.finished = self.finished or event
-                self.done.add(event["node"])
             case "stopped" if self.stopped is None:
                 self.stopped = event
                 return self._with_names(

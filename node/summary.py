@@ -189,7 +189,8 @@ def draw_loss(run: RunFile, lines: Sequence[Line], events: Sequence[Event], path
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
             zorder=5,
         )
-    axes.set_xlim(0, max(run.steps, *steps, 1))
+    end = max([run.steps, *steps])
+    axes.set_xlim(0, 1.02 * end)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats a token")

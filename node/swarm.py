@@ -250,10 +250,13 @@ class _Swarm:
         while not stop.done():
             self._read()
             self.screen.show(self.story, self.description, self.stages)
+            for ended in self.processes.ended():
+                self.screen.say(self._failure(ended))
             behind = [
                 slot
                 for slot, pid in self.processes.running().items()
-                if slot != "registry" and self.story.node_of(pid) not in self.story.done
+                if slot != "registry"
+                and self.story.holds.get(self.story.node_of(pid)) != self.run.steps
             ]
             if not behind:
                 return

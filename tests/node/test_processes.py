@@ -1,0 +1,117 @@
+"""Real child processes, and real signals."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.processes import Processes, describe_status, tail
+
+FOREVER = "import signal; print('up', flush=True); signal.pause()"
+STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {FOREVER}"
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+@pytest.fixture
+def processes(tmp_path):
+    found = Processes(tmp_path, {"GREETING": "hello"})
+    yield found
+    found.kill_all()
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 60  # only what hangs gets there
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        os.sched_yield()
+    return found
+
+
+def has_said(log: Path, word: str) -> bool:
+    return log.exists() and word in log.read_text()
+
+
+def assert_gone(pid: int) -> None:
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_each_process_in_a_slot_has_a_log_of_its_own(processes, tmp_path):
+    processes.start("2.0", python(FOREVER))
+    assert processes.log("2.0") == tmp_path / "node-2.0.log"
+    pid = processes.kill("2.0")
+    assert_gone(pid)
+    assert processes.running() == {}
+    assert processes.ended() == []  # was no accident
+    processes.start("2.0", python(FOREVER))
+    assert processes.log("2.0") == tmp_path / "node-2.0-2.log"
+    assert processes.kill("1.0") is None
+
+
+def test_who_ends_by_itself_is_told_once_with_its_last_words(processes):
+    pid = processes.start("1.0", python("import os; print(os.environ['GREETING']); exit(3)"))
+    assert until(processes.ended) == [("1.0", pid, 3)]
+    assert processes.ended() == []
+    assert tail(processes.log("1.0")) == "hello"
+
+
+async def test_stop_ends_the_willing_and_the_stubborn(processes, monkeypatch):
+    monkeypatch.setattr("node.processes.GRACE", 0.1)
+    pids = [
+        processes.start("registry", python(FOREVER)),
+        processes.start("0.0", python(FOREVER)),
+        processes.start("1.0", python(STUBBORN)),
+    ]
+    until(lambda: has_said(processes.log("1.0"), "up"))
+    await processes.stop()
+    assert processes.running() == {}
+    for pid in pids:
+        assert_gone(pid)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is needed")
+def test_children_die_with_their_parent_even_by_sigkill(tmp_path):
+    child = f"from node.processes import follow_parent; follow_parent(); {FOREVER}"
+    parent = (
+        "import signal, sys; from pathlib import Path; from node.processes import Processes;"
+        f"Processes(Path({str(tmp_path)!r}), {{}}).start('1.0', [sys.executable, '-c', {child!r}]);"
+        "signal.pause()"
+    )
+    root = Path(__file__).parent.parent.parent
+    process = subprocess.Popen(python(parent), cwd=root, stderr=subprocess.DEVNULL)
+    until(lambda: has_said(tmp_path / "node-1.0.log", "up"))
+    (pid,) = _children(process.pid)
+    handle = os.pidfd_open(pid)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    gone, _, _ = select.select([handle], [], [], 60)
+    os.close(handle)
+    assert gone
+
+
+def _children(pid: int) -> list[int]:
+    return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(0, "ended with status 0"), (-9, "was ended by SIGKILL"), (-77, "was ended by signal 77")],
+)
+def test_a_status_in_words(status, words):
+    assert describe_status(status) == words
+
+
+def test_the_tail_of_a_log_that_is_not_there(tmp_path):
+    assert "can't read" in tail(tmp_path / "none.log")
