@@ -6,7 +6,8 @@ PROTOS = bootstrap/registry.proto node/stage.proto
 .PHONY: demo test bench lint proto clean
 
 demo: .venv/installed
-	.venv/bin/planaria up demo.toml --kill 2@30 --out out/demo
+	rm -rf out/demo
+	.venv/bin/planaria up demo.toml --kill 2@60 --out out/demo
 
 test: .venv/installed-dev
 	.venv/bin/pytest

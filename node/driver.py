@@ -130,7 +130,7 @@ class Driver:
 
     def link_lost(self, peer: str, reason: str, now: float) -> list[Effect]:
         """Messages to or from `peer` may be lost: nothing that waits for it can be trusted."""
-        if peer not in self.members or self.phase in (Phase.INACTIVE, Phase.HALTED):
+        if peer not in self.members or self.phase is Phase.INACTIVE:
             return []
         lost = Event("lost", {"node": peer, "stage": self.members[peer], "reason": reason})
         return [lost, *self._gather(f"the link to {peer} is lost: {reason}", now)]
@@ -258,6 +258,8 @@ class Driver:
                 continue
             decision = decide(stage, survivors, self.rules.stages, self.rules.policy)
             if isinstance(decision, Stop):
+                if self._is_over():
+                    return self._finish(now)
                 return self._halt(pb.Halt(reason=decision.reason, step=self.committed), now)
             # One node rebuilds a lost stage; the others copy from it, so that they are identical.
             effects += self._sync_one_stage(
@@ -267,7 +269,7 @@ class Driver:
             self.phase = Phase.SYNCING
             self.began = self.progressed = now
             return effects
-        if vacant:
+        if vacant and not self._is_over():
             self.phase = Phase.WAITING
             stages = ", ".join(map(str, vacant))
             self.why = f"waiting for a node to join stage {stages}: planaria node --join ..."
@@ -320,14 +322,21 @@ class Driver:
             self.phase = Phase.PAUSING
             return []
         begin = self._what_next(now)
-        if begin is None:
-            return self._halt(self._finished(), now)
-        return self._send_step(pb.Step(begin=begin), now)
+        return self._finish(now) if begin is None else self._send_step(pb.Step(begin=begin), now)
+
+    def _is_over(self) -> bool:
+        validated = not self.rules.validation_microbatches or self.validated[0] == self.committed
+        return self.committed >= self.rules.steps and validated
+
+    def _finish(self, now: float) -> list[Effect]:
+        loss = self.validated[1]
+        return self._halt(pb.Halt(finished=True, step=self.committed, validation_loss=loss), now)
 
     def _what_next(self, now: float) -> pb.Begin | None:
         rules = self.rules
-        over = self.committed >= rules.steps
-        due = over or (
+        if self._is_over():
+            return None
+        due = self.committed >= rules.steps or (
             rules.validate_every and self.committed and self.committed % rules.validate_every == 0
         )
         if due and rules.validation_microbatches and self.validated[0] != self.committed:
@@ -337,8 +346,6 @@ class Driver:
                 plan=self._plan(rules.validation_microbatches),
                 members=self._places(),
             )
-        if over:
-            return None
         boosted = {self.members[node]: s.boosted_at for node, s in self.statuses.items()}
         self.lr_scale = [
             rules.lr_scale(self.committed + 1, boosted.get(stage, 0))
@@ -460,8 +467,7 @@ class Driver:
         if begin is not None:
             step.begin.CopyFrom(begin)
             return self._send_step(step, now)
-        effects = self._send_step(step, now)
-        return effects + self._halt(self._finished(), now)
+        return self._send_step(step, now) + self._finish(now)
 
     # --- what goes wrong
 
@@ -503,9 +509,6 @@ class Driver:
         message = pb.Message(halt=halt)
         effects: list[Effect] = [self._to(node, message) for node in sorted(self.members)]
         return effects + self._report_rebuilds(now)
-
-    def _finished(self) -> pb.Halt:
-        return pb.Halt(finished=True, step=self.committed, validation_loss=self.validated[1])
 
     def _to(self, node: str, message: pb.Message) -> Send:
         addressed = pb.Message()

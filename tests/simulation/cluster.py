@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +60,15 @@ class Host:
     restart_at: float | None = None
 
 
+@dataclass
+class Trap:
+    """A fault in the very moment in which a machine says something for the n-th time."""
+
+    kind: str
+    countdown: int
+    spring: Callable[[], None]
+
+
 class Cluster:
     def __init__(
         self,
@@ -81,6 +91,7 @@ class Cluster:
         self.confirmed: dict[int, bytes] = {0: b""}
         self.confirmed_in = NEVER
         self.lineage_from = NEVER
+        self.traps: list[Trap] = []
         self._names = itertools.count(1)
         self.registry = Registry(self)
         for host in hosts:
@@ -160,6 +171,11 @@ class Cluster:
 
     def on_event(self, node: Node, kind: str) -> None:
         self.counts[kind] += 1
+        for trap in self.traps:
+            if trap.kind == kind:
+                trap.countdown -= 1
+                if trap.countdown == 0:
+                    trap.spring()
 
     def demand(self, holds: bool, invariant: str, what: str) -> None:
         if not holds:
@@ -251,7 +267,7 @@ class Cluster:
         ]
 
     def check_halt(self, node: Node, halt: pb.Halt) -> None:
-        self.counts["finished" if halt.finished else "stopped"] += 1
+        self.on_event(node, "finished" if halt.finished else "stopped")
 
     # --- how it ends
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from simulation.shell import Node
 
 TICK = 0.1
+HELD_UP = 1.0
 RENEW = 1.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 1.0
 
@@ -52,10 +53,17 @@ class Registry:
             self.process.alive = False
             self.cluster.network.died(self)
 
+    def freeze(self, seconds: float) -> None:
+        process = self.process
+        if process.responsive:
+            process.freeze()
+            self.world.after(seconds, process.thaw)
+
     def restart(self) -> None:
         if getattr(self, "process", None) and self.process.alive:
             return
         self.process = Process(self.world, self.name)
+        self.ticked = self.world.now
         self.links: dict[str, Link] = {}
         self.machine = Membership(self.rules)
         if self.journal.number:
@@ -71,7 +79,11 @@ class Registry:
         return {member.node for member in self.journal.members}
 
     def _tick(self) -> None:
-        self._carry_out(self.machine.tick(self.world.now))
+        now = self.world.now
+        if now - self.ticked > HELD_UP:
+            self.machine.paused(now - self.ticked, now)
+        self.ticked = now
+        self._carry_out(self.machine.tick(now))
         self.machine.validate_state()
         self.process.after(TICK, self._tick)
 

@@ -7,12 +7,14 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from node.driver import Driver, Rules
 from node.member import Member
-from simulation.cluster import Cluster, Host, InvariantError
+from simulation.cluster import Cluster, Host, InvariantError, Trap
 from simulation.shell import Node
 
+TRAPS = ["committed", "committed", "aborted", "rebuilding", "rebuilt", "validated", "finished"]
 TAIL = 120
 """Lines of the trace that a report shows."""
 LONGEST = 240.0
@@ -104,15 +106,31 @@ class Scenario:
             (self._break_link, 4),
             (self._flap, 2),
             (self._crash_registry, 3),
+            (self._freeze_registry, 1),
         ]
         kinds, weights = [fault for fault, _ in faults], [weight for _, weight in faults]
         when, gap = chosen.uniform(0.0, 4.0), chosen.choice([0.2, 1.0, 3.0])
         for fault in chosen.choices(kinds, weights, k=chosen.randint(0, 16)):
             self.world.after(when, self._strike, fault)
             when += chosen.expovariate(1.0 / gap)
+        for _ in range(chosen.choice([0, 0, 1, 2, 4])):
+            kind = chosen.choice(TRAPS)
+            nth = chosen.randint(1, self.cluster.rules.steps if kind == "committed" else 3)
+            fault = chosen.choice(
+                [
+                    self._crash_driver,
+                    self._crash_committing,
+                    self._freeze_driver,
+                    self._crash,
+                    self._break_link_of_driver,
+                    self._crash_registry,
+                ]
+            )
+            self.cluster.traps.append(Trap(kind, nth, partial(self._strike, fault)))
         return when
 
     def _strike(self, fault: Callable[[], float]) -> None:
+        self.cluster.counts[fault.__name__] += 1
         over = self.world.now + fault()
         self.quiet_from = max(self.quiet_from, over)
 
@@ -207,6 +225,21 @@ class Scenario:
             self.world.say("network", f"breaks {link.ends[0].name}-{link.ends[1].name}")
             self.cluster.network.break_link(link)
         return 0.0
+
+    def _break_link_of_driver(self) -> float:
+        node = self._driver()
+        peers = sorted(node.links.keys() - {"registry"}) if node is not None else []
+        if node is not None and peers:
+            link = node.links[self.random.choice(peers)]
+            self.world.say("network", f"breaks {link.ends[0].name}-{link.ends[1].name}")
+            self.cluster.network.break_link(link)
+        return 4.0
+
+    def _freeze_registry(self) -> float:
+        seconds = self.random.choice([1.0, 5.0, 15.0]) * self.random.uniform(0.3, 1.0)
+        self.world.say("registry", f"is frozen for {seconds:.1f} s")
+        self.cluster.registry.freeze(seconds)
+        return seconds
 
     def _flap(self) -> float:
         """One pair of hosts loses its link again and again."""
