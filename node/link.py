@@ -661,7 +661,8 @@ class Links:
                 *options,
                 ("grpc.so_reuseport", 0),  # else two nodes share a port and nobody notices
                 ("grpc.max_concurrent_streams", 4),
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", silence // 2),
+                ("grpc.http2.min_ping_interval_without_data_ms", silence // 2),
+                ("grpc.http2.max_ping_strikes", 0),  # a peer that was starved pings in bursts
             ]
         return [
             *options,
