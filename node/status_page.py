@@ -101,14 +101,11 @@ def _head(description: Description) -> RenderableType:
 def _members(description: Description) -> Table:
     table = Table(
         Column("stage", justify="right"),
-        "node",
-        "state",
-        *(
-            Column(name, justify="right")
-            for name in ("committed", "silence", "microbatches", "in", "out")
-        ),
-        "address",
-        "device",
+        Column("node", no_wrap=True),
+        Column("state", no_wrap=True),
+        *(Column(name, justify="right", no_wrap=True) for name in ("step", "silence", "in", "out")),
+        Column("address", no_wrap=True),
+        Column("device", no_wrap=True),
         box=None,
         header_style="bold",
         pad_edge=False,
@@ -118,16 +115,14 @@ def _members(description: Description) -> Table:
     )
     for one in by_stage:
         member, report = one.member, one.report
-        driver = " (driver)" if member.node == description.view.driver else ""
         table.add_row(
             "spare" if member.spare else str(member.stage),
-            escape(f"{member.node}{driver}"),
+            escape(member.node),
             state([one]),
             str(report.committed),
             f"{one.since_renewal:.1f} s",
-            f"{report.microbatches:,}",
-            decimal(report.bytes_in),
-            decimal(report.bytes_out),
+            decimal(report.bytes_in, separator="").removesuffix("ytes"),
+            decimal(report.bytes_out, separator="").removesuffix("ytes"),
             escape(member.address or "dials out only"),
             escape(f"{member.device} on {member.host}"),
         )
