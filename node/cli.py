@@ -388,9 +388,6 @@ def _begin_service() -> None:
     """What every process of a swarm does first."""
     import logging
 
-    from node.processes import follow_parent
-
-    follow_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,14 @@ GRACE = 5.0
 LOOK = 0.02
 """Seconds between two looks at processes that are to end."""
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-_PARENT = "PLANARIA_PARENT"  # in a child's environment: the process that started it
+
+Work = Callable[[list[str]], None]
+
+
+def run_planaria(arguments: list[str]) -> None:
+    from node.cli import app
+
+    app(arguments)
 
 
 class Ended(NamedTuple):
@@ -31,27 +39,36 @@ class Ended(NamedTuple):
 
 
 class Processes:
-    """At most one process in a slot at a time. Each is in a session of its own, so that a Ctrl-C
-    reaches this process only; see `follow_parent` for what happens should this process vanish."""
+    """At most one process in a slot at a time; each runs `planaria` with arguments of its own.
 
-    def __init__(self, logs: Path, environment: Mapping[str, str]) -> None:
-        self.logs = logs
-        self._environment = {**os.environ, **environment, _PARENT: str(os.getpid())}
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
+    They are forked from one process that has loaded the modules `preload` (torch takes seconds of a
+    core to load, too long for a swarm that waits for a replacement). Each is in a session of its
+    own, so that a Ctrl-C reaches this process only, and gets SIGKILL should this process vanish.
+    """
+
+    def __init__(
+        self,
+        logs: Path,
+        environment: Mapping[str, str],
+        preload: Sequence[str] = (),
+        work: Work = run_planaria,
+    ) -> None:
+        """`environment` is set for this process too, from which the others have theirs."""
+        os.environ.update(environment)
+        self.logs, self.work = logs, work
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["node.fork_server", *preload])
+        self._running: dict[str, BaseProcess] = {}
         self._started: Counter[str] = Counter()
 
-    def start(self, slot: str, command: Sequence[str]) -> int:
+    def start(self, slot: str, arguments: Sequence[str]) -> int:
         """Returns the process's id. Its output goes to the slot's next log. Raises OSError."""
         self._started[slot] += 1
-        with self.log(slot).open("wb") as log:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self._environment,
-                start_new_session=True,
-            )
+        process = self._context.Process(
+            target=_begin, args=(self.log(slot), self.work, list(arguments)), daemon=True
+        )
+        process.start()
+        assert process.pid is not None
         self._running[slot] = process
         return process.pid
 
@@ -63,14 +80,14 @@ class Processes:
 
     def running(self) -> dict[str, int]:
         """Slot -> process id, as far as `ended` has not told otherwise."""
-        return {slot: process.pid for slot, process in self._running.items()}
+        return {slot: process.pid or 0 for slot, process in self._running.items()}
 
     def ended(self) -> list[Ended]:
         """Those that ended by themselves since the last look."""
         ended = [
-            Ended(slot, process.pid, status)
+            Ended(slot, process.pid or 0, status)
             for slot, process in self._running.items()
-            if (status := process.poll()) is not None
+            if (status := process.exitcode) is not None
         ]
         for one in ended:
             del self._running[one.slot]
@@ -82,7 +99,7 @@ class Processes:
         if process is None:
             return None
         process.kill()
-        process.wait()
+        process.join()
         return process.pid
 
     async def stop(self) -> None:
@@ -92,7 +109,7 @@ class Processes:
                 self._running[slot].terminate()
             deadline = time.monotonic() + GRACE
             while slots and time.monotonic() < deadline:
-                slots = [slot for slot in slots if self._running[slot].poll() is None]
+                slots = [slot for slot in slots if self._running[slot].exitcode is None]
                 await asyncio.sleep(LOOK)
         self.kill_all()
 
@@ -121,12 +138,18 @@ def tail(log: Path, lines: int = 12) -> str:
     return "\n".join(text.splitlines()[-lines:]) or "(empty)"
 
 
-def follow_parent() -> None:
-    """Called first thing by a child: it gets SIGKILL when the process that started it vanishes.
-    Done here, not between fork and exec, where a process with threads must not run Python."""
-    parent = os.environ.get(_PARENT)
-    if parent is None or sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):  # it vanished before that was said
-        os._exit(1)
+def _begin(log: Path, work: Work, arguments: list[str]) -> None:
+    """What a child does first."""
+    os.setsid()
+    die_with_parent()
+    with log.open("wb") as file:
+        for output in (sys.stdout, sys.stderr):
+            output.flush()
+            os.dup2(file.fileno(), output.fileno())
+    work(arguments)
+
+
+def die_with_parent() -> None:
+    """This process gets SIGKILL when its parent vanishes (on Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

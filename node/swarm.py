@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -148,7 +147,8 @@ class _Swarm:
         self.stages, self.replicas = run.model.stages or 0, run.swarm.replicas
         nodes = (self.stages + 1) * self.replicas
         self.threads = max(1, len(os.sched_getaffinity(0)) // nodes)
-        self.processes = Processes(self.logs, {"OMP_NUM_THREADS": str(self.threads)})
+        environment = {"OMP_NUM_THREADS": str(self.threads)}
+        self.processes = Processes(self.logs, environment, ["node.serve", "bootstrap.service"])
         self.events = EventLog(self.logs, "up")
         self.story = Story(run.steps)
         self.tails: dict[Path, Tail] = {}
@@ -293,16 +293,15 @@ class _Swarm:
         self.events.write("started", {"slot": slot, "pid": pid})
 
     def _command(self, slot: str) -> list[str]:
-        planaria = [sys.executable, "-m", "node.cli"]
         if slot == "registry":
             return [
-                *(*planaria, "bootstrap", "--run", str(self.out / "run.toml")),
+                *("bootstrap", "--run", str(self.out / "run.toml")),
                 *("--listen", self.address or "127.0.0.1:0"),
                 *("--address-file", str(self.out / "registry.address")),
                 *("--journal", str(self.logs / "registry.journal")),
             ]
         return [
-            *(*planaria, "node", "--join", self.address, "--stage", slot.partition(".")[0]),
+            *("node", "--join", self.address, "--stage", slot.partition(".")[0]),
             *("--listen", "127.0.0.1:0", "--device", self.device),
             *("--out", str(self.logs), "--threads", str(self.threads)),
         ]

@@ -20,13 +20,14 @@ FOREVER = "import signal; print('up', flush=True); signal.pause()"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {FOREVER}"
 
 
-def python(code: str) -> list[str]:
-    return [sys.executable, "-c", code]
+def run_python(arguments: list[str]) -> None:
+    exec(arguments[0], {})
 
 
 @pytest.fixture
-def processes(tmp_path):
-    found = Processes(tmp_path, {"GREETING": "hello"})
+def processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("GREETING", "")  # and unset afterwards
+    found = Processes(tmp_path, {"GREETING": "hello"}, work=run_python)
     yield found
     found.kill_all()
 
@@ -49,19 +50,19 @@ def assert_gone(pid: int) -> None:
 
 
 def test_each_process_in_a_slot_has_a_log_of_its_own(processes, tmp_path):
-    processes.start("2.0", python(FOREVER))
+    processes.start("2.0", [FOREVER])
     assert processes.log("2.0") == tmp_path / "node-2.0.log"
     pid = processes.kill("2.0")
     assert_gone(pid)
     assert processes.running() == {}
     assert processes.ended() == []  # was no accident
-    processes.start("2.0", python(FOREVER))
+    processes.start("2.0", [FOREVER])
     assert processes.log("2.0") == tmp_path / "node-2.0-2.log"
     assert processes.kill("1.0") is None
 
 
 def test_who_ends_by_itself_is_told_once_with_its_last_words(processes):
-    pid = processes.start("1.0", python("import os; print(os.environ['GREETING']); exit(3)"))
+    pid = processes.start("1.0", ["import sys; print('hello'); sys.exit(3)"])
     assert until(processes.ended) == [("1.0", pid, 3)]
     assert processes.ended() == []
     assert tail(processes.log("1.0")) == "hello"
@@ -70,9 +71,9 @@ def test_who_ends_by_itself_is_told_once_with_its_last_words(processes):
 async def test_stop_ends_the_willing_and_the_stubborn(processes, monkeypatch):
     monkeypatch.setattr("node.processes.GRACE", 0.1)
     pids = [
-        processes.start("registry", python(FOREVER)),
-        processes.start("0.0", python(FOREVER)),
-        processes.start("1.0", python(STUBBORN)),
+        processes.start("registry", [FOREVER]),
+        processes.start("0.0", [FOREVER]),
+        processes.start("1.0", [STUBBORN]),
     ]
     until(lambda: has_said(processes.log("1.0"), "up"))
     await processes.stop()
@@ -83,26 +84,24 @@ async def test_stop_ends_the_willing_and_the_stubborn(processes, monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is needed")
 def test_children_die_with_their_parent_even_by_sigkill(tmp_path):
-    child = f"from node.processes import follow_parent; follow_parent(); {FOREVER}"
     parent = (
-        "import signal, sys; from pathlib import Path; from node.processes import Processes;"
-        f"Processes(Path({str(tmp_path)!r}), {{}}).start('1.0', [sys.executable, '-c', {child!r}]);"
-        "signal.pause()"
+        "import signal; from pathlib import Path; from node.processes import Processes;"
+        "from tests.node.test_processes import FOREVER, run_python;"
+        f"processes = Processes(Path({str(tmp_path)!r}), {{}}, work=run_python);"
+        "print(processes.start('1.0', [FOREVER]), flush=True); signal.pause()"
     )
     root = Path(__file__).parent.parent.parent
-    process = subprocess.Popen(python(parent), cwd=root, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", parent], cwd=root, stdout=subprocess.PIPE, text=True
+    )
+    pid = int(process.stdout.readline())
     until(lambda: has_said(tmp_path / "node-1.0.log", "up"))
-    (pid,) = _children(process.pid)
     handle = os.pidfd_open(pid)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.communicate()
     gone, _, _ = select.select([handle], [], [], 60)
     os.close(handle)
     assert gone
-
-
-def _children(pid: int) -> list[int]:
-    return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.mark.parametrize(
