@@ -23,6 +23,8 @@ LINES_A_RUN = 20
 """Progress lines, where there is no terminal."""
 RATE_OVER = 10
 """Steps that tokens/s is taken over."""
+REDRAW = 0.1
+"""Seconds between two pictures of the page at least."""
 
 
 class Story:
@@ -212,6 +214,8 @@ class Screen:
         self._began = time.monotonic()
         self._news: deque[str] = deque(maxlen=NEWS_SHOWN)
         self._told = 0  # progress lines
+        self._drawn = 0.0
+        self._page: RenderableType = Text()
         self._per_line = -(-steps // LINES_A_RUN)
         self._live = Live(console=console, auto_refresh=False) if self.interactive else None
 
@@ -222,6 +226,7 @@ class Screen:
 
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
+            self._live.update(self._page, refresh=True)
             self._live.stop()
 
     def say(self, text: str) -> None:
@@ -231,8 +236,12 @@ class Screen:
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, story: Story, description: Description | None, stages: int) -> None:
+        now = time.monotonic()
         if self._live is not None:
-            self._live.update(self._page(story, description, stages), refresh=True)
+            self._page = self._draw(story, description, stages)
+            if now - self._drawn >= REDRAW:
+                self._drawn = now
+                self._live.update(self._page, refresh=True)
         elif story.committed // self._per_line > self._told:
             self._told = story.committed // self._per_line
             self.say(
@@ -240,7 +249,7 @@ class Screen:
                 f"{story.tokens_per_second:,.0f} tokens/s"
             )
 
-    def _page(self, story: Story, description: Description | None, stages: int) -> RenderableType:
+    def _draw(self, story: Story, description: Description | None, stages: int) -> RenderableType:
         lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in self._news]
         return Group(
             stage_table(description or Description(), stages),

@@ -100,12 +100,11 @@ def _head(description: Description) -> RenderableType:
 
 def _members(description: Description) -> Table:
     table = Table(
-        Column("stage", justify="right"),
+        Column("stage", justify="right", no_wrap=True),
         Column("node", no_wrap=True),
         Column("state", no_wrap=True),
         *(Column(name, justify="right", no_wrap=True) for name in ("step", "silence", "in", "out")),
-        Column("address", no_wrap=True),
-        Column("device", no_wrap=True),
+        "address, device",
         box=None,
         header_style="bold",
         pad_edge=False,
@@ -123,8 +122,7 @@ def _members(description: Description) -> Table:
             f"{one.since_renewal:.1f} s",
             decimal(report.bytes_in, separator="").removesuffix("ytes"),
             decimal(report.bytes_out, separator="").removesuffix("ytes"),
-            escape(member.address or "dials out only"),
-            escape(f"{member.device} on {member.host}"),
+            escape(f"{member.address or 'dials out'}, {member.device} on {member.host}"),
         )
     return table
 

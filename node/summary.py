@@ -175,21 +175,23 @@ def draw_loss(run: RunFile, lines: Sequence[Line], events: Sequence[Event], path
             label=f"validation, {validations[-1][1]:.3f} at the end",
             zorder=4,
         )
+    end = max([run.steps, *steps])
     for number, (step, text) in enumerate(marks(counted)):
+        beside = "left" if step < 0.8 * end else "right"
         axes.axvline(step, color=_LOSS, linewidth=1, linestyle=(0, (4, 3)), zorder=2)
         axes.annotate(
             text,
             xy=(step, 1),
             xycoords=("data", "axes fraction"),
-            xytext=(4, -6 - 26 * (number % 3)),
+            xytext=(4 if beside == "left" else -4, -6 - 28 * (number % 3)),
             textcoords="offset points",
+            ha=beside,
             va="top",
             fontsize=8,
             color=_LOSS,
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
             zorder=5,
         )
-    end = max([run.steps, *steps])
     axes.set_xlim(0, 1.02 * end)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step")
@@ -205,18 +207,18 @@ def draw_loss(run: RunFile, lines: Sequence[Line], events: Sequence[Event], path
 _INK, _LOSS, _VALIDATION = "#1f4e79", "#b03a2e", "#2e8b57"
 
 
-def marks(events: Sequence[Event]) -> list[tuple[int, str]]:
-    """What to mark in the picture: at which step which stage was rebuilt, and how, or killed
-    without being rebuilt."""
+def marks(events: Iterable[Event]) -> list[tuple[int, str]]:
+    """What to mark in the picture: at which step which stage was rebuilt, and how, or a node of it
+    killed while others kept the stage alive."""
+    events = list(events)
+    rebuilt = [event for event in events if event["kind"] == "rebuilt"]
+    at_once = {(event["stage"], event["step"] + 1) for event in rebuilt}
     found: dict[int, dict[int, Counter[str]]] = {}  # step -> stage -> methods
-    for number, event in enumerate(events):
+    for event in events:
         if event["kind"] == "rebuilt":
             method = event["method"]
-        elif event["kind"] == "killed" and not any(
-            later["kind"] == "rebuilt" and later["stage"] == event["stage"]
-            for later in events[number:]
-        ):
-            method = "killed"
+        elif event["kind"] == "killed" and (event["stage"], event["step"]) not in at_once:
+            method = "node killed"
         else:
             continue
         of_step = found.setdefault(event["step"], {})

@@ -162,6 +162,7 @@ class _Swarm:
 
     async def train(self, stop: asyncio.Future[int]) -> Ending:
         """Returns when the run is over one way or the other. Raises SwarmError."""
+        self.screen.say(f"starting; logs are in {self.logs}")
         self._start("registry")
         self.address = await self._registry_address(stop)
         if not stop.done():
@@ -350,6 +351,7 @@ class _Swarm:
             if slot != "registry":
                 fields |= self._victim(slot, ended.pid)
             self.events.write("exited", {**fields, "how": describe_status(ended.status)})
+            self._read()
             self.restarts[slot] += 1
             if self.restarts[slot] > MOST_RESTARTS:
                 raise SwarmError(self._failure(ended))
@@ -384,7 +386,8 @@ def _wrap_up(run: RunFile, out: Path, console: Console, ending: Ending) -> int:
         problems += shortcomings(run, summary)
     for sentence in tell(summary):
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"written to {out}: summary.json, ledger.jsonl, events.jsonl, loss.png, logs/")
+    written = ", ".join(sorted(path.name for path in out.iterdir()))
+    console.print(f"{out} has {written}", markup=False, highlight=False, soft_wrap=True)
     for problem in problems:
         console.print("error:", style="bold red", end=" ")
         console.print(problem, markup=False, highlight=False, soft_wrap=True)

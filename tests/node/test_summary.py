@@ -231,7 +231,7 @@ def test_marks_name_the_methods_by_step_and_stage():
     ]
     assert marks(events) == [
         (2, "stage 2: checkfree, replica x2"),
-        (9, "stage 3: killed"),
+        (9, "stage 3: node killed"),
     ]
 
 
