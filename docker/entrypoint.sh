@@ -1,0 +1,32 @@
+#!/bin/sh
+# Turns the environment into options of planaria, and becomes its process, so that signals reach it.
+# Options on the command line come last and win.
+set -eu
+
+command=${1:-node}
+[ $# -eq 0 ] || shift
+
+case $command in
+node)
+    set -- --join "${PLANARIA_JOIN:?set it to the HOST:PORT of the registry}" \
+        ${PLANARIA_STAGE:+--stage "$PLANARIA_STAGE"} \
+        ${PLANARIA_ADVERTISE:+--advertise "$PLANARIA_ADVERTISE"} \
+        ${PLANARIA_DEVICE:+--device "$PLANARIA_DEVICE"} \
+        ${PLANARIA_DATA:+--data "$PLANARIA_DATA"} \
+        ${PLANARIA_OUT:+--out "$PLANARIA_OUT"} "$@"
+    ;;
+bootstrap)
+    set -- --run "${PLANARIA_RUN:?set it to the path of the run file}" \
+        ${PLANARIA_JOURNAL:+--journal "$PLANARIA_JOURNAL"} "$@"
+    ;;
+*)
+    exec planaria "$command" "$@"
+    ;;
+esac
+
+exec planaria "$command" --listen "$PLANARIA_LISTEN" \
+    ${PLANARIA_INSECURE:+--insecure} \
+    ${PLANARIA_TLS_CA:+--tls-ca "$PLANARIA_TLS_CA"} \
+    ${PLANARIA_TLS_CERT:+--tls-cert "$PLANARIA_TLS_CERT"} \
+    ${PLANARIA_TLS_KEY:+--tls-key "$PLANARIA_TLS_KEY"} \
+    ${PLANARIA_TOKEN:+--token "$PLANARIA_TOKEN"} "$@"
