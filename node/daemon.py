@@ -357,11 +357,10 @@ class Node:
         self.client.suspect(peer, reason)
         if self.member is None:
             return
-        for frame in unacknowledged:
-            if frame.kind in ("activation", "gradient"):
-                why = f"the link to {peer} broke before a frame was through: {reason}"
-                self.attempt_failed(Ballot(*frame.ballot), why, [])
-                break
+        lost = [f.ballot for f in unacknowledged if f.kind in ("activation", "gradient")]
+        if lost:  # those of older attempts may be among them
+            why = f"the link to {peer} broke before a frame was through: {reason}"
+            self.attempt_failed(Ballot(*max(lost)), why, [])
         self._carry_out(self.driver.link_lost(peer, reason, self.loop.time()))
 
     def send_message(self, peer: str, message: pb.Message) -> bool:
@@ -393,7 +392,7 @@ class Node:
             if not parked:
                 del self.parked[peer]
             for item in late:
-                if isinstance(item, Frame) and item.kind in ("activation", "gradient"):
+                if isinstance(item, Frame) and item.kind != "state":
                     why = f"no link to {peer} came up in {LINK_PATIENCE:.0f} s"
                     self.attempt_failed(Ballot(*item.ballot), why, [peer])
 

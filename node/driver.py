@@ -84,6 +84,7 @@ class Driver:
         self.failures = 0  # attempts in a row that failed
         self.pause_until = 0.0
         self.validated: tuple[int, float] = (0, math.nan)  # step, loss
+        self.finished = False  # and stays so, whoever is lost afterwards
         self.why = ""
 
     # --- events
@@ -258,7 +259,7 @@ class Driver:
                 continue
             decision = decide(stage, survivors, self.rules.stages, self.rules.policy)
             if isinstance(decision, Stop):
-                if self._is_over():
+                if self.finished:
                     return self._finish(now)
                 return self._halt(pb.Halt(reason=decision.reason, step=self.committed), now)
             # One node rebuilds a lost stage; the others copy from it, so that they are identical.
@@ -269,7 +270,7 @@ class Driver:
             self.phase = Phase.SYNCING
             self.began = self.progressed = now
             return effects
-        if vacant and not self._is_over():
+        if vacant and not self.finished:
             self.phase = Phase.WAITING
             stages = ", ".join(map(str, vacant))
             self.why = f"waiting for a node to join stage {stages}: planaria node --join ..."
@@ -329,6 +330,7 @@ class Driver:
         return self.committed >= self.rules.steps and validated
 
     def _finish(self, now: float) -> list[Effect]:
+        self.finished = True
         loss = self.validated[1]
         return self._halt(pb.Halt(finished=True, step=self.committed, validation_loss=loss), now)
 

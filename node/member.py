@@ -85,7 +85,7 @@ class Member:
         if view.driver or 0 in survivors or not self.committed:
             return []
         decision = decide(0, survivors, self.stages, self.policy)
-        if isinstance(decision, Stop) and self.phase is not Phase.HALTED:
+        if isinstance(decision, Stop) and self.halt is None:
             return self._halt(pb.Halt(reason=decision.reason, step=self.committed))
         return []
 
@@ -183,6 +183,7 @@ class Member:
     def _queried(self, peer: str, ballot: Ballot) -> list[Effect]:
         attempting = self.step if self._attempting() else 0
         self._promise(peer, ballot)
+        self.halt = None  # the driver looks again
         effects: list[Effect] = []
         if self.phase in (Phase.RUNNING, Phase.REDUCING):
             effects.append(DropAttempt(self.attempt))
@@ -260,7 +261,9 @@ class Member:
         return [*effects, Fetch(ballot, sync)]
 
     def _halt(self, halt: pb.Halt) -> list[Effect]:
+        self.halt = halt
+        if self.phase is Phase.READY:  # a driver that comes yet may want it committed
+            return [Halted(halt)]
         effects: list[Effect] = [DropAttempt(self.attempt)] if self._attempting() else []
         self.phase = Phase.HALTED
-        self.halt = halt
         return [*effects, Halted(halt)]

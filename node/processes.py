@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import time
@@ -25,9 +26,9 @@ Work = Callable[[list[str]], None]
 
 
 def run_planaria(arguments: list[str]) -> None:
-    from node.cli import app
-
-    app(arguments)
+    """As `python -m node.cli ARGUMENTS...` would."""
+    sys.argv = ["planaria", *arguments]
+    runpy.run_module("node.cli", run_name="__main__")
 
 
 class Ended(NamedTuple):

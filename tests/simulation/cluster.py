@@ -27,7 +27,7 @@ from node import stage_pb2 as pb
 from node.driver import Driver, Rules
 from node.driver import Phase as DriverPhase
 from node.effects import NEVER, Ballot
-from node.member import Member, Phase
+from node.member import Member
 from recovery.decide import Stop, decide
 from simulation.registry import Client, Registry
 from simulation.shell import SHARDS, Node
@@ -269,6 +269,12 @@ class Cluster:
     def check_halt(self, node: Node, halt: pb.Halt) -> None:
         self.on_event(node, "finished" if halt.finished else "stopped")
 
+    def check_patience(self, node: Node, reason: str) -> None:
+        """The deadline for progress is for what nobody has thought of: each loss known here is
+        noticed sooner, but for a driver that was frozen itself."""
+        vain = reason.startswith("no progress") and node.process.thawed_at < self.world.now
+        self.demand(not vain, "I4", f"{node.name} has waited in vain: {reason}")
+
     # --- how it ends
 
     def settled(self) -> bool:
@@ -280,7 +286,7 @@ class Cluster:
             node is not None
             and node.view.number == view.number
             and node.member is not None
-            and node.member.phase is Phase.HALTED
+            and node.member.halt is not None
             and not node.member.changing
             and (node.name != view.driver or node.driver.phase is DriverPhase.HALTED)
             for node in active
@@ -291,11 +297,10 @@ class Cluster:
         view = self.registry.view()
         nodes = {node.name: node for node in self.nodes}
         active = [nodes[member.node] for member in view.members if not member.spare]
-        halts = {(n.member.halt.finished, n.member.halt.reason) for n in active}  # type: ignore
-        self.demand(len(halts) == 1, "I4", f"the members have halted for different reasons {halts}")
-        finished, reason = halts.pop()
+        halts = [node.member.halt for node in active if node.member is not None]
+        stopped = [halt.reason for halt in halts if halt is not None and not halt.finished]
         newest = max(node.weights.step for node in active)
-        if finished:
+        if not stopped:
             self.demand(newest == self.rules.steps, "I4", f"finished at step {newest}")
             chains = {node.weights.chain for node in active if node.weights.step == newest}
             self.demand(len(chains) == 1, "I2", "the run has finished with two histories")
@@ -309,8 +314,8 @@ class Cluster:
         ]
         lost = newest < max(self.confirmed)
         justified = lost or any(isinstance(decision, Stop) for decision in decisions)
-        self.demand(justified, "I4", f"stopped without need: {reason}")
-        return f"stopped: {reason}"
+        self.demand(justified, "I4", f"stopped without need: {stopped[0]}")
+        return f"stopped: {stopped[0]}"
 
     def who_waits(self) -> str:
         """For a person: what everybody is up to."""

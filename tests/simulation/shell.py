@@ -313,11 +313,10 @@ class Node:
         self.client.suspect(peer, reason)
         if self.member is None:
             return
-        for frame in unacknowledged:
-            if frame.kind in ("activation", "gradient"):
-                why = f"the link to {peer} broke before a frame was through: {reason}"
-                self.attempt_failed(frame.ballot, why, [])
-                break
+        lost = [f.ballot for f in unacknowledged if f.kind in ("activation", "gradient")]
+        if lost:  # those of older attempts may be among them
+            why = f"the link to {peer} broke before a frame was through: {reason}"
+            self.attempt_failed(max(lost), why, [])
         self.carry_out(self.driver.link_lost(peer, reason, self.world.now))
 
     def _send(self, peer: str, item: pb.Message | Frame) -> bool:
@@ -348,7 +347,7 @@ class Node:
             if not parked:
                 del self.parked[peer]
             for item in late:
-                if isinstance(item, Frame) and item.kind in ("activation", "gradient"):
+                if isinstance(item, Frame) and item.kind != "state":
                     why = f"no link to {peer} came up in {LINK_PATIENCE:.0f} s"
                     self.attempt_failed(item.ballot, why, [peer])
 
@@ -404,6 +403,7 @@ class Node:
             case Event(kind, fields):
                 self.world.say(self.name, f"{kind} {dict(fields)}")
                 self.cluster.on_event(self, kind)
+                self.cluster.check_patience(self, str(fields.get("reason")))
 
     def _apply(self, commit: pb.Commit) -> bytes:
         self.cluster.check_apply(self, commit)

@@ -58,6 +58,7 @@ class Process:
         self.world, self.host = world, host
         self.alive = True
         self.frozen_since: float | None = None
+        self.thawed_at = -1.0
         self._waiting: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
     @property
@@ -81,6 +82,7 @@ class Process:
     def thaw(self) -> None:
         """Everything that came meanwhile is processed now, in the order in which it came."""
         self.frozen_since = None
+        self.thawed_at = self.world.now
         waiting, self._waiting = self._waiting, []
         for call, arguments in waiting:
             self.after(0.0, call, *arguments)
@@ -153,11 +155,11 @@ class Network:
             return
         link = Link((dialler, acceptor), patience=SILENCE + self.world.random.uniform(0.0, 1.0))
         self.links.append(link)
-        self._adopt(link, acceptor)
         delay = self.world.delay()
         for channel in ("control", "bulk"):
             link.last[dialler.name, channel] = self.world.now + delay
         dialler.process.after(delay, self._dialled, link, dialler, done)
+        self._adopt(link, acceptor)
 
     def _dialled(self, link: Link, dialler: Endpoint, done: Callable[[bool], None]) -> None:
         if link.intact and dialler.admits(link.other(dialler).name):

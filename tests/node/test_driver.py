@@ -1,0 +1,481 @@
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootstrap import registry_pb2 as registry
+from node import stage_pb2 as pb
+from node.driver import ANSWER, LONGEST_PAUSE, QUERY_AGAIN, Driver, Phase, Rules
+from node.effects import Ballot, Effect, Event, Send, Suspect
+
+RULES = Rules(
+    stages=4,
+    steps=10,
+    microbatches=2,
+    validation_microbatches=0,
+    validate_every=0,
+    clip=1.0,
+    clip_scope="global",
+    policy="checkfree",
+    progress=60.0,
+    lr_scale=lambda step, boosted_at: 1.1 if boosted_at else 1.0,
+)
+SWARM = {"a": 0, "b": 1, "c": 2, "d": 3, "e": 4}  # a drives
+
+
+def sent(effects: Sequence[Effect], body: str) -> dict[str, pb.Message]:
+    """The messages of that body, by whom they go to."""
+    sends = [effect for effect in effects if isinstance(effect, Send)]
+    return {s.to: s.message for s in sends if s.message.WhichOneof("body") == body}
+
+
+def events(effects: Sequence[Effect], kind: str) -> list[Event]:
+    return [e for e in effects if isinstance(e, Event) and e.kind == kind]
+
+
+def suspected(effects: Sequence[Effect]) -> list[str]:
+    return [effect.node for effect in effects if isinstance(effect, Suspect)]
+
+
+class Told:
+    """A driver at node a, and what happens to it. `now` goes on only where a test says so."""
+
+    def __init__(self, rules: Rules = RULES, members: dict[str, int] = SWARM) -> None:
+        self.driver = Driver("a", rules)
+        self.members = members
+        self.number = 0
+        self.now = 100.0
+
+    def views(
+        self, members: dict[str, int] | None = None, driver: str = "a", committed: int = 0
+    ) -> list[Effect]:
+        self.number += 1
+        if members is not None:
+            self.members = members
+        listed = [registry.Member(node=n, stage=s) for n, s in self.members.items()]
+        view = registry.View(
+            number=self.number, members=listed, driver=driver, reason="so", committed=committed
+        )
+        return self.driver.viewed(view, self.now)
+
+    def hears(self, peer: str, ballot: Ballot | None = None, **body: object) -> list[Effect]:
+        ballot = self.driver.ballot if ballot is None else ballot
+        return self.driver.received(peer, pb.Message(ballot=ballot.message(), **body), self.now)
+
+    def hears_all(self, **body: object) -> list[Effect]:
+        """The same from each member; returns the effects of the last one."""
+        effects: list[Effect] = []
+        for node in list(self.driver.members):
+            effects = self.hears(node, **body)
+        return effects
+
+    def statuses(self, committed: int = 0, **differing: pb.Status) -> list[Effect]:
+        usual = pb.Status(committed=committed, last=pb.Commit(step=committed))
+        effects: list[Effect] = []
+        for node in list(self.driver.members):
+            effects = self.hears(node, status=differing.get(node, usual))
+        return effects
+
+    def begins(self, committed: int = 0) -> dict[str, pb.Message]:
+        self.views()
+        return sent(self.statuses(committed), "step")
+
+    def comes_home(self) -> list[Effect]:
+        effects: list[Effect] = []
+        for microbatch in range(len(self.driver.begin.plan)):
+            home = pb.Home(microbatch=microbatch, loss=4.0, tokens=2)
+            effects = self.hears("a", home=home)
+        return effects
+
+    def ready(self, node: str, squared_norm: float = 1.0, finite: bool = True) -> list[Effect]:
+        ready = pb.Ready(
+            step=self.driver.begin.step, squared_norm=squared_norm, finite=finite, digest=b"same"
+        )
+        return self.hears(node, ready=ready)
+
+    def commits(self) -> dict[str, pb.Message]:
+        self.comes_home()
+        effects: list[Effect] = []
+        for node in list(self.driver.members):
+            effects = self.ready(node)
+        return sent(effects, "step")
+
+    def waits(self, seconds: float) -> list[Effect]:
+        self.now += seconds
+        return self.driver.tick(self.now)
+
+
+# --- a step
+
+
+def test_everybody_is_asked_and_the_step_begins_when_all_have_answered():
+    told = Told()
+    assert sent(told.views(), "query").keys() == SWARM.keys()
+    for node in "abcd":
+        assert told.hears(node, status=pb.Status()) == []
+    begins = sent(told.hears("e", status=pb.Status()), "step")
+    assert begins.keys() == SWARM.keys()
+    begin = begins["c"].step.begin
+    assert begin.step == 1
+    assert [(m.id, m.source, list(m.order)) for m in begin.plan] == [
+        (0, "a", [1, 2, 3, 4]),
+        (1, "a", [1, 2, 3, 4]),
+    ]
+
+
+def test_reduce_waits_for_the_last_microbatch_and_a_repeated_one_is_not_another():
+    told = Told()
+    told.begins()
+    home = pb.Home(microbatch=0, loss=1.0, tokens=1)
+    assert told.hears("a", home=home) == []
+    assert told.hears("a", home=home) == []
+    reduces = sent(told.hears("a", home=pb.Home(microbatch=1, loss=1.0, tokens=1)), "reduce")
+    assert reduces.keys() == SWARM.keys()
+
+
+def test_a_commit_needs_ready_from_every_member_each_counted_once():
+    told = Told()
+    told.begins()
+    told.comes_home()
+    for node in "abcdabcd":
+        assert told.ready(node) == []
+    commits = sent(told.ready("e"), "step")
+    assert commits.keys() == SWARM.keys()
+    step = commits["b"].step
+    assert (step.commit.step, step.begin.step) == (1, 2), "the next begins in the same message"
+    assert step.commit.loss == 2.0
+
+
+def test_the_ballot_of_the_commit_is_the_attempts_not_the_next_ones():
+    told = Told()
+    told.begins()
+    ballot = told.driver.ballot
+    message = told.commits()["b"]
+    assert Ballot.of(message.step.commit.ballot) == ballot
+    assert Ballot.of(message.ballot) > ballot
+
+
+@given(st.sets(st.sampled_from("abcde"), max_size=4))
+def test_no_commit_without_all(ready: set[str]):
+    told = Told()
+    told.begins()
+    told.comes_home()
+    assert all(told.ready(node) == [] for node in ready)
+    assert told.driver.committed == 0
+
+
+def test_the_clip_scale_is_that_of_the_whole_models_norm_replicas_counted_once():
+    told = Told(replace(RULES, stages=2), {"a": 0, "b": 1, "c": 2, "twin": 2})
+    told.begins()
+    told.comes_home()
+    for node, norm in (("a", 3.0), ("b", 4.0), ("c", 12.0)):
+        told.ready(node, norm**2)
+    commit = sent(told.ready("twin", 144.0), "step")["a"].step.commit
+    assert commit.gradient_norm == 13.0
+    assert list(commit.clip_scale) == pytest.approx([1 / 13] * 3, rel=1e-6)
+
+
+def test_with_the_scope_of_a_stage_each_is_clipped_by_its_own_norm():
+    told = Told(replace(RULES, stages=2, clip_scope="stage"), {"a": 0, "b": 1, "c": 2})
+    told.begins()
+    told.comes_home()
+    told.ready("a", 0.25)
+    told.ready("b", 16.0)
+    commit = sent(told.ready("c", 4.0), "step")["a"].step.commit
+    assert list(commit.clip_scale) == pytest.approx([1.0, 1 / 4, 1 / 2], rel=1e-6)
+
+
+@given(st.lists(st.floats(0, 1e12), min_size=3, max_size=3), st.floats(0.01, 100))
+def test_the_clipped_norm_is_never_above_the_limit_and_short_gradients_are_left_alone(
+    squared: list[float], clip: float
+):
+    told = Told(replace(RULES, stages=2, clip=clip), {"a": 0, "b": 1, "c": 2})
+    told.begins()
+    told.comes_home()
+    told.ready("a", squared[0])
+    told.ready("b", squared[1])
+    commit = sent(told.ready("c", squared[2]), "step")["a"].step.commit
+    (scale,) = set(commit.clip_scale)
+    norm = math.sqrt(math.fsum(squared))
+    assert scale * norm <= clip
+    assert scale == 1.0 or norm > clip - 1e-5
+
+
+def test_a_gradient_that_is_not_finite_is_committed_as_skipped_everywhere():
+    told = Told(replace(RULES, stages=2), {"a": 0, "b": 1, "c": 2})
+    told.begins()
+    told.comes_home()
+    told.ready("a")
+    told.ready("b", math.inf, finite=False)
+    step = sent(told.ready("c"), "step")["a"].step
+    assert step.commit.skipped
+    assert list(step.commit.clip_scale) == [0.0] * 3
+    assert step.begin.step == 2, "a skipped step is a committed one"
+
+
+def test_late_and_foreign_messages_have_no_effect():
+    told = Told()
+    told.begins()
+    old = Ballot(told.driver.ballot.view, told.driver.ballot.attempt - 1)
+    assert told.hears("b", old, failed=pb.Failed(reason="old")) == []
+    assert told.hears("stranger", failed=pb.Failed(reason="foreign")) == []
+    assert told.hears("b", ready=pb.Ready(step=1)) == [], "nobody has asked yet"
+    assert told.driver.phase is Phase.RUNNING
+
+
+# --- another driver's legacy
+
+
+def test_what_some_have_committed_the_ready_commit_too():
+    told = Told()
+    told.views()
+    last = pb.Commit(step=3, ballot=Ballot(7, 5).message())
+    has = pb.Status(committed=3, last=last)
+    ready = pb.Status(committed=2, ready=3, ready_ballot=Ballot(7, 5).message())
+    effects = told.statuses(a=ready, b=ready, c=has, d=has, e=has)
+    commits = sent(effects, "step")
+    assert commits.keys() == {"a", "b"}
+    assert commits["a"].step.commit == last
+    assert not commits["a"].step.HasField("begin")
+    assert sent(effects, "query").keys() == SWARM.keys(), "and then all are asked again"
+    assert sent(told.statuses(3), "step")["a"].step.begin.step == 4
+
+
+def test_what_nobody_has_committed_is_tried_again():
+    told = Told()
+    told.views()
+    ready = pb.Status(committed=2, ready=3, ready_ballot=Ballot(7, 5).message(), attempting=3)
+    effects = told.statuses(a=ready, b=ready, c=ready, d=ready, e=ready)
+    (aborted,) = events(effects, "aborted")
+    assert aborted.fields["step"] == 3
+    assert sent(effects, "step")["a"].step.begin.step == 3
+
+
+def test_ready_in_another_attempt_is_not_committed_but_copied():
+    told = Told(members={**SWARM, "twin": 2})
+    told.views()
+    last = pb.Commit(step=3, ballot=Ballot(7, 5).message())
+    other = pb.Status(committed=2, ready=3, ready_ballot=Ballot(7, 4).message())
+    has = pb.Status(committed=3, last=last)
+    effects = told.statuses(a=has, b=has, c=has, d=has, e=has, twin=other)
+    assert sent(effects, "step") == {}
+    sync = sent(effects, "sync")["twin"].sync
+    assert (sync.method, sync.step) == ("replica", 3)
+    assert [source.node for source in sync.sources] == ["c"]
+
+
+# --- loss and joiners
+
+
+def test_a_lost_stage_is_rebuilt_at_one_node_and_copied_by_its_replicas():
+    told = Told(members={**SWARM, "twin": 2})
+    told.views()
+    effects = told.statuses(5, c=pb.Status(), twin=pb.Status())
+    syncs = sent(effects, "sync")
+    assert syncs.keys() == {"c"}
+    assert syncs["c"].sync.method == "checkfree"
+    assert {(s.node, s.stage) for s in syncs["c"].sync.sources} == {("b", 1), ("d", 3)}
+    effects = told.hears("c", synced=pb.Synced(step=5, method="checkfree"))
+    assert sent(effects, "query").keys() == {*SWARM, "twin"}
+    syncs = sent(told.statuses(5, twin=pb.Status()), "sync")
+    assert syncs.keys() == {"twin"}
+    assert syncs["twin"].sync.method == "replica"
+
+
+@pytest.mark.parametrize("lost", ["b", "e"])
+def test_the_loss_of_an_end_stage_halts_the_run(lost: str):
+    told = Told()
+    told.views()
+    effects = told.statuses(5, **{lost: pb.Status()})
+    halts = sent(effects, "halt")
+    assert halts.keys() == SWARM.keys()
+    assert f"stage {SWARM[lost]} is lost" in halts["a"].halt.reason
+    assert not halts["a"].halt.finished
+
+
+def test_when_everything_is_lost_the_run_does_not_begin_anew():
+    told = Told()
+    told.views(committed=7)
+    halt = sent(told.statuses(0), "halt")["a"].halt
+    assert "everything is lost" in halt.reason
+    assert "7" in halt.reason
+
+
+def test_a_commit_that_was_lost_with_its_driver_is_not_everything():
+    told = Told()
+    told.views(committed=4)
+    assert sent(told.statuses(3), "step")["a"].step.begin.step == 4
+
+
+def test_a_vacant_stage_is_waited_for():
+    told = Told(members={"a": 0, "b": 1, "c": 2, "e": 4})
+    told.views()
+    effects = told.statuses(0)
+    (waiting,) = events(effects, "waiting")
+    assert waiting.fields["stages"] == [3]
+    assert told.waits(1000) == []
+    assert "join stage 3" in told.driver.explain()
+    assert sent(told.views(SWARM), "query").keys() == SWARM.keys()
+
+
+def test_a_joiner_waits_for_the_end_of_the_step():
+    told = Told()
+    told.begins()
+    assert told.views({**SWARM, "new": 2}) == []
+    effects = told.commits()
+    assert not effects["b"].step.HasField("begin"), "the view is taken up first"
+    assert told.driver.phase is Phase.GATHERING
+    assert told.driver.members.keys() == {*SWARM, "new"}
+
+
+def test_a_loss_ends_the_attempt_at_once():
+    told = Told()
+    told.begins()
+    assert told.views({**SWARM, "new": 2}) == []
+    without = {node: stage for node, stage in SWARM.items() if node != "c"} | {"new": 2}
+    effects = told.views(without)
+    assert len(events(effects, "aborted")) == 1
+    assert sent(effects, "query").keys() == without.keys()
+
+
+def test_a_lost_link_ends_the_attempt_at_once():
+    told = Told()
+    told.begins()
+    effects = told.driver.link_lost("c", "reset", told.now)
+    assert [e.fields["stage"] for e in events(effects, "lost")] == [2]
+    assert sent(effects, "query").keys() == SWARM.keys()
+    assert told.driver.link_lost("stranger", "reset", told.now) == []
+
+
+def test_who_drives_no_longer_is_silent():
+    told = Told()
+    told.begins()
+    assert told.views(driver="b") == []
+    assert told.hears("c", failed=pb.Failed(reason="x")) == []
+    assert told.driver.link_lost("c", "reset", told.now) == []
+    assert told.waits(1000) == []
+
+
+# --- patience
+
+
+def test_a_silent_member_is_asked_again_and_then_suspected():
+    told = Told()
+    told.views()
+    for node in "abcd":
+        told.hears(node, status=pb.Status())
+    effects = told.waits(QUERY_AGAIN)
+    assert sent(effects, "query").keys() == {"e"}
+    assert suspected(effects) == []
+    assert "e" in told.driver.explain()
+    assert suspected(told.waits(ANSWER)) == ["e"]
+
+
+def test_who_is_not_ready_in_time_is_suspected():
+    told = Told()
+    told.begins()
+    told.comes_home()
+    for node in "abde":
+        told.ready(node)
+    assert told.waits(RULES.progress - 1) == []
+    effects = told.waits(1)
+    assert suspected(effects) == ["c"]
+    assert "waiting for c" in events(effects, "aborted")[0].fields["reason"]
+
+
+def test_the_first_failure_is_retried_at_once_later_ones_after_longer_pauses():
+    told = Told()
+    told.begins()
+    pauses = []
+    for _ in range(8):
+        told.hears("c", failed=pb.Failed(reason="out of memory"))
+        told.statuses(0)
+        before = told.now
+        while told.driver.phase is Phase.PAUSING:
+            told.waits(0.05)
+        assert told.driver.phase is Phase.RUNNING
+        pauses.append(told.now - before)
+    assert pauses[0] == 0
+    assert pauses[1] > 0
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == pytest.approx(LONGEST_PAUSE, abs=0.1)
+    told.commits()
+    told.hears("c", failed=pb.Failed(reason="again"))
+    told.statuses(1)
+    assert told.driver.phase is Phase.RUNNING, "a commit ends the row"
+
+
+def test_a_pause_does_not_end_in_a_step_without_a_stage():
+    told = Told()
+    told.begins()
+    for _ in range(3):
+        told.hears("c", failed=pb.Failed(reason="out of memory"))
+        told.statuses(0)
+        told.waits(LONGEST_PAUSE)
+    told.hears("c", failed=pb.Failed(reason="out of memory"))
+    told.views({node: stage for node, stage in SWARM.items() if node != "c"})
+    told.statuses(0)
+    assert told.driver.phase is Phase.WAITING
+    assert told.waits(2 * LONGEST_PAUSE) == []
+
+
+def test_accused_nodes_are_suspected():
+    told = Told()
+    told.begins()
+    effects = told.hears("b", failed=pb.Failed(reason="silent", accused=["c"]))
+    assert suspected(effects) == ["c"]
+
+
+# --- the end
+
+
+def test_after_the_last_step_comes_a_validation_and_then_the_end():
+    told = Told(replace(RULES, steps=1, validation_microbatches=3))
+    told.begins()
+    begin = told.commits()["b"].step.begin
+    assert (begin.kind, begin.step, len(begin.plan)) == (pb.Begin.EVALUATE, 1, 3)
+    halts = sent(told.comes_home(), "halt")
+    assert halts.keys() == SWARM.keys()
+    assert halts["a"].halt.finished
+    assert halts["a"].halt.validation_loss == 2.0
+
+
+def test_validation_comes_at_its_steps_and_aborts_nothing():
+    told = Told(replace(RULES, validation_microbatches=1, validate_every=2))
+    told.begins()
+    assert told.commits()["a"].step.begin.kind == pb.Begin.TRAIN
+    assert told.commits()["a"].step.begin.kind == pb.Begin.EVALUATE
+    effects = told.hears("c", failed=pb.Failed(reason="x"))
+    assert events(effects, "aborted") == []
+    begin = sent(told.statuses(2), "step")["a"].step.begin
+    assert begin.kind == pb.Begin.EVALUATE
+    assert sent(told.comes_home(), "step")["a"].step.begin.step == 3
+
+
+def test_who_missed_the_end_is_told_when_the_link_is_back():
+    told = Told(replace(RULES, steps=1))
+    told.begins()
+    ballot = told.driver.ballot
+    told.commits()
+    last = told.driver.last
+    effects = told.driver.link_lost("c", "reset", told.now)
+    assert sent(effects, "query").keys() == SWARM.keys()
+    has = pb.Status(committed=1, last=last)
+    missed = pb.Status(ready=1, ready_ballot=ballot.message())
+    effects = told.statuses(a=has, b=has, c=missed, d=has, e=has)
+    assert sent(effects, "step").keys() == {"c"}
+    assert sent(told.statuses(1), "halt")["c"].halt.finished
+
+
+@pytest.mark.parametrize("members", [SWARM, {"a": 0, "c": 2, "d": 3, "e": 4}])
+def test_a_finished_run_stays_finished_whoever_is_lost(members: dict[str, int]):
+    told = Told(replace(RULES, steps=1))
+    told.begins()
+    told.commits()
+    told.views(members)
+    effects = told.statuses(1, b=pb.Status())
+    assert all(message.halt.finished for message in sent(effects, "halt").values())
+    assert told.driver.phase is Phase.HALTED

@@ -1,0 +1,374 @@
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootstrap import registry_pb2 as registry
+from node import stage_pb2 as pb
+from node.effects import (
+    NEVER,
+    Apply,
+    Ballot,
+    DropAttempt,
+    Effect,
+    Event,
+    Fetch,
+    Halted,
+    Reduce,
+    Rejoin,
+    Send,
+    StartAttempt,
+)
+from node.member import Frames, Member, Phase
+
+SWARM = {"driver": 0, "self": 1, "other": 2}
+
+
+def view(number: int, members: dict[str, int] = SWARM, driver: str = "driver") -> registry.View:
+    listed = [registry.Member(node=node, stage=stage) for node, stage in members.items()]
+    return registry.View(number=number, members=listed, driver=driver)
+
+
+def message(ballot: Ballot, **body: object) -> pb.Message:
+    return pb.Message(ballot=ballot.message(), **body)
+
+
+def begin(step: int, **fields: object) -> pb.Step:
+    return pb.Step(begin=pb.Begin(step=step, **fields))
+
+
+def commit(step: int, ballot: Ballot) -> pb.Commit:
+    return pb.Commit(step=step, ballot=ballot.message(), clip_scale=[1.0] * 3)
+
+
+def bodies(effects: Sequence[Effect]) -> list[str]:
+    return [e.message.WhichOneof("body") for e in effects if isinstance(e, Send)]
+
+
+def status(effects: Sequence[Effect]) -> pb.Status:
+    (send,) = [e for e in effects if isinstance(e, Send)]
+    assert send.to == "driver"
+    assert send.message.WhichOneof("body") == "status"
+    return send.message.status
+
+
+class Told:
+    """A member of stage 1 of 2, and what the driver tells it."""
+
+    def __init__(self) -> None:
+        self.member = Member("self", 1, 2, "checkfree")
+        self.member.viewed(view(1))
+
+    def hears(self, ballot: Ballot, peer: str = "driver", **body: object) -> list[Effect]:
+        return self.member.received(peer, message(ballot, **body))
+
+    def queried(self, ballot: Ballot) -> list[Effect]:
+        return self.hears(ballot, query=pb.Query())
+
+    def make_ready(self, step: int, ballot: Ballot) -> list[Effect]:
+        self.hears(ballot, step=begin(step))
+        self.hears(ballot, reduce=pb.Reduce())
+        return self.member.reduced(ballot, 2.0, True, 0.1)
+
+    def commits(self, step: int, ballot: Ballot) -> list[Effect]:
+        """The commit of what is ready, in the next ballot."""
+        after = Ballot(ballot.view, ballot.attempt + 1)
+        return self.hears(after, step=pb.Step(commit=commit(step, ballot)))
+
+    def follow_to(self, step: int) -> Ballot:
+        """Commit steps up to `step`; returns the newest ballot."""
+        ballot = Ballot(1, 1)
+        for number in range(1, step + 1):
+            ballot = Ballot(1, 2 * number)
+            self.make_ready(number, ballot)
+            self.commits(number, ballot)
+            self.member.applied(b"%d" % number)
+            ballot = Ballot(1, 2 * number + 1)
+        return ballot
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+# --- fencing
+
+
+def test_an_older_ballot_has_no_effect_and_is_answered_with_the_newer(told: Told):
+    told.make_ready(1, Ballot(1, 5))
+    (send,) = told.hears(Ballot(1, 4), step=begin(1))
+    assert isinstance(send, Send)
+    assert send.message.WhichOneof("body") == "stale"
+    assert Ballot.of(send.message.ballot) == Ballot(1, 5)
+    assert told.member.phase is Phase.READY
+
+
+def test_a_commit_of_an_older_driver_has_no_effect_once_a_newer_has_asked(told: Told):
+    told.make_ready(1, Ballot(1, 5))
+    told.queried(Ballot(2, 1))
+    assert bodies(told.commits(1, Ballot(1, 5))) == ["stale"]
+    assert told.member.committed == 0
+
+
+def test_only_the_driver_of_the_view_is_obeyed(told: Told):
+    (event,) = told.hears(Ballot(1, 1), peer="other", step=begin(1))
+    assert isinstance(event, Event)
+    assert event.kind == "refused"
+    assert told.member.promised == NEVER
+
+
+def test_a_driver_is_obeyed_before_its_view_is_known(told: Told):
+    effects = told.hears(Ballot(2, 1), peer="other", query=pb.Query())
+    assert [e.to for e in effects if isinstance(e, Send)] == ["other"]
+
+
+def test_a_ballot_promised_to_one_driver_is_not_anothers(told: Told):
+    told.hears(Ballot(2, 1), peer="other", query=pb.Query())
+    (send,) = told.hears(Ballot(2, 1), peer="driver", query=pb.Query())
+    assert isinstance(send, Send)
+    assert (send.to, send.message.WhichOneof("body")) == ("driver", "stale")
+
+
+def test_a_repeated_query_is_answered_again(told: Told):
+    assert told.queried(Ballot(1, 1)) == told.queried(Ballot(1, 1))
+
+
+# --- an attempt
+
+
+def test_an_attempt_from_begin_to_commit(told: Told):
+    ballot = Ballot(1, 2)
+    (start,) = told.hears(ballot, step=begin(1))
+    assert isinstance(start, StartAttempt)
+    assert told.hears(ballot, reduce=pb.Reduce()) == [Reduce(ballot, 1)]
+    (send,) = told.member.reduced(ballot, 2.0, True, 0.1)
+    assert isinstance(send, Send)
+    assert (send.message.ready.step, send.message.ready.squared_norm) == (1, 2.0)
+    both = pb.Step(commit=commit(1, ballot), begin=begin(2).begin)
+    apply, start = told.hears(Ballot(1, 3), step=both)
+    assert isinstance(apply, Apply), "the weights change before the next step begins"
+    assert isinstance(start, StartAttempt)
+    assert (told.member.committed, told.member.step) == (1, 2)
+
+
+def test_a_commit_is_applied_once(told: Told):
+    told.make_ready(1, Ballot(1, 2))
+    assert len(told.commits(1, Ballot(1, 2))) == 1
+    assert told.commits(1, Ballot(1, 2)) == []
+    assert told.member.committed == 1
+
+
+@pytest.mark.parametrize(("step", "ballot"), [(1, Ballot(1, 1)), (2, Ballot(1, 2))])
+def test_nothing_else_is_committed_than_what_is_ready(told: Told, step: int, ballot: Ballot):
+    told.make_ready(1, Ballot(1, 2))
+    assert told.hears(Ballot(1, 3), step=pb.Step(commit=commit(step, ballot))) == []
+    assert told.member.committed == 0
+
+
+def test_a_commit_without_ready_is_not_applied(told: Told):
+    told.hears(Ballot(1, 2), step=begin(1))
+    assert told.commits(1, Ballot(1, 2)) == []
+
+
+@pytest.mark.parametrize(("step", "kind"), [(2, pb.Begin.TRAIN), (1, pb.Begin.EVALUATE)])
+def test_a_step_that_does_not_follow_is_not_begun(told: Told, step: int, kind: int):
+    (send,) = told.hears(Ballot(1, 2), step=begin(step, kind=kind))
+    assert isinstance(send, Send)
+    assert f"asked to begin step {step}" in send.message.failed.reason
+    assert told.member.phase is Phase.IDLE
+
+
+def test_what_was_reduced_for_an_older_attempt_is_nothing(told: Told):
+    told.hears(Ballot(1, 2), step=begin(1))
+    told.hears(Ballot(1, 2), reduce=pb.Reduce())
+    told.queried(Ballot(1, 3))
+    assert told.member.reduced(Ballot(1, 2), 2.0, True, 0.1) == []
+    assert told.member.phase is Phase.IDLE
+
+
+def test_a_failure_is_told_once_and_leaves_no_trace(told: Told):
+    told.hears(Ballot(1, 2), step=begin(1))
+    drop, send = told.member.failed(Ballot(1, 2), "lost", ["other"])
+    assert drop == DropAttempt(Ballot(1, 2))
+    assert isinstance(send, Send)
+    assert list(send.message.failed.accused) == ["other"]
+    assert told.member.failed(Ballot(1, 2), "lost again", []) == []
+
+
+def test_a_failure_of_an_older_attempt_is_nothing(told: Told):
+    told.hears(Ballot(1, 2), step=begin(1))
+    told.hears(Ballot(1, 4), step=begin(1))
+    assert told.member.failed(Ballot(1, 2), "lost", []) == []
+    assert told.member.phase is Phase.RUNNING
+
+
+# --- queries
+
+
+def test_what_is_ready_outlives_a_query_and_can_be_committed_by_the_next_driver(told: Told):
+    told.make_ready(1, Ballot(1, 2))
+    answer = status(told.queried(Ballot(2, 1)))
+    assert (answer.committed, answer.ready) == (0, 1)
+    assert Ballot.of(answer.ready_ballot) == Ballot(1, 2)
+    (apply,) = told.hears(Ballot(2, 1), step=pb.Step(commit=commit(1, Ballot(1, 2))))
+    assert isinstance(apply, Apply)
+
+
+def test_what_runs_is_dropped_by_a_query(told: Told):
+    told.hears(Ballot(1, 2), step=begin(1))
+    effects = told.queried(Ballot(1, 3))
+    assert effects[0] == DropAttempt(Ballot(1, 2))
+    assert (status(effects).ready, status(effects).attempting) == (0, 1)
+
+
+def test_a_query_while_applying_is_answered_afterwards(told: Told):
+    told.make_ready(1, Ballot(1, 2))
+    told.commits(1, Ballot(1, 2))
+    assert told.queried(Ballot(1, 4)) == []
+    assert told.queried(Ballot(1, 5)) == []
+    answer = status(told.member.applied(b"new"))
+    assert (answer.committed, answer.digest) == (1, b"new")
+    assert told.member.applied(b"new") == [], "once"
+
+
+# --- state from peers
+
+
+def sync(step: int) -> pb.Sync:
+    return pb.Sync(step=step, method="replica", boosted_at=3)
+
+
+def test_state_is_fetched_and_put_in_place(told: Told):
+    (fetch,) = told.hears(Ballot(1, 2), sync=sync(7))
+    assert isinstance(fetch, Fetch)
+    assert told.member.arrived(fetch.ballot)
+    effects = told.member.fetched(pb.Synced(step=7, digest=b"d"), commit(7, Ballot(1, 1)))
+    assert bodies(effects) == ["synced"]
+    assert (told.member.committed, told.member.boosted_at) == (7, 3)
+    assert told.member.phase is Phase.IDLE
+
+
+def test_state_that_comes_after_a_query_is_not_wanted(told: Told):
+    told.hears(Ballot(1, 2), sync=sync(7))
+    told.queried(Ballot(1, 3))
+    assert not told.member.arrived(Ballot(1, 2))
+    assert status(told.queried(Ballot(1, 3))).committed == 0
+
+
+def test_a_query_while_state_is_put_in_place_is_answered_with_it(told: Told):
+    told.hears(Ballot(1, 2), sync=sync(7))
+    assert told.member.arrived(Ballot(1, 2))
+    assert told.queried(Ballot(2, 1)) == []
+    answer = status(told.member.fetched(pb.Synced(step=7, digest=b"d"), pb.Commit(step=7)))
+    assert (answer.committed, answer.digest, answer.last.step) == (7, b"d", 7)
+
+
+def test_a_fetch_that_fails_is_told(told: Told):
+    told.hears(Ballot(1, 2), sync=sync(7))
+    assert bodies(told.member.failed(Ballot(1, 2), "no source", [])) == ["failed"]
+
+
+# --- frames
+
+
+def test_frames_of_the_attempt_are_taken_older_dropped_newer_held(told: Told):
+    told.hears(Ballot(1, 2), step=begin(1))
+    assert told.member.frames(Ballot(1, 2)) is Frames.TAKE
+    assert told.member.frames(Ballot(1, 1)) is Frames.DROP
+    assert told.member.frames(Ballot(1, 3)) is Frames.HOLD
+    told.queried(Ballot(1, 3))
+    assert told.member.frames(Ballot(1, 2)) is Frames.DROP, "given up"
+    assert told.member.frames(Ballot(1, 4)) is Frames.HOLD
+
+
+# --- views and halts
+
+
+def test_a_view_without_this_node_ends_it(told: Told):
+    (rejoin,) = told.member.viewed(view(2, {"driver": 0, "other": 2}))
+    assert isinstance(rejoin, Rejoin)
+    assert "view 2" in rejoin.reason
+
+
+def test_an_older_view_is_nothing(told: Told):
+    assert told.member.viewed(view(1, {"driver": 0})) == []
+
+
+def test_without_stage_0_the_run_is_halted_but_what_is_ready_is_kept(told: Told):
+    ballot = told.follow_to(1)
+    told.make_ready(2, Ballot(1, ballot.attempt + 1))
+    without = {"self": 1, "other": 2}
+    (halted,) = told.member.viewed(view(2, without, driver=""))
+    assert isinstance(halted, Halted)
+    assert "stage 0 is lost" in halted.halt.reason
+    assert told.member.viewed(view(3, without, driver="")) == [], "said once"
+    assert status(told.hears(Ballot(4, 1), query=pb.Query())).ready == 2
+    assert told.member.halt is None
+
+
+def test_a_run_that_has_not_begun_waits_for_stage_0(told: Told):
+    assert told.member.viewed(view(2, {"self": 1}, driver="")) == []
+
+
+def test_a_halted_member_goes_on_when_a_driver_asks(told: Told):
+    told.hears(Ballot(1, 2), step=begin(1))
+    effects = told.hears(Ballot(1, 3), halt=pb.Halt(reason="lost"))
+    assert effects[0] == DropAttempt(Ballot(1, 2))
+    assert told.member.frames(Ballot(1, 4)) is Frames.DROP
+    told.queried(Ballot(1, 4))
+    told.hears(Ballot(1, 5), step=begin(1))
+    assert (told.member.phase, told.member.halt) == (Phase.RUNNING, None)
+
+
+# --- whatever comes
+
+kinds = ["query", "begin", "ready", "commit", "sync", "halt", "failed", "changed", "arrived"]
+ahead = st.sampled_from([0, 0, 1, 1, 1, -1])  # of the ballot promised, and of the next step
+events = st.tuples(st.sampled_from(kinds), ahead, st.sampled_from([0, 0, 0, 1, -1]), st.booleans())
+
+
+@given(st.lists(events, min_size=10, max_size=60))
+def test_promises_hold_and_each_step_is_applied_once_on_the_one_before(
+    happened: list[tuple[str, int, int, bool]],
+):
+    told = Told()
+    member = told.member
+    for kind, newer, further, of_this_attempt in happened:
+        promised, committed, attempt = member.promised, member.committed, member.attempt
+        was_ready = member.phase is Phase.READY
+        ballot = Ballot(max(1, promised.view), max(0, promised.attempt + newer))
+        step = max(1, committed + 1 + further)
+        effects: list[Effect] = []
+        match kind:
+            case "query":
+                effects = told.queried(ballot)
+            case "begin":
+                effects = told.hears(ballot, step=begin(step))
+            case "ready":
+                effects = told.make_ready(step, ballot)
+            case "commit":
+                of = attempt if of_this_attempt else ballot
+                effects = told.hears(ballot, step=pb.Step(commit=commit(step, of)))
+            case "sync" if not member.changing:
+                effects = told.hears(ballot, sync=sync(committed + 1))
+            case "halt":
+                effects = told.hears(ballot, halt=pb.Halt())
+            case "failed":
+                effects = member.failed(ballot, "", [])
+            case "changed" if member.changing:
+                effects = member.applied(b"")
+            case "arrived" if not member.changing and member.arrived(ballot):
+                effects = member.fetched(pb.Synced(step=member.sync.step), pb.Commit())
+                committed = member.committed
+        assert member.promised >= promised
+        applies = [effect.commit for effect in effects if isinstance(effect, Apply)]
+        assert member.committed == committed + len(applies)
+        for applied in applies:
+            assert was_ready
+            assert (Ballot.of(applied.ballot), applied.step) == (attempt, member.committed)
+        for effect in effects:
+            if isinstance(effect, StartAttempt):
+                assert effect.ballot >= promised
+                assert effect.begin.step == member.committed + 1
