@@ -103,6 +103,7 @@ class Scenario:
             (self._freeze_driver, 2),
             (self._part, 4),
             (self._isolate, 3),
+            (self._part_pair, 4),
             (self._break_link, 4),
             (self._flap, 2),
             (self._crash_registry, 3),
@@ -124,6 +125,7 @@ class Scenario:
                     self._crash,
                     self._break_link_of_driver,
                     self._crash_registry,
+                    self._part_pair,
                 ]
             )
             self.cluster.traps.append(Trap(kind, nth, partial(self._strike, fault)))
@@ -197,22 +199,35 @@ class Scenario:
 
     def _part(self) -> float:
         hosts = [*sorted(self.cluster.hosts), "registry"]
-        return self._part_off(self.random.sample(hosts, self.random.randint(1, len(hosts) - 1)))
+        side = self.random.sample(hosts, self.random.randint(1, len(hosts) - 1))
+        return self._part_off(side, [host for host in hosts if host not in side])
 
     def _isolate(self) -> float:
-        return self._part_off([self.random.choice([*sorted(self.cluster.hosts), "registry"])])
+        hosts = [*sorted(self.cluster.hosts), "registry"]
+        one = self.random.choice(hosts)
+        return self._part_off([one], [host for host in hosts if host != one])
 
-    def _part_off(self, side: list[str]) -> float:
+    def _part_pair(self) -> float:
+        """Two can't reach each other, though all others can reach both."""
+        driver = self._driver()
+        hosts = [*sorted(self.cluster.hosts), "registry", "registry"]
+        one = self.random.choice(hosts) if driver is None else driver.process.host
+        return self._part_off([one], [self.random.choice([host for host in hosts if host != one])])
+
+    def _part_off(self, left: list[str], right: list[str]) -> float:
         number, seconds = next(self._partitions), self.random.choice([1.0, 3.0, 8.0, 15.0])
         seconds *= self.random.uniform(0.3, 1.0)
-        cut = [node for node in self._some() if (node.process.host in side) != ("registry" in side)]
-        if self._spared(cut) and seconds > 2.0 and len(cut) < len(self._some()):
-            seconds = 2.0
-        self.world.say("network", f"parts off {' '.join(sorted(side))} for {seconds:.1f} s")
-        self.cluster.network.part(number, frozenset(side))
+        if "registry" in left:
+            left, right = right, left
+        cut = [node for node in self._some() if node.process.host in left]
+        if "registry" in right and len(cut) < len(self._some()) and self._spared(cut):
+            seconds = min(seconds, 2.0)
+        sides = f"{' '.join(sorted(left))} from {' '.join(sorted(right))}"
+        self.world.say("network", f"parts {sides} for {seconds:.1f} s")
+        self.cluster.network.part(number, frozenset(left), frozenset(right))
 
         def heal() -> None:
-            self.world.say("network", f"is whole again with {' '.join(sorted(side))}")
+            self.world.say("network", f"joins {sides}")
             self.cluster.network.heal(number)
 
         self.world.after(seconds, heal)

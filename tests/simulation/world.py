@@ -127,14 +127,17 @@ class Network:
     def __init__(self, world: World) -> None:
         self.world = world
         self.endpoints: dict[str, Endpoint] = {}
-        self.partitions: dict[int, frozenset[str]] = {}  # hosts on one side
+        self.partitions: dict[int, tuple[frozenset[str], frozenset[str]]] = {}  # hosts, and hosts
         self.links: list[Link] = []
         self._frames = itertools.count(1)
         self.world.after(WATCH, self._watch)
 
     def blocked(self, a: Endpoint, b: Endpoint) -> bool:
         one, other = a.process.host, b.process.host
-        return any((one in side) != (other in side) for side in self.partitions.values())
+        return any(
+            (one in left and other in right) or (one in right and other in left)
+            for left, right in self.partitions.values()
+        )
 
     # --- dialling
 
@@ -248,8 +251,8 @@ class Network:
             if endpoint in link.ends:
                 self._break(link)
 
-    def part(self, number: int, side: frozenset[str]) -> None:
-        self.partitions[number] = side
+    def part(self, number: int, left: frozenset[str], right: frozenset[str]) -> None:
+        self.partitions[number] = left, right
 
     def heal(self, number: int) -> None:
         del self.partitions[number]
