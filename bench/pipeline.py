@@ -1,6 +1,6 @@
 """Tokens per second of a swarm on one machine against one process with the same cores.
 
-The model is large enough that a microbatch takes at least half a second of one core. Both train
+The model is large enough that a microbatch takes at least half a second in one process. Both train
 the same windows; the swarm is `planaria up`, processes and sockets included; both are measured
 from their first commit to their last, one after the other, twice.
 """
@@ -27,14 +27,14 @@ TEXT = Path(__file__).parent.parent / "corpus" / "austen"
 STAGES, CONTEXT = 4, 256
 RUN = f"""
 name = "bench"
-steps = 5
+steps = 4
 [model]
 preset = "midi"
 stages = {STAGES}
 context = {CONTEXT}
 [training]
-batch = 48
-microbatch = 4
+batch = 96
+microbatch = 8
 validation_microbatches = 0
 """
 
