@@ -1,6 +1,6 @@
 #!/bin/sh
 # Turns the environment into options of planaria, and becomes its process, so that signals reach it.
-# Options on the command line come last and win.
+# Options on the command line come last and win. TLS files and run file have to be mounted.
 set -eu
 
 command=${1:-node}
