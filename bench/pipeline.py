@@ -1,6 +1,6 @@
 """Tokens per second of a swarm on one machine against one process with the same cores.
 
-The model is large enough that a microbatch takes at least half a second of one core. Both train
+The model is large enough that a microbatch takes at least half a second in one process. Both train
 the same windows; the swarm is `planaria up`, processes and sockets included; both are measured
 from their first commit to their last, one after the other, twice.
 """
@@ -20,18 +20,21 @@ import torch
 
 from bench.one_process import train
 from node.corpus import Corpus
-from node.run_file import RunFile, dumps, loads
+from node.prepare import Recipe, prepare
+from node.run_file import RunFile, dumps, loads, override
 
-STAGES = 4
+TEXT = Path(__file__).parent.parent / "corpus" / "austen"
+STAGES, CONTEXT = 4, 256
 RUN = f"""
 name = "bench"
-steps = 5
+steps = 4
 [model]
 preset = "midi"
 stages = {STAGES}
+context = {CONTEXT}
 [training]
-batch = 48
-microbatch = 4
+batch = 96
+microbatch = 8
 validation_microbatches = 0
 """
 
@@ -43,8 +46,8 @@ def one_process(run: RunFile, corpus: Corpus) -> float:
     next(steps)
     started = time.perf_counter()
     counted = sum(1 for _ in steps)
-    context = run.model.context or 256
-    return counted * run.training.batch * context / (time.perf_counter() - started)
+    tokens = counted * run.training.batch * CONTEXT
+    return tokens / (time.perf_counter() - started)
 
 
 def swarm(run: RunFile, out: Path) -> float:
@@ -60,12 +63,11 @@ def swarm(run: RunFile, out: Path) -> float:
 
 
 def main() -> None:
-    from node.swarm import prepared_corpus
-
-    run = loads(RUN)
-    corpus = prepared_corpus(run)
     alone, together = [], []
     with tempfile.TemporaryDirectory() as directory:
+        data = Path(directory) / "data"
+        corpus, _ = prepare(Recipe([str(TEXT)]), data)
+        run = override(loads(RUN), data__path=str(data))
         for repeat in range(2):
             alone.append(one_process(run, corpus))
             together.append(swarm(run, Path(directory) / str(repeat)))

@@ -300,6 +300,8 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", int(1000 * FIRST_PAUSE)),
     ("grpc.min_reconnect_backoff_ms", 3_000),  # that is, the time a connection may take
     ("grpc.max_reconnect_backoff_ms", int(1000 * LONGEST_PAUSE)),
+    # A registry in a container comes back under another address of the same name.
+    ("grpc.dns_min_time_between_resolutions_ms", 500),
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 2_000),
     ("grpc.http2.max_pings_without_data", 0),
