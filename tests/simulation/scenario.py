@@ -69,7 +69,7 @@ class Scenario:
             clip=1.0,
             clip_scope=chosen.choice(["global", "stage"]),
             policy="checkfree",
-            progress=chosen.choice([8.0, 20.0]),
+            progress=chosen.choice([20.0, 40.0]),
             lr_scale=lambda step, boosted_at: 1.1 if boosted_at else 1.0,
         )
 

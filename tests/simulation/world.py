@@ -26,6 +26,7 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
+        self.straggling = self.random.choice([0.0, 0.03, 0.1])  # share of what takes long
         self.now = 0.0
         self.trace: deque[str] = deque(maxlen=400)
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -48,7 +49,7 @@ class World:
     def delay(self) -> float:
         """Seconds that something takes through the network: mostly a few ms, at times a second."""
         usual = 0.002 + self.random.expovariate(200.0)
-        return usual if self.random.random() < 0.97 else usual + self.random.uniform(0.0, 1.5)
+        return usual + self.random.uniform(0.0, 1.5) if self.chance(self.straggling) else usual
 
 
 class Process:
