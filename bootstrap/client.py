@@ -121,7 +121,7 @@ class RegistryClient:
                 if clock() - began > LONGEST_PAUSE:  # it worked: there again, at once
                     pause = FIRST_PAUSE
                     continue
-            self._next_address()
+            await self._next_address()
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -153,6 +153,11 @@ class RegistryClient:
             )
         except grpc.aio.AioRpcError as error:
             log.warning("could not tell %s of leaving: %s", self._address, _what(error))
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            log.warning("could not tell %s of leaving: it is away", self._address)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -173,7 +178,12 @@ class RegistryClient:
             self._channels[self._address] = channel(self._address, self._credentials, _OPTIONS)
         return RegistryStub(self._channels[self._address])  # type: ignore[no-untyped-call]
 
-    def _next_address(self) -> None:
+    async def _next_address(self) -> None:
+        """Drops the channel too: a registry in a container comes back under another address of the
+        same name, which a channel looks up late."""
+        failed = self._channels.pop(self._address, None)
+        if failed is not None:
+            await failed.close()
         self._at = (self._at + 1) % len(self._addresses)
 
     async def _retry(
@@ -190,7 +200,7 @@ class RegistryClient:
                     raise JoinRefused(_refusal(error, self._address)) from error
                 if clock() + pause >= end:
                     self._give_up(error, deadline)
-            self._next_address()
+            await self._next_address()
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -300,8 +310,6 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", int(1000 * FIRST_PAUSE)),
     ("grpc.min_reconnect_backoff_ms", 3_000),  # that is, the time a connection may take
     ("grpc.max_reconnect_backoff_ms", int(1000 * LONGEST_PAUSE)),
-    # A registry in a container comes back under another address of the same name.
-    ("grpc.dns_min_time_between_resolutions_ms", 500),
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 2_000),
     ("grpc.http2.max_pings_without_data", 0),

@@ -62,7 +62,11 @@ def registry_rules(run: RunFile, text: str) -> Rules:
         run=f"{run.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}",
         stages=run.model.stages,
         replicas=run.swarm.replicas,
+        # A node more than there are microbatches would have nothing to do.
+        max_replicas=max(run.swarm.replicas, run.training.microbatches),
         start_grace=run.swarm.start_grace,
         lease=run.swarm.lease,
+        # Nodes that look a restarted registry up by name took up to 4.3 s to find it again.
+        restart_grace=run.swarm.lease + 5.0,
         data=run.data.content,
     )
