@@ -53,7 +53,7 @@ from node.member import Frames, Member, Phase
 from node.model import BodyStage, ModelConfig, build_stage
 from node.optimizer import StageOptimizer
 from node.pipeline import Pipeline
-from node.run_file import RunFile
+from node.run_file import RunFile, policy_of
 from node.transfer import FetchedState, ServedState, StateClient, StateServer, TransferError
 from node.wall_clock import WallClock
 from node.wire import Frame
@@ -268,7 +268,7 @@ class Node:
         else:
             self.ledger = None
         self.driver = Driver(self.node, self._rules())
-        self.member = Member(self.node, stage, self.config.stages, run.recovery.policy)
+        self.member = Member(self.node, stage, self.config.stages, policy_of(run))
         self.member.digest = await self.compute.run(self.optimizer.digest)
         log.info("serving stage %d of %d on %s", stage, self.config.stages, device)
         self.events.write("serving", {"stage": stage})
@@ -292,7 +292,7 @@ class Node:
             validate_every=run.training.validate_every,
             clip=run.training.clip,
             clip_scope=run.training.clip_scope,
-            policy=recovery.policy,
+            policy=policy_of(run),
             progress=run.swarm.progress,
             lr_scale=partial(
                 schedule.boost, factor=recovery.lr_boost, over=recovery.lr_boost_steps

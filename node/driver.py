@@ -17,7 +17,7 @@ from bootstrap import registry_pb2 as registry
 from node import stage_pb2 as pb
 from node.effects import NEVER, Ballot, Effect, Event, Send, Suspect
 from node.routing import share_out
-from recovery.decide import Rebuild, Stop, decide
+from recovery.decide import Left, Policy, Rebuild, decide
 
 QUERY_AGAIN = 1.0
 """Seconds before a member that hasn't answered is asked once more."""
@@ -38,7 +38,7 @@ class Rules:
     validate_every: int  # steps; 0: only at the end
     clip: float
     clip_scope: str  # "global" or "stage"
-    policy: str
+    policy: Policy
     progress: float  # seconds without any before an attempt is given up
     lr_scale: Callable[[int, int], float]  # (step, boosted_at) -> factor
 
@@ -257,8 +257,9 @@ class Driver:
                 vacant.append(stage)
             if self.committed == 0:
                 continue
-            decision = decide(stage, survivors, self.rules.stages, self.rules.policy)
-            if isinstance(decision, Stop):
+            left = Left(self.rules.stages, self.committed, survivors)
+            decision = decide(stage, left, self.rules.policy, strict=True)
+            if not isinstance(decision, Rebuild):
                 if self.finished:
                     return self._finish(now)
                 return self._halt(pb.Halt(reason=decision.reason, step=self.committed), now)
@@ -280,12 +281,15 @@ class Driver:
     def _sync_one_stage(self, joiners: Sequence[str], decision: Rebuild) -> list[Effect]:
         boosted_at = self.committed
         if decision.method == "replica":
-            boosted_at = self.statuses[decision.sources[0][0]].boosted_at
+            boosted_at = self.statuses[decision.sources[0].node].boosted_at
         sync = pb.Sync(
             step=self.committed,
             method=decision.method,
             reason=decision.reason,
-            sources=[pb.Place(node=node, stage=stage) for node, stage in decision.sources],
+            sources=[
+                pb.Source(node=source.node, stage=source.stage, step=source.step)
+                for source in decision.sources
+            ],
             boosted_at=boosted_at,
         )
         self.awaited.update(joiners)
@@ -305,7 +309,7 @@ class Driver:
                 "method": synced.method,
                 "step": synced.step,
                 "sources": [
-                    {"node": source.node, "stage": source.stage, "step": synced.step}
+                    {"node": source.node, "stage": source.stage, "step": source.step}
                     for source in synced.sources
                 ],
                 "bytes": synced.fetched_bytes,
@@ -527,7 +531,7 @@ def _described(decision: Rebuild) -> dict[str, Any]:
     return {
         "stage": decision.stage,
         "method": decision.method,
-        "sources": [node for node, _ in decision.sources],
+        "sources": [source.node for source in decision.sources],
         "exact": decision.exact,
         "reason": decision.reason,
     }

@@ -25,7 +25,7 @@ from node.effects import (
     Send,
     StartAttempt,
 )
-from recovery.decide import Stop, decide
+from recovery.decide import Left, Policy, Stop, decide
 
 
 class Phase(enum.Enum):
@@ -48,7 +48,7 @@ class Frames(enum.Enum):
 class Member:
     """One node's part in the transaction. Every event method returns the effects to carry out."""
 
-    def __init__(self, node: str, stage: int, stages: int, policy: str) -> None:
+    def __init__(self, node: str, stage: int, stages: int, policy: Policy) -> None:
         self.node = node
         self.stage = stage
         self.stages = stages
@@ -84,7 +84,8 @@ class Member:
                 survivors.setdefault(member.stage, []).append(member.node)
         if view.driver or 0 in survivors or not self.committed:
             return []
-        decision = decide(0, survivors, self.stages, self.policy)
+        left = Left(self.stages, self.committed, survivors)
+        decision = decide(0, left, self.policy, strict=True)
         if isinstance(decision, Stop) and self.halt is None:
             return self._halt(pb.Halt(reason=decision.reason, step=self.committed))
         return []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bootstrap.membership import Rules
 from node.corpus import CorpusError, read_index
-from node.run_file import DataSection, RunFile, RunFileError, override
+from node.run_file import DataSection, RunFile, RunFileError, override, policy_of
 
 SHIPPED = Path(__file__).parent.parent / "corpus"
 """Prose that comes with the project's source."""
@@ -20,8 +20,8 @@ def text_to_prepare(run: RunFile) -> Path | None:
 
 
 def resolve(run: RunFile) -> RunFile:
-    """Fills in `data.content`, `model.vocabulary` and `model.stages`, and makes `data.path`
-    absolute, so that any node finds everything in it.
+    """Fills in `data.content`, `model.vocabulary`, `model.stages` and `recovery.policy`, and makes
+    `data.path` absolute, so that any node finds everything in it.
 
     Data that is not on this machine is no error as long as the run file says `model.vocabulary`.
     Raises RunFileError and CorpusError.
@@ -38,7 +38,8 @@ def resolve(run: RunFile) -> RunFile:
             )
         content, vocabulary = index.content, vocabulary or index.vocabulary
     run = override(run, data__path=str(path), data__content=content, model__vocabulary=vocabulary)
-    return override(run, model__stages=_stages(run))
+    run = override(run, model__stages=_stages(run))
+    return override(run, recovery__policy=policy_of(run))
 
 
 def _stages(run: RunFile) -> int:

@@ -9,7 +9,10 @@ from typing import Any, Literal
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from recovery.decide import Policy
+
 Codec = Literal["none", "bf16", "fp16", "int8"]
+Writes = Literal["blocking", "overlapped"]
 
 
 class RunFileError(ValueError):
@@ -69,10 +72,37 @@ class TrainingSection(Section):
 
 
 class RecoverySection(Section):
-    policy: Literal["checkfree"] = "checkfree"
+    """What to do when a whole stage is lost. A figure concerns the policy that its name says."""
+
+    policy: Policy | None = Field(
+        default=None, description="checkfree+ with 4 body stages or more, else checkfree"
+    )
+    strict: bool = Field(default=False, description="stop where the policy itself can't serve")
     omega: Literal["squared", "norm", "uniform"] = "squared"
     lr_boost: float = Field(default=1.1, ge=1)
     lr_boost_steps: int = Field(default=100, ge=0, description="linear decay; 0: for ever")
+    relearn_passes: int = Field(default=100, ge=0, description="0: as the papers have it")
+    relearn_seconds: float = Field(default=5.0, ge=0, description="at most")
+    relearn_lr: float | None = Field(default=None, gt=0, description="the run's when left out")
+    stage0_moments: bool = Field(default=False, description="copies of stage 0 with Adam's moments")
+    snapshot_choice: Literal["priority", "round", "random"] = "priority"
+    snapshot_fraction: float = Field(default=0.125, gt=0, le=1, description="r: blocks a time")
+    snapshot_period: int = Field(default=8, ge=1, description="steps in which all could be sent")
+    snapshot_codec: Literal["int8", "none"] = "none"
+    snapshot_moments: bool = Field(default=True, description="with Adam's moments")
+    snapshot_mbps: float = Field(default=200.0, gt=0, description="Mbit/s a stage sends at most")
+    checkpoint_dir: str = Field(default="", description="folder that all nodes share")
+    checkpoint_every: int = Field(default=10, ge=1, description="steps")
+    checkpoint_writes: Writes = "overlapped"
+
+
+class SavesSection(Section):
+    """Nodes' own saves, where they are started with --save-dir."""
+
+    every: int = Field(default=10, ge=1, description="steps")
+    writes: Writes = "overlapped"
+    in_flight: int = Field(default=2, ge=1, description="overlapped writes not yet on disk")
+    keep: int = Field(default=3, ge=1, description="newest saves of a stage")
 
 
 class SwarmSection(Section):
@@ -100,6 +130,7 @@ class RunFile(Section):
     data: DataSection = DataSection()
     training: TrainingSection = TrainingSection()
     recovery: RecoverySection = RecoverySection()
+    saves: SavesSection = SavesSection()
     swarm: SwarmSection = SwarmSection()
     wire: WireSection = WireSection()
 
@@ -145,6 +176,11 @@ def override(run: RunFile, **changes: Any) -> RunFile:
             target = target.setdefault(section, {})
         target[key] = value
     return _parse(fields, "the run file with the command line's changes")
+
+
+def policy_of(run: RunFile) -> Policy:
+    """What the run file says, or the default for its number of stages."""
+    return run.recovery.policy or "checkfree"
 
 
 def dumps(run: RunFile) -> str:

@@ -16,7 +16,7 @@ class Ballot(_message.Message):
     def __init__(self, view: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Message(_message.Message):
-    __slots__ = ("ballot", "query", "status", "sync", "synced", "step", "home", "reduce", "ready", "failed", "stale", "halt", "state_request", "state_manifest", "shard_request", "shard_refusal", "heartbeat")
+    __slots__ = ("ballot", "query", "status", "sync", "synced", "step", "home", "reduce", "ready", "failed", "stale", "halt", "state_request", "state_manifest", "shard_request", "shard_refusal", "heartbeat", "kept", "boundary_request", "boundary_manifest", "relearn")
     BALLOT_FIELD_NUMBER: _ClassVar[int]
     QUERY_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,10 @@ class Message(_message.Message):
     SHARD_REQUEST_FIELD_NUMBER: _ClassVar[int]
     SHARD_REFUSAL_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    BOUNDARY_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    BOUNDARY_MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    RELEARN_FIELD_NUMBER: _ClassVar[int]
     ballot: Ballot
     query: Query
     status: Status
@@ -51,14 +55,18 @@ class Message(_message.Message):
     shard_request: ShardRequest
     shard_refusal: ShardRefusal
     heartbeat: Heartbeat
-    def __init__(self, ballot: _Optional[_Union[Ballot, _Mapping]] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., sync: _Optional[_Union[Sync, _Mapping]] = ..., synced: _Optional[_Union[Synced, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., home: _Optional[_Union[Home, _Mapping]] = ..., reduce: _Optional[_Union[Reduce, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ..., halt: _Optional[_Union[Halt, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_manifest: _Optional[_Union[StateManifest, _Mapping]] = ..., shard_request: _Optional[_Union[ShardRequest, _Mapping]] = ..., shard_refusal: _Optional[_Union[ShardRefusal, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    kept: Kept
+    boundary_request: BoundaryRequest
+    boundary_manifest: BoundaryManifest
+    relearn: Relearn
+    def __init__(self, ballot: _Optional[_Union[Ballot, _Mapping]] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., sync: _Optional[_Union[Sync, _Mapping]] = ..., synced: _Optional[_Union[Synced, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., home: _Optional[_Union[Home, _Mapping]] = ..., reduce: _Optional[_Union[Reduce, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ..., halt: _Optional[_Union[Halt, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_manifest: _Optional[_Union[StateManifest, _Mapping]] = ..., shard_request: _Optional[_Union[ShardRequest, _Mapping]] = ..., shard_refusal: _Optional[_Union[ShardRefusal, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., kept: _Optional[_Union[Kept, _Mapping]] = ..., boundary_request: _Optional[_Union[BoundaryRequest, _Mapping]] = ..., boundary_manifest: _Optional[_Union[BoundaryManifest, _Mapping]] = ..., relearn: _Optional[_Union[Relearn, _Mapping]] = ...) -> None: ...
 
 class Query(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("committed", "ready", "ready_ballot", "last", "boosted_at", "digest", "seconds_per_microbatch", "attempting")
+    __slots__ = ("committed", "ready", "ready_ballot", "last", "boosted_at", "digest", "seconds_per_microbatch", "attempting", "lineage", "holdings")
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     READY_BALLOT_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +75,8 @@ class Status(_message.Message):
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SECONDS_PER_MICROBATCH_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTING_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    HOLDINGS_FIELD_NUMBER: _ClassVar[int]
     committed: int
     ready: int
     ready_ballot: Ballot
@@ -75,7 +85,21 @@ class Status(_message.Message):
     digest: bytes
     seconds_per_microbatch: float
     attempting: int
-    def __init__(self, committed: _Optional[int] = ..., ready: _Optional[int] = ..., ready_ballot: _Optional[_Union[Ballot, _Mapping]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., boosted_at: _Optional[int] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., attempting: _Optional[int] = ...) -> None: ...
+    lineage: int
+    holdings: _containers.RepeatedCompositeFieldContainer[Holding]
+    def __init__(self, committed: _Optional[int] = ..., ready: _Optional[int] = ..., ready_ballot: _Optional[_Union[Ballot, _Mapping]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., boosted_at: _Optional[int] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., attempting: _Optional[int] = ..., lineage: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ...) -> None: ...
+
+class Holding(_message.Message):
+    __slots__ = ("kind", "stage", "step", "lineage")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    stage: int
+    step: int
+    lineage: int
+    def __init__(self, kind: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("node", "stage")
@@ -85,35 +109,71 @@ class Place(_message.Message):
     stage: int
     def __init__(self, node: _Optional[str] = ..., stage: _Optional[int] = ...) -> None: ...
 
+class Source(_message.Message):
+    __slots__ = ("node", "stage", "step")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    stage: int
+    step: int
+    def __init__(self, node: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+
 class Sync(_message.Message):
-    __slots__ = ("step", "method", "reason", "sources", "boosted_at")
+    __slots__ = ("step", "method", "reason", "sources", "boosted_at", "lineage", "lost", "neighbours")
     STEP_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     BOOSTED_AT_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    NEIGHBOURS_FIELD_NUMBER: _ClassVar[int]
     step: int
     method: str
     reason: str
-    sources: _containers.RepeatedCompositeFieldContainer[Place]
+    sources: _containers.RepeatedCompositeFieldContainer[Source]
     boosted_at: int
-    def __init__(self, step: _Optional[int] = ..., method: _Optional[str] = ..., reason: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., boosted_at: _Optional[int] = ...) -> None: ...
+    lineage: int
+    lost: _containers.RepeatedCompositeFieldContainer[Place]
+    neighbours: _containers.RepeatedCompositeFieldContainer[Place]
+    def __init__(self, step: _Optional[int] = ..., method: _Optional[str] = ..., reason: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., boosted_at: _Optional[int] = ..., lineage: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., neighbours: _Optional[_Iterable[_Union[Place, _Mapping]]] = ...) -> None: ...
 
 class Synced(_message.Message):
-    __slots__ = ("step", "method", "sources", "fetched_bytes", "seconds", "digest")
+    __slots__ = ("step", "method", "sources", "fetched_bytes", "seconds", "digest", "oldest_step", "perturbation", "relearned")
     STEP_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_STEP_FIELD_NUMBER: _ClassVar[int]
+    PERTURBATION_FIELD_NUMBER: _ClassVar[int]
+    RELEARNED_FIELD_NUMBER: _ClassVar[int]
     step: int
     method: str
-    sources: _containers.RepeatedCompositeFieldContainer[Place]
+    sources: _containers.RepeatedCompositeFieldContainer[Source]
     fetched_bytes: int
     seconds: float
     digest: bytes
-    def __init__(self, step: _Optional[int] = ..., method: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., fetched_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    oldest_step: int
+    perturbation: float
+    relearned: Relearned
+    def __init__(self, step: _Optional[int] = ..., method: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., fetched_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., digest: _Optional[bytes] = ..., oldest_step: _Optional[int] = ..., perturbation: _Optional[float] = ..., relearned: _Optional[_Union[Relearned, _Mapping]] = ...) -> None: ...
+
+class Relearned(_message.Message):
+    __slots__ = ("residual_before", "residual_after", "passes", "seconds", "fetched_bytes")
+    RESIDUAL_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    RESIDUAL_AFTER_FIELD_NUMBER: _ClassVar[int]
+    PASSES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    residual_before: float
+    residual_after: float
+    passes: int
+    seconds: float
+    fetched_bytes: int
+    def __init__(self, residual_before: _Optional[float] = ..., residual_after: _Optional[float] = ..., passes: _Optional[int] = ..., seconds: _Optional[float] = ..., fetched_bytes: _Optional[int] = ...) -> None: ...
 
 class Microbatch(_message.Message):
     __slots__ = ("id", "source", "order")
@@ -288,6 +348,50 @@ class ShardRefusal(_message.Message):
     offset: int
     reason: str
     def __init__(self, transfer: _Optional[int] = ..., offset: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Kept(_message.Message):
+    __slots__ = ("kind", "stage", "step", "error")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    stage: int
+    step: int
+    error: str
+    def __init__(self, kind: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
+class BoundaryRequest(_message.Message):
+    __slots__ = ("transfer", "step", "lost")
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    transfer: int
+    step: int
+    lost: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ..., lost: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class BoundaryManifest(_message.Message):
+    __slots__ = ("transfer", "step", "count", "error")
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    transfer: int
+    step: int
+    count: int
+    error: str
+    def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ..., count: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
+class Relearn(_message.Message):
+    __slots__ = ("round", "over", "microbatches")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    MICROBATCHES_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    over: bool
+    microbatches: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, round: _Optional[int] = ..., over: _Optional[bool] = ..., microbatches: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("view",)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from node.ledger import Audit, Line
-from node.run_file import RunFile
+from node.run_file import RunFile, policy_of
 from node.wall_clock import PARTS
 
 Event = Mapping[str, Any]
@@ -58,7 +58,7 @@ def summarize(
         "goodput": len(lines) / seconds if seconds > 0 else 0.0,
         "wall": wall(events, places=((run.model.stages or 0) + 1) * run.swarm.replicas),
         "replicas_identical": replicas_identical(events),
-        "policy": run.recovery.policy,
+        "policy": policy_of(run),
         "seed": run.seed,
     }
 

@@ -1,12 +1,69 @@
-"""What to do about a loss: one pure function, with its reason in words."""
+"""What to do about a loss: pure functions of what is left, with their reasons in words."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
-Sources = tuple[tuple[str, int], ...]
-"""(node, stage) pairs to fetch from."""
+from recovery.orders import partner
+
+Policy = Literal["checkfree", "checkfree+", "snapshot", "checkpoint", "redundant"]
+Kind = Literal["copy", "snapshot", "redundant", "checkpoint", "save"]
+INEXACT = ("checkfree", "checkfree+", "interpolate")
+"""Methods that guess the weights from other stages'; what relearning helps."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A node that has the state of `stage` after `step`."""
+
+    node: str
+    stage: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a node keeps of a stage besides training it.
+
+    `copy`: stage 0's weights, `snapshot`: its running snapshot, `redundant`: its twin, each of
+    another node's stage, in memory. `checkpoint`, `save`: of the node's own stage, in a file.
+    """
+
+    kind: Kind
+    source: Source
+    lineage: int = 0
+
+
+@dataclass(frozen=True)
+class Left:
+    """What is left when everybody has answered."""
+
+    stages: int  # body stages, L
+    step: int  # the newest committed
+    survivors: Mapping[int, Sequence[str]]  # stage -> its nodes that have that step
+    lineage: int = 0  # how often the run has gone back to files
+    held: Sequence[Held] = ()
+    untrained: frozenset[int] = field(default_factory=frozenset)  # survivors guessed at this step
+
+    def nodes(self, stage: int) -> tuple[Source, ...]:
+        return tuple(
+            Source(node, stage, self.step) for node in sorted(self.survivors.get(stage, ()))
+        )
+
+    def freshest(self, kind: Kind, stage: int) -> tuple[Source, ...]:
+        """The holdings of the newest step among those of this lineage and no later step: what is
+        newer was never committed by those who are left."""
+        found = [
+            held.source
+            for held in self.held
+            if (held.kind, held.source.stage) == (kind, stage)
+            and held.lineage == self.lineage
+            and held.source.step <= self.step
+        ]
+        newest = max((source.step for source in found), default=0)
+        return tuple(sorted((s for s in found if s.step == newest), key=lambda s: s.node))
 
 
 @dataclass(frozen=True)
@@ -15,8 +72,18 @@ class Rebuild:
 
     stage: int
     method: str
-    sources: Sources
+    sources: tuple[Source, ...]
     exact: bool
+    reason: str
+    fallback: bool = False  # not what the policy promises
+
+
+@dataclass(frozen=True)
+class RollBack:
+    """All stages go back to `step`, from their files of `lineage`; 0: to the initial weights."""
+
+    step: int
+    lineage: int
     reason: str
 
 
@@ -28,46 +95,201 @@ class Stop:
     reason: str
 
 
-Decision = Rebuild | Stop
+Decision = Rebuild | RollBack | Stop
 
 
-def decide(
-    stage: int, survivors: Mapping[int, Sequence[str]], stages: int, policy: str
-) -> Decision:
+def decide(stage: int, left: Left, policy: Policy, strict: bool = False) -> Decision:
     """How does a node of `stage` get its state?
 
-    `survivors` maps a stage to its nodes that hold the newest committed step; `stages` is L, the
-    number of body stages. CheckFree's Algorithm 1 serves 1 < stage < L only: the others lack a
-    second body neighbour.
+    A replica is always the first choice, then what the policy holds ready, then, unless `strict`,
+    the best guess that what is left allows.
     """
-    if policy != "checkfree":
-        raise ValueError(f"unknown recovery policy {policy!r}; known: checkfree")
-
-    def nodes(of: int) -> Sources:
-        return tuple((node, of) for node in sorted(survivors.get(of, ())))
-
-    if replicas := nodes(stage):
+    if replicas := left.nodes(stage):
         reason = f"stage {stage} lives on at {len(replicas)} of its nodes: copied from there"
         return Rebuild(stage, "replica", replicas, exact=True, reason=reason)
-    if not 1 < stage < stages:
+    found, lacking = _BY_POLICY[policy](stage, left)
+    if found is not None:
+        return found
+    if strict:
+        return Stop(stage, f"stage {stage} is lost: {lacking}; --strict allows no other way")
+    return _fall_back(stage, left, lacking)
+
+
+_Answer = tuple[Rebuild | RollBack | None, str]
+"""What the policy can do, or why it can't."""
+
+
+def _checkfree(stage: int, left: Left) -> _Answer:
+    """CheckFree, Algorithm 1: for 1 < stage < L only, the others lack a second body neighbour."""
+    if not 1 < stage < left.stages:
         what = "the embedding stage" if stage == 0 else "an end stage"
-        return Stop(
-            stage,
-            f"stage {stage} is lost: it was {what} without a replica, and checkfree rebuilds only "
-            f"stages between two body stages",
-        )
-    missing = [of for of in (stage - 1, stage + 1) if not nodes(of)]
+        lacking = f"checkfree rebuilds only stages between two body stages, and this is {what}"
+        return None, lacking
+    missing = [of for of in (stage - 1, stage + 1) if not _trained(of, left)]
     if missing:
-        return Stop(
-            stage,
-            f"stages {', '.join(map(str, sorted([stage, *missing])))} are lost together: checkfree "
-            f"needs both neighbours of stage {stage}",
-        )
-    return Rebuild(
-        stage,
-        "checkfree",
-        nodes(stage - 1) + nodes(stage + 1),
-        exact=False,
-        reason=f"stage {stage} has no replica left: average of stages {stage - 1} and {stage + 1}, "
-        "weighted by their gradient norms",
+        return None, f"checkfree needs both neighbours, and {_name(missing)} lost with it"
+    reason = (
+        f"stage {stage} has no replica left: average of stages {stage - 1} and {stage + 1}, "
+        "weighted by their gradient norms"
     )
+    sources = left.nodes(stage - 1) + left.nodes(stage + 1)
+    return Rebuild(stage, "checkfree", sources, exact=False, reason=reason), ""
+
+
+def _checkfree_plus(stage: int, left: Left) -> _Answer:
+    """CheckFree+, section 4.3."""
+    if stage == 0:
+        copies = left.freshest("copy", 0)
+        if not copies:
+            return None, "no copy of stage 0 had come to stages 1 and L, or it went with them"
+        late = left.step - copies[0].step
+        reason = "stage 0 has no replica left: its copy from stages 1 and L" + _stale(late)
+        return Rebuild(0, "stage0-copy", copies, exact=not late, reason=reason), ""
+    twin = partner(stage, left.stages)
+    if twin is None:
+        return _checkfree(stage, left)
+    if not _trained(twin, left):
+        return None, f"its weights would come from stage {twin}, and {_name([twin])} lost with it"
+    reason = (
+        f"stage {stage} has no replica left: copy of stage {twin}, which half of the microbatches "
+        "have trained in its place"
+    )
+    return Rebuild(stage, "checkfree+", left.nodes(twin), exact=False, reason=reason), ""
+
+
+def _snapshot(stage: int, left: Left) -> _Answer:
+    sources = left.freshest("snapshot", stage)
+    if not sources:
+        return None, "no peer holds a whole snapshot of it"
+    late = left.step - sources[0].step
+    reason = f"stage {stage} has no replica left: its running snapshot from a peer" + _stale(late)
+    return Rebuild(stage, "snapshot", sources, exact=False, reason=reason), ""
+
+
+def _redundant(stage: int, left: Left) -> _Answer:
+    twins = [s for s in left.freshest("redundant", stage) if s.step == left.step]
+    if not twins:
+        return None, "the node before it, which holds its twin, is lost with it or new itself"
+    reason = f"stage {stage} has no replica left: its twin at the stage before takes over"
+    return Rebuild(stage, "redundant", tuple(twins), exact=True, reason=reason), ""
+
+
+def _checkpoint(stage: int, left: Left) -> _Answer:
+    lineage, step = _newest_common(_files(left.held, "checkpoint"), left.stages) or (0, 0)
+    where = f"the checkpoint of step {step}" if step else "the initial weights: no checkpoint is"
+    reason = f"stage {stage} has no replica left: all stages go back to {where}"
+    return RollBack(step, lineage, reason if step else f"{reason} whole yet"), ""
+
+
+_BY_POLICY = {
+    "checkfree": _checkfree,
+    "checkfree+": _checkfree_plus,
+    "snapshot": _snapshot,
+    "checkpoint": _checkpoint,
+    "redundant": _redundant,
+}
+
+
+def _fall_back(stage: int, left: Left, lacking: str) -> Rebuild | Stop:
+    """The best guess: its last save, else the neighbours, else what lies between the nearest."""
+    loss = f"stage {stage} is lost and {lacking}"
+    if saves := left.freshest("save", stage):
+        reason = f"{loss}: its save of step {saves[0].step} is used"
+        return Rebuild(stage, "save", saves, exact=False, reason=reason, fallback=True)
+    if stage == 0:
+        return Stop(0, f"{loss}; nothing else tells what embedding and head were")
+    averaged, _ = _checkfree(stage, left)
+    if isinstance(averaged, Rebuild):
+        reason = f"{loss}: {averaged.reason}"
+        return Rebuild(stage, "checkfree", averaged.sources, False, reason, fallback=True)
+    between = nearest(stage, left)
+    if not between:
+        return Stop(stage, f"{loss}; no body stage is left to guess it from")
+    what = " and ".join(map(str, between))
+    how = "interpolated between stages" if len(between) == 2 else "copied from the nearest, stage"
+    sources = tuple(source for of in between for source in left.nodes(of))
+    reason = f"{loss}: {how} {what}"
+    return Rebuild(stage, "interpolate", sources, exact=False, reason=reason, fallback=True)
+
+
+def nearest(stage: int, left: Left) -> list[int]:
+    """The nearest body stages before and after `stage` that are left, at most one on each side.
+
+    One that was itself guessed at this step counts only if there is no other at all.
+    """
+    alive = [of for of in range(1, left.stages + 1) if left.survivors.get(of)]
+    usable = [of for of in alive if of not in left.untrained] or alive
+    before = [of for of in usable if of < stage]
+    after = [of for of in usable if of > stage]
+    return before[-1:] + after[:1]
+
+
+def _trained(stage: int, left: Left) -> bool:
+    return bool(left.survivors.get(stage)) and stage not in left.untrained
+
+
+def _name(stages: Sequence[int]) -> str:
+    return (
+        f"stage {stages[0]} is" if len(stages) == 1 else f"stages {stages[0]} and {stages[1]} are"
+    )
+
+
+def _stale(steps: int) -> str:
+    return f", {steps} step{'s' if steps > 1 else ''} old" if steps else ""
+
+
+# When a swarm starts, and there are files
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where a run goes on from files; a stage that is not in `sources` has none that fits."""
+
+    step: int
+    lineage: int
+    sources: Mapping[int, tuple[Source, ...]]
+    exact: bool
+    reason: str
+
+
+def resume(held: Iterable[Held], stages: int) -> Resume | None:
+    """Where the run that wrote these files goes on; None if there is no file.
+
+    The newest step that every stage has a file of. Where there is none, the newest of each (SCAR's
+    partial recovery), and the step is the newest of all: no sample comes twice.
+    """
+    files = _files(held, "save", "checkpoint")
+    common = _newest_common(files, stages)
+    if common is not None:
+        sources = {of: tuple(found[common]) for of, found in files.items()}
+        reason = f"every stage has a save of step {common[1]}: the run goes on from there"
+        return Resume(common[1], common[0], sources, exact=True, reason=reason)
+    if not files:
+        return None
+    newest = {of: max(found) for of, found in files.items()}
+    lineage, step = max(newest.values())
+    sources = {of: tuple(files[of][at]) for of, at in newest.items()}
+    mix = ", ".join(f"stage {of} from step {at}" for of, (_, at) in sorted(newest.items()))
+    none = sorted(set(range(stages + 1)) - set(files))
+    reason = f"no step was saved by every stage: {mix}" + (
+        f"; nothing of stage {', '.join(map(str, none))}" if none else ""
+    )
+    return Resume(step, lineage, sources, exact=False, reason=reason)
+
+
+_Files = dict[int, dict[tuple[int, int], list[Source]]]
+"""Stage -> (lineage, step) -> who has it."""
+
+
+def _files(held: Iterable[Held], *kinds: Kind) -> _Files:
+    files: _Files = {}
+    for one in sorted(held, key=lambda h: h.source.node):
+        if one.kind in kinds:
+            of_stage = files.setdefault(one.source.stage, {})
+            of_stage.setdefault((one.lineage, one.source.step), []).append(one.source)
+    return files
+
+
+def _newest_common(files: _Files, stages: int) -> tuple[int, int] | None:
+    common = set.intersection(*(set(files.get(of, ())) for of in range(stages + 1)))
+    return max(common, default=None)

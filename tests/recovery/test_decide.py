@@ -1,50 +1,196 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recovery.decide import Rebuild, Stop, decide
+from recovery.decide import Held, Left, Rebuild, RollBack, Source, Stop, decide, nearest, resume
+
+STEP = 40
+POLICIES = ["checkfree", "checkfree+", "snapshot", "checkpoint", "redundant"]
 
 
-def all_alive(stages: int, without: set[int] = frozenset()) -> dict[int, list[str]]:
-    return {s: [f"n{s}"] for s in range(stages + 1) if s not in without}
+def without(*lost: int, stages: int = 5, held: tuple[Held, ...] = (), untrained=()) -> Left:
+    survivors = {s: [f"n{s}"] for s in range(stages + 1) if s not in lost}
+    return Left(stages, STEP, survivors, held=held, untrained=frozenset(untrained))
 
 
-def test_a_stage_that_lives_on_is_copied_from_all_its_nodes():
-    decision = decide(2, {1: ["a"], 2: ["c", "b"], 3: ["d"]}, 4, "checkfree")
-    assert isinstance(decision, Rebuild)
-    assert (decision.method, decision.sources) == ("replica", (("b", 2), ("c", 2)))
-    assert decision.exact
+def holds(kind: str, stage: int, step: int = STEP, node: str = "holder", lineage: int = 0) -> Held:
+    return Held(kind, Source(node, stage, step), lineage)
 
 
-def test_an_interior_stage_is_averaged_from_its_neighbours():
-    decision = decide(2, all_alive(4, {2}), 4, "checkfree")
-    assert isinstance(decision, Rebuild)
-    assert (decision.method, decision.sources) == ("checkfree", (("n1", 1), ("n3", 3)))
+def rebuild(stage: int, left: Left, policy: str) -> Rebuild:
+    decision = decide(stage, left, policy)
+    assert isinstance(decision, Rebuild), decision
+    return decision
+
+
+def nodes(decision: Rebuild) -> list[str]:
+    return [source.node for source in decision.sources]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_stage_that_lives_on_is_copied_from_all_its_nodes(policy):
+    decision = rebuild(2, Left(4, STEP, {1: ["a"], 2: ["c", "b"], 3: ["d"]}), policy)
+    assert (decision.method, nodes(decision), decision.exact) == ("replica", ["b", "c"], True)
+
+
+def test_checkfree_averages_the_neighbours():
+    decision = rebuild(2, without(2), "checkfree")
+    assert (decision.method, nodes(decision)) == ("checkfree", ["n1", "n3"])
     assert not decision.exact
+    assert not decision.fallback
 
 
-def test_stage_0_and_the_end_stages_stop_the_run():
-    for stage in (0, 1, 4):
-        decision = decide(stage, all_alive(4, {stage}), 4, "checkfree")
-        assert isinstance(decision, Stop)
-        assert f"stage {stage} is lost" in decision.reason
+@pytest.mark.parametrize(("stage", "twin"), [(1, 2), (2, 1), (4, 5), (5, 4)])
+def test_checkfree_plus_copies_the_partner(stage, twin):
+    decision = rebuild(stage, without(stage), "checkfree+")
+    assert (decision.method, nodes(decision)) == ("checkfree+", [f"n{twin}"])
 
 
-def test_two_in_a_row_stop_the_run_and_both_are_named():
-    decision = decide(2, all_alive(4, {2, 3}), 4, "checkfree")
+def test_checkfree_plus_averages_what_is_never_swapped():
+    assert rebuild(3, without(3), "checkfree+").method == "checkfree"
+
+
+def test_stage_0_comes_back_from_its_newest_copy():
+    copies = (holds("copy", 0, 40, "a"), holds("copy", 0, 39, "b"))
+    decision = rebuild(0, without(0, held=copies), "checkfree+")
+    assert (decision.method, nodes(decision), decision.exact) == ("stage0-copy", ["a"], True)
+    late = rebuild(0, without(0, held=copies[1:]), "checkfree+")
+    assert not late.exact
+    assert "1 step old" in late.reason
+
+
+def test_what_is_newer_than_the_newest_commit_or_of_another_lineage_is_no_source():
+    for copy in (holds("copy", 0, 41), holds("copy", 0, 40, lineage=1)):
+        assert isinstance(decide(0, without(0, held=(copy,)), "checkfree+"), Stop)
+
+
+def test_two_in_a_row_come_back_from_snapshots():
+    held = (holds("snapshot", 2, 33), holds("snapshot", 3, 38))
+    for stage, step in ((2, 33), (3, 38)):
+        decision = rebuild(stage, without(2, 3, held=held), "snapshot")
+        assert (decision.method, decision.sources[0].step) == ("snapshot", step)
+        assert f"{STEP - step} steps old" in decision.reason
+
+
+def test_a_twin_takes_over_only_when_it_is_of_the_very_step():
+    assert rebuild(2, without(2, held=(holds("redundant", 2),)), "redundant").exact
+    late = rebuild(2, without(2, held=(holds("redundant", 2, 39),)), "redundant")
+    assert late.method == "checkfree"
+    assert late.fallback
+
+
+def test_checkpoints_roll_all_back_to_the_newest_step_that_every_stage_has():
+    held = [holds("checkpoint", stage, 30) for stage in range(6)]
+    held += [holds("checkpoint", stage, 40) for stage in range(5)]
+    decision = decide(5, without(5, held=tuple(held)), "checkpoint")
+    assert isinstance(decision, RollBack)
+    assert decision.step == 30
+
+
+def test_without_a_whole_checkpoint_all_go_back_to_the_start():
+    decision = decide(5, without(5, held=(holds("checkpoint", 1),)), "checkpoint")
+    assert isinstance(decision, RollBack)
+    assert decision.step == 0
+
+
+@pytest.mark.parametrize(
+    ("lost", "stage", "between"), [((2, 3), 2, [1, 4]), ((1,), 1, [2]), ((1, 2, 3, 4), 3, [5])]
+)
+def test_what_the_policy_cannot_serve_is_interpolated_loudly(lost, stage, between):
+    left = without(*lost)
+    decision = rebuild(stage, left, "checkfree")
+    assert (decision.method, decision.fallback) == ("interpolate", True)
+    assert nearest(stage, left) == between
+    assert "checkfree" in decision.reason
+
+
+def test_a_stage_guessed_just_now_is_no_source_while_there_is_another():
+    assert nearest(3, without(3, untrained=[2])) == [1, 4]
+    assert rebuild(3, without(3, untrained=[2]), "checkfree").method == "interpolate"
+    assert nearest(3, without(1, 3, 4, 5, untrained=[2])) == [2]
+
+
+def test_an_own_save_is_better_than_a_guess():
+    decision = rebuild(1, without(1, held=(holds("save", 1, 30, "n9"),)), "checkfree")
+    assert (decision.method, nodes(decision), decision.fallback) == ("save", ["n9"], True)
+
+
+def test_strict_stops_where_the_policy_cannot_serve():
+    decision = decide(1, without(1), "checkfree", strict=True)
     assert isinstance(decision, Stop)
-    assert "stages 2, 3" in decision.reason
+    assert "--strict" in decision.reason
+    assert isinstance(decide(2, without(2), "checkfree", strict=True), Rebuild)
 
 
-@given(st.integers(1, 12), st.data())
-def test_total_deterministic_and_never_a_source_that_is_gone(stages, data):
+def test_stage_0_without_any_copy_stops_the_run():
+    decision = decide(0, without(0), "checkfree")
+    assert isinstance(decision, Stop)
+    assert "stage 0 is lost" in decision.reason
+
+
+kinds = st.sampled_from(["copy", "snapshot", "redundant", "checkpoint", "save"])
+
+
+@given(st.integers(4, 9), st.sampled_from(POLICIES), st.booleans(), st.data())
+def test_total_deterministic_and_never_a_source_that_is_gone_or_staler_than_it_says(
+    stages, policy, strict, data
+):
     lost = data.draw(st.sets(st.integers(0, stages)))
-    survivors = all_alive(stages, lost)
+    held = data.draw(
+        st.lists(
+            st.builds(holds, kinds, st.integers(0, stages), st.integers(0, 50), st.just("h")),
+            max_size=8,
+        )
+    )
+    untrained = data.draw(st.sets(st.integers(1, stages)))
+    left = without(*lost, stages=stages, held=tuple(held), untrained=untrained - lost)
     stage = data.draw(st.integers(0, stages))
-    decision = decide(stage, survivors, stages, "checkfree")
-    assert decision == decide(stage, survivors, stages, "checkfree")
+    decision = decide(stage, left, policy, strict)
+    assert decision == decide(stage, left, policy, strict)
     assert decision.reason
+    if stage not in lost:
+        assert isinstance(decision, Rebuild)
+        assert decision.method == "replica"
     if isinstance(decision, Rebuild):
         assert decision.sources
-        assert all(node in survivors[of] for node, of in decision.sources)
+        assert not (strict and decision.fallback)
+        for source in decision.sources:
+            alive = source == Source(f"n{source.stage}", source.stage, STEP)
+            assert (alive and source.stage not in lost) or source in [h.source for h in held]
+            assert source.step <= STEP
+        if decision.exact:
+            assert all(source.step == STEP for source in decision.sources)
+            assert all(source.stage == stage for source in decision.sources)
     else:
         assert stage in lost
+
+
+def saves(*steps: set[int]) -> list[Held]:
+    return [holds("save", stage, step) for stage, of in enumerate(steps) for step in of]
+
+
+def test_a_run_goes_on_from_the_newest_step_that_every_stage_has_saved():
+    found = resume(saves({10, 20}, {20, 30}, {10, 20, 30}), 2)
+    assert found is not None
+    assert (found.step, found.exact, set(found.sources)) == (20, True, {0, 1, 2})
+
+
+def test_without_a_common_step_the_newest_mix_is_taken_loudly():
+    found = resume(saves({10}, {20, 30}, set()), 2)
+    assert found is not None
+    assert (found.step, found.exact) == (30, False)
+    assert {of: sources[0].step for of, sources in found.sources.items()} == {0: 10, 1: 30}
+    assert "nothing of stage 2" in found.reason
+
+
+def test_a_later_lineage_wins_over_a_later_step():
+    old, new = (
+        [holds("save", s, step, lineage=n) for s in range(2)] for step, n in ((40, 0), (30, 1))
+    )
+    found = resume([*old, *new], 1)
+    assert found is not None
+    assert (found.lineage, found.step) == (1, 30)
+
+
+def test_without_files_there_is_nothing_to_resume():
+    assert resume([], 3) is None

@@ -28,7 +28,7 @@ from node.driver import Driver, Rules
 from node.driver import Phase as DriverPhase
 from node.effects import NEVER, Ballot
 from node.member import Member
-from recovery.decide import Stop, decide
+from recovery.decide import Left, Stop, decide
 from simulation.registry import Client, Registry
 from simulation.shell import SHARDS, Node
 from simulation.world import Network, Process, World
@@ -156,7 +156,7 @@ class Cluster:
             left.setdefault(node.member.stage, []).append(node.name)
         stages = self.rules.stages
         return 0 in left and not any(
-            isinstance(decide(stage, left, stages, self.rules.policy), Stop)
+            isinstance(decide(stage, Left(stages, newest, left), self.rules.policy, True), Stop)
             for stage in range(stages + 1)
         )
 
@@ -309,7 +309,7 @@ class Cluster:
         for node in self._holders(newest):
             survivors.setdefault(node.weights.stage, []).append(node.name)
         decisions = [
-            decide(stage, survivors, self.rules.stages, self.rules.policy)
+            decide(stage, Left(self.rules.stages, newest, survivors), self.rules.policy, True)
             for stage in range(self.rules.stages + 1)
         ]
         lost = newest < max(self.confirmed)

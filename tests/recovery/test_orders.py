@@ -1,0 +1,28 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recovery.orders import order, partner
+
+
+@given(st.integers(0, 100), st.integers(1, 20), st.booleans())
+def test_every_stage_is_visited_once(microbatch, stages, swapped):
+    if swapped and stages < 4:
+        with pytest.raises(ValueError, match="at least 4"):
+            order(microbatch, stages, swapped)
+        return
+    assert sorted(order(microbatch, stages, swapped)) == list(range(1, stages + 1))
+
+
+def test_every_second_microbatch_swaps_both_ends():
+    assert order(0, 5, True) == (1, 2, 3, 4, 5)
+    assert order(1, 5, True) == (2, 1, 3, 5, 4)
+    assert order(1, 5, False) == (1, 2, 3, 4, 5)
+
+
+@given(st.integers(4, 20), st.data())
+def test_a_partner_is_visited_in_the_stage_s_place(stages, data):
+    stage = data.draw(st.integers(1, stages))
+    natural, swapped = order(0, stages, True), order(1, stages, True)
+    twin = swapped[natural.index(stage)]
+    assert partner(stage, stages) == (twin if twin != stage else None)
