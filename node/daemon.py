@@ -53,11 +53,12 @@ from node.member import Frames, Member, Phase
 from node.model import BodyStage, ModelConfig, build_stage
 from node.optimizer import StageOptimizer
 from node.pipeline import Pipeline
+from node.rebuild import fetch_sources, put_in_place
 from node.run_file import RunFile, policy_of
-from node.transfer import FetchedState, ServedState, StateClient, StateServer, TransferError
+from node.transfer import ServedState, StateClient, StateServer, TransferError
 from node.wall_clock import WallClock
 from node.wire import Frame
-from recovery import checkfree
+from recovery.decide import INEXACT
 
 log = logging.getLogger("planaria")
 
@@ -67,6 +68,8 @@ LINK_PATIENCE = 3.0
 """Seconds that something waits for a link to come up."""
 TO_DRIVER = frozenset(["status", "synced", "home", "ready", "failed", "stale"])
 TO_MEMBER = frozenset(["query", "sync", "step", "reduce", "halt"])
+TELL_FETCHING = 0.2
+"""Seconds between two events of a rebuild under way."""
 MOST_HELD = 4096
 """Frames of a coming attempt, and parked ones for a peer, at most."""
 
@@ -226,17 +229,24 @@ class Node:
         if own.spare:
             self.links.set_peers(view.number, _peers(view), [])
             return
-        linked = [
-            member.node
-            for member in view.members
-            if member.node != self.node and not member.spare and related(own.stage, member.stage)
-        ]
-        self.links.set_peers(view.number, _peers(view), linked)
+        self.links.set_peers(view.number, _peers(view), self._to_link(own, view))
         if self.stage is None:
             self.stage = own.stage
             self._spawn(self._take_up_stage(own.stage))
         elif self.member is not None:
             self._tell_machines(view)
+
+    def _to_link(self, own: registry.Member, view: registry.View) -> list[str]:
+        """Who this node needs in every step; everybody, if nobody can dial it when it is needed."""
+        swapped = policy_of(self.run) == "checkfree+"
+        stages = self.config.stages
+        return [
+            member.node
+            for member in view.members
+            if member.node != self.node
+            and not member.spare
+            and (not own.address or related(own.stage, member.stage, stages, swapped))
+        ]
 
     async def _take_up_stage(self, stage: int) -> None:
         run, device = self.run, self.place.device
@@ -293,6 +303,8 @@ class Node:
             clip=run.training.clip,
             clip_scope=run.training.clip_scope,
             policy=policy_of(run),
+            strict=recovery.strict,
+            relearn=False,
             progress=run.swarm.progress,
             lr_scale=partial(
                 schedule.boost, factor=recovery.lr_boost, over=recovery.lr_boost_steps
@@ -379,6 +391,7 @@ class Node:
         parked = self.parked.setdefault(peer, [])
         if all(member.node != peer for member in self.view.members) or len(parked) >= MOST_HELD:
             return False
+        self.links.demand(peer)
         parked.append((self.loop.time(), item))
         return True
 
@@ -503,30 +516,27 @@ class Node:
         self._report()
 
     async def _fetch(self, ballot: Ballot, sync: pb.Sync) -> None:
-        assert self.member is not None
+        assert self.member is not None and self.stage is not None
         started = self.loop.time()
         log.info("%s", sync.reason)
-        exact = sync.method == "replica"
-        by_stage: dict[int, list[str]] = {}
-        for place in sync.sources:
-            by_stage.setdefault(place.stage, []).append(place.node)
+        told = self._fetching(sync, started)
+        deadline = self.run.swarm.progress
         try:
-            states = await asyncio.gather(
-                *(
-                    self.state_client.fetch(
-                        sync.step, nodes, exact, self.run.swarm.progress, ballot=ballot
-                    )
-                    for _, nodes in sorted(by_stage.items())
-                )
-            )
+            states = await fetch_sources(self.state_client, sync, ballot, deadline, told)
         except TransferError as error:
             self._carry_out(self.member.failed(ballot, str(error), []))
             return
         if not self.member.arrived(ballot):
             return
-        digest = await self.compute.run(
-            partial(self._copy if exact else self._average_neighbours, states)
-        )
+        own, omega = self.stage, self.run.recovery.omega
+
+        def place() -> bytes:
+            self.omega = put_in_place(sync, own, states, self.optimizer, omega)
+            return self.optimizer.digest()
+
+        digest = await self.compute.run(place)
+        guessed = sync.method in INEXACT
+        last = sync.last if sync.HasField("last") else states[0].last
         synced = pb.Synced(
             step=sync.step,
             method=sync.method,
@@ -537,27 +547,33 @@ class Node:
         )
         log.info(
             "stage %d rebuilt at step %d by %s: %d bytes in %.2f s",
-            *(self.stage, sync.step, sync.method, synced.fetched_bytes, synced.seconds),
+            *(own, sync.step, sync.method, synced.fetched_bytes, synced.seconds),
         )
-        self._carry_out(self.member.fetched(synced, states[0].last))
+        boosted_at = sync.step if guessed else states[0].boosted_at
+        self._carry_out(self.member.fetched(synced, last, boosted_at))
 
-    def _copy(self, states: Sequence[FetchedState]) -> bytes:
-        (state,) = states
-        self.optimizer.load(state.tensors.items(), state.optimizer_step)
-        self.omega = state.omega
-        return self.optimizer.digest()
+    def _fetching(self, sync: pb.Sync, started: float) -> Callable[[int], None]:
+        """Writes how far a rebuild is, now and then, for whoever watches."""
+        fields = {
+            "stage": self.stage,
+            "method": sync.method,
+            "sources": [{"node": s.node, "stage": s.stage} for s in sync.sources],
+        }
+        written = -math.inf
 
-    def _average_neighbours(self, states: Sequence[FetchedState]) -> bytes:
-        """CheckFree, Algorithm 1; the optimizer starts afresh, as published."""
-        before, after = states
-        weights = checkfree.weights_of(before.omega, after.omega, self.run.recovery.omega)
-        average = checkfree.average(before.tensors["weights"], after.tensors["weights"], *weights)
-        self.optimizer.load([("weights", average)], 0)
-        self.omega = (before.omega + after.omega) / 2
-        return self.optimizer.digest()
+        def told(size: int) -> None:
+            nonlocal written
+            now = self.loop.time()
+            if now - written >= TELL_FETCHING:
+                written = now
+                seconds = now - started
+                self.events.write("fetching", {**fields, "bytes": size, "seconds": seconds})
 
-    def _served_state(self) -> ServedState | None:
-        if self.member is None or self.member.phase is Phase.SYNCING:
+        told(0)
+        return told
+
+    def _served_state(self, kind: str, stage: int, step: int) -> ServedState | None:
+        if self.member is None or self.member.phase is Phase.SYNCING or kind:
             return None
         return ServedState(
             step=self.member.committed,
@@ -617,6 +633,7 @@ class Node:
         self.client.report(
             registry.Report(
                 committed=member.committed,
+                lineage=member.lineage,
                 phase=member.phase.value,
                 loss=member.last.loss,
                 microbatches=self.pipeline.computed,

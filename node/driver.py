@@ -17,7 +17,21 @@ from bootstrap import registry_pb2 as registry
 from node import stage_pb2 as pb
 from node.effects import NEVER, Ballot, Effect, Event, Send, Suspect
 from node.routing import share_out
-from recovery.decide import Left, Policy, Rebuild, decide
+from recovery.decide import (
+    INEXACT,
+    Decision,
+    Held,
+    Left,
+    Policy,
+    Rebuild,
+    Resume,
+    RollBack,
+    Source,
+    Stop,
+    decide,
+    resume,
+)
+from recovery.orders import blocks, neighbours, order
 
 QUERY_AGAIN = 1.0
 """Seconds before a member that hasn't answered is asked once more."""
@@ -39,8 +53,15 @@ class Rules:
     clip: float
     clip_scope: str  # "global" or "stage"
     policy: Policy
+    strict: bool  # stop where the policy can't serve
+    relearn: bool  # what was rebuilt inexactly
     progress: float  # seconds without any before an attempt is given up
     lr_scale: Callable[[int, int], float]  # (step, boosted_at) -> factor
+
+    @property
+    def swapped(self) -> bool:
+        """Half of the microbatches visit the end stages in swapped order."""
+        return self.policy == "checkfree+"
 
 
 class Phase(enum.Enum):
@@ -67,6 +88,7 @@ class Driver:
         self.members: dict[str, int] = {}  # active members of the ballot's view: node -> stage
         self.statuses: dict[str, pb.Status] = {}
         self.awaited: set[str] = set()  # nodes whose answer the phase waits for
+        self.lineage = 0  # how often the run has gone back to files
         self.committed = 0
         self.last = pb.Commit()
         self.begin = pb.Begin()
@@ -207,15 +229,21 @@ class Driver:
 
     def _resolve(self, now: float) -> list[Effect]:
         """Everybody has answered: agree on the committed step, then get state to who lacks it."""
-        newest = max(self.statuses.values(), key=lambda status: status.committed)
+        newest = max(self.statuses.values(), key=_age)
         effects: list[Effect] = []
         if self.taken_over and any(
             status.attempting == newest.committed + 1 for status in self.statuses.values()
         ):
             effects += self._aborted("its driver is gone", newest.committed + 1)
         self.taken_over = False
-        self.committed, self.last = newest.committed, newest.last
-        if newest.committed + 1 < self.view.committed:
+        self.lineage, self.committed, self.last = newest.lineage, newest.committed, newest.last
+        known = self.view.lineage, self.view.committed
+        all_lost = (self.lineage, self.committed + 1) < known
+        if all_lost or _age(newest) == (0, 0):
+            found = resume(self._held(), self.rules.stages)
+            if found is not None:
+                return effects + self._resume(found, now)
+        if all_lost:
             reason = (
                 f"everything is lost: step {self.view.committed} was committed once, but the "
                 f"newest state that is left is of step {newest.committed}"
@@ -236,68 +264,152 @@ class Driver:
 
     # --- sync: state for those without it
 
-    def _survivors(self) -> dict[int, list[str]]:
-        found: dict[int, list[str]] = {}
+    def _held(self) -> list[Held]:
+        return [
+            Held(one.kind, Source(node, one.stage, one.step, one.lineage))  # type: ignore[arg-type]
+            for node, status in sorted(self.statuses.items())
+            for one in status.holdings
+        ]
+
+    def _left(self) -> Left:
+        survivors: dict[int, list[str]] = {}
+        trained = set()
         for node, status in self.statuses.items():
-            if status.committed == self.committed:
-                found.setdefault(self.members[node], []).append(node)
-        return found
+            if _age(status) == (self.lineage, self.committed):
+                survivors.setdefault(self.members[node], []).append(node)
+                if status.boosted_at < self.committed:
+                    trained.add(self.members[node])
+        return Left(
+            self.rules.stages,
+            self.committed,
+            survivors,
+            self.lineage,
+            self._held(),
+            untrained=frozenset(survivors.keys() - trained),
+        )
+
+    def _nodes_of(self, stage: int) -> list[str]:
+        return sorted(node for node, at in self.members.items() if at == stage)
 
     def _sync(self, now: float) -> list[Effect]:
-        survivors = self._survivors()
-        effects: list[Effect] = []
-        self.awaited = set()
-        vacant = []
-        for stage in range(self.rules.stages + 1):
-            nodes = [node for node, at in self.members.items() if at == stage]
-            joiners = [node for node in nodes if node not in survivors.get(stage, ())]
-            if nodes and not joiners:
-                continue
-            if not nodes:
-                vacant.append(stage)
-            if self.committed == 0:
-                continue
-            left = Left(self.rules.stages, self.committed, survivors)
-            decision = decide(stage, left, self.rules.policy, strict=True)
-            if not isinstance(decision, Rebuild):
+        left = self._left()
+        stages = range(self.rules.stages + 1)
+        vacant = [stage for stage in stages if not self._nodes_of(stage)]
+        decisions: dict[int, Decision] = {}
+        for stage in stages:
+            whole = len(left.survivors.get(stage, ())) == len(self._nodes_of(stage))
+            if (self.lineage, self.committed) > (0, 0) and (stage in vacant or not whole):
+                decisions[stage] = decide(stage, left, self.rules.policy, self.rules.strict)
+        for decision in decisions.values():
+            if isinstance(decision, Stop):
                 if self.finished:
                     return self._finish(now)
                 return self._halt(pb.Halt(reason=decision.reason, step=self.committed), now)
-            # One node rebuilds a lost stage; the others copy from it, so that they are identical.
-            effects += self._sync_one_stage(
-                joiners if decision.method == "replica" else joiners[:1], decision
+        rebuilds = {of: d for of, d in decisions.items() if isinstance(d, Rebuild)}
+        if vacant:  # who comes yet may tell more; replicas need not wait for that
+            rebuilds = {of: d for of, d in rebuilds.items() if d.method == "replica"}
+        elif len(rebuilds) < len(decisions) and not self.finished:
+            return self._roll_back(
+                next(d for d in decisions.values() if isinstance(d, RollBack)), now
             )
+        effects = self._sync_stages(rebuilds, left)
         if effects:
-            self.phase = Phase.SYNCING
-            self.began = self.progressed = now
-            return effects
-        if vacant and not self.finished:
-            self.phase = Phase.WAITING
-            stages = ", ".join(map(str, vacant))
-            self.why = f"waiting for a node to join stage {stages}: planaria node --join ..."
-            return [Event("waiting", {"stages": vacant, "reason": self.why})]
-        return self._next(now)
+            return self._wait_for_state(effects, now)
+        return self._wait_for_nodes(vacant) if vacant and not self.finished else self._next(now)
 
-    def _sync_one_stage(self, joiners: Sequence[str], decision: Rebuild) -> list[Effect]:
-        boosted_at = self.committed
-        if decision.method == "replica":
-            boosted_at = self.statuses[decision.sources[0].node].boosted_at
-        sync = pb.Sync(
-            step=self.committed,
-            method=decision.method,
-            reason=decision.reason,
-            sources=[
-                pb.Source(node=source.node, stage=source.stage, step=source.step)
-                for source in decision.sources
-            ],
-            boosted_at=boosted_at,
-        )
-        self.awaited.update(joiners)
-        effects: list[Effect] = []
-        for node in joiners:
-            effects.append(Event("rebuilding", {"node": node, **_described(decision)}))
-            effects.append(self._to(node, pb.Message(sync=sync)))
+    def _wait_for_state(self, effects: list[Effect], now: float) -> list[Effect]:
+        self.phase = Phase.SYNCING
+        self.began = self.progressed = now
         return effects
+
+    def _wait_for_nodes(self, vacant: Sequence[int]) -> list[Effect]:
+        self.phase = Phase.WAITING
+        stages = ", ".join(map(str, vacant))
+        self.why = f"waiting for a node to join stage {stages}: planaria node --join ..."
+        return [Event("waiting", {"stages": list(vacant), "reason": self.why})]
+
+    def _sync_stages(self, rebuilds: Mapping[int, Rebuild], left: Left) -> list[Effect]:
+        """One node rebuilds a lost stage; its replicas copy from it later, so that they are
+        identical."""
+        joiners = {}
+        for stage, decision in rebuilds.items():
+            lacking = sorted(set(self._nodes_of(stage)) - set(left.survivors.get(stage, ())))
+            joiners[stage] = lacking if decision.method == "replica" else lacking[:1]
+        self.awaited = {node for nodes in joiners.values() for node in nodes}
+        guessed = [stage for stage, decision in rebuilds.items() if decision.method in INEXACT]
+        together = {
+            stage: block
+            for block in blocks(guessed, self.rules.stages, self.rules.swapped)
+            for stage in block
+        }
+        effects: list[Effect] = []
+        for stage, decision in rebuilds.items():
+            sync = self._sync_message(decision.method, decision.reason, decision.sources)
+            sync.last.CopyFrom(self.last)
+            if self.rules.relearn and stage in together:
+                block = together[stage]
+                sync.lost.extend(pb.Place(node=joiners[of][0], stage=of) for of in block)
+                sync.neighbours.extend(self._around(block, left))
+            for node in joiners[stage]:
+                effects.append(Event("rebuilding", {"node": node, **_described(decision)}))
+                effects.append(self._to(node, pb.Message(sync=sync)))
+        return effects
+
+    def _around(self, block: Sequence[int], left: Left) -> list[pb.Place]:
+        """Survivors that microbatches come from, and go to, before and after these stages."""
+        swapped, stages = self.rules.swapped, self.rules.stages
+        near = set().union(*(neighbours(of, stages, swapped) for of in block)) - set(block)
+        return [
+            pb.Place(node=node, stage=stage)
+            for stage in sorted(near)
+            for node in sorted(left.survivors.get(stage, ()))
+        ]
+
+    def _sync_message(self, method: str, reason: str, sources: Sequence[Source]) -> pb.Sync:
+        return pb.Sync(
+            step=self.committed,
+            lineage=self.lineage,
+            method=method,
+            reason=reason,
+            sources=[
+                pb.Source(node=s.node, stage=s.stage, step=s.step, lineage=s.lineage)
+                for s in sources
+            ],
+        )
+
+    def _roll_back(self, to: RollBack, now: float) -> list[Effect]:
+        """All stages go back, as the checkpoint policy has it."""
+        event = Event("rolled back", {"from": self.committed, "step": to.step, "reason": to.reason})
+        self._open_lineage(to.step)
+        effects: list[Effect] = [event]
+        for node, stage in sorted(self.members.items()):
+            source = Source(node, stage, to.step, to.lineage)
+            sync = self._sync_message("checkpoint", to.reason, [source])
+            effects.append(self._to(node, pb.Message(sync=sync)))
+        self.awaited = set(self.members)
+        return self._wait_for_state(effects, now)
+
+    def _resume(self, found: Resume, now: float) -> list[Effect]:
+        """Nothing is left but files: whoever has one that fits loads it, the others copy later."""
+        stages = range(self.rules.stages + 1)
+        if vacant := [stage for stage in stages if not self._nodes_of(stage)]:
+            return self._wait_for_nodes(vacant)
+        fields = {"step": found.step, "exact": found.exact, "reason": found.reason}
+        effects: list[Effect] = [Event("resuming", fields)]
+        self._open_lineage(found.step)
+        self.awaited = set()
+        for sources in found.sources.values():
+            for source in sources:
+                sync = self._sync_message("save", found.reason, [source])
+                self.awaited.add(source.node)
+                effects.append(self._to(source.node, pb.Message(sync=sync)))
+        return self._wait_for_state(effects, now)
+
+    def _open_lineage(self, step: int) -> None:
+        """What is committed after `step` from now on is another thing than what was before."""
+        held = [one.source.lineage for one in self._held()]
+        self.lineage = 1 + max(self.lineage, self.view.lineage, *held)
+        self.committed = step
 
     def _synced(self, peer: str, synced: pb.Synced, now: float) -> list[Effect]:
         self.awaited.discard(peer)
@@ -306,14 +418,7 @@ class Driver:
             {
                 "node": peer,
                 "stage": self.members[peer],
-                "method": synced.method,
-                "step": synced.step,
-                "sources": [
-                    {"node": source.node, "stage": source.stage, "step": source.step}
-                    for source in synced.sources
-                ],
-                "bytes": synced.fetched_bytes,
-                "fetch_seconds": synced.seconds,
+                **_rebuilt(synced),
                 "rebuild_seconds": now - self.began,
             }
         )
@@ -349,7 +454,7 @@ class Driver:
             return pb.Begin(
                 step=self.committed,
                 kind=pb.Begin.EVALUATE,
-                plan=self._plan(rules.validation_microbatches),
+                plan=self._plan(rules.validation_microbatches, swapped=False),
                 members=self._places(),
             )
         boosted = {self.members[node]: s.boosted_at for node, s in self.statuses.items()}
@@ -359,7 +464,7 @@ class Driver:
         ]
         return pb.Begin(
             step=self.committed + 1,
-            plan=self._plan(rules.microbatches),
+            plan=self._plan(rules.microbatches, rules.swapped),
             lr_scale=self.lr_scale,
             members=self._places(),
         )
@@ -367,12 +472,12 @@ class Driver:
     def _places(self) -> list[pb.Place]:
         return [pb.Place(node=node, stage=stage) for node, stage in sorted(self.members.items())]
 
-    def _plan(self, count: int) -> list[pb.Microbatch]:
-        sources = sorted(node for node, stage in self.members.items() if stage == 0)
-        order = range(1, self.rules.stages + 1)
+    def _plan(self, count: int, swapped: bool) -> list[pb.Microbatch]:
+        stages = self.rules.stages
+        shared = share_out(range(count), self._nodes_of(0), self.seconds)
         return [
-            pb.Microbatch(id=identity, source=source, order=order)
-            for identity, source in enumerate(share_out(range(count), sources, self.seconds))
+            pb.Microbatch(id=identity, source=source, order=order(identity, stages, swapped))
+            for identity, source in enumerate(shared)
         ]
 
     def _send_step(self, step: pb.Step, now: float) -> list[Effect]:
@@ -527,11 +632,41 @@ def _active(view: registry.View) -> dict[str, int]:
     return {member.node: member.stage for member in view.members if not member.spare}
 
 
+def _age(status: pb.Status) -> tuple[int, int]:
+    return status.lineage, status.committed
+
+
 def _described(decision: Rebuild) -> dict[str, Any]:
     return {
         "stage": decision.stage,
         "method": decision.method,
         "sources": [source.node for source in decision.sources],
         "exact": decision.exact,
+        "fallback": decision.fallback,
         "reason": decision.reason,
     }
+
+
+def _rebuilt(synced: pb.Synced) -> dict[str, Any]:
+    """What a node says of its rebuild, for the events."""
+    fields: dict[str, Any] = {
+        "method": synced.method,
+        "step": synced.step,
+        "sources": [{"node": s.node, "stage": s.stage, "step": s.step} for s in synced.sources],
+        "bytes": synced.fetched_bytes,
+        "fetch_seconds": synced.seconds,
+    }
+    if synced.method == "snapshot":
+        unknown = math.isnan(synced.perturbation)
+        fields["oldest_step"] = synced.oldest_step
+        fields["perturbation"] = None if unknown else synced.perturbation
+    if synced.HasField("relearned"):
+        relearned = synced.relearned
+        fields["relearned"] = {
+            "residual_before": relearned.residual_before,
+            "residual_after": relearned.residual_after,
+            "passes": relearned.passes,
+            "seconds": relearned.seconds,
+            "bytes": relearned.fetched_bytes,
+        }
+    return fields

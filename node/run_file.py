@@ -179,8 +179,8 @@ def override(run: RunFile, **changes: Any) -> RunFile:
 
 
 def policy_of(run: RunFile) -> Policy:
-    """What the run file says, or the default for its number of stages."""
-    return run.recovery.policy or "checkfree"
+    """What a resolved run file says, or the default for its number of stages."""
+    return run.recovery.policy or ("checkfree+" if (run.model.stages or 0) >= 4 else "checkfree")
 
 
 def dumps(run: RunFile) -> str:

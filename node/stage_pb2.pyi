@@ -110,22 +110,24 @@ class Place(_message.Message):
     def __init__(self, node: _Optional[str] = ..., stage: _Optional[int] = ...) -> None: ...
 
 class Source(_message.Message):
-    __slots__ = ("node", "stage", "step")
+    __slots__ = ("node", "stage", "step", "lineage")
     NODE_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
     node: str
     stage: int
     step: int
-    def __init__(self, node: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+    lineage: int
+    def __init__(self, node: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ...) -> None: ...
 
 class Sync(_message.Message):
-    __slots__ = ("step", "method", "reason", "sources", "boosted_at", "lineage", "lost", "neighbours")
+    __slots__ = ("step", "method", "reason", "sources", "last", "lineage", "lost", "neighbours")
     STEP_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
-    BOOSTED_AT_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     NEIGHBOURS_FIELD_NUMBER: _ClassVar[int]
@@ -133,11 +135,11 @@ class Sync(_message.Message):
     method: str
     reason: str
     sources: _containers.RepeatedCompositeFieldContainer[Source]
-    boosted_at: int
+    last: Commit
     lineage: int
     lost: _containers.RepeatedCompositeFieldContainer[Place]
     neighbours: _containers.RepeatedCompositeFieldContainer[Place]
-    def __init__(self, step: _Optional[int] = ..., method: _Optional[str] = ..., reason: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., boosted_at: _Optional[int] = ..., lineage: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., neighbours: _Optional[_Iterable[_Union[Place, _Mapping]]] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., method: _Optional[str] = ..., reason: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., lineage: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., neighbours: _Optional[_Iterable[_Union[Place, _Mapping]]] = ...) -> None: ...
 
 class Synced(_message.Message):
     __slots__ = ("step", "method", "sources", "fetched_bytes", "seconds", "digest", "oldest_step", "perturbation", "relearned")
@@ -294,14 +296,18 @@ class Halt(_message.Message):
     def __init__(self, finished: _Optional[bool] = ..., reason: _Optional[str] = ..., step: _Optional[int] = ..., validation_loss: _Optional[float] = ...) -> None: ...
 
 class StateRequest(_message.Message):
-    __slots__ = ("transfer", "step", "optimizer")
+    __slots__ = ("transfer", "step", "optimizer", "kind", "stage")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
     transfer: int
     step: int
     optimizer: bool
-    def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ..., optimizer: _Optional[bool] = ...) -> None: ...
+    kind: str
+    stage: int
+    def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ..., optimizer: _Optional[bool] = ..., kind: _Optional[str] = ..., stage: _Optional[int] = ...) -> None: ...
 
 class StateManifest(_message.Message):
     __slots__ = ("transfer", "step", "error", "tensors", "size", "omega", "boosted_at", "last", "optimizer_step")
@@ -326,18 +332,22 @@ class StateManifest(_message.Message):
     def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ..., error: _Optional[str] = ..., tensors: _Optional[bytes] = ..., size: _Optional[int] = ..., omega: _Optional[float] = ..., boosted_at: _Optional[int] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., optimizer_step: _Optional[int] = ...) -> None: ...
 
 class ShardRequest(_message.Message):
-    __slots__ = ("transfer", "step", "optimizer", "offset", "size")
+    __slots__ = ("transfer", "step", "optimizer", "offset", "size", "kind", "stage")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
     transfer: int
     step: int
     optimizer: bool
     offset: int
     size: int
-    def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ..., optimizer: _Optional[bool] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+    kind: str
+    stage: int
+    def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ..., optimizer: _Optional[bool] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ..., kind: _Optional[str] = ..., stage: _Optional[int] = ...) -> None: ...
 
 class ShardRefusal(_message.Message):
     __slots__ = ("transfer", "offset", "reason")
