@@ -55,6 +55,7 @@ from node.optimizer import StageOptimizer
 from node.pipeline import Pipeline
 from node.run_file import RunFile, policy_of
 from node.transfer import FetchedState, ServedState, StateClient, StateServer, TransferError
+from node.twin import Twin
 from node.wall_clock import WallClock
 from node.wire import Frame
 from recovery import checkfree
@@ -128,6 +129,7 @@ class Node:
         self.events = EventLog(place.out, self.node)
         self.view = registry.View()
         self.stage: int | None = None
+        self.twin: Twin | None = None  # with policy redundant
         self.member: Member | None = None
         self.early: list[tuple[str, pb.Message]] = []
         self.held: list[tuple[str, Frame]] = []
@@ -245,6 +247,11 @@ class Node:
             module = build_stage(self.config, stage, run.seed).to(device)
             if isinstance(module, BodyStage):
                 module.recompute = run.training.recompute
+            if policy_of(run) == "redundant":
+                self.twin = Twin(
+                    *(self.node, stage, self.config, run, device),
+                    *(self.send_frame, self.compute.run),
+                )
             return module, StageOptimizer(module, device)
 
         module, self.optimizer = await self.compute.run(build)
@@ -260,6 +267,7 @@ class Node:
             device,
             self.compute,
             self,
+            self.twin,
         )
         if corpus is not None and self.place.out is not None:
             self.ledger: Ledger | None = Ledger(
@@ -333,6 +341,9 @@ class Node:
             self.state_client.on_frame(peer, frame)
         elif frame.kind == "average":
             self.averaging.on_frame(peer, frame)
+        elif frame.kind == "twin":
+            if self.twin is not None:
+                self.twin.on_frame(peer, frame)
         elif self.member is not None:
             match self.member.frames(Ballot(*frame.ballot)):
                 case Frames.TAKE:
@@ -357,6 +368,9 @@ class Node:
         self.client.suspect(peer, reason)
         if self.member is None:
             return
+        for frame in unacknowledged:
+            if frame.kind == "twin":  # this node may be ready, then nothing else tells
+                self.send_frame(peer, frame)
         lost = [f.ballot for f in unacknowledged if f.kind in ("activation", "gradient")]
         if lost:  # those of older attempts may be among them
             why = f"the link to {peer} broke before a frame was through: {reason}"
@@ -420,13 +434,13 @@ class Node:
             case Send(to, message):
                 self.send_message(to, message)
             case StartAttempt(ballot, begin):
-                self.averaging.abandon(ballot)
+                self._abandon(ballot)
                 self.pipeline.start(ballot, begin)
                 held, self.held = self.held, []
                 for peer, frame in held:
                     self.on_frame(peer, frame)
             case DropAttempt(ballot):
-                self.averaging.abandon((ballot.view, ballot.attempt + 1))
+                self._abandon(Ballot(ballot.view, ballot.attempt + 1))
                 self.pipeline.drop(ballot)
             case Reduce(ballot, _):
                 self._spawn(self._reduce(ballot))
@@ -447,6 +461,11 @@ class Node:
                 log.info("%s: %s", kind, fields.get("reason", dict(fields)))
                 self.events.write(kind, fields)
 
+    def _abandon(self, before: Ballot) -> None:
+        self.averaging.abandon(before)
+        if self.twin is not None:
+            self.twin.abandon(before)
+
     async def _reduce(self, ballot: Ballot) -> None:
         assert self.member is not None
         begin = self.pipeline.begin
@@ -462,6 +481,10 @@ class Node:
                 self.run.swarm.progress,
             )
             norm = await self.compute.run(self.optimizer.squared_norm)
+            if self.twin is not None:
+                await self.twin.exchange(
+                    ballot, begin.members, self.optimizer.gradient, norm, self.run.swarm.progress
+                )
         except Abandoned:
             return
         except AveragingError as error:
@@ -485,6 +508,8 @@ class Node:
             if not commit.skipped:
                 self.optimizer.step(lr * commit.lr_scale[stage], commit.clip_scale[stage])
                 self.omega = self.reduced_norm
+            if self.twin is not None:
+                self.twin.apply(commit, lr)
             self.optimizer.zero_gradient()
             return self.optimizer.digest()
 
