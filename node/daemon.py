@@ -369,7 +369,8 @@ class Node:
         if self.member is None:
             return
         for frame in unacknowledged:
-            if frame.kind == "twin":  # this node may be ready, then nothing else tells
+            # Who is ready can't fail the attempt any more, so what is lost is sent again.
+            if frame.kind == "twin" and frame.ballot == self.member.attempt:
                 self.send_frame(peer, frame)
         lost = [f.ballot for f in unacknowledged if f.kind in ("activation", "gradient")]
         if lost:  # those of older attempts may be among them

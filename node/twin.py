@@ -1,4 +1,4 @@
-"""The twin of the next stage: redundant computation, after Bamboo (NSDI 2023, section 5).
+"""The twin of the next stage: redundant computation, after Bamboo (Thorpe et al., NSDI 2023).
 
 A node of stage s also holds stage s + 1 (stage L holds stage 0), and keeps it bit-identical: the
 replicas of s + 1 send their reduced gradient to the nodes of s *before* either of them answers

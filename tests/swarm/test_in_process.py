@@ -145,3 +145,20 @@ async def test_twins_equal_the_next_stage_after_each_commit(
     forwards = run.steps * run.training.microbatches
     assert sum(twin.forwards for twin in twins) == (stages + 1) * forwards
     assert losses(tmp_path) == pytest.approx(list(train(run, corpus)), rel=1e-5)
+
+
+async def test_a_killed_replica_comes_back_with_a_stale_twin(corpus, tmp_path):
+    run = override(loads(SMALL.format(stages=2, replicas=2)), recovery__policy="redundant")
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 3)
+        await swarm.kill(1, 1)
+        swarm.start(1, 1)
+        await swarm.until(swarm.finished)
+        nodes = {slot: node for slot, (node, _) in swarm.nodes.items()}
+        digest_of = {node.stage: node.member.digest for node in nodes.values()}
+        late = nodes.pop((1, 1))
+        assert late.twin.step < late.member.committed
+        for node in nodes.values():
+            assert node.twin.holding() == (node.twin.stage, run.steps)
+            assert node.twin.optimizer.digest() == digest_of[node.twin.stage]
+    assert audit(tmp_path).exact
