@@ -119,7 +119,7 @@ class Header:
     omega: float
     boosted_at: int
     optimizer_step: int
-    perturbation: float
+    perturbation: float = field(compare=False)  # may be NaN
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> Header:
