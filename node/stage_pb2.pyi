@@ -360,16 +360,20 @@ class ShardRefusal(_message.Message):
     def __init__(self, transfer: _Optional[int] = ..., offset: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Kept(_message.Message):
-    __slots__ = ("kind", "stage", "step", "error")
+    __slots__ = ("kind", "stage", "step", "error", "transfer", "received")
     KIND_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
     kind: str
     stage: int
     step: int
     error: str
-    def __init__(self, kind: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+    transfer: int
+    received: int
+    def __init__(self, kind: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ..., error: _Optional[str] = ..., transfer: _Optional[int] = ..., received: _Optional[int] = ...) -> None: ...
 
 class BoundaryRequest(_message.Message):
     __slots__ = ("transfer", "step", "lost")
