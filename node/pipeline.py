@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from node import stage_pb2 as pb
+from node.boundary import BoundaryKeeper
 from node.compute import ComputeThread, Priority, T
 from node.corpus import Corpus
 from node.effects import NEVER, Ballot
@@ -102,6 +103,7 @@ class Pipeline:
         compute: ComputeThread,
         events: PipelineEvents,
         twin: Twin | None = None,
+        boundary: BoundaryKeeper | None = None,
     ) -> None:
         self.node, self.stage = node, stage
         self.module, self.optimizer = module, optimizer
@@ -109,6 +111,7 @@ class Pipeline:
         self.corpus = corpus
         self.compute, self.events = compute, events
         self.twin = twin
+        self.boundary = boundary
         self.routing = Routing(node, run.training.in_flight or config.stages + 1)
         self.ballot = NEVER
         self.begin = pb.Begin()
@@ -275,6 +278,8 @@ class Pipeline:
         except (WireError, ValueError) as error:
             reason = f"{frame.kind} of microbatch {visit.microbatch} from {peer}: {error}"
             return partial(self.events.attempt_failed, self.live, reason, [peer])
+        if self.boundary is not None and frame.kind == "activation":
+            self.boundary.keep("received", frame, tensor)
         return work(visit, tensor)
 
     def _forward(self, visit: Visit, x: torch.Tensor) -> Callable[[], None]:
@@ -312,6 +317,8 @@ class Pipeline:
         onward = visit.after(time.perf_counter() - started, forward=kind == "activation")
         ballot = self.live
         frame = Frame(kind, ballot, onward.fields(), descriptors, tuple(buffers))
+        if self.boundary is not None and kind == "activation":
+            self.boundary.keep("sent", frame, tensor)
 
         def send() -> None:
             if not self.events.send_frame(onward.node, frame):
