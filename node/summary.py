@@ -142,10 +142,10 @@ def replicas_identical(events: Sequence[Event]) -> bool:
     if any(event["kind"] == "diverged" for event in events):
         return False
     stages = {event["node"]: event["stage"] for event in events if event["kind"] == "serving"}
-    digests: dict[tuple[int, int], set[str]] = {}
+    digests: dict[tuple[int, int, int], set[str]] = {}
     for event in events:
         if event["kind"] == "applied":
-            key = stages[event["node"]], event["step"]
+            key = stages[event["node"]], event["lineage"], event["step"]
             digests.setdefault(key, set()).add(event["digest"])
     return all(len(found) == 1 for found in digests.values())
 

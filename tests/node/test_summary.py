@@ -203,7 +203,7 @@ def test_wall_is_the_average_over_places_of_each_nodes_last_report():
 
 
 def applied(node: str, step: int, digest: str) -> dict[str, Any]:
-    return event(float(step), "applied", node, step=step, digest=digest)
+    return event(float(step), "applied", node, lineage=0, step=step, digest=digest)
 
 
 @pytest.mark.parametrize(
