@@ -223,8 +223,9 @@ class Saves:
     def _prune(self) -> None:
         kept: list[SaveId] = []
         for save in self.listed():
-            # Steps that the run went back over don't count: were they kept, the save that it went
-            # back to would go first, and other stages may have no newer one yet.
+            # Saves that the run went back over don't count: were they kept, the one that it went
+            # back to would go first, and other stages may have no newer one yet. (One from between
+            # two regular saves can't be told, and takes a place until it is the oldest.)
             if len(kept) < self.keep and (not kept or save.step < kept[-1].step):
                 kept.append(save)
             elif self._run_of(save) in (None, self.run):
