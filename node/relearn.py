@@ -308,11 +308,13 @@ class _Joiner:
 
     def _check_pairs(self) -> None:
         for pair in self.pairs:
-            first, last = pair.stages[0], pair.stages[-1]
+            ends = pair.stages[:1], pair.stages[-1:]
+            here = (self.block.stage,)
             if (
-                not self.block.joiners.keys() >= set(pair.stages)
-                or (first == self.block.stage and pair not in self.fetched.inputs)
-                or (last == self.block.stage and pair not in self.fetched.outputs)
+                not pair.stages
+                or not self.block.joiners.keys() >= set(pair.stages)
+                or (ends[0] == here and pair not in self.fetched.inputs)
+                or (ends[1] == here and pair not in self.fetched.outputs)
             ):
                 leader = self.block.joiners[self.block.leader]
                 raise RelearnError(f"{leader} wants {pair} trained on, which can't be", [leader])

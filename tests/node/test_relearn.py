@@ -420,7 +420,8 @@ async def test_a_bad_frame_fails_it(fault: str) -> None:
         assert error.accused == ["joiner-3"]
 
 
-async def test_a_leader_that_names_pairs_which_are_not_here() -> None:
+@pytest.mark.parametrize("stages", [[], [2, 3], [3], [3, 4]])
+async def test_a_leader_that_names_pairs_which_are_not_here(stages: list[int]) -> None:
     students, _ = trio()
     network = Network([2, 3, 4])
     joiners = {2: "joiner-2", 3: "joiner-3"}
@@ -430,7 +431,7 @@ async def test_a_leader_that_names_pairs_which_are_not_here() -> None:
         )
     )
     order = pb.Relearn(
-        round=1, work=pb.Relearn.MEASURE, pairs=[pb.BoundaryPair(microbatch=0, stages=[2, 3])]
+        round=1, work=pb.Relearn.MEASURE, pairs=[pb.BoundaryPair(microbatch=0, stages=stages)]
     )
     network.nodes["joiner-3"].on_message(
         "joiner-2", pb.Message(ballot=BALLOT.message(), relearn=order)
