@@ -24,7 +24,7 @@ from node import stage_pb2 as pb
 from node.effects import NEVER, Ballot
 from node.transfer import InComputeThread
 from node.wire import Descriptor, Frame, Payload, WireError, decode, encode
-from recovery.relearning import runs
+from recovery.orders import runs
 
 log = logging.getLogger(__name__)
 

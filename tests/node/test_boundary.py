@@ -29,8 +29,7 @@ from node.pipeline import Pipeline, Visit
 from node.routing import Route
 from node.run_file import ModelSection, RunFile, WireSection
 from node.wire import Codec, Frame, decode, encode
-from recovery.orders import order
-from recovery.relearning import adjoining, runs
+from recovery.orders import adjoining, order, runs
 
 T = TypeVar("T")
 BALLOT = Ballot(3, 5)
@@ -468,7 +467,8 @@ async def test_a_stage_keeps_what_comes_in_and_goes_out(codec: Codec, kind: Any)
     keeper, daemon = BoundaryKeeper(at_once), Daemon()
     pipeline = Pipeline(
         *("c", 2, module, StageOptimizer(module, torch.device("cpu")), run, config, None),
-        *(torch.device("cpu"), cast(ComputeThread, Compute()), daemon, keeper),
+        *(torch.device("cpu"), cast(ComputeThread, Compute()), daemon),
+        boundary=keeper,
     )
     pipeline.start(BALLOT, pb.Begin(step=STEP, kind=kind))
     if kind == pb.Begin.TRAIN:

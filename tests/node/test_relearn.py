@@ -18,8 +18,8 @@ from node.relearn import Block, RelearnError, Relearning, Terms, whole_pairs
 from node.run_file import ModelSection
 from node.wire import Frame
 from recovery.checkfree import average
-from recovery.orders import order
-from recovery.relearning import Learner, learn, residual_error, runs
+from recovery.orders import order, runs
+from recovery.relearning import Learner, learn, residual_error
 
 T = TypeVar("T")
 BALLOT = Ballot(3, 5)
