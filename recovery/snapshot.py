@@ -88,21 +88,20 @@ class Layout:
         ]
 
     def split(self, blocks: Tensor) -> list[Tensor]:
-        """Growing numbers of blocks, int64 [k], as indices into each tensor of `rows`."""
+        """Growing numbers of blocks, int64 [k] on the CPU, as indices into each tensor of `rows`."""
         firsts = torch.tensor([group.first for group in self._groups[1:]], dtype=torch.int64)
         parts = blocks.tensor_split(torch.searchsorted(blocks, firsts))
         return [part - group.first for part, group in zip(parts, self._groups, strict=True)]
 
     def gather(self, flat: Tensor, blocks: Tensor) -> list[Tensor]:
         """Copies of these blocks, [k, width] for each width in turn."""
-        indices = self.split(blocks.to(flat.device))
+        indices = [at.to(flat.device) for at in self.split(blocks)]
         return [rows.index_select(0, at) for rows, at in zip(self.rows(flat), indices, strict=True)]
 
     def scatter(self, flat: Tensor, blocks: Tensor, values: Sequence[Tensor]) -> None:
         """Put there what `gather` gave."""
-        indices = self.split(blocks.to(flat.device))
-        for rows, at, new in zip(self.rows(flat), indices, values, strict=True):
-            rows.index_copy_(0, at, new)
+        for rows, at, new in zip(self.rows(flat), self.split(blocks), values, strict=True):
+            rows.index_copy_(0, at.to(flat.device), new)
 
     def squared_distances(self, a: Tensor, b: Tensor) -> Tensor:
         """float64 [blocks] on the CPU: of each block of `a` from the same of `b`, squared."""
