@@ -14,7 +14,7 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -153,7 +153,6 @@ class _Recipient:
 
     sent: Sent
     started: int = -1  # step of the newest update that was begun
-    outstanding: int = 0  # frames that it hasn't answered, of whichever update
 
 
 @dataclass
@@ -197,6 +196,7 @@ class Sender:
         paced = min(FRAME, max(LEAST_FRAME, PACE * traffic.bytes_per_second))
         self._frame = int(paced) // 4 * 4
         self._recipients: dict[str, _Recipient] = {}
+        self._outstanding: Counter[str] = Counter()  # frames without an answer, of any update
         self._transfers = count(1)
         self._update: _Update | None = None
         self._applied = (0, -1)  # lineage, step
@@ -232,9 +232,9 @@ class Sender:
 
     def on_kept(self, peer: str, kept: pb.Kept) -> None:
         """A holder has answered."""
-        recipient, update = self._recipients.get(peer), self._update
-        if recipient is not None and kept.received:
-            recipient.outstanding = max(0, recipient.outstanding - 1)
+        update = self._update
+        if kept.received:
+            self._outstanding[peer] = max(0, self._outstanding[peer] - 1)
         if update is None or peer != update.holder:
             return
         if kept.transfer == update.transfer:
@@ -245,8 +245,7 @@ class Sender:
 
     def on_peer_lost(self, peer: str, reason: str) -> None:
         """The link to a peer is gone, with what was under way on it."""
-        if recipient := self._recipients.get(peer):
-            recipient.outstanding = 0
+        self._outstanding.pop(peer, None)
         self._lose(peer, f"the link is lost: {reason}")
 
     # --- an update
@@ -270,12 +269,12 @@ class Sender:
             return
         _, holder = min(due)
         recipient = self._recipients[holder]
-        recipient.started = state.step
+        sent, recipient.started = recipient.sent, state.step
         self._update = _Update(holder, next(self._transfers), state.step)
         # Posted now, before a later step can be.
         lineage = self._applied[0]
-        taking = self._in_compute_thread(partial(self._take, recipient.sent, lineage, state))
-        self._spawn(self._bring(self._update, recipient, state, lineage, taking))
+        taking = self._in_compute_thread(partial(self._take, sent, lineage, state))
+        self._spawn(self._bring(self._update, sent, state, lineage, taking))
 
     def _take(self, sent: Sent, lineage: int, state: ServedState) -> snapshot.Update:
         started = time.perf_counter()
@@ -286,7 +285,7 @@ class Sender:
     async def _bring(
         self,
         update: _Update,
-        recipient: _Recipient,
+        sent: Sent,
         state: ServedState,
         lineage: int,
         taking: Awaitable[snapshot.Update],
@@ -294,10 +293,10 @@ class Sender:
         try:
             content = await taking
             header, payload = self._compose(update, state, lineage, content)
-            await self._transfer(update, recipient, header, payload)
+            await self._transfer(update, header, payload)
             await self._wait(update, lambda: update.kept, "that it counts")
         except _LostError as lost:
-            recipient.sent.lost(update.step)
+            sent.lost(update.step)
             log.warning(
                 "the %s of stage %d at step %d didn't get to %s: %s",
                 *(self._traffic.kind, self._traffic.stage, update.step, update.holder, lost),
@@ -334,11 +333,11 @@ class Sender:
     async def _transfer(
         self,
         update: _Update,
-        recipient: _Recipient,
         header: Header,
         payload: list[torch.Tensor],
     ) -> None:
         """Raises _LostError."""
+        holder = update.holder
         now = asyncio.get_running_loop().time
         told = vars(header)
         for offset in range(0, header.size, self._frame):
@@ -347,14 +346,16 @@ class Sender:
             frame = Frame("copy", NEVER, told | {"offset": offset}, *encode(parts, "none"))
             size = frame.size + len(frame.head())
             await self._wait(
-                update, lambda: recipient.outstanding < OUTSTANDING, f"{offset} of {header.size} B"
+                update,
+                lambda: self._outstanding[holder] < OUTSTANDING,
+                f"{offset} of {header.size} B",
             )
             await asyncio.sleep(self._budget.wait(now()))
             self._check(update)
-            if not self._send_frame(update.holder, frame):
+            if not self._send_frame(holder, frame):
                 raise _LostError("there is no link to it")
             self._budget.spend(size, now())
-            recipient.outstanding += 1
+            self._outstanding[holder] += 1
             self.bytes_sent += size
 
     async def _wait(self, update: _Update, done: Callable[[], bool], what: str) -> None:
@@ -630,13 +631,10 @@ class Holder:
             state = HeldSnapshot.whole(layout, header.step, update.payload, header.tensors)
             self._held[key] = _Held(header, update.last, state)
         else:
-            if held is None or (held.header.lineage, held.header.tensors) != (
-                header.lineage,
-                header.tensors,
-            ):
-                state = HeldSnapshot(layout, header.tensors)
-            else:
+            if held is not None and held.header.tensors == header.tensors:
                 state = held.state
+            else:
+                state = HeldSnapshot(layout, header.tensors)
             self._held[key] = _Held(header, update.last, state)
             await self._in_compute_thread(
                 lambda: self._timed(partial(state.overlay, header.step, blocks, values))

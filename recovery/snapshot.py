@@ -88,7 +88,7 @@ class Layout:
         ]
 
     def split(self, blocks: Tensor) -> list[Tensor]:
-        """Growing numbers of blocks, int64 [k] on the CPU, as indices into each tensor of `rows`."""
+        """Growing numbers of blocks, int64 [k] on the CPU, as indices into each of `rows`."""
         firsts = torch.tensor([group.first for group in self._groups[1:]], dtype=torch.int64)
         parts = blocks.tensor_split(torch.searchsorted(blocks, firsts))
         return [part - group.first for part, group in zip(parts, self._groups, strict=True)]

@@ -5,7 +5,7 @@ import itertools
 import logging
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -135,6 +135,7 @@ class World:
         self.faults: Callable[[Frame], Frame | None] = lambda frame: frame
         self.sent: list[tuple[float, str, Frame]] = []
         self.kept: list[tuple[str, pb.Kept]] = []
+        self.unanswered: Counter[tuple[str, str]] = Counter()  # frames
         self.unlinked: set[str] = set()
         self.trainings: dict[str, Training] = {}
         self.training = self.train("s")
@@ -167,6 +168,8 @@ class World:
         if to in self.unlinked:
             return False
         self.sent.append((asyncio.get_running_loop().time(), to, frame))
+        self.unanswered[source, to] += 1
+        assert self.unanswered[source, to] <= copies.OUTSTANDING
         changed = self.faults(frame)
         if changed is not None:
             self.push(source, to, partial(self.arrive, source, to, changed))
@@ -180,8 +183,13 @@ class World:
     def answer(self, holder: str, to: str, message: pb.Message) -> bool:
         kept = pb.Message.FromString(message.SerializeToString()).kept
         self.kept.append((holder, kept))
-        self.push(holder, to, partial(self.trainings[to].sender.on_kept, holder, kept))
+        self.push(holder, to, partial(self.hear, to, holder, kept))
         return True
+
+    def hear(self, sender: str, holder: str, kept: pb.Kept) -> None:
+        if kept.received:
+            self.unanswered[sender, holder] -= 1
+        self.trainings[sender].sender.on_kept(holder, kept)
 
     def push(self, source: str, to: str, delivery: Callable[[], None]) -> None:
         self.pipes.setdefault((source, to), deque()).append(delivery)
@@ -202,6 +210,7 @@ class World:
         for pipe in ((a, b), (b, a)):
             self.pipes.pop(pipe, None)
             self.pipes[pipe] = deque()
+        self.unanswered[a, b] = 0
         self.trainings[a].sender.on_peer_lost(b, "reset")
         self.holders[b].on_peer_lost(a)
 
@@ -426,8 +435,12 @@ def test_a_lost_update_counts_as_never_sent_and_goes_first() -> None:
         world.held = True
         await world.step(2)
         await world.moment()
-        world.lose_link("s", "h")
         world.release()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        before = world.holder.memory_bytes
+        world.lose_link("s", "h")
+        assert world.holder.memory_bytes < before, "what came by halves is forgotten"
         await world.settle()
         sent: Any = world.sender._recipients["h"].sent
         first = sent.taken == 1
@@ -601,9 +614,11 @@ def test_a_damaged_update_changes_nothing(kind: Kind) -> None:
         await world.step(1)
         await world.settle()
         world.faults = lambda frame: damaged(frame) if frame.fields["offset"] == 600 else frame
+        before = world.holder.memory_bytes
         await world.step(2)
         await world.settle()
         assert world.step_held() == 1
+        assert world.holder.memory_bytes == before
         assert any("arrived damaged" in kept.error for _, kept in world.kept)
         world.assert_true()
         world.faults = lambda frame: frame
@@ -674,6 +689,69 @@ def test_values_that_are_not_finite_are_refused() -> None:
         assert "aren't finite" in world.kept[-1][1].error
         assert world.step_held() == 1
         world.assert_true()
+
+    run(work())
+
+
+def test_a_stranger_cannot_spoil_an_update() -> None:
+    async def work() -> None:
+        world = World("copy")
+        world.train("x")
+
+        def meddle(frame: Frame) -> Frame:
+            if frame.fields["offset"]:
+                world.push("x", "h", partial(world.arrive, "x", "h", frame))
+            return frame
+
+        world.faults = meddle
+        await world.step(1)
+        await world.settle()
+        assert world.step_held() == 1
+        world.assert_true()
+        errors = [kept.error for _, kept in world.kept if kept.error]
+        assert len(errors) == len(world.sent) - 1
+        assert all("an update that isn't known" in error for error in errors)
+
+    run(work())
+
+
+def test_an_update_that_is_late_does_not_put_blocks_back() -> None:
+    async def work() -> None:
+        world = World(snapshot_fraction=1.0, snapshot_period=1)
+        world.held = True
+        await world.step(1)
+        await world.moment()
+        second = world.train("t")
+        await world.step(2)
+        world.held = False
+        second.sender.set_holders(["h"])
+        await second.commit(2)
+        await world.moment()
+        assert world.step_held() == 2
+        for _ in range(copies.OUTSTANDING):
+            world.deliver(("s", "h"))
+        await world.moment()
+        assert "a newer one counts already" in {kept.error for _, kept in world.kept}
+        assert world.step_held() == 2
+        world.assert_true()
+        await world.settle()
+
+    run(work())
+
+
+def test_an_update_of_a_past_that_is_given_up_meanwhile_does_not_count() -> None:
+    async def work() -> None:
+        world = World(snapshot_fraction=1.0, snapshot_period=1)
+        world.computes["h"].held = True
+        await world.step(5)
+        await world.moment()
+        assert world.computes["h"].posted
+        world.holder.committed(commit_of(3, 70), lineage=1)
+        world.computes["h"].held = False
+        world.computes["h"].work()
+        await world.settle()
+        assert world.kept[-1][1].error
+        assert world.step_held() is None
 
     run(work())
 
