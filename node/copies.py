@@ -70,7 +70,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class Outgoing:
     """What a stage sends to its holders."""
 
     kind: Kind
@@ -80,13 +80,15 @@ class Traffic:
     new_sent: Callable[[], Sent]  # for a holder that has nothing yet
 
     @classmethod
-    def copies(cls, layout: Layout, recovery: RecoverySection) -> Traffic:
+    def copies(cls, layout: Layout, recovery: RecoverySection) -> Outgoing:
         """Stage 0, whole, after each commit."""
         sent = SentCopy(layout, recovery.stage0_moments)
         return cls("copy", 0, 1, math.inf, lambda: sent)
 
     @classmethod
-    def snapshots(cls, stage: int, layout: Layout, recovery: RecoverySection, seed: int) -> Traffic:
+    def snapshots(
+        cls, stage: int, layout: Layout, recovery: RecoverySection, seed: int
+    ) -> Outgoing:
         """A running snapshot: the fraction r of the blocks every rC steps."""
         fraction = recovery.snapshot_fraction
         new_sent = partial(
@@ -164,6 +166,7 @@ class _Update:
     step: int
     kept: bool = False
     lost: str = ""  # why
+    memory_bytes: int = 0  # kept for this one alone
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -179,21 +182,21 @@ class Sender:
 
     def __init__(
         self,
-        traffic: Traffic,
+        outgoing: Outgoing,
         state: Callable[[], ServedState | None],
         send_frame: Callable[[str, Frame], bool],
         in_compute_thread: InComputeThread,
         spawn: Spawn,
         silence: float = SILENCE,
     ) -> None:
-        self._traffic = traffic
+        self._outgoing = outgoing
         self._state = state
         self._send_frame = send_frame
         self._in_compute_thread = in_compute_thread
         self._spawn = spawn
         self._silence = silence
-        self._budget = Budget(traffic.bytes_per_second)
-        paced = min(FRAME, max(LEAST_FRAME, PACE * traffic.bytes_per_second))
+        self._budget = Budget(outgoing.bytes_per_second)
+        paced = min(FRAME, max(LEAST_FRAME, PACE * outgoing.bytes_per_second))
         self._frame = int(paced) // 4 * 4
         self._recipients: dict[str, _Recipient] = {}
         self._outstanding: Counter[str] = Counter()  # frames without an answer, of any update
@@ -207,7 +210,8 @@ class Sender:
     def memory_bytes(self) -> int:
         """What is kept here for the holders."""
         kept = {id(one.sent): one.sent for one in self._recipients.values()}
-        return sum(sent.memory_bytes for sent in kept.values())
+        underway = self._update.memory_bytes if self._update else 0
+        return sum(sent.memory_bytes for sent in kept.values()) + underway
 
     # --- events
 
@@ -218,7 +222,7 @@ class Sender:
             del self._recipients[node]
             self._lose(node, "it is to hold it no longer")
         for node in wanted - self._recipients.keys():
-            self._recipients[node] = _Recipient(self._traffic.new_sent())
+            self._recipients[node] = _Recipient(self._outgoing.new_sent())
         self._start()
 
     def committed(self, step: int, lineage: int = 0) -> None:
@@ -263,7 +267,7 @@ class Sender:
         due = [
             (recipient.started, node)
             for node, recipient in self._recipients.items()
-            if recipient.started < 0 or state.step - recipient.started >= self._traffic.period
+            if recipient.started < 0 or state.step - recipient.started >= self._outgoing.period
         ]
         if not due:
             return
@@ -292,6 +296,8 @@ class Sender:
     ) -> None:
         try:
             content = await taking
+            if self._outgoing.kind == "snapshot":  # a copy is its `Sent`'s
+                update.memory_bytes = content.payload.nbytes
             header, payload = self._compose(update, state, lineage, content)
             await self._transfer(update, header, payload)
             await self._wait(update, lambda: update.kept, "that it counts")
@@ -299,7 +305,7 @@ class Sender:
             sent.lost(update.step)
             log.warning(
                 "the %s of stage %d at step %d didn't get to %s: %s",
-                *(self._traffic.kind, self._traffic.stage, update.step, update.holder, lost),
+                *(self._outgoing.kind, self._outgoing.stage, update.step, update.holder, lost),
             )
         finally:
             self._update = None
@@ -313,8 +319,8 @@ class Sender:
         if commit:
             payload.append(torch.frombuffer(bytearray(commit), dtype=torch.uint8))
         header = Header(
-            kind=self._traffic.kind,
-            stage=self._traffic.stage,
+            kind=self._outgoing.kind,
+            stage=self._outgoing.stage,
             step=state.step,
             lineage=lineage,
             transfer=update.transfer,
@@ -408,7 +414,7 @@ class _Held:
     state: HeldSnapshot
 
 
-class Report(NamedTuple):
+class Fidelity(NamedTuple):
     """How good a held state is."""
 
     staleness: snapshot.Staleness
@@ -474,12 +480,12 @@ class Holder:
             optimizer_step=held.header.optimizer_step,
         )
 
-    def report(self, kind: Kind, stage: int) -> Report | None:
+    def fidelity(self, kind: Kind, stage: int) -> Fidelity | None:
         """Of what `state` gives."""
         held = self._held.get((kind, stage))
         if held is None or held.state.missing:
             return None
-        return Report(held.state.staleness(), held.header.perturbation)
+        return Fidelity(held.state.staleness(), held.header.perturbation)
 
     # --- events
 
@@ -512,8 +518,9 @@ class Holder:
             key = header.kind, header.stage
             update = self._place(peer, key, header, raw.get("offset"), frame)
         except (UpdateError, WireError) as error:
-            log.warning("refused part of an update from %s: %s", peer, error)
-            self._answer(peer, raw, received=1, error=str(error))
+            reason = _shorten(str(error))
+            log.warning("refused part of an update from %s: %s", peer, reason)
+            self._answer(peer, raw, received=1, error=reason)
             return
         self._answer(peer, raw, received=update.received)
         if update.received == header.size:

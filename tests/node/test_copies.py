@@ -18,7 +18,7 @@ from virtual_time import run
 
 from node import copies
 from node import stage_pb2 as pb
-from node.copies import Budget, Holder, Kind, Sender, Traffic
+from node.copies import Budget, Holder, Kind, Outgoing, Sender
 from node.run_file import RecoverySection
 from node.transfer import ServedState, StateClient, StateServer
 from node.wire import Frame
@@ -76,12 +76,12 @@ def commit_of(step: int, attempt: int = 0) -> pb.Commit:
 class Training:
     """A node that sends: its state, a commit at a time."""
 
-    def __init__(self, world: World, traffic: Traffic, name: str, silence: float) -> None:
+    def __init__(self, world: World, outgoing: Outgoing, name: str, silence: float) -> None:
         self.name, self.compute = name, Compute()
         self.step, self.last = 0, pb.Commit()
         self.flats = [torch.zeros(LAYOUT.values) for _ in NAMES]
         self.sender = Sender(
-            traffic,
+            outgoing,
             self.state,
             partial(world.carry, name),
             self.compute,
@@ -123,10 +123,10 @@ class World:
     ) -> None:
         section = RecoverySection(**{"snapshot_mbps": 1e6, **recovery})
         self.kind, self.stage = kind, STAGE[kind]
-        self.traffic = (
-            Traffic.copies(LAYOUT, section)
+        self.outgoing = (
+            Outgoing.copies(LAYOUT, section)
             if kind == "copy"
-            else Traffic.snapshots(self.stage, LAYOUT, section, seed=5)
+            else Outgoing.snapshots(self.stage, LAYOUT, section, seed=5)
         )
         self.silence = silence
         self.tasks: set[asyncio.Task[None]] = set()
@@ -154,7 +154,7 @@ class World:
         self.sender.set_holders(holders)
 
     def train(self, name: str) -> Training:
-        self.trainings[name] = Training(self, self.traffic, name, self.silence)
+        self.trainings[name] = Training(self, self.outgoing, name, self.silence)
         return self.trainings[name]
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -297,7 +297,7 @@ def test_a_copy_comes_back_exactly_with_all_that_belongs_to_it(moments: bool) ->
         assert (state.step, state.omega, state.boosted_at) == (1, 1.5, 3)
         assert state.last == own.last
         assert state.optimizer_step == (1 if moments else 0)
-        assert world.holder.report("copy", 0) == ((1, 1.0, 1), 0.0)
+        assert world.holder.fidelity("copy", 0) == ((1, 1.0, 1), 0.0)
         size = 4 * LAYOUT.values * len(names)
         assert world.sender.bytes_sent > size
         assert world.holder.bytes_received >= size
@@ -414,15 +414,15 @@ def test_a_snapshot_is_announced_when_every_block_has_come(codec: str) -> None:
             assert world.step_held() == (7 if step > 6 else None)
             world.assert_true(exact=codec == "none")
             world.assert_agreed(world.sender)
-        report = world.holder.report("snapshot", 2)
-        assert report is not None
-        assert report.staleness.oldest == 1
-        assert report.staleness.newest == 7
+        fidelity = world.holder.fidelity("snapshot", 2)
+        assert fidelity is not None
+        assert fidelity.staleness.oldest == 1
+        assert fidelity.staleness.newest == 7
         state = world.holder.state("snapshot", 2)
         assert state is not None
         assert (state.optimizer_step, state.last) == (7, commit_of(7))
         distance = (values_at(7, 0)[0].double() - state.tensors[0][1].double()).norm().item()
-        assert report.perturbation == pytest.approx(distance, rel=1e-6)
+        assert fidelity.perturbation == pytest.approx(distance, rel=1e-6)
 
     run(work())
 
@@ -433,8 +433,10 @@ def test_a_lost_update_counts_as_never_sent_and_goes_first() -> None:
         await world.step(1)
         await world.settle()
         world.held = True
+        idle = world.sender.memory_bytes
         await world.step(2)
         await world.moment()
+        assert world.sender.memory_bytes > idle
         world.release()
         for _ in range(5):
             await asyncio.sleep(0)
@@ -492,11 +494,11 @@ def test_another_sender_overlays_what_the_first_had_sent() -> None:
         assert world.step_held() == 5
         world.assert_true()
         world.assert_agreed(second.sender)
-        report = world.holder.report("snapshot", 2)
-        assert report is not None
-        assert report.staleness.newest == 5
-        assert report.staleness.oldest < 5
-        assert math.isnan(report.perturbation), "it doesn't know what the first one sent"
+        fidelity = world.holder.fidelity("snapshot", 2)
+        assert fidelity is not None
+        assert fidelity.staleness.newest == 5
+        assert fidelity.staleness.oldest < 5
+        assert math.isnan(fidelity.perturbation), "it doesn't know what the first one sent"
 
     run(work())
 
@@ -564,6 +566,25 @@ def test_a_silent_holder_is_named_and_queues_nothing_more(
         run(work())
     messages = [record.getMessage() for record in caplog.records]
     assert any("didn't get to h: waited 10 s for it to answer" in text for text in messages)
+
+
+def test_an_answer_makes_room_for_one_frame() -> None:
+    async def work() -> None:
+        world = World("copy")
+        world.held = True
+        await world.step(1)
+        await world.moment()
+        world.held = False
+        world.deliver(("s", "h"))
+        world.deliver(("h", "s"))
+        world.held = True
+        await world.moment()
+        assert len(world.sent) == copies.OUTSTANDING + 1
+        world.release()
+        await world.settle()
+        assert world.step_held() == 1
+
+    run(work())
 
 
 def test_without_a_link_the_next_commit_tries_again(caplog: pytest.LogCaptureFixture) -> None:
