@@ -264,6 +264,8 @@ class Sender:
         state = self._state()
         if self._update is not None or state is None or state.step != self._applied[1]:
             return  # a later step is being applied: it will be heard of
+        if state.last.step != state.step:
+            return  # rebuilt from an older state, whose commit says nothing of this step's
         due = [
             (recipient.started, node)
             for node, recipient in self._recipients.items()

@@ -399,6 +399,20 @@ def test_a_late_copy_of_the_same_commits_counts_at_once() -> None:
     run(work())
 
 
+def test_a_state_that_was_rebuilt_from_an_older_one_waits_for_its_next_commit() -> None:
+    async def work() -> None:
+        world = World("copy")
+        world.training.step, world.training.last = 2, commit_of(1)
+        world.sender.committed(2)
+        await world.settle()
+        assert world.sent == []
+        await world.step(3)
+        await world.settle()
+        assert world.step_held() == 3
+
+    run(work())
+
+
 # Snapshots
 
 
