@@ -886,7 +886,7 @@ def test_a_joiner_fetches_what_is_held_bit_for_bit() -> None:
         server = StateServer(
             to_joiner,
             to_joiner,
-            lambda: holder.state("snapshot", 2),
+            lambda *_: holder.state("snapshot", 2),
             world.computes["h"],
         )
         client = StateClient(ask, Compute(), shard_size=400)

@@ -1,4 +1,4 @@
-"""Nodes die, by SIGKILL, at the worst moments: with a commit in hand, in the middle of a rebuild."""
+"""Nodes die, by SIGKILL, at the worst moments: a commit in hand, in the middle of a rebuild."""
 
 from __future__ import annotations
 
