@@ -371,6 +371,35 @@ def test_the_status_page_tells_members_and_decisions():
         assert part in text
 
 
+def test_who_has_trouble_is_named_in_red():
+    full = "save failed: No space left on device"
+    troubled = described(
+        member(OLD, 0, committed=4, message="step 5: 3 of 8 home"),
+        member(NEW, 2, committed=4, message=full),
+    )
+    console = Console(file=io.StringIO(), width=140, force_terminal=True, color_system="standard")
+    console.print(page(troubled))
+    lines = console.file.getvalue().splitlines()
+    assert any(f"\x1b[1;31m{NEW} of stage 2: {full}" in line for line in lines)
+    assert any("step 5: 3 of 8 home" in line and "\x1b[1;31m" not in line for line in lines)
+
+
+def test_a_stop_that_all_tell_of_is_told_once():
+    lost = {"message": "stage 1 is lost", "stopped": True}
+    text = text_of(page(described(member(OLD, 0, **lost), member(NEW, 2, **lost))))
+    assert text.count("stage 1 is lost") == 1
+    assert "of stage 2:" not in text
+
+
+def test_after_going_back_the_older_step_counts():
+    back = described(
+        member(OLD, 0, committed=30, lineage=1),
+        member(NEW, 2, committed=37),  # has not heard
+        run_file="steps = 40\n[model]\nstages = 3",
+    )
+    assert "step 30 of 40" in text_of(page(back))
+
+
 def test_a_run_file_from_the_future_leaves_the_rest_of_the_page():
     future = Description()
     future.CopyFrom(STATUS)
