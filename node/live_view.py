@@ -21,7 +21,7 @@ from node.summary import noticed_at
 
 Event = Mapping[str, Any]
 
-NEWS_SHOWN = 8
+NEWS_SHOWN = 12
 LINES_A_RUN = 20
 """Progress lines, where there is no terminal."""
 RATE_OVER = 10
