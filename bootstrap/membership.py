@@ -130,6 +130,11 @@ class _Node:
     accusers: dict[str, str] = field(default_factory=dict)  # accuser -> why, until settled
     doomed: str = ""  # to be evicted whatever it says, and why
 
+    @property
+    def leaving(self) -> bool:
+        """It has said that it will leave soon."""
+        return self.report.leaving
+
 
 def related(a: int, b: int, stages: int, swapped: bool) -> bool:
     """Whether nodes of stages a and b talk to each other in every step: replicas, neighbours, and
@@ -228,12 +233,18 @@ class Membership:
             reason = self._evicted.get(renewal.node, "not a member of the current view")
             return [Evict(renewal.node, f"{reason}; join again under a new node id")]
         node.renewed = now
+        announced = node.leaving
         if renewal.HasField("report"):
             node.report = renewal.report
             self._newest = max(self._newest, (node.report.lineage, node.report.committed))
+        effects: list[Effect] = []
+        if node.leaving and not announced and now >= self._quiet_until:
+            self._note(f"{renewal.node} ({_place(node.member)}) will leave soon")
+            self._staff()
+            effects = self._finish(now)
         if renewal.probe and renewal.probe == node.probe:
-            return self._answered(node, now)
-        return []
+            effects += self._answered(node, now)
+        return effects
 
     def stream_lost(self, name: str, now: float) -> list[Effect]:
         """The node's newest KeepAlive stream broke; it has `reconnect` seconds to come back."""
@@ -327,9 +338,10 @@ class Membership:
         self._newest = max(self._newest, (view.lineage, view.committed))
         # A run that has started lacks a driver only while stage 0 is vacant.
         led = bool(view.driver) or (view.committed > 0 and 0 in self._vacant())
-        self._started = self._started or led
+        self._started = self._started or (led and bool(self._nodes))
         self._covered = now if not self._vacant() else None
-        self._quiet_until = now + self.rules.grace
+        if self._nodes:  # else there is nobody to wait for
+            self._quiet_until = now + self.rules.grace
         self._deadlines, self._complaints = [], {}
         for name, node in self._nodes.items():
             self._schedule(name, node)
@@ -632,7 +644,8 @@ class Membership:
     def _finish(self, now: float) -> list[Effect]:
         """Issues a view if something has changed."""
         if self._changes:
-            self._fill_vacant()
+            self._staff()
+            self._started = self._started and bool(self._nodes)  # with nobody left it starts anew
             if self._vacant():
                 self._covered = None
             elif self._covered is None:
@@ -640,20 +653,25 @@ class Membership:
             self._issue(now)
         return self._take_effects()
 
-    def _fill_vacant(self) -> None:
-        """Sends the oldest spare that fits to each stage without a member."""
-        for stage in self._vacant():
+    def _staff(self) -> None:
+        """Sends the oldest spare that fits to each stage without a member that will stay."""
+        staying = {
+            n.member.stage for n in self._nodes.values() if not n.member.spare and not n.leaving
+        }
+        vacant = self._vacant()
+        for stage in sorted(set(range(self.rules.stages + 1)) - staying):
+            why = "is vacant" if stage in vacant else "has only nodes that will leave soon"
             for node in self._nodes.values():
                 member = node.member
                 if not member.spare or (stage == 0 and not self._has_data(member.data)):
                     continue
-                if self._unreachable(member.address, stage) is not None:
+                if node.leaving or self._unreachable(member.address, stage) is not None:
                     continue
                 node.member = Member()
                 node.member.CopyFrom(member)
                 node.member.stage, node.member.spare = stage, False
-                node.why = f"stage {stage} fell vacant"
-                self._changes.append(f"{member.node} was a spare: stage {stage} is vacant")
+                node.why = f"stage {stage} {why}"
+                self._changes.append(f"{member.node} was a spare: stage {stage} {why}")
                 break
 
     def _issue(self, now: float) -> None:

@@ -56,6 +56,7 @@ from node.pipeline import Pipeline
 from node.rebuild import fetch_sources, put_in_place
 from node.run_file import RunFile, policy_of
 from node.transfer import ServedState, StateClient, StateServer, TransferError
+from node.twin import Twin
 from node.wall_clock import WallClock
 from node.wire import Frame
 from recovery.decide import INEXACT
@@ -131,6 +132,7 @@ class Node:
         self.events = EventLog(place.out, self.node)
         self.view = registry.View()
         self.stage: int | None = None
+        self.twin: Twin | None = None  # with policy redundant
         self.member: Member | None = None
         self.early: list[tuple[str, pb.Message]] = []
         self.held: list[tuple[str, Frame]] = []
@@ -255,6 +257,11 @@ class Node:
             module = build_stage(self.config, stage, run.seed).to(device)
             if isinstance(module, BodyStage):
                 module.recompute = run.training.recompute
+            if policy_of(run) == "redundant":
+                self.twin = Twin(
+                    *(self.node, stage, self.config, run, device),
+                    *(self.send_frame, self.compute.run),
+                )
             return module, StageOptimizer(module, device)
 
         module, self.optimizer = await self.compute.run(build)
@@ -270,6 +277,7 @@ class Node:
             device,
             self.compute,
             self,
+            self.twin,
         )
         if corpus is not None and self.place.out is not None:
             self.ledger: Ledger | None = Ledger(
@@ -345,6 +353,9 @@ class Node:
             self.state_client.on_frame(peer, frame)
         elif frame.kind == "average":
             self.averaging.on_frame(peer, frame)
+        elif frame.kind == "twin":
+            if self.twin is not None:
+                self.twin.on_frame(peer, frame)
         elif self.member is not None:
             match self.member.frames(Ballot(*frame.ballot)):
                 case Frames.TAKE:
@@ -369,6 +380,10 @@ class Node:
         self.client.suspect(peer, reason)
         if self.member is None:
             return
+        for frame in unacknowledged:
+            # Who is ready can't fail the attempt any more, so what is lost is sent again.
+            if frame.kind == "twin" and frame.ballot == self.member.attempt:
+                self.send_frame(peer, frame)
         lost = [f.ballot for f in unacknowledged if f.kind in ("activation", "gradient")]
         if lost:  # those of older attempts may be among them
             why = f"the link to {peer} broke before a frame was through: {reason}"
@@ -433,13 +448,13 @@ class Node:
             case Send(to, message):
                 self.send_message(to, message)
             case StartAttempt(ballot, begin):
-                self.averaging.abandon(ballot)
+                self._abandon(ballot)
                 self.pipeline.start(ballot, begin)
                 held, self.held = self.held, []
                 for peer, frame in held:
                     self.on_frame(peer, frame)
             case DropAttempt(ballot):
-                self.averaging.abandon((ballot.view, ballot.attempt + 1))
+                self._abandon(Ballot(ballot.view, ballot.attempt + 1))
                 self.pipeline.drop(ballot)
             case Reduce(ballot, _):
                 self._spawn(self._reduce(ballot))
@@ -460,6 +475,11 @@ class Node:
                 log.info("%s: %s", kind, fields.get("reason", dict(fields)))
                 self.events.write(kind, fields)
 
+    def _abandon(self, before: Ballot) -> None:
+        self.averaging.abandon(before)
+        if self.twin is not None:
+            self.twin.abandon(before)
+
     async def _reduce(self, ballot: Ballot) -> None:
         assert self.member is not None
         begin = self.pipeline.begin
@@ -475,6 +495,10 @@ class Node:
                 self.run.swarm.progress,
             )
             norm = await self.compute.run(self.optimizer.squared_norm)
+            if self.twin is not None:
+                await self.twin.exchange(
+                    ballot, begin.members, self.optimizer.gradient, norm, self.run.swarm.progress
+                )
         except Abandoned:
             return
         except AveragingError as error:
@@ -498,6 +522,8 @@ class Node:
             if not commit.skipped:
                 self.optimizer.step(lr * commit.lr_scale[stage], commit.clip_scale[stage])
                 self.omega = self.reduced_norm
+            if self.twin is not None:
+                self.twin.apply(commit, lr)
             self.optimizer.zero_gradient()
             return self.optimizer.digest()
 

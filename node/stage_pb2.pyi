@@ -164,18 +164,24 @@ class Synced(_message.Message):
     def __init__(self, step: _Optional[int] = ..., method: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., fetched_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., digest: _Optional[bytes] = ..., oldest_step: _Optional[int] = ..., perturbation: _Optional[float] = ..., relearned: _Optional[_Union[Relearned, _Mapping]] = ...) -> None: ...
 
 class Relearned(_message.Message):
-    __slots__ = ("residual_before", "residual_after", "passes", "seconds", "fetched_bytes")
+    __slots__ = ("residual_before", "residual_after", "passes", "seconds", "fetched_bytes", "pairs", "left_out", "undone")
     RESIDUAL_BEFORE_FIELD_NUMBER: _ClassVar[int]
     RESIDUAL_AFTER_FIELD_NUMBER: _ClassVar[int]
     PASSES_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    UNDONE_FIELD_NUMBER: _ClassVar[int]
     residual_before: float
     residual_after: float
     passes: int
     seconds: float
     fetched_bytes: int
-    def __init__(self, residual_before: _Optional[float] = ..., residual_after: _Optional[float] = ..., passes: _Optional[int] = ..., seconds: _Optional[float] = ..., fetched_bytes: _Optional[int] = ...) -> None: ...
+    pairs: int
+    left_out: int
+    undone: bool
+    def __init__(self, residual_before: _Optional[float] = ..., residual_after: _Optional[float] = ..., passes: _Optional[int] = ..., seconds: _Optional[float] = ..., fetched_bytes: _Optional[int] = ..., pairs: _Optional[int] = ..., left_out: _Optional[int] = ..., undone: _Optional[bool] = ...) -> None: ...
 
 class Microbatch(_message.Message):
     __slots__ = ("id", "source", "order")
@@ -360,26 +366,34 @@ class ShardRefusal(_message.Message):
     def __init__(self, transfer: _Optional[int] = ..., offset: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Kept(_message.Message):
-    __slots__ = ("kind", "stage", "step", "error")
+    __slots__ = ("kind", "stage", "step", "error", "transfer", "received")
     KIND_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
     kind: str
     stage: int
     step: int
     error: str
-    def __init__(self, kind: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+    transfer: int
+    received: int
+    def __init__(self, kind: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ..., error: _Optional[str] = ..., transfer: _Optional[int] = ..., received: _Optional[int] = ...) -> None: ...
 
 class BoundaryRequest(_message.Message):
-    __slots__ = ("transfer", "step", "lost")
+    __slots__ = ("transfer", "step", "lost", "stage", "offset")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
     transfer: int
     step: int
     lost: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ..., lost: _Optional[_Iterable[int]] = ...) -> None: ...
+    stage: int
+    offset: int
+    def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ..., lost: _Optional[_Iterable[int]] = ..., stage: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class BoundaryManifest(_message.Message):
     __slots__ = ("transfer", "step", "count", "error")
@@ -393,15 +407,49 @@ class BoundaryManifest(_message.Message):
     error: str
     def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ..., count: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
+class BoundaryPair(_message.Message):
+    __slots__ = ("microbatch", "stages", "input", "output")
+    MICROBATCH_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    INPUT_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    microbatch: int
+    stages: _containers.RepeatedScalarFieldContainer[int]
+    input: bool
+    output: bool
+    def __init__(self, microbatch: _Optional[int] = ..., stages: _Optional[_Iterable[int]] = ..., input: _Optional[bool] = ..., output: _Optional[bool] = ...) -> None: ...
+
 class Relearn(_message.Message):
-    __slots__ = ("round", "over", "microbatches")
+    __slots__ = ("round", "work", "pairs", "first", "count", "squared_error", "squared_norm", "result")
+    class Work(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        REPORT: _ClassVar[Relearn.Work]
+        MEASURE: _ClassVar[Relearn.Work]
+        TRAIN: _ClassVar[Relearn.Work]
+        KEEP: _ClassVar[Relearn.Work]
+        UNDO: _ClassVar[Relearn.Work]
+    REPORT: Relearn.Work
+    MEASURE: Relearn.Work
+    TRAIN: Relearn.Work
+    KEEP: Relearn.Work
+    UNDO: Relearn.Work
     ROUND_FIELD_NUMBER: _ClassVar[int]
-    OVER_FIELD_NUMBER: _ClassVar[int]
-    MICROBATCHES_FIELD_NUMBER: _ClassVar[int]
+    WORK_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    SQUARED_ERROR_FIELD_NUMBER: _ClassVar[int]
+    SQUARED_NORM_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
     round: int
-    over: bool
-    microbatches: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, round: _Optional[int] = ..., over: _Optional[bool] = ..., microbatches: _Optional[_Iterable[int]] = ...) -> None: ...
+    work: Relearn.Work
+    pairs: _containers.RepeatedCompositeFieldContainer[BoundaryPair]
+    first: int
+    count: int
+    squared_error: float
+    squared_norm: float
+    result: Relearned
+    def __init__(self, round: _Optional[int] = ..., work: _Optional[_Union[Relearn.Work, str]] = ..., pairs: _Optional[_Iterable[_Union[BoundaryPair, _Mapping]]] = ..., first: _Optional[int] = ..., count: _Optional[int] = ..., squared_error: _Optional[float] = ..., squared_norm: _Optional[float] = ..., result: _Optional[_Union[Relearned, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("view",)

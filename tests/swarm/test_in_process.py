@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from bench.one_process import train
+from node import stage_pb2 as pb
 from node.corpus import Corpus
 from node.ledger import audit, merge
-from node.run_file import loads
+from node.run_file import loads, override
+from node.twin import Twin
 from tests.swarm.in_process import LocalSwarm
 
 SMALL = """
@@ -108,4 +112,53 @@ async def test_bf16_and_recomputation(corpus, tmp_path):
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(swarm.finished)
     assert losses(tmp_path) == pytest.approx(list(train(run, corpus)), rel=1e-2)
+    assert audit(tmp_path).exact
+
+
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 1), (3, 1), (2, 2)])
+async def test_twins_equal_the_next_stage_after_each_commit(
+    corpus, tmp_path, monkeypatch, stages, replicas
+):
+    digests: dict[tuple[int, int], set[str]] = {}  # of stages and of their twins, by stage, step
+    apply = Twin.apply
+
+    def noted(twin: Twin, commit: pb.Commit, lr: float) -> None:
+        apply(twin, commit, lr)
+        found = digests.setdefault((twin.stage, commit.step), set())
+        found.add(twin.optimizer.digest().hex())
+
+    monkeypatch.setattr(Twin, "apply", noted)
+    run = override(
+        loads(SMALL.format(stages=stages, replicas=replicas)), recovery__policy="redundant"
+    )
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(swarm.finished)
+        twins = [node.twin for node, _ in swarm.nodes.values()]
+        stage_of = {node.node: node.stage for node, _ in swarm.nodes.values()}
+    for path in tmp_path.glob("events-*.jsonl"):
+        stage = stage_of[path.stem.removeprefix("events-")]
+        for line in map(json.loads, path.read_text().splitlines()):
+            if line["kind"] == "applied":
+                digests[stage, line["step"]].add(line["digest"])
+    assert sorted(digests) == [(s, t) for s in range(stages + 1) for t in range(1, run.steps + 1)]
+    assert all(len(found) == 1 for found in digests.values())
+    forwards = run.steps * run.training.microbatches
+    assert sum(twin.forwards for twin in twins) == (stages + 1) * forwards
+    assert losses(tmp_path) == pytest.approx(list(train(run, corpus)), rel=1e-5)
+
+
+async def test_a_killed_replica_comes_back_with_a_stale_twin(corpus, tmp_path):
+    run = override(loads(SMALL.format(stages=2, replicas=2)), recovery__policy="redundant")
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 3)
+        await swarm.kill(1, 1)
+        swarm.start(1, 1)
+        await swarm.until(swarm.finished)
+        nodes = {slot: node for slot, (node, _) in swarm.nodes.items()}
+        digest_of = {node.stage: node.member.digest for node in nodes.values()}
+        late = nodes.pop((1, 1))
+        assert late.twin.step < late.member.committed
+        for node in nodes.values():
+            assert node.twin.holding() == (node.twin.stage, run.steps)
+            assert node.twin.optimizer.digest() == digest_of[node.twin.stage]
     assert audit(tmp_path).exact
