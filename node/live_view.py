@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from bootstrap.registry_pb2 import Description, MemberDescription
-from node.summary import noticed_at
+from node.summary import noticed_at, quality
 
 Event = Mapping[str, Any]
 
@@ -140,6 +140,8 @@ class Story:
             rebuild.tell_at = 2 * rebuild.seconds
             whom = ", ".join(rebuild.sources)
             return f"stage {rebuild.stage} fetches from {whom}: {rebuild.fetched}"
+        if event["residual"] is None:
+            return None
         first = rebuild.residual[0] if rebuild.residual else event["residual"]
         told = rebuild.residual is not None
         rebuild.round, rebuild.residual = event["round"], (first, event["residual"])
@@ -249,22 +251,6 @@ def news(event: Event) -> str | None:
     return None
 
 
-def quality(rebuilt: Mapping[str, Any]) -> str:
-    """How near a rebuild came to what was lost, as far as it is known: the end of a sentence."""
-    parts = []
-    if "oldest_step" in rebuilt:
-        parts.append(f"oldest block of step {rebuilt['oldest_step']}")
-    if rebuilt.get("perturbation") is not None:
-        parts.append(f"perturbation {rebuilt['perturbation']:.3g}")
-    if relearned := rebuilt.get("relearned"):
-        before, after = relearned["residual_before"], relearned["residual_after"]
-        passes, seconds = relearned["passes"], relearned["seconds"]
-        parts.append(
-            f"relearned: residual {before:.3g} -> {after:.3g} in {passes} passes, {seconds:.1f} s"
-        )
-    return "".join(f"; {part}" for part in parts)
-
-
 def _nodes(count: int) -> str:
     return f"{count} node{'s' if count != 1 else ''}"
 
@@ -370,7 +356,7 @@ def styled(text: str) -> Text:
 
 
 _WEIGHTS = (
-    ("bold red", re.compile(r"save failed|is stopped|differ after")),
+    ("bold red", re.compile(r"save failed|saving step|is stopped|differ after")),
     ("yellow", re.compile(r"fallback|go back|is lost|has to end")),
 )
 

@@ -13,6 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.filesize import decimal
+
 from node.ledger import Audit, Line
 from node.run_file import RunFile, policy_of
 from node.wall_clock import PARTS
@@ -297,6 +299,64 @@ def replicas_identical(events: Iterable[Event]) -> bool:
                     key = number, backs, lives[stage], stage, step
                     digests.setdefault(key, {})[node] = digest
     return all(len(set(found.values())) == 1 for found in digests.values())
+
+
+def tell(summary: dict[str, Any]) -> Iterator[str]:
+    """The essence of a summary, in sentences."""
+    loss = {key: "-" if value is None else f"{value:.4f}" for key, value in summary["loss"].items()}
+    yield (
+        f"{summary['steps']} steps, {summary['tokens']:,} tokens, "
+        f"{summary['tokens_per_second']:,.0f} tokens/s; loss {loss['first']} at first, "
+        f"{loss['last']} at last, {loss['validation']} in validation"
+    )
+    for rebuild in summary["rebuilds"]:
+        fallback = " (a fallback)" if rebuild.get("fallback") else ""
+        yield (
+            f"stage {rebuild['stage']} rebuilt by {rebuild['method']}{fallback} at step "
+            f"{rebuild['step']}: noticed in {rebuild['detect_seconds']:.2f} s, "
+            f"{decimal(rebuild['bytes'])} in {rebuild['rebuild_seconds']:.2f} s, stalled "
+            f"{rebuild['stall_seconds']:.2f} s{quality(rebuild)}"
+        )
+    if summary["rolled_back_steps"]:
+        yield f"{summary['rolled_back_steps']} committed steps had to be made again"
+    cost = summary["cost"]
+    if cost["extra_bytes"]:
+        yield (
+            f"cost of {cost['policy']}, with saves: {decimal(cost['extra_bytes'])} sent or "
+            f"written, {decimal(cost['memory_bytes'])} of memory, "
+            f"{cost['critical_seconds']:.2f} s of computing time at each node"
+        )
+    if summary["failed_saves"]:
+        yield f"saves that failed: {summary['failed_saves']}; the nodes' logs say why"
+    audit, attempts = summary["audit"], summary["attempts"]
+    yield (
+        f"audit: {audit['expected']:,} samples expected, {audit['duplicates']} duplicates, "
+        f"{audit['missing']} missing, {audit['extra']} extra; attempts: {attempts['started']} "
+        f"started, {attempts['aborted']} aborted; replicas "
+        f"{'identical' if summary['replicas_identical'] else 'NOT identical'}"
+    )
+
+
+def quality(rebuilt: Mapping[str, Any]) -> str:
+    """How near a rebuild came to what was lost, as far as that is known: the end of a sentence."""
+    parts = []
+    if "oldest_step" in rebuilt:
+        parts.append(f"oldest block of step {rebuilt['oldest_step']}")
+    if rebuilt.get("perturbation") is not None:
+        parts.append(f"perturbation {rebuilt['perturbation']:.3g}")
+    if relearned := rebuilt.get("relearned"):
+        parts.append(_relearned(relearned))
+    return "".join(f"; {part}" for part in parts)
+
+
+def _relearned(result: Mapping[str, Any]) -> str:
+    before, after = result["residual_before"], result["residual_after"]
+    if before is None:
+        return "not relearned: no boundary tensors were whole"
+    passes, seconds = result["passes"], result["seconds"]
+    now = "-" if after is None else f"{after:.3g}"
+    undone = ", which is worse and undone" if result.get("undone") else ""
+    return f"relearned: residual {before:.3g} -> {now} in {passes} passes, {seconds:.1f} s{undone}"
 
 
 def draw_loss(run: RunFile, lines: Sequence[Line], events: Sequence[Event], path: Path) -> None:

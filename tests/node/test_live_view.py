@@ -124,6 +124,24 @@ def rebuilt(time: float, node: str, stage: int = 2, method: str = "checkfree") -
             },
             "relearned: residual 0.62 -> 0.11 in 40 passes, 1.2 s",
         ),
+        (
+            {
+                "relearned": {
+                    **{"residual_before": 0.5, "residual_after": None, "undone": True},
+                    **{"passes": 3, "seconds": 0.5, "bytes": 10},
+                }
+            },
+            "relearned: residual 0.5 -> - in 3 passes, 0.5 s, which is worse and undone",
+        ),
+        (
+            {
+                "relearned": {
+                    **{"residual_before": None, "residual_after": None},
+                    **{"passes": 0, "seconds": 0.0, "bytes": 0},
+                }
+            },
+            "not relearned: no boundary tensors were whole",
+        ),
     ],
 )
 def test_a_rebuild_says_how_good_it_is(figures, says):

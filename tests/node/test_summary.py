@@ -17,6 +17,7 @@ from node.summary import (
     replicas_identical,
     seconds_of_training,
     summarize,
+    tell,
     wall,
 )
 
@@ -371,6 +372,28 @@ def test_cost_counts_what_the_dead_have_sent_but_not_what_they_held():
         "critical_seconds": pytest.approx(11.2 / 2),
         "parts": {"copies": {"extra_bytes": 10, "memory_bytes": 2, "critical_seconds": 0.5}},
     }
+
+
+def test_the_essence_says_what_a_loss_and_the_policy_cost():
+    events = [
+        *ROLLED_BACK,
+        rebuilding(40.0, "n", exact=False, fallback=True),
+        {**rebuilt(41.0, "n"), "oldest_step": 4},
+        event(41.5, "save failed", "b", reason="No space left on device"),
+        cost_event(42.0, "b", 2_000_000, 3_000_000),
+    ]
+    sentences = list(tell(summarize(RUN, [line(1, 10.0)], AUDIT, events)))
+    assert [sentence.partition(" at step ")[0] for sentence in sentences[1:3]] == [
+        "stage 2 rebuilt by checkpoint",
+        "stage 2 rebuilt by checkfree (a fallback)",
+    ]
+    assert sentences[2].endswith("stalled 1.50 s; oldest block of step 4")
+    assert sentences[3:6] == [
+        "2 committed steps had to be made again",
+        "cost of checkfree, with saves: 2.0 MB sent or written, 3.0 MB of memory, 2500.00 s of "
+        "computing time at each node",
+        "saves that failed: 1; the nodes' logs say why",
+    ]
 
 
 def test_saves_that_failed_are_counted_to_the_last():
