@@ -331,6 +331,14 @@ def node_command(
     data: Annotated[Path | None, typer.Option(help="Prepared data, if not the run's.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for event log and ledger.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Of torch.")] = None,
+    save_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder for saves of this node's stage; it goes on from what is there."),
+    ] = None,
+    grace: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds after SIGTERM in which to save, hand over and leave."),
+    ] = 25.0,
     insecure: Insecure = False,
     ca: Ca = None,
     certificate: Certificate = None,
@@ -358,6 +366,8 @@ def node_command(
             data=data,
             out=out,
             threads=threads,
+            save_dir=save_dir,
+            grace=grace,
             credentials=credentials,
             insecure=insecure,
         )

@@ -15,7 +15,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +28,7 @@ from bootstrap.membership import PROTOCOL, related
 from node import optimizer as schedule
 from node import stage_pb2 as pb
 from node.averaging import Abandoned, Averaging, AveragingError
+from node.boundary import BoundaryClient, BoundaryServer
 from node.compute import ComputeThread
 from node.corpus import Corpus
 from node.driver import Driver, Rules
@@ -47,24 +48,28 @@ from node.effects import (
     Suspect,
 )
 from node.event_log import EventLog
+from node.holdings import Cost, Holdings
 from node.ledger import Header, Ledger, line
 from node.link import Links, LinkSettings, Peer
 from node.member import Frames, Member, Phase
 from node.model import BodyStage, ModelConfig, build_stage
 from node.optimizer import StageOptimizer
 from node.pipeline import Pipeline
-from node.rebuild import fetch_sources, put_in_place
+from node.rebuild import Rebuilding
+from node.relearn import RelearnError, Relearning
 from node.run_file import RunFile, policy_of
+from node.saves import SaveError, SaveId
 from node.transfer import ServedState, StateClient, StateServer, TransferError
-from node.twin import Twin
 from node.wall_clock import WallClock
 from node.wire import Frame
-from recovery.decide import INEXACT
+from recovery.decide import Kind
 
 log = logging.getLogger("planaria")
 
 TICK = 0.05
 """Seconds between two looks at the clock."""
+FAREWELL = 2.0
+"""Seconds of its grace that a node keeps for leaving properly."""
 LINK_PATIENCE = 3.0
 """Seconds that something waits for a link to come up."""
 TO_DRIVER = frozenset(["status", "synced", "home", "ready", "failed", "stale"])
@@ -85,6 +90,7 @@ class Place:
     device: torch.device
     out: Path | None
     host: str
+    save_dir: Path | None = None  # for saves of this node's stage
     credentials: Credentials = PLAIN
     insecure: bool = False
 
@@ -132,7 +138,6 @@ class Node:
         self.events = EventLog(place.out, self.node)
         self.view = registry.View()
         self.stage: int | None = None
-        self.twin: Twin | None = None  # with policy redundant
         self.member: Member | None = None
         self.early: list[tuple[str, pb.Message]] = []
         self.held: list[tuple[str, Frame]] = []
@@ -141,11 +146,18 @@ class Node:
         self.reducing = 0
         self.reduced_norm = self.omega = 0.0
         self.tokens_per_second = 0.0
+        self.trouble = ""  # with saving
+        self.leaving = False
         self.wall = WallClock(time.monotonic())
         self.wall_told = time.monotonic()
         self.state_client = StateClient(self.send_message, self.compute.run)
         self.state_server = StateServer(
             self.send_message, self.links.send_frame, self._served_state, self.compute.run
+        )
+        self.boundary_client = BoundaryClient(self.send_message, self.compute.run)
+        self.boundary_server: BoundaryServer | None = None
+        self.relearning = Relearning(
+            self.send_message, self.send_frame, self.compute.run, time.monotonic
         )
         self.averaging = Averaging(self.node, self.send_frame, self.compute.run, run.wire.averaging)
 
@@ -172,12 +184,51 @@ class Node:
             self.events.write(
                 "joined", {"reason": reply.reason, "host": self.place.host, "pid": os.getpid()}
             )
-            self._spawn(self._tick())
-            self._spawn(self.client.keep_membership(self.node, reply, self.viewed, self.evicted))
+            self.spawn(self._tick())
+            self.spawn(self.client.keep_membership(self.node, reply, self.viewed, self.evicted))
             self.viewed(reply.view)
             return await asyncio.shield(self.over)
         finally:
             await self._clean_up()
+
+    async def retire(self, grace: float) -> None:
+        """Save, let a standby take over where there is one, and leave, all within `grace` seconds:
+        what a spot instance does when it is told that its time is over."""
+        deadline = self.loop.time() + grace - FAREWELL
+        self.events.write("preempted", {"grace": grace})
+        log.warning("asked to end: leaving within %g s", grace)
+        if self.member is not None:
+            await self._save_now()
+            await self._hand_over(deadline)
+            left = max(0.0, deadline - self.loop.time())
+            await asyncio.to_thread(self.holdings.finish_saves, left)
+        await self.leave("stopped by its owner")
+
+    async def _save_now(self) -> None:
+        assert self.member is not None
+        member, state = self.member, self.own_state()
+        if state is not None and state.step > 0 and not member.changing:
+            lineage = member.lineage
+            await self.compute.run(
+                lambda: self.holdings.save(state, lineage, first=False, always=True)
+            )
+
+    async def _hand_over(self, deadline: float) -> None:
+        """Nobody but a standby could miss this node: a stage with replicas lives on."""
+        own = [m.node for m in self.view.members if m.stage == self.stage and not m.spare]
+        if own != [self.node] or not any(member.spare for member in self.view.members):
+            return
+        self.leaving = True
+        self._report()
+        while self.loop.time() < deadline:
+            members = self.pipeline.begin.members
+            heirs = [m.node for m in members if m.stage == self.stage and m.node != self.node]
+            if heirs:
+                log.info("%s has taken over stage %s", heirs[0], self.stage)
+                self.events.write("handed over", {"to": heirs[0], "stage": self.stage})
+                return
+            await asyncio.sleep(TICK)
+        log.warning("no standby has taken over stage %s in time", self.stage)
 
     async def leave(self, why: str) -> None:
         """Tell the registry, so that nobody has to find out."""
@@ -201,9 +252,12 @@ class Node:
         await self.links.stop()
         await asyncio.to_thread(self.compute.stop)
         self.events.write("wall", self.wall.report())
+        if self.member is not None:
+            await asyncio.to_thread(self.holdings.finish_saves)
+            self._write_cost()
         self.events.close()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self.loop.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self._task_done)
@@ -234,7 +288,7 @@ class Node:
         self.links.set_peers(view.number, _peers(view), self._to_link(own, view))
         if self.stage is None:
             self.stage = own.stage
-            self._spawn(self._take_up_stage(own.stage))
+            self.spawn(self._take_up_stage(own.stage))
         elif self.member is not None:
             self._tell_machines(view)
 
@@ -253,18 +307,18 @@ class Node:
     async def _take_up_stage(self, stage: int) -> None:
         run, device = self.run, self.place.device
 
-        def build() -> tuple[Any, StageOptimizer]:
+        def build() -> tuple[Any, StageOptimizer, Holdings]:
             module = build_stage(self.config, stage, run.seed).to(device)
             if isinstance(module, BodyStage):
                 module.recompute = run.training.recompute
-            if policy_of(run) == "redundant":
-                self.twin = Twin(
-                    *(self.node, stage, self.config, run, device),
-                    *(self.send_frame, self.compute.run),
-                )
-            return module, StageOptimizer(module, device)
+            holdings = Holdings(
+                *(self, stage, self.run_id, run, self.config, device),
+                *(self.place.save_dir, self.loop.call_soon_threadsafe),
+            )
+            return module, StageOptimizer(module, device), holdings
 
-        module, self.optimizer = await self.compute.run(build)
+        module, self.optimizer, self.holdings = await self.compute.run(build)
+        holdings = self.holdings
         corpus = self.corpus if stage == 0 else None
         self.pipeline = Pipeline(
             self.node,
@@ -277,7 +331,8 @@ class Node:
             device,
             self.compute,
             self,
-            self.twin,
+            holdings.twin,
+            holdings.boundary,
         )
         if corpus is not None and self.place.out is not None:
             self.ledger: Ledger | None = Ledger(
@@ -288,6 +343,16 @@ class Node:
         self.driver = Driver(self.node, self._rules())
         self.member = Member(self.node, stage, self.config.stages, policy_of(run))
         self.member.digest = await self.compute.run(self.optimizer.digest)
+        member = self.member
+        self.member.holdings = lambda: holdings.listed(member.lineage)
+        if holdings.boundary is not None:
+            self.boundary_server = BoundaryServer(
+                holdings.boundary, self.send_message, self.links.send_frame
+            )
+        self.rebuilding = Rebuilding(
+            *(stage, run, self.config, module, self.optimizer, member, holdings, self.compute),
+            *(self.state_client, self.boundary_client, self.relearning),
+        )
         log.info("serving stage %d of %d on %s", stage, self.config.stages, device)
         self.events.write("serving", {"stage": stage})
         early, self.early = self.early, []
@@ -312,7 +377,7 @@ class Node:
             clip_scope=run.training.clip_scope,
             policy=policy_of(run),
             strict=recovery.strict,
-            relearn=False,
+            relearn=recovery.relearn_passes > 0,
             progress=run.swarm.progress,
             lr_scale=partial(
                 schedule.boost, factor=recovery.lr_boost, over=recovery.lr_boost_steps
@@ -345,18 +410,31 @@ class Node:
             self._carry_out(self.member.received(peer, message))
         elif body in ("state_request", "shard_request"):
             self.state_server.on_message(peer, message)
-        else:
+        elif body in ("state_manifest", "shard_refusal"):
             self.state_client.on_message(peer, message)
+        elif body == "kept":
+            self.holdings.on_message(peer, message)
+        elif body == "boundary_request" and self.boundary_server is not None:
+            self.boundary_server.on_message(peer, message)
+        elif body == "boundary_manifest":
+            self.boundary_client.on_message(peer, message)
+        elif body == "relearn":
+            self.relearning.on_message(peer, message)
 
     def on_frame(self, peer: str, frame: Frame) -> None:
         if frame.kind == "state":
             self.state_client.on_frame(peer, frame)
         elif frame.kind == "average":
             self.averaging.on_frame(peer, frame)
-        elif frame.kind == "twin":
-            if self.twin is not None:
-                self.twin.on_frame(peer, frame)
-        elif self.member is not None:
+        elif frame.kind == "boundary":
+            self.boundary_client.on_frame(peer, frame)
+        elif frame.kind == "relearn":
+            self.relearning.on_frame(peer, frame)
+        elif self.member is None:
+            return  # what it belongs to has begun without this node
+        elif frame.kind in ("twin", "copy"):
+            self.holdings.on_frame(peer, frame)
+        else:
             match self.member.frames(Ballot(*frame.ballot)):
                 case Frames.TAKE:
                     self.pipeline.take(peer, frame)
@@ -373,6 +451,8 @@ class Node:
     def on_link_lost(self, peer: str, reason: str, unacknowledged: list[Frame]) -> None:
         self.averaging.on_peer_lost(peer, reason)
         self.state_client.on_peer_lost(peer, reason)
+        self.boundary_client.on_peer_lost(peer, reason)
+        self.relearning.on_peer_lost(peer, reason)
         if all(member.node != peer for member in self.view.members):
             return
         log.info("lost the link to %s: %s", peer, reason)
@@ -380,6 +460,7 @@ class Node:
         self.client.suspect(peer, reason)
         if self.member is None:
             return
+        self.holdings.on_peer_lost(peer, reason)
         for frame in unacknowledged:
             # Who is ready can't fail the attempt any more, so what is lost is sent again.
             if frame.kind == "twin" and frame.ballot == self.member.attempt:
@@ -449,22 +530,24 @@ class Node:
                 self.send_message(to, message)
             case StartAttempt(ballot, begin):
                 self._abandon(ballot)
+                self.holdings.attempted(ballot, begin)
                 self.pipeline.start(ballot, begin)
                 held, self.held = self.held, []
                 for peer, frame in held:
                     self.on_frame(peer, frame)
             case DropAttempt(ballot):
                 self._abandon(Ballot(ballot.view, ballot.attempt + 1))
+                self.holdings.dropped()
                 self.pipeline.drop(ballot)
             case Reduce(ballot, _):
-                self._spawn(self._reduce(ballot))
+                self.spawn(self._reduce(ballot))
             case Apply(commit):
                 # Posted at once: what comes next must find it before itself in the thread.
-                self._spawn(self._applied(commit, self._apply(commit)))
+                self.spawn(self._applied(commit, self._apply(commit)))
             case Fetch(ballot, sync):
                 if self.fetching is not None:
                     self.fetching.cancel()
-                self.fetching = self._spawn(self._fetch(ballot, sync))
+                self.fetching = self.spawn(self._fetch(ballot, sync))
             case Suspect(node, why):
                 self.client.suspect(node, why)
             case Rejoin(reason):
@@ -477,8 +560,7 @@ class Node:
 
     def _abandon(self, before: Ballot) -> None:
         self.averaging.abandon(before)
-        if self.twin is not None:
-            self.twin.abandon(before)
+        self.holdings.abandon(before)
 
     async def _reduce(self, ballot: Ballot) -> None:
         assert self.member is not None
@@ -495,8 +577,8 @@ class Node:
                 self.run.swarm.progress,
             )
             norm = await self.compute.run(self.optimizer.squared_norm)
-            if self.twin is not None:
-                await self.twin.exchange(
+            if self.holdings.twin is not None:
+                await self.holdings.twin.exchange(
                     ballot, begin.members, self.optimizer.gradient, norm, self.run.swarm.progress
                 )
         except Abandoned:
@@ -518,68 +600,73 @@ class Node:
             commit.step, self.run.steps, peak, training.warmup, training.lr_floor
         )
 
+        assert self.member is not None
+        lineage, boosted_at = self.member.lineage, self.member.boosted_at
+        members = self.pipeline.begin.members
+        first = self.node == min(place.node for place in members if place.stage == stage)
+        self.holdings.committing(commit.step)
+
         def apply() -> bytes:
             if not commit.skipped:
                 self.optimizer.step(lr * commit.lr_scale[stage], commit.clip_scale[stage])
                 self.omega = self.reduced_norm
-            if self.twin is not None:
-                self.twin.apply(commit, lr)
+            self.holdings.apply(commit, lr)
             self.optimizer.zero_gradient()
-            return self.optimizer.digest()
+            digest = self.optimizer.digest()
+            self.holdings.save(self._state(commit, boosted_at), lineage, first)
+            return digest
 
         return self.compute.run(apply)
 
     async def _applied(self, commit: pb.Commit, applying: asyncio.Future[bytes]) -> None:
         assert self.member is not None
         digest = await applying
-        if self.ledger is not None:
-            epoch = self.pipeline.windows.epoch(commit.step)
-            self.ledger.append(line(commit, epoch, time.time()))
+        self._note(commit)
         if commit.seconds:
             self.tokens_per_second = commit.tokens / commit.seconds
         self.events.write("applied", {"step": commit.step, "digest": digest.hex()})
         self._carry_out(self.member.applied(digest))
+        self.holdings.in_place(commit, commit.step, self.member.lineage)
         self._report()
 
+    def _note(self, commit: pb.Commit) -> None:
+        """A line in the ledger, at stage 0."""
+        if self.ledger is not None and commit.step > 0:
+            epoch = self.pipeline.windows.epoch(commit.step)
+            self.ledger.append(line(commit, epoch, time.time()))
+
     async def _fetch(self, ballot: Ballot, sync: pb.Sync) -> None:
-        assert self.member is not None and self.stage is not None
-        started = self.loop.time()
+        assert self.member is not None
         log.info("%s", sync.reason)
-        told = self._fetching(sync, started)
-        deadline = self.run.swarm.progress
+        told = self._fetching(sync)
+        rebuilding = self.rebuilding
         try:
-            states = await fetch_sources(self.state_client, sync, ballot, deadline, told)
-        except TransferError as error:
-            self._carry_out(self.member.failed(ballot, str(error), []))
+            if sync.method == "twin":
+                synced = await rebuilding.rebuild_twin(ballot, sync, told)
+                if synced is not None:
+                    member = self.member
+                    self._carry_out(member.fetched(synced, member.last, member.boosted_at))
+                return
+            rebuilt = await rebuilding.rebuild(ballot, sync, told)
+        except (TransferError, SaveError, RelearnError) as error:
+            accused = error.accused if isinstance(error, RelearnError) else []
+            self._carry_out(self.member.failed(ballot, str(error), accused))
             return
-        if not self.member.arrived(ballot):
+        if rebuilt is None:
             return
-        own, omega = self.stage, self.run.recovery.omega
-
-        def place() -> bytes:
-            self.omega = put_in_place(sync, own, states, self.optimizer, omega)
-            return self.optimizer.digest()
-
-        digest = await self.compute.run(place)
-        guessed = sync.method in INEXACT
-        last = sync.last if sync.HasField("last") else states[0].last
-        synced = pb.Synced(
-            step=sync.step,
-            method=sync.method,
-            sources=sync.sources,
-            fetched_bytes=sum(state.bytes for state in states),
-            seconds=self.loop.time() - started,
-            digest=digest,
-        )
+        self.omega, synced = rebuilt.omega, rebuilt.synced
         log.info(
-            "stage %d rebuilt at step %d by %s: %d bytes in %.2f s",
-            *(own, sync.step, sync.method, synced.fetched_bytes, synced.seconds),
+            "stage %s is at step %d by %s: %d bytes, %.2f s",
+            *(self.stage, sync.step, sync.method, synced.fetched_bytes, synced.seconds),
         )
-        boosted_at = sync.step if guessed else states[0].boosted_at
-        self._carry_out(self.member.fetched(synced, last, boosted_at))
+        if sync.HasField("last"):
+            self._note(rebuilt.last)  # who was to note it may be gone
+        self._carry_out(self.member.fetched(synced, rebuilt.last, rebuilt.boosted_at))
+        self.holdings.in_place(rebuilt.last, sync.step, sync.lineage)
 
-    def _fetching(self, sync: pb.Sync, started: float) -> Callable[[int], None]:
+    def _fetching(self, sync: pb.Sync) -> Callable[[int], None]:
         """Writes how far a rebuild is, now and then, for whoever watches."""
+        started = self.loop.time()
         fields = {
             "stage": self.stage,
             "method": sync.method,
@@ -598,22 +685,46 @@ class Node:
         told(0)
         return told
 
-    def _served_state(self, kind: str, stage: int, step: int) -> ServedState | None:
-        if self.member is None or self.member.phase is Phase.SYNCING or kind:
+    # --- the state
+
+    def own_state(self) -> ServedState | None:
+        """Of this node's stage, as of the newest commit; None: there is none."""
+        member = self.member
+        if member is None or (member.phase is Phase.SYNCING and member.sync.method != "twin"):
             return None
+        return self._state(member.last, member.boosted_at)
+
+    def _state(self, last: pb.Commit, boosted_at: int) -> ServedState:
         return ServedState(
-            step=self.member.committed,
+            step=last.step,
             tensors=self.optimizer.state(optimizer=True),
             omega=self.omega,
-            boosted_at=self.member.boosted_at,
-            last=self.member.last,
+            boosted_at=boosted_at,
+            last=last,
             optimizer_step=self.optimizer.steps,
         )
+
+    def _served_state(self, kind: str, stage: int, step: int) -> ServedState | None:
+        if self.member is None:
+            return None
+        return self.holdings.served(kind, stage) if kind else self.own_state()
+
+    def saved(self, kind: Kind, save: SaveId) -> None:
+        self.trouble = ""
+        log.info("step %d is on disk (%s)", save.step, kind)
+        self.events.write("saved", {"holding": kind, "step": save.step})
+
+    def save_failed(self, reason: str) -> None:
+        self.trouble = reason
+        log.error("%s", reason)
+        self.events.write("save failed", {"reason": reason})
+        self._report()
 
     def _halted(self, halt: pb.Halt) -> None:
         fields = {"step": halt.step, "reason": halt.reason, "validation": halt.validation_loss}
         if halt.finished:
             log.info("all %d steps are committed; weights are kept until Ctrl-C", halt.step)
+            self.spawn(self._save_now())
             self.events.write("finished", fields)
         else:
             log.error(
@@ -638,7 +749,16 @@ class Node:
             if time.monotonic() - self.wall_told > 2.0:
                 self.wall_told = time.monotonic()
                 self.events.write("wall", self.wall.report())
+                self._write_cost()
                 self._report()
+
+    def _write_cost(self) -> None:
+        """What keeping things for the day of a loss has cost."""
+        parts = self.holdings.costs()
+        whole = asdict(sum(parts.values(), Cost()))
+        self.events.write(
+            "cost", {**whole, "parts": {name: asdict(cost) for name, cost in parts.items()}}
+        )
 
     def _busy_seconds(self) -> float:
         since = self.compute.busy_since
@@ -656,6 +776,7 @@ class Node:
         assert self.member is not None
         member, halt = self.member, self.member.halt
         driving = self.driver.phase is not DriverPhase.INACTIVE
+        explained = self.driver.explain() if driving else ""
         self.client.report(
             registry.Report(
                 committed=member.committed,
@@ -666,7 +787,8 @@ class Node:
                 bytes_in=self.links.bytes_in,
                 bytes_out=self.links.bytes_out,
                 tokens_per_second=self.tokens_per_second,
-                message=halt.reason if halt else (self.driver.explain() if driving else ""),
+                message=halt.reason if halt else (self.trouble or explained),
+                leaving=self.leaving,
                 stopped=halt is not None and not halt.finished,
                 finished=halt is not None and halt.finished,
             )

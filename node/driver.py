@@ -313,6 +313,8 @@ class Driver:
                 next(d for d in decisions.values() if isinstance(d, RollBack)), now
             )
         effects = self._sync_stages(rebuilds, left)
+        if not vacant:
+            effects = effects or self._sync_twins()
         if effects:
             return self._wait_for_state(effects, now)
         return self._wait_for_nodes(vacant) if vacant and not self.finished else self._next(now)
@@ -414,15 +416,45 @@ class Driver:
     def _synced(self, peer: str, synced: pb.Synced, now: float) -> list[Effect]:
         self.awaited.discard(peer)
         self.progressed = now
-        self.rebuilt.append(
-            {
-                "node": peer,
-                "stage": self.members[peer],
-                **_rebuilt(synced),
-                "rebuild_seconds": now - self.began,
-            }
-        )
+        if synced.method != "twin":
+            stale = self._staleness(synced) if synced.method == "snapshot" else {}
+            who = {"node": peer, "stage": self.members[peer]}
+            seconds = {"rebuild_seconds": now - self.began}
+            self.rebuilt.append({**who, **_rebuilt(synced), **stale, **seconds})
         return [] if self.awaited else self._gather("state is in place", now)
+
+    def _staleness(self, synced: pb.Synced) -> dict[str, Any]:
+        """Of a snapshot that was used, as its holder has told."""
+        source = synced.sources[0]
+        held = next(
+            one
+            for one in self.statuses[source.node].holdings
+            if (one.kind, one.stage) == ("snapshot", source.stage)
+        )
+        return {
+            "oldest_step": held.oldest_step,
+            "mean_step": held.mean_step,
+            "perturbation": None if math.isnan(held.perturbation) else held.perturbation,
+        }
+
+    def _sync_twins(self) -> list[Effect]:
+        """With redundant computation, who lacks a twin of this very step copies the next stage."""
+        if self.rules.policy != "redundant" or (self.lineage, self.committed) == (0, 0):
+            return []
+        self.awaited = set()
+        effects: list[Effect] = []
+        for node, stage in sorted(self.members.items()):
+            of = (stage + 1) % (self.rules.stages + 1)
+            wanted = ("redundant", of, self.committed, self.lineage)
+            held = self.statuses[node].holdings
+            if wanted in [(one.kind, one.stage, one.step, one.lineage) for one in held]:
+                continue
+            sources = [Source(n, of, self.committed, self.lineage) for n in self._nodes_of(of)]
+            sync = self._sync_message("twin", f"{node} lacks a twin of stage {of}", sources)
+            sync.last.CopyFrom(self.last)
+            self.awaited.add(node)
+            effects.append(self._to(node, pb.Message(sync=sync)))
+        return effects
 
     # --- attempt
 
@@ -656,10 +688,6 @@ def _rebuilt(synced: pb.Synced) -> dict[str, Any]:
         "bytes": synced.fetched_bytes,
         "fetch_seconds": synced.seconds,
     }
-    if synced.method == "snapshot":
-        unknown = math.isnan(synced.perturbation)
-        fields["oldest_step"] = synced.oldest_step
-        fields["perturbation"] = None if unknown else synced.perturbation
     if synced.HasField("relearned"):
         relearned = synced.relearned
         fields["relearned"] = {

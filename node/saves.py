@@ -493,6 +493,19 @@ def _as_bytes(text: bytes) -> Bytes:
 # The folder
 
 
+def newest_saved_stage(folder: Path) -> int | None:
+    """Of the stages that a node's folder has saves of the one saved last; None: there are none.
+    Raises OSError."""
+    found = [
+        (save, int(path.name.removeprefix("stage-")))
+        for path in folder.glob("stage-*")
+        if path.name.removeprefix("stage-").isdecimal()
+        for entry in os.scandir(path)
+        if (save := _parse(entry.name)) is not None
+    ]
+    return max(found)[1] if found else None
+
+
 def _parse(name: str) -> SaveId | None:
     """None: this is no save's name."""
     match = _NAME.fullmatch(name)

@@ -90,16 +90,22 @@ class Status(_message.Message):
     def __init__(self, committed: _Optional[int] = ..., ready: _Optional[int] = ..., ready_ballot: _Optional[_Union[Ballot, _Mapping]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., boosted_at: _Optional[int] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., attempting: _Optional[int] = ..., lineage: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ...) -> None: ...
 
 class Holding(_message.Message):
-    __slots__ = ("kind", "stage", "step", "lineage")
+    __slots__ = ("kind", "stage", "step", "lineage", "mean_step", "oldest_step", "perturbation")
     KIND_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    MEAN_STEP_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_STEP_FIELD_NUMBER: _ClassVar[int]
+    PERTURBATION_FIELD_NUMBER: _ClassVar[int]
     kind: str
     stage: int
     step: int
     lineage: int
-    def __init__(self, kind: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ...) -> None: ...
+    mean_step: float
+    oldest_step: int
+    perturbation: float
+    def __init__(self, kind: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ..., mean_step: _Optional[float] = ..., oldest_step: _Optional[int] = ..., perturbation: _Optional[float] = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("node", "stage")
@@ -142,15 +148,13 @@ class Sync(_message.Message):
     def __init__(self, step: _Optional[int] = ..., method: _Optional[str] = ..., reason: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., lineage: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., neighbours: _Optional[_Iterable[_Union[Place, _Mapping]]] = ...) -> None: ...
 
 class Synced(_message.Message):
-    __slots__ = ("step", "method", "sources", "fetched_bytes", "seconds", "digest", "oldest_step", "perturbation", "relearned")
+    __slots__ = ("step", "method", "sources", "fetched_bytes", "seconds", "digest", "relearned")
     STEP_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
-    OLDEST_STEP_FIELD_NUMBER: _ClassVar[int]
-    PERTURBATION_FIELD_NUMBER: _ClassVar[int]
     RELEARNED_FIELD_NUMBER: _ClassVar[int]
     step: int
     method: str
@@ -158,10 +162,8 @@ class Synced(_message.Message):
     fetched_bytes: int
     seconds: float
     digest: bytes
-    oldest_step: int
-    perturbation: float
     relearned: Relearned
-    def __init__(self, step: _Optional[int] = ..., method: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., fetched_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., digest: _Optional[bytes] = ..., oldest_step: _Optional[int] = ..., perturbation: _Optional[float] = ..., relearned: _Optional[_Union[Relearned, _Mapping]] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., method: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., fetched_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., digest: _Optional[bytes] = ..., relearned: _Optional[_Union[Relearned, _Mapping]] = ...) -> None: ...
 
 class Relearned(_message.Message):
     __slots__ = ("residual_before", "residual_after", "passes", "seconds", "fetched_bytes", "pairs", "left_out", "undone")
