@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from bootstrap.registry_pb2 import Description, MemberDescription
-from node.summary import noticed_at, quality
+from node.summary import noticed_at, quality, stall_seconds
 
 Event = Mapping[str, Any]
 
@@ -83,6 +83,7 @@ class Story:
             case "started":
                 self._slots[event["pid"]] = event["slot"]
             case "joined":
+                self.rebuilds.pop(self._nodes.get(event["pid"], ""), None)
                 self._nodes[event["pid"]] = event["node"]
                 self._processes[event["node"]] = event["pid"]
             case "serving":
@@ -126,8 +127,9 @@ class Story:
     def _rebuild_goes_on(self, event: Event) -> str | None:
         """Fetching is told when it takes long enough to wait for, then ever more seldom."""
         node = event["node"]
-        if event["time"] <= self._in_place.get(node, 0.0):
-            return None  # read late, from another file
+        late = event["time"] <= self._in_place.get(node, 0.0)  # from another file
+        if late or event.get("method") == "twin":  # which belongs to what is held, not trained
+            return None
         if node not in self.rebuilds:
             sources = [source["node"] for source in event.get("sources", ())]
             method = event.get("method", "")
@@ -152,24 +154,18 @@ class Story:
         self.holds[node] = event["step"]
         self._in_place[node] = event["time"]
         rebuild = self.rebuilds.pop(node, None)
-        if self._goes_back(event["method"], rebuild):
-            if event["method"] == "checkpoint":
-                self._await_commit(event)
-            first, self._going_back = self._going_back, False
-            stall = f"stalled {event['stall_seconds']:.1f} s"
-            return f"all stages are at step {event['step']}, {stall}" if first else None
-        if event["method"] != "replica":
-            self._await_commit(event)
-        return news(event)
-
-    def _goes_back(self, method: str, rebuild: Rebuilding | None) -> bool:
-        """With all the others, to a file."""
-        return method in ("checkpoint", "save") and not (rebuild and rebuild.ordered)
-
-    def _await_commit(self, rebuilt: Event) -> None:
+        if event["method"] == "replica":
+            return news(event)
         losses = sorted(self._losses, key=lambda event: float(event["time"]))
-        noticed = noticed_at(rebuilt, losses)
-        self._noticed = noticed if self._noticed is None else min(self._noticed, noticed)
+        stall = stall_seconds(event, losses)
+        alone = rebuild is not None and rebuild.ordered
+        if alone or event["method"] != "save":  # else the run has begun with it
+            noticed = noticed_at(event, losses)
+            self._noticed = noticed if self._noticed is None else min(self._noticed, noticed)
+        if alone or event["method"] not in ("checkpoint", "save"):
+            return news({**event, "stall_seconds": stall})
+        first, self._going_back = self._going_back, False
+        return f"all stages are at step {event['step']}, stalled {stall:.1f} s" if first else None
 
     def record(self, line: Mapping[str, Any]) -> None:
         """A step's line of a ledger; other stage-0 nodes may have told the same."""
@@ -218,7 +214,7 @@ def news(event: Event) -> str | None:
         case {"kind": "aborted", "step": step, "reason": reason}:
             return f"an attempt at step {step} is aborted: {reason}"
         case {"kind": "lost", "node": node, "stage": stage}:
-            return f"noticed: {node} of stage {stage} is gone"
+            return f"noticed: no link to {node} of stage {stage} any more"
         case {"kind": "waiting", "stages": stages}:
             return f"waiting for a node to join stage {', '.join(map(str, stages))}"
         case {"kind": "rebuilding", "stage": stage, "method": method, "sources": sources}:
@@ -232,7 +228,7 @@ def news(event: Event) -> str | None:
                 f"stalled {event['stall_seconds']:.1f} s{quality(event)}"
             )
         case {"kind": "rolled back", "from": lost, "step": step, "reason": reason}:
-            return f"all stages go back from step {lost} to {step}: {reason}"
+            return f"rolled back from step {lost} to {step}: {reason}"
         case {"kind": "resuming", "step": step, "reason": reason}:
             how = "" if event["exact"] else "fallback: "
             return f"{how}resuming at step {step}: {reason}"
@@ -357,7 +353,7 @@ def styled(text: str) -> Text:
 
 _WEIGHTS = (
     ("bold red", re.compile(r"save failed|saving step|is stopped|differ after")),
-    ("yellow", re.compile(r"fallback|go back|is lost|has to end")),
+    ("yellow", re.compile(r"fallback|rolled back|is lost|has to end")),
 )
 
 

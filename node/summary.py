@@ -176,11 +176,11 @@ def _row(rebuilt: Event, why: Event, events: Sequence[Event]) -> dict[str, Any]:
     row: dict[str, Any] = {key: rebuilt[key] for key in keys}
     row["detect_seconds"] = max(0.0, noticed - loss["time"]) if loss else 0.0
     row["rebuild_seconds"] = rebuilt["rebuild_seconds"]
-    row["stall_seconds"] = rebuilt["stall_seconds"]
+    row["stall_seconds"] = stall_seconds(rebuilt, events)
     row |= {key: why[key] for key in ("exact", "fallback") if key in why}
     if why.get("from", 0) > why.get("to", 0):
         row["rolled_back"] = {"from": why["from"], "to": why["to"]}
-    optional = ("relearned", "oldest_step", "perturbation")
+    optional = ("relearned", "oldest_step", "mean_step", "perturbation")
     row |= {key: rebuilt[key] for key in optional if key in rebuilt}
     commits = (event["time"] for event in events if event["kind"] == "committed")
     first = next((time for time in commits if time >= rebuilt["time"]), None)
@@ -206,6 +206,14 @@ def noticed_at(rebuilt: Event, events: Sequence[Event]) -> float:
             if noticed and event["time"] >= loss["time"] - late:
                 return float(event["time"])
     return float(rebuilt["time"] - rebuilt["stall_seconds"])
+
+
+def stall_seconds(rebuilt: Event, events: Sequence[Event]) -> float:
+    """For how long nothing was trained; a driver that is new itself has seen only the end of it."""
+    seen = float(rebuilt["stall_seconds"])
+    if rebuilt["method"] == "replica":
+        return seen
+    return max(seen, float(rebuilt["time"]) - noticed_at(rebuilt, events))
 
 
 def _replaced(node: str, events: Sequence[Event]) -> Event | None:
@@ -320,9 +328,9 @@ def tell(summary: dict[str, Any]) -> Iterator[str]:
     if summary["rolled_back_steps"]:
         yield f"{summary['rolled_back_steps']} committed steps had to be made again"
     cost = summary["cost"]
-    if cost["extra_bytes"]:
+    if cost["extra_bytes"] or cost["memory_bytes"]:
         yield (
-            f"cost of {cost['policy']}, with saves: {decimal(cost['extra_bytes'])} sent or "
+            f"kept ready for losses, {cost['policy']}: {decimal(cost['extra_bytes'])} sent or "
             f"written, {decimal(cost['memory_bytes'])} of memory, "
             f"{cost['critical_seconds']:.2f} s of computing time at each node"
         )

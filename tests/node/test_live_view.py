@@ -72,10 +72,10 @@ def text_of(renderable: Any) -> str:
             "fallback: rebuilding stage 1 by interpolate from b: stage 1 is lost and this is an "
             "end stage",
         ),
-        (event("lost", OLD, stage=2, reason="x"), f"noticed: {OLD} of stage 2 is gone"),
+        (event("lost", OLD, stage=2, reason="x"), f"noticed: no link to {OLD} of stage 2 any more"),
         (
             event("rolled back", **{"from": 37}, step=30, reason="stage 2 has no replica left"),
-            "all stages go back from step 37 to 30: stage 2 has no replica left",
+            "rolled back from step 37 to 30: stage 2 has no replica left",
         ),
         (
             event("resuming", step=30, exact=True, reason="every stage has a save of step 30"),
@@ -252,6 +252,12 @@ def test_a_story_goes_back_with_the_run():
     first = story.hear(at(106.3, "committed", step=11, loss=2.0))
     assert first == "step 11 committed 6.0 s after the loss was noticed"
     assert story.committed == 11
+
+
+def test_a_twin_that_is_fetched_is_no_rebuild():
+    story = swarm_that_lost_stage_2()
+    assert story.hear(fetching(103.4, 1, 3.0) | {"method": "twin"}) is None
+    assert not story.rebuilds
 
 
 def test_a_single_stages_save_is_a_rebuild_like_others():

@@ -146,7 +146,6 @@ def test_detection_is_from_the_kill_to_the_first_who_names_the_victim():
     (row,) = rebuilds(KILLED_AND_REBUILT)
     assert row["detect_seconds"] == pytest.approx(0.25)
     assert row["rebuild_seconds"] == 0.2
-    assert row["stall_seconds"] == 1.5
     assert row["sources"] == [{"node": "b", "stage": 1, "step": 2}]
 
 
@@ -212,6 +211,13 @@ def test_a_row_says_what_the_driver_and_the_node_said_of_the_rebuild():
     assert (row["exact"], row["fallback"], row["relearned"]) == (False, True, relearned)
     assert row["first_commit_seconds"] == pytest.approx(104.8 - 100.25)
     assert "rolled_back" not in row
+
+
+def test_a_new_driver_has_seen_only_the_end_of_the_stall():
+    (row,) = rebuilds(KILLED_AND_REBUILT)
+    assert row["stall_seconds"] == pytest.approx(104.0 - 100.25)
+    (copied,) = rebuilds([*KILLED_AND_REBUILT[:-1], rebuilt(104.0, "new", method="replica")])
+    assert copied["stall_seconds"] == 1.5  # the others trained on in the meantime
 
 
 def test_a_snapshot_that_is_known_in_part_is_told_in_part():
@@ -390,7 +396,7 @@ def test_the_essence_says_what_a_loss_and_the_policy_cost():
     assert sentences[2].endswith("stalled 1.50 s; oldest block of step 4")
     assert sentences[3:6] == [
         "2 committed steps had to be made again",
-        "cost of checkfree, with saves: 2.0 MB sent or written, 3.0 MB of memory, 2500.00 s of "
+        "kept ready for losses, checkfree: 2.0 MB sent or written, 3.0 MB of memory, 2500.00 s of "
         "computing time at each node",
         "saves that failed: 1; the nodes' logs say why",
     ]
