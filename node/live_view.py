@@ -38,6 +38,7 @@ class Rebuilding:
     method: str
     sources: Sequence[str]  # nodes
     ordered: bool  # for this node alone, not with all others that go back
+    since: float  # Unix seconds
     bytes: int = 0
     seconds: float = 0.0  # of fetching
     tell_at: float = 1.0  # of these
@@ -96,7 +97,8 @@ class Story:
                 self.rebuilds.pop(event["node"], None)
             case "rebuilding":
                 stage, method, sources = event["stage"], event["method"], event["sources"]
-                self.rebuilds[event["node"]] = Rebuilding(stage, method, sources, ordered=True)
+                rebuild = Rebuilding(stage, method, sources, True, event["time"])
+                self.rebuilds[event["node"]] = rebuild
             case "fetching" | "relearning":
                 return self._rebuild_goes_on(event)
             case "rebuilt":
@@ -133,7 +135,8 @@ class Story:
         if node not in self.rebuilds:
             sources = [source["node"] for source in event.get("sources", ())]
             method = event.get("method", "")
-            self.rebuilds[node] = Rebuilding(event["stage"], method, sources, ordered=False)
+            rebuild = Rebuilding(event["stage"], method, sources, False, event["time"])
+            self.rebuilds[node] = rebuild
         rebuild = self.rebuilds[node]
         if event["kind"] == "fetching":
             rebuild.bytes, rebuild.seconds = event["bytes"], event["seconds"]
@@ -327,24 +330,25 @@ def progress(committed: int, steps: int, loss: float | None, rate: float) -> Ren
     return grid
 
 
-def under_way(story: Story) -> RenderableType:
-    """A line for each rebuild: stage, method, from whom, how far. How much there will be is not
-    known, so the bar only moves."""
+def under_way(story: Story, now: float) -> RenderableType:
+    """A line for each rebuild: stage, method, from whom, how far; `now` in Unix seconds. How much
+    there will be is not known, so the bar only moves."""
     grid = Table.grid(padding=(0, 2))
     for rebuild in story.rebuilds.values():
         sources = story.with_names(", ".join(rebuild.sources))
         what = f"rebuilding stage {rebuild.stage} by {rebuild.method} from {sources}"
-        far = rebuild.fetched
+        far = [f"{max(0.0, now - rebuild.since):.1f} s"]
         if rebuild.residual is not None:
-            first, now = rebuild.residual
-            what = f"stage {rebuild.stage} relearns"
-            far = f"round {rebuild.round}, residual {first:.3g} -> {now:.3g}"
-        grid.add_row(Text(what, style="magenta"), ProgressBar(pulse=True, width=20), far)
+            first, last = rebuild.residual
+            far.append(f"relearning: round {rebuild.round}, residual {first:.3g} -> {last:.3g}")
+        elif rebuild.bytes:
+            far.append(rebuild.fetched)
+        grid.add_row(Text(what, "magenta"), ProgressBar(pulse=True, width=20), "; ".join(far))
     return grid
 
 
 def styled(text: str) -> Text:
-    """A piece of news, with the colour of its weight; grave ones are shown whole."""
+    """A piece of news, with the colour of its weight; those that have one are shown whole."""
     for style, pattern in _WEIGHTS:
         if pattern.search(text):
             return Text(text, style=style)
@@ -354,6 +358,7 @@ def styled(text: str) -> Text:
 _WEIGHTS = (
     ("bold red", re.compile(r"save failed|saving step|is stopped|differ after")),
     ("yellow", re.compile(r"fallback|rolled back|is lost|has to end")),
+    ("green", re.compile(r"rebuilt: ")),
 )
 
 
@@ -408,7 +413,7 @@ class Screen:
             stage_table(description or Description(), stages),
             Text(),
             progress(story.committed, story.steps, story.loss, story.tokens_per_second),
-            *([under_way(story)] if story.rebuilds else []),
+            *([under_way(story, time.time())] if story.rebuilds else []),
             Text(),
             *map(styled, self._news),
         )

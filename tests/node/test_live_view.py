@@ -210,12 +210,12 @@ def test_a_rebuild_under_way_is_a_line_until_it_is_over():
     story = swarm_that_lost_stage_2()
     story.hear(at(103.1, "rebuilding", NEW, stage=2, method="checkfree", sources=["aaa1"]))
     story.hear(fetching(103.4, 12_000_000, 0.3))
-    shown = text_of(under_way(story))
+    shown = text_of(under_way(story, 103.6))
     assert "rebuilding stage 2 by checkfree from node-1.0" in shown
-    assert "12.0 MB in 0.3 s, 40.0 MB/s" in shown
+    assert "0.5 s; 12.0 MB in 0.3 s, 40.0 MB/s" in shown
     assert story.hear(relearning(104.0, 0, 0.75)) == "stage 2 relearns, residual 0.75 at first"
     assert story.hear(relearning(104.5, 8, 0.25)) is None
-    assert "round 8, residual 0.75 -> 0.25" in text_of(under_way(story))
+    assert "1.4 s; relearning: round 8, residual 0.75 -> 0.25" in text_of(under_way(story, 104.5))
     story.hear(rebuilt(105.0, NEW))
     story.hear(relearning(104.9, 9, 0.2))  # read late
     assert not story.rebuilds
@@ -273,6 +273,7 @@ def test_a_single_stages_save_is_a_rebuild_like_others():
         ("fallback: rebuilding stage 1", "yellow"),
         ("node-2.0 killed during step 8; stage 2 is lost", "yellow"),
         ("save failed at node-1.0, training goes on: No space left", "bold red"),
+        ("rebuilt: stage 1 by checkfree+ at step 9", "green"),
         ("validation loss 2.0 at step 9", ""),
     ],
 )
