@@ -72,6 +72,7 @@ class Story:
         self._noticed: float | None = None  # the loss after which nothing is committed yet
         self._went_back = 0.0  # when all stages did, Unix seconds
         self._going_back = False
+        self._unsaved: set[str] = set()  # nodes whose last save failed
 
     def hear(self, event: Event) -> str | None:
         """Take note. Returns a sentence if it is worth a person's attention."""
@@ -108,6 +109,12 @@ class Story:
                 self._went_back, self._going_back = event["time"], True
                 self._recent.clear()
                 self.rebuilds.clear()
+            case "saved":
+                self._unsaved.discard(event["node"])
+            case "save failed" if event["node"] in self._unsaved:
+                return None  # the disk is as full as before
+            case "save failed":
+                self._unsaved.add(event["node"])
             case "finished":
                 self.finished = self.finished or event
             case "stopped" if self.stopped is None:

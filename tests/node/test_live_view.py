@@ -254,6 +254,14 @@ def test_a_story_goes_back_with_the_run():
     assert story.committed == 11
 
 
+def test_a_full_disk_is_told_of_once_until_it_takes_a_save_again():
+    story = swarm_that_lost_stage_2()
+    failed = at(1.0, "save failed", "aaa1", reason="No space left on device")
+    saved = at(2.0, "saved", "aaa1", holding="save", step=5)
+    told = [story.hear(one) for one in (failed, failed, saved, failed)]
+    assert [bool(sentence) for sentence in told] == [True, False, False, True]
+
+
 def test_a_twin_that_is_fetched_is_no_rebuild():
     story = swarm_that_lost_stage_2()
     assert story.hear(fetching(103.4, 1, 3.0) | {"method": "twin"}) is None
