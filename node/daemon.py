@@ -624,7 +624,10 @@ class Node:
         self._note(commit)
         if commit.seconds:
             self.tokens_per_second = commit.tokens / commit.seconds
-        self.events.write("applied", {"step": commit.step, "digest": digest.hex()})
+        lineage = self.member.lineage
+        self.events.write(
+            "applied", {"lineage": lineage, "step": commit.step, "digest": digest.hex()}
+        )
         self._carry_out(self.member.applied(digest))
         self.holdings.in_place(commit, commit.step, self.member.lineage)
         self._report()

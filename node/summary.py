@@ -287,26 +287,22 @@ def _share(cost: Event, part: str) -> Event:
 def replicas_identical(events: Iterable[Event]) -> bool:
     """Whether all nodes of a stage had the same weights after every step, by their digests. A step
     that is made again, by other weights or after the loss of all that had made it, is another."""
-    digests: dict[tuple[int, ...], dict[str, str]] = {}
+    digests: dict[tuple[int, ...], set[str]] = {}
     stages: dict[str, int] = {}
-    for number, part in enumerate(parts(events)):
-        backs = 0
-        lives: Counter[int] = Counter()  # stage -> how often it was lost
-        for event in part:
-            match event:
-                case {"kind": "diverged"}:
-                    return False
-                case {"kind": "serving", "node": node, "stage": stage}:
-                    stages[node] = stage
-                case {"kind": "rolled back" | "resuming"}:
-                    backs += 1
-                case {"kind": "rebuilt", "stage": stage, "method": method} if method != "replica":
-                    lives[stage] += 1
-                case {"kind": "applied", "node": node, "step": step, "digest": digest}:
-                    stage = stages[node]
-                    key = number, backs, lives[stage], stage, step
-                    digests.setdefault(key, {})[node] = digest
-    return all(len(set(found.values())) == 1 for found in digests.values())
+    lives: Counter[int] = Counter()  # stage -> how often it was lost
+    for event in events:
+        match event:
+            case {"kind": "diverged"}:
+                return False
+            case {"kind": "serving", "node": node, "stage": stage}:
+                stages[node] = stage
+            case {"kind": "rebuilt", "stage": stage, "method": method} if method != "replica":
+                lives[stage] += 1
+            case {"kind": "applied", "node": node, "lineage": lineage, "step": step}:
+                stage = stages[node]
+                of_step = digests.setdefault((lineage, lives[stage], stage, step), set())
+                of_step.add(event["digest"])
+    return all(len(found) == 1 for found in digests.values())
 
 
 def tell(summary: dict[str, Any]) -> Iterator[str]:

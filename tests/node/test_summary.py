@@ -237,8 +237,11 @@ def commits(*steps: int, at: float) -> list[dict[str, Any]]:
     return told
 
 
-def applied_at(time: float, node: str, step: int, digest: str = "") -> dict[str, Any]:
-    return event(time, "applied", node, step=step, digest=digest or f"{node}{step}")
+def applied_at(
+    time: float, node: str, step: int, digest: str = "", lineage: int = 0
+) -> dict[str, Any]:
+    digest = digest or f"{node}{step}"
+    return event(time, "applied", node, lineage=lineage, step=step, digest=digest)
 
 
 ROLLED_BACK = [
@@ -430,11 +433,10 @@ def test_wall_is_the_average_over_places_of_each_nodes_last_report():
     }
 
 
-def applied(node: str, step: int, digest: str) -> dict[str, Any]:
-    return applied_at(float(step), node, step, digest)
+def applied(node: str, step: int, digest: str, lineage: int = 0) -> dict[str, Any]:
+    return applied_at(float(step), node, step, digest, lineage)
 
 
-BACK = event(2.0, "rolled back", **{"from": 2}, step=0, reason="")
 LOST = event(2.0, "rebuilt", "b", stage=1, method="stage0-copy")
 COPIED = event(2.0, "rebuilt", "b", stage=1, method="replica")
 
@@ -446,8 +448,8 @@ COPIED = event(2.0, "rebuilt", "b", stage=1, method="replica")
         ([applied("a", 1, "x"), applied("b", 1, "x"), applied("c", 1, "y")], True),
         ([applied("a", 1, "x"), applied("b", 1, "y")], False),
         ([applied("a", 1, "x"), applied("a", 2, "y"), applied("b", 2, "y")], True),
-        ([applied("a", 1, "x"), BACK, applied("a", 1, "y"), applied("b", 1, "y")], True),
-        ([applied("a", 1, "x"), BACK, applied("a", 1, "y"), applied("b", 1, "z")], False),
+        ([applied("a", 1, "x"), applied("a", 1, "y", 1), applied("b", 1, "y", 1)], True),
+        ([applied("a", 1, "x"), applied("a", 1, "y", 1), applied("b", 1, "z", 1)], False),
         ([applied("a", 1, "x"), LOST, applied("b", 1, "y")], True),
         ([applied("a", 1, "x"), COPIED, applied("b", 1, "y")], False),
         ([event(1.0, "diverged", stage=1, nodes=["a", "b"], step=1)], False),
