@@ -314,15 +314,13 @@ def tell(summary: dict[str, Any]) -> Iterator[str]:
         f"{loss['last']} at last, {loss['validation']} in validation"
     )
     for rebuild in summary["rebuilds"]:
-        fallback = " (a fallback)" if rebuild.get("fallback") else ""
-        yield (
-            f"stage {rebuild['stage']} rebuilt by {rebuild['method']}{fallback} at step "
-            f"{rebuild['step']}: noticed in {rebuild['detect_seconds']:.2f} s, "
-            f"{decimal(rebuild['bytes'])} in {rebuild['rebuild_seconds']:.2f} s, stalled "
-            f"{rebuild['stall_seconds']:.2f} s{quality(rebuild)}"
-        )
+        if not _resumed(rebuild):
+            yield _rebuild(rebuild)
+    resumed = sorted({rebuild["step"] for rebuild in filter(_resumed, summary["rebuilds"])})
+    if resumed:
+        yield f"resumed from saves of step {', '.join(map(str, resumed))}"
     if summary["rolled_back_steps"]:
-        yield f"{summary['rolled_back_steps']} committed steps had to be made again"
+        yield f"committed steps that had to be made again: {summary['rolled_back_steps']}"
     cost = summary["cost"]
     if cost["extra_bytes"] or cost["memory_bytes"]:
         yield (
@@ -338,6 +336,15 @@ def tell(summary: dict[str, Any]) -> Iterator[str]:
         f"{audit['missing']} missing, {audit['extra']} extra; attempts: {attempts['started']} "
         f"started, {attempts['aborted']} aborted; replicas "
         f"{'identical' if summary['replicas_identical'] else 'NOT identical'}"
+    )
+
+
+def _rebuild(row: Mapping[str, Any]) -> str:
+    fallback = " (a fallback)" if row.get("fallback") else ""
+    return (
+        f"stage {row['stage']} rebuilt by {row['method']}{fallback} at step {row['step']}: noticed "
+        f"in {row['detect_seconds']:.2f} s, {decimal(row['bytes'])} in "
+        f"{row['rebuild_seconds']:.2f} s, stalled {row['stall_seconds']:.2f} s{quality(row)}"
     )
 
 
@@ -432,7 +439,7 @@ def marks(events: Sequence[Event]) -> list[tuple[int, str]]:
     for row in rebuilds(events):
         step = row.get("rolled_back", {"from": row["step"]})["from"]
         rebuilt.add((row["stage"], step + 1))
-        if row["method"] != "save" or row.get("fallback"):  # else all of them have one
+        if not _resumed(row):
             found.setdefault(step, {}).setdefault(row["stage"], Counter())[row["method"]] += 1
     for event in events:
         if event["kind"] == "killed" and (event["stage"], event["step"]) not in rebuilt:
@@ -443,9 +450,15 @@ def marks(events: Sequence[Event]) -> list[tuple[int, str]]:
         for step, of_step in found.items()
     }
     for back in goings_back(events):
-        what = "resumed at" if back.resumed and back.lost == back.to else "rolled back to"
-        texts.setdefault(back.lost, []).append(f"{what} {back.to}")
+        what = f"rolled back to {back.to}" if back.lost > back.to else f"at step {back.to}"
+        text = f"resumed, {what}" if back.resumed else what
+        texts.setdefault(back.lost, []).append(text)
     return [(step, "\n".join(lines)) for step, lines in sorted(texts.items())]
+
+
+def _resumed(row: Mapping[str, Any]) -> bool:
+    """Whether all stages have such a row, since the run went on from files."""
+    return row["method"] == "save" and not row.get("fallback")
 
 
 def _methods(methods: Counter[str]) -> str:

@@ -398,10 +398,18 @@ def test_the_essence_says_what_a_loss_and_the_policy_cost():
     ]
     assert sentences[2].endswith("stalled 1.50 s; oldest block of step 4")
     assert sentences[3:6] == [
-        "2 committed steps had to be made again",
+        "committed steps that had to be made again: 2",
         "kept ready for losses, checkfree: 2.0 MB sent or written, 3.0 MB of memory, 2500.00 s of "
         "computing time at each node",
         "saves that failed: 1; the nodes' logs say why",
+    ]
+
+
+def test_a_resume_is_one_sentence_of_the_essence():
+    sentences = list(tell(summarize(RUN, [line(1, 10.0)], AUDIT, RESUMED)))
+    assert sentences[1:3] == [
+        "resumed from saves of step 2",
+        "committed steps that had to be made again: 1",
     ]
 
 
@@ -476,9 +484,9 @@ def test_marks_name_the_methods_by_step_and_stage():
 
 def test_marks_name_the_step_that_all_went_back_from():
     assert marks(ROLLED_BACK) == [(5, "stage 2: checkpoint\nrolled back to 3")]
-    assert marks(RESUMED) == [(1, "stage 2: node killed"), (3, "rolled back to 2")]
+    assert marks(RESUMED) == [(1, "stage 2: node killed"), (3, "resumed, rolled back to 2")]
     nothing_lost = [event(1.0, "committed", step=2), event(9.0, "resuming", step=2)]
-    assert marks(nothing_lost) == [(2, "resumed at 2")]
+    assert marks(nothing_lost) == [(2, "resumed, at step 2")]
 
 
 @pytest.mark.parametrize("lines", [[], [line(1, 1.0), line(2, 2.0, None), line(3, 3.0, 1.5)]])
