@@ -73,9 +73,9 @@ def summarize(
 
 
 def parts(events: Iterable[Event]) -> list[list[Event]]:
-    """The events of each time that a swarm ran, without what happens because its processes are
-    being ended. A swarm begins with its registry; one that is started in place of another comes
-    right after the other's exit."""
+    """The events of each time that a swarm ran, without what happens, but for commits, because its
+    processes are being ended. A swarm begins with its registry; one that is started in place of
+    another comes right after the other's exit."""
     found: list[list[Event]] = [[]]
     ended = False
     exited = False  # the registry, and nothing has been started since
@@ -87,7 +87,7 @@ def parts(events: Iterable[Event]) -> list[list[Event]]:
                 found.append([])
         if kind in ("started", "exited"):
             exited = kind == "exited" and is_registry
-        if not ended:
+        if not ended or kind == "committed":
             found[-1].append(event)
         ended = ended or kind == "ending"
     return found

@@ -338,6 +338,7 @@ def test_what_was_trained_in_vain_before_a_resume_takes_its_time():
     [
         ([], [0]),
         ([event(1.0, "ending"), event(2.0, "aborted", step=1)], [1]),
+        ([event(1.0, "ending"), event(1.1, "committed", step=2, loss=1.0)], [2]),
         (
             [
                 event(0.0, "started", slot="registry", pid=1),
