@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -17,7 +18,7 @@ import torch
 
 from node import stage_pb2 as pb
 from node.boundary import BoundaryKeeper
-from node.compute import ComputeThread
+from node.compute import ComputeThread, Priority
 from node.copies import Holder, Sender, Traffic
 from node.effects import Ballot
 from node.model import ModelConfig, build_stage
@@ -122,7 +123,8 @@ class Holdings:
         self.host, self.stage, self.run_id, self.run, self.config = host, stage, run_id, run, config
         self.policy = policy = policy_of(run)
         relearns = run.recovery.relearn_passes > 0 and policy != "checkpoint"
-        self.boundary = BoundaryKeeper() if relearns else None
+        when_idle = partial(host.compute.run, priority=Priority.BACKGROUND)
+        self.boundary = BoundaryKeeper(when_idle) if relearns else None
         self.twin: Twin | None = None
         if policy == "redundant":
             send, post = host.send_frame, host.compute.run
@@ -201,6 +203,7 @@ class Holdings:
         """The commit of `step` is about to be posted to the compute thread."""
         if self.boundary is not None:
             self.boundary.commit(step)
+            self.host.spawn(self.boundary.narrow())
 
     def apply(self, commit: pb.Commit, lr: float) -> None:
         """In the compute thread, after the optimizer."""
