@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.filesize import decimal
 
 from bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
 from bootstrap.journal import Journal, JournalError
@@ -27,7 +26,7 @@ from node.processes import GRACE, Ended, Processes, describe_status
 from node.processes import tail as end_of
 from node.resolve import registry_rules
 from node.run_file import RunFile, dumps, load
-from node.summary import draw_loss, summarize
+from node.summary import draw_loss, summarize, tell
 
 RUN_FILE, PLAN, ADDRESS, JOURNAL = "run.toml", "up.json", "registry.address", "registry.journal"
 SAVING_GRACE = 30.0
@@ -513,26 +512,3 @@ def shortcomings(run: RunFile, summary: dict[str, Any]) -> list[str]:
     if not summary["replicas_identical"]:
         found.append("the replicas of a stage are not identical; don't trust these weights")
     return found
-
-
-def tell(summary: dict[str, Any]) -> Iterator[str]:
-    """The essence of a summary, in sentences."""
-    loss = {key: "-" if value is None else f"{value:.4f}" for key, value in summary["loss"].items()}
-    yield (
-        f"{summary['steps']} steps, {summary['tokens']:,} tokens, "
-        f"{summary['tokens_per_second']:,.0f} tokens/s; loss {loss['first']} at first, "
-        f"{loss['last']} at last, {loss['validation']} in validation"
-    )
-    for rebuild in summary["rebuilds"]:
-        yield (
-            f"stage {rebuild['stage']} rebuilt by {rebuild['method']} at step {rebuild['step']}: "
-            f"noticed in {rebuild['detect_seconds']:.2f} s, {decimal(rebuild['bytes'])} in "
-            f"{rebuild['rebuild_seconds']:.2f} s, stalled {rebuild['stall_seconds']:.2f} s"
-        )
-    audit, attempts = summary["audit"], summary["attempts"]
-    yield (
-        f"audit: {audit['expected']:,} samples expected, {audit['duplicates']} duplicates, "
-        f"{audit['missing']} missing, {audit['extra']} extra; attempts: {attempts['started']} "
-        f"started, {attempts['aborted']} aborted; replicas "
-        f"{'identical' if summary['replicas_identical'] else 'NOT identical'}"
-    )
