@@ -61,9 +61,7 @@ class Swarm:
         """Starts everything; who has died is replaced at once. Returns when all is finished."""
         address = self.out / "address"
         arguments = ["--run", str(self.out / "run.toml"), "--listen", "127.0.0.1:0"]
-        self.processes.start(
-            "registry", ["bootstrap", *arguments, "--address-file", str(address)]
-        )
+        self.processes.start("registry", ["bootstrap", *arguments, "--address-file", str(address)])
         while not address.exists():
             self._pause()
         for stage in range(5):
