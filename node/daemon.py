@@ -342,10 +342,9 @@ class Node:
         else:
             self.ledger = None
         self.driver = Driver(self.node, self._rules())
-        self.member = Member(self.node, stage, self.config.stages, policy_of(run))
-        self.member.digest = await self.compute.run(self.optimizer.digest)
-        member = self.member
-        self.member.holdings = lambda: holdings.listed(member.lineage)
+        member = Member(self.node, stage, self.config.stages, policy_of(run))
+        member.holdings = lambda: holdings.listed(member.lineage)
+        member.digest = await self.compute.run(self.optimizer.digest)
         if holdings.boundary is not None:
             self.boundary_server = BoundaryServer(
                 holdings.boundary, self.send_message, self.links.send_frame
@@ -356,6 +355,7 @@ class Node:
         )
         log.info("serving stage %d of %d on %s", stage, self.config.stages, device)
         self.events.write("serving", {"stage": stage})
+        self.member = member  # from here on it answers
         early, self.early = self.early, []
         self._tell_machines(self.view)
         for peer, message in early:
