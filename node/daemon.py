@@ -208,7 +208,7 @@ class Node:
     async def _save_now(self) -> None:
         assert self.member is not None
         member, state = self.member, self.own_state()
-        if state is not None and state.step > 0 and not member.changing:
+        if state is not None and state.step > 0:  # a commit in progress is posted before this
             lineage = member.lineage
             await self.compute.run(
                 lambda: self.holdings.save(state, lineage, first=False, always=True)
@@ -773,7 +773,7 @@ class Node:
                 bytes_in=self.links.bytes_in,
                 bytes_out=self.links.bytes_out,
                 tokens_per_second=self.tokens_per_second,
-                message=halt.reason if halt else (self.trouble or explained),
+                message=(halt.reason if halt else "") or self.trouble or explained,
                 leaving=self.leaving,
                 stopped=halt is not None and not halt.finished,
                 finished=halt is not None and halt.finished,
