@@ -6,6 +6,7 @@ from node import stage_pb2 as pb
 from node.driver import Driver
 from node.effects import Ballot, Effect
 from node.member import Member, Phase
+from simulation.cluster import Machines
 from simulation.scenario import ScenarioError, run
 
 SEEDS, CHUNK = 200, 25
@@ -77,7 +78,7 @@ def test_a_faulty_machine_is_caught(
 ) -> None:
     with pytest.raises(ScenarioError, match=invariant):
         for seed in range(100):
-            run(seed, member, driver)
+            run(seed, Machines(member, driver))
 
 
 def test_a_scenario_is_the_same_each_time() -> None:
