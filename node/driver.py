@@ -266,7 +266,11 @@ class Driver:
 
     def _held(self) -> list[Held]:
         return [
-            Held(one.kind, Source(node, one.stage, one.step, one.lineage))  # type: ignore[arg-type]
+            Held(
+                one.kind,  # type: ignore[arg-type]
+                Source(node, one.stage, one.step, one.lineage),
+                (one.made.view, one.made.attempt),
+            )
             for node, status in sorted(self.statuses.items())
             for one in status.holdings
         ]
@@ -286,6 +290,7 @@ class Driver:
             self.lineage,
             self._held(),
             untrained=frozenset(survivors.keys() - trained),
+            made=Ballot.of(self.last.ballot),
         )
 
     def _nodes_of(self, stage: int) -> list[str]:
@@ -334,6 +339,8 @@ class Driver:
         joiners = {}
         for stage, decision in rebuilds.items():
             lacking = sorted(set(self._nodes_of(stage)) - set(left.survivors.get(stage, ())))
+            if decision.method == "save":  # read by who has it
+                lacking = [source.node for source in decision.sources]
             joiners[stage] = lacking if decision.method == "replica" else lacking[:1]
         self.awaited = {node for nodes in joiners.values() for node in nodes}
         guessed = [stage for stage, decision in rebuilds.items() if decision.method in INEXACT]

@@ -90,16 +90,18 @@ class Status(_message.Message):
     def __init__(self, committed: _Optional[int] = ..., ready: _Optional[int] = ..., ready_ballot: _Optional[_Union[Ballot, _Mapping]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., boosted_at: _Optional[int] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., attempting: _Optional[int] = ..., lineage: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ...) -> None: ...
 
 class Holding(_message.Message):
-    __slots__ = ("kind", "stage", "step", "lineage")
+    __slots__ = ("kind", "stage", "step", "lineage", "made")
     KIND_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    MADE_FIELD_NUMBER: _ClassVar[int]
     kind: str
     stage: int
     step: int
     lineage: int
-    def __init__(self, kind: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ...) -> None: ...
+    made: Ballot
+    def __init__(self, kind: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ..., made: _Optional[_Union[Ballot, _Mapping]] = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("node", "stage")
