@@ -32,7 +32,7 @@ from node.driver import Driver, Rules
 from node.driver import Phase as DriverPhase
 from node.effects import NEVER, Ballot
 from node.member import Member
-from recovery.decide import INEXACT, Decision, Held, Left, Source, Stop, decide, resume
+from recovery.decide import INEXACT, UNKNOWN, Decision, Held, Left, Source, Stop, decide, resume
 from simulation.holdings import Files, Holder, State
 from simulation.registry import Client, Registry
 from simulation.shell import Node, fingerprint
@@ -195,7 +195,11 @@ class Cluster:
 
     def held(self, nodes: list[Node]) -> list[Held]:
         return [
-            Held(one.kind, Source(node.name, one.stage, one.step, one.lineage))  # type: ignore[arg-type]
+            Held(
+                one.kind,  # type: ignore[arg-type]
+                Source(node.name, one.stage, one.step, one.lineage),
+                Ballot.of(one.made),
+            )
             for node in nodes
             for one in node.holdings.listed()
         ]
@@ -206,7 +210,9 @@ class Cluster:
         survivors: dict[int, list[str]] = {}
         for node in having:
             survivors.setdefault(node.weights.stage, []).append(node.name)
-        what = Left(rules.stages, step, survivors, self.lineage, self.held(left))
+        lasts = {Ballot.of(n.member.last.ballot) for n in having if n.weights.step == step}
+        made = lasts.pop() if len(lasts) == 1 else UNKNOWN
+        what = Left(rules.stages, step, survivors, self.lineage, self.held(left), made=made)
         stages = range(rules.stages + 1)
         return [decide(stage, what, rules.policy, rules.strict) for stage in stages]
 
@@ -318,14 +324,14 @@ class Cluster:
             self.bases[lineage, step] = b""
         asked = set(node.driver.members)
         members = [other for other in self.nodes if other.name in asked]
-        holders = [other for other in self._holders(max(self.confirmed)) if other in members]
+        newest = int(fields.get("from", max(self.confirmed)))
+        holders = [other for other in self._holders(newest) if other in members]
         if kind == "rolled back":
             self.demand(self.rules.policy == "checkpoint", "I3", f"{who}, by another policy")
             complete = len({holder.stage for holder in holders}) == self.rules.stages + 1
             self.demand(not complete, "I3", f"{who}, but no stage is lost")
             return
         names = ", ".join(f"{holder.name}" for holder in holders)
-        newest = max(self.confirmed)
         self.demand(not holders or newest == 0, "I3", f"{who}, but {names} had the newest step")
         best = resume(self.held(members), self.rules.stages)
         assert best is not None
@@ -368,7 +374,8 @@ class Cluster:
         if sync.method == "replica" or sync.method in INEXACT:
             self.demand(len({state.chain for state in states}) == 1, "I2", f"{who}: two histories")
         self.counts[sync.method] += 1
-        if sync.method not in ("replica", "checkpoint"):
+        back = (sync.lineage, sync.step) in self.bases  # all go there, as `check_back` allowed
+        if sync.method != "replica" and not back:
             left = [n.name for n in self._holders(sync.step) if n.stage == node.stage]
             stale = sync.lineage < self.lineage
             self.demand(not left or stale, "I4", f"{who}, but {', '.join(left)} had it")

@@ -47,7 +47,10 @@ class State:
         return self.lineage, self.step
 
     def holding(self, kind: str) -> pb.Holding:
-        return pb.Holding(kind=kind, stage=self.stage, step=self.step, lineage=self.lineage)
+        made = self.last.ballot if self.last.step == self.step else None
+        return pb.Holding(
+            kind=kind, stage=self.stage, step=self.step, lineage=self.lineage, made=made
+        )
 
 
 # On disk
@@ -134,7 +137,7 @@ class Sender:
         update = Update(kind, self.transfers, holder, state, self.holders[holder][0])
         self.update = update
         for part in range(PARTS):
-            delay = self.node.world.random.uniform(0.0, 0.3) * (part + 1)
+            delay = self.node.world.random.uniform(0.0, 0.1) * (part + 1)
             self.node.process.after(delay, self._send, update, part)
         self.node.process.after(SILENCE, self._silent, update)
 

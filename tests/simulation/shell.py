@@ -12,6 +12,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bootstrap import registry_pb2 as registry
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 TICK = 0.1
 LINK_PATIENCE = 3.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
+NOTICE = 0.1
+"""Seconds after which a link that broke is dialled anew."""
 TO_DRIVER = frozenset(["status", "synced", "home", "ready", "failed", "stale"])
 TO_MEMBER = frozenset(["query", "sync", "step", "reduce", "halt"])
 SHARDS = 2
@@ -263,14 +266,13 @@ class Node:
     def _demand(self, peer: str) -> None:
         if self.addresses.get(peer) and peer not in self.links and peer not in self.dialling:
             self.dialling.add(peer)
-            self.cluster.network.dial(self, peer, lambda up: self.dialling.discard(peer))
+            done = partial(self._keep_dialled, peer, FIRST_PAUSE)
+            self.cluster.network.dial(self, peer, lambda up: done())
 
     def _keep_dialled(self, peer: str, pause: float) -> None:
-        if self.over or peer not in self.linked:
+        kept = not self.over and peer in self.linked and self._dials(peer)
+        if not kept or peer in self.links:
             self.dialling.discard(peer)
-            return
-        if peer in self.links:
-            self.process.after(0.2, self._keep_dialled, peer, FIRST_PAUSE)
             return
 
         def done(up: bool) -> None:
@@ -339,6 +341,9 @@ class Node:
         if peer == "registry":
             self.client.on_link_lost()
             return
+        if peer in self.linked and self._dials(peer) and peer not in self.dialling:
+            self.dialling.add(peer)
+            self.process.after(NOTICE, self._keep_dialled, peer, FIRST_PAUSE)
         self.averaging.on_peer_lost(peer, reason)
         self.transfers.on_peer_lost(peer, reason)
         self.relearning.on_peer_lost(peer)
