@@ -210,9 +210,12 @@ class Cluster:
         survivors: dict[int, list[str]] = {}
         for node in having:
             survivors.setdefault(node.weights.stage, []).append(node.name)
-        lasts = {Ballot.of(n.member.last.ballot) for n in having if n.weights.step == step}
+        members = [node.member for node in having if node.member is not None]
+        lasts = {Ballot.of(m.last.ballot) for m in members if m.committed == step}
         made = lasts.pop() if len(lasts) == 1 else UNKNOWN
-        what = Left(rules.stages, step, survivors, self.lineage, self.held(left), made=made)
+        trained = {n.weights.stage for n in having if n.member and n.member.boosted_at < step}
+        guessed = frozenset(survivors.keys() - trained)
+        what = Left(rules.stages, step, survivors, self.lineage, self.held(left), guessed, made)
         stages = range(rules.stages + 1)
         return [decide(stage, what, rules.policy, rules.strict) for stage in stages]
 
@@ -455,7 +458,8 @@ class Cluster:
             self.demand(len(chains) == 1, "I2", "the run has finished with two histories")
             return "finished"
         decisions = self.decisions(newest, self._holders(newest), active)
-        lost = newest < max(self.confirmed) and resume(self.held(active), self.rules.stages) is None
+        lost = newest < max(self.confirmed) and self.rules.policy != "checkpoint"
+        lost = lost and resume(self.held(active), self.rules.stages) is None
         justified = lost or any(isinstance(decision, Stop) for decision in decisions)
         self.demand(justified, "I4", f"stopped without need: {stopped[0]}")
         return f"stopped: {stopped[0]}"

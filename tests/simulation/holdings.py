@@ -242,6 +242,7 @@ class Holder:
         self.arriving[key] = (peer, update.transfer, parts + 1)
         if self.is_whole(parts + 1):
             del self.arriving[key]
+            update = self._assembled(update, parts + 1)
             if update.state.age > self.applied:
                 self.waiting[key] = (peer, update)
             else:
@@ -249,6 +250,13 @@ class Holder:
 
     def is_whole(self, parts: int) -> bool:
         return parts == PARTS
+
+    def _assembled(self, update: Update, parts: int) -> Update:
+        """What lies in memory when so many parts have come."""
+        if parts == PARTS:
+            return update
+        digest = self.node.fingerprint("torn", parts, update.state.digest)
+        return replace(update, state=replace(update.state, digest=digest))
 
     def _judge(self, peer: str, update: Update, waited: bool) -> None:
         state = update.state

@@ -36,7 +36,7 @@ class Relearning:
         if not member.voided(ballot):
             return False
         self.ballot, self.done, self.fail = ballot, done, fail
-        self.round, self.passes = 0, self.node.world.random.randint(1, 3)
+        self.round, self.passes = 0, self.node.world.random.randint(1, 6)
         self.others = {place.node for place in sync.lost} - {self.node.name}
         self.asked = {place.node for place in sync.neighbours}
         request = pb.BoundaryRequest(transfer=ballot.attempt, step=sync.step)

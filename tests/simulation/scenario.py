@@ -158,9 +158,15 @@ class Scenario:
                     self._isolate_driver,
                 ]
                 if kind != "rebuilding"
-                else [self._crash_rebuilding, self._crash_source, self._crash_driver]
+                else [
+                    self._crash_rebuilding,
+                    self._crash_source,
+                    self._crash_driver,
+                    self._crash,
+                    self._break_link_of_driver,
+                ]
             )
-            wait = chosen.uniform(0.0, 0.3) if kind == "rebuilding" else 0.0
+            wait = chosen.uniform(0.0, 1.2) if kind == "rebuilding" else 0.0
             strike = partial(self.world.after, wait, self._strike, fault)
             self.cluster.traps.append(Trap(kind, nth, strike))
         return when
