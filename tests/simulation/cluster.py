@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from bootstrap import registry_pb2 as registry
 from node import stage_pb2 as pb
 from node.driver import Driver, Rules
 from node.driver import Phase as DriverPhase
@@ -108,6 +109,7 @@ class Cluster:
         self.lineage = 0
         self.lineage_from = NEVER
         self.bases: dict[tuple[int, int], bytes | None] = {}  # where a lineage begins -> its chain
+        self.opened: set[tuple[int, int]] = set()  # those in which nothing was tried yet
         self.known: dict[tuple[bytes, int], set[bytes]] = {}  # chain, stage -> digests it had
         for stage in range(rules.stages + 1):
             self.known[b"", stage] = {fingerprint("initial", stage)}
@@ -176,6 +178,17 @@ class Cluster:
             if host.process is not None and host.process.alive:
                 self.crash(host.process, "with all others")
 
+    def forget(self) -> None:
+        """The registry's journal is gone too, and no node is left: ballots begin anew."""
+        self.registry.journal = registry.View()
+        self.registry.issued.clear()
+        self.attempts.clear()
+        self.commits.clear()
+        self.bases.clear()
+        self.confirmed_in = self.lineage_from = NEVER
+        self.lineage = 0
+        self.counts["forgotten"] += 1
+
     def recoverable_without(self, nodes: list[Node]) -> bool:
         """Whether the run could go on if these nodes were lost."""
         newest = max(self.confirmed)
@@ -189,7 +202,7 @@ class Cluster:
         ]
         having = [node for node in left if node.weights.step >= newest]
         if not having:
-            return self.files.complete(self.rules.stages)
+            return self.files.newest_common(self.rules.stages) is not None
         decisions = self.decisions(newest, having, left)
         return not any(isinstance(decision, Stop) for decision in decisions)
 
@@ -260,7 +273,7 @@ class Cluster:
         self.demand(not weights.void and weights.digest in known, "I5", f"{who}, unfit weights")
         if ballot <= self.confirmed_in:
             return  # of a driver that is cut off: no commit can come of it
-        if weights.lineage > self.lineage:
+        if weights.lineage >= self.lineage and (weights.lineage, base) in self.opened:
             self._go_back(ballot, weights.lineage, base, weights.chain)
         self.demand(weights.lineage == self.lineage, "I3", f"{who} in lineage {weights.lineage}")
         if base == 0 and max(self.confirmed) > 0 and self._may_start_over(ballot):
@@ -274,8 +287,8 @@ class Cluster:
             self.demand(same, "I2", f"{who} with another history than was confirmed")
 
     def _go_back(self, ballot: Ballot, lineage: int, step: int, chain: bytes) -> None:
-        """An attempt starts where the lineage begins."""
-        self.demand((lineage, step) in self.bases, "I3", f"lineage {lineage} begins at {step}?")
+        """The first attempt starts where a lineage begins."""
+        self.opened.discard((lineage, step))
         before = {of: c for of, c in self.confirmed.items() if of < step}
         self.counts["steps lost"] += max(0, max(self.confirmed) - step)
         self.lineage, self.lineage_from = lineage, ballot
@@ -322,6 +335,9 @@ class Cluster:
         lineage, step = node.driver.lineage, int(fields["step"])
         who = f"{node.name} goes to step {step} of lineage {lineage}: {fields['reason']}"
         mixed = kind == "resuming" and not fields["exact"]
+        # A lineage that nobody has lived to tell of may be opened a second time.
+        self.bases = {at: chain for at, chain in self.bases.items() if at[0] != lineage}
+        self.opened = {at for at in self.opened if at[0] != lineage} | {(lineage, step)}
         self.bases[lineage, step] = fingerprint("mixed", lineage, step) if mixed else None
         if step == 0:
             self.bases[lineage, step] = b""
@@ -339,6 +355,10 @@ class Cluster:
         best = resume(self.held(members), self.rules.stages)
         assert best is not None
         self.demand(best.step == step, "I3", f"{who}, but there is step {best.step}")
+        there = self.files.newest_common(self.rules.stages)
+        if there is not None and (mixed or there > (best.lineage, best.step)):
+            self.counts["resumed too early"] += 1  # a host that comes yet has more
+            self.world.say(node.name, f"goes to {step}, although there is {there}")
 
     def check_fallback(self, node: Node, fields: Mapping[str, Any]) -> None:
         """The policy is given up only where it can't serve."""

@@ -75,12 +75,13 @@ class Files:
     def of(self, kind: str, owner: str, stage: int) -> dict[tuple[int, int], State]:
         return self._files.get((kind, owner, stage), {})
 
-    def complete(self, stages: int) -> bool:
-        """Whether there is a step of which every stage has a file."""
-        ages: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    def newest_common(self, stages: int) -> tuple[int, int] | None:
+        """Lineage and step of the newest state that every stage has a file of, on whatever disk."""
+        chains: dict[int, set[tuple[tuple[int, int], bytes]]] = defaultdict(set)
         for (_, _, stage), files in self._files.items():
-            ages[stage].update(files)
-        return bool(set.intersection(*(ages[stage] for stage in range(stages + 1))))
+            chains[stage].update((age, state.chain) for age, state in files.items())
+        common = set.intersection(*(chains[stage] for stage in range(stages + 1)))
+        return max(common)[0] if common else None
 
     def stage_of(self, owner: str) -> int | None:
         """What the host served when it saved last."""

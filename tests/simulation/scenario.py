@@ -117,6 +117,7 @@ class Scenario:
             (self._crash, 6),
             (self._crash_driver, 3),
             (self._crash_committing, 4),
+            (self._crash_ready, 3),
             (self._crash_stage, 4),
             (self._freeze, 4),
             (self._freeze_driver, 2),
@@ -240,7 +241,14 @@ class Scenario:
             self.cluster.cut_power()
             if self.random.random() < 0.5:
                 self._crash_registry()
+                if self.random.random() < 0.5:
+                    self.cluster.forget()
         return 12.0
+
+    def _crash_ready(self) -> float:
+        """A node between Ready and Commit, in whatever role."""
+        ready = [n for n in self._some() if n.member and n.member.phase is Phase.READY]
+        return self._crash_soon(ready, 0.01)
 
     def _crash_rebuilding(self) -> float:
         """A node that gets its state, in the midst of it."""
@@ -256,15 +264,15 @@ class Scenario:
         }
         return self._crash_soon([node for node in self._some() if node.name in sources])
 
-    def _crash_soon(self, nodes: list[Node]) -> float:
+    def _crash_soon(self, nodes: list[Node], within: float = 0.3) -> float:
         if nodes and not self._spared(nodes[:1]):
             process = self.random.choice(nodes).process
-            self.world.after(self.random.uniform(0.0, 0.3), self._crash_if_alive, process)
+            self.world.after(self.random.uniform(0.0, within), self._crash_if_alive, process)
         return 8.5
 
     def _crash_if_alive(self, process: Process) -> None:
         if process.alive:
-            self.cluster.crash(process, "during a rebuild")
+            self.cluster.crash(process, "at the worst moment")
 
     def _freeze(self) -> float:
         nodes = [node for node in self._some() if not self._spared([node])]
