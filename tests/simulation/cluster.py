@@ -411,9 +411,10 @@ class Cluster:
         same_step = state.age == (sync.lineage, sync.step)
         back = (sync.lineage, sync.step) in self.bases and sync.step == state.step
         exact = sync.method in ("replica", "redundant", "stage0-copy", "checkpoint", "save")
-        mixed = state.chain != weights.chain
+        at = sync.lineage, sync.step
+        mixed = self.bases.get(at) == fingerprint("mixed", *at)
         unseen = sync.method == "redundant" and not known  # the stage died before it applied it
-        if exact and (same_step or back) and not (mixed and back) and not unseen:
+        if exact and (same_step or back) and not mixed and not unseen:
             self.demand(state.chain == weights.chain, "I5", f"{who}, of another history")
             self.demand(weights.digest in known, "I5", f"{who}, which it never had")
         known.add(weights.digest)

@@ -36,9 +36,14 @@ class ScenarioError(AssertionError):
     """A scenario went wrong; the message tells how, and how to see it again."""
 
 
-def run(seed: int, machines: Machines | None = None, policy: Policy | None = None) -> Result:
+def run(
+    seed: int,
+    machines: Machines | None = None,
+    policy: Policy | None = None,
+    kind: type[Scenario] | None = None,
+) -> Result:
     """Under the seed's own policy unless told. Raises ScenarioError."""
-    scenario = Scenario(seed, machines or Machines(), policy)
+    scenario = (kind or Scenario)(seed, machines or Machines(), policy)
     try:
         return scenario.run()
     except InvariantError as broken:
@@ -416,6 +421,28 @@ class Scenario:
                 f"again: pytest tests/simulation --seed {self.seed}",
             ]
         )
+
+
+class Orphaned(Scenario):
+    """A commit that only the driver knows, and has saved: the others make the step again. Then
+    everything is lost but files, of which both may be there."""
+
+    def _plan_faults(self) -> float:
+        files, self.merciful = self.cluster.files, False
+        files.save_every = 3
+
+        def isolate() -> None:
+            driver = self._driver()
+            for host in self.cluster.hosts.values():
+                if driver is not None and host.node is not None and host.node.stage == 0:
+                    host.saves = host.node is driver
+                else:
+                    host.saves = True
+            self._strike(self._isolate_driver)
+            self.world.after(self.random.uniform(4.0, 9.0), self._strike, self._cut_power)
+
+        self.cluster.traps.append(Trap("committed", 3, isolate))
+        return 30.0
 
 
 def _syncing(node: Node) -> bool:

@@ -4,12 +4,12 @@ import pytest
 
 from node import stage_pb2 as pb
 from node.driver import Driver
-from node.effects import Ballot, Effect
+from node.effects import Ballot, Effect, Send
 from node.member import Member, Phase
 from recovery.decide import Policy
 from simulation.cluster import Machines
 from simulation.holdings import Holder
-from simulation.scenario import ScenarioError, run
+from simulation.scenario import Orphaned, ScenarioError, run
 
 SEEDS, CHUNK = 200, 25
 
@@ -108,6 +108,26 @@ def test_a_faulty_machine_is_caught(
     with pytest.raises(ScenarioError, match=invariant):
         for seed in range(100):
             run(seed, machines, policy)
+
+
+class Anonymous(Member):
+    """Does not say by which commit its files were made."""
+
+    def _answer(self, peer: str, ballot: Ballot, attempting: int = 0) -> list[Effect]:
+        effects = super()._answer(peer, ballot, attempting)
+        for effect in effects:
+            if isinstance(effect, Send):
+                for held in effect.message.status.holdings:
+                    held.ClearField("made")
+        return effects
+
+
+def test_a_file_of_a_commit_that_never_happened_is_not_taken_for_the_steps() -> None:
+    for seed in range(10):
+        run(seed, policy="checkfree", kind=Orphaned)
+    with pytest.raises(ScenarioError, match="by save, of another history"):
+        for seed in range(100):
+            run(seed, Machines(member=Anonymous), "checkfree", Orphaned)
 
 
 def test_a_scenario_is_the_same_each_time() -> None:
