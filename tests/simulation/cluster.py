@@ -14,9 +14,9 @@ next one is applied anywhere: every member of the view was ready for that one, s
       most, the run starts over. A new *lineage* may go back: with policy checkpoint when a stage
       is lost, else only to the newest files when everything is lost; and nobody goes back to an
       older lineage.
+- I4  After the last fault the run finishes in time, or stops for a reason that holds.
 - I5  What a node holds for others is what it says: an exact method gives the very weights that the
       lost stage had, and nothing comes from a commit that those who are left did not make.
-- I4  After the last fault the run finishes in time, or stops for a reason that holds.
 """
 
 from __future__ import annotations
