@@ -645,13 +645,22 @@ class Membership:
         """Issues a view if something has changed."""
         if self._changes:
             self._staff()
-            self._started = self._started and bool(self._nodes)  # with nobody left it starts anew
+            if self._started and self._everything_is_lost():
+                self._started = False
+                self._changes.append("everything is lost: nodes are awaited as at the start")
             if self._vacant():
                 self._covered = None
             elif self._covered is None:
                 self._covered = now
             self._issue(now)
         return self._take_effects()
+
+    def _everything_is_lost(self) -> bool:
+        """The run had a state once, and nobody who serves has any. It may come back from files, and
+        the newest may be with a node that isn't there yet. One step is no proof: it may be so new
+        that one node only has told of it."""
+        reports = (n.report for n in self._nodes.values() if not n.member.spare)
+        return self._newest > (0, 1) and not any(r.lineage or r.committed for r in reports)
 
     def _staff(self) -> None:
         """Sends the oldest spare that fits to each stage without a member that will stay."""

@@ -243,6 +243,11 @@ class Driver:
             found = resume(self._held(), self.rules.stages)
             if found is not None:
                 return effects + self._resume(found, now)
+        if all_lost and self.rules.policy == "checkpoint":
+            if vacant := self._vacant():
+                return effects + self._wait_for_nodes(vacant)
+            reason = "everything is lost, and no checkpoint is whole yet: back to initial weights"
+            return effects + self._roll_back(RollBack(0, 0, reason), now)
         if all_lost:
             reason = (
                 f"everything is lost: step {self.view.committed} was committed once, but the "
@@ -266,7 +271,11 @@ class Driver:
 
     def _held(self) -> list[Held]:
         return [
-            Held(one.kind, Source(node, one.stage, one.step, one.lineage))  # type: ignore[arg-type]
+            Held(
+                one.kind,  # type: ignore[arg-type]
+                Source(node, one.stage, one.step, one.lineage),
+                (one.made.view, one.made.attempt),
+            )
             for node, status in sorted(self.statuses.items())
             for one in status.holdings
         ]
@@ -286,17 +295,20 @@ class Driver:
             self.lineage,
             self._held(),
             untrained=frozenset(survivors.keys() - trained),
+            made=Ballot.of(self.last.ballot),
         )
 
     def _nodes_of(self, stage: int) -> list[str]:
         return sorted(node for node, at in self.members.items() if at == stage)
 
+    def _vacant(self) -> list[int]:
+        return [stage for stage in range(self.rules.stages + 1) if not self._nodes_of(stage)]
+
     def _sync(self, now: float) -> list[Effect]:
         left = self._left()
-        stages = range(self.rules.stages + 1)
-        vacant = [stage for stage in stages if not self._nodes_of(stage)]
+        vacant = self._vacant()
         decisions: dict[int, Decision] = {}
-        for stage in stages:
+        for stage in range(self.rules.stages + 1):
             whole = len(left.survivors.get(stage, ())) == len(self._nodes_of(stage))
             if (self.lineage, self.committed) > (0, 0) and (stage in vacant or not whole):
                 decisions[stage] = decide(stage, left, self.rules.policy, self.rules.strict)
@@ -336,6 +348,8 @@ class Driver:
         joiners = {}
         for stage, decision in rebuilds.items():
             lacking = sorted(set(self._nodes_of(stage)) - set(left.survivors.get(stage, ())))
+            if decision.method == "save":  # read by who has it
+                lacking = [source.node for source in decision.sources]
             joiners[stage] = lacking if decision.method == "replica" else lacking[:1]
         self.awaited = {node for nodes in joiners.values() for node in nodes}
         guessed = [stage for stage, decision in rebuilds.items() if decision.method in INEXACT]
@@ -391,8 +405,7 @@ class Driver:
 
     def _resume(self, found: Resume, now: float) -> list[Effect]:
         """Nothing is left but files: whoever has one that fits loads it, the others copy later."""
-        stages = range(self.rules.stages + 1)
-        if vacant := [stage for stage in stages if not self._nodes_of(stage)]:
+        if vacant := self._vacant():
             return self._wait_for_nodes(vacant)
         fields = {"step": found.step, "exact": found.exact, "reason": found.reason}
         effects: list[Effect] = [Event("resuming", fields)]

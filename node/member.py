@@ -65,6 +65,7 @@ class Member:
         self.boosted_at = 0
         self.digest = b""
         self.changing = False  # the weights are, so nothing is said of them
+        self.void = False  # the weights are fit for nothing, not even for a start
         self.sync = pb.Sync()
         self.holdings: Callable[[], Sequence[pb.Holding]] = lambda: ()
         self.unanswered: tuple[str, Ballot] | None = None
@@ -144,6 +145,7 @@ class Member:
         wanted = self.phase is Phase.SYNCING and ballot == self.promised
         if wanted:
             self.lineage = self.committed = 0
+            self.void = True
         return wanted
 
     def arrived(self, ballot: Ballot) -> bool:
@@ -154,6 +156,7 @@ class Member:
     def fetched(self, synced: pb.Synced, last: pb.Commit, boosted_at: int) -> list[Effect]:
         """The state of `synced.step` is in place; `last` is the commit that made it."""
         self.lineage, self.committed = self.sync.lineage, synced.step
+        self.void = False
         self.last = last
         self.boosted_at = boosted_at
         answer = self._changed(synced.digest)
@@ -238,6 +241,8 @@ class Member:
         if step.HasField("commit"):
             effects += self._commit(step.commit)
         if step.HasField("begin") and ballot > self.attempt:
+            if self.void:  # the run starts over, since nobody has anything
+                return [*effects, Rejoin("its weights went with a rebuild that was given up")]
             if step.begin.step != self.committed + (step.begin.kind == pb.Begin.TRAIN):
                 reason = (
                     f"asked to begin step {step.begin.step}, but step {self.committed} is the last "

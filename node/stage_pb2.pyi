@@ -90,7 +90,7 @@ class Status(_message.Message):
     def __init__(self, committed: _Optional[int] = ..., ready: _Optional[int] = ..., ready_ballot: _Optional[_Union[Ballot, _Mapping]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., boosted_at: _Optional[int] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., attempting: _Optional[int] = ..., lineage: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ...) -> None: ...
 
 class Holding(_message.Message):
-    __slots__ = ("kind", "stage", "step", "lineage", "mean_step", "oldest_step", "perturbation")
+    __slots__ = ("kind", "stage", "step", "lineage", "mean_step", "oldest_step", "perturbation", "made")
     KIND_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +98,7 @@ class Holding(_message.Message):
     MEAN_STEP_FIELD_NUMBER: _ClassVar[int]
     OLDEST_STEP_FIELD_NUMBER: _ClassVar[int]
     PERTURBATION_FIELD_NUMBER: _ClassVar[int]
+    MADE_FIELD_NUMBER: _ClassVar[int]
     kind: str
     stage: int
     step: int
@@ -105,7 +106,8 @@ class Holding(_message.Message):
     mean_step: float
     oldest_step: int
     perturbation: float
-    def __init__(self, kind: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ..., mean_step: _Optional[float] = ..., oldest_step: _Optional[int] = ..., perturbation: _Optional[float] = ...) -> None: ...
+    made: Ballot
+    def __init__(self, kind: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ..., mean_step: _Optional[float] = ..., oldest_step: _Optional[int] = ..., perturbation: _Optional[float] = ..., made: _Optional[_Union[Ballot, _Mapping]] = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("node", "stage")

@@ -10,6 +10,10 @@ from recovery.orders import partner
 
 Policy = Literal["checkfree", "checkfree+", "snapshot", "checkpoint", "redundant"]
 Kind = Literal["copy", "snapshot", "redundant", "checkpoint", "save"]
+Made = tuple[int, int]
+"""View and attempt of the commit that made a step. One that only those knew who are gone now never
+happened, and the step was made again: of the same number, but not the same."""
+UNKNOWN: Made = (0, 0)
 INEXACT = ("checkfree", "checkfree+", "interpolate")
 """Methods that guess the weights from other stages'; what relearning helps."""
 
@@ -35,6 +39,7 @@ class Held:
 
     kind: Kind
     source: Source
+    made: Made = UNKNOWN  # by which commit
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Left:
     lineage: int = 0
     held: Sequence[Held] = ()
     untrained: frozenset[int] = field(default_factory=frozenset)  # survivors guessed at this step
+    made: Made = UNKNOWN  # the step
 
     def nodes(self, stage: int) -> tuple[Source, ...]:
         nodes = sorted(self.survivors.get(stage, ()))
@@ -101,12 +107,15 @@ Decision = Rebuild | RollBack | Stop
 def decide(stage: int, left: Left, policy: Policy, strict: bool = False) -> Decision:
     """How does a node of `stage` get its state?
 
-    A replica is always the first choice, then what the policy holds ready, then, unless `strict`,
-    the best guess that what is left allows.
+    A replica is always the first choice, then a save of this very step, then what the policy holds
+    ready, then, unless `strict`, the best guess that what is left allows.
     """
     if replicas := left.nodes(stage):
         reason = f"stage {stage} lives on at {len(replicas)} of its nodes: copied from there"
         return Rebuild(stage, "replica", replicas, exact=True, reason=reason)
+    if saves := _saves_of_this_step(stage, left):
+        reason = f"stage {stage} has no replica left, but a save of this very step"
+        return Rebuild(stage, "save", saves, exact=True, reason=reason)
     found, lacking = _BY_POLICY[policy](stage, left)
     if found is not None:
         return found
@@ -139,7 +148,7 @@ def _checkfree(stage: int, left: Left) -> _Answer:
 def _checkfree_plus(stage: int, left: Left) -> _Answer:
     """CheckFree+, section 4.3."""
     if stage == 0:
-        copies = left.freshest("copy", 0)
+        copies = left.freshest("copy", 0)[:1]  # two of one step may differ: stage 0 was rebuilt
         if not copies:
             return None, "no copy of stage 0 had come to stages 1 and L, or it went with them"
         late = left.step - copies[0].step
@@ -175,7 +184,8 @@ def _redundant(stage: int, left: Left) -> _Answer:
 
 
 def _checkpoint(stage: int, left: Left) -> _Answer:
-    lineage, step = _newest_common(_files(left.held, "checkpoint"), left.stages) or (0, 0)
+    common = _newest_common(_files(left.held, "checkpoint"), left.stages)
+    lineage, step, _ = common or (0, 0, UNKNOWN)
     where = f"the checkpoint of step {step}" if step else "the initial weights: no checkpoint is"
     reason = f"stage {stage} has no replica left: all stages go back to {where}"
     return RollBack(step, lineage, reason if step else f"{reason} whole yet"), ""
@@ -216,8 +226,18 @@ def _fall_back(stage: int, left: Left, lacking: str) -> Rebuild | Stop:
 def _newest_saves(stage: int, left: Left) -> tuple[Source, ...]:
     """Also of older lineages: after a resume there is nothing else yet."""
     files = _files(left.held, "save").get(stage, {})
-    usable = [age for age in files if age <= (left.lineage, left.step)]
+    usable = [version for version in files if version[:2] <= (left.lineage, left.step)]
     return tuple(files[max(usable)]) if usable else ()
+
+
+def _saves_of_this_step(stage: int, left: Left) -> tuple[Source, ...]:
+    """After a resume that only some have lived to see, everybody else has that in a file."""
+    return tuple(
+        source
+        for (_, step, made), sources in _files(left.held, "save").get(stage, {}).items()
+        for source in sources
+        if (step, made) == (left.step, left.made) and made != UNKNOWN
+    )
 
 
 def nearest(stage: int, left: Left) -> list[int]:
@@ -270,14 +290,15 @@ def resume(held: Iterable[Held], stages: int) -> Resume | None:
     common = _newest_common(files, stages)
     if common is not None:
         sources = {of: tuple(found[common]) for of, found in files.items()}
-        reason = f"every stage has a save of step {common[1]}: the run goes on from there"
-        return Resume(common[1], common[0], sources, exact=True, reason=reason)
+        lineage, step, _ = common
+        reason = f"every stage has a save of step {step}: the run goes on from there"
+        return Resume(step, lineage, sources, exact=True, reason=reason)
     if not files:
         return None
     newest = {of: max(found) for of, found in files.items()}
-    lineage, step = max(newest.values())
-    sources = {of: tuple(files[of][at]) for of, at in newest.items()}
-    mix = ", ".join(f"stage {of} from step {at}" for of, (_, at) in sorted(newest.items()))
+    lineage, step, _ = max(newest.values())
+    sources = {of: tuple(files[of][version]) for of, version in newest.items()}
+    mix = ", ".join(f"stage {of} from step {at}" for of, (_, at, _) in sorted(newest.items()))
     none = sorted(set(range(stages + 1)) - set(files))
     reason = f"no step was saved by every stage: {mix}" + (
         f"; nothing of stage {', '.join(map(str, none))}" if none else ""
@@ -285,8 +306,10 @@ def resume(held: Iterable[Held], stages: int) -> Resume | None:
     return Resume(step, lineage, sources, exact=False, reason=reason)
 
 
-_Files = dict[int, dict[tuple[int, int], list[Source]]]
-"""Stage -> (lineage, step) -> who has it."""
+_Version = tuple[int, int, Made]
+"""Lineage, step, and by which commit; the greater is the newer."""
+_Files = dict[int, dict[_Version, list[Source]]]
+"""Stage -> version -> who has it."""
 
 
 def _files(held: Iterable[Held], *kinds: Kind) -> _Files:
@@ -294,10 +317,11 @@ def _files(held: Iterable[Held], *kinds: Kind) -> _Files:
     for one in sorted(held, key=lambda h: h.source.node):
         if one.kind in kinds:
             of_stage = files.setdefault(one.source.stage, {})
-            of_stage.setdefault((one.source.lineage, one.source.step), []).append(one.source)
+            version = one.source.lineage, one.source.step, one.made
+            of_stage.setdefault(version, []).append(one.source)
     return files
 
 
-def _newest_common(files: _Files, stages: int) -> tuple[int, int] | None:
+def _newest_common(files: _Files, stages: int) -> _Version | None:
     common = set.intersection(*(set(files.get(of, ())) for of in range(stages + 1)))
     return max(common, default=None)

@@ -254,6 +254,31 @@ def test_first_driver_waits_no_longer_than_the_start_grace() -> None:
     assert "start grace of 3 s is over" in swarm.view.reason
 
 
+def test_after_a_loss_of_everything_nodes_are_awaited_as_at_the_start() -> None:
+    swarm = Swarm(stages=1, replicas=2, start_grace=3, lease=100)
+    for node, stage in (("a", 0), ("b", 0), ("c", 1), ("d", 1)):
+        swarm.join(node, stage)
+        swarm.renew(node, report=Report(committed=7))
+    for node in "abcd":
+        swarm.after(swarm.machine.leave(node, "", swarm.now))
+    swarm.join("e", 0)
+    swarm.join("f", 1)
+    assert swarm.view.driver == "", "who comes yet may have the newest save"
+    swarm.join("g", 0)
+    swarm.join("h", 1)
+    assert swarm.view.driver == "e"
+    assert swarm.view.committed == 7
+
+
+def test_a_driver_of_nodes_that_have_a_state_stays() -> None:
+    swarm = Swarm(stages=1, replicas=2, start_grace=3, lease=100)
+    for node, stage in (("a", 0), ("b", 0), ("c", 1), ("d", 1)):
+        swarm.join(node, stage)
+        swarm.renew(node, report=Report(lineage=1))
+    swarm.after(swarm.machine.leave("d", "", swarm.now))
+    assert swarm.view.driver == "a", "a step 0 that the run has gone back to is a state too"
+
+
 def test_driver_stays_and_the_oldest_stage_0_member_follows() -> None:
     swarm = full()
     swarm.join("late", 0)

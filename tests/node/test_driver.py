@@ -619,6 +619,29 @@ def test_saves_are_not_read_before_every_stage_has_a_node():
     assert told.driver.phase is Phase.WAITING
 
 
+def test_under_the_checkpoint_policy_everything_may_be_lost_before_the_first_one():
+    told = Told(replace(RULES, policy="checkpoint"))
+    told.views(committed=5)
+    effects = told.statuses()
+    assert {n: m.sync.step for n, m in sent(effects, "sync").items()} == dict.fromkeys(SWARM, 0)
+    told.hears_all(synced=pb.Synced(method="checkpoint"))
+    assert sent(told.statuses(**dict.fromkeys(SWARM, pb.Status(lineage=1))), "step")
+
+
+def test_a_save_of_the_very_step_is_read_by_who_has_it():
+    told = Told(RULES, SWARM | {"f": 2})
+    told.views(committed=5)
+    last = pb.Commit(step=5, ballot=pb.Ballot(view=1, attempt=9))
+    held = [pb.Holding(kind="save", stage=2, step=5, made=last.ballot)]
+    there = pb.Status(committed=5, lineage=1, last=last)
+    effects = told.statuses(
+        **dict.fromkeys("abde", there), c=pb.Status(), f=pb.Status(holdings=held)
+    )
+    syncs = sent(effects, "sync")
+    assert syncs.keys() == {"f"}
+    assert (syncs["f"].sync.method, syncs["f"].sync.sources[0].node) == ("save", "f")
+
+
 def test_a_run_that_is_alive_needs_no_saves():
     told = Told()
     told.views(committed=5)

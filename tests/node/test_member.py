@@ -265,6 +265,16 @@ def test_a_state_that_relearning_will_overwrite_is_offered_to_nobody(told: Told)
     assert not told.member.voided(Ballot(1, 2)), "nobody wants it any longer"
 
 
+def test_a_run_that_starts_over_does_so_without_weights_that_a_rebuild_has_overwritten():
+    told = Told()
+    told.queried(Ballot(1, 1))
+    told.hears(Ballot(1, 2), sync=pb.Sync(step=1, method="checkfree"))
+    assert told.member.voided(Ballot(1, 2))
+    told.queried(Ballot(1, 3))
+    (effect,) = told.hears(Ballot(1, 4), step=begin(1))
+    assert isinstance(effect, Rejoin)
+
+
 def test_a_query_while_state_is_put_in_place_is_answered_with_it(told: Told):
     told.hears(Ballot(1, 2), sync=sync(7))
     assert told.member.arrived(Ballot(1, 2))

@@ -194,3 +194,27 @@ def test_a_later_lineage_wins_over_a_later_step():
 
 def test_without_files_there_is_nothing_to_resume():
     assert resume([], 3) is None
+
+
+def test_files_of_one_step_made_by_different_commits_are_no_common_step():
+    def files(step: int, *made: tuple[int, int]) -> list[Held]:
+        return [Held("save", Source(f"n{s}", s, step), by) for s, by in enumerate(made)]
+
+    held = [*files(10, (1, 3), (1, 3)), *files(20, (2, 5), (3, 1))]
+    found = resume(held, 1)
+    assert found is not None
+    assert (found.step, found.exact) == (10, True)
+    found = resume([*held, *files(20, (3, 1), (3, 1))], 1)
+    assert found is not None
+    assert (found.step, found.exact) == (20, True)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_save_of_the_very_step_is_exact_under_every_policy_even_a_strict_one(policy):
+    held = Held("save", Source("n", 0, STEP, 0), (7, 2))
+    left = Left(4, STEP, {s: [f"n{s}"] for s in range(1, 5)}, 1, [held], made=(7, 2))
+    decision = decide(0, left, policy, strict=True)
+    assert isinstance(decision, Rebuild)
+    assert (decision.method, nodes(decision), decision.exact) == ("save", ["n"], True)
+    other = Left(4, STEP, left.survivors, 1, [held], made=(7, 3))
+    assert not isinstance(decide(0, other, policy), Rebuild) or not decide(0, other, policy).exact

@@ -11,26 +11,32 @@ next one is applied anywhere: every member of the view was ready for that one, s
       or died may differ from what the others do instead, on nodes whose state is thrown away.
 - I3  No attempt in a newer ballot starts from a step before the newest confirmed one, and no node
       goes back. When no node with any state is left, and the registry has heard of one step at
-      most, the run starts over.
+      most, the run starts over. A new *lineage* may go back: with policy checkpoint when a stage
+      is lost, else only to the newest files when everything is lost; and nobody goes back to an
+      older lineage.
 - I4  After the last fault the run finishes in time, or stops for a reason that holds.
+- I5  What a node holds for others is what it says: an exact method gives the very weights that the
+      lost stage had, and nothing comes from a commit that those who are left did not make.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from bootstrap import registry_pb2 as registry
 from node import stage_pb2 as pb
 from node.driver import Driver, Rules
 from node.driver import Phase as DriverPhase
 from node.effects import NEVER, Ballot
 from node.member import Member
-from recovery.decide import Decision, Left, Stop, decide
+from recovery.decide import INEXACT, UNKNOWN, Decision, Held, Left, Source, Stop, decide, resume
+from simulation.holdings import Files, Holder, State
 from simulation.registry import Client, Registry
-from simulation.shell import SHARDS, Node
+from simulation.shell import Node, fingerprint
 from simulation.world import Network, Process, World
 
 
@@ -55,6 +61,7 @@ class Host:
     name: str
     stage: int | None
     dials_only: bool
+    saves: bool = False
     process: Process | None = None
     node: Node | None = None
     restart_at: float | None = None
@@ -69,6 +76,15 @@ class Trap:
     spring: Callable[[], None]
 
 
+@dataclass(frozen=True)
+class Machines:
+    """What the nodes run; a test puts a faulty one among them."""
+
+    member: type[Member] = Member
+    driver: type[Driver] = Driver
+    holder: type[Holder] = Holder
+
+
 class Cluster:
     def __init__(
         self,
@@ -77,20 +93,26 @@ class Cluster:
         hosts: list[Host],
         overflowing: set[int],
         pace: float,
-        member: type[Member] = Member,
-        driver: type[Driver] = Driver,
+        files: Files,
+        machines: Machines,
     ) -> None:
         self.world = World(seed)
         self.network = Network(self.world)
         self.rules, self.overflowing, self.pace = rules, overflowing, pace
-        self.member_class, self.driver_class = member, driver
+        self.files, self.machines = files, machines
         self.hosts = {host.name: host for host in hosts}
         self.counts: Counter[str] = Counter()
         self.attempts: dict[Ballot, Attempt] = {}
         self.commits: dict[Ballot, Attempt] = {}
         self.confirmed: dict[int, bytes] = {0: b""}
         self.confirmed_in = NEVER
+        self.lineage = 0
         self.lineage_from = NEVER
+        self.bases: dict[tuple[int, int], bytes | None] = {}  # where a lineage begins -> its chain
+        self.opened: set[tuple[int, int]] = set()  # those in which nothing was tried yet
+        self.known: dict[tuple[bytes, int], set[bytes]] = {}  # chain, stage -> digests it had
+        for stage in range(rules.stages + 1):
+            self.known[b"", stage] = {fingerprint("initial", stage)}
         self.traps: list[Trap] = []
         self._names = itertools.count(1)
         self.registry = Registry(self)
@@ -107,10 +129,13 @@ class Cluster:
         return Client(self, node)
 
     def make_member(self, name: str, stage: int) -> Member:
-        return self.member_class(name, stage, self.rules.stages, self.rules.policy)
+        return self.machines.member(name, stage, self.rules.stages, self.rules.policy)
 
     def make_driver(self, name: str) -> Driver:
-        return self.driver_class(name, self.rules)
+        return self.machines.driver(name, self.rules)
+
+    def make_holder(self, node: Node) -> Holder:
+        return self.machines.holder(node)
 
     def start(self, host: Host) -> None:
         host.restart_at = None
@@ -120,7 +145,10 @@ class Cluster:
 
     def _new_node(self, host: Host) -> None:
         assert host.process is not None
-        host.node = Node(self, host.process, host.stage, host.dials_only)
+        stage = host.stage
+        if stage is None and host.saves:
+            stage = self.files.stage_of(host.name)
+        host.node = Node(self, host.process, stage, host.dials_only)
         self.world.say(host.node.name, f"starts on {host.name}")
 
     def identity_over(self, node: Node) -> None:
@@ -145,22 +173,64 @@ class Cluster:
         self.hosts[host.name] = host
         self.start(host)
 
+    def cut_power(self) -> None:
+        for host in self.hosts.values():
+            if host.process is not None and host.process.alive:
+                self.crash(host.process, "with all others")
+
+    def forget(self) -> None:
+        """The registry's journal is gone too, and no node is left: ballots begin anew."""
+        self.registry.journal = registry.View()
+        self.registry.issued.clear()
+        self.attempts.clear()
+        self.commits.clear()
+        self.bases.clear()
+        self.confirmed_in = self.lineage_from = NEVER
+        self.lineage = 0
+        self.counts["forgotten"] += 1
+
     def recoverable_without(self, nodes: list[Node]) -> bool:
         """Whether the run could go on if these nodes were lost."""
-        left: dict[int, list[str]] = {}
         newest = max(self.confirmed)
-        for node in self.nodes:
-            listed = node.name in self.registry.names() and node.process.responsive
-            if node in nodes or not listed or node.member is None or node.weights.step < newest:
-                continue
-            left.setdefault(node.member.stage, []).append(node.name)
-        return 0 in left and not any(isinstance(d, Stop) for d in self.decisions(newest, left))
+        left = [
+            node
+            for node in self.nodes
+            if node not in nodes
+            and node.name in self.registry.names()
+            and node.process.responsive
+            and node.member is not None
+        ]
+        having = [node for node in left if node.weights.step >= newest]
+        if not having:
+            return self.files.newest_common(self.rules.stages) is not None
+        decisions = self.decisions(newest, having, left)
+        return not any(isinstance(decision, Stop) for decision in decisions)
 
-    def decisions(self, step: int, survivors: dict[int, list[str]]) -> list[Decision]:
+    def held(self, nodes: list[Node]) -> list[Held]:
+        return [
+            Held(
+                one.kind,  # type: ignore[arg-type]
+                Source(node.name, one.stage, one.step, one.lineage),
+                Ballot.of(one.made),
+            )
+            for node in nodes
+            for one in node.holdings.listed()
+        ]
+
+    def decisions(self, step: int, having: list[Node], left: list[Node]) -> list[Decision]:
+        """About each stage, if only these had the step, and those were left."""
         rules = self.rules
-        left = Left(rules.stages, step, survivors)
+        survivors: dict[int, list[str]] = {}
+        for node in having:
+            survivors.setdefault(node.weights.stage, []).append(node.name)
+        members = [node.member for node in having if node.member is not None]
+        lasts = {Ballot.of(m.last.ballot) for m in members if m.committed == step}
+        made = lasts.pop() if len(lasts) == 1 else UNKNOWN
+        trained = {n.weights.stage for n in having if n.member and n.member.boosted_at < step}
+        guessed = frozenset(survivors.keys() - trained)
+        what = Left(rules.stages, step, survivors, self.lineage, self.held(left), guessed, made)
         stages = range(rules.stages + 1)
-        return [decide(stage, left, rules.policy, rules.strict) for stage in stages]
+        return [decide(stage, what, rules.policy, rules.strict) for stage in stages]
 
     @property
     def nodes(self) -> list[Node]:
@@ -171,8 +241,12 @@ class Cluster:
     def overflows(self, step: int, stage: int) -> bool:
         return step in self.overflowing and stage == step % (self.rules.stages + 1)
 
-    def on_event(self, node: Node, kind: str) -> None:
+    def on_event(self, node: Node, kind: str, fields: Mapping[str, Any] | None = None) -> None:
         self.counts[kind] += 1
+        if fields is not None and kind in ("rolled back", "resuming"):
+            self.check_back(node, kind, fields)
+        if fields is not None and kind == "rebuilding":
+            self.check_fallback(node, fields)
         for trap in self.traps:
             if trap.kind == kind:
                 trap.countdown -= 1
@@ -195,8 +269,13 @@ class Cluster:
         self.demand(attempt.chain == weights.chain, "I2", f"{who} with another history")
         digest = attempt.digests.setdefault(stage, weights.digest)
         self.demand(digest == weights.digest, "I2", f"{who}; its replicas have other weights")
+        known = self.known.get((weights.chain, stage), ())
+        self.demand(not weights.void and weights.digest in known, "I5", f"{who}, unfit weights")
         if ballot <= self.confirmed_in:
             return  # of a driver that is cut off: no commit can come of it
+        if weights.lineage >= self.lineage and (weights.lineage, base) in self.opened:
+            self._go_back(ballot, weights.lineage, base, weights.chain)
+        self.demand(weights.lineage == self.lineage, "I3", f"{who} in lineage {weights.lineage}")
         if base == 0 and max(self.confirmed) > 0 and self._may_start_over(ballot):
             self.confirmed = {0: b""}
             self.lineage_from = ballot
@@ -206,6 +285,14 @@ class Cluster:
         if base in self.confirmed:
             same = self.confirmed[base] == weights.chain
             self.demand(same, "I2", f"{who} with another history than was confirmed")
+
+    def _go_back(self, ballot: Ballot, lineage: int, step: int, chain: bytes) -> None:
+        """The first attempt starts where a lineage begins."""
+        self.opened.discard((lineage, step))
+        before = {of: c for of, c in self.confirmed.items() if of < step}
+        self.counts["steps lost"] += max(0, max(self.confirmed) - step)
+        self.lineage, self.lineage_from = lineage, ballot
+        self.confirmed = before | {step: chain}
 
     def _may_start_over(self, ballot: Ballot) -> bool:
         """Nobody is left, and the registry has not heard of more than one step."""
@@ -239,22 +326,105 @@ class Cluster:
         self.demand(applied.chain == weights.chain, "I2", f"{who}; others committed another thing")
         digest = applied.digests.setdefault(stage, weights.digest)
         self.demand(digest == weights.digest, "I2", f"{who}; its replicas have other weights")
+        self.known.setdefault((weights.chain, stage), set()).add(weights.digest)
         self.counts["applied"] += 1
         self.counts["skipped"] += commit.skipped
 
+    def check_back(self, node: Node, kind: str, fields: Mapping[str, Any]) -> None:
+        """The driver opens a new lineage."""
+        lineage, step = node.driver.lineage, int(fields["step"])
+        who = f"{node.name} goes to step {step} of lineage {lineage}: {fields['reason']}"
+        mixed = kind == "resuming" and not fields["exact"]
+        # A lineage that nobody has lived to tell of may be opened a second time.
+        self.bases = {at: chain for at, chain in self.bases.items() if at[0] != lineage}
+        self.opened = {at for at in self.opened if at[0] != lineage} | {(lineage, step)}
+        self.bases[lineage, step] = fingerprint("mixed", lineage, step) if mixed else None
+        if step == 0:
+            self.bases[lineage, step] = b""
+        asked = set(node.driver.members)
+        members = [other for other in self.nodes if other.name in asked]
+        newest = int(fields.get("from", max(self.confirmed)))
+        holders = [other for other in self._holders(newest) if other in members]
+        if kind == "rolled back":
+            self.demand(self.rules.policy == "checkpoint", "I3", f"{who}, by another policy")
+            complete = len({holder.stage for holder in holders}) == self.rules.stages + 1
+            self.demand(not complete, "I3", f"{who}, but no stage is lost")
+            return
+        names = ", ".join(f"{holder.name}" for holder in holders)
+        self.demand(not holders or newest == 0, "I3", f"{who}, but {names} had the newest step")
+        best = resume(self.held(members), self.rules.stages)
+        assert best is not None
+        self.demand(best.step == step, "I3", f"{who}, but there is step {best.step}")
+        there = self.files.newest_common(self.rules.stages)
+        if there is not None and (mixed or there > (best.lineage, best.step)):
+            self.counts["resumed too early"] += 1  # a host that comes yet has more
+            self.world.say(node.name, f"goes to {step}, although there is {there}")
+
+    def check_fallback(self, node: Node, fields: Mapping[str, Any]) -> None:
+        """The policy is given up only where it can't serve."""
+        self.counts["fallback"] += fields["fallback"]
+        self.demand(not (fields["fallback"] and self.rules.strict), "I4", f"{fields} with --strict")
+
+    def chain_at(self, sync: pb.Sync, state: State) -> bytes:
+        """The history of the step that `sync` names; `state` is what has come from its sources."""
+        if sync.method == "replica":
+            return state.chain
+        at = sync.lineage, sync.step
+        if at in self.bases:
+            base = self.bases[at]
+            if base is None:
+                base = self.bases[at] = state.chain
+            return base
+        if not sync.step:
+            return b""
+        return self.commits[Ballot.of(sync.last.ballot)].chain
+
     def check_sources(
-        self, node: Node, sync: pb.Sync, stages: list[int], states: list[dict[str, Any]]
+        self, node: Node, sync: pb.Sync, stages: list[int], states: list[State]
     ) -> None:
-        who = f"{node.name} of stage {node.stage} fetches step {sync.step}"
-        self.demand(sync.step >= node.weights.step, "I3", f"{who} over step {node.weights.step}")
-        self.demand(len({state["chain"] for state in states}) == 1, "I2", f"{who}: two histories")
-        for at in range(0, len(states), SHARDS):
-            digests = {state["digest"] for state in states[at : at + SHARDS]}
-            self.demand(len(digests) == 1, "I2", f"{who}: replicas of {stages[at]} differ")
+        """What has come from the sources that the driver named, before it is put in place."""
+        who = f"{node.name} of stage {node.stage} fetches step {sync.step} by {sync.method}"
+        newer = (sync.lineage, sync.step) >= node.weights_age()
+        self.demand(newer, "I3", f"{who} over {node.weights_age()}")
+        for stage in set(stages):
+            shards = [s for at, s in zip(stages, states, strict=True) if at == stage]
+            digests = {state.digest for state in shards}
+            self.demand(len(digests) == 1, "I2", f"{who}: sources of {stage} differ")
+        for state in states:
+            named = {(s.step, s.lineage) for s in sync.sources if s.stage == state.stage}
+            said = (state.step, state.lineage) in named
+            self.demand(said, "I5", f"{who}, and got {state.age}, not what was named: {named}")
+        if sync.method == "replica" or sync.method in INEXACT:
+            self.demand(len({state.chain for state in states}) == 1, "I2", f"{who}: two histories")
         self.counts[sync.method] += 1
-        if sync.method != "replica":
+        back = (sync.lineage, sync.step) in self.bases  # all go there, as `check_back` allowed
+        if sync.method != "replica" and not back:
             left = [n.name for n in self._holders(sync.step) if n.stage == node.stage]
-            self.demand(not left, "I4", f"{who}, but {', '.join(left)} had it")
+            stale = sync.lineage < self.lineage
+            self.demand(not left or stale, "I4", f"{who}, but {', '.join(left)} had it")
+
+    def check_installed(self, node: Node, sync: pb.Sync, state: State) -> None:
+        """It is in place: is it what it should be?"""
+        weights = node.weights
+        who = f"{node.name} of stage {node.stage} has step {sync.step} by {sync.method}"
+        known = self.known.setdefault((weights.chain, weights.stage), set())
+        same_step = state.age == (sync.lineage, sync.step)
+        back = (sync.lineage, sync.step) in self.bases and sync.step == state.step
+        exact = sync.method in ("replica", "redundant", "stage0-copy", "checkpoint", "save")
+        at = sync.lineage, sync.step
+        mixed = self.bases.get(at) == fingerprint("mixed", *at)
+        unseen = sync.method == "redundant" and not known  # the stage died before it applied it
+        if exact and (same_step or back) and not mixed and not unseen:
+            self.demand(state.chain == weights.chain, "I5", f"{who}, of another history")
+            self.demand(weights.digest in known, "I5", f"{who}, which it never had")
+        known.add(weights.digest)
+
+    def check_announced(self, node: Node, kind: str, states: list[State]) -> None:
+        """What a node says it holds: of this run, and not ahead of its own weights."""
+        for state in states:
+            what = f"{node.name} announces a {kind} of stage {state.stage} at {state.age}"
+            known = self.known.get((state.chain, state.stage), ())
+            self.demand(state.digest in known, "I5", f"{what}, which was never committed")
 
     def _holders(self, step: int) -> list[Node]:
         """Live members that have the step in their weights, or were ready to commit it."""
@@ -265,6 +435,7 @@ class Cluster:
             for node in self.nodes
             if node.name in self.registry.names()
             and node.member is not None
+            and node.weights.lineage == self.lineage
             and (node.weights.step == step or node.name in ready)
         ]
 
@@ -307,11 +478,9 @@ class Cluster:
             chains = {node.weights.chain for node in active if node.weights.step == newest}
             self.demand(len(chains) == 1, "I2", "the run has finished with two histories")
             return "finished"
-        survivors: dict[int, list[str]] = {}
-        for node in self._holders(newest):
-            survivors.setdefault(node.weights.stage, []).append(node.name)
-        decisions = self.decisions(newest, survivors)
-        lost = newest < max(self.confirmed)
+        decisions = self.decisions(newest, self._holders(newest), active)
+        lost = newest < max(self.confirmed) and self.rules.policy != "checkpoint"
+        lost = lost and resume(self.held(active), self.rules.stages) is None
         justified = lost or any(isinstance(decision, Stop) for decision in decisions)
         self.demand(justified, "I4", f"stopped without need: {stopped[0]}")
         return f"stopped: {stopped[0]}"

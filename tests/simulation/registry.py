@@ -42,8 +42,8 @@ class Registry:
         self.rules = Rules(
             run="run",
             stages=cluster.rules.stages,
-            replicas=1,
-            start_grace=3.0,
+            replicas=max(1, len(cluster.hosts) // (cluster.rules.stages + 1)),
+            start_grace=10.0,
             swapped=cluster.rules.swapped,
         )
         self.restart()

@@ -5,16 +5,20 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from node.driver import Driver, Rules
-from node.member import Member
-from simulation.cluster import Cluster, Host, InvariantError, Trap
+from node.driver import Rules
+from node.member import Phase
+from recovery.decide import Policy
+from simulation.cluster import Cluster, Host, InvariantError, Machines, Trap
+from simulation.holdings import Files
 from simulation.shell import Node
+from simulation.world import Process
 
 TRAPS = ["committed", "committed", "aborted", "rebuilding", "rebuilt", "validated", "finished"]
+TRAPS += ["rebuilding", "rebuilding", "rolled back", "resuming"]
 TAIL = 120
 """Lines of the trace that a report shows."""
 LONGEST = 240.0
@@ -32,9 +36,14 @@ class ScenarioError(AssertionError):
     """A scenario went wrong; the message tells how, and how to see it again."""
 
 
-def run(seed: int, member: type[Member] = Member, driver: type[Driver] = Driver) -> Result:
-    """Raises ScenarioError."""
-    scenario = Scenario(seed, member, driver)
+def run(
+    seed: int,
+    machines: Machines | None = None,
+    policy: Policy | None = None,
+    kind: type[Scenario] | None = None,
+) -> Result:
+    """Under the seed's own policy unless told. Raises ScenarioError."""
+    scenario = (kind or Scenario)(seed, machines or Machines(), policy)
     try:
         return scenario.run()
     except InvariantError as broken:
@@ -44,13 +53,14 @@ def run(seed: int, member: type[Member] = Member, driver: type[Driver] = Driver)
 
 
 class Scenario:
-    def __init__(self, seed: int, member: type[Member], driver: type[Driver]) -> None:
+    def __init__(self, seed: int, machines: Machines, policy: Policy | None) -> None:
         self.seed = seed
         self.random = random.Random(f"scenario {seed}")
-        rules = self._rules()
+        rules = self._rules(policy)
         hosts, overflowing = self._hosts(rules), self._overflowing(rules)
         pace = self.random.choice([1.0, 4.0, 8.0])
-        self.cluster = Cluster(seed, rules, hosts, overflowing, pace, member, driver)
+        files = self._files(rules, hosts)
+        self.cluster = Cluster(seed, rules, hosts, overflowing, pace, files, machines)
         self.world = self.cluster.world
         self._partitions = itertools.count()
         self.merciful = self.random.random() < 0.7  # leaves what a rebuild needs
@@ -58,9 +68,11 @@ class Scenario:
 
     # --- the shape
 
-    def _rules(self) -> Rules:
+    def _rules(self, policy: Policy | None) -> Rules:
         chosen = self.random
-        stages = chosen.randint(1, 6)
+        stages = chosen.randint(4 if policy == "checkfree+" else 1, 6)
+        policies: list[Policy] = ["checkfree", "snapshot", "checkpoint", "redundant"]
+        policies += ["checkfree+", "checkfree+"] if stages >= 4 else []
         return Rules(
             stages=stages,
             steps=chosen.randint(5, 20),
@@ -69,9 +81,9 @@ class Scenario:
             validate_every=chosen.choice([0, 0, 3]),
             clip=1.0,
             clip_scope=chosen.choice(["global", "stage"]),
-            policy=chosen.choice(["checkfree", "checkfree+"]) if stages >= 4 else "checkfree",
-            strict=chosen.random() < 0.5,
-            relearn=False,
+            policy=policy or chosen.choice(policies),
+            strict=chosen.random() < 0.3,
+            relearn=chosen.random() < 0.5,
             progress=chosen.choice([20.0, 40.0]),
             lr_scale=lambda step, boosted_at: 1.1 if boosted_at else 1.0,
         )
@@ -80,13 +92,22 @@ class Scenario:
         """Replicas of each stage and spares; one host at most dials out only, since two such
         can't be linked."""
         chosen = self.random
-        replicas = chosen.randint(1, 3)
+        replicas = chosen.choice([1, 1, 2, 2, 3])
         pinned = chosen.random() < 0.5
         stages = [s for s in range(rules.stages + 1) for _ in range(replicas)]
         spares: list[int | None] = [None] * chosen.choice([0, 0, 1, 2])
         wanted = [stage if pinned else None for stage in stages] + spares
         hidden = chosen.randrange(len(wanted)) if chosen.random() < 0.3 else -1
         return [Host(f"h{i}", stage, i == hidden) for i, stage in enumerate(wanted)]
+
+    def _files(self, rules: Rules, hosts: list[Host]) -> Files:
+        """Who writes what how often."""
+        chosen = self.random
+        share = chosen.choice([0.0, 0.0, 0.8, 1.0, 1.0])
+        for host in hosts:
+            host.saves = chosen.random() < share
+        checkpoint_every = chosen.randint(1, 4) if rules.policy == "checkpoint" else 0
+        return Files(chosen.randint(1, 4) if share else 0, checkpoint_every)
 
     def _overflowing(self, rules: Rules) -> set[int]:
         steps = range(1, rules.steps + 1)
@@ -101,6 +122,7 @@ class Scenario:
             (self._crash, 6),
             (self._crash_driver, 3),
             (self._crash_committing, 4),
+            (self._crash_ready, 3),
             (self._crash_stage, 4),
             (self._freeze, 4),
             (self._freeze_driver, 2),
@@ -111,13 +133,17 @@ class Scenario:
             (self._flap, 2),
             (self._crash_registry, 3),
             (self._freeze_registry, 1),
+            (self._crash_two_in_a_row, 3),
+            (self._crash_stage_0, 3),
+            (self._crash_stage_0_and_another, 2),
+            (self._cut_power, 2),
         ]
         kinds, weights = [fault for fault, _ in faults], [weight for _, weight in faults]
         when, gap = chosen.uniform(0.0, 4.0), chosen.choice([0.2, 1.0, 3.0])
         for fault in chosen.choices(kinds, weights, k=chosen.randint(0, 16)):
             self.world.after(when, self._strike, fault)
             when += chosen.expovariate(1.0 / gap)
-        for _ in range(chosen.choice([0, 0, 1, 2, 4])):
+        for _ in range(chosen.choice([0, 1, 2, 4])):
             kind = chosen.choice(TRAPS)
             nth = chosen.randint(1, self.cluster.rules.steps if kind == "committed" else 3)
             fault = chosen.choice(
@@ -129,9 +155,26 @@ class Scenario:
                     self._break_link_of_driver,
                     self._crash_registry,
                     self._part_pair,
+                    self._crash_stage,
+                    self._crash_stage,
+                    self._crash_stage_0,
+                    self._crash_two_in_a_row,
+                    self._crash_stage_0_and_another,
+                    self._cut_power,
+                    self._isolate_driver,
+                ]
+                if kind != "rebuilding"
+                else [
+                    self._crash_rebuilding,
+                    self._crash_source,
+                    self._crash_driver,
+                    self._crash,
+                    self._break_link_of_driver,
                 ]
             )
-            self.cluster.traps.append(Trap(kind, nth, partial(self._strike, fault)))
+            wait = chosen.uniform(0.0, 1.2) if kind == "rebuilding" else 0.0
+            strike = partial(self.world.after, wait, self._strike, fault)
+            self.cluster.traps.append(Trap(kind, nth, strike))
         return when
 
     def _strike(self, fault: Callable[[], float]) -> None:
@@ -178,6 +221,64 @@ class Scenario:
                 break
         return 8.0
 
+    def _crash_stages(self, stages: Iterable[int]) -> float:
+        """All nodes of these at once."""
+        nodes = [node for node in self._some() if node.stage in stages]
+        if not self._spared(nodes):
+            for node in nodes:
+                self.cluster.crash(node.process, f"with all of stages {sorted(stages)}")
+        return 8.0
+
+    def _crash_two_in_a_row(self) -> float:
+        first = self.random.randint(0, self.cluster.rules.stages - 1)
+        return self._crash_stages({first, first + 1})
+
+    def _crash_stage_0(self) -> float:
+        return self._crash_stages({0})
+
+    def _crash_stage_0_and_another(self) -> float:
+        return self._crash_stages({0, self.random.randint(1, self.cluster.rules.stages)})
+
+    def _cut_power(self) -> float:
+        """Of everything at once, where that can be survived; sometimes of the registry too."""
+        if not self._spared(self._some()):
+            self.world.say("power", "is cut")
+            self.cluster.cut_power()
+            if self.random.random() < 0.5:
+                self._crash_registry()
+                if self.random.random() < 0.5:
+                    self.cluster.forget()
+        return 12.0
+
+    def _crash_ready(self) -> float:
+        """A node between Ready and Commit, in whatever role."""
+        ready = [n for n in self._some() if n.member and n.member.phase is Phase.READY]
+        return self._crash_soon(ready, 0.01)
+
+    def _crash_rebuilding(self) -> float:
+        """A node that gets its state, in the midst of it."""
+        return self._crash_soon([n for n in self._some() if _syncing(n)])
+
+    def _crash_source(self) -> float:
+        """One of those that the state comes from."""
+        sources = {
+            source.node
+            for node in self._some()
+            if _syncing(node) and node.member is not None
+            for source in node.member.sync.sources
+        }
+        return self._crash_soon([node for node in self._some() if node.name in sources])
+
+    def _crash_soon(self, nodes: list[Node], within: float = 0.3) -> float:
+        if nodes and not self._spared(nodes[:1]):
+            process = self.random.choice(nodes).process
+            self.world.after(self.random.uniform(0.0, within), self._crash_if_alive, process)
+        return 8.5
+
+    def _crash_if_alive(self, process: Process) -> None:
+        if process.alive:
+            self.cluster.crash(process, "at the worst moment")
+
     def _freeze(self) -> float:
         nodes = [node for node in self._some() if not self._spared([node])]
         return self._freeze_one(self.random.choice(nodes)) if nodes else 0.0
@@ -209,6 +310,16 @@ class Scenario:
         hosts = [*sorted(self.cluster.hosts), "registry"]
         one = self.random.choice(hosts)
         return self._part_off([one], [host for host in hosts if host != one])
+
+    def _isolate_driver(self) -> float:
+        """Its last commit may be known to nobody else; its files outlive it."""
+        if (node := self._driver()) is None:
+            return 0.0
+        hosts = [*sorted(self.cluster.hosts), "registry"]
+        alone = [node.process.host]
+        if self.random.random() < 0.5:
+            alone.append(self.random.choice([host for host in hosts[:-1] if host not in alone]))
+        return self._part_off(alone, [host for host in hosts if host not in alone])
 
     def _part_pair(self) -> float:
         """Two can't reach each other, though all others can reach both."""
@@ -283,7 +394,7 @@ class Scenario:
     # --- the run
 
     def run(self) -> Result:
-        world, cluster, replaced = self.world, self.cluster, False
+        world, cluster, added = self.world, self.cluster, 0
         while True:
             until = world.now + 0.5
             while world.now < until:
@@ -292,8 +403,8 @@ class Scenario:
                 outcome = cluster.outcome()
                 if outcome == "finished" or world.now > self.quiet_from + 15.0:
                     return Result(outcome, world.now, cluster.counts)
-            if world.now > self.quiet_from + 20.0 and not replaced:
-                replaced = True
+            if world.now > self.quiet_from + 20.0 * (added + 1):
+                added += 1
                 self.cluster.add_host()
             if world.now > self.quiet_from + LONGEST:
                 cluster.demand(False, "I4", f"not over {LONGEST:.0f} s after the last fault")
@@ -310,3 +421,29 @@ class Scenario:
                 f"again: pytest tests/simulation --seed {self.seed}",
             ]
         )
+
+
+class Orphaned(Scenario):
+    """A commit that only the driver knows, and has saved: the others make the step again. Then
+    everything is lost but files, of which both may be there."""
+
+    def _plan_faults(self) -> float:
+        files, self.merciful = self.cluster.files, False
+        files.save_every = 3
+
+        def isolate() -> None:
+            driver = self._driver()
+            for host in self.cluster.hosts.values():
+                if driver is not None and host.node is not None and host.node.stage == 0:
+                    host.saves = host.node is driver
+                else:
+                    host.saves = True
+            self._strike(self._isolate_driver)
+            self.world.after(self.random.uniform(4.0, 9.0), self._strike, self._cut_power)
+
+        self.cluster.traps.append(Trap("committed", 3, isolate))
+        return 30.0
+
+
+def _syncing(node: Node) -> bool:
+    return node.member is not None and node.member.phase is Phase.SYNCING

@@ -12,6 +12,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bootstrap import registry_pb2 as registry
@@ -37,6 +38,9 @@ from node.effects import (
 from node.member import Frames, Member, Phase
 from node.routing import Route, Routing
 from recovery.decide import INEXACT
+from simulation.holdings import Holdings, State
+from simulation.relearning import BODIES as RELEARNING
+from simulation.relearning import Relearning
 from simulation.world import Link, Process
 
 if TYPE_CHECKING:
@@ -45,6 +49,8 @@ if TYPE_CHECKING:
 TICK = 0.1
 LINK_PATIENCE = 3.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
+NOTICE = 0.1
+"""Seconds after which a link that broke is dialled anew."""
 TO_DRIVER = frozenset(["status", "synced", "home", "ready", "failed", "stale"])
 TO_MEMBER = frozenset(["query", "sync", "step", "reduce", "halt"])
 SHARDS = 2
@@ -120,8 +126,13 @@ class Weights:
         self.stage = stage
         self.digest = fingerprint("initial", stage)
         self.chain = b""  # fingerprint of all commits that made these weights
-        self.step = 0
+        self.lineage = self.step = 0
+        self.void = False  # overwritten by what isn't fit to train yet
         self.gradient: Counter[tuple[int, str]] = Counter()
+
+    def make_void(self) -> None:
+        self.lineage = self.step = 0
+        self.digest, self.chain, self.void = fingerprint("unfit", self.digest), b"", True
 
     def add(self, microbatch: int, part: str) -> None:
         self.gradient[microbatch, part] += 1
@@ -153,6 +164,8 @@ class Node:
         self.pipeline: Pipeline
         self.averaging = Averaging(self)
         self.transfers = Transfers(self)
+        self.relearning = Relearning(self)
+        self.holdings = Holdings(self)
         self.fuse: int | None = None  # messages of commits left to send before the crash
         self.report = registry.Report()
         cluster.network.endpoints[self.name] = self
@@ -220,6 +233,8 @@ class Node:
 
     def _take_up_stage(self, stage: int) -> None:
         self.weights = Weights(stage)
+        if self.holdings.twin is not None:
+            self.holdings.twin.take_up(stage)
         self.compute.run(lambda: None, lambda _: self._taken_up(stage), seconds=0.2)
 
     def _taken_up(self, stage: int) -> None:
@@ -227,6 +242,7 @@ class Node:
         self.driver = self.cluster.make_driver(self.name)
         self.member = self.cluster.make_member(self.name, stage)
         self.member.digest = self.weights.digest
+        self.member.holdings = self.holdings.listed
         early, self.early = self.early, []
         self._tell_machines(self.view)
         for peer, message in early:
@@ -250,14 +266,13 @@ class Node:
     def _demand(self, peer: str) -> None:
         if self.addresses.get(peer) and peer not in self.links and peer not in self.dialling:
             self.dialling.add(peer)
-            self.cluster.network.dial(self, peer, lambda up: self.dialling.discard(peer))
+            done = partial(self._keep_dialled, peer, FIRST_PAUSE)
+            self.cluster.network.dial(self, peer, lambda up: done())
 
     def _keep_dialled(self, peer: str, pause: float) -> None:
-        if self.over or peer not in self.linked:
+        kept = not self.over and peer in self.linked and self._dials(peer)
+        if not kept or peer in self.links:
             self.dialling.discard(peer)
-            return
-        if peer in self.links:
-            self.process.after(0.2, self._keep_dialled, peer, FIRST_PAUSE)
             return
 
         def done(up: bool) -> None:
@@ -287,6 +302,10 @@ class Node:
             self.carry_out(self.driver.received(peer, message, self.world.now))
         elif body in TO_MEMBER:
             self.carry_out(self.member.received(peer, message))
+        elif body in RELEARNING:
+            self.relearning.on_message(peer, message)
+        elif body == "kept":
+            self.holdings.on_kept(peer, message.kept)
         else:
             self.transfers.on_message(peer, message)
 
@@ -295,7 +314,14 @@ class Node:
             self.transfers.on_frame(peer, frame)
         elif frame.kind == "average":
             self.averaging.on_frame(peer, frame)
-        elif self.member is not None:
+        elif self.member is None:
+            pass
+        elif frame.kind == "copy":
+            self.holdings.holder.on_frame(peer, frame.fields["update"], frame.fields["part"])
+        elif frame.kind == "twin":
+            assert self.holdings.twin is not None
+            self.holdings.twin.on_gradient(peer, frame.ballot, frame.fields)
+        else:
             match self.member.frames(frame.ballot):
                 case Frames.TAKE:
                     self.pipeline.take(frame)
@@ -315,14 +341,23 @@ class Node:
         if peer == "registry":
             self.client.on_link_lost()
             return
+        if peer in self.linked and self._dials(peer) and peer not in self.dialling:
+            self.dialling.add(peer)
+            self.process.after(NOTICE, self._keep_dialled, peer, FIRST_PAUSE)
         self.averaging.on_peer_lost(peer, reason)
         self.transfers.on_peer_lost(peer, reason)
+        self.relearning.on_peer_lost(peer)
+        self.holdings.on_peer_lost(peer)
         if all(member.node != peer for member in self.view.members):
             return
         self.world.say(self.name, f"lost the link to {peer}: {reason}")
         self.client.suspect(peer, reason)
         if self.member is None:
             return
+        for frame in unacknowledged:
+            # Who is ready can't fail the attempt any more, so what is lost is sent again.
+            if frame.kind == "twin" and frame.ballot == self.member.attempt:
+                self.send(peer, frame)
         lost = [f.ballot for f in unacknowledged if f.kind in ("activation", "gradient")]
         if lost:  # those of older attempts may be among them
             why = f"the link to {peer} broke before a frame was through: {reason}"
@@ -358,7 +393,7 @@ class Node:
             if not parked:
                 del self.parked[peer]
             for item in late:
-                if isinstance(item, Frame) and item.kind != "state":
+                if isinstance(item, Frame) and item.kind not in ("state", "copy"):
                     why = f"no link to {peer} came up in {LINK_PATIENCE:.0f} s"
                     self.attempt_failed(item.ballot, why, [peer])
 
@@ -387,12 +422,14 @@ class Node:
             case StartAttempt(ballot, begin):
                 self.averaging.abandon(ballot)
                 self.pipeline.start(ballot, begin)
+                self.holdings.start(ballot, begin)
                 held, self.held = self.held, []
                 for peer, frame in held:
                     self.on_frame(peer, frame)
             case DropAttempt(ballot):
                 self.averaging.abandon(Ballot(ballot.view, ballot.attempt + 1))
                 self.pipeline.drop(ballot)
+                self.holdings.drop()
             case Reduce(ballot, _):
                 self.averaging.reduce(ballot)
             case Apply(commit):
@@ -413,16 +450,17 @@ class Node:
                 self._report()
             case Event(kind, fields):
                 self.world.say(self.name, f"{kind} {dict(fields)}")
-                self.cluster.on_event(self, kind)
+                self.cluster.on_event(self, kind, fields)
                 self.cluster.check_patience(self, str(fields.get("reason")))
 
     def _apply(self, commit: pb.Commit) -> bytes:
         self.cluster.check_apply(self, commit)
-        weights = self.weights
-        if not commit.skipped:
-            scales = commit.clip_scale[self.stage], commit.lr_scale[self.stage]
-            weights.digest = fingerprint(weights.digest, weights.gradient_digest(), scales)
-        weights.chain = fingerprint(weights.chain, commit.SerializeToString(deterministic=True))
+        weights, twin = self.weights, self.holdings.twin
+        if twin is not None:
+            twin.apply(commit)
+        weights.digest, weights.chain = self.advanced(
+            weights.stage, weights.digest, weights.chain, weights.gradient_digest(), commit
+        )
         weights.step = commit.step
         weights.gradient.clear()
         self.cluster.check_applied(self, commit)
@@ -431,13 +469,48 @@ class Node:
     def _applied(self, digest: bytes) -> None:
         assert self.member is not None
         self.carry_out(self.member.applied(digest))
+        self.holdings.applied()
         self._report()
+
+    def advanced(
+        self, stage: int, digest: bytes, chain: bytes, gradient: bytes, commit: pb.Commit
+    ) -> tuple[bytes, bytes]:
+        """Digest and chain of a stage's weights after the commit."""
+        if not commit.skipped:
+            scales = commit.clip_scale[stage], commit.lr_scale[stage]
+            digest = fingerprint(digest, gradient, scales)
+        return digest, fingerprint(chain, commit.SerializeToString(deterministic=True))
+
+    # --- for the holdings
+
+    def state(self) -> State:
+        """What the weights are now."""
+        assert self.member is not None
+        weights, member = self.weights, self.member
+        return State(
+            *(weights.stage, weights.lineage, weights.step, weights.digest, weights.chain),
+            *(member.last, member.boosted_at),
+        )
+
+    def weights_age(self) -> tuple[int, int]:
+        return self.weights.lineage, self.weights.step
+
+    def fingerprint(self, *parts: Any) -> bytes:
+        return fingerprint(*parts)
+
+    def frame(self, kind: str, ballot: Ballot, fields: Any) -> Frame:
+        return Frame(kind, ballot, fields)
+
+    def send_to_twin(self, holder: str, ballot: Ballot, gradient: bytes) -> None:
+        if not self.send(holder, Frame("twin", ballot, gradient)):
+            self.attempt_failed(ballot, f"no link to {holder}, which holds a twin", [holder])
 
     def _report(self) -> None:
         assert self.member is not None
         member, halt = self.member, self.member.halt
         self.report = registry.Report(
             committed=member.committed,
+            lineage=member.lineage,
             phase=member.phase.value,
             stopped=halt is not None and not halt.finished,
             finished=halt is not None and halt.finished,
@@ -652,8 +725,21 @@ class Averaging:
         member = self.node.member
         if member is None or self.node.over or ballot < self.oldest:
             return
-        finite = not self.node.cluster.overflows(member.step, member.stage)
-        self.node.carry_out(member.reduced(ballot, norm, finite, self.node.pipeline.speed))
+        node, twin = self.node, self.node.holdings.twin
+        finite = not node.cluster.overflows(member.step, member.stage)
+        speed = node.pipeline.speed
+
+        def ready() -> None:
+            node.carry_out(member.reduced(ballot, norm, finite, speed))
+
+        if twin is None:
+            ready()
+        else:
+            twin.exchange(ballot, node.weights.gradient_digest(), ready)
+
+
+HELD = {"stage0-copy": "copy", "snapshot": "snapshot", "redundant": "redundant", "save": "save"}
+"""Methods that fetch what a node holds: the kind of the holding."""
 
 
 class Transfers:
@@ -663,36 +749,61 @@ class Transfers:
         self.node = node
         self._numbers = itertools.count(1)
         self.ballot: Ballot | None = None
-        self.wanted: dict[int, tuple[int, list[str]]] = {}  # transfer -> stage, sources left
+        self.wanted: dict[int, tuple[int, int, list[str]]] = {}  # transfer -> stage, step, left
         self.asked: dict[int, str] = {}
-        self.got: dict[int, dict[str, Any]] = {}
+        self.got: dict[int, State] = {}
 
     def fetch(self, ballot: Ballot, sync: pb.Sync) -> None:
         self.ballot, self.sync = ballot, sync
         self.wanted, self.asked, self.got = {}, {}, {}
-        by_stage: dict[int, list[str]] = {}
-        for place in sync.sources:
-            by_stage.setdefault(place.stage, []).append(place.node)
-        for stage, nodes in sorted(by_stage.items()):
+        self.node.relearning.stop()
+        self.node.process.after(self.node.cluster.rules.progress, self._late, ballot)
+        own = [source for source in sync.sources if source.node == self.node.name]
+        if own:
+            self._load(ballot, own[0])
+            return
+        by_stage: dict[int, list[pb.Source]] = {}
+        for source in sync.sources:
+            by_stage.setdefault(source.stage, []).append(source)
+        for stage, sources in sorted(by_stage.items()):
+            nodes = [source.node for source in sources]
             for shard in range(SHARDS):
                 start = shard % len(nodes)
                 number = next(self._numbers)
-                self.wanted[number] = (stage, nodes[start:] + nodes[:start])
-                self._ask(number)
-        self.node.process.after(self.node.cluster.rules.progress, self._late, ballot)
+                self.wanted[number] = (stage, sources[0].step, nodes[start:] + nodes[:start])
+        for number in self.wanted:
+            self._ask(number)
+
+    def _load(self, ballot: Ballot, source: pb.Source) -> None:
+        """From this node's own files."""
+        kind, age = self.sync.method, (source.lineage, source.step)
+
+        def loaded(state: State | None) -> None:
+            if self.ballot != ballot:
+                return
+            if state is None:
+                self._fail(f"there is no {kind} of step {source.step} here")
+                return
+            self.wanted, self.got = {0: (source.stage, source.step, [])}, {0: state}
+            self._arrived()
+
+        seconds = self.node.world.random.uniform(0.01, 0.3)
+        self.node.compute.run(lambda: self.node.holdings.file(kind, age), loaded, seconds)
 
     def _ask(self, number: int) -> None:
-        stage, left = self.wanted[number]
-        while left:
+        stage, step, left = self.wanted[number]
+        while left and self.ballot is not None:
             source = left.pop(0)
             self.asked[number] = source
-            request = pb.StateRequest(transfer=number, step=self.sync.step)
+            kind = HELD.get(self.sync.method, "")
+            request = pb.StateRequest(transfer=number, step=step, kind=kind, stage=stage)
             if self.node.send(source, pb.Message(state_request=request)):
                 return
         self._fail(f"no source of stage {stage} is left")
 
     def _fail(self, reason: str) -> None:
         ballot, self.ballot = self.ballot, None
+        self.node.relearning.stop()
         if ballot is not None and not self.node.over:
             assert self.node.member is not None
             self.node.carry_out(self.node.member.failed(ballot, reason, []))
@@ -708,37 +819,45 @@ class Transfers:
 
     def on_message(self, peer: str, message: pb.Message) -> None:
         if message.WhichOneof("body") == "state_request":
+            request = message.state_request
             self.node.compute.run(
-                lambda: self._served(message.state_request),
-                lambda fields: self.node.send(peer, Frame("state", NEVER, fields)),
+                lambda: self._served(request),
+                lambda state: self.node.send(
+                    peer, Frame("state", NEVER, {"transfer": request.transfer, "state": state})
+                ),
                 seconds=self.node.world.random.uniform(0.01, 0.3),
             )
 
-    def _served(self, request: pb.StateRequest) -> dict[str, Any]:
+    def _served(self, request: pb.StateRequest) -> State | None:
         node = self.node
         assert node.member is not None
-        weights = node.weights
-        serves = node.member.phase is not Phase.SYNCING and node.member.committed == request.step
-        return {
-            "transfer": request.transfer,
-            "error": not serves,
-            "step": node.member.committed,
-            "digest": weights.digest,
-            "chain": weights.chain,
-            "last": node.member.last,
-            "boosted_at": node.member.boosted_at,
-        }
+        if request.kind:
+            return node.holdings.state(request.kind, request.stage, request.step)
+        syncing = node.member.phase is Phase.SYNCING and node.member.sync.method != "twin"
+        serves = not syncing and node.member.committed == request.step
+        return node.state() if serves else None
 
     def on_frame(self, peer: str, frame: Frame) -> None:
-        number = frame.fields["transfer"]
+        number, state = frame.fields["transfer"], frame.fields["state"]
         if self.ballot is None or self.asked.get(number) != peer:
             return
-        if frame.fields["error"]:
+        if state is None:
             self._ask(number)
             return
-        self.got[number] = frame.fields
+        self.got[number] = state
         if len(self.got) == len(self.wanted):
+            self._arrived()
+
+    def _arrived(self) -> None:
+        """The state is here; what is guessed may have to be relearned before it is fit to train."""
+        ballot, sync = self.ballot, self.sync
+        assert ballot is not None
+        if not sync.lost:
             self._install()
+        elif self.node.relearning.start(ballot, sync, self._install, self._fail):
+            self.node.compute.run(self.node.weights.make_void, lambda _: None)
+        else:
+            self.ballot = None
 
     def _install(self) -> None:
         ballot, self.ballot = self.ballot, None
@@ -749,14 +868,21 @@ class Transfers:
         sync, weights = self.sync, self.node.weights
         states = [self.got[number] for number in sorted(self.got)]
         stages = [self.wanted[number][0] for number in sorted(self.got)]
+        if sync.method == "twin":
+            self._install_twin(states[0])
+            return
+        last = sync.last if sync.HasField("last") else states[0].last
 
         def install() -> bytes:
-            self.node.cluster.check_sources(self.node, sync, stages, states)
-            digests = [state["digest"] for state in states[::SHARDS]]
+            cluster = self.node.cluster
+            cluster.check_sources(self.node, sync, stages, states)
+            digests = [states[stages.index(stage)].digest for stage in sorted(set(stages))]
             exact = sync.method not in INEXACT
             weights.digest = digests[0] if exact else fingerprint("average", *digests)
-            weights.chain = states[0]["chain"]
-            weights.step = sync.step
+            weights.chain = cluster.chain_at(sync, states[0])
+            weights.lineage, weights.step = sync.lineage, sync.step
+            weights.void = False
+            cluster.check_installed(self.node, sync, states[0])
             return weights.digest
 
         def installed(digest: bytes) -> None:
@@ -764,7 +890,22 @@ class Transfers:
                 step=sync.step, method=sync.method, sources=sync.sources, digest=digest
             )
             if not self.node.over:
-                boosted_at = sync.step if sync.method in INEXACT else states[0]["boosted_at"]
-                self.node.carry_out(member.fetched(synced, states[0]["last"], boosted_at))
+                boosted_at = sync.step if sync.method in INEXACT else states[0].boosted_at
+                self.node.carry_out(member.fetched(synced, last, boosted_at))
+                self.node.holdings.committed()
 
         self.node.compute.run(install, installed, seconds=0.05)
+
+    def _install_twin(self, state: State) -> None:
+        """The node's own weights stay as they are."""
+        node, member, sync = self.node, self.node.member, self.sync
+        assert member is not None and node.holdings.twin is not None
+        node.holdings.twin.state = state
+        digest = node.weights.digest
+        synced = pb.Synced(step=sync.step, method=sync.method, sources=sync.sources, digest=digest)
+
+        def installed(_: None) -> None:
+            if not node.over:
+                node.carry_out(member.fetched(synced, member.last, member.boosted_at))
+
+        node.compute.run(lambda: None, installed, seconds=0.05)

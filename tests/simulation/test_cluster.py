@@ -4,9 +4,12 @@ import pytest
 
 from node import stage_pb2 as pb
 from node.driver import Driver
-from node.effects import Ballot, Effect
+from node.effects import Ballot, Effect, Send
 from node.member import Member, Phase
-from simulation.scenario import ScenarioError, run
+from recovery.decide import Policy
+from simulation.cluster import Machines
+from simulation.holdings import Holder
+from simulation.scenario import Orphaned, ScenarioError, run
 
 SEEDS, CHUNK = 200, 25
 
@@ -43,6 +46,30 @@ class DoubleCounting(Member):
         return 2 * super()._commit(commit)
 
 
+class Hasty(Holder):
+    """Takes an update for whole when its first part has come."""
+
+    def is_whole(self, parts: int) -> bool:
+        return parts == 1
+
+
+class Timeless(Driver):
+    """Goes back without saying that what is committed from then on is another thing."""
+
+    def _open_lineage(self, step: int) -> None:
+        self.committed = step
+
+
+class Unfit(Member):
+    """Offers the weights that it has begun to overwrite."""
+
+    def voided(self, ballot: Ballot) -> bool:
+        wanted = super().voided(ballot)
+        if wanted:
+            self.lineage, self.committed, self.void = self.sync.lineage, self.sync.step, False
+        return wanted
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seeds" in metafunc.fixturenames:
         one = metafunc.config.getoption("seed", default=None)
@@ -64,20 +91,43 @@ def test_invariants_hold_whatever_fails(seeds: range) -> None:
 
 
 @pytest.mark.parametrize(
-    ("member", "driver", "invariant"),
+    ("machines", "policy", "invariant"),
     [
-        (DoubleCounting, Driver, "I1|I3"),
-        (Forgetful, Driver, "stopped without need|but .* had it"),
-        (Member, Oblivious, "stopped without need|but .* had it"),
-        (Member, Presumptuous, "I[234]"),
+        (Machines(member=DoubleCounting), None, "I1|I3"),
+        (Machines(member=Forgetful), None, "stopped without need|but .* had it"),
+        (Machines(driver=Oblivious), None, "stopped without need|but .* had it"),
+        (Machines(driver=Presumptuous), None, "I[234]"),
+        (Machines(holder=Hasty), "checkfree+", "I5: .* announces a copy"),
+        (Machines(driver=Timeless), "checkpoint", "I3"),
+        (Machines(member=Unfit), "checkfree+", "I[25]"),
     ],
 )
 def test_a_faulty_machine_is_caught(
-    member: type[Member], driver: type[Driver], invariant: str
+    machines: Machines, policy: Policy | None, invariant: str
 ) -> None:
     with pytest.raises(ScenarioError, match=invariant):
         for seed in range(100):
-            run(seed, member, driver)
+            run(seed, machines, policy)
+
+
+class Anonymous(Member):
+    """Does not say by which commit its files were made."""
+
+    def _answer(self, peer: str, ballot: Ballot, attempting: int = 0) -> list[Effect]:
+        effects = super()._answer(peer, ballot, attempting)
+        for effect in effects:
+            if isinstance(effect, Send):
+                for held in effect.message.status.holdings:
+                    held.ClearField("made")
+        return effects
+
+
+def test_a_file_of_a_commit_that_never_happened_is_not_taken_for_the_steps() -> None:
+    for seed in range(10):
+        run(seed, policy="checkfree", kind=Orphaned)
+    with pytest.raises(ScenarioError, match="by save, of another history"):
+        for seed in range(100):
+            run(seed, Machines(member=Anonymous), "checkfree", Orphaned)
 
 
 def test_a_scenario_is_the_same_each_time() -> None:
