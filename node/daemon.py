@@ -33,6 +33,7 @@ from node.corpus import Corpus
 from node.driver import Driver, Rules
 from node.driver import Phase as DriverPhase
 from node.effects import (
+    Adopt,
     Apply,
     Ballot,
     DropAttempt,
@@ -47,6 +48,8 @@ from node.effects import (
     Suspect,
 )
 from node.event_log import EventLog
+from node.feeding import Gradients, Pins, backlog, gradient_frame, no_gradient
+from node.following import feeders
 from node.ledger import Header, Ledger, line
 from node.link import Links, LinkSettings, Peer
 from node.member import Frames, Member, Phase
@@ -142,6 +145,8 @@ class Node:
         self.state_server = StateServer(
             self.send_message, self.links.send_frame, self._served_state, self.compute.run
         )
+        self.pins = Pins()
+        self.based_on = pb.Commit()  # what the attempt's weights come from
         self.averaging = Averaging(self.node, self.send_frame, self.compute.run, run.wire.averaging)
 
     # --- life
@@ -248,6 +253,7 @@ class Node:
             return module, StageOptimizer(module, device)
 
         module, self.optimizer = await self.compute.run(build)
+        self.gradients = Gradients(self.optimizer.gradient)
         corpus = self.corpus if stage == 0 else None
         self.pipeline = Pipeline(
             self.node,
@@ -333,6 +339,8 @@ class Node:
             self.state_client.on_frame(peer, frame)
         elif frame.kind == "average":
             self.averaging.on_frame(peer, frame)
+        elif frame.kind == "follow":
+            self._spawn(self._take_gradient(peer, frame))
         elif self.member is not None:
             match self.member.frames(Ballot(*frame.ballot)):
                 case Frames.TAKE:
@@ -361,6 +369,7 @@ class Node:
         if lost:  # those of older attempts may be among them
             why = f"the link to {peer} broke before a frame was through: {reason}"
             self.attempt_failed(Ballot(*max(lost)), why, [])
+        self._carry_out(self.member.link_lost(peer))
         self._carry_out(self.driver.link_lost(peer, reason, self.loop.time()))
 
     def send_message(self, peer: str, message: pb.Message) -> bool:
@@ -392,7 +401,7 @@ class Node:
             if not parked:
                 del self.parked[peer]
             for item in late:
-                if isinstance(item, Frame) and item.kind != "state":
+                if isinstance(item, Frame) and item.kind not in ("state", "follow"):
                     why = f"no link to {peer} came up in {LINK_PATIENCE:.0f} s"
                     self.attempt_failed(Ballot(*item.ballot), why, [peer])
 
@@ -420,6 +429,8 @@ class Node:
             case Send(to, message):
                 self.send_message(to, message)
             case StartAttempt(ballot, begin):
+                assert self.member is not None
+                self.based_on = self.member.last
                 self.averaging.abandon(ballot)
                 self.pipeline.start(ballot, begin)
                 held, self.held = self.held, []
@@ -433,7 +444,10 @@ class Node:
             case Apply(commit):
                 # Posted at once: what comes next must find it before itself in the thread.
                 self._spawn(self._applied(commit, self._apply(commit)))
+            case Adopt(ballot):
+                self._spawn(self._adopted(ballot, self._adopt(ballot)))
             case Fetch(ballot, sync):
+                self.gradients.forget(ballot)
                 if self.fetching is not None:
                     self.fetching.cancel()
                 self.fetching = self._spawn(self._fetch(ballot, sync))
@@ -472,6 +486,48 @@ class Node:
         self.reduced_norm = norm
         seconds = self.pipeline.seconds_per_microbatch
         self._carry_out(self.member.reduced(ballot, norm, math.isfinite(norm), seconds))
+        await self._feed(ballot, begin)
+
+    # --- joiners that follow
+
+    async def _feed(self, ballot: Ballot, begin: pb.Begin) -> None:
+        """Send the reduced gradient to the joiners that this node feeds."""
+        joiners = [joiner for joiner, by in feeders(begin).items() if by == self.node]
+        if not joiners:
+            return
+        gradient = self.optimizer.gradient
+        frame = await self.compute.run(partial(gradient_frame, ballot, gradient))
+        for joiner in joiners:
+            fits = self.links.unacknowledged_by(joiner) + frame.size <= backlog(gradient)
+            self.send_frame(joiner, frame if fits else no_gradient(ballot))
+
+    async def _take_gradient(self, peer: str, frame: Frame) -> None:
+        """A replica of this node's stage has sent what it has reduced."""
+        ballot = Ballot(*frame.ballot)
+        if self.member is None or self.member.following is None:
+            return
+        gradient = await self.compute.run(partial(self.gradients.parse, frame))
+        if gradient is not None and self.gradients.put(ballot, gradient):
+            self._carry_out(self.member.gradient_came(ballot, peer))
+        else:
+            self._carry_out(self.member.gradient_missed(ballot))
+
+    def _adopt(self, ballot: Ballot) -> asyncio.Future[float]:
+        gradient = self.gradients.get(ballot)
+
+        def adopt() -> float:
+            self.optimizer.gradient.copy_(gradient)
+            self.reduced_norm = self.optimizer.squared_norm()
+            return self.reduced_norm
+
+        return self.compute.run(adopt)
+
+    async def _adopted(self, ballot: Ballot, adopting: asyncio.Future[float]) -> None:
+        assert self.member is not None
+        norm = await adopting
+        self._carry_out(self.member.reduced(ballot, norm, math.isfinite(norm), 0.0))
+
+    # --- commits and state
 
     def _apply(self, commit: pb.Commit) -> asyncio.Future[bytes]:
         assert self.stage is not None
@@ -481,7 +537,12 @@ class Node:
             commit.step, self.run.steps, peak, training.warmup, training.lr_floor
         )
 
+        steps = {j.step for j in self.pipeline.begin.joining if j.stage == stage}
+        keep = self.pins.keep(steps, self._state(commit.step - 1, self.based_on))
+        self.gradients.forget(Ballot.of(commit.ballot))
+
         def apply() -> bytes:
+            keep()
             if not commit.skipped:
                 self.optimizer.step(lr * commit.lr_scale[stage], commit.clip_scale[stage])
                 self.omega = self.reduced_norm
@@ -556,15 +617,22 @@ class Node:
         self.omega = (before.omega + after.omega) / 2
         return self.optimizer.digest()
 
-    def _served_state(self) -> ServedState | None:
-        if self.member is None or self.member.phase is Phase.SYNCING:
+    def _served_state(self, step: int) -> ServedState | None:
+        member = self.member
+        if member is None or member.phase is Phase.SYNCING:
             return None
+        if member.following is not None and member.following.state is None:
+            return None
+        return self.pins.get(step) or self._state(member.committed, member.last)
+
+    def _state(self, step: int, last: pb.Commit) -> ServedState:
+        assert self.member is not None
         return ServedState(
-            step=self.member.committed,
+            step=step,
             tensors=self.optimizer.state(optimizer=True),
             omega=self.omega,
             boosted_at=self.member.boosted_at,
-            last=self.member.last,
+            last=last,
             optimizer_step=self.optimizer.steps,
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,15 @@ ANSWER = 4.0
 """Seconds that a member has to answer before the registry is told."""
 LONGEST_PAUSE = 5.0
 """Seconds between attempts at most, after many failed in a row."""
+FOLLOWS = 2
+"""Times that a joiner may try to follow before everybody waits for it."""
+FOLLOWED = 2.0
+"""A try is given up after so many times the deadline for progress."""
+ENTERING = 0.1
+"""Seconds that a commit waits for the vote of a joiner that has caught up; twice that in the next
+step, and so on."""
+ENTERING_SHARE = 0.05
+"""And at least this share of the step's duration."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,19 @@ class Phase(enum.Enum):
     HALTED = "halted"
 
 
+@dataclass
+class Joiner:
+    """A member that follows: it copies its stage's state while the others train."""
+
+    step: int  # of the state
+    began: float
+    stall: float | None = None  # seconds in which nothing trained because of it; None: to be told
+    caught_up: pb.Synced | None = None
+    ready: pb.Ready | None = None  # it has the attempt's gradient, so it can enter with the commit
+    vain: int = 0  # attempts that have waited for that in vain
+    failed: bool = False
+
+
 class Driver:
     """Every event method returns the effects to carry out, in order."""
 
@@ -65,6 +88,10 @@ class Driver:
         self.newer: registry.View | None = None  # adopted at the next step boundary
         self.ballot = NEVER
         self.members: dict[str, int] = {}  # active members of the ballot's view: node -> stage
+        self.joining: dict[str, Joiner] = {}  # those of the members that don't train yet
+        self.failed_to_follow: Counter[str] = Counter()
+        self.regather = ""  # why to gather at the next step boundary
+        self.complete = 0.0  # when the last of those who train was ready
         self.statuses: dict[str, pb.Status] = {}
         self.awaited: set[str] = set()  # nodes whose answer the phase waits for
         self.committed = 0
@@ -98,7 +125,7 @@ class Driver:
             return []
         if self.phase in (Phase.RUNNING, Phase.REDUCING, Phase.SYNCING):
             stay = _active(view)
-            if all(stay.get(node) == stage for node, stage in self.members.items()):
+            if all(stay.get(node) == stage for node, stage in self._training()):
                 self.newer = view
                 return []
         taken_over = self.phase is Phase.INACTIVE
@@ -113,6 +140,8 @@ class Driver:
             return []
         if body == "stale":
             return self._superseded(peer, ballot, now)
+        if peer in self.joining and body in ("synced", "ready", "failed"):
+            return self._heard_of_joiner(peer, ballot, message, now)
         if ballot != self.ballot:
             return []
         match body, self.phase:
@@ -134,6 +163,9 @@ class Driver:
         if peer not in self.members or self.phase is Phase.INACTIVE:
             return []
         lost = Event("lost", {"node": peer, "stage": self.members[peer], "reason": reason})
+        if peer in self.joining and self.phase in (Phase.RUNNING, Phase.REDUCING):
+            self.joining[peer].caught_up = None
+            return [lost, *self._if_all_ready(now)]
         return [lost, *self._gather(f"the link to {peer} is lost: {reason}", now)]
 
     def tick(self, now: float) -> list[Effect]:
@@ -143,8 +175,10 @@ class Driver:
                 return self._ask_again(now)
             case Phase.PAUSING if now >= self.pause_until:
                 return self._next(now)
+            case Phase.REDUCING if not self.awaited:
+                return self._if_all_ready(now)
             case Phase.RUNNING | Phase.REDUCING | Phase.SYNCING:
-                return self._out_of_patience(now)
+                return self._joiners_out_of_time(now) + self._out_of_patience(now)
         return []
 
     def explain(self) -> str:
@@ -155,7 +189,8 @@ class Driver:
             case Phase.SYNCING:
                 return f"{self.why}; waiting for the state of {', '.join(sorted(self.awaited))}"
             case Phase.RUNNING:
-                return f"step {self.begin.step}: {len(self.homes)} of {len(self.begin.plan)} home"
+                home = f"step {self.begin.step}: {len(self.homes)} of {len(self.begin.plan)} home"
+                return home + "".join(f"; {node} follows" for node in sorted(self.joining))
             case Phase.REDUCING:
                 return f"step {self.begin.step}: waiting for {', '.join(sorted(self.awaited))}"
             case _:
@@ -172,6 +207,7 @@ class Driver:
         self._adopt()
         self.ballot = Ballot(self.view.number, self.ballot.attempt + 1)
         self.phase = Phase.GATHERING
+        self.regather = ""
         self.statuses = {}
         self.taken_over = taken_over
         self.asked = self.gathered = now
@@ -246,11 +282,14 @@ class Driver:
     def _sync(self, now: float) -> list[Effect]:
         survivors = self._survivors()
         effects: list[Effect] = []
+        following = self._go_on_following(survivors, now)
+        to_follow: list[tuple[list[str], Rebuild]] = []
         self.awaited = set()
         vacant = []
         for stage in range(self.rules.stages + 1):
             nodes = [node for node, at in self.members.items() if at == stage]
-            joiners = [node for node in nodes if node not in survivors.get(stage, ())]
+            here = {*survivors.get(stage, ()), *self.joining}
+            joiners = [node for node in nodes if node not in here]
             if nodes and not joiners:
                 continue
             if not nodes:
@@ -263,22 +302,34 @@ class Driver:
                 if self.finished:
                     return self._finish(now)
                 return self._halt(pb.Halt(reason=decision.reason, step=self.committed), now)
+            if decision.method == "replica" and self._may_follow(stage, joiners):
+                to_follow.append((joiners, decision))
+                continue
             # One node rebuilds a lost stage; the others copy from it, so that they are identical.
             effects += self._sync_one_stage(
                 joiners if decision.method == "replica" else joiners[:1], decision
             )
+        if effects or vacant:  # nothing trains anyway
+            for joiners, decision in to_follow:
+                effects += self._sync_one_stage(joiners, decision)
+            to_follow = []
         if effects:
             self.phase = Phase.SYNCING
+            effects += following
             self.began = self.progressed = now
             return effects
         if vacant and not self.finished:
             self.phase = Phase.WAITING
             stages = ", ".join(map(str, vacant))
             self.why = f"waiting for a node to join stage {stages}: planaria node --join ..."
-            return [Event("waiting", {"stages": vacant, "reason": self.why})]
-        return self._next(now)
+            return [*following, Event("waiting", {"stages": vacant, "reason": self.why})]
+        for joiners, decision in to_follow:
+            following += self._begin_following(joiners, decision, now)
+        return following + self._next(now)
 
-    def _sync_one_stage(self, joiners: Sequence[str], decision: Rebuild) -> list[Effect]:
+    def _sync_one_stage(
+        self, joiners: Sequence[str], decision: Rebuild, follow: bool = False
+    ) -> list[Effect]:
         boosted_at = self.committed
         if decision.method == "replica":
             boosted_at = self.statuses[decision.sources[0].node].boosted_at
@@ -291,6 +342,7 @@ class Driver:
                 for source in decision.sources
             ],
             boosted_at=boosted_at,
+            follow=follow,
         )
         self.awaited.update(joiners)
         effects: list[Effect] = []
@@ -302,22 +354,152 @@ class Driver:
     def _synced(self, peer: str, synced: pb.Synced, now: float) -> list[Effect]:
         self.awaited.discard(peer)
         self.progressed = now
-        self.rebuilt.append(
-            {
-                "node": peer,
-                "stage": self.members[peer],
-                "method": synced.method,
-                "step": synced.step,
-                "sources": [
-                    {"node": source.node, "stage": source.stage, "step": source.step}
-                    for source in synced.sources
-                ],
-                "bytes": synced.fetched_bytes,
-                "fetch_seconds": synced.seconds,
-                "rebuild_seconds": now - self.began,
-            }
-        )
+        self.rebuilt.append(self._rebuilt(peer, synced, now - self.began))
         return [] if self.awaited else self._gather("state is in place", now)
+
+    def _rebuilt(self, peer: str, synced: pb.Synced, seconds: float) -> dict[str, Any]:
+        return {
+            "node": peer,
+            "stage": self.members[peer],
+            "method": synced.method,
+            "step": synced.step,
+            "sources": [
+                {"node": source.node, "stage": source.stage, "step": source.step}
+                for source in synced.sources
+            ],
+            "bytes": synced.fetched_bytes,
+            "fetch_seconds": synced.seconds,
+            "rebuild_seconds": seconds,
+        }
+
+    # --- joiners that follow while the others train
+
+    def _training(self) -> list[tuple[str, int]]:
+        return [(n, stage) for n, stage in sorted(self.members.items()) if n not in self.joining]
+
+    def _may_follow(self, stage: int, joiners: Sequence[str]) -> bool:
+        """The replicas of a stage that has just been rebuilt are waited for, as was the first."""
+        tried = any(self.failed_to_follow[node] >= FOLLOWS for node in joiners)
+        rebuilt = any(r["stage"] == stage and r["method"] != "replica" for r in self.rebuilt)
+        return not (tried or rebuilt or self._is_over())
+
+    def _begin_following(
+        self, joiners: Sequence[str], decision: Rebuild, now: float
+    ) -> list[Effect]:
+        effects = self._sync_one_stage(joiners, decision, follow=True)
+        for node in joiners:
+            self.awaited.discard(node)
+            del self.statuses[node]  # it tells nothing of its stage
+            self.joining[node] = Joiner(self.committed, now)
+        return effects
+
+    def _go_on_following(self, survivors: Mapping[int, Sequence[str]], now: float) -> list[Effect]:
+        """Everybody has answered: who has the newest state is in, who is on the way to it goes on,
+        and all others have to begin anew."""
+        effects: list[Effect] = []
+        before, self.joining = self.joining, {}
+        for node, status in list(self.statuses.items()):
+            joiner = before.get(node)
+            if status.committed == self.committed:
+                if joiner is not None:
+                    self._enter(node, joiner, now)
+                continue
+            if joiner is None or joiner.step != status.following:
+                joiner = Joiner(status.following, now, stall=0.0)
+            missed = self.committed - status.heard
+            fed = status.following and self.members[node] in survivors
+            if not fed or joiner.failed or missed > 1 or self._is_over():
+                continue
+            if missed:
+                effects.append(self._to(node, pb.Message(step=pb.Step(commit=self.last))))
+            self.joining[node] = joiner
+            del self.statuses[node]
+        return effects
+
+    def _heard_of_joiner(
+        self, peer: str, ballot: Ballot, message: pb.Message, now: float
+    ) -> list[Effect]:
+        """Under whatever ballot: a joiner may not have heard of this one yet."""
+        joiner = self.joining[peer]
+        match message.WhichOneof("body"):
+            case "synced":
+                joiner.caught_up = message.synced
+            case "ready" if self.phase is Phase.REDUCING and ballot == self.ballot:
+                joiner.ready = message.ready
+                return self._if_all_ready(now)
+            case "failed":
+                gave_up = self._give_up_following(peer, message.failed.reason, now)
+                return gave_up + self._if_all_ready(now)
+        return []
+
+    def _give_up_following(self, peer: str, reason: str, now: float) -> list[Effect]:
+        """It is told what to do at the next step boundary."""
+        joiner = self.joining[peer]
+        if joiner.failed:
+            return []
+        joiner.failed, joiner.caught_up = True, None
+        self.failed_to_follow[peer] += 1
+        why = f"{peer} can't follow: {reason}"
+        failed = Event("rebuild failed", {"node": peer, "reason": why})
+        match self.phase:
+            case Phase.RUNNING | Phase.REDUCING:
+                self.regather = why
+            case Phase.PAUSING | Phase.WAITING:
+                return [failed, *self._gather(why, now)]
+        return [failed]
+
+    def _joiners_out_of_time(self, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        limit = FOLLOWED * self.rules.progress
+        for node, joiner in list(self.joining.items()):
+            if now - joiner.began >= limit and self.phase is not Phase.SYNCING:
+                effects += self._give_up_following(node, f"not even in {limit:.0f} s", now)
+        return effects
+
+    def _if_all_ready(self, now: float) -> list[Effect]:
+        """Decide when all who train are ready, and, for a short while, who would like to enter."""
+        if self.phase is not Phase.REDUCING or self.awaited:
+            return []
+        self.complete = self.complete or now
+        entering = [joiner for joiner in self.joining.values() if joiner.caught_up is not None]
+        usual = max(ENTERING, ENTERING_SHARE * (self.complete - self.began))
+        waited = now - self.complete
+        late = [joiner for joiner in entering if joiner.ready is None]
+        if any(waited < usual * 2.0 ** min(joiner.vain, 10) for joiner in late):
+            return []
+        for joiner in entering:
+            joiner.stall = (joiner.stall or 0.0) + waited
+        for joiner in late:
+            joiner.vain += 1
+        return self._decide(now)
+
+    def _let_in(self, now: float) -> list[Effect]:
+        """Who has the attempt's gradient, and agrees with a replica on it, trains from now on."""
+        effects: list[Effect] = []
+        for node, joiner in list(self.joining.items()):
+            if joiner.ready is None:
+                continue
+            stage = self.members[node]
+            twin = next(n for n in sorted(self.ready) if self.members[n] == stage)
+            if _agree(joiner.ready, self.ready[twin]):
+                self._enter(node, joiner, now)
+                continue
+            fields = {"stage": stage, "nodes": [twin, node], "step": self.committed}
+            effects.append(Event("diverged", fields))
+            effects += self._give_up_following(node, f"its weights are not those of {twin}", now)
+        return effects
+
+    def _enter(self, node: str, joiner: Joiner, now: float) -> None:
+        self.joining.pop(node, None)
+        synced = joiner.caught_up or pb.Synced(step=joiner.step, method="replica")
+        rebuilt = self._rebuilt(node, synced, now - joiner.began)
+        self.rebuilt.append(rebuilt | {"stall_seconds": joiner.stall or 0.0})
+
+    def _joiners(self) -> list[pb.Joiner]:
+        return [
+            pb.Joiner(node=node, stage=self.members[node], step=joiner.step)
+            for node, joiner in sorted(self.joining.items())
+        ]
 
     # --- attempt
 
@@ -351,6 +533,7 @@ class Driver:
                 kind=pb.Begin.EVALUATE,
                 plan=self._plan(rules.validation_microbatches),
                 members=self._places(),
+                joining=self._joiners(),
             )
         boosted = {self.members[node]: s.boosted_at for node, s in self.statuses.items()}
         self.lr_scale = [
@@ -362,13 +545,14 @@ class Driver:
             plan=self._plan(rules.microbatches),
             lr_scale=self.lr_scale,
             members=self._places(),
+            joining=self._joiners(),
         )
 
     def _places(self) -> list[pb.Place]:
-        return [pb.Place(node=node, stage=stage) for node, stage in sorted(self.members.items())]
+        return [pb.Place(node=node, stage=stage) for node, stage in self._training()]
 
     def _plan(self, count: int) -> list[pb.Microbatch]:
-        sources = sorted(node for node, stage in self.members.items() if stage == 0)
+        sources = [node for node, stage in self._training() if stage == 0]
         order = range(1, self.rules.stages + 1)
         return [
             pb.Microbatch(id=identity, source=source, order=order)
@@ -393,8 +577,10 @@ class Driver:
     def _report_rebuilds(self, now: float) -> list[Effect]:
         stall = 0.0 if self.stalled is None else now - self.stalled
         self.stalled = None
+        for joiner in self.joining.values():
+            joiner.stall = stall if joiner.stall is None else joiner.stall
         rebuilt, self.rebuilt = self.rebuilt, []
-        return [Event("rebuilt", {**fields, "stall_seconds": stall}) for fields in rebuilt]
+        return [Event("rebuilt", {"stall_seconds": stall, **fields}) for fields in rebuilt]
 
     def _home(self, home: pb.Home, now: float) -> list[Effect]:
         self.homes[home.microbatch] = home
@@ -408,8 +594,12 @@ class Driver:
             return [event, *self._after_step(pb.Step(), now)]
         self.phase = Phase.REDUCING
         self.ready = {}
-        self.awaited = set(self.members)
-        return [self._to(node, pb.Message(reduce=pb.Reduce())) for node in sorted(self.members)]
+        self.awaited = {node for node, _ in self._training()}
+        self.complete = 0.0
+        for joiner in self.joining.values():
+            joiner.ready = None
+        asked = self.awaited | {n for n, j in self.joining.items() if j.caught_up is not None}
+        return [self._to(node, pb.Message(reduce=pb.Reduce())) for node in sorted(asked)]
 
     def _mean_loss(self) -> float:
         tokens = sum(home.tokens for home in self.homes.values())
@@ -420,19 +610,16 @@ class Driver:
         self.seconds[peer] = ready.seconds_per_microbatch
         self.awaited.discard(peer)
         self.progressed = now
-        return [] if self.awaited else self._decide(now)
+        return self._if_all_ready(now)
 
     def _decide(self, now: float) -> list[Effect]:
         """All are ready: commit, and begin what comes next in the same message."""
-        effects: list[Effect] = []
+        effects = self._let_in(now)
         norms: dict[int, float] = {}
         for node in sorted(self.ready):
             stage, ready = self.members[node], self.ready[node]
             twin = next(n for n in sorted(self.ready) if self.members[n] == stage)
-            if (ready.squared_norm, ready.digest) != (
-                self.ready[twin].squared_norm,
-                self.ready[twin].digest,
-            ) and ready.finite:
+            if not _agree(ready, self.ready[twin]):
                 effects.append(
                     Event(
                         "diverged", {"stage": stage, "nodes": [twin, node], "step": self.committed}
@@ -469,7 +656,13 @@ class Driver:
             self.phase = Phase.WAITING
             effects = self._send_step(step, now)
             return effects + self._gather(f"view {self.newer.number}: {self.newer.reason}", now)
+        if self.regather:
+            self.phase = Phase.WAITING
+            return self._send_step(step, now) + self._gather(self.regather, now)
         begin = self._what_next(now)
+        if begin is None and self.joining:
+            self.phase = Phase.WAITING
+            return self._send_step(step, now) + self._gather("all shall have the end", now)
         if begin is not None:
             step.begin.CopyFrom(begin)
             return self._send_step(step, now)
@@ -521,6 +714,12 @@ class Driver:
         addressed.CopyFrom(message)
         addressed.ballot.CopyFrom(self.ballot.message())
         return Send(node, addressed)
+
+
+def _agree(ready: pb.Ready, twin: pb.Ready) -> bool:
+    """Whether replicas have the same weights, and the same gradient if it counts."""
+    same = (ready.squared_norm, ready.digest) == (twin.squared_norm, twin.digest)
+    return same or not ready.finite
 
 
 def _active(view: registry.View) -> dict[str, int]:

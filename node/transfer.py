@@ -159,16 +159,17 @@ def _shorten(text: str) -> str:
 class StateServer:
     """Answers joiners that ask for this node's state.
 
-    `state` is called on the event loop. A commit must change `ServedState.step` no later than it
-    posts its work to the compute thread: then what is posted while the step is the pinned one finds
-    the pinned weights. None: there is no state to serve.
+    `state` is called on the event loop, with the step that is asked for, and returns the state of
+    that step, or else the newest one; None: there is no state to serve. A commit must change the
+    newest one's `step` no later than it posts its work to the compute thread: then what is posted
+    while the step is the pinned one finds the pinned weights.
     """
 
     def __init__(
         self,
         send: Callable[[str, pb.Message], bool],
         send_frame: Callable[[str, Frame], bool],
-        state: Callable[[], ServedState | None],
+        state: Callable[[int], ServedState | None],
         in_compute_thread: InComputeThread,
     ) -> None:
         self._send = send
@@ -203,7 +204,7 @@ class StateServer:
 
     def _pinned(self, step: int) -> ServedState:
         """Raises ValueError that says why not."""
-        state = self._state()
+        state = self._state(step)
         if state is None:
             raise ValueError("there is no state here")
         if state.step != step:

@@ -21,6 +21,7 @@ from node.compute import Priority
 from node.driver import Driver
 from node.effects import (
     NEVER,
+    Adopt,
     Apply,
     Ballot,
     DropAttempt,
@@ -34,6 +35,7 @@ from node.effects import (
     StartAttempt,
     Suspect,
 )
+from node.following import feeders
 from node.member import Frames, Member, Phase
 from node.routing import Route, Routing
 from simulation.world import Link, Process
@@ -47,6 +49,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 TO_DRIVER = frozenset(["status", "synced", "home", "ready", "failed", "stale"])
 TO_MEMBER = frozenset(["query", "sync", "step", "reduce", "halt"])
 SHARDS = 2
+MOST_GRADIENTS = 6  # that wait at a joiner
 
 
 def fingerprint(*parts: Any) -> bytes:
@@ -152,6 +155,8 @@ class Node:
         self.pipeline: Pipeline
         self.averaging = Averaging(self)
         self.transfers = Transfers(self)
+        self.gradients: dict[Ballot, Counter[tuple[int, str]]] = {}  # for a joiner to follow with
+        self.based_on = pb.Commit()
         self.fuse: int | None = None  # messages of commits left to send before the crash
         self.report = registry.Report()
         cluster.network.endpoints[self.name] = self
@@ -285,6 +290,8 @@ class Node:
             self.transfers.on_frame(peer, frame)
         elif frame.kind == "average":
             self.averaging.on_frame(peer, frame)
+        elif frame.kind == "follow":
+            self._take_gradient(peer, frame)
         elif self.member is not None:
             match self.member.frames(frame.ballot):
                 case Frames.TAKE:
@@ -317,6 +324,7 @@ class Node:
         if lost:  # those of older attempts may be among them
             why = f"the link to {peer} broke before a frame was through: {reason}"
             self.attempt_failed(max(lost), why, [])
+        self.carry_out(self.member.link_lost(peer))
         self.carry_out(self.driver.link_lost(peer, reason, self.world.now))
 
     def _send(self, peer: str, item: pb.Message | Frame) -> bool:
@@ -347,7 +355,7 @@ class Node:
             if not parked:
                 del self.parked[peer]
             for item in late:
-                if isinstance(item, Frame) and item.kind != "state":
+                if isinstance(item, Frame) and item.kind not in ("state", "follow"):
                     why = f"no link to {peer} came up in {LINK_PATIENCE:.0f} s"
                     self.attempt_failed(item.ballot, why, [peer])
 
@@ -374,6 +382,7 @@ class Node:
                     if self.fuse < 0:
                         self.cluster.crash(self.process, "between two messages of a commit")
             case StartAttempt(ballot, begin):
+                self.based_on = self.member.last
                 self.averaging.abandon(ballot)
                 self.pipeline.start(ballot, begin)
                 held, self.held = self.held, []
@@ -384,13 +393,19 @@ class Node:
                 self.pipeline.drop(ballot)
             case Reduce(ballot, _):
                 self.averaging.reduce(ballot)
+            case Adopt(ballot):
+                self._adopt(ballot)
             case Apply(commit):
+                steps = {j.step for j in self.pipeline.begin.joining if j.stage == self.stage}
+                based_on = self.based_on
+                self._forget_gradients(Ballot.of(commit.ballot))
                 self.compute.run(
-                    lambda: self._apply(commit),
+                    lambda: self._apply(commit, steps, based_on),
                     self._applied,
                     seconds=self.world.random.uniform(0.001, 0.05),
                 )
             case Fetch(ballot, sync):
+                self._forget_gradients(ballot)
                 self.transfers.fetch(ballot, sync)
             case Suspect(node, why):
                 self.client.suspect(node, why)
@@ -405,7 +420,32 @@ class Node:
                 self.cluster.on_event(self, kind)
                 self.cluster.check_patience(self, str(fields.get("reason")))
 
-    def _apply(self, commit: pb.Commit) -> bytes:
+    def _take_gradient(self, peer: str, frame: Frame) -> None:
+        if self.member is None or self.member.following is None:
+            return
+        if len(self.gradients) < MOST_GRADIENTS:
+            self.gradients[frame.ballot] = frame.fields
+            self.carry_out(self.member.gradient_came(frame.ballot, peer))
+        else:
+            self.carry_out(self.member.gradient_missed(frame.ballot))
+
+    def _forget_gradients(self, through: Ballot) -> None:
+        self.gradients = {b: g for b, g in self.gradients.items() if b > through}
+
+    def _adopt(self, ballot: Ballot) -> None:
+        member, gradient = self.member, self.gradients[ballot]
+        assert member is not None
+        finite = not self.cluster.overflows(member.step, member.stage)
+
+        def adopted(norm: float) -> None:
+            if not self.over:
+                self.carry_out(member.reduced(ballot, norm, finite, 0.0))
+
+        self.compute.run(lambda: self.averaging.install(gradient), adopted)
+
+    def _apply(self, commit: pb.Commit, fetched: set[int], based_on: pb.Commit) -> bytes:
+        """`fetched`: steps whose states joiners may be fetching still."""
+        self.transfers.pin(fetched, based_on)
         self.cluster.check_apply(self, commit)
         weights = self.weights
         if not commit.skipped:
@@ -630,11 +670,11 @@ class Averaging:
         total: Counter[tuple[int, str]] = Counter()
         for peer in self.replicas:
             total.update(parts[peer][1])
-        self.node.compute.run(lambda: self._install(total), lambda norm: self._done(ballot, norm))
+        self.node.compute.run(lambda: self.install(total), lambda norm: self._done(ballot, norm))
 
-    def _install(self, total: Counter[tuple[int, str]]) -> float:
+    def install(self, total: Counter[tuple[int, str]]) -> float:
         weights = self.node.weights
-        weights.gradient = total
+        weights.gradient = Counter(total)
         return 0.5 + int.from_bytes(weights.gradient_digest()[:4], "big") / 2**32
 
     def _done(self, ballot: Ballot, norm: float) -> None:
@@ -642,7 +682,11 @@ class Averaging:
         if member is None or self.node.over or ballot < self.oldest:
             return
         finite = not self.node.cluster.overflows(member.step, member.stage)
+        begin, total = self.node.pipeline.begin, Counter(self.node.weights.gradient)
         self.node.carry_out(member.reduced(ballot, norm, finite, self.node.pipeline.speed))
+        for joiner, feeder in feeders(begin).items():
+            if feeder == self.node.name:
+                self.node.send(joiner, Frame("follow", ballot, total))
 
 
 class Transfers:
@@ -655,6 +699,7 @@ class Transfers:
         self.wanted: dict[int, tuple[int, list[str]]] = {}  # transfer -> stage, sources left
         self.asked: dict[int, str] = {}
         self.got: dict[int, dict[str, Any]] = {}
+        self.pins: dict[int, dict[str, Any]] = {}  # by step: states of the past
 
     def fetch(self, ballot: Ballot, sync: pb.Sync) -> None:
         self.ballot, self.sync = ballot, sync
@@ -707,15 +752,30 @@ class Transfers:
         node = self.node
         assert node.member is not None
         weights = node.weights
-        serves = node.member.phase is not Phase.SYNCING and node.member.committed == request.step
-        return {
-            "transfer": request.transfer,
+        following = node.member.following
+        whole = node.member.phase is not Phase.SYNCING and (following is None or following.state)
+        serves = whole and node.member.committed == request.step
+        fields = self.pins.get(request.step) or {
             "error": not serves,
             "step": node.member.committed,
             "digest": weights.digest,
             "chain": weights.chain,
             "last": node.member.last,
         }
+        return fields | {"transfer": request.transfer}
+
+    def pin(self, steps: set[int], last: pb.Commit) -> None:
+        """In the compute thread, before the weights change."""
+        weights = self.node.weights
+        self.pins = {step: pin for step, pin in self.pins.items() if step in steps}
+        if weights.step in steps:
+            self.pins[weights.step] = {
+                "error": False,
+                "step": weights.step,
+                "digest": weights.digest,
+                "chain": weights.chain,
+                "last": last,
+            }
 
     def on_frame(self, peer: str, frame: Frame) -> None:
         number = frame.fields["transfer"]
