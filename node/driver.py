@@ -408,7 +408,7 @@ class Driver:
                 joiner = Joiner(status.following, now, stall=0.0)
             missed = self.committed - status.heard
             fed = status.following and self.members[node] in survivors
-            if not fed or joiner.failed or missed > 1 or self._is_over():
+            if not fed or joiner.failed or missed not in (0, 1) or self._is_over():
                 continue
             if missed:
                 effects.append(self._to(node, pb.Message(step=pb.Step(commit=self.last))))

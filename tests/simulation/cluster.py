@@ -85,6 +85,7 @@ class Cluster:
         self.rules, self.overflowing, self.pace = rules, overflowing, pace
         self.member_class, self.driver_class = member, driver
         self.hosts = {host.name: host for host in hosts}
+        self.state_size = self.world.random.choice([1.0, 4.0, 16.0])
         self.counts: Counter[str] = Counter()
         self.attempts: dict[Ballot, Attempt] = {}
         self.commits: dict[Ballot, Attempt] = {}

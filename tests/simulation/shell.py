@@ -124,12 +124,17 @@ class Weights:
         self.chain = b""  # fingerprint of all commits that made these weights
         self.step = 0
         self.gradient: Counter[tuple[int, str]] = Counter()
+        self.adopted = b""  # digest of a gradient that a replica has sent; empty: it is the own
 
     def add(self, microbatch: int, part: str) -> None:
         self.gradient[microbatch, part] += 1
 
     def gradient_digest(self) -> bytes:
-        return fingerprint(sorted(self.gradient.items()), self.digest)
+        return self.adopted or fingerprint(sorted(self.gradient.items()), self.digest)
+
+    def clear(self) -> None:
+        self.gradient.clear()
+        self.adopted = b""
 
 
 class Node:
@@ -155,7 +160,9 @@ class Node:
         self.pipeline: Pipeline
         self.averaging = Averaging(self)
         self.transfers = Transfers(self)
-        self.gradients: dict[Ballot, Counter[tuple[int, str]]] = {}  # for a joiner to follow with
+        self.gradients: dict[
+            Ballot, tuple[Counter[tuple[int, str]], bytes]
+        ] = {}  # for a joiner to follow with
         self.based_on = pb.Commit()
         self.fuse: int | None = None  # messages of commits left to send before the crash
         self.report = registry.Report()
@@ -441,7 +448,7 @@ class Node:
             if not self.over:
                 self.carry_out(member.reduced(ballot, norm, finite, 0.0))
 
-        self.compute.run(lambda: self.averaging.install(gradient), adopted)
+        self.compute.run(lambda: self.averaging.install(*gradient), adopted)
 
     def _apply(self, commit: pb.Commit, fetched: set[int], based_on: pb.Commit) -> bytes:
         """`fetched`: steps whose states joiners may be fetching still."""
@@ -453,7 +460,7 @@ class Node:
             weights.digest = fingerprint(weights.digest, weights.gradient_digest(), scales)
         weights.chain = fingerprint(weights.chain, commit.SerializeToString(deterministic=True))
         weights.step = commit.step
-        weights.gradient.clear()
+        weights.clear()
         self.cluster.check_applied(self, commit)
         return weights.digest
 
@@ -518,7 +525,7 @@ class Pipeline:
 
         def reset() -> None:
             self.live = ballot
-            self.weights.gradient.clear()
+            self.weights.clear()
             if ballot != NEVER:
                 self.node.cluster.check_start(self.node, ballot, begin)
 
@@ -672,9 +679,9 @@ class Averaging:
             total.update(parts[peer][1])
         self.node.compute.run(lambda: self.install(total), lambda norm: self._done(ballot, norm))
 
-    def install(self, total: Counter[tuple[int, str]]) -> float:
+    def install(self, total: Counter[tuple[int, str]], adopted: bytes = b"") -> float:
         weights = self.node.weights
-        weights.gradient = Counter(total)
+        weights.gradient, weights.adopted = Counter(total), adopted
         return 0.5 + int.from_bytes(weights.gradient_digest()[:4], "big") / 2**32
 
     def _done(self, ballot: Ballot, norm: float) -> None:
@@ -682,11 +689,12 @@ class Averaging:
         if member is None or self.node.over or ballot < self.oldest:
             return
         finite = not self.node.cluster.overflows(member.step, member.stage)
-        begin, total = self.node.pipeline.begin, Counter(self.node.weights.gradient)
+        begin, weights = self.node.pipeline.begin, self.node.weights
+        gradient = Counter(weights.gradient), weights.gradient_digest()
         self.node.carry_out(member.reduced(ballot, norm, finite, self.node.pipeline.speed))
         for joiner, feeder in feeders(begin).items():
             if feeder == self.node.name:
-                self.node.send(joiner, Frame("follow", ballot, total))
+                self.node.send(joiner, Frame("follow", ballot, gradient))
 
 
 class Transfers:
@@ -742,11 +750,17 @@ class Transfers:
 
     def on_message(self, peer: str, message: pb.Message) -> None:
         if message.WhichOneof("body") == "state_request":
+            process, seconds = self.node.process, self.node.world.random.uniform(0.01, 0.3)
             self.node.compute.run(
                 lambda: self._served(message.state_request),
-                lambda fields: self.node.send(peer, Frame("state", NEVER, fields)),
-                seconds=self.node.world.random.uniform(0.01, 0.3),
+                lambda fields: process.after(
+                    seconds * self.node.cluster.state_size, self._serve, peer, fields
+                ),
             )
+
+    def _serve(self, peer: str, fields: dict[str, Any]) -> None:
+        if not self.node.over:
+            self.node.send(peer, Frame("state", NEVER, fields))
 
     def _served(self, request: pb.StateRequest) -> dict[str, Any]:
         node = self.node

@@ -4,7 +4,7 @@ import pytest
 
 from node import stage_pb2 as pb
 from node.driver import Driver
-from node.effects import Ballot, Effect
+from node.effects import Adopt, Ballot, Effect
 from node.member import Member, Phase
 from simulation.scenario import ScenarioError, run
 
@@ -43,6 +43,15 @@ class DoubleCounting(Member):
         return 2 * super()._commit(commit)
 
 
+class Muddled(Member):
+    """Follows with whatever gradient came last."""
+
+    def _follow_on(self) -> list[Effect]:
+        newest = max(self.following.gradients, default=None) if self.following else None
+        effects = super()._follow_on()
+        return [Adopt(newest) if newest and isinstance(e, Adopt) else e for e in effects]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seeds" in metafunc.fixturenames:
         one = metafunc.config.getoption("seed", default=None)
@@ -67,6 +76,7 @@ def test_invariants_hold_whatever_fails(seeds: range) -> None:
     ("member", "driver", "invariant"),
     [
         (DoubleCounting, Driver, "I1|I3"),
+        (Muddled, Driver, "I2"),
         (Forgetful, Driver, "stopped without need|but .* had it"),
         (Member, Oblivious, "stopped without need|but .* had it"),
         (Member, Presumptuous, "I[234]"),
