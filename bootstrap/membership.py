@@ -46,6 +46,7 @@ class Rules:
     reconnect: float = 0.4  # for a node whose KeepAlive stream broke to come back
     restart_grace: float | None = None  # lease + 1
     data: str = ""  # content hash that stage-0 nodes must have; empty: not checked
+    swapped: bool = False  # half of the microbatches visit the end stages in swapped order
     joins_per_second: float = 100.0
     max_nodes: int = 10_000
 
@@ -129,11 +130,20 @@ class _Node:
     accusers: dict[str, str] = field(default_factory=dict)  # accuser -> why, until settled
     doomed: str = ""  # to be evicted whatever it says, and why
 
+    @property
+    def leaving(self) -> bool:
+        """It has said that it will leave soon."""
+        return self.report.leaving
 
-def related(a: int, b: int) -> bool:
-    """Whether nodes of stages a and b talk to each other: replicas, neighbours, and stage 0 with
-    everybody, since it holds the driver and both ends of the pipeline."""
-    return a == 0 or b == 0 or abs(a - b) <= 1
+
+def related(a: int, b: int, stages: int, swapped: bool) -> bool:
+    """Whether nodes of stages a and b talk to each other in every step: replicas, neighbours, and
+    stage 0 with everybody, since it holds the driver and both ends of the pipeline. With orders
+    that swap the first two and the last two of the body stages, 1 and 3 are neighbours too, and
+    L-2 and L."""
+    if a == 0 or b == 0 or abs(a - b) <= 1:
+        return True
+    return swapped and {a, b} in ({1, 3}, {stages - 2, stages})
 
 
 class Membership:
@@ -147,7 +157,7 @@ class Membership:
         self._nodes: dict[str, _Node] = {}  # in join order
         self._number = 0
         self._joined = 0
-        self._committed = 0
+        self._newest = (0, 0)  # lineage, committed step
         self._started = False  # a driver has been named once
         self._covered: float | None = None  # since when each stage has a member
         self._quiet_until = -math.inf  # after a restart: no new view before
@@ -223,12 +233,18 @@ class Membership:
             reason = self._evicted.get(renewal.node, "not a member of the current view")
             return [Evict(renewal.node, f"{reason}; join again under a new node id")]
         node.renewed = now
+        announced = node.leaving
         if renewal.HasField("report"):
             node.report = renewal.report
-            self._committed = max(self._committed, node.report.committed)
+            self._newest = max(self._newest, (node.report.lineage, node.report.committed))
+        effects: list[Effect] = []
+        if node.leaving and not announced and now >= self._quiet_until:
+            self._note(f"{renewal.node} ({_place(node.member)}) will leave soon")
+            self._staff()
+            effects = self._finish(now)
         if renewal.probe and renewal.probe == node.probe:
-            return self._answered(node, now)
-        return []
+            effects += self._answered(node, now)
+        return effects
 
     def stream_lost(self, name: str, now: float) -> list[Effect]:
         """The node's newest KeepAlive stream broke; it has `reconnect` seconds to come back."""
@@ -319,12 +335,13 @@ class Membership:
         self.view = view
         self._number = view.number
         self._joined = max([self._joined, *(m.joined for m in view.members)])
-        self._committed = max(self._committed, view.committed)
+        self._newest = max(self._newest, (view.lineage, view.committed))
         # A run that has started lacks a driver only while stage 0 is vacant.
         led = bool(view.driver) or (view.committed > 0 and 0 in self._vacant())
-        self._started = self._started or led
+        self._started = self._started or (led and bool(self._nodes))
         self._covered = now if not self._vacant() else None
-        self._quiet_until = now + self.rules.grace
+        if self._nodes:  # else there is nobody to wait for
+            self._quiet_until = now + self.rules.grace
         self._deadlines, self._complaints = [], {}
         for name, node in self._nodes.items():
             self._schedule(name, node)
@@ -379,7 +396,7 @@ class Membership:
         assert members == [n.member for n in self._nodes.values()], "the view lags the membership"
         assert not set(self._nodes) & set(self._evicted), "an evicted node is listed"
         assert view.number == self._number
-        assert view.committed <= self._committed
+        assert (view.lineage, view.committed) <= self._newest
         assert not view.number or not _problem(view, rules), _problem(view, rules)
         if self._started and not view.driver:
             assert all(m.stage or m.spare for m in members), "a stage-0 member, but no driver"
@@ -481,9 +498,8 @@ class Membership:
         if address:
             return None
         members = (n.member for n in self._nodes.values())
-        return next(
-            (m for m in members if not m.address and not m.spare and related(m.stage, stage)), None
-        )
+        hidden = (m for m in members if not m.address and not m.spare)
+        return next((m for m in hidden if _related(self.rules, m.stage, stage)), None)
 
     def _admit(self, request: JoinRequest, now: float) -> _Node:
         if request.HasField("stage"):
@@ -628,7 +644,8 @@ class Membership:
     def _finish(self, now: float) -> list[Effect]:
         """Issues a view if something has changed."""
         if self._changes:
-            self._fill_vacant()
+            self._staff()
+            self._started = self._started and bool(self._nodes)  # with nobody left it starts anew
             if self._vacant():
                 self._covered = None
             elif self._covered is None:
@@ -636,20 +653,25 @@ class Membership:
             self._issue(now)
         return self._take_effects()
 
-    def _fill_vacant(self) -> None:
-        """Sends the oldest spare that fits to each stage without a member."""
-        for stage in self._vacant():
+    def _staff(self) -> None:
+        """Sends the oldest spare that fits to each stage without a member that will stay."""
+        staying = {
+            n.member.stage for n in self._nodes.values() if not n.member.spare and not n.leaving
+        }
+        vacant = self._vacant()
+        for stage in sorted(set(range(self.rules.stages + 1)) - staying):
+            why = "is vacant" if stage in vacant else "has only nodes that will leave soon"
             for node in self._nodes.values():
                 member = node.member
                 if not member.spare or (stage == 0 and not self._has_data(member.data)):
                     continue
-                if self._unreachable(member.address, stage) is not None:
+                if node.leaving or self._unreachable(member.address, stage) is not None:
                     continue
                 node.member = Member()
                 node.member.CopyFrom(member)
                 node.member.stage, node.member.spare = stage, False
-                node.why = f"stage {stage} fell vacant"
-                self._changes.append(f"{member.node} was a spare: stage {stage} is vacant")
+                node.why = f"stage {stage} {why}"
+                self._changes.append(f"{member.node} was a spare: stage {stage} {why}")
                 break
 
     def _issue(self, now: float) -> None:
@@ -666,7 +688,8 @@ class Membership:
             members=[n.member for n in self._nodes.values()],
             driver=driver,
             reason=reason,
-            committed=self._committed,
+            lineage=self._newest[0],
+            committed=self._newest[1],
         )
         self._note(f"view {self._number}: {reason}")
         self._changes = []
@@ -738,6 +761,10 @@ def _place(member: Member) -> str:
     return "spare" if member.spare else f"stage {member.stage}"
 
 
+def _related(rules: Rules, a: int, b: int) -> bool:
+    return related(a, b, rules.stages, rules.swapped)
+
+
 def _problem(view: View, rules: Rules) -> str:
     """What keeps this from being a view of the run; empty: nothing."""
     members = list(view.members)
@@ -759,7 +786,7 @@ def _problem(view: View, rules: Rules) -> str:
         return "its nodes are not in the order of joining"
     if any(m.stage > rules.stages for m in serving):
         return f"it has stages above {rules.stages}"
-    if any(related(a, b) for i, a in enumerate(hidden) for b in hidden[i + 1 :]):
+    if any(_related(rules, a, b) for i, a in enumerate(hidden) for b in hidden[i + 1 :]):
         return "two nodes that only dial out would have to talk to each other"
     if view.driver and view.driver not in {m.node for m in serving if m.stage == 0}:
         return f"its driver {view.driver} is no stage-0 member"

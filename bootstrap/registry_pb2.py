@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62ootstrap/registry.proto\x12\x12planaria.bootstrap\"\x90\x01\n\x06Member\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05stage\x18\x03 \x01(\r\x12\x0e\n\x06joined\x18\x04 \x01(\x04\x12\r\n\x05speed\x18\x05 \x01(\x01\x12\r\n\x05spare\x18\x06 \x01(\x08\x12\x0c\n\x04host\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\t \x01(\t\"\x83\x01\n\x04View\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12+\n\x07members\x18\x03 \x03(\x0b\x32\x1a.planaria.bootstrap.Member\x12\x0e\n\x06\x64river\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x11\n\tcommitted\x18\x06 \x01(\x04\"\x97\x01\n\x0bJoinRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x12\n\x05stage\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\t\x12\r\n\x05speed\x18\x06 \x01(\x01\x12\x0c\n\x04host\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\tB\x08\n\x06_stage\"b\n\tJoinReply\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08run_file\x18\x02 \x01(\t\x12&\n\x04view\x18\x03 \x01(\x0b\x32\x18.planaria.bootstrap.View\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\xc2\x01\n\x06Report\x12\x11\n\tcommitted\x18\x01 \x01(\x04\x12\r\n\x05phase\x18\x02 \x01(\t\x12\x0c\n\x04loss\x18\x03 \x01(\x01\x12\x14\n\x0cmicrobatches\x18\x04 \x01(\x04\x12\x10\n\x08\x62ytes_in\x18\x05 \x01(\x04\x12\x11\n\tbytes_out\x18\x06 \x01(\x04\x12\x19\n\x11tokens_per_second\x18\x07 \x01(\x01\x12\x0f\n\x07message\x18\x08 \x01(\t\x12\x0f\n\x07stopped\x18\t \x01(\x08\x12\x10\n\x08\x66inished\x18\n \x01(\x08\"\xb3\x01\n\x07Renewal\x12\x0c\n\x04node\x18\x01 \x01(\t\x12*\n\x06report\x18\x02 \x01(\x0b\x32\x1a.planaria.bootstrap.Report\x12\r\n\x05probe\x18\x03 \x01(\x04\x12\x0b\n\x03run\x18\x04 \x01(\t\x12*\n\x06member\x18\x05 \x01(\x0b\x32\x1a.planaria.bootstrap.Member\x12&\n\x04view\x18\x06 \x01(\x0b\x32\x18.planaria.bootstrap.View\"6\n\x06Notice\x12\r\n\x05probe\x18\x01 \x01(\x04\x12\x0f\n\x07\x65victed\x18\x02 \x01(\t\x12\x0c\n\x04view\x18\x03 \x01(\x04\")\n\x0cWatchRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\":\n\tSuspicion\x12\x0f\n\x07\x61\x63\x63user\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x63\x63used\x18\x02 \x01(\t\x12\x0b\n\x03why\x18\x03 \x01(\t\"7\n\x07Verdict\x12\x0e\n\x06member\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0c\n\x04view\x18\x03 \x01(\x04\")\n\x0cLeaveRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0b\n\x03why\x18\x02 \x01(\t\"\x1a\n\nLeaveReply\x12\x0c\n\x04view\x18\x01 \x01(\x04\"\x11\n\x0f\x44\x65scribeRequest\"\x95\x01\n\x11MemberDescription\x12*\n\x06member\x18\x01 \x01(\x0b\x32\x1a.planaria.bootstrap.Member\x12*\n\x06report\x18\x02 \x01(\x0b\x32\x1a.planaria.bootstrap.Report\x12\x15\n\rsince_renewal\x18\x03 \x01(\x01\x12\x11\n\tsuspected\x18\x04 \x01(\x08\"\xc1\x01\n\x0b\x44\x65scription\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08run_file\x18\x02 \x01(\t\x12&\n\x04view\x18\x03 \x01(\x0b\x32\x18.planaria.bootstrap.View\x12\x36\n\x07members\x18\x04 \x03(\x0b\x32%.planaria.bootstrap.MemberDescription\x12\x11\n\tdecisions\x18\x05 \x03(\t\x12\x0e\n\x06uptime\x18\x06 \x01(\x01\x12\x10\n\x08protocol\x18\x07 \x01(\r2\xc7\x03\n\x08Registry\x12\x46\n\x04Join\x12\x1f.planaria.bootstrap.JoinRequest\x1a\x1d.planaria.bootstrap.JoinReply\x12H\n\tKeepAlive\x12\x1b.planaria.bootstrap.Renewal\x1a\x1a.planaria.bootstrap.Notice(\x01\x30\x01\x12\x45\n\x05Watch\x12 .planaria.bootstrap.WatchRequest\x1a\x18.planaria.bootstrap.View0\x01\x12\x45\n\x07Suspect\x12\x1d.planaria.bootstrap.Suspicion\x1a\x1b.planaria.bootstrap.Verdict\x12I\n\x05Leave\x12 .planaria.bootstrap.LeaveRequest\x1a\x1e.planaria.bootstrap.LeaveReply\x12P\n\x08\x44\x65scribe\x12#.planaria.bootstrap.DescribeRequest\x1a\x1f.planaria.bootstrap.Descriptionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62ootstrap/registry.proto\x12\x12planaria.bootstrap\"\x90\x01\n\x06Member\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05stage\x18\x03 \x01(\r\x12\x0e\n\x06joined\x18\x04 \x01(\x04\x12\r\n\x05speed\x18\x05 \x01(\x01\x12\r\n\x05spare\x18\x06 \x01(\x08\x12\x0c\n\x04host\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\t \x01(\t\"\x94\x01\n\x04View\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12+\n\x07members\x18\x03 \x03(\x0b\x32\x1a.planaria.bootstrap.Member\x12\x0e\n\x06\x64river\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x11\n\tcommitted\x18\x06 \x01(\x04\x12\x0f\n\x07lineage\x18\x07 \x01(\x04\"\x97\x01\n\x0bJoinRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x12\n\x05stage\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\t\x12\r\n\x05speed\x18\x06 \x01(\x01\x12\x0c\n\x04host\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\tB\x08\n\x06_stage\"b\n\tJoinReply\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08run_file\x18\x02 \x01(\t\x12&\n\x04view\x18\x03 \x01(\x0b\x32\x18.planaria.bootstrap.View\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\xe4\x01\n\x06Report\x12\x11\n\tcommitted\x18\x01 \x01(\x04\x12\r\n\x05phase\x18\x02 \x01(\t\x12\x0c\n\x04loss\x18\x03 \x01(\x01\x12\x14\n\x0cmicrobatches\x18\x04 \x01(\x04\x12\x10\n\x08\x62ytes_in\x18\x05 \x01(\x04\x12\x11\n\tbytes_out\x18\x06 \x01(\x04\x12\x19\n\x11tokens_per_second\x18\x07 \x01(\x01\x12\x0f\n\x07message\x18\x08 \x01(\t\x12\x0f\n\x07stopped\x18\t \x01(\x08\x12\x10\n\x08\x66inished\x18\n \x01(\x08\x12\x0f\n\x07lineage\x18\x0b \x01(\x04\x12\x0f\n\x07leaving\x18\x0c \x01(\x08\"\xb3\x01\n\x07Renewal\x12\x0c\n\x04node\x18\x01 \x01(\t\x12*\n\x06report\x18\x02 \x01(\x0b\x32\x1a.planaria.bootstrap.Report\x12\r\n\x05probe\x18\x03 \x01(\x04\x12\x0b\n\x03run\x18\x04 \x01(\t\x12*\n\x06member\x18\x05 \x01(\x0b\x32\x1a.planaria.bootstrap.Member\x12&\n\x04view\x18\x06 \x01(\x0b\x32\x18.planaria.bootstrap.View\"6\n\x06Notice\x12\r\n\x05probe\x18\x01 \x01(\x04\x12\x0f\n\x07\x65victed\x18\x02 \x01(\t\x12\x0c\n\x04view\x18\x03 \x01(\x04\")\n\x0cWatchRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\":\n\tSuspicion\x12\x0f\n\x07\x61\x63\x63user\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x63\x63used\x18\x02 \x01(\t\x12\x0b\n\x03why\x18\x03 \x01(\t\"7\n\x07Verdict\x12\x0e\n\x06member\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0c\n\x04view\x18\x03 \x01(\x04\")\n\x0cLeaveRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0b\n\x03why\x18\x02 \x01(\t\"\x1a\n\nLeaveReply\x12\x0c\n\x04view\x18\x01 \x01(\x04\"\x11\n\x0f\x44\x65scribeRequest\"\x95\x01\n\x11MemberDescription\x12*\n\x06member\x18\x01 \x01(\x0b\x32\x1a.planaria.bootstrap.Member\x12*\n\x06report\x18\x02 \x01(\x0b\x32\x1a.planaria.bootstrap.Report\x12\x15\n\rsince_renewal\x18\x03 \x01(\x01\x12\x11\n\tsuspected\x18\x04 \x01(\x08\"\xc1\x01\n\x0b\x44\x65scription\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08run_file\x18\x02 \x01(\t\x12&\n\x04view\x18\x03 \x01(\x0b\x32\x18.planaria.bootstrap.View\x12\x36\n\x07members\x18\x04 \x03(\x0b\x32%.planaria.bootstrap.MemberDescription\x12\x11\n\tdecisions\x18\x05 \x03(\t\x12\x0e\n\x06uptime\x18\x06 \x01(\x01\x12\x10\n\x08protocol\x18\x07 \x01(\r2\xc7\x03\n\x08Registry\x12\x46\n\x04Join\x12\x1f.planaria.bootstrap.JoinRequest\x1a\x1d.planaria.bootstrap.JoinReply\x12H\n\tKeepAlive\x12\x1b.planaria.bootstrap.Renewal\x1a\x1a.planaria.bootstrap.Notice(\x01\x30\x01\x12\x45\n\x05Watch\x12 .planaria.bootstrap.WatchRequest\x1a\x18.planaria.bootstrap.View0\x01\x12\x45\n\x07Suspect\x12\x1d.planaria.bootstrap.Suspicion\x1a\x1b.planaria.bootstrap.Verdict\x12I\n\x05Leave\x12 .planaria.bootstrap.LeaveRequest\x1a\x1e.planaria.bootstrap.LeaveReply\x12P\n\x08\x44\x65scribe\x12#.planaria.bootstrap.DescribeRequest\x1a\x1f.planaria.bootstrap.Descriptionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,33 +34,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MEMBER']._serialized_start=49
   _globals['_MEMBER']._serialized_end=193
   _globals['_VIEW']._serialized_start=196
-  _globals['_VIEW']._serialized_end=327
-  _globals['_JOINREQUEST']._serialized_start=330
-  _globals['_JOINREQUEST']._serialized_end=481
-  _globals['_JOINREPLY']._serialized_start=483
-  _globals['_JOINREPLY']._serialized_end=581
-  _globals['_REPORT']._serialized_start=584
-  _globals['_REPORT']._serialized_end=778
-  _globals['_RENEWAL']._serialized_start=781
-  _globals['_RENEWAL']._serialized_end=960
-  _globals['_NOTICE']._serialized_start=962
-  _globals['_NOTICE']._serialized_end=1016
-  _globals['_WATCHREQUEST']._serialized_start=1018
-  _globals['_WATCHREQUEST']._serialized_end=1059
-  _globals['_SUSPICION']._serialized_start=1061
-  _globals['_SUSPICION']._serialized_end=1119
-  _globals['_VERDICT']._serialized_start=1121
-  _globals['_VERDICT']._serialized_end=1176
-  _globals['_LEAVEREQUEST']._serialized_start=1178
-  _globals['_LEAVEREQUEST']._serialized_end=1219
-  _globals['_LEAVEREPLY']._serialized_start=1221
-  _globals['_LEAVEREPLY']._serialized_end=1247
-  _globals['_DESCRIBEREQUEST']._serialized_start=1249
-  _globals['_DESCRIBEREQUEST']._serialized_end=1266
-  _globals['_MEMBERDESCRIPTION']._serialized_start=1269
-  _globals['_MEMBERDESCRIPTION']._serialized_end=1418
-  _globals['_DESCRIPTION']._serialized_start=1421
-  _globals['_DESCRIPTION']._serialized_end=1614
-  _globals['_REGISTRY']._serialized_start=1617
-  _globals['_REGISTRY']._serialized_end=2072
+  _globals['_VIEW']._serialized_end=344
+  _globals['_JOINREQUEST']._serialized_start=347
+  _globals['_JOINREQUEST']._serialized_end=498
+  _globals['_JOINREPLY']._serialized_start=500
+  _globals['_JOINREPLY']._serialized_end=598
+  _globals['_REPORT']._serialized_start=601
+  _globals['_REPORT']._serialized_end=829
+  _globals['_RENEWAL']._serialized_start=832
+  _globals['_RENEWAL']._serialized_end=1011
+  _globals['_NOTICE']._serialized_start=1013
+  _globals['_NOTICE']._serialized_end=1067
+  _globals['_WATCHREQUEST']._serialized_start=1069
+  _globals['_WATCHREQUEST']._serialized_end=1110
+  _globals['_SUSPICION']._serialized_start=1112
+  _globals['_SUSPICION']._serialized_end=1170
+  _globals['_VERDICT']._serialized_start=1172
+  _globals['_VERDICT']._serialized_end=1227
+  _globals['_LEAVEREQUEST']._serialized_start=1229
+  _globals['_LEAVEREQUEST']._serialized_end=1270
+  _globals['_LEAVEREPLY']._serialized_start=1272
+  _globals['_LEAVEREPLY']._serialized_end=1298
+  _globals['_DESCRIBEREQUEST']._serialized_start=1300
+  _globals['_DESCRIBEREQUEST']._serialized_end=1317
+  _globals['_MEMBERDESCRIPTION']._serialized_start=1320
+  _globals['_MEMBERDESCRIPTION']._serialized_end=1469
+  _globals['_DESCRIPTION']._serialized_start=1472
+  _globals['_DESCRIPTION']._serialized_end=1665
+  _globals['_REGISTRY']._serialized_start=1668
+  _globals['_REGISTRY']._serialized_end=2123
 # @@protoc_insertion_point(module_scope)

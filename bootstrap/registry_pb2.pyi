@@ -29,20 +29,22 @@ class Member(_message.Message):
     def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ..., stage: _Optional[int] = ..., joined: _Optional[int] = ..., speed: _Optional[float] = ..., spare: _Optional[bool] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., data: _Optional[str] = ...) -> None: ...
 
 class View(_message.Message):
-    __slots__ = ("run", "number", "members", "driver", "reason", "committed")
+    __slots__ = ("run", "number", "members", "driver", "reason", "committed", "lineage")
     RUN_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     DRIVER_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
     run: str
     number: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
     driver: str
     reason: str
     committed: int
-    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., driver: _Optional[str] = ..., reason: _Optional[str] = ..., committed: _Optional[int] = ...) -> None: ...
+    lineage: int
+    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., driver: _Optional[str] = ..., reason: _Optional[str] = ..., committed: _Optional[int] = ..., lineage: _Optional[int] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("protocol", "node", "address", "stage", "data", "speed", "host", "device")
@@ -77,7 +79,7 @@ class JoinReply(_message.Message):
     def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("committed", "phase", "loss", "microbatches", "bytes_in", "bytes_out", "tokens_per_second", "message", "stopped", "finished")
+    __slots__ = ("committed", "phase", "loss", "microbatches", "bytes_in", "bytes_out", "tokens_per_second", "message", "stopped", "finished", "lineage", "leaving")
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +90,8 @@ class Report(_message.Message):
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     STOPPED_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     committed: int
     phase: str
     loss: float
@@ -98,7 +102,9 @@ class Report(_message.Message):
     message: str
     stopped: bool
     finished: bool
-    def __init__(self, committed: _Optional[int] = ..., phase: _Optional[str] = ..., loss: _Optional[float] = ..., microbatches: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., message: _Optional[str] = ..., stopped: _Optional[bool] = ..., finished: _Optional[bool] = ...) -> None: ...
+    lineage: int
+    leaving: bool
+    def __init__(self, committed: _Optional[int] = ..., phase: _Optional[str] = ..., loss: _Optional[float] = ..., microbatches: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., message: _Optional[str] = ..., stopped: _Optional[bool] = ..., finished: _Optional[bool] = ..., lineage: _Optional[int] = ..., leaving: _Optional[bool] = ...) -> None: ...
 
 class Renewal(_message.Message):
     __slots__ = ("node", "report", "probe", "run", "member", "view")

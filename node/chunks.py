@@ -3,6 +3,9 @@
 Pure: chunks in, chunks out. A frame gets its number when its first chunk leaves, so at the other
 end new numbers come one after the other. A more urgent kind overtakes between two chunks; within a
 kind frames keep their order, so at most one frame of each kind is under way.
+
+Copies travel in the background: a chunk of theirs leaves only when nothing else is under way, and
+is acknowledged at once, so that a gradient is never behind more than one of them.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import numpy as np
 from node.wire import KINDS, Chunk, Frame, WireError, buffers_of, check_payload_size, pack_chunk
 
 ACKNOWLEDGE_EVERY: Final = 2  # chunks, and at each frame's end; a window holds at least as many
+BACKGROUND: Final = "copy"
 
 
 @dataclass(slots=True, eq=False)
@@ -52,8 +56,8 @@ class Outbox:
 
     def next(self) -> bytes | None:
         """The next chunk to send; None while nothing is queued or the window is full."""
-        queue = next((queue for queue in self._queues.values() if queue), None)
-        if queue is None:
+        kind, queue = next(((k, q) for k, q in self._queues.items() if q), (BACKGROUND, None))
+        if queue is None or (kind == BACKGROUND and self._in_flight):
             return None
         sending = queue[0]
         length = min(self._chunk, sending.size - sending.sent)
@@ -142,7 +146,8 @@ class Inbox:
         receiving.payload[chunk.offset : end] = chunk.data
         receiving.received = end
         complete = end == chunk.size
-        self._note_received(chunk.frame, end, complete)
+        at_once = complete or receiving.frame.kind == BACKGROUND
+        self._note_received(chunk.frame, end, at_once)
         if not complete:
             return None
         del self._partial[chunk.frame]
@@ -173,10 +178,10 @@ class Inbox:
         self._partial[chunk.frame] = receiving
         return receiving
 
-    def _note_received(self, number: int, received: int, complete: bool) -> None:
+    def _note_received(self, number: int, received: int, at_once: bool) -> None:
         self._untold[number] = received
         self._chunks += 1
-        if complete or self._chunks >= ACKNOWLEDGE_EVERY:
+        if at_once or self._chunks >= ACKNOWLEDGE_EVERY:
             self._due.update(self._untold)
             self._untold.clear()
             self._chunks = 0

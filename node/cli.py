@@ -197,7 +197,17 @@ def up_command(
     stages: Annotated[int | None, typer.Option(help="Body stages.")] = None,
     replicas: Annotated[int | None, typer.Option(help="Nodes a stage.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps to train.")] = None,
-    policy: Annotated[str | None, typer.Option(help="What to do when a stage is lost.")] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="What to do when a stage is lost: checkfree, checkfree+, snapshot, checkpoint or "
+            "redundant."
+        ),
+    ] = None,
+    strict: Annotated[
+        bool | None,
+        typer.Option("--strict", help="Stop where the policy can't serve, rather than guess."),
+    ] = None,
     kill: Annotated[
         list[str] | None,
         typer.Option(
@@ -217,7 +227,7 @@ def up_command(
     from datetime import datetime
 
     from node.corpus import CorpusError
-    from node.resolve import resolve
+    from node.resolve import policy_by_default, resolve
     from node.run_file import RunFile, RunFileError, load, override
     from node.swarm import SwarmError, parse_kill, up
 
@@ -228,12 +238,18 @@ def up_command(
             swarm__replicas=replicas,
             steps=steps,
             recovery__policy=policy,
+            recovery__strict=strict,
             seed=seed,
         )
         _prepare_shipped_text(run)
-        run = resolve(run)
-        kills = [parse_kill(text, run) for text in kill or []]
         folder = out or Path("out") / f"{run.name}-{datetime.now():%Y%m%d-%H%M%S}"
+        if run.recovery.policy == "checkpoint" and not run.recovery.checkpoint_dir:
+            shared = str((folder / "checkpoints").absolute())
+            run = override(run, recovery__checkpoint_dir=shared)
+        asked, run = run, resolve(run)
+        if why := policy_by_default(asked, run):
+            console.print(why, soft_wrap=True, highlight=False)
+        kills = [parse_kill(text, run) for text in kill or []]
         status = asyncio.run(up(run, kills, folder, console, device))
     raise typer.Exit(status)
 
@@ -269,17 +285,22 @@ def bootstrap_command(
     token: Token = "",
 ) -> None:
     """Run the registry: who serves what."""
+    import logging
+
     from bootstrap.credentials import Credentials, CredentialsError
     from bootstrap.journal import Journal, JournalError
     from bootstrap.service import Registry, serve
     from node.corpus import CorpusError
-    from node.resolve import registry_rules, resolve
+    from node.resolve import policy_by_default, registry_rules, resolve
     from node.run_file import RunFileError, dumps, load, loads
 
     _begin_service()
     with refusing(RunFileError, CorpusError, CredentialsError, JournalError, OSError, ValueError):
-        text = dumps(resolve(load(run_file)))
+        asked = load(run_file)
+        text = dumps(resolve(asked))
         rules = registry_rules(loads(text), text)
+        if why := policy_by_default(asked, loads(text)):
+            logging.getLogger("planaria").info("%s", why)
         credentials = Credentials.load(ca, certificate, key, token)
         log = Journal(journal, rules.run, text) if journal is not None else None
         try:
@@ -310,6 +331,14 @@ def node_command(
     data: Annotated[Path | None, typer.Option(help="Prepared data, if not the run's.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for event log and ledger.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Of torch.")] = None,
+    save_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder for saves of this node's stage; it goes on from what is there."),
+    ] = None,
+    grace: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds after SIGTERM in which to save, hand over and leave."),
+    ] = 25.0,
     insecure: Insecure = False,
     ca: Ca = None,
     certificate: Certificate = None,
@@ -337,6 +366,8 @@ def node_command(
             data=data,
             out=out,
             threads=threads,
+            save_dir=save_dir,
+            grace=grace,
             credentials=credentials,
             insecure=insecure,
         )

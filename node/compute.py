@@ -15,11 +15,13 @@ T = TypeVar("T")
 
 
 class Priority(enum.IntEnum):
-    """Backward before forward, so that 1F1B emerges; what everybody waits for before both."""
+    """Backward before forward, so that 1F1B emerges; what everybody waits for before both, and what
+    fills the bubbles behind them."""
 
     CONTROL = 0
     BACKWARD = 1
     FORWARD = 2
+    BACKGROUND = 3
 
 
 class ComputeThread:

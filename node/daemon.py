@@ -15,7 +15,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +28,7 @@ from bootstrap.membership import PROTOCOL, related
 from node import optimizer as schedule
 from node import stage_pb2 as pb
 from node.averaging import Abandoned, Averaging, AveragingError
+from node.boundary import BoundaryClient, BoundaryServer
 from node.compute import ComputeThread
 from node.corpus import Corpus
 from node.driver import Driver, Rules
@@ -50,26 +51,34 @@ from node.effects import (
 from node.event_log import EventLog
 from node.feeding import Gradients, Pins, backlog, gradient_frame, no_gradient
 from node.following import feeders
+from node.holdings import Cost, Holdings
 from node.ledger import Header, Ledger, line
 from node.link import Links, LinkSettings, Peer
 from node.member import Frames, Member, Phase
 from node.model import BodyStage, ModelConfig, build_stage
 from node.optimizer import StageOptimizer
 from node.pipeline import Pipeline
+from node.rebuild import Rebuilding
+from node.relearn import RelearnError, Relearning
 from node.run_file import RunFile, policy_of
-from node.transfer import FetchedState, ServedState, StateClient, StateServer, TransferError
+from node.saves import SaveError, SaveId
+from node.transfer import ServedState, StateClient, StateServer, TransferError
 from node.wall_clock import WallClock
 from node.wire import Frame
-from recovery import checkfree
+from recovery.decide import Kind
 
 log = logging.getLogger("planaria")
 
 TICK = 0.05
 """Seconds between two looks at the clock."""
+FAREWELL = 2.0
+"""Seconds of its grace that a node keeps for leaving properly."""
 LINK_PATIENCE = 3.0
 """Seconds that something waits for a link to come up."""
 TO_DRIVER = frozenset(["status", "synced", "home", "ready", "failed", "stale"])
 TO_MEMBER = frozenset(["query", "sync", "step", "reduce", "halt"])
+TELL_FETCHING = 0.2
+"""Seconds between two events of a rebuild under way."""
 MOST_HELD = 4096
 """Frames of a coming attempt, and parked ones for a peer, at most."""
 
@@ -84,6 +93,7 @@ class Place:
     device: torch.device
     out: Path | None
     host: str
+    save_dir: Path | None = None  # for saves of this node's stage
     credentials: Credentials = PLAIN
     insecure: bool = False
 
@@ -139,6 +149,8 @@ class Node:
         self.reducing = 0
         self.reduced_norm = self.omega = 0.0
         self.tokens_per_second = 0.0
+        self.trouble = ""  # with saving
+        self.leaving = False
         self.wall = WallClock(time.monotonic())
         self.wall_told = time.monotonic()
         self.state_client = StateClient(self.send_message, self.compute.run)
@@ -147,6 +159,11 @@ class Node:
         )
         self.pins = Pins()
         self.based_on = pb.Commit()  # what the attempt's weights come from
+        self.boundary_client = BoundaryClient(self.send_message, self.compute.run)
+        self.boundary_server: BoundaryServer | None = None
+        self.relearning = Relearning(
+            self.send_message, self.send_frame, self.compute.run, time.monotonic
+        )
         self.averaging = Averaging(self.node, self.send_frame, self.compute.run, run.wire.averaging)
 
     # --- life
@@ -172,12 +189,51 @@ class Node:
             self.events.write(
                 "joined", {"reason": reply.reason, "host": self.place.host, "pid": os.getpid()}
             )
-            self._spawn(self._tick())
-            self._spawn(self.client.keep_membership(self.node, reply, self.viewed, self.evicted))
+            self.spawn(self._tick())
+            self.spawn(self.client.keep_membership(self.node, reply, self.viewed, self.evicted))
             self.viewed(reply.view)
             return await asyncio.shield(self.over)
         finally:
             await self._clean_up()
+
+    async def retire(self, grace: float) -> None:
+        """Save, let a standby take over where there is one, and leave, all within `grace` seconds:
+        what a spot instance does when it is told that its time is over."""
+        deadline = self.loop.time() + grace - FAREWELL
+        self.events.write("preempted", {"grace": grace})
+        log.warning("asked to end: leaving within %g s", grace)
+        if self.member is not None:
+            await self._save_now()
+            await self._hand_over(deadline)
+            left = max(0.0, deadline - self.loop.time())
+            await asyncio.to_thread(self.holdings.finish_saves, left)
+        await self.leave("stopped by its owner")
+
+    async def _save_now(self) -> None:
+        assert self.member is not None
+        member, state = self.member, self.own_state()
+        if state is not None and state.step > 0 and not member.changing:
+            lineage = member.lineage
+            await self.compute.run(
+                lambda: self.holdings.save(state, lineage, first=False, always=True)
+            )
+
+    async def _hand_over(self, deadline: float) -> None:
+        """Nobody but a standby could miss this node: a stage with replicas lives on."""
+        own = [m.node for m in self.view.members if m.stage == self.stage and not m.spare]
+        if own != [self.node] or not any(member.spare for member in self.view.members):
+            return
+        self.leaving = True
+        self._report()
+        while self.loop.time() < deadline:
+            members = self.pipeline.begin.members
+            heirs = [m.node for m in members if m.stage == self.stage and m.node != self.node]
+            if heirs:
+                log.info("%s has taken over stage %s", heirs[0], self.stage)
+                self.events.write("handed over", {"to": heirs[0], "stage": self.stage})
+                return
+            await asyncio.sleep(TICK)
+        log.warning("no standby has taken over stage %s in time", self.stage)
 
     async def leave(self, why: str) -> None:
         """Tell the registry, so that nobody has to find out."""
@@ -201,9 +257,12 @@ class Node:
         await self.links.stop()
         await asyncio.to_thread(self.compute.stop)
         self.events.write("wall", self.wall.report())
+        if self.member is not None:
+            await asyncio.to_thread(self.holdings.finish_saves)
+            self._write_cost()
         self.events.close()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self.loop.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self._task_done)
@@ -231,28 +290,40 @@ class Node:
         if own.spare:
             self.links.set_peers(view.number, _peers(view), [])
             return
-        linked = [
-            member.node
-            for member in view.members
-            if member.node != self.node and not member.spare and related(own.stage, member.stage)
-        ]
-        self.links.set_peers(view.number, _peers(view), linked)
+        self.links.set_peers(view.number, _peers(view), self._to_link(own, view))
         if self.stage is None:
             self.stage = own.stage
-            self._spawn(self._take_up_stage(own.stage))
+            self.spawn(self._take_up_stage(own.stage))
         elif self.member is not None:
             self._tell_machines(view)
+
+    def _to_link(self, own: registry.Member, view: registry.View) -> list[str]:
+        """Who this node needs in every step; everybody, if nobody can dial it when it is needed."""
+        swapped = policy_of(self.run) == "checkfree+"
+        stages = self.config.stages
+        return [
+            member.node
+            for member in view.members
+            if member.node != self.node
+            and not member.spare
+            and (not own.address or related(own.stage, member.stage, stages, swapped))
+        ]
 
     async def _take_up_stage(self, stage: int) -> None:
         run, device = self.run, self.place.device
 
-        def build() -> tuple[Any, StageOptimizer]:
+        def build() -> tuple[Any, StageOptimizer, Holdings]:
             module = build_stage(self.config, stage, run.seed).to(device)
             if isinstance(module, BodyStage):
                 module.recompute = run.training.recompute
-            return module, StageOptimizer(module, device)
+            holdings = Holdings(
+                *(self, stage, self.run_id, run, self.config, device),
+                *(self.place.save_dir, self.loop.call_soon_threadsafe),
+            )
+            return module, StageOptimizer(module, device), holdings
 
-        module, self.optimizer = await self.compute.run(build)
+        module, self.optimizer, self.holdings = await self.compute.run(build)
+        holdings = self.holdings
         self.gradients = Gradients(self.optimizer.gradient)
         corpus = self.corpus if stage == 0 else None
         self.pipeline = Pipeline(
@@ -266,6 +337,8 @@ class Node:
             device,
             self.compute,
             self,
+            holdings.twin,
+            holdings.boundary,
         )
         if corpus is not None and self.place.out is not None:
             self.ledger: Ledger | None = Ledger(
@@ -276,6 +349,16 @@ class Node:
         self.driver = Driver(self.node, self._rules())
         self.member = Member(self.node, stage, self.config.stages, policy_of(run))
         self.member.digest = await self.compute.run(self.optimizer.digest)
+        member = self.member
+        self.member.holdings = lambda: holdings.listed(member.lineage)
+        if holdings.boundary is not None:
+            self.boundary_server = BoundaryServer(
+                holdings.boundary, self.send_message, self.links.send_frame
+            )
+        self.rebuilding = Rebuilding(
+            *(stage, run, self.config, module, self.optimizer, member, holdings, self.compute),
+            *(self.state_client, self.boundary_client, self.relearning),
+        )
         log.info("serving stage %d of %d on %s", stage, self.config.stages, device)
         self.events.write("serving", {"stage": stage})
         early, self.early = self.early, []
@@ -299,6 +382,8 @@ class Node:
             clip=run.training.clip,
             clip_scope=run.training.clip_scope,
             policy=policy_of(run),
+            strict=recovery.strict,
+            relearn=recovery.relearn_passes > 0,
             progress=run.swarm.progress,
             lr_scale=partial(
                 schedule.boost, factor=recovery.lr_boost, over=recovery.lr_boost_steps
@@ -331,17 +416,33 @@ class Node:
             self._carry_out(self.member.received(peer, message))
         elif body in ("state_request", "shard_request"):
             self.state_server.on_message(peer, message)
-        else:
+        elif body in ("state_manifest", "shard_refusal"):
             self.state_client.on_message(peer, message)
+        elif body == "kept":
+            self.holdings.on_message(peer, message)
+        elif body == "boundary_request" and self.boundary_server is not None:
+            self.boundary_server.on_message(peer, message)
+        elif body == "boundary_manifest":
+            self.boundary_client.on_message(peer, message)
+        elif body == "relearn":
+            self.relearning.on_message(peer, message)
 
     def on_frame(self, peer: str, frame: Frame) -> None:
         if frame.kind == "state":
             self.state_client.on_frame(peer, frame)
         elif frame.kind == "average":
             self.averaging.on_frame(peer, frame)
+        elif frame.kind == "boundary":
+            self.boundary_client.on_frame(peer, frame)
+        elif frame.kind == "relearn":
+            self.relearning.on_frame(peer, frame)
+        elif self.member is None:
+            return  # what it belongs to has begun without this node
         elif frame.kind == "follow":
-            self._spawn(self._take_gradient(peer, frame))
-        elif self.member is not None:
+            self.spawn(self._take_gradient(peer, frame))
+        elif frame.kind in ("twin", "copy"):
+            self.holdings.on_frame(peer, frame)
+        else:
             match self.member.frames(Ballot(*frame.ballot)):
                 case Frames.TAKE:
                     self.pipeline.take(peer, frame)
@@ -358,6 +459,8 @@ class Node:
     def on_link_lost(self, peer: str, reason: str, unacknowledged: list[Frame]) -> None:
         self.averaging.on_peer_lost(peer, reason)
         self.state_client.on_peer_lost(peer, reason)
+        self.boundary_client.on_peer_lost(peer, reason)
+        self.relearning.on_peer_lost(peer, reason)
         if all(member.node != peer for member in self.view.members):
             return
         log.info("lost the link to %s: %s", peer, reason)
@@ -365,6 +468,11 @@ class Node:
         self.client.suspect(peer, reason)
         if self.member is None:
             return
+        self.holdings.on_peer_lost(peer, reason)
+        for frame in unacknowledged:
+            # Who is ready can't fail the attempt any more, so what is lost is sent again.
+            if frame.kind == "twin" and frame.ballot == self.member.attempt:
+                self.send_frame(peer, frame)
         lost = [f.ballot for f in unacknowledged if f.kind in ("activation", "gradient")]
         if lost:  # those of older attempts may be among them
             why = f"the link to {peer} broke before a frame was through: {reason}"
@@ -388,6 +496,7 @@ class Node:
         parked = self.parked.setdefault(peer, [])
         if all(member.node != peer for member in self.view.members) or len(parked) >= MOST_HELD:
             return False
+        self.links.demand(peer)
         parked.append((self.loop.time(), item))
         return True
 
@@ -431,26 +540,28 @@ class Node:
             case StartAttempt(ballot, begin):
                 assert self.member is not None
                 self.based_on = self.member.last
-                self.averaging.abandon(ballot)
+                self._abandon(ballot)
+                self.holdings.attempted(ballot, begin)
                 self.pipeline.start(ballot, begin)
                 held, self.held = self.held, []
                 for peer, frame in held:
                     self.on_frame(peer, frame)
             case DropAttempt(ballot):
-                self.averaging.abandon((ballot.view, ballot.attempt + 1))
+                self._abandon(Ballot(ballot.view, ballot.attempt + 1))
+                self.holdings.dropped()
                 self.pipeline.drop(ballot)
             case Reduce(ballot, _):
-                self._spawn(self._reduce(ballot))
+                self.spawn(self._reduce(ballot))
             case Apply(commit):
                 # Posted at once: what comes next must find it before itself in the thread.
-                self._spawn(self._applied(commit, self._apply(commit)))
+                self.spawn(self._applied(commit, self._apply(commit)))
             case Adopt(ballot):
-                self._spawn(self._adopted(ballot, self._adopt(ballot)))
+                self.spawn(self._adopted(ballot, self._adopt(ballot)))
             case Fetch(ballot, sync):
                 self.gradients.forget(ballot)
                 if self.fetching is not None:
                     self.fetching.cancel()
-                self.fetching = self._spawn(self._fetch(ballot, sync))
+                self.fetching = self.spawn(self._fetch(ballot, sync))
             case Suspect(node, why):
                 self.client.suspect(node, why)
             case Rejoin(reason):
@@ -460,6 +571,10 @@ class Node:
             case Event(kind, fields):
                 log.info("%s: %s", kind, fields.get("reason", dict(fields)))
                 self.events.write(kind, fields)
+
+    def _abandon(self, before: Ballot) -> None:
+        self.averaging.abandon(before)
+        self.holdings.abandon(before)
 
     async def _reduce(self, ballot: Ballot) -> None:
         assert self.member is not None
@@ -476,6 +591,10 @@ class Node:
                 self.run.swarm.progress,
             )
             norm = await self.compute.run(self.optimizer.squared_norm)
+            if self.holdings.twin is not None:
+                await self.holdings.twin.exchange(
+                    ballot, begin.members, self.optimizer.gradient, norm, self.run.swarm.progress
+                )
         except Abandoned:
             return
         except AveragingError as error:
@@ -537,8 +656,14 @@ class Node:
             commit.step, self.run.steps, peak, training.warmup, training.lr_floor
         )
 
-        steps = {j.step for j in self.pipeline.begin.joining if j.stage == stage}
-        keep = self.pins.keep(steps, self._state(commit.step - 1, self.based_on))
+        assert self.member is not None
+        lineage, boosted_at = self.member.lineage, self.member.boosted_at
+        begin = self.pipeline.begin  # a joiner has none
+        replicas = [place.node for place in begin.members if place.stage == stage]
+        first = self.node == min(replicas, default="")
+        self.holdings.committing(commit.step)
+        fetched = {joiner.step for joiner in begin.joining if joiner.stage == stage}
+        keep = self.pins.keep(fetched, self._state(self.based_on, boosted_at))
         self.gradients.forget(Ballot.of(commit.ballot))
 
         def apply() -> bytes:
@@ -546,100 +671,125 @@ class Node:
             if not commit.skipped:
                 self.optimizer.step(lr * commit.lr_scale[stage], commit.clip_scale[stage])
                 self.omega = self.reduced_norm
+            self.holdings.apply(commit, lr)
             self.optimizer.zero_gradient()
-            return self.optimizer.digest()
+            digest = self.optimizer.digest()
+            self.holdings.save(self._state(commit, boosted_at), lineage, first)
+            return digest
 
         return self.compute.run(apply)
 
     async def _applied(self, commit: pb.Commit, applying: asyncio.Future[bytes]) -> None:
         assert self.member is not None
         digest = await applying
-        if self.ledger is not None:
-            epoch = self.pipeline.windows.epoch(commit.step)
-            self.ledger.append(line(commit, epoch, time.time()))
+        self._note(commit)
         if commit.seconds:
             self.tokens_per_second = commit.tokens / commit.seconds
         self.events.write("applied", {"step": commit.step, "digest": digest.hex()})
         self._carry_out(self.member.applied(digest))
+        self.holdings.in_place(commit, commit.step, self.member.lineage)
         self._report()
+
+    def _note(self, commit: pb.Commit) -> None:
+        """A line in the ledger, at stage 0."""
+        if self.ledger is not None and commit.step > 0:
+            epoch = self.pipeline.windows.epoch(commit.step)
+            self.ledger.append(line(commit, epoch, time.time()))
 
     async def _fetch(self, ballot: Ballot, sync: pb.Sync) -> None:
         assert self.member is not None
-        started = self.loop.time()
         log.info("%s", sync.reason)
-        exact = sync.method == "replica"
-        by_stage: dict[int, list[str]] = {}
-        for place in sync.sources:
-            by_stage.setdefault(place.stage, []).append(place.node)
+        told = self._fetching(sync)
+        rebuilding = self.rebuilding
         try:
-            states = await asyncio.gather(
-                *(
-                    self.state_client.fetch(
-                        sync.step, nodes, exact, self.run.swarm.progress, ballot=ballot
-                    )
-                    for _, nodes in sorted(by_stage.items())
-                )
-            )
-        except TransferError as error:
-            self._carry_out(self.member.failed(ballot, str(error), []))
+            if sync.method == "twin":
+                synced = await rebuilding.rebuild_twin(ballot, sync, told)
+                if synced is not None:
+                    member = self.member
+                    self._carry_out(member.fetched(synced, member.last, member.boosted_at))
+                return
+            rebuilt = await rebuilding.rebuild(ballot, sync, told)
+        except (TransferError, SaveError, RelearnError) as error:
+            accused = error.accused if isinstance(error, RelearnError) else []
+            self._carry_out(self.member.failed(ballot, str(error), accused))
             return
-        if not self.member.arrived(ballot):
+        if rebuilt is None:
             return
-        digest = await self.compute.run(
-            partial(self._copy if exact else self._average_neighbours, states)
-        )
-        synced = pb.Synced(
-            step=sync.step,
-            method=sync.method,
-            sources=sync.sources,
-            fetched_bytes=sum(state.bytes for state in states),
-            seconds=self.loop.time() - started,
-            digest=digest,
-        )
+        self.omega, synced = rebuilt.omega, rebuilt.synced
         log.info(
-            "stage %d rebuilt at step %d by %s: %d bytes in %.2f s",
+            "stage %s is at step %d by %s: %d bytes, %.2f s",
             *(self.stage, sync.step, sync.method, synced.fetched_bytes, synced.seconds),
         )
-        self._carry_out(self.member.fetched(synced, states[0].last))
+        if sync.HasField("last"):
+            self._note(rebuilt.last)  # who was to note it may be gone
+        self._carry_out(self.member.fetched(synced, rebuilt.last, rebuilt.boosted_at))
+        self.holdings.in_place(rebuilt.last, sync.step, sync.lineage)
 
-    def _copy(self, states: Sequence[FetchedState]) -> bytes:
-        (state,) = states
-        self.optimizer.load(state.tensors.items(), state.optimizer_step)
-        self.omega = state.omega
-        return self.optimizer.digest()
+    def _fetching(self, sync: pb.Sync) -> Callable[[int], None]:
+        """Writes how far a rebuild is, now and then, for whoever watches."""
+        started = self.loop.time()
+        fields = {
+            "stage": self.stage,
+            "method": sync.method,
+            "sources": [{"node": s.node, "stage": s.stage} for s in sync.sources],
+        }
+        written = -math.inf
 
-    def _average_neighbours(self, states: Sequence[FetchedState]) -> bytes:
-        """CheckFree, Algorithm 1; the optimizer starts afresh, as published."""
-        before, after = states
-        weights = checkfree.weights_of(before.omega, after.omega, self.run.recovery.omega)
-        average = checkfree.average(before.tensors["weights"], after.tensors["weights"], *weights)
-        self.optimizer.load([("weights", average)], 0)
-        self.omega = (before.omega + after.omega) / 2
-        return self.optimizer.digest()
+        def told(size: int) -> None:
+            nonlocal written
+            now = self.loop.time()
+            if now - written >= TELL_FETCHING:
+                written = now
+                seconds = now - started
+                self.events.write("fetching", {**fields, "bytes": size, "seconds": seconds})
 
-    def _served_state(self, step: int) -> ServedState | None:
+        told(0)
+        return told
+
+    # --- the state
+
+    def own_state(self) -> ServedState | None:
+        """Of this node's stage, as of the newest commit; None: there is none."""
         member = self.member
-        if member is None or member.phase is Phase.SYNCING:
+        if member is None or (member.phase is Phase.SYNCING and member.sync.method != "twin"):
             return None
         if member.following is not None and member.following.state is None:
             return None
-        return self.pins.get(step) or self._state(member.committed, member.last)
+        return self._state(member.last, member.boosted_at)
 
-    def _state(self, step: int, last: pb.Commit) -> ServedState:
-        assert self.member is not None
+    def _state(self, last: pb.Commit, boosted_at: int) -> ServedState:
         return ServedState(
-            step=step,
+            step=last.step,
             tensors=self.optimizer.state(optimizer=True),
             omega=self.omega,
-            boosted_at=self.member.boosted_at,
+            boosted_at=boosted_at,
             last=last,
             optimizer_step=self.optimizer.steps,
         )
+
+    def _served_state(self, kind: str, stage: int, step: int) -> ServedState | None:
+        if self.member is None:
+            return None
+        if kind:
+            return self.holdings.served(kind, stage)
+        return self.pins.get(step) or self.own_state()
+
+    def saved(self, kind: Kind, save: SaveId) -> None:
+        self.trouble = ""
+        log.info("step %d is on disk (%s)", save.step, kind)
+        self.events.write("saved", {"holding": kind, "step": save.step})
+
+    def save_failed(self, reason: str) -> None:
+        self.trouble = reason
+        log.error("%s", reason)
+        self.events.write("save failed", {"reason": reason})
+        self._report()
 
     def _halted(self, halt: pb.Halt) -> None:
         fields = {"step": halt.step, "reason": halt.reason, "validation": halt.validation_loss}
         if halt.finished:
             log.info("all %d steps are committed; weights are kept until Ctrl-C", halt.step)
+            self.spawn(self._save_now())
             self.events.write("finished", fields)
         else:
             log.error(
@@ -664,7 +814,16 @@ class Node:
             if time.monotonic() - self.wall_told > 2.0:
                 self.wall_told = time.monotonic()
                 self.events.write("wall", self.wall.report())
+                self._write_cost()
                 self._report()
+
+    def _write_cost(self) -> None:
+        """What keeping things for the day of a loss has cost."""
+        parts = self.holdings.costs()
+        whole = asdict(sum(parts.values(), Cost()))
+        self.events.write(
+            "cost", {**whole, "parts": {name: asdict(cost) for name, cost in parts.items()}}
+        )
 
     def _busy_seconds(self) -> float:
         since = self.compute.busy_since
@@ -682,16 +841,19 @@ class Node:
         assert self.member is not None
         member, halt = self.member, self.member.halt
         driving = self.driver.phase is not DriverPhase.INACTIVE
+        explained = self.driver.explain() if driving else ""
         self.client.report(
             registry.Report(
                 committed=member.committed,
+                lineage=member.lineage,
                 phase=member.phase.value,
                 loss=member.last.loss,
                 microbatches=self.pipeline.computed,
                 bytes_in=self.links.bytes_in,
                 bytes_out=self.links.bytes_out,
                 tokens_per_second=self.tokens_per_second,
-                message=halt.reason if halt else (self.driver.explain() if driving else ""),
+                message=halt.reason if halt else (self.trouble or explained),
+                leaving=self.leaving,
                 stopped=halt is not None and not halt.finished,
                 finished=halt is not None and halt.finished,
             )

@@ -18,7 +18,21 @@ from bootstrap import registry_pb2 as registry
 from node import stage_pb2 as pb
 from node.effects import NEVER, Ballot, Effect, Event, Send, Suspect
 from node.routing import share_out
-from recovery.decide import Left, Policy, Rebuild, decide
+from recovery.decide import (
+    INEXACT,
+    Decision,
+    Held,
+    Left,
+    Policy,
+    Rebuild,
+    Resume,
+    RollBack,
+    Source,
+    Stop,
+    decide,
+    resume,
+)
+from recovery.orders import blocks, neighbours, order
 
 QUERY_AGAIN = 1.0
 """Seconds before a member that hasn't answered is asked once more."""
@@ -49,8 +63,15 @@ class Rules:
     clip: float
     clip_scope: str  # "global" or "stage"
     policy: Policy
+    strict: bool  # stop where the policy can't serve
+    relearn: bool  # what was rebuilt inexactly
     progress: float  # seconds without any before an attempt is given up
     lr_scale: Callable[[int, int], float]  # (step, boosted_at) -> factor
+
+    @property
+    def swapped(self) -> bool:
+        """Half of the microbatches visit the end stages in swapped order."""
+        return self.policy == "checkfree+"
 
 
 class Phase(enum.Enum):
@@ -94,6 +115,8 @@ class Driver:
         self.complete = 0.0  # when the last of those who train was ready
         self.statuses: dict[str, pb.Status] = {}
         self.awaited: set[str] = set()  # nodes whose answer the phase waits for
+        self.lineage = 0  # how often the run has gone back to files
+        self.boosted_at: dict[int, int] = {}  # by stage: after which step it was guessed; 0: never
         self.committed = 0
         self.last = pb.Commit()
         self.begin = pb.Begin()
@@ -164,7 +187,7 @@ class Driver:
             return []
         lost = Event("lost", {"node": peer, "stage": self.members[peer], "reason": reason})
         if peer in self.joining and self.phase in (Phase.RUNNING, Phase.REDUCING):
-            self.joining[peer].caught_up = None
+            self.joining[peer].caught_up = self.joining[peer].ready = None
             return [lost, *self._if_all_ready(now)]
         return [lost, *self._gather(f"the link to {peer} is lost: {reason}", now)]
 
@@ -243,15 +266,21 @@ class Driver:
 
     def _resolve(self, now: float) -> list[Effect]:
         """Everybody has answered: agree on the committed step, then get state to who lacks it."""
-        newest = max(self.statuses.values(), key=lambda status: status.committed)
+        newest = max(self.statuses.values(), key=_age)
         effects: list[Effect] = []
         if self.taken_over and any(
             status.attempting == newest.committed + 1 for status in self.statuses.values()
         ):
             effects += self._aborted("its driver is gone", newest.committed + 1)
         self.taken_over = False
-        self.committed, self.last = newest.committed, newest.last
-        if newest.committed + 1 < self.view.committed:
+        self.lineage, self.committed, self.last = newest.lineage, newest.committed, newest.last
+        known = self.view.lineage, self.view.committed
+        all_lost = (self.lineage, self.committed + 1) < known
+        if all_lost or _age(newest) == (0, 0):
+            found = resume(self._held(), self.rules.stages)
+            if found is not None:
+                return effects + self._resume(found, now)
+        if all_lost:
             reason = (
                 f"everything is lost: step {self.view.committed} was committed once, but the "
                 f"newest state that is left is of step {newest.committed}"
@@ -272,148 +301,262 @@ class Driver:
 
     # --- sync: state for those without it
 
-    def _survivors(self) -> dict[int, list[str]]:
-        found: dict[int, list[str]] = {}
+    def _held(self) -> list[Held]:
+        return [
+            Held(one.kind, Source(node, one.stage, one.step, one.lineage))  # type: ignore[arg-type]
+            for node, status in sorted(self.statuses.items())
+            for one in status.holdings
+        ]
+
+    def _left(self) -> Left:
+        survivors: dict[int, list[str]] = {}
+        trained = set()
+        self.boosted_at = {}
         for node, status in self.statuses.items():
-            if status.committed == self.committed:
-                found.setdefault(self.members[node], []).append(node)
-        return found
+            if _age(status) == (self.lineage, self.committed):
+                survivors.setdefault(self.members[node], []).append(node)
+                self.boosted_at[self.members[node]] = status.boosted_at
+                if status.boosted_at < self.committed:
+                    trained.add(self.members[node])
+        return Left(
+            self.rules.stages,
+            self.committed,
+            survivors,
+            self.lineage,
+            self._held(),
+            untrained=frozenset(survivors.keys() - trained),
+        )
+
+    def _nodes_of(self, stage: int) -> list[str]:
+        return sorted(node for node, at in self.members.items() if at == stage)
 
     def _sync(self, now: float) -> list[Effect]:
-        survivors = self._survivors()
-        effects: list[Effect] = []
-        following = self._go_on_following(survivors, now)
-        to_follow: list[tuple[list[str], Rebuild]] = []
-        self.awaited = set()
-        vacant = []
-        for stage in range(self.rules.stages + 1):
-            nodes = [node for node, at in self.members.items() if at == stage]
-            here = {*survivors.get(stage, ()), *self.joining}
-            joiners = [node for node in nodes if node not in here]
-            if nodes and not joiners:
-                continue
-            if not nodes:
-                vacant.append(stage)
-            if self.committed == 0:
-                continue
-            left = Left(self.rules.stages, self.committed, survivors)
-            decision = decide(stage, left, self.rules.policy, strict=True)
-            if not isinstance(decision, Rebuild):
+        left = self._left()
+        stages = range(self.rules.stages + 1)
+        vacant = [stage for stage in stages if not self._nodes_of(stage)]
+        decisions: dict[int, Decision] = {}
+        for stage in stages:
+            whole = len(left.survivors.get(stage, ())) == len(self._nodes_of(stage))
+            if (self.lineage, self.committed) > (0, 0) and (stage in vacant or not whole):
+                decisions[stage] = decide(stage, left, self.rules.policy, self.rules.strict)
+        for decision in decisions.values():
+            if isinstance(decision, Stop):
                 if self.finished:
                     return self._finish(now)
                 return self._halt(pb.Halt(reason=decision.reason, step=self.committed), now)
-            if decision.method == "replica" and self._may_follow(stage, joiners):
-                to_follow.append((joiners, decision))
-                continue
-            # One node rebuilds a lost stage; the others copy from it, so that they are identical.
-            effects += self._sync_one_stage(
-                joiners if decision.method == "replica" else joiners[:1], decision
+        following = self._go_on_following(left, now)
+        rebuilds = {of: d for of, d in decisions.items() if isinstance(d, Rebuild)}
+        if vacant:  # who comes yet may tell more; replicas need not wait for that
+            rebuilds = {of: d for of, d in rebuilds.items() if d.method == "replica"}
+        elif len(rebuilds) < len(decisions) and not self.finished:
+            return self._roll_back(
+                next(d for d in decisions.values() if isinstance(d, RollBack)), now
             )
-        if effects or vacant:  # nothing trains anyway
-            for joiners, decision in to_follow:
-                effects += self._sync_one_stage(joiners, decision)
-            to_follow = []
+        copies: dict[int, Rebuild] = {}
+        if not vacant and all(self._may_follow(d, left) for d in rebuilds.values()):
+            rebuilds, copies = {}, rebuilds
+        effects = self._sync_stages(rebuilds, left)
+        if not vacant:
+            effects = effects or self._sync_twins()
         if effects:
-            self.phase = Phase.SYNCING
-            effects += following
-            self.began = self.progressed = now
-            return effects
+            return following + self._wait_for_state(effects, now)
         if vacant and not self.finished:
-            self.phase = Phase.WAITING
-            stages = ", ".join(map(str, vacant))
-            self.why = f"waiting for a node to join stage {stages}: planaria node --join ..."
-            return [*following, Event("waiting", {"stages": vacant, "reason": self.why})]
-        for joiners, decision in to_follow:
-            following += self._begin_following(joiners, decision, now)
-        return following + self._next(now)
+            return following + self._wait_for_nodes(vacant)
+        return following + self._begin_following(copies, left, now) + self._next(now)
 
-    def _sync_one_stage(
-        self, joiners: Sequence[str], decision: Rebuild, follow: bool = False
-    ) -> list[Effect]:
-        boosted_at = self.committed
-        if decision.method == "replica":
-            boosted_at = self.statuses[decision.sources[0].node].boosted_at
-        sync = pb.Sync(
-            step=self.committed,
-            method=decision.method,
-            reason=decision.reason,
-            sources=[
-                pb.Source(node=source.node, stage=source.stage, step=source.step)
-                for source in decision.sources
-            ],
-            boosted_at=boosted_at,
-            follow=follow,
-        )
-        self.awaited.update(joiners)
-        effects: list[Effect] = []
-        for node in joiners:
-            effects.append(Event("rebuilding", {"node": node, **_described(decision)}))
-            effects.append(self._to(node, pb.Message(sync=sync)))
+    def _wait_for_state(self, effects: list[Effect], now: float) -> list[Effect]:
+        self.phase = Phase.SYNCING
+        self.began = self.progressed = now
+        for node in self.awaited:
+            self.joining.pop(node, None)
         return effects
+
+    def _wait_for_nodes(self, vacant: Sequence[int]) -> list[Effect]:
+        self.phase = Phase.WAITING
+        stages = ", ".join(map(str, vacant))
+        self.why = f"waiting for a node to join stage {stages}: planaria node --join ..."
+        return [Event("waiting", {"stages": list(vacant), "reason": self.why})]
+
+    def _sync_stages(self, rebuilds: Mapping[int, Rebuild], left: Left) -> list[Effect]:
+        """One node rebuilds a lost stage; its replicas copy from it later, so that they are
+        identical."""
+        joiners = {}
+        for stage, decision in rebuilds.items():
+            lacking = self._lacking(stage, left)
+            joiners[stage] = lacking if decision.method == "replica" else lacking[:1]
+        self.awaited = {node for nodes in joiners.values() for node in nodes}
+        guessed = [stage for stage, decision in rebuilds.items() if decision.method in INEXACT]
+        together = {
+            stage: block
+            for block in blocks(guessed, self.rules.stages, self.rules.swapped)
+            for stage in block
+        }
+        effects: list[Effect] = []
+        for stage, decision in rebuilds.items():
+            sync = self._sync_message(decision.method, decision.reason, decision.sources)
+            sync.last.CopyFrom(self.last)
+            if self.rules.relearn and stage in together:
+                block = together[stage]
+                sync.lost.extend(pb.Place(node=joiners[of][0], stage=of) for of in block)
+                sync.neighbours.extend(self._around(block, left))
+            for node in joiners[stage]:
+                effects.append(Event("rebuilding", {"node": node, **_described(decision)}))
+                effects.append(self._to(node, pb.Message(sync=sync)))
+        return effects
+
+    def _lacking(self, stage: int, left: Left) -> list[str]:
+        """Who has neither the state nor, since it follows, a way to it."""
+        here = {*left.survivors.get(stage, ()), *self.joining}
+        return [node for node in self._nodes_of(stage) if node not in here]
+
+    def _around(self, block: Sequence[int], left: Left) -> list[pb.Place]:
+        """Survivors that microbatches come from, and go to, before and after these stages."""
+        swapped, stages = self.rules.swapped, self.rules.stages
+        near = set().union(*(neighbours(of, stages, swapped) for of in block)) - set(block)
+        return [
+            pb.Place(node=node, stage=stage)
+            for stage in sorted(near)
+            for node in sorted(left.survivors.get(stage, ()))
+        ]
+
+    def _sync_message(self, method: str, reason: str, sources: Sequence[Source]) -> pb.Sync:
+        return pb.Sync(
+            step=self.committed,
+            lineage=self.lineage,
+            method=method,
+            reason=reason,
+            sources=[
+                pb.Source(node=s.node, stage=s.stage, step=s.step, lineage=s.lineage)
+                for s in sources
+            ],
+        )
+
+    def _roll_back(self, to: RollBack, now: float) -> list[Effect]:
+        """All stages go back, as the checkpoint policy has it."""
+        event = Event("rolled back", {"from": self.committed, "step": to.step, "reason": to.reason})
+        self._open_lineage(to.step)
+        effects: list[Effect] = [event]
+        for node, stage in sorted(self.members.items()):
+            source = Source(node, stage, to.step, to.lineage)
+            sync = self._sync_message("checkpoint", to.reason, [source])
+            effects.append(self._to(node, pb.Message(sync=sync)))
+        self.awaited = set(self.members)
+        return self._wait_for_state(effects, now)
+
+    def _resume(self, found: Resume, now: float) -> list[Effect]:
+        """Nothing is left but files: whoever has one that fits loads it, the others copy later."""
+        stages = range(self.rules.stages + 1)
+        if vacant := [stage for stage in stages if not self._nodes_of(stage)]:
+            return self._wait_for_nodes(vacant)
+        fields = {"step": found.step, "exact": found.exact, "reason": found.reason}
+        effects: list[Effect] = [Event("resuming", fields)]
+        self._open_lineage(found.step)
+        self.awaited = set()
+        for sources in found.sources.values():
+            for source in sources:
+                sync = self._sync_message("save", found.reason, [source])
+                self.awaited.add(source.node)
+                effects.append(self._to(source.node, pb.Message(sync=sync)))
+        return self._wait_for_state(effects, now)
+
+    def _open_lineage(self, step: int) -> None:
+        """What is committed after `step` from now on is another thing than what was before."""
+        held = [one.source.lineage for one in self._held()]
+        self.lineage = 1 + max(self.lineage, self.view.lineage, *held)
+        self.committed = step
 
     def _synced(self, peer: str, synced: pb.Synced, now: float) -> list[Effect]:
         self.awaited.discard(peer)
         self.progressed = now
-        self.rebuilt.append(self._rebuilt(peer, synced, now - self.began))
+        if synced.method != "twin":
+            stale = self._staleness(synced) if synced.method == "snapshot" else {}
+            who = {"node": peer, "stage": self.members[peer]}
+            seconds = {"rebuild_seconds": now - self.began}
+            self.rebuilt.append({**who, **_rebuilt(synced), **stale, **seconds})
         return [] if self.awaited else self._gather("state is in place", now)
 
-    def _rebuilt(self, peer: str, synced: pb.Synced, seconds: float) -> dict[str, Any]:
+    def _staleness(self, synced: pb.Synced) -> dict[str, Any]:
+        """Of a snapshot that was used, as its holder has told."""
+        source = synced.sources[0]
+        held = next(
+            one
+            for one in self.statuses[source.node].holdings
+            if (one.kind, one.stage) == ("snapshot", source.stage)
+        )
         return {
-            "node": peer,
-            "stage": self.members[peer],
-            "method": synced.method,
-            "step": synced.step,
-            "sources": [
-                {"node": source.node, "stage": source.stage, "step": source.step}
-                for source in synced.sources
-            ],
-            "bytes": synced.fetched_bytes,
-            "fetch_seconds": synced.seconds,
-            "rebuild_seconds": seconds,
+            "oldest_step": held.oldest_step,
+            "mean_step": held.mean_step,
+            "perturbation": None if math.isnan(held.perturbation) else held.perturbation,
         }
+
+    def _sync_twins(self) -> list[Effect]:
+        """With redundant computation, who lacks a twin of this very step copies the next stage."""
+        if self.rules.policy != "redundant" or (self.lineage, self.committed) == (0, 0):
+            return []
+        self.awaited = set()
+        effects: list[Effect] = []
+        for node, stage in sorted(self.members.items()):
+            of = (stage + 1) % (self.rules.stages + 1)
+            wanted = ("redundant", of, self.committed, self.lineage)
+            held = self.statuses[node].holdings
+            if wanted in [(one.kind, one.stage, one.step, one.lineage) for one in held]:
+                continue
+            sources = [Source(n, of, self.committed, self.lineage) for n in self._nodes_of(of)]
+            sync = self._sync_message("twin", f"{node} lacks a twin of stage {of}", sources)
+            sync.last.CopyFrom(self.last)
+            self.awaited.add(node)
+            effects.append(self._to(node, pb.Message(sync=sync)))
+        return effects
 
     # --- joiners that follow while the others train
 
     def _training(self) -> list[tuple[str, int]]:
         return [(n, stage) for n, stage in sorted(self.members.items()) if n not in self.joining]
 
-    def _may_follow(self, stage: int, joiners: Sequence[str]) -> bool:
-        """The replicas of a stage that has just been rebuilt are waited for, as was the first."""
-        tried = any(self.failed_to_follow[node] >= FOLLOWS for node in joiners)
+    def _may_follow(self, decision: Rebuild, left: Left) -> bool:
+        """The replicas of a stage that has just been rebuilt are waited for, as was the first. With
+        redundant computation all are, for a node needs its twin, too, before it can train."""
+        stage = decision.stage
+        tried = any(self.failed_to_follow[n] >= FOLLOWS for n in self._lacking(stage, left))
         rebuilt = any(r["stage"] == stage and r["method"] != "replica" for r in self.rebuilt)
-        return not (tried or rebuilt or self._is_over())
+        copied = decision.method == "replica" and self.rules.policy != "redundant"
+        return copied and not (tried or rebuilt or self._is_over())
 
     def _begin_following(
-        self, joiners: Sequence[str], decision: Rebuild, now: float
+        self, copies: Mapping[int, Rebuild], left: Left, now: float
     ) -> list[Effect]:
-        effects = self._sync_one_stage(joiners, decision, follow=True)
-        for node in joiners:
-            self.awaited.discard(node)
-            del self.statuses[node]  # it tells nothing of its stage
-            self.joining[node] = Joiner(self.committed, now)
+        effects: list[Effect] = []
+        for stage, decision in copies.items():
+            sync = self._sync_message(decision.method, decision.reason, decision.sources)
+            sync.last.CopyFrom(self.last)
+            sync.follow = True
+            for node in self._lacking(stage, left):
+                effects.append(Event("rebuilding", {"node": node, **_described(decision)}))
+                effects.append(self._to(node, pb.Message(sync=sync)))
+                self.joining[node] = Joiner(self.committed, now)
         return effects
 
-    def _go_on_following(self, survivors: Mapping[int, Sequence[str]], now: float) -> list[Effect]:
+    def _go_on_following(self, left: Left, now: float) -> list[Effect]:
         """Everybody has answered: who has the newest state is in, who is on the way to it goes on,
         and all others have to begin anew."""
         effects: list[Effect] = []
         before, self.joining = self.joining, {}
-        for node, status in list(self.statuses.items()):
+        for node, status in self.statuses.items():
             joiner = before.get(node)
-            if status.committed == self.committed:
+            if node in left.survivors.get(self.members[node], ()):
                 if joiner is not None:
                     self._enter(node, joiner, now)
                 continue
             if joiner is None or joiner.step != status.following:
                 joiner = Joiner(status.following, now, stall=0.0)
             missed = self.committed - status.heard
-            fed = status.following and self.members[node] in survivors
-            if not fed or joiner.failed or missed not in (0, 1) or self._is_over():
+            fed = left.survivors.get(self.members[node]) and status.following
+            same = status.following_lineage == self.lineage and missed in (0, 1)
+            if not (fed and same) or joiner.failed or self._is_over():
                 continue
             if missed:
                 effects.append(self._to(node, pb.Message(step=pb.Step(commit=self.last))))
             self.joining[node] = joiner
-            del self.statuses[node]
         return effects
 
     def _heard_of_joiner(
@@ -437,7 +580,7 @@ class Driver:
         joiner = self.joining[peer]
         if joiner.failed:
             return []
-        joiner.failed, joiner.caught_up = True, None
+        joiner.failed, joiner.caught_up, joiner.ready = True, None, None
         self.failed_to_follow[peer] += 1
         why = f"{peer} can't follow: {reason}"
         failed = Event("rebuild failed", {"node": peer, "reason": why})
@@ -492,8 +635,9 @@ class Driver:
     def _enter(self, node: str, joiner: Joiner, now: float) -> None:
         self.joining.pop(node, None)
         synced = joiner.caught_up or pb.Synced(step=joiner.step, method="replica")
-        rebuilt = self._rebuilt(node, synced, now - joiner.began)
-        self.rebuilt.append(rebuilt | {"stall_seconds": joiner.stall or 0.0})
+        who = {"node": node, "stage": self.members[node]}
+        seconds = {"rebuild_seconds": now - joiner.began, "stall_seconds": joiner.stall or 0.0}
+        self.rebuilt.append({**who, **_rebuilt(synced), **seconds})
 
     def _joiners(self) -> list[pb.Joiner]:
         return [
@@ -531,18 +675,17 @@ class Driver:
             return pb.Begin(
                 step=self.committed,
                 kind=pb.Begin.EVALUATE,
-                plan=self._plan(rules.validation_microbatches),
+                plan=self._plan(rules.validation_microbatches, swapped=False),
                 members=self._places(),
                 joining=self._joiners(),
             )
-        boosted = {self.members[node]: s.boosted_at for node, s in self.statuses.items()}
         self.lr_scale = [
-            rules.lr_scale(self.committed + 1, boosted.get(stage, 0))
+            rules.lr_scale(self.committed + 1, self.boosted_at.get(stage, 0))
             for stage in range(rules.stages + 1)
         ]
         return pb.Begin(
             step=self.committed + 1,
-            plan=self._plan(rules.microbatches),
+            plan=self._plan(rules.microbatches, rules.swapped),
             lr_scale=self.lr_scale,
             members=self._places(),
             joining=self._joiners(),
@@ -551,12 +694,13 @@ class Driver:
     def _places(self) -> list[pb.Place]:
         return [pb.Place(node=node, stage=stage) for node, stage in self._training()]
 
-    def _plan(self, count: int) -> list[pb.Microbatch]:
+    def _plan(self, count: int, swapped: bool) -> list[pb.Microbatch]:
+        stages = self.rules.stages
         sources = [node for node, stage in self._training() if stage == 0]
-        order = range(1, self.rules.stages + 1)
+        shared = share_out(range(count), sources, self.seconds)
         return [
-            pb.Microbatch(id=identity, source=source, order=order)
-            for identity, source in enumerate(share_out(range(count), sources, self.seconds))
+            pb.Microbatch(id=identity, source=source, order=order(identity, stages, swapped))
+            for identity, source in enumerate(shared)
         ]
 
     def _send_step(self, step: pb.Step, now: float) -> list[Effect]:
@@ -726,11 +870,37 @@ def _active(view: registry.View) -> dict[str, int]:
     return {member.node: member.stage for member in view.members if not member.spare}
 
 
+def _age(status: pb.Status) -> tuple[int, int]:
+    return status.lineage, status.committed
+
+
 def _described(decision: Rebuild) -> dict[str, Any]:
     return {
         "stage": decision.stage,
         "method": decision.method,
         "sources": [source.node for source in decision.sources],
         "exact": decision.exact,
+        "fallback": decision.fallback,
         "reason": decision.reason,
     }
+
+
+def _rebuilt(synced: pb.Synced) -> dict[str, Any]:
+    """What a node says of its rebuild, for the events."""
+    fields: dict[str, Any] = {
+        "method": synced.method,
+        "step": synced.step,
+        "sources": [{"node": s.node, "stage": s.stage, "step": s.step} for s in synced.sources],
+        "bytes": synced.fetched_bytes,
+        "fetch_seconds": synced.seconds,
+    }
+    if synced.HasField("relearned"):
+        relearned = synced.relearned
+        fields["relearned"] = {
+            "residual_before": relearned.residual_before,
+            "residual_after": relearned.residual_after,
+            "passes": relearned.passes,
+            "seconds": relearned.seconds,
+            "bytes": relearned.fetched_bytes,
+        }
+    return fields

@@ -317,6 +317,7 @@ class Links:
         self._view = 0
         self._peers: dict[str, Peer] = {}
         self._linked: frozenset[str] = frozenset()
+        self._demanded: set[str] = set()
         self._view_changed = asyncio.Event()
         self._links: dict[str, _Link] = {}
         self._halves: dict[tuple[str, str], _Half] = {}
@@ -379,6 +380,7 @@ class Links:
         self._view = view
         self._peers = {peer.node: peer for peer in peers}
         self._linked = frozenset(linked) & self._peers.keys() - {self.node}
+        self._demanded.clear()
         for link in list(self._links.values()):
             if link.peer not in self._peers:
                 link.end(f"{link.peer} is no member of view {view}", report=False)
@@ -387,6 +389,14 @@ class Links:
                 self._dialling[node] = self.spawn(self._keep_dialled(node), f"dial {node}")
         self._view_changed.set()
         self._view_changed = asyncio.Event()
+
+    def demand(self, node: str) -> None:
+        """Dial a member that `set_peers` asked for no link with, whoever has the smaller id. The
+        link stays until it breaks; from the next view on it isn't dialled again."""
+        known = node in self._peers and node not in self._links and not self._stopping
+        if known and self._peers[node].address and node not in self._dialling:
+            self._demanded.add(node)
+            self._dialling[node] = self.spawn(self._keep_dialled(node), f"dial {node}")
 
     def send(self, peer: str, message: stage_pb2.Message) -> bool:
         """Queues a control message. False: there is no link, it is dropped. Raises WireError when
@@ -466,7 +476,7 @@ class Links:
     async def _keep_dialled(self, node: str) -> None:
         pause, said = FIRST_PAUSE, ""
         try:
-            while node in self._linked and self._dials(node):
+            while node in self._demanded or (node in self._linked and self._dials(node)):
                 if link := self._links.get(node):  # which the other side dialled
                     await link.over.wait()
                     continue

@@ -7,7 +7,7 @@ from then on. What it has reduced it keeps until the driver decides, or a newer 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from bootstrap import registry_pb2 as registry
 from node import stage_pb2 as pb
@@ -62,6 +62,7 @@ class Member:
         self.driver = ""
         self.attempt = NEVER  # the ballot of the attempt that runs or is ready
         self.step = 0  # which it tries
+        self.lineage = 0  # how often the run had gone back to files before that step
         self.committed = 0
         self.last = pb.Commit()
         self.boosted_at = 0
@@ -69,6 +70,7 @@ class Member:
         self.changing = False  # the weights are, so nothing is said of them
         self.sync = pb.Sync()
         self.following: Following | None = None
+        self.holdings: Callable[[], Sequence[pb.Holding]] = lambda: ()
         self.unanswered: tuple[str, Ballot] | None = None
         self.seconds_per_microbatch = 0.0
         self.halt: pb.Halt | None = None
@@ -86,8 +88,8 @@ class Member:
         for member in view.members:
             if not member.spare:
                 survivors.setdefault(member.stage, []).append(member.node)
-        if view.driver or 0 in survivors or not self.committed:
-            return []
+        if view.driver or 0 in survivors or not self.committed or self.policy != "checkfree":
+            return []  # a newcomer may bring stage 0 back
         left = Left(self.stages, self.committed, survivors)
         decision = decide(0, left, self.policy, strict=True)
         if isinstance(decision, Stop) and self.halt is None:
@@ -140,6 +142,14 @@ class Member:
         """The optimizer has applied the last commit."""
         return self._changed(digest) + self._follow_on()
 
+    def voided(self, ballot: Ballot) -> bool:
+        """The state is about to be overwritten by what isn't fit to train yet; True: it is still
+        wanted. Until `fetched` this node has nothing to offer."""
+        wanted = self.phase is Phase.SYNCING and ballot == self.promised
+        if wanted:
+            self.lineage = self.committed = 0
+        return wanted
+
     def arrived(self, ballot: Ballot) -> bool:
         """The state has come; True: it is still wanted, put it in place and call `fetched`."""
         following = self.following
@@ -149,11 +159,11 @@ class Member:
         self.changing = self.changing or wanted
         return wanted
 
-    def fetched(self, synced: pb.Synced, last: pb.Commit) -> list[Effect]:
+    def fetched(self, synced: pb.Synced, last: pb.Commit, boosted_at: int) -> list[Effect]:
         """The state of `synced.step` is in place; `last` is the commit that made it."""
-        self.committed = synced.step
+        self.lineage, self.committed = self.sync.lineage, synced.step
         self.last = last
-        self.boosted_at = self.sync.boosted_at
+        self.boosted_at = boosted_at
         answer = self._changed(synced.digest)
         if self.following is not None:
             self.following.state = synced
@@ -255,7 +265,10 @@ class Member:
             digest=self.digest,
             seconds_per_microbatch=self.seconds_per_microbatch,
             attempting=attempting,
+            lineage=self.lineage,
+            holdings=self.holdings(),
             following=self.following.step if self.following is not None else 0,
+            following_lineage=self.sync.lineage,
             heard=self.following.heard if self.following is not None else 0,
         )
         return [Send(peer, pb.Message(ballot=ballot.message(), status=status))]

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from node import stage_pb2 as pb
+from node.boundary import BoundaryKeeper
 from node.compute import ComputeThread, Priority, T
 from node.corpus import Corpus
 from node.effects import NEVER, Ballot
@@ -23,6 +24,7 @@ from node.model import BodyStage, EmbeddingStage, ModelConfig
 from node.optimizer import StageOptimizer
 from node.routing import Route, Routing
 from node.run_file import RunFile
+from node.twin import Twin
 from node.windows import Windows, microbatch_ids, samples_hash
 from node.wire import Frame, WireError, decode, encode
 
@@ -100,12 +102,16 @@ class Pipeline:
         device: torch.device,
         compute: ComputeThread,
         events: PipelineEvents,
+        twin: Twin | None = None,
+        boundary: BoundaryKeeper | None = None,
     ) -> None:
         self.node, self.stage = node, stage
         self.module, self.optimizer = module, optimizer
         self.run, self.config, self.device = run, config, device
         self.corpus = corpus
         self.compute, self.events = compute, events
+        self.twin = twin
+        self.boundary = boundary
         self.routing = Routing(node, run.training.in_flight or config.stages + 1)
         self.ballot = NEVER
         self.begin = pb.Begin()
@@ -272,6 +278,8 @@ class Pipeline:
         except (WireError, ValueError) as error:
             reason = f"{frame.kind} of microbatch {visit.microbatch} from {peer}: {error}"
             return partial(self.events.attempt_failed, self.live, reason, [peer])
+        if self.boundary is not None and frame.kind == "activation":
+            self.boundary.keep("received", frame, tensor)
         return work(visit, tensor)
 
     def _forward(self, visit: Visit, x: torch.Tensor) -> Callable[[], None]:
@@ -309,13 +317,25 @@ class Pipeline:
         onward = visit.after(time.perf_counter() - started, forward=kind == "activation")
         ballot = self.live
         frame = Frame(kind, ballot, onward.fields(), descriptors, tuple(buffers))
+        if self.boundary is not None and kind == "activation":
+            self.boundary.keep("sent", frame, tensor)
 
         def send() -> None:
             if not self.events.send_frame(onward.node, frame):
                 reason = f"no link to {onward.node} for microbatch {visit.microbatch}"
                 self.events.attempt_failed(ballot, reason, [onward.node])
+            if kind == "activation" and self.twin is not None:
+                self._post(Priority.BACKGROUND, partial(self._forward_twin, self.twin, frame))
 
         return send
+
+    def _forward_twin(self, twin: Twin, frame: Frame) -> None:
+        """Compute redundantly what the next stage makes of this very frame."""
+        if self._evaluating or twin.step != self.live_begin.step - 1:
+            return
+        (x,) = decode(frame.descriptors, frame.payload, self.device)
+        with self._mode():
+            twin.forward(x)
 
     # --- small things
 
@@ -341,7 +361,7 @@ class Pipeline:
         before = self.seconds_per_microbatch or seconds
         self.seconds_per_microbatch = before + 0.3 * (seconds - before)
 
-    def _post(self, priority: Priority, task: Callable[[], Callable[[], None]]) -> None:
+    def _post(self, priority: Priority, task: Callable[[], Callable[[], None] | None]) -> None:
         """Compute in the thread; then do on the loop what the task returns, if still wanted."""
         ballot = self.ballot
 

@@ -39,7 +39,35 @@ def resolve(run: RunFile) -> RunFile:
         content, vocabulary = index.content, vocabulary or index.vocabulary
     run = override(run, data__path=str(path), data__content=content, model__vocabulary=vocabulary)
     run = override(run, model__stages=_stages(run))
-    return override(run, recovery__policy=policy_of(run))
+    run = override(run, recovery__policy=policy_of(run))
+    _check_policy(run)
+    return run
+
+
+def _check_policy(run: RunFile) -> None:
+    policy, stages = run.recovery.policy, run.model.stages or 0
+    if policy == "checkfree+" and stages < 4:
+        raise RunFileError(
+            f"recovery.policy = checkfree+ swaps the first two and the last two body stages, so it "
+            f"needs 4 of them, and model.stages = {stages}: use checkfree, or more stages"
+        )
+    if policy == "checkpoint" and not run.recovery.checkpoint_dir:
+        raise RunFileError(
+            "recovery.policy = checkpoint needs recovery.checkpoint_dir, a folder that all nodes "
+            "share"
+        )
+
+
+def policy_by_default(asked: RunFile, resolved: RunFile) -> str:
+    """Which policy was chosen for a run file that names none, and why; else empty."""
+    if asked.recovery.policy is not None:
+        return ""
+    if policy_of(resolved) == "checkfree+":
+        return "recovery policy: checkfree+"
+    return (
+        "recovery policy: checkfree, not checkfree+, whose swapped orders need 4 body stages; this "
+        f"run has {resolved.model.stages}"
+    )
 
 
 def _stages(run: RunFile) -> int:
@@ -70,4 +98,5 @@ def registry_rules(run: RunFile, text: str) -> Rules:
         # Nodes that look a restarted registry up by name took up to 4.3 s to find it again.
         restart_grace=run.swarm.lease + 5.0,
         data=run.data.content,
+        swapped=policy_of(run) == "checkfree+",
     )

@@ -102,7 +102,18 @@ class SavesSection(Section):
     every: int = Field(default=10, ge=1, description="steps")
     writes: Writes = "overlapped"
     in_flight: int = Field(default=2, ge=1, description="overlapped writes not yet on disk")
-    keep: int = Field(default=3, ge=1, description="newest saves of a stage")
+    keep: int = Field(default=4, ge=2, description="newest saves of a stage")
+
+    @model_validator(mode="after")
+    def meetable(self) -> SavesSection:
+        """Stages save the same steps at different times; they must keep one in common."""
+        needed = 2 + (self.in_flight if self.writes == "overlapped" else 0)
+        if self.keep < needed:
+            raise ValueError(
+                f"keep = {self.keep}: {self.writes} writes with in_flight = {self.in_flight} need "
+                f"keep = {needed} or more, for all stages to have a save of the same step"
+            )
+        return self
 
 
 class SwarmSection(Section):
@@ -133,6 +144,17 @@ class RunFile(Section):
     saves: SavesSection = SavesSection()
     swarm: SwarmSection = SwarmSection()
     wire: WireSection = WireSection()
+
+    @model_validator(mode="after")
+    def patient(self) -> RunFile:
+        """Relearning counts as progress only when it is over."""
+        relearn, progress = self.recovery.relearn_seconds, self.swarm.progress
+        if self.recovery.relearn_passes and relearn > progress / 2:
+            raise ValueError(
+                f"recovery.relearn_seconds = {relearn:g} is more than half of swarm.progress = "
+                f"{progress:g}, after which the driver takes a rebuild for stuck"
+            )
+        return self
 
 
 def _parse(fields: dict[str, Any], name: str) -> RunFile:
@@ -179,8 +201,8 @@ def override(run: RunFile, **changes: Any) -> RunFile:
 
 
 def policy_of(run: RunFile) -> Policy:
-    """What the run file says, or the default for its number of stages."""
-    return run.recovery.policy or "checkfree"
+    """What a resolved run file says, or the default for its number of stages."""
+    return run.recovery.policy or ("checkfree+" if (run.model.stages or 0) >= 4 else "checkfree")
 
 
 def dumps(run: RunFile) -> str:

@@ -7,7 +7,7 @@ import logging
 import signal
 import socket
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from node.corpus import Corpus, CorpusError
 from node.daemon import Node, Place, measure_speed, own_address
 from node.model import model_config
 from node.run_file import RunFile, loads
+from node.saves import newest_saved_stage
 
 log = logging.getLogger("planaria")
 
@@ -41,6 +42,8 @@ class Options:
     data: Path | None
     out: Path | None
     threads: int | None
+    save_dir: Path | None
+    grace: float  # seconds between SIGTERM and the end
     credentials: Credentials
     insecure: bool
 
@@ -60,6 +63,7 @@ async def serve(options: Options) -> int:
             raise NodeError("the run file doesn't say model.vocabulary; the registry should add it")
         config = model_config(run.model, vocabulary)
         place = find_place(options, device)
+        log.info("on SIGTERM this node leaves within %g s", options.grace)
         speed = measure_speed(device)
 
         stop = asyncio.Event()
@@ -70,7 +74,7 @@ async def serve(options: Options) -> int:
         while not stop.is_set():
             node = Node(place, description.run, run, config, corpus, client, speed)
             began = loop.time()
-            why = await _live_until(node, stop)
+            why = await _live_until(node, stop, options.grace)
             if stop.is_set():
                 break
             pause = REJOIN_PAUSE if loop.time() - began > 60 else min(30.0, 2 * pause)
@@ -82,13 +86,15 @@ async def serve(options: Options) -> int:
         await client.close()
 
 
-async def _live_until(node: Node, stop: asyncio.Event) -> str:
-    """One identity's life; it leaves properly when `stop` is set."""
+async def _live_until(node: Node, stop: asyncio.Event, grace: float) -> str:
+    """One identity's life; it leaves properly, within `grace` seconds, when `stop` is set."""
     living = asyncio.create_task(node.live())
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait([living, stopping], return_when=asyncio.FIRST_COMPLETED)
     if not living.done():
-        await node.leave("stopped by its owner")
+        retiring = asyncio.create_task(node.retire(grace))
+        await asyncio.wait([living, retiring], return_when=asyncio.FIRST_COMPLETED)
+        retiring.cancel()
         node.stop("stopped by its owner")
     stopping.cancel()
     return await living
@@ -143,14 +149,25 @@ def find_corpus(run: RunFile, options: Options) -> Corpus | None:
 
 
 def find_place(options: Options, device: torch.device) -> Place:
-    who = (device, options.out, socket.gethostname(), options.credentials, options.insecure)
-    if options.advertise == "none":
-        return Place(options.stage, None, "", *who)
+    stage = options.stage
+    if stage is None and options.save_dir is not None:
+        stage = newest_saved_stage(options.save_dir)
+        if stage is not None:
+            log.info("asking for stage %d, of which %s has saves", stage, options.save_dir)
+    place = Place(
+        stage=stage,
+        listen=options.listen,
+        advertise=options.advertise or options.listen,
+        device=device,
+        out=options.out,
+        host=socket.gethostname(),
+        save_dir=options.save_dir,
+        credentials=options.credentials,
+        insecure=options.insecure,
+    )
     listen_host, _, port = options.listen.rpartition(":")
-    if options.advertise:
-        address = options.advertise
-    elif listen_host in ("0.0.0.0", "[::]"):
-        address = f"{own_address(options.join[0])}:{port}"
-    else:
-        address = options.listen
-    return Place(options.stage, options.listen, address, *who)
+    if options.advertise == "none":
+        return replace(place, listen=None, advertise="")
+    if not options.advertise and listen_host in ("0.0.0.0", "[::]"):
+        return replace(place, advertise=f"{own_address(options.join[0])}:{port}")
+    return place

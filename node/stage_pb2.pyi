@@ -66,7 +66,7 @@ class Query(_message.Message):
     def __init__(self) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("committed", "ready", "ready_ballot", "last", "boosted_at", "digest", "seconds_per_microbatch", "attempting", "lineage", "holdings", "following", "heard")
+    __slots__ = ("committed", "ready", "ready_ballot", "last", "boosted_at", "digest", "seconds_per_microbatch", "attempting", "lineage", "holdings", "following", "following_lineage", "heard")
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     READY_BALLOT_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +78,7 @@ class Status(_message.Message):
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     HOLDINGS_FIELD_NUMBER: _ClassVar[int]
     FOLLOWING_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWING_LINEAGE_FIELD_NUMBER: _ClassVar[int]
     HEARD_FIELD_NUMBER: _ClassVar[int]
     committed: int
     ready: int
@@ -90,20 +91,27 @@ class Status(_message.Message):
     lineage: int
     holdings: _containers.RepeatedCompositeFieldContainer[Holding]
     following: int
+    following_lineage: int
     heard: int
-    def __init__(self, committed: _Optional[int] = ..., ready: _Optional[int] = ..., ready_ballot: _Optional[_Union[Ballot, _Mapping]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., boosted_at: _Optional[int] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., attempting: _Optional[int] = ..., lineage: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., following: _Optional[int] = ..., heard: _Optional[int] = ...) -> None: ...
+    def __init__(self, committed: _Optional[int] = ..., ready: _Optional[int] = ..., ready_ballot: _Optional[_Union[Ballot, _Mapping]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., boosted_at: _Optional[int] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., attempting: _Optional[int] = ..., lineage: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., following: _Optional[int] = ..., following_lineage: _Optional[int] = ..., heard: _Optional[int] = ...) -> None: ...
 
 class Holding(_message.Message):
-    __slots__ = ("kind", "stage", "step", "lineage")
+    __slots__ = ("kind", "stage", "step", "lineage", "mean_step", "oldest_step", "perturbation")
     KIND_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    MEAN_STEP_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_STEP_FIELD_NUMBER: _ClassVar[int]
+    PERTURBATION_FIELD_NUMBER: _ClassVar[int]
     kind: str
     stage: int
     step: int
     lineage: int
-    def __init__(self, kind: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ...) -> None: ...
+    mean_step: float
+    oldest_step: int
+    perturbation: float
+    def __init__(self, kind: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ..., mean_step: _Optional[float] = ..., oldest_step: _Optional[int] = ..., perturbation: _Optional[float] = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("node", "stage")
@@ -114,22 +122,24 @@ class Place(_message.Message):
     def __init__(self, node: _Optional[str] = ..., stage: _Optional[int] = ...) -> None: ...
 
 class Source(_message.Message):
-    __slots__ = ("node", "stage", "step")
+    __slots__ = ("node", "stage", "step", "lineage")
     NODE_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
     node: str
     stage: int
     step: int
-    def __init__(self, node: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+    lineage: int
+    def __init__(self, node: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ...) -> None: ...
 
 class Sync(_message.Message):
-    __slots__ = ("step", "method", "reason", "sources", "boosted_at", "lineage", "lost", "neighbours", "follow")
+    __slots__ = ("step", "method", "reason", "sources", "last", "lineage", "lost", "neighbours", "follow")
     STEP_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
-    BOOSTED_AT_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     NEIGHBOURS_FIELD_NUMBER: _ClassVar[int]
@@ -138,23 +148,21 @@ class Sync(_message.Message):
     method: str
     reason: str
     sources: _containers.RepeatedCompositeFieldContainer[Source]
-    boosted_at: int
+    last: Commit
     lineage: int
     lost: _containers.RepeatedCompositeFieldContainer[Place]
     neighbours: _containers.RepeatedCompositeFieldContainer[Place]
     follow: bool
-    def __init__(self, step: _Optional[int] = ..., method: _Optional[str] = ..., reason: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., boosted_at: _Optional[int] = ..., lineage: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., neighbours: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., follow: _Optional[bool] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., method: _Optional[str] = ..., reason: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., lineage: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., neighbours: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., follow: _Optional[bool] = ...) -> None: ...
 
 class Synced(_message.Message):
-    __slots__ = ("step", "method", "sources", "fetched_bytes", "seconds", "digest", "oldest_step", "perturbation", "relearned")
+    __slots__ = ("step", "method", "sources", "fetched_bytes", "seconds", "digest", "relearned")
     STEP_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
-    OLDEST_STEP_FIELD_NUMBER: _ClassVar[int]
-    PERTURBATION_FIELD_NUMBER: _ClassVar[int]
     RELEARNED_FIELD_NUMBER: _ClassVar[int]
     step: int
     method: str
@@ -162,24 +170,28 @@ class Synced(_message.Message):
     fetched_bytes: int
     seconds: float
     digest: bytes
-    oldest_step: int
-    perturbation: float
     relearned: Relearned
-    def __init__(self, step: _Optional[int] = ..., method: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., fetched_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., digest: _Optional[bytes] = ..., oldest_step: _Optional[int] = ..., perturbation: _Optional[float] = ..., relearned: _Optional[_Union[Relearned, _Mapping]] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., method: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., fetched_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., digest: _Optional[bytes] = ..., relearned: _Optional[_Union[Relearned, _Mapping]] = ...) -> None: ...
 
 class Relearned(_message.Message):
-    __slots__ = ("residual_before", "residual_after", "passes", "seconds", "fetched_bytes")
+    __slots__ = ("residual_before", "residual_after", "passes", "seconds", "fetched_bytes", "pairs", "left_out", "undone")
     RESIDUAL_BEFORE_FIELD_NUMBER: _ClassVar[int]
     RESIDUAL_AFTER_FIELD_NUMBER: _ClassVar[int]
     PASSES_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    UNDONE_FIELD_NUMBER: _ClassVar[int]
     residual_before: float
     residual_after: float
     passes: int
     seconds: float
     fetched_bytes: int
-    def __init__(self, residual_before: _Optional[float] = ..., residual_after: _Optional[float] = ..., passes: _Optional[int] = ..., seconds: _Optional[float] = ..., fetched_bytes: _Optional[int] = ...) -> None: ...
+    pairs: int
+    left_out: int
+    undone: bool
+    def __init__(self, residual_before: _Optional[float] = ..., residual_after: _Optional[float] = ..., passes: _Optional[int] = ..., seconds: _Optional[float] = ..., fetched_bytes: _Optional[int] = ..., pairs: _Optional[int] = ..., left_out: _Optional[int] = ..., undone: _Optional[bool] = ...) -> None: ...
 
 class Microbatch(_message.Message):
     __slots__ = ("id", "source", "order")
@@ -312,14 +324,18 @@ class Halt(_message.Message):
     def __init__(self, finished: _Optional[bool] = ..., reason: _Optional[str] = ..., step: _Optional[int] = ..., validation_loss: _Optional[float] = ...) -> None: ...
 
 class StateRequest(_message.Message):
-    __slots__ = ("transfer", "step", "optimizer")
+    __slots__ = ("transfer", "step", "optimizer", "kind", "stage")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
     transfer: int
     step: int
     optimizer: bool
-    def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ..., optimizer: _Optional[bool] = ...) -> None: ...
+    kind: str
+    stage: int
+    def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ..., optimizer: _Optional[bool] = ..., kind: _Optional[str] = ..., stage: _Optional[int] = ...) -> None: ...
 
 class StateManifest(_message.Message):
     __slots__ = ("transfer", "step", "error", "tensors", "size", "omega", "boosted_at", "last", "optimizer_step")
@@ -344,18 +360,22 @@ class StateManifest(_message.Message):
     def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ..., error: _Optional[str] = ..., tensors: _Optional[bytes] = ..., size: _Optional[int] = ..., omega: _Optional[float] = ..., boosted_at: _Optional[int] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., optimizer_step: _Optional[int] = ...) -> None: ...
 
 class ShardRequest(_message.Message):
-    __slots__ = ("transfer", "step", "optimizer", "offset", "size")
+    __slots__ = ("transfer", "step", "optimizer", "offset", "size", "kind", "stage")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
     transfer: int
     step: int
     optimizer: bool
     offset: int
     size: int
-    def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ..., optimizer: _Optional[bool] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+    kind: str
+    stage: int
+    def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ..., optimizer: _Optional[bool] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ..., kind: _Optional[str] = ..., stage: _Optional[int] = ...) -> None: ...
 
 class ShardRefusal(_message.Message):
     __slots__ = ("transfer", "offset", "reason")
@@ -368,26 +388,34 @@ class ShardRefusal(_message.Message):
     def __init__(self, transfer: _Optional[int] = ..., offset: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Kept(_message.Message):
-    __slots__ = ("kind", "stage", "step", "error")
+    __slots__ = ("kind", "stage", "step", "error", "transfer", "received")
     KIND_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
     kind: str
     stage: int
     step: int
     error: str
-    def __init__(self, kind: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+    transfer: int
+    received: int
+    def __init__(self, kind: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ..., error: _Optional[str] = ..., transfer: _Optional[int] = ..., received: _Optional[int] = ...) -> None: ...
 
 class BoundaryRequest(_message.Message):
-    __slots__ = ("transfer", "step", "lost")
+    __slots__ = ("transfer", "step", "lost", "stage", "offset")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
     transfer: int
     step: int
     lost: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ..., lost: _Optional[_Iterable[int]] = ...) -> None: ...
+    stage: int
+    offset: int
+    def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ..., lost: _Optional[_Iterable[int]] = ..., stage: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class BoundaryManifest(_message.Message):
     __slots__ = ("transfer", "step", "count", "error")
@@ -401,15 +429,49 @@ class BoundaryManifest(_message.Message):
     error: str
     def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ..., count: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
+class BoundaryPair(_message.Message):
+    __slots__ = ("microbatch", "stages", "input", "output")
+    MICROBATCH_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    INPUT_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    microbatch: int
+    stages: _containers.RepeatedScalarFieldContainer[int]
+    input: bool
+    output: bool
+    def __init__(self, microbatch: _Optional[int] = ..., stages: _Optional[_Iterable[int]] = ..., input: _Optional[bool] = ..., output: _Optional[bool] = ...) -> None: ...
+
 class Relearn(_message.Message):
-    __slots__ = ("round", "over", "microbatches")
+    __slots__ = ("round", "work", "pairs", "first", "count", "squared_error", "squared_norm", "result")
+    class Work(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        REPORT: _ClassVar[Relearn.Work]
+        MEASURE: _ClassVar[Relearn.Work]
+        TRAIN: _ClassVar[Relearn.Work]
+        KEEP: _ClassVar[Relearn.Work]
+        UNDO: _ClassVar[Relearn.Work]
+    REPORT: Relearn.Work
+    MEASURE: Relearn.Work
+    TRAIN: Relearn.Work
+    KEEP: Relearn.Work
+    UNDO: Relearn.Work
     ROUND_FIELD_NUMBER: _ClassVar[int]
-    OVER_FIELD_NUMBER: _ClassVar[int]
-    MICROBATCHES_FIELD_NUMBER: _ClassVar[int]
+    WORK_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    SQUARED_ERROR_FIELD_NUMBER: _ClassVar[int]
+    SQUARED_NORM_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
     round: int
-    over: bool
-    microbatches: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, round: _Optional[int] = ..., over: _Optional[bool] = ..., microbatches: _Optional[_Iterable[int]] = ...) -> None: ...
+    work: Relearn.Work
+    pairs: _containers.RepeatedCompositeFieldContainer[BoundaryPair]
+    first: int
+    count: int
+    squared_error: float
+    squared_norm: float
+    result: Relearned
+    def __init__(self, round: _Optional[int] = ..., work: _Optional[_Union[Relearn.Work, str]] = ..., pairs: _Optional[_Iterable[_Union[BoundaryPair, _Mapping]]] = ..., first: _Optional[int] = ..., count: _Optional[int] = ..., squared_error: _Optional[float] = ..., squared_norm: _Optional[float] = ..., result: _Optional[_Union[Relearned, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("view",)

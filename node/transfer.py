@@ -157,19 +157,19 @@ def _shorten(text: str) -> str:
 
 
 class StateServer:
-    """Answers joiners that ask for this node's state.
+    """Answers joiners that ask for a state that this node has.
 
-    `state` is called on the event loop, with the step that is asked for, and returns the state of
-    that step, or else the newest one; None: there is no state to serve. A commit must change the
-    newest one's `step` no later than it posts its work to the compute thread: then what is posted
-    while the step is the pinned one finds the pinned weights.
+    `state`, of (kind, stage, step) as in StateRequest, is called on the event loop, and returns the
+    state of that step, or else the newest one. A commit must change the newest one's `step` no
+    later than it posts its work to the compute thread: then what is posted while the step is the
+    pinned one finds the pinned weights. None: there is no such state.
     """
 
     def __init__(
         self,
         send: Callable[[str, pb.Message], bool],
         send_frame: Callable[[str, Frame], bool],
-        state: Callable[[int], ServedState | None],
+        state: Callable[[str, int, int], ServedState | None],
         in_compute_thread: InComputeThread,
     ) -> None:
         self._send = send
@@ -202,24 +202,26 @@ class StateServer:
         self._serving[task] = peer
         task.add_done_callback(self._serving.pop)
 
-    def _pinned(self, step: int) -> ServedState:
+    def _pinned(self, request: pb.StateRequest | pb.ShardRequest) -> ServedState:
         """Raises ValueError that says why not."""
-        state = self._state(step)
+        state = self._state(request.kind, request.stage, request.step)
         if state is None:
-            raise ValueError("there is no state here")
-        if state.step != step:
-            raise ValueError(f"step {step} is asked for, but {state.step} is committed here")
+            what = f"{request.kind} of stage {request.stage}" if request.kind else "state"
+            raise ValueError(f"there is no {what} here")
+        if state.step != request.step:
+            how = "held" if request.kind else "committed"
+            raise ValueError(f"step {request.step} is asked for, but {state.step} is {how} here")
         return state
 
     async def _send_manifest(self, peer: str, message: pb.Message) -> None:
         request = message.state_request
         manifest = pb.StateManifest(transfer=request.transfer, step=request.step)
         try:
-            self._pinned(request.step)
+            self._pinned(request)
             # Behind this, the pinned step is applied. If it is then still the committed one, all
             # the figures are of this step.
             await self._in_compute_thread(lambda: None)
-            state = self._pinned(request.step)
+            state = self._pinned(request)
         except ValueError as error:
             manifest.error = str(error)
         else:
@@ -238,7 +240,7 @@ class StateServer:
         request = message.shard_request
         shard = Shard(request.offset, request.size)
         try:
-            tensors = _offered(self._pinned(request.step), request.optimizer)
+            tensors = _offered(self._pinned(request), request.optimizer)
             values = _values_of([tensor for _, tensor in tensors], shard)
         except ValueError as error:
             refusal = pb.ShardRefusal(
@@ -431,14 +433,17 @@ class StateClient:
         deadline: float,
         on_progress: Callable[[int], None] | None = None,
         ballot: tuple[int, int] = (0, 0),
+        kind: str = "",
+        stage: int = 0,
     ) -> FetchedState:
-        """The state of `step` from `sources`, replicas of one stage; with `optimizer`, Adam's
-        moments too. `deadline`: seconds, for all of it. `on_progress` gets the number of bytes that
-        are there. `ballot` goes with every request. Raises TransferError.
+        """The state of `step` from `sources`, replicas of one stage or, with a `kind` of Holding,
+        holders of `stage`; with `optimizer`, Adam's moments too. `deadline`: seconds, for all of
+        it. `on_progress` gets the number of bytes that are there. `ballot` goes with every request.
+        Raises TransferError.
         """
         transfer = next(self._numbers)
         inbox = self._inboxes[transfer] = asyncio.Queue()
-        request = _Request(transfer, step, optimizer, ballot)
+        request = _Request(transfer, step, optimizer, ballot, kind, stage)
         fetch = _Fetch(self, request, list(dict.fromkeys(sources)), deadline, on_progress)
         try:
             return await fetch.run(inbox)
@@ -475,9 +480,17 @@ class _Request:
     step: int
     optimizer: bool
     ballot: tuple[int, int]
+    kind: str
+    stage: int
 
     def manifest(self) -> pb.Message:
-        request = pb.StateRequest(transfer=self.transfer, step=self.step, optimizer=self.optimizer)
+        request = pb.StateRequest(
+            transfer=self.transfer,
+            step=self.step,
+            optimizer=self.optimizer,
+            kind=self.kind,
+            stage=self.stage,
+        )
         return pb.Message(ballot=self._ballot(), state_request=request)
 
     def shard(self, shard: Shard) -> pb.Message:
@@ -487,6 +500,8 @@ class _Request:
             optimizer=self.optimizer,
             offset=shard.offset,
             size=shard.size,
+            kind=self.kind,
+            stage=self.stage,
         )
         return pb.Message(ballot=self._ballot(), shard_request=request)
 

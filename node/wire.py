@@ -33,7 +33,17 @@ DTYPES: Final = {
 }
 DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 # In order of urgency: a gradient frees memory and ends a microbatch, so it overtakes the others.
-KINDS: Final = ("gradient", "activation", "average", "follow", "state", "boundary", "copy")
+KINDS: Final = (
+    "gradient",
+    "activation",
+    "average",
+    "twin",
+    "follow",
+    "state",
+    "boundary",
+    "relearn",
+    "copy",
+)
 
 BLOCK: Final = 256  # values that share a scale in int8
 HEAD_LIMIT: Final = 64 << 10  # bytes

@@ -16,11 +16,13 @@ INEXACT = ("checkfree", "checkfree+", "interpolate")
 
 @dataclass(frozen=True)
 class Source:
-    """A node that has the state of `stage` after `step`."""
+    """A node that has the state of `stage` after `step`. `lineage`: how often the run had gone back
+    to files when that step was made."""
 
     node: str
     stage: int
     step: int
+    lineage: int = 0
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,6 @@ class Held:
 
     kind: Kind
     source: Source
-    lineage: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,13 @@ class Left:
     stages: int  # body stages, L
     step: int  # the newest committed
     survivors: Mapping[int, Sequence[str]]  # stage -> its nodes that have that step
-    lineage: int = 0  # how often the run has gone back to files
+    lineage: int = 0
     held: Sequence[Held] = ()
     untrained: frozenset[int] = field(default_factory=frozenset)  # survivors guessed at this step
 
     def nodes(self, stage: int) -> tuple[Source, ...]:
-        return tuple(
-            Source(node, stage, self.step) for node in sorted(self.survivors.get(stage, ()))
-        )
+        nodes = sorted(self.survivors.get(stage, ()))
+        return tuple(Source(node, stage, self.step, self.lineage) for node in nodes)
 
     def freshest(self, kind: Kind, stage: int) -> tuple[Source, ...]:
         """The holdings of the newest step among those of this lineage and no later step: what is
@@ -59,7 +59,7 @@ class Left:
             held.source
             for held in self.held
             if (held.kind, held.source.stage) == (kind, stage)
-            and held.lineage == self.lineage
+            and held.source.lineage == self.lineage
             and held.source.step <= self.step
         ]
         newest = max((source.step for source in found), default=0)
@@ -158,7 +158,7 @@ def _checkfree_plus(stage: int, left: Left) -> _Answer:
 
 
 def _snapshot(stage: int, left: Left) -> _Answer:
-    sources = left.freshest("snapshot", stage)
+    sources = left.freshest("snapshot", stage)[:1]  # two may have taken blocks at different steps
     if not sources:
         return None, "no peer holds a whole snapshot of it"
     late = left.step - sources[0].step
@@ -193,7 +193,8 @@ _BY_POLICY = {
 def _fall_back(stage: int, left: Left, lacking: str) -> Rebuild | Stop:
     """The best guess: its last save, else the neighbours, else what lies between the nearest."""
     loss = f"stage {stage} is lost and {lacking}"
-    if saves := left.freshest("save", stage):
+    saves = _newest_saves(stage, left)
+    if saves:
         reason = f"{loss}: its save of step {saves[0].step} is used"
         return Rebuild(stage, "save", saves, exact=False, reason=reason, fallback=True)
     if stage == 0:
@@ -210,6 +211,13 @@ def _fall_back(stage: int, left: Left, lacking: str) -> Rebuild | Stop:
     sources = tuple(source for of in between for source in left.nodes(of))
     reason = f"{loss}: {how} {what}"
     return Rebuild(stage, "interpolate", sources, exact=False, reason=reason, fallback=True)
+
+
+def _newest_saves(stage: int, left: Left) -> tuple[Source, ...]:
+    """Also of older lineages: after a resume there is nothing else yet."""
+    files = _files(left.held, "save").get(stage, {})
+    usable = [age for age in files if age <= (left.lineage, left.step)]
+    return tuple(files[max(usable)]) if usable else ()
 
 
 def nearest(stage: int, left: Left) -> list[int]:
@@ -286,7 +294,7 @@ def _files(held: Iterable[Held], *kinds: Kind) -> _Files:
     for one in sorted(held, key=lambda h: h.source.node):
         if one.kind in kinds:
             of_stage = files.setdefault(one.source.stage, {})
-            of_stage.setdefault((one.lineage, one.source.step), []).append(one.source)
+            of_stage.setdefault((one.source.lineage, one.source.step), []).append(one.source)
     return files
 
 

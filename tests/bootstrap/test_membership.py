@@ -401,6 +401,56 @@ def test_committed_grows_and_travels_with_views() -> None:
     assert swarm.view.committed == 7
 
 
+def test_a_later_lineage_is_newer_than_any_step_before_it() -> None:
+    swarm = full()
+    swarm.renew("n0", report=Report(committed=37))
+    swarm.renew("n1", report=Report(committed=30, lineage=1))
+    swarm.renew("n0", report=Report(committed=38))
+    swarm.join("a")
+    assert (swarm.view.lineage, swarm.view.committed) == (1, 30)
+
+
+def test_a_spare_takes_over_from_who_will_leave_soon_before_it_does() -> None:
+    swarm = Swarm(stages=1, max_replicas=1)
+    swarm.join("a", 0)
+    swarm.join("b", 1)
+    swarm.join("spare")
+    assert swarm.stage("spare") is None
+    swarm.renew("b", report=Report(leaving=True))
+    assert (swarm.stage("spare"), swarm.stage("b")) == (1, 1)
+    assert "will leave soon" in swarm.view.reason
+    number = swarm.view.number
+    swarm.renew("b", report=Report(leaving=True))
+    assert swarm.view.number == number
+
+
+def test_who_has_replicas_that_stay_needs_no_spare_when_it_leaves() -> None:
+    swarm = Swarm(stages=1, max_replicas=2)
+    for node, stage in (("a", 0), ("b", 1), ("c", 1), ("d", 0)):
+        swarm.join(node, stage)
+    swarm.join("spare")
+    swarm.renew("b", report=Report(leaving=True))
+    assert swarm.stage("spare") is None
+
+
+def test_when_nobody_is_left_a_driver_waits_for_everybody_again() -> None:
+    """Nodes come back with what they have saved: who comes first must not begin alone."""
+    swarm = full()
+    swarm.renew("n0", report=Report(committed=7))
+    for node in [member.node for member in swarm.view.members]:
+        swarm.after(swarm.machine.leave(node, "", swarm.now))
+    swarm.join("again", 0)
+    assert swarm.view.driver == ""
+    assert swarm.view.committed == 7
+
+
+def test_a_journal_without_members_asks_for_no_grace() -> None:
+    swarm = Swarm(stages=2)
+    swarm.machine.restore(View(run="r", number=9, committed=7, reason="all had ended"), swarm.now)
+    swarm.join("a", 0)
+    assert (swarm.view.number, swarm.view.committed) == (10, 7)
+
+
 def test_a_restarted_registry_goes_on_after_the_grace() -> None:
     before = full()
     swarm = Swarm(stages=2, lease=5)

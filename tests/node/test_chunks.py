@@ -182,3 +182,35 @@ def test_frames_under_way_are_limited() -> None:
         inbox.receive(start(number))
     with pytest.raises(WireError, match=f"more than {len(KINDS)} frames under way"):
         inbox.receive(start(len(KINDS) + 1))
+
+
+def test_copies_leave_only_when_nothing_is_under_way() -> None:
+    outbox = Outbox(chunk=10, window=1000)
+    outbox.push(frame(25, "copy"))
+    assert chunk_of(outbox).offset == 0
+    assert outbox.next() is None, "a copy's chunk is under way"
+    outbox.push(frame(15, "gradient"))
+    assert [chunk_of(outbox).frame for _ in range(2)] == [2, 2]
+    outbox.acknowledge(1, 10)
+    assert outbox.next() is None, "a gradient is under way"
+    outbox.acknowledge(2, 10)
+    assert outbox.next() is None
+    outbox.acknowledge(2, 15)
+    assert chunk_of(outbox).offset == 10
+    assert outbox.next() is None
+
+
+def test_each_chunk_of_a_copy_is_acknowledged_at_once() -> None:
+    outbox, inbox = Outbox(chunk=10, window=1000), Inbox(PAYLOAD_LIMIT)
+    for kind, size in (("state", 30), ("copy", 25)):
+        outbox.push(frame(size, kind))
+    assert inbox.receive(chunk_of(outbox)) is None
+    assert inbox.acknowledgement() is None
+    arrived = []
+    while (message := outbox.next()) is not None:
+        arrived.append(inbox.receive(parse_chunk(message)))
+        while (answer := inbox.acknowledgement()) is not None:
+            received = parse_chunk(answer)
+            outbox.acknowledge(received.frame, received.acknowledged - 1)
+    assert [found.kind for found in arrived if found] == ["state", "copy"]
+    assert outbox.unacknowledged == 0

@@ -20,6 +20,8 @@ RULES = Rules(
     clip=1.0,
     clip_scope="global",
     policy="checkfree",
+    strict=True,
+    relearn=False,
     progress=60.0,
     lr_scale=lambda step, boosted_at: 1.1 if boosted_at else 1.0,
 )
@@ -714,3 +716,146 @@ def test_a_finished_run_stays_finished_whoever_is_lost(members: dict[str, int]):
     effects = told.statuses(1, b=pb.Status())
     assert all(message.halt.finished for message in sent(effects, "halt").values())
     assert told.driver.phase is Phase.HALTED
+
+
+# --- every policy
+
+
+def lost(*nodes: str) -> dict[str, pb.Status]:
+    """These have joined just now."""
+    return dict.fromkeys(nodes, pb.Status())
+
+
+def at_step_5(rules: Rules, **statuses: pb.Status) -> list[Effect]:
+    told = Told(rules)
+    told.views(committed=5)
+    return told.statuses(5, **statuses)
+
+
+LOOSE = replace(RULES, strict=False)
+
+
+def test_with_swapped_orders_every_second_microbatch_visits_both_ends_the_other_way_round():
+    told = Told(replace(RULES, policy="checkfree+", validation_microbatches=2))
+    begin = told.begins()["c"].step.begin
+    assert [list(m.order) for m in begin.plan] == [[1, 2, 3, 4], [2, 1, 4, 3]]
+
+
+def test_an_end_stage_is_interpolated_and_said_to_be_a_fallback():
+    effects = at_step_5(LOOSE, **lost("b"))
+    sync = sent(effects, "sync")["b"].sync
+    assert (sync.method, [s.stage for s in sync.sources]) == ("interpolate", [2])
+    (event,) = events(effects, "rebuilding")
+    assert event.fields["fallback"]
+    assert sync.last.step == 5
+
+
+def test_strict_stops_instead():
+    effects = at_step_5(RULES, **lost("b"))
+    assert "--strict" in sent(effects, "halt")["c"].halt.reason
+
+
+def test_a_lost_stage_is_rebuilt_only_when_every_stage_has_a_node():
+    """What is lost together is decided together."""
+    told = Told(LOOSE, {"a": 0, "b": 1, "c": 2, "e": 4})
+    told.views(committed=5)
+    effects = told.statuses(5, **lost("c"))
+    assert not sent(effects, "sync")
+    assert told.driver.phase is Phase.WAITING
+    told.views(SWARM)
+    effects = told.statuses(5, **lost("c", "d"))
+    assert {n: m.sync.method for n, m in sent(effects, "sync").items()} == {
+        "c": "interpolate",
+        "d": "interpolate",
+    }
+
+
+def test_stages_lost_in_a_row_relearn_together_with_what_is_around_them():
+    effects = at_step_5(replace(LOOSE, relearn=True), **lost("c", "d"))
+    for node in "cd":
+        sync = sent(effects, "sync")[node].sync
+        assert [(p.node, p.stage) for p in sync.lost] == [("c", 2), ("d", 3)]
+        assert [p.node for p in sync.neighbours] == ["b", "e"]
+
+
+def test_exact_rebuilds_relearn_nothing():
+    rules = replace(RULES, policy="checkfree+", relearn=True)
+    copies = pb.Status(
+        committed=5, last=pb.Commit(step=5), holdings=[pb.Holding(kind="copy", stage=0, step=5)]
+    )
+    told = Told(rules)
+    told.views(committed=5)
+    effects = told.statuses(5, a=pb.Status(), b=copies)
+    sync = sent(effects, "sync")["a"].sync
+    assert (sync.method, sync.sources[0].node, len(sync.lost)) == ("stage0-copy", "b", 0)
+
+
+def checkpoints(committed: int, *steps: int, stage: int, lineage: int = 0) -> pb.Status:
+    held = [pb.Holding(kind="checkpoint", stage=stage, step=step) for step in steps]
+    last = pb.Commit(step=committed)
+    return pb.Status(committed=committed, last=last, holdings=held, lineage=lineage)
+
+
+def test_a_roll_back_takes_everybody_to_the_newest_common_checkpoint():
+    rules = replace(RULES, policy="checkpoint")
+    told = Told(rules)
+    told.views(committed=5)
+    effects = told.statuses(
+        **{n: checkpoints(0 if n == "c" else 5, 2, 4, stage=s) for n, s in SWARM.items()}
+    )
+    syncs = sent(effects, "sync")
+    assert syncs.keys() == SWARM.keys()
+    assert {m.sync.step for m in syncs.values()} == {4}
+    assert {m.sync.lineage for m in syncs.values()} == {1}
+    (event,) = events(effects, "rolled back")
+    assert (event.fields["from"], event.fields["step"]) == (5, 4)
+    told.hears_all(synced=pb.Synced(step=4, method="checkpoint"))
+    begins = sent(
+        told.statuses(**{n: checkpoints(4, 2, 4, stage=s, lineage=1) for n, s in SWARM.items()}),
+        "step",
+    )
+    assert begins["c"].step.begin.step == 5
+
+
+def test_after_a_roll_back_whoever_missed_it_is_behind_however_far_it_was():
+    told = Told(LOOSE, SWARM | {"f": 3})
+    told.views()
+    back = pb.Status(committed=4, lineage=1, last=pb.Commit(step=4))
+    effects = told.statuses(**dict.fromkeys(SWARM, back), f=pb.Status(committed=9))
+    sync = sent(effects, "sync")["f"].sync
+    assert (sync.method, sync.step, sync.lineage) == ("replica", 4, 1)
+
+
+def saves(stage: int, *steps: int) -> pb.Status:
+    return pb.Status(holdings=[pb.Holding(kind="save", stage=stage, step=s) for s in steps])
+
+
+def test_a_swarm_that_comes_back_goes_on_from_its_saves_although_more_was_committed():
+    told = Told()
+    told.views(committed=47)
+    effects = told.statuses(**{n: saves(s, 30, 40) for n, s in SWARM.items()})
+    syncs = sent(effects, "sync")
+    assert {(n, m.sync.step, m.sync.method) for n, m in syncs.items()} == {
+        (node, 40, "save") for node in SWARM
+    }
+    assert syncs["b"].sync.sources[0].node == "b"
+    told.hears_all(synced=pb.Synced(step=40, method="save"))
+    back = pb.Status(committed=40, lineage=1, last=pb.Commit(step=40))
+    told.now += 1
+    told.driver.rules = replace(RULES, steps=60)
+    assert sent(told.statuses(**dict.fromkeys(SWARM, back)), "step")["b"].step.begin.step == 41
+
+
+def test_saves_are_not_read_before_every_stage_has_a_node():
+    told = Told(RULES, {"a": 0, "b": 1})
+    told.views(committed=47)
+    effects = told.statuses(a=saves(0, 40), b=saves(1, 40))
+    assert not sent(effects, "sync")
+    assert told.driver.phase is Phase.WAITING
+
+
+def test_a_run_that_is_alive_needs_no_saves():
+    told = Told()
+    told.views(committed=5)
+    effects = told.statuses(5, c=saves(2, 3))
+    assert sent(effects, "sync")["c"].sync.method == "checkfree"

@@ -188,6 +188,21 @@ async def test_three_nodes_link_pair_by_pair() -> None:
         await up(*nodes)
 
 
+async def test_a_link_that_is_demanded_is_dialled_by_whoever_demands_it() -> None:
+    a, b = Node("a"), Node("b")
+    async with started(a, b):
+        for node in (a, b):
+            node.links.set_peers(1, [a.peer(), b.peer()], [])
+        b.links.demand("a")
+        b.links.demand("a")
+        b.links.demand("stranger")
+        assert await b.events.next("up") == ("a",)
+        assert b.links.send("a", message(1))
+        assert await a.events.next("up") == ("b",)
+        view(2, a, b)
+        assert b.links.linked("a")
+
+
 async def test_if_both_dial_one_link_stays() -> None:
     class Greeter(Recorder):
         def on_link_up(self, peer: str) -> None:

@@ -239,16 +239,16 @@ def test_a_query_while_applying_is_answered_afterwards(told: Told):
 
 
 def sync(step: int) -> pb.Sync:
-    return pb.Sync(step=step, method="replica", boosted_at=3)
+    return pb.Sync(step=step, method="replica", lineage=2)
 
 
 def test_state_is_fetched_and_put_in_place(told: Told):
     (fetch,) = told.hears(Ballot(1, 2), sync=sync(7))
     assert isinstance(fetch, Fetch)
     assert told.member.arrived(fetch.ballot)
-    effects = told.member.fetched(pb.Synced(step=7, digest=b"d"), commit(7, Ballot(1, 1)))
+    effects = told.member.fetched(pb.Synced(step=7, digest=b"d"), commit(7, Ballot(1, 1)), 3)
     assert bodies(effects) == ["synced"]
-    assert (told.member.committed, told.member.boosted_at) == (7, 3)
+    assert (told.member.committed, told.member.boosted_at, told.member.lineage) == (7, 3, 2)
     assert told.member.phase is Phase.IDLE
 
 
@@ -259,11 +259,19 @@ def test_state_that_comes_after_a_query_is_not_wanted(told: Told):
     assert status(told.queried(Ballot(1, 3))).committed == 0
 
 
+def test_a_state_that_relearning_will_overwrite_is_offered_to_nobody(told: Told):
+    told.hears(Ballot(1, 2), sync=sync(7))
+    assert told.member.voided(Ballot(1, 2))
+    answer = status(told.queried(Ballot(2, 1)))
+    assert (answer.committed, answer.lineage) == (0, 0)
+    assert not told.member.voided(Ballot(1, 2)), "nobody wants it any longer"
+
+
 def test_a_query_while_state_is_put_in_place_is_answered_with_it(told: Told):
     told.hears(Ballot(1, 2), sync=sync(7))
     assert told.member.arrived(Ballot(1, 2))
     assert told.queried(Ballot(2, 1)) == []
-    answer = status(told.member.fetched(pb.Synced(step=7, digest=b"d"), pb.Commit(step=7)))
+    answer = status(told.member.fetched(pb.Synced(step=7, digest=b"d"), pb.Commit(step=7), 0))
     assert (answer.committed, answer.digest, answer.last.step) == (7, b"d", 7)
 
 
@@ -283,7 +291,7 @@ class Follows(Told):
 
     def __init__(self) -> None:
         super().__init__()
-        state = pb.Sync(step=7, method="replica", boosted_at=3, follow=True)
+        state = pb.Sync(step=7, method="replica", follow=True)
         (self.fetch,) = self.hears(Ballot(1, 1), sync=state)
 
     def begun(self, attempt: int, step: int, commit: pb.Commit | None = None) -> list[Effect]:
@@ -293,7 +301,7 @@ class Follows(Told):
 
     def arrives(self) -> list[Effect]:
         assert self.member.arrived(Ballot(1, 1))
-        return self.member.fetched(pb.Synced(step=7, digest=b"7"), commit(7, Ballot(0, 9)))
+        return self.member.fetched(pb.Synced(step=7, digest=b"7"), commit(7, Ballot(0, 9)), 3)
 
     def gradient(self, attempt: int) -> list[Effect]:
         return self.member.gradient_came(Ballot(1, attempt), "other")
@@ -524,7 +532,7 @@ def test_promises_hold_and_each_step_is_applied_once_on_the_one_before(
             case "changed" if member.changing:
                 effects = member.applied(b"")
             case "arrived" if not member.changing and member.arrived(ballot):
-                effects = member.fetched(pb.Synced(step=member.sync.step), pb.Commit())
+                effects = member.fetched(pb.Synced(step=member.sync.step), pb.Commit(), 0)
                 committed = member.committed
         assert member.promised >= promised
         applies = [effect.commit for effect in effects if isinstance(effect, Apply)]

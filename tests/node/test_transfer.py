@@ -108,7 +108,7 @@ class Network:
                 self._post(lambda: self._arrive(source, changed))
             return True
 
-        return StateServer(answer, answer, lambda step: self.states[source], at_once)
+        return StateServer(answer, answer, lambda *_: self.states[source], at_once)
 
     def _arrive(self, source: str, answer: Answer) -> None:
         if isinstance(answer, Frame):
@@ -509,7 +509,7 @@ def ask_server(
         return True
 
     async def ask() -> list[Answer]:
-        server = StateServer(answer, answer, lambda step: served(), compute)
+        server = StateServer(answer, answer, lambda *_: served(), compute)
         for request in requests:
             server.on_message("joiner", request)
         await done.wait()
@@ -559,7 +559,7 @@ def test_a_joiner_cannot_have_a_source_work_on_any_number_of_requests(
         server = StateServer(
             lambda peer, answer: not answers.append(answer),  # type: ignore[func-returns-value]
             lambda peer, answer: not answers.append(answer),  # type: ignore[func-returns-value]
-            lambda step: state(),
+            lambda *_: state(),
             compute,
         )
         for _ in range(5):

@@ -14,7 +14,7 @@ def without(*lost: int, stages: int = 5, held: tuple[Held, ...] = (), untrained=
 
 
 def holds(kind: str, stage: int, step: int = STEP, node: str = "holder", lineage: int = 0) -> Held:
-    return Held(kind, Source(node, stage, step), lineage)
+    return Held(kind, Source(node, stage, step, lineage))
 
 
 def rebuild(stage: int, left: Left, policy: str) -> Rebuild:

@@ -28,7 +28,7 @@ from node.driver import Driver, Rules
 from node.driver import Phase as DriverPhase
 from node.effects import NEVER, Ballot
 from node.member import Member
-from recovery.decide import Left, Stop, decide
+from recovery.decide import Decision, Left, Stop, decide
 from simulation.registry import Client, Registry
 from simulation.shell import SHARDS, Node
 from simulation.world import Network, Process, World
@@ -155,11 +155,13 @@ class Cluster:
             if node in nodes or not listed or node.member is None or node.weights.step < newest:
                 continue
             left.setdefault(node.member.stage, []).append(node.name)
-        stages = self.rules.stages
-        return 0 in left and not any(
-            isinstance(decide(stage, Left(stages, newest, left), self.rules.policy, True), Stop)
-            for stage in range(stages + 1)
-        )
+        return 0 in left and not any(isinstance(d, Stop) for d in self.decisions(newest, left))
+
+    def decisions(self, step: int, survivors: dict[int, list[str]]) -> list[Decision]:
+        rules = self.rules
+        left = Left(rules.stages, step, survivors)
+        stages = range(rules.stages + 1)
+        return [decide(stage, left, rules.policy, rules.strict) for stage in stages]
 
     @property
     def nodes(self) -> list[Node]:
@@ -309,10 +311,7 @@ class Cluster:
         survivors: dict[int, list[str]] = {}
         for node in self._holders(newest):
             survivors.setdefault(node.weights.stage, []).append(node.name)
-        decisions = [
-            decide(stage, Left(self.rules.stages, newest, survivors), self.rules.policy, True)
-            for stage in range(self.rules.stages + 1)
-        ]
+        decisions = self.decisions(newest, survivors)
         lost = newest < max(self.confirmed)
         justified = lost or any(isinstance(decision, Stop) for decision in decisions)
         self.demand(justified, "I4", f"stopped without need: {stopped[0]}")

@@ -44,6 +44,7 @@ class Registry:
             stages=cluster.rules.stages,
             replicas=1,
             start_grace=3.0,
+            swapped=cluster.rules.swapped,
         )
         self.restart()
 

@@ -60,15 +60,18 @@ class Scenario:
 
     def _rules(self) -> Rules:
         chosen = self.random
+        stages = chosen.randint(1, 6)
         return Rules(
-            stages=chosen.randint(1, 6),
+            stages=stages,
             steps=chosen.randint(5, 20),
             microbatches=chosen.randint(1, 8),
             validation_microbatches=chosen.choice([0, 0, 2]),
             validate_every=chosen.choice([0, 0, 3]),
             clip=1.0,
             clip_scope=chosen.choice(["global", "stage"]),
-            policy="checkfree",
+            policy=chosen.choice(["checkfree", "checkfree+"]) if stages >= 4 else "checkfree",
+            strict=chosen.random() < 0.5,
+            relearn=False,
             progress=chosen.choice([20.0, 40.0]),
             lr_scale=lambda step, boosted_at: 1.1 if boosted_at else 1.0,
         )

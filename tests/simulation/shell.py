@@ -38,6 +38,7 @@ from node.effects import (
 from node.following import feeders
 from node.member import Frames, Member, Phase
 from node.routing import Route, Routing
+from recovery.decide import INEXACT
 from simulation.world import Link, Process
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ class Node:
             if not own.spare
             and member.node != self.name
             and not member.spare
-            and related(own.stage, member.stage)
+            and (not own.address or self._related(own.stage, member.stage))
         ]
         self._set_peers(view, linked)
         if own.spare:
@@ -212,6 +213,10 @@ class Node:
             self._take_up_stage(own.stage)
         elif self.member is not None:
             self._tell_machines(view)
+
+    def _related(self, a: int, b: int) -> bool:
+        rules = self.cluster.rules
+        return related(a, b, rules.stages, rules.swapped)
 
     def _set_peers(self, view: registry.View, linked: Sequence[str]) -> None:
         self.linked = frozenset(linked)
@@ -253,6 +258,11 @@ class Node:
         if not self.addresses[peer]:
             return False
         return not self.address or self.name < peer
+
+    def _demand(self, peer: str) -> None:
+        if self.addresses.get(peer) and peer not in self.links and peer not in self.dialling:
+            self.dialling.add(peer)
+            self.cluster.network.dial(self, peer, lambda up: self.dialling.discard(peer))
 
     def _keep_dialled(self, peer: str, pause: float) -> None:
         if self.over or peer not in self.linked:
@@ -349,6 +359,7 @@ class Node:
         parked = self.parked.setdefault(peer, [])
         if all(member.node != peer for member in self.view.members):
             return False
+        self._demand(peer)
         parked.append((self.world.now, item))
         return True
 
@@ -775,12 +786,14 @@ class Transfers:
             "digest": weights.digest,
             "chain": weights.chain,
             "last": node.member.last,
+            "boosted_at": node.member.boosted_at,
         }
         return fields | {"transfer": request.transfer}
 
     def pin(self, steps: set[int], last: pb.Commit) -> None:
         """In the compute thread, before the weights change."""
-        weights = self.node.weights
+        weights, member = self.node.weights, self.node.member
+        assert member is not None
         self.pins = {step: pin for step, pin in self.pins.items() if step in steps}
         if weights.step in steps:
             self.pins[weights.step] = {
@@ -789,6 +802,7 @@ class Transfers:
                 "digest": weights.digest,
                 "chain": weights.chain,
                 "last": last,
+                "boosted_at": member.boosted_at,
             }
 
     def on_frame(self, peer: str, frame: Frame) -> None:
@@ -815,7 +829,7 @@ class Transfers:
         def install() -> bytes:
             self.node.cluster.check_sources(self.node, sync, stages, states)
             digests = [state["digest"] for state in states[::SHARDS]]
-            exact = sync.method == "replica"
+            exact = sync.method not in INEXACT
             weights.digest = digests[0] if exact else fingerprint("average", *digests)
             weights.chain = states[0]["chain"]
             weights.step = sync.step
@@ -826,6 +840,7 @@ class Transfers:
                 step=sync.step, method=sync.method, sources=sync.sources, digest=digest
             )
             if not self.node.over:
-                self.node.carry_out(member.fetched(synced, states[0]["last"]))
+                boosted_at = sync.step if sync.method in INEXACT else states[0]["boosted_at"]
+                self.node.carry_out(member.fetched(synced, states[0]["last"], boosted_at))
 
         self.node.compute.run(install, installed, seconds=0.05)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from bench.one_process import train
+from node import stage_pb2 as pb
 from node.corpus import Corpus
 from node.ledger import audit, merge
-from node.run_file import loads
+from node.run_file import loads, override
+from node.twin import Twin
 from tests.swarm.in_process import LocalSwarm
 
 SMALL = """
@@ -167,3 +171,100 @@ async def test_bf16_and_recomputation(corpus, tmp_path):
         await swarm.until(swarm.finished)
     assert losses(tmp_path) == pytest.approx(list(train(run, corpus)), rel=1e-2)
     assert audit(tmp_path).exact
+
+
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 1), (3, 1), (2, 2)])
+async def test_twins_equal_the_next_stage_after_each_commit(
+    corpus, tmp_path, monkeypatch, stages, replicas
+):
+    digests: dict[tuple[int, int], set[str]] = {}  # of stages and of their twins, by stage, step
+    apply = Twin.apply
+
+    def noted(twin: Twin, commit: pb.Commit, lr: float) -> None:
+        apply(twin, commit, lr)
+        found = digests.setdefault((twin.stage, commit.step), set())
+        found.add(twin.optimizer.digest().hex())
+
+    monkeypatch.setattr(Twin, "apply", noted)
+    run = override(
+        loads(SMALL.format(stages=stages, replicas=replicas)), recovery__policy="redundant"
+    )
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(swarm.finished)
+        twins = [node.holdings.twin for node, _ in swarm.nodes.values()]
+        stage_of = {node.node: node.stage for node, _ in swarm.nodes.values()}
+    for path in tmp_path.glob("events-*.jsonl"):
+        stage = stage_of[path.stem.removeprefix("events-")]
+        for line in map(json.loads, path.read_text().splitlines()):
+            if line["kind"] == "applied":
+                digests[stage, line["step"]].add(line["digest"])
+    assert sorted(digests) == [(s, t) for s in range(stages + 1) for t in range(1, run.steps + 1)]
+    assert all(len(found) == 1 for found in digests.values())
+    forwards = run.steps * run.training.microbatches
+    assert sum(twin.forwards for twin in twins) == (stages + 1) * forwards
+    assert losses(tmp_path) == pytest.approx(list(train(run, corpus)), rel=1e-5)
+
+
+async def test_a_replica_that_comes_back_gets_the_twin_too(corpus, tmp_path):
+    run = override(loads(SMALL.format(stages=2, replicas=2)), recovery__policy="redundant")
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 3)
+        await swarm.kill(1, 1)
+        swarm.start(1, 1)
+        await swarm.until(swarm.finished)
+        nodes = [node for node, _ in swarm.nodes.values()]
+        digest_of = {node.stage: node.member.digest for node in nodes}
+        for node in nodes:
+            twin = node.holdings.twin
+            assert twin.holding() == (twin.stage, run.steps)
+            assert twin.optimizer.digest() == digest_of[twin.stage]
+    assert audit(tmp_path).exact
+
+
+@pytest.mark.parametrize(
+    ("policy", "lost", "methods"),
+    [
+        ("checkfree", [2], {2: "checkfree"}),
+        ("checkfree", [1], {1: "interpolate"}),
+        ("checkfree", [2, 3], {2: "interpolate", 3: "interpolate"}),
+        ("checkfree+", [1], {1: "checkfree+"}),
+        ("checkfree+", [4], {4: "checkfree+"}),
+        ("checkfree+", [0], {0: "stage0-copy"}),
+        ("checkfree+", [0, 3], {0: "stage0-copy", 3: "checkfree+"}),
+        ("snapshot", [2, 3], {2: "snapshot", 3: "snapshot"}),
+        ("snapshot", [0], {0: "snapshot"}),
+        ("redundant", [0], {0: "redundant"}),
+        ("redundant", [2], {2: "redundant"}),
+        ("checkpoint", [2], {2: "checkpoint"}),
+    ],
+)
+async def test_every_loss_is_survived_by_its_policy(corpus, tmp_path, policy, lost, methods):
+    run = override(
+        loads(SMALL.format(stages=4, replicas=1)),
+        recovery__policy=policy,
+        recovery__checkpoint_dir=str(tmp_path / "checkpoints"),
+        recovery__checkpoint_every=3,
+        recovery__relearn_passes=2,
+        recovery__snapshot_fraction=1.0,
+        steps=12,
+    )
+    out = tmp_path / "out"
+    out.mkdir()
+    async with LocalSwarm(run, corpus, out) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 7)
+        for stage in lost:
+            await swarm.kill(stage, 0)
+        for stage in lost:
+            swarm.start(stage, 0)
+        await swarm.until(swarm.finished)
+    assert audit(out).exact
+    rebuilt = [e for path in out.glob("events-*.jsonl") for e in events_of(path, "rebuilt")]
+    assert {e["stage"]: e["method"] for e in rebuilt if e["stage"] in lost} == methods
+    if "checkfree" in policy and lost != [0]:
+        assert all("relearned" in e for e in rebuilt if e["stage"] in lost and e["stage"])
+    if policy == "redundant":
+        assert losses(out) == pytest.approx(list(train(run, corpus)), rel=1e-5)
+
+
+def events_of(path, kind):
+    return [e for e in map(json.loads, path.read_text().splitlines()) if e["kind"] == kind]

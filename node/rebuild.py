@@ -1,0 +1,218 @@
+"""How a node without its stage's state gets one, by the method that the driver has chosen."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import torch
+
+from node import stage_pb2 as pb
+from node.boundary import BoundaryClient, Wanted
+from node.compute import ComputeThread
+from node.effects import Ballot
+from node.holdings import Holdings
+from node.member import Member
+from node.model import BodyStage, EmbeddingStage, ModelConfig, build_stage
+from node.optimizer import StageOptimizer
+from node.relearn import Block, Relearning, Terms
+from node.run_file import RunFile
+from node.transfer import FetchedState, StateClient
+from recovery import checkfree
+from recovery.decide import INEXACT
+
+log = logging.getLogger("planaria")
+
+HELD: Final = {"stage0-copy": "copy", "snapshot": "snapshot", "redundant": "redundant"}
+"""Methods that fetch what a node holds of another stage, and the kind of that holding."""
+FROM_FILES: Final = ("save", "checkpoint")
+BOUNDARY_PATIENCE: Final = 15.0  # seconds for boundary tensors to come
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """What came of it."""
+
+    synced: pb.Synced
+    last: pb.Commit  # that made the step
+    boosted_at: int
+    omega: float
+
+
+class Rebuilding:
+    """Gets this node a state, or its twin one. All methods belong to the event loop."""
+
+    def __init__(
+        self,
+        stage: int,
+        run: RunFile,
+        config: ModelConfig,
+        module: EmbeddingStage | BodyStage,
+        optimizer: StageOptimizer,
+        member: Member,
+        holdings: Holdings,
+        compute: ComputeThread,
+        states: StateClient,
+        boundary: BoundaryClient,
+        relearning: Relearning,
+    ) -> None:
+        self.stage, self.run, self.config = stage, run, config
+        self.module, self.optimizer, self.member = module, optimizer, member
+        self.holdings, self.compute = holdings, compute
+        self.states, self.boundary, self.relearning = states, boundary, relearning
+
+    async def rebuild(
+        self, ballot: Ballot, sync: pb.Sync, on_progress: Callable[[int], None]
+    ) -> Rebuilt | None:
+        """The new state is in place when this returns; None: it was no longer wanted.
+
+        `on_progress` gets the bytes that are there. Raises TransferError, SaveError or RelearnError
+        when it can't be done; then the driver has to be told.
+        """
+        now = asyncio.get_running_loop().time
+        started = now()
+        states = await self._fetch(ballot, sync, on_progress)
+        relearned: pb.Relearned | None = None
+        if sync.lost and self.member.voided(ballot):
+            omega = await self.compute.run(partial(self._put_in_place, sync, states))
+            relearned = await self._relearn(ballot, sync)
+        if not self.member.arrived(ballot):
+            return None
+        if relearned is None:
+            omega = await self.compute.run(partial(self._put_in_place, sync, states))
+        digest = await self.compute.run(self.optimizer.digest)
+        synced = pb.Synced(
+            step=sync.step,
+            method=sync.method,
+            sources=sync.sources,
+            fetched_bytes=sum(state.bytes for state in states),
+            seconds=now() - started,
+            digest=digest,
+            relearned=relearned,
+        )
+        last = pb.Commit()
+        last.CopyFrom(sync.last if sync.HasField("last") else states[0].last)
+        last.step = sync.step  # the state may be older, and counts as of this step from now on
+        boosted_at = sync.step if sync.method in INEXACT else states[0].boosted_at
+        return Rebuilt(synced, last, boosted_at, omega)
+
+    async def rebuild_twin(
+        self, ballot: Ballot, sync: pb.Sync, on_progress: Callable[[int], None]
+    ) -> pb.Synced | None:
+        """As `rebuild`, for the twin of the next stage; this node's own state stays as it is."""
+        twin = self.holdings.twin
+        assert twin is not None
+        (state,) = await self._fetch(ballot, sync, on_progress)
+        if not self.member.arrived(ballot):
+            return None
+        await self.compute.run(partial(twin.load, state))
+        digest = await self.compute.run(self.optimizer.digest)
+        return pb.Synced(
+            step=sync.step,
+            method=sync.method,
+            sources=sync.sources,
+            fetched_bytes=state.bytes,
+            digest=digest,
+        )
+
+    # --- from where
+
+    async def _fetch(
+        self, ballot: Ballot, sync: pb.Sync, on_progress: Callable[[int], None]
+    ) -> list[FetchedState]:
+        """The states to make the new one of: of each source stage, in their order."""
+        if sync.method not in FROM_FILES:
+            return await self._fetch_from_peers(ballot, sync, on_progress)
+        if sync.step == 0:
+            return [await self.compute.run(self._initial)]
+        own = next(source for source in sync.sources if source.stage == self.stage)
+        return [await asyncio.to_thread(self.holdings.load, own, sync.method)]
+
+    async def _fetch_from_peers(
+        self, ballot: Ballot, sync: pb.Sync, on_progress: Callable[[int], None]
+    ) -> list[FetchedState]:
+        """Each from all its nodes at once. Methods that guess get weights only."""
+        by_stage: dict[int, list[pb.Source]] = {}
+        for source in sync.sources:
+            by_stage.setdefault(source.stage, []).append(source)
+        there = dict.fromkeys(by_stage, 0)
+
+        def told(stage: int, size: int) -> None:
+            there[stage] = size
+            on_progress(sum(there.values()))
+
+        return await asyncio.gather(
+            *(
+                self.states.fetch(
+                    sources[0].step,
+                    [source.node for source in sources],
+                    sync.method not in INEXACT,
+                    self.run.swarm.progress,
+                    partial(told, stage),
+                    ballot,
+                    HELD.get(sync.method, ""),
+                    stage,
+                )
+                for stage, sources in sorted(by_stage.items())
+            )
+        )
+
+    def _initial(self) -> FetchedState:
+        """What the stage was before the first step, in the compute thread."""
+        module = build_stage(self.config, self.stage, self.run.seed)
+        optimizer = StageOptimizer(module, torch.device("cpu"))
+        tensors = dict(optimizer.state(optimizer=True))
+        return FetchedState(tensors, 0.0, 0, pb.Commit(), 0, 0, 0.0, {})
+
+    # --- what is made of it
+
+    def _put_in_place(self, sync: pb.Sync, states: Sequence[FetchedState]) -> float:
+        """In the compute thread; returns the stage's ω. What guesses the weights starts Adam
+        afresh, as published."""
+        if sync.method not in INEXACT:
+            (state,) = states
+            self.optimizer.load(state.tensors.items(), state.optimizer_step)
+            return state.omega
+        if len(states) == 1:
+            self.optimizer.load([("weights", states[0].tensors["weights"])], 0)
+            return states[0].omega
+        before, after = states
+        if sync.method == "checkfree":
+            kind = self.run.recovery.omega
+            shares = checkfree.weights_of(before.omega, after.omega, kind)
+        else:
+            first, second = sorted({source.stage for source in sync.sources})
+            shares = float(second - self.stage), float(self.stage - first)
+        weights = before.tensors["weights"], after.tensors["weights"]
+        self.optimizer.load([("weights", checkfree.average(*weights, *shares))], 0)
+        return (before.omega + after.omega) / 2
+
+    async def _relearn(self, ballot: Ballot, sync: pb.Sync) -> pb.Relearned:
+        """Train the guess on what crossed the lost stages' boundaries in the last step."""
+        assert isinstance(self.module, BodyStage)
+        recovery, training = self.run.recovery, self.run.training
+        joiners = {place.stage: place.node for place in sync.lost}
+        wanted = Wanted(
+            step=sync.step,
+            stage=self.stage,
+            lost=frozenset(joiners),
+            microbatches=training.microbatches,
+            shape=(training.microbatch, self.config.context, self.config.dim),
+        )
+        neighbours = [place.node for place in sync.neighbours]
+        fetched = await self.boundary.fetch(ballot, wanted, neighbours, BOUNDARY_PATIENCE)
+        for complaint in fetched.complaints:
+            log.warning("relearning without some boundary tensors: %s", complaint)
+        terms = Terms(
+            passes=recovery.relearn_passes,
+            seconds=recovery.relearn_seconds,
+            lr=recovery.relearn_lr or training.lr or self.config.learning_rate,
+            bf16=training.precision == "bf16",
+            patience=self.run.swarm.progress / 4,
+        )
+        block = Block(ballot, self.stage, joiners)
+        return await self.relearning.run(block, self.module, self.optimizer, fetched, terms)
