@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench import link, pipeline, registry
+from bench import join, link, pipeline, registry
 
 
 def main() -> None:
@@ -10,6 +10,7 @@ def main() -> None:
         ("Swarm against one process", pipeline.main),
         ("Frames on links against bare bytes on the same gRPC stream", link.main),
         ("Renewals at the registry", registry.main),
+        ("The stall when a replica joins", join.main),
     ):
         print(f"\n== {title}", flush=True)
         measure()

@@ -275,16 +275,22 @@ class Driver:
         self.taken_over = False
         self.lineage, self.committed, self.last = newest.lineage, newest.committed, newest.last
         known = self.view.lineage, self.view.committed
+        reason = (
+            f"everything is lost: step {self.view.committed} was committed once, but the "
+            f"newest state that is left is of step {newest.committed}"
+        )
         all_lost = (self.lineage, self.committed + 1) < known
+        if self._only_joiners(newest):
+            all_lost = True
+            reason = (
+                "everything is lost: none of those who trained is left, and they may have gone on "
+                f"after step {newest.committed} without the joiners that have its state"
+            )
         if all_lost or _age(newest) == (0, 0):
             found = resume(self._held(), self.rules.stages)
             if found is not None:
                 return effects + self._resume(found, now)
         if all_lost:
-            reason = (
-                f"everything is lost: step {self.view.committed} was committed once, but the "
-                f"newest state that is left is of step {newest.committed}"
-            )
             return effects + self._halt(pb.Halt(reason=reason, step=newest.committed), now)
         behind = [node for node, status in self.statuses.items() if self._can_follow(status)]
         if behind:
@@ -298,6 +304,12 @@ class Driver:
             status.committed + 1 == self.committed == status.ready
             and status.ready_ballot == self.last.ballot
         )
+
+    def _only_joiners(self, newest: pb.Status) -> bool:
+        """Whether all who have the newest state only follow: no commit has needed their vote."""
+        having = [s for s in self.statuses.values() if _age(s) == _age(newest)]
+        having += [s for s in self.statuses.values() if self._can_follow(s)]
+        return newest.committed > 0 and all(status.following for status in having)
 
     # --- sync: state for those without it
 

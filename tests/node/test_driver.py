@@ -504,6 +504,18 @@ def test_who_is_caught_up_at_a_gather_is_a_member_and_can_stand_for_its_stage():
     assert rebuilt.fields["node"] == "new"
 
 
+def test_joiners_alone_do_not_go_on_where_the_others_may_have_gone_further():
+    told = Told()
+    told.views()
+    follows = pb.Status(committed=3, following=2, heard=3)
+    halt = sent(told.statuses(**dict.fromkeys(SWARM, follows)), "halt")["a"].halt
+    assert "may have gone on after step 3" in halt.reason
+    trained = pb.Status(committed=3, last=pb.Commit(step=3))
+    told.views()
+    one = {**dict.fromkeys(SWARM, follows), "d": trained}
+    assert sent(told.statuses(**one), "step")["a"].step.begin.step == 4
+
+
 def test_who_is_behind_when_its_stage_is_lost_rebuilds_it():
     told = Joined()
     told.trains()
