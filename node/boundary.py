@@ -1,7 +1,10 @@
 """Boundary tensors: what crossed from stage to stage in the last committed step.
 
-Sender and receiver both keep them, in host memory, as bf16: whichever stage is lost, the nodes
-around it have what went in and what came out. Who rebuilds the stage fetches them to relearn.
+Sender and receiver both keep them, in host memory: whichever stage is lost, the nodes around it
+have what went in and what came out. Who rebuilds the stage fetches them to relearn.
+
+While a step runs, keeping is but to hold on to frames that exist anyway. Once it is committed, what
+takes more than two bytes a value is narrowed to bf16, when the compute thread has nothing to do.
 """
 
 from __future__ import annotations
@@ -9,34 +12,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import torch
 
 from node import stage_pb2 as pb
 from node.effects import NEVER, Ballot
+from node.transfer import InComputeThread
 from node.wire import Descriptor, Frame, Payload, WireError, decode, encode
-from recovery.relearning import runs
+from recovery.orders import runs
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 BATCH: Final = 16  # frames sent at a request
 LOST_LIMIT: Final = 4096  # stages that a request may name
+PIECE: Final = 1 << 20  # bytes narrowed at a time
 REASON_LIMIT: Final = 200  # characters of what a neighbour says
 
 Side = Literal["sent", "received"]
-
-
-class InComputeThread(Protocol):
-    """Posts work at once; what is posted runs in order."""
-
-    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
 
 
 # Keeping
@@ -51,12 +48,34 @@ class Crossing(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A tensor as it goes into a frame: bf16."""
+    """A tensor as it crossed, or narrowed."""
 
-    stages: tuple[int, ...]  # of the route
-    descriptors: Sequence[Descriptor]
+    stages: Sequence[int]  # of the route
+    descriptors: list[Descriptor]
     payload: Payload
-    size: int  # bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(descriptor.size for descriptor in self.descriptors)
+
+    @property
+    def narrow(self) -> bool:
+        return all(map(_is_narrow, self.descriptors))
+
+    def narrowed(self) -> Kept:
+        if self.narrow:
+            return self
+        descriptors, payload = encode(decode(self.descriptors, self.payload), "bf16")
+        return Kept(self.stages, descriptors, payload)
+
+
+def _narrowed(kept: Sequence[Kept]) -> list[Kept]:
+    return [one.narrowed() for one in kept]
+
+
+def _is_narrow(descriptor: Descriptor) -> bool:
+    return descriptor.size <= 2 * descriptor.values
 
 
 @dataclass
@@ -77,11 +96,13 @@ class _Step:
 class BoundaryKeeper:
     """What this node sent and received in the running attempt, and in the last committed step.
 
-    All but `keep` is called on the event loop. A commit is only decided when the compute threads
-    have done all of the step, so nothing is added to a step that has been committed.
+    All but `keep` belongs to the event loop. A commit is only decided when all of the step has been
+    computed, so nothing is added to a step that has been committed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, when_idle: InComputeThread) -> None:
+        """`when_idle` runs work in the compute thread that nobody waits for."""
+        self._when_idle = when_idle
         self._attempt = self._committed = _Step(NEVER, 0)
         self.critical_seconds = 0.0  # spent by `keep`, in the compute thread
 
@@ -103,21 +124,29 @@ class BoundaryKeeper:
         """The attempt has failed."""
         self._attempt = _Step(NEVER, 0)
 
-    def keep(self, side: Side, frame: Frame, tensor: torch.Tensor) -> None:
-        """Of an activation's frame, sent or received, and the tensor in it. Called in the compute
-        thread; frames of other attempts, and of evaluations, are not kept."""
+    async def narrow(self) -> None:
+        """After a commit, unless the next one comes first: bring what is kept down to bf16."""
+        committed = self._committed
+        wide = [item for item in committed.kept.items() if not item[1].narrow]
+        while wide and committed is self._committed:
+            piece: dict[Crossing, Kept] = {}
+            while wide and sum(kept.size for kept in piece.values()) < PIECE:
+                crossing, kept = wide.pop()
+                piece[crossing] = kept
+            narrowed = await self._when_idle(partial(_narrowed, list(piece.values())))
+            for crossing, kept in zip(piece, narrowed, strict=True):
+                committed.add(crossing, kept)
+
+    def keep(self, side: Side, frame: Frame) -> None:
+        """An activation's frame that is being sent, or has been received and found good. Called in
+        the compute thread; frames of other attempts, and of evaluations, are not kept."""
         attempt = self._attempt
         if frame.ballot != attempt.ballot:
             return
         started = time.perf_counter()
         fields = frame.fields
         crossing = Crossing(int(fields["microbatch"]), int(fields["position"]), side)
-        descriptors, payload = frame.descriptors, frame.payload
-        if not all(map(_is_bf16, descriptors)):
-            descriptors, payload = encode([tensor], "bf16")
-        size = sum(descriptor.size for descriptor in descriptors)
-        stages = tuple(map(int, fields["stages"]))
-        attempt.add(crossing, Kept(stages, descriptors, payload, size))
+        attempt.add(crossing, Kept(fields["stages"], frame.descriptors, frame.payload))
         self.critical_seconds += time.perf_counter() - started
 
     def sides(self, step: int, stage: int, lost: frozenset[int]) -> list[tuple[Pair, str, Kept]]:
@@ -130,7 +159,7 @@ class BoundaryKeeper:
             )
         found = []
         for crossing, kept in sorted(committed.kept.items(), key=lambda item: item[0]):
-            for run in runs(kept.stages, lost):
+            for run in runs([int(of) for of in kept.stages], lost):
                 pair = Pair(crossing.microbatch, run.stages)
                 here = crossing.position, crossing.side
                 if stage == run.stages[0] and here == (run.start, "sent"):
@@ -138,13 +167,6 @@ class BoundaryKeeper:
                 if stage == run.stages[-1] and here == (run.end, "received"):
                     found.append((pair, "output", kept))
         return found
-
-
-def _is_bf16(descriptor: Descriptor) -> bool:
-    return descriptor.codec == "bf16" or (descriptor.dtype, descriptor.codec) == (
-        "bfloat16",
-        "none",
-    )
 
 
 class Pair(NamedTuple):
@@ -192,9 +214,8 @@ class BoundaryServer:
                 "stages": list(pair.stages),
                 "side": side,
             }
-            self._send_frame(
-                peer, Frame("boundary", ballot, fields, list(kept.descriptors), kept.payload)
-            )
+            _, descriptors, payload = kept.narrowed()
+            self._send_frame(peer, Frame("boundary", ballot, fields, descriptors, payload))
         manifest.count = len(sides)
         self._send(peer, pb.Message(ballot=message.ballot, boundary_manifest=manifest))
 
@@ -394,8 +415,8 @@ class _Fetch:
         twice = len(set(stages)) < len(stages)
         if twice or not wanted.lost.issuperset(stages) or stages[at] != wanted.stage:
             raise WireError(f"the {side} of stages {stages[:9]} is not wanted here")
-        if len(frame.descriptors) != 1 or not _is_bf16(frame.descriptors[0]):
-            raise WireError("it is not one tensor of bf16")
+        if len(frame.descriptors) != 1 or not _is_narrow(frame.descriptors[0]):
+            raise WireError("it is not one tensor of at most two bytes a value")
         if frame.descriptors[0].shape != wanted.shape:
             raise WireError(f"its shape is {frame.descriptors[0].shape}, not {wanted.shape}")
         return pair, side

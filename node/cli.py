@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from node.corpus import Corpus
     from node.prepare import Track
     from node.run_file import RunFile
+    from node.swarm import Plan
 
 T = TypeVar("T")
 
@@ -220,38 +221,69 @@ def up_command(
         Path | None, typer.Option(help="Folder to write. Default: out/NAME-DATE-TIME.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights and windows.")] = None,
+    save_dir: Annotated[
+        Path | None, typer.Option(help="Folder for the nodes' saves, for --resume.")
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Go on with a run that was stopped as a whole: the --out or --save-dir of it.",
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="Of every node: auto, cpu or cuda:N.")] = "auto",
 ) -> None:
     """Train with a whole swarm on this machine."""
     import asyncio
-    from datetime import datetime
 
     from node.corpus import CorpusError
-    from node.resolve import policy_by_default, resolve
     from node.run_file import RunFile, RunFileError, load, override
-    from node.swarm import SwarmError, parse_kill, up
+    from node.swarm import SwarmError, parse_kill, read_plan, up
 
     with refusing(RunFileError, CorpusError, SwarmError):
-        run = override(
-            RunFile() if run_file is None else load(run_file),
-            model__stages=stages,
-            swarm__replicas=replicas,
-            steps=steps,
-            recovery__policy=policy,
-            recovery__strict=strict,
-            seed=seed,
-        )
-        _prepare_shipped_text(run)
-        folder = out or Path("out") / f"{run.name}-{datetime.now():%Y%m%d-%H%M%S}"
-        if run.recovery.policy == "checkpoint" and not run.recovery.checkpoint_dir:
-            shared = str((folder / "checkpoints").absolute())
-            run = override(run, recovery__checkpoint_dir=shared)
-        asked, run = run, resolve(run)
-        if why := policy_by_default(asked, run):
-            console.print(why, soft_wrap=True, highlight=False)
-        kills = [parse_kill(text, run) for text in kill or []]
-        status = asyncio.run(up(run, kills, folder, console, device))
+        if resume is not None:
+            given = (run_file, stages, replicas, steps, policy, strict, out, seed, save_dir)
+            if any(option is not None for option in given):
+                raise SwarmError(
+                    "--resume goes on with the run as it was started: of the other options only "
+                    "--kill goes with it"
+                )
+            plan = read_plan(resume)
+        else:
+            plan = _plan_run(
+                override(
+                    RunFile() if run_file is None else load(run_file),
+                    model__stages=stages,
+                    swarm__replicas=replicas,
+                    steps=steps,
+                    recovery__policy=policy,
+                    recovery__strict=strict,
+                    seed=seed,
+                ),
+                *(out, save_dir, device),
+            )
+        kills = [parse_kill(text, plan.run) for text in kill or []]
+        status = asyncio.run(up(plan, kills, console, resume=resume is not None))
     raise typer.Exit(status)
+
+
+def _plan_run(run: RunFile, out: Path | None, save_dir: Path | None, device: str) -> Plan:
+    """Fills in what the run file leaves open. Raises RunFileError, CorpusError."""
+    from datetime import datetime
+
+    from node.resolve import policy_by_default, resolve
+    from node.run_file import override
+    from node.swarm import Plan
+
+    _prepare_shipped_text(run)
+    folder = out or Path("out") / f"{run.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    if run.recovery.policy == "checkpoint" and not run.recovery.checkpoint_dir:
+        shared = str((folder / "checkpoints").absolute())
+        run = override(run, recovery__checkpoint_dir=shared)
+    resolved = resolve(run)
+    if why := policy_by_default(run, resolved):
+        console.print(why, soft_wrap=True, highlight=False)
+    return Plan(resolved, folder, save_dir, device)
 
 
 def _prepare_shipped_text(run: RunFile) -> None:

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -70,7 +70,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class Outgoing:
     """What a stage sends to its holders."""
 
     kind: Kind
@@ -80,13 +80,15 @@ class Traffic:
     new_sent: Callable[[], Sent]  # for a holder that has nothing yet
 
     @classmethod
-    def copies(cls, layout: Layout, recovery: RecoverySection) -> Traffic:
+    def copies(cls, layout: Layout, recovery: RecoverySection) -> Outgoing:
         """Stage 0, whole, after each commit."""
         sent = SentCopy(layout, recovery.stage0_moments)
         return cls("copy", 0, 1, math.inf, lambda: sent)
 
     @classmethod
-    def snapshots(cls, stage: int, layout: Layout, recovery: RecoverySection, seed: int) -> Traffic:
+    def snapshots(
+        cls, stage: int, layout: Layout, recovery: RecoverySection, seed: int
+    ) -> Outgoing:
         """A running snapshot: the fraction r of the blocks every rC steps."""
         fraction = recovery.snapshot_fraction
         new_sent = partial(
@@ -153,7 +155,6 @@ class _Recipient:
 
     sent: Sent
     started: int = -1  # step of the newest update that was begun
-    outstanding: int = 0  # frames that it hasn't answered, of whichever update
 
 
 @dataclass
@@ -165,6 +166,7 @@ class _Update:
     step: int
     kept: bool = False
     lost: str = ""  # why
+    memory_bytes: int = 0  # kept for this one alone
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -180,23 +182,24 @@ class Sender:
 
     def __init__(
         self,
-        traffic: Traffic,
+        outgoing: Outgoing,
         state: Callable[[], ServedState | None],
         send_frame: Callable[[str, Frame], bool],
         in_compute_thread: InComputeThread,
         spawn: Spawn,
         silence: float = SILENCE,
     ) -> None:
-        self._traffic = traffic
+        self._outgoing = outgoing
         self._state = state
         self._send_frame = send_frame
         self._in_compute_thread = in_compute_thread
         self._spawn = spawn
         self._silence = silence
-        self._budget = Budget(traffic.bytes_per_second)
-        paced = min(FRAME, max(LEAST_FRAME, PACE * traffic.bytes_per_second))
+        self._budget = Budget(outgoing.bytes_per_second)
+        paced = min(FRAME, max(LEAST_FRAME, PACE * outgoing.bytes_per_second))
         self._frame = int(paced) // 4 * 4
         self._recipients: dict[str, _Recipient] = {}
+        self._outstanding: Counter[str] = Counter()  # frames without an answer, of any update
         self._transfers = count(1)
         self._update: _Update | None = None
         self._applied = (0, -1)  # lineage, step
@@ -207,7 +210,8 @@ class Sender:
     def memory_bytes(self) -> int:
         """What is kept here for the holders."""
         kept = {id(one.sent): one.sent for one in self._recipients.values()}
-        return sum(sent.memory_bytes for sent in kept.values())
+        underway = self._update.memory_bytes if self._update else 0
+        return sum(sent.memory_bytes for sent in kept.values()) + underway
 
     # --- events
 
@@ -218,7 +222,7 @@ class Sender:
             del self._recipients[node]
             self._lose(node, "it is to hold it no longer")
         for node in wanted - self._recipients.keys():
-            self._recipients[node] = _Recipient(self._traffic.new_sent())
+            self._recipients[node] = _Recipient(self._outgoing.new_sent())
         self._start()
 
     def committed(self, step: int, lineage: int = 0) -> None:
@@ -232,9 +236,9 @@ class Sender:
 
     def on_kept(self, peer: str, kept: pb.Kept) -> None:
         """A holder has answered."""
-        recipient, update = self._recipients.get(peer), self._update
-        if recipient is not None and kept.received:
-            recipient.outstanding = max(0, recipient.outstanding - 1)
+        update = self._update
+        if kept.received:
+            self._outstanding[peer] = max(0, self._outstanding[peer] - 1)
         if update is None or peer != update.holder:
             return
         if kept.transfer == update.transfer:
@@ -245,8 +249,7 @@ class Sender:
 
     def on_peer_lost(self, peer: str, reason: str) -> None:
         """The link to a peer is gone, with what was under way on it."""
-        if recipient := self._recipients.get(peer):
-            recipient.outstanding = 0
+        self._outstanding.pop(peer, None)
         self._lose(peer, f"the link is lost: {reason}")
 
     # --- an update
@@ -261,21 +264,23 @@ class Sender:
         state = self._state()
         if self._update is not None or state is None or state.step != self._applied[1]:
             return  # a later step is being applied: it will be heard of
+        if state.last.step != state.step:
+            return  # rebuilt from an older state, whose commit says nothing of this step's
         due = [
             (recipient.started, node)
             for node, recipient in self._recipients.items()
-            if recipient.started < 0 or state.step - recipient.started >= self._traffic.period
+            if recipient.started < 0 or state.step - recipient.started >= self._outgoing.period
         ]
         if not due:
             return
         _, holder = min(due)
         recipient = self._recipients[holder]
-        recipient.started = state.step
+        sent, recipient.started = recipient.sent, state.step
         self._update = _Update(holder, next(self._transfers), state.step)
         # Posted now, before a later step can be.
         lineage = self._applied[0]
-        taking = self._in_compute_thread(partial(self._take, recipient.sent, lineage, state))
-        self._spawn(self._bring(self._update, recipient, state, lineage, taking))
+        taking = self._in_compute_thread(partial(self._take, sent, lineage, state))
+        self._spawn(self._bring(self._update, sent, state, lineage, taking))
 
     def _take(self, sent: Sent, lineage: int, state: ServedState) -> snapshot.Update:
         started = time.perf_counter()
@@ -286,21 +291,23 @@ class Sender:
     async def _bring(
         self,
         update: _Update,
-        recipient: _Recipient,
+        sent: Sent,
         state: ServedState,
         lineage: int,
         taking: Awaitable[snapshot.Update],
     ) -> None:
         try:
             content = await taking
+            if self._outgoing.kind == "snapshot":  # a copy is its `Sent`'s
+                update.memory_bytes = content.payload.nbytes
             header, payload = self._compose(update, state, lineage, content)
-            await self._transfer(update, recipient, header, payload)
+            await self._transfer(update, header, payload)
             await self._wait(update, lambda: update.kept, "that it counts")
         except _LostError as lost:
-            recipient.sent.lost(update.step)
+            sent.lost(update.step)
             log.warning(
                 "the %s of stage %d at step %d didn't get to %s: %s",
-                *(self._traffic.kind, self._traffic.stage, update.step, update.holder, lost),
+                *(self._outgoing.kind, self._outgoing.stage, update.step, update.holder, lost),
             )
         finally:
             self._update = None
@@ -314,8 +321,8 @@ class Sender:
         if commit:
             payload.append(torch.frombuffer(bytearray(commit), dtype=torch.uint8))
         header = Header(
-            kind=self._traffic.kind,
-            stage=self._traffic.stage,
+            kind=self._outgoing.kind,
+            stage=self._outgoing.stage,
             step=state.step,
             lineage=lineage,
             transfer=update.transfer,
@@ -334,11 +341,11 @@ class Sender:
     async def _transfer(
         self,
         update: _Update,
-        recipient: _Recipient,
         header: Header,
         payload: list[torch.Tensor],
     ) -> None:
         """Raises _LostError."""
+        holder = update.holder
         now = asyncio.get_running_loop().time
         told = vars(header)
         for offset in range(0, header.size, self._frame):
@@ -347,14 +354,16 @@ class Sender:
             frame = Frame("copy", NEVER, told | {"offset": offset}, *encode(parts, "none"))
             size = frame.size + len(frame.head())
             await self._wait(
-                update, lambda: recipient.outstanding < OUTSTANDING, f"{offset} of {header.size} B"
+                update,
+                lambda: self._outstanding[holder] < OUTSTANDING,
+                f"{offset} of {header.size} B",
             )
             await asyncio.sleep(self._budget.wait(now()))
             self._check(update)
-            if not self._send_frame(update.holder, frame):
+            if not self._send_frame(holder, frame):
                 raise _LostError("there is no link to it")
             self._budget.spend(size, now())
-            recipient.outstanding += 1
+            self._outstanding[holder] += 1
             self.bytes_sent += size
 
     async def _wait(self, update: _Update, done: Callable[[], bool], what: str) -> None:
@@ -407,7 +416,7 @@ class _Held:
     state: HeldSnapshot
 
 
-class Report(NamedTuple):
+class Fidelity(NamedTuple):
     """How good a held state is."""
 
     staleness: snapshot.Staleness
@@ -473,12 +482,12 @@ class Holder:
             optimizer_step=held.header.optimizer_step,
         )
 
-    def report(self, kind: Kind, stage: int) -> Report | None:
+    def fidelity(self, kind: Kind, stage: int) -> Fidelity | None:
         """Of what `state` gives."""
         held = self._held.get((kind, stage))
         if held is None or held.state.missing:
             return None
-        return Report(held.state.staleness(), held.header.perturbation)
+        return Fidelity(held.state.staleness(), held.header.perturbation)
 
     # --- events
 
@@ -511,8 +520,9 @@ class Holder:
             key = header.kind, header.stage
             update = self._place(peer, key, header, raw.get("offset"), frame)
         except (UpdateError, WireError) as error:
-            log.warning("refused part of an update from %s: %s", peer, error)
-            self._answer(peer, raw, received=1, error=str(error))
+            reason = _shorten(str(error))
+            log.warning("refused part of an update from %s: %s", peer, reason)
+            self._answer(peer, raw, received=1, error=reason)
             return
         self._answer(peer, raw, received=update.received)
         if update.received == header.size:
@@ -630,13 +640,10 @@ class Holder:
             state = HeldSnapshot.whole(layout, header.step, update.payload, header.tensors)
             self._held[key] = _Held(header, update.last, state)
         else:
-            if held is None or (held.header.lineage, held.header.tensors) != (
-                header.lineage,
-                header.tensors,
-            ):
-                state = HeldSnapshot(layout, header.tensors)
-            else:
+            if held is not None and held.header.tensors == header.tensors:
                 state = held.state
+            else:
+                state = HeldSnapshot(layout, header.tensors)
             self._held[key] = _Held(header, update.last, state)
             await self._in_compute_thread(
                 lambda: self._timed(partial(state.overlay, header.step, blocks, values))

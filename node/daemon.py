@@ -79,6 +79,8 @@ TO_DRIVER = frozenset(["status", "synced", "home", "ready", "failed", "stale"])
 TO_MEMBER = frozenset(["query", "sync", "step", "reduce", "halt"])
 TELL_FETCHING = 0.2
 """Seconds between two events of a rebuild under way."""
+OF_AN_ATTEMPT = frozenset(["activation", "gradient", "average", "twin"])
+"""Kinds of frames without which the attempt fails."""
 MOST_HELD = 4096
 """Frames of a coming attempt, and parked ones for a peer, at most."""
 
@@ -510,7 +512,7 @@ class Node:
             if not parked:
                 del self.parked[peer]
             for item in late:
-                if isinstance(item, Frame) and item.kind not in ("state", "follow"):
+                if isinstance(item, Frame) and item.kind in OF_AN_ATTEMPT:
                     why = f"no link to {peer} came up in {LINK_PATIENCE:.0f} s"
                     self.attempt_failed(Ballot(*item.ballot), why, [peer])
 
@@ -685,7 +687,10 @@ class Node:
         self._note(commit)
         if commit.seconds:
             self.tokens_per_second = commit.tokens / commit.seconds
-        self.events.write("applied", {"step": commit.step, "digest": digest.hex()})
+        lineage = self.member.lineage
+        self.events.write(
+            "applied", {"lineage": lineage, "step": commit.step, "digest": digest.hex()}
+        )
         self._carry_out(self.member.applied(digest))
         self.holdings.in_place(commit, commit.step, self.member.lineage)
         self._report()

@@ -32,7 +32,7 @@ from recovery.decide import (
     decide,
     resume,
 )
-from recovery.orders import blocks, neighbours, order
+from recovery.orders import adjoining, all_orders, blocks, order
 
 QUERY_AGAIN = 1.0
 """Seconds before a member that hasn't answered is asked once more."""
@@ -400,7 +400,7 @@ class Driver:
         guessed = [stage for stage, decision in rebuilds.items() if decision.method in INEXACT]
         together = {
             stage: block
-            for block in blocks(guessed, self.rules.stages, self.rules.swapped)
+            for block in blocks(all_orders(self.rules.stages, self.rules.swapped), guessed)
             for stage in block
         }
         effects: list[Effect] = []
@@ -423,11 +423,9 @@ class Driver:
 
     def _around(self, block: Sequence[int], left: Left) -> list[pb.Place]:
         """Survivors that microbatches come from, and go to, before and after these stages."""
-        swapped, stages = self.rules.swapped, self.rules.stages
-        near = set().union(*(neighbours(of, stages, swapped) for of in block)) - set(block)
         return [
             pb.Place(node=node, stage=stage)
-            for stage in sorted(near)
+            for stage in adjoining(all_orders(self.rules.stages, self.rules.swapped), block)
             for node in sorted(left.survivors.get(stage, ()))
         ]
 

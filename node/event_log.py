@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +19,9 @@ class EventLog:
         self._file: TextIO | None = None
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
-            self._file = (directory / f"events-{node}.jsonl").open("a", encoding="utf-8")
+            path = directory / f"events-{node}.jsonl"
+            _drop_half_line(path)
+            self._file = path.open("a", encoding="utf-8")
 
     def write(self, kind: str, fields: Mapping[str, Any]) -> None:
         if self._file is not None:
@@ -39,6 +42,10 @@ class Tail:
         self.path = path
         self._position = 0
 
+    def skip(self) -> None:
+        """What is there now is old."""
+        self._position = self.path.stat().st_size
+
     def lines(self) -> Iterator[dict[str, Any]]:
         """Complete lines only: the last one may still be on its way."""
         with self.path.open("rb") as file:
@@ -48,6 +55,13 @@ class Tail:
                     return
                 self._position += len(line)
                 yield json.loads(line)
+
+
+def _drop_half_line(path: Path) -> None:
+    """What a process that was killed while it wrote has left at the end."""
+    if path.exists():
+        content = path.read_bytes()
+        os.truncate(path, content.rfind(b"\n") + 1)
 
 
 def _finite(value: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -17,9 +18,10 @@ import torch
 
 from node import stage_pb2 as pb
 from node.boundary import BoundaryKeeper
-from node.compute import ComputeThread
-from node.copies import Holder, Sender, Traffic
+from node.compute import ComputeThread, Priority
+from node.copies import Holder, Outgoing, Sender
 from node.effects import Ballot
+from node.link import Links
 from node.model import ModelConfig, build_stage
 from node.run_file import RunFile, policy_of
 from node.saves import SavedState, SaveError, SaveId, Saves, Writer
@@ -39,6 +41,7 @@ class Host(Protocol):
 
     node: str
     compute: ComputeThread
+    links: Links
 
     def send_message(self, peer: str, message: pb.Message) -> bool: ...
     def send_frame(self, peer: str, frame: Frame) -> bool: ...
@@ -122,7 +125,8 @@ class Holdings:
         self.host, self.stage, self.run_id, self.run, self.config = host, stage, run_id, run, config
         self.policy = policy = policy_of(run)
         relearns = run.recovery.relearn_passes > 0 and policy != "checkpoint"
-        self.boundary = BoundaryKeeper() if relearns else None
+        when_idle = partial(host.compute.run, priority=Priority.BACKGROUND)
+        self.boundary = BoundaryKeeper(when_idle) if relearns else None
         self.twin: Twin | None = None
         if policy == "redundant":
             send, post = host.send_frame, host.compute.run
@@ -152,11 +156,11 @@ class Holdings:
         if kind == "snapshot" or self.stage == 0:
             layout = self._layout(self.stage)
             if kind == "copy":
-                traffic = Traffic.copies(layout, recovery)
+                outgoing = Outgoing.copies(layout, recovery)
             else:
-                traffic = Traffic.snapshots(self.stage, layout, recovery, self.run.seed)
-            state, send = host.own_state, host.send_frame
-            self.sender = Sender(traffic, state, send, host.compute.run, host.spawn)
+                outgoing = Outgoing.snapshots(self.stage, layout, recovery, self.run.seed)
+            state, send = host.own_state, host.links.send_frame
+            self.sender = Sender(outgoing, state, send, host.compute.run, host.spawn)
 
     def _layout(self, stage: int) -> Layout:
         with torch.device("meta"):
@@ -186,7 +190,10 @@ class Holdings:
             members = [(place.node, place.stage) for place in begin.members]
             way = route(kind, self.stage, members, self.config.stages)
             mine = way is not None and way.sender == self.host.node
-            self.sender.set_holders(way.holders if way is not None and mine else ())
+            holders = way.holders if way is not None and mine else ()
+            for holder in holders:
+                self.host.links.demand(holder)
+            self.sender.set_holders(holders)
 
     def dropped(self) -> None:
         """The attempt has failed."""
@@ -201,6 +208,7 @@ class Holdings:
         """The commit of `step` is about to be posted to the compute thread."""
         if self.boundary is not None:
             self.boundary.commit(step)
+            self.host.spawn(self.boundary.narrow())
 
     def apply(self, commit: pb.Commit, lr: float) -> None:
         """In the compute thread, after the optimizer."""
@@ -261,10 +269,10 @@ class Holdings:
         found = self.holder.holdings() if self.holder is not None else []
         for one in found:
             if one.kind == "snapshot" and self.holder is not None:
-                report = self.holder.report("snapshot", one.stage)
-                assert report is not None
-                one.mean_step, one.oldest_step = report.staleness.mean, report.staleness.oldest
-                one.perturbation = report.perturbation
+                fidelity = self.holder.fidelity("snapshot", one.stage)
+                assert fidelity is not None
+                one.mean_step, one.oldest_step = fidelity.staleness.mean, fidelity.staleness.oldest
+                one.perturbation = fidelity.perturbation
         if self.twin is not None:
             stage, step = self.twin.holding()
             found.append(pb.Holding(kind="redundant", stage=stage, step=step, lineage=lineage))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -15,16 +17,38 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from bootstrap.registry_pb2 import Description, MemberDescription
+from node.summary import noticed_at, quality, stall_seconds
 
 Event = Mapping[str, Any]
 
-NEWS_SHOWN = 8
+NEWS_SHOWN = 12
 LINES_A_RUN = 20
 """Progress lines, where there is no terminal."""
 RATE_OVER = 10
 """Steps that tokens/s is taken over."""
 REDRAW = 0.1
 """Seconds between two pictures of the page at least."""
+
+
+@dataclass
+class Rebuilding:
+    """A rebuild under way."""
+
+    stage: int
+    method: str
+    sources: Sequence[str]  # nodes
+    ordered: bool  # for this node alone, not with all others that go back
+    since: float  # Unix seconds
+    bytes: int = 0
+    seconds: float = 0.0  # of fetching
+    tell_at: float = 1.0  # of these
+    round: int = 0  # of relearning
+    residual: tuple[float, float] | None = None  # at first, now
+
+    @property
+    def fetched(self) -> str:
+        rate = decimal(round(self.bytes / max(self.seconds, 1e-3)))
+        return f"{decimal(self.bytes)} in {self.seconds:.1f} s, {rate}/s"
 
 
 class Story:
@@ -38,42 +62,130 @@ class Story:
         self.stopped: Event | None = None
         self.holds: dict[str | None, int] = {}  # node -> newest step in its weights
         self.serving: set[str] = set()  # nodes
+        self.rebuilds: dict[str, Rebuilding] = {}  # node -> what it is at
         self._slots: dict[int, str] = {}  # process id -> slot
         self._nodes: dict[int, str] = {}  # process id -> its newest node
         self._processes: dict[str, int] = {}  # node -> process id
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=RATE_OVER)
+        self._losses: list[Event] = []  # what `noticed_at` looks at
+        self._in_place: dict[str, float] = {}  # node -> when it was last rebuilt, Unix seconds
+        self._noticed: float | None = None  # the loss after which nothing is committed yet
+        self._went_back = 0.0  # when all stages did, Unix seconds
+        self._going_back = False
+        self._unsaved: set[str] = set()  # nodes whose last save failed
 
     def hear(self, event: Event) -> str | None:
         """Take note. Returns a sentence if it is worth a person's attention."""
+        return self.with_names(self._take_note(event))
+
+    def _take_note(self, event: Event) -> str | None:
+        if event["kind"] in _TO_FIND_LOSSES:
+            self._losses.append(event)
         match event["kind"]:
             case "started":
                 self._slots[event["pid"]] = event["slot"]
             case "joined":
+                self.rebuilds.pop(self._nodes.get(event["pid"], ""), None)
                 self._nodes[event["pid"]] = event["node"]
                 self._processes[event["node"]] = event["pid"]
             case "serving":
                 self.serving.add(event["node"])
-            case "applied" | "rebuilt":
+            case "applied":
                 self.holds[event["node"]] = event["step"]
             case "committed":
-                self.committed = max(self.committed, event["step"])
-                self.loss = event["loss"]
+                return self._committed(event)
+            case "killed" | "exited" | "lost" | "rebuild failed":
+                self.rebuilds.pop(event["node"], None)
+            case "rebuilding":
+                stage, method, sources = event["stage"], event["method"], event["sources"]
+                rebuild = Rebuilding(stage, method, sources, True, event["time"])
+                self.rebuilds[event["node"]] = rebuild
+            case "fetching" | "relearning":
+                return self._rebuild_goes_on(event)
+            case "rebuilt":
+                return self._rebuilt(event)
+            case "rolled back" | "resuming":
+                self.committed, self.loss = event["step"], None
+                self._went_back, self._going_back = event["time"], True
+                self._recent.clear()
+                self.rebuilds.clear()
+            case "saved":
+                self._unsaved.discard(event["node"])
+            case "save failed" if event["node"] in self._unsaved:
+                return None  # the disk is as full as before
+            case "save failed":
+                self._unsaved.add(event["node"])
             case "finished":
                 self.finished = self.finished or event
             case "stopped" if self.stopped is None:
                 self.stopped = event
-                return self._with_names(
-                    f"the run is stopped at step {event['step']}: {event['reason']}"
-                )
-        return self._with_names(news(event))
+                return f"the run is stopped at step {event['step']}: {event['reason']}"
+        return news(event)
+
+    def _committed(self, event: Event) -> str | None:
+        if event["time"] < self._went_back:
+            return None
+        self.committed = max(self.committed, event["step"])
+        self.loss = event["loss"]
+        noticed, self._noticed = self._noticed, None
+        if noticed is None:
+            return None
+        seconds = event["time"] - noticed
+        return f"step {event['step']} committed {seconds:.1f} s after the loss was noticed"
+
+    def _rebuild_goes_on(self, event: Event) -> str | None:
+        """Fetching is told when it takes long enough to wait for, then ever more seldom."""
+        node = event["node"]
+        late = event["time"] <= self._in_place.get(node, 0.0)  # from another file
+        if late or event.get("method") == "twin":  # which belongs to what is held, not trained
+            return None
+        if node not in self.rebuilds:
+            sources = [source["node"] for source in event.get("sources", ())]
+            method = event.get("method", "")
+            rebuild = Rebuilding(event["stage"], method, sources, False, event["time"])
+            self.rebuilds[node] = rebuild
+        rebuild = self.rebuilds[node]
+        if event["kind"] == "fetching":
+            rebuild.bytes, rebuild.seconds = event["bytes"], event["seconds"]
+            if rebuild.seconds < rebuild.tell_at:
+                return None
+            rebuild.tell_at = 2 * rebuild.seconds
+            whom = ", ".join(rebuild.sources)
+            return f"stage {rebuild.stage} fetches from {whom}: {rebuild.fetched}"
+        if event["residual"] is None:
+            return None
+        first = rebuild.residual[0] if rebuild.residual else event["residual"]
+        told = rebuild.residual is not None
+        rebuild.round, rebuild.residual = event["round"], (first, event["residual"])
+        return None if told else f"stage {rebuild.stage} relearns, residual {first:.3g} at first"
+
+    def _rebuilt(self, event: Event) -> str | None:
+        node = event["node"]
+        self.holds[node] = event["step"]
+        self._in_place[node] = event["time"]
+        rebuild = self.rebuilds.pop(node, None)
+        if event["method"] == "replica":
+            return news(event)
+        losses = sorted(self._losses, key=lambda event: float(event["time"]))
+        stall = stall_seconds(event, losses)
+        alone = rebuild is not None and rebuild.ordered
+        if alone or event["method"] != "save":  # else the run has begun with it
+            noticed = noticed_at(event, losses)
+            self._noticed = noticed if self._noticed is None else min(self._noticed, noticed)
+        if alone or event["method"] not in ("checkpoint", "save"):
+            return news({**event, "stall_seconds": stall})
+        first, self._going_back = self._going_back, False
+        return f"all stages are at step {event['step']}, stalled {stall:.1f} s" if first else None
 
     def record(self, line: Mapping[str, Any]) -> None:
         """A step's line of a ledger; other stage-0 nodes may have told the same."""
+        if line["time"] < self._went_back:
+            return
         if not self._recent or line["step"] > self._recent[-1]["step"]:
             self._recent.append(line)
         self.committed = max(self.committed, line["step"])
 
-    def _with_names(self, sentence: str | None) -> str | None:
+    def with_names(self, sentence: str | None) -> str | None:
         """`node-2.0` for a node that this swarm has started."""
         for node, process in self._processes.items():
             if sentence is not None and process in self._slots:
@@ -95,6 +207,9 @@ class Story:
         return float(tokens / max(seconds, 1e-9))
 
 
+_TO_FIND_LOSSES = ("started", "joined", "killed", "exited", "link lost", "lost", "rebuilding")
+
+
 def news(event: Event) -> str | None:
     """An event in a sentence; None for everyday ones."""
     match event:
@@ -108,14 +223,31 @@ def news(event: Event) -> str | None:
             return f"node-{slot} {how}; {rest}"
         case {"kind": "aborted", "step": step, "reason": reason}:
             return f"an attempt at step {step} is aborted: {reason}"
+        case {"kind": "lost", "node": node, "stage": stage}:
+            return f"noticed: no link to {node} of stage {stage} any more"
+        case {"kind": "waiting", "stages": stages}:
+            return f"waiting for a node to join stage {', '.join(map(str, stages))}"
         case {"kind": "rebuilding", "stage": stage, "method": method, "sources": sources}:
-            return f"rebuilding stage {stage} by {method} from {', '.join(sources)}"
+            sentence = f"rebuilding stage {stage} by {method} from {', '.join(sources)}"
+            fallback = event.get("fallback", False)
+            return f"fallback: {sentence}: {event['reason']}" if fallback else sentence
         case {"kind": "rebuilt"}:
             return (
                 f"rebuilt: stage {event['stage']} by {event['method']} at step {event['step']}, "
                 f"{decimal(event['bytes'])} in {event['rebuild_seconds']:.1f} s, "
-                f"stalled {event['stall_seconds']:.1f} s"
+                f"stalled {event['stall_seconds']:.1f} s{quality(event)}"
             )
+        case {"kind": "rolled back", "from": lost, "step": step, "reason": reason}:
+            return f"rolled back from step {lost} to {step}: {reason}"
+        case {"kind": "resuming", "step": step, "reason": reason}:
+            how = "" if event["exact"] else "fallback: "
+            return f"{how}resuming at step {step}: {reason}"
+        case {"kind": "save failed", "node": node, "reason": reason}:
+            return f"save failed at {node}, training goes on: {reason}"
+        case {"kind": "preempted", "node": node, "grace": grace}:
+            return f"{node} has to end within {grace:g} s: it saves and hands over its state"
+        case {"kind": "handed over", "node": node, "to": to}:
+            return f"{node} has handed its state over to {to}"
         case {"kind": "rebuild failed", "reason": reason}:
             return f"a rebuild failed and is tried again: {reason}"
         case {"kind": "validated", "step": step, "loss": loss}:
@@ -206,6 +338,38 @@ def progress(committed: int, steps: int, loss: float | None, rate: float) -> Ren
     return grid
 
 
+def under_way(story: Story, now: float) -> RenderableType:
+    """A line for each rebuild: stage, method, from whom, how far; `now` in Unix seconds. How much
+    there will be is not known, so the bar only moves."""
+    grid = Table.grid(padding=(0, 2))
+    for rebuild in story.rebuilds.values():
+        sources = story.with_names(", ".join(rebuild.sources))
+        what = f"rebuilding stage {rebuild.stage} by {rebuild.method} from {sources}"
+        far = [f"{max(0.0, now - rebuild.since):.1f} s"]
+        if rebuild.residual is not None:
+            first, last = rebuild.residual
+            far.append(f"relearning: round {rebuild.round}, residual {first:.3g} -> {last:.3g}")
+        elif rebuild.bytes:
+            far.append(rebuild.fetched)
+        grid.add_row(Text(what, "magenta"), ProgressBar(pulse=True, width=20), "; ".join(far))
+    return grid
+
+
+def styled(text: str) -> Text:
+    """A piece of news, with the colour of its weight; those that have one are shown whole."""
+    for style, pattern in _WEIGHTS:
+        if pattern.search(text):
+            return Text(text, style=style)
+    return Text(text, no_wrap=True, overflow="ellipsis")
+
+
+_WEIGHTS = (
+    ("bold red", re.compile(r"save failed|saving step|is stopped|differ after")),
+    ("yellow", re.compile(r"fallback|rolled back|is lost|has to end")),
+    ("green", re.compile(r"rebuilt: ")),
+)
+
+
 class Screen:
     """Where `planaria up` shows itself."""
 
@@ -234,7 +398,7 @@ class Screen:
         line = f"{time.monotonic() - self._began:6.1f} s  {text}"
         self._news.append(line)
         if self._live is None:
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self.console.print(styled(line), soft_wrap=True)
 
     def show(self, story: Story, description: Description | None, stages: int) -> None:
         now = time.monotonic()
@@ -243,19 +407,21 @@ class Screen:
             if now - self._drawn >= REDRAW:
                 self._drawn = now
                 self._live.update(self._page, refresh=True)
-        elif story.committed // self._per_line > self._told:
-            self._told = story.committed // self._per_line
+            return
+        share = story.committed // self._per_line
+        told, self._told = self._told, share
+        if share > told:
             self.say(
                 f"step {story.committed} of {story.steps}, loss {_figure(story.loss)}, "
                 f"{story.tokens_per_second:,.0f} tokens/s"
             )
 
     def _draw(self, story: Story, description: Description | None, stages: int) -> RenderableType:
-        lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in self._news]
         return Group(
             stage_table(description or Description(), stages),
             Text(),
             progress(story.committed, story.steps, story.loss, story.tokens_per_second),
+            *([under_way(story, time.time())] if story.rebuilds else []),
             Text(),
-            *lines,
+            *map(styled, self._news),
         )

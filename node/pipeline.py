@@ -279,7 +279,7 @@ class Pipeline:
             reason = f"{frame.kind} of microbatch {visit.microbatch} from {peer}: {error}"
             return partial(self.events.attempt_failed, self.live, reason, [peer])
         if self.boundary is not None and frame.kind == "activation":
-            self.boundary.keep("received", frame, tensor)
+            self.boundary.keep("received", frame)
         return work(visit, tensor)
 
     def _forward(self, visit: Visit, x: torch.Tensor) -> Callable[[], None]:
@@ -318,7 +318,7 @@ class Pipeline:
         ballot = self.live
         frame = Frame(kind, ballot, onward.fields(), descriptors, tuple(buffers))
         if self.boundary is not None and kind == "activation":
-            self.boundary.keep("sent", frame, tensor)
+            self.boundary.keep("sent", frame)
 
         def send() -> None:
             if not self.events.send_frame(onward.node, frame):

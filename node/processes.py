@@ -65,6 +65,8 @@ class Processes:
     def start(self, slot: str, arguments: Sequence[str]) -> int:
         """Returns the process's id. Its output goes to the slot's next log. Raises OSError."""
         self._started[slot] += 1
+        while self.log(slot).exists():  # of a run that goes on
+            self._started[slot] += 1
         process = self._context.Process(
             target=_begin, args=(self.log(slot), self.work, list(arguments)), daemon=True
         )
@@ -103,12 +105,12 @@ class Processes:
         process.join()
         return process.pid
 
-    async def stop(self) -> None:
-        """End them all: SIGTERM, a grace period, SIGKILL. The registry is last: nodes leave it."""
+    async def stop(self, grace: float = GRACE) -> None:
+        """End them all: SIGTERM, `grace` seconds, SIGKILL. The registry is last: nodes leave it."""
         for slots in ([s for s in self._running if s != "registry"], list(self._running)):
             for slot in slots:
                 self._running[slot].terminate()
-            deadline = time.monotonic() + GRACE
+            deadline = time.monotonic() + grace
             while slots and time.monotonic() < deadline:
                 slots = [slot for slot in slots if self._running[slot].exitcode is None]
                 await asyncio.sleep(LOOK)

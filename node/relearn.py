@@ -21,9 +21,10 @@ from typing import Final, Literal, TypeVar
 import torch
 
 from node import stage_pb2 as pb
-from node.boundary import Fetched, InComputeThread, Pair
+from node.boundary import Fetched, Pair
 from node.effects import NEVER, Ballot
 from node.optimizer import StageOptimizer
+from node.transfer import InComputeThread
 from node.wire import Frame, WireError, decode, encode
 from recovery.relearning import Learner, error_gradient, ratio, squared_distance
 
@@ -240,20 +241,23 @@ class _Joiner:
             first = done % pairs
             number = min(at_a_time, pairs - first)
             order = pb.Relearn(work=pb.Relearn.TRAIN, first=first, count=number)
-            self._order(order)
-            await self._obey(order)
+            await self._round(order)
             done += number
         return done // pairs
 
     async def _measure(self, order: pb.Relearn) -> float:
-        self._order(order)
-        await self._obey(order)
-        answers = [self._sums()]
-        answers += [await self._hear(node, self.round) for node in self.block.others.values()]
+        answers = await self._round(order)
         return ratio(
             math.fsum(answer.squared_error for answer in answers),
             math.fsum(answer.squared_norm for answer in answers),
         )
+
+    async def _round(self, order: pb.Relearn) -> list[pb.Relearn]:
+        """Everybody's answer, when everybody is through: nobody may run ahead of the others."""
+        self._order(order)
+        await self._obey(order)
+        others = [await self._hear(node, self.round) for node in self.block.others.values()]
+        return [self._answer(), *others]
 
     def _order(self, order: pb.Relearn) -> None:
         self.round += 1
@@ -263,14 +267,13 @@ class _Joiner:
 
     async def follow(self) -> pb.Relearned:
         leader = self.block.joiners[self.block.leader]
-        self._tell(leader, pb.Relearn(pairs=self._report()))
+        self._tell(leader, pb.Relearn(work=pb.Relearn.ANSWER, pairs=self._report()))
         for self.round in count(1):
             order = await self._hear(leader, self.round)
             if order.work in (pb.Relearn.KEEP, pb.Relearn.UNDO):
                 return order.result
             await self._obey(order)
-            if order.work == pb.Relearn.MEASURE:
-                self._tell(leader, self._sums())
+            self._tell(leader, self._answer())
         raise AssertionError("rounds end with the leader's last")
 
     async def _obey(self, order: pb.Relearn) -> None:
@@ -295,21 +298,23 @@ class _Joiner:
             for pair in sorted(inputs.keys() | outputs.keys())
         ]
 
-    def _sums(self) -> pb.Relearn:
+    def _answer(self) -> pb.Relearn:
         return pb.Relearn(
             round=self.round,
-            work=pb.Relearn.MEASURE,
+            work=pb.Relearn.ANSWER,
             squared_error=math.fsum(self.errors.values()),
             squared_norm=math.fsum(self.norms.values()),
         )
 
     def _check_pairs(self) -> None:
         for pair in self.pairs:
-            first, last = pair.stages[0], pair.stages[-1]
+            ends = pair.stages[:1], pair.stages[-1:]
+            here = (self.block.stage,)
             if (
-                not self.block.joiners.keys() >= set(pair.stages)
-                or (first == self.block.stage and pair not in self.fetched.inputs)
-                or (last == self.block.stage and pair not in self.fetched.outputs)
+                not pair.stages
+                or not self.block.joiners.keys() >= set(pair.stages)
+                or (ends[0] == here and pair not in self.fetched.inputs)
+                or (ends[1] == here and pair not in self.fetched.outputs)
             ):
                 leader = self.block.joiners[self.block.leader]
                 raise RelearnError(f"{leader} wants {pair} trained on, which can't be", [leader])

@@ -101,9 +101,10 @@ class SavedState:
     tensors: Sequence[tuple[str, Tensor]]
 
     def __post_init__(self) -> None:
-        numbers = (self.stage, self.step, self.lineage, self.boosted_at, self.optimizer_step)
-        if min(numbers) < 0 or not (math.isfinite(self.omega) and self.omega >= 0):
-            raise ValueError(f"{self.id.name}: {numbers} and omega {self.omega} must be >= 0")
+        for field in ("stage", "step", "lineage", "omega", "boosted_at", "optimizer_step"):
+            value = getattr(self, field)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{self.id.name}: {field} {value}; a number from 0 on is saved")
         names = [name for name, _ in self.tensors]
         if len(set(names)) < len(names) or "__metadata__" in names:
             raise ValueError(f"{self.id.name}: tensors named {names}; each name once")
@@ -128,11 +129,11 @@ class Saves:
     """The saves of one stage in `folder`, of which the newest `keep` are kept.
 
     Opening makes the folder and removes what writers that died left behind. Raises SaveError when
-    it can't be used, or holds saves of another run, which the pruning would delete. To be used by
-    one thread at a time.
+    it can't be used, or holds saves of another run: nobody means to mix them. Has no state but the
+    folder's, so any thread may use it, while another one writes too.
 
-    Stages save the same steps, but not at the same time: with `keep` of 2, and 1 more for each
-    write that may be in flight, there is always a step that all of them have.
+    Stages save the same steps, but not at the same time. While no write fails, a `keep` of 2, and
+    1 more for each write that may be in flight, leaves a step that all of them have.
     """
 
     def __init__(self, folder: Path, run: str, stage: int, keep: int) -> None:
@@ -222,8 +223,9 @@ class Saves:
     def _prune(self) -> None:
         kept: list[SaveId] = []
         for save in self.listed():
-            # Steps that the run went back over don't count: were they kept, the save that it went
-            # back to would go first, and other stages may have no newer one yet.
+            # Saves that the run went back over don't count: were they kept, the one that it went
+            # back to would go first, and other stages may have no newer one yet. (One from between
+            # two regular saves can't be told, and takes a place until it is the oldest.)
             if len(kept) < self.keep and (not kept or save.step < kept[-1].step):
                 kept.append(save)
             elif self._run_of(save) in (None, self.run):

@@ -445,12 +445,12 @@ class Relearn(_message.Message):
     __slots__ = ("round", "work", "pairs", "first", "count", "squared_error", "squared_norm", "result")
     class Work(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
-        REPORT: _ClassVar[Relearn.Work]
+        ANSWER: _ClassVar[Relearn.Work]
         MEASURE: _ClassVar[Relearn.Work]
         TRAIN: _ClassVar[Relearn.Work]
         KEEP: _ClassVar[Relearn.Work]
         UNDO: _ClassVar[Relearn.Work]
-    REPORT: Relearn.Work
+    ANSWER: Relearn.Work
     MEASURE: Relearn.Work
     TRAIN: Relearn.Work
     KEEP: Relearn.Work

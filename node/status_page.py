@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from google.protobuf.json_format import MessageToJson
 from rich.console import Console, Group, RenderableType
@@ -14,8 +15,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from bootstrap.client import RegistryClient, RegistryUnreachable
-from bootstrap.registry_pb2 import Description
-from node.live_view import progress, stage_table, state
+from bootstrap.registry_pb2 import Description, MemberDescription
+from node.live_view import progress, stage_table, state, styled
 from node.run_file import RunFile, RunFileError, loads
 
 PATIENCE = 5.0
@@ -56,9 +57,11 @@ def as_text(description: Description) -> str:
 def page(description: Description) -> RenderableType:
     view = description.view
     reports = [one.report for one in description.members]
-    newest = max(reports, key=lambda report: report.committed, default=None)
+    # A run that has gone back to files stands at an older step, of a newer lineage.
+    newest = max(reports, key=lambda report: (report.lineage, report.committed), default=None)
     run = _run_file(description)
-    committed = max(newest.committed if newest else 0, view.committed)
+    told = (newest.lineage, newest.committed) if newest else (0, 0)
+    _, committed = max(told, (view.lineage, view.committed))
     stages = max([one.member.stage for one in description.members], default=0)
     if run is not None and run.model.stages is not None:
         stages = run.model.stages
@@ -91,11 +94,31 @@ def _head(description: Description) -> RenderableType:
         ("view", f"{view.number}: {escape(view.reason)}"),
         ("driver", escape(view.driver) or "none yet"),
     ]
-    news = sorted({one.report.message for one in description.members if one.report.message})
-    rows += [("news", escape(message)) for message in news]
     for name, text in rows:
         grid.add_row(Text(name, style="dim"), text)
+    for message, members in _news(description).items():
+        grid.add_row(Text("news", style="dim"), _told_by(message, members, view.driver))
     return grid
+
+
+def _news(description: Description) -> dict[str, list[MemberDescription]]:
+    """Messages, with those who say so."""
+    news: dict[str, list[MemberDescription]] = {}
+    for one in description.members:
+        if one.report.message:
+            news.setdefault(one.report.message, []).append(one)
+    return dict(sorted(news.items()))
+
+
+def _told_by(message: str, members: Sequence[MemberDescription], driver: str) -> Text:
+    """The driver tells how the run goes, all of them tell that it is stopped; else a node speaks
+    when something is wrong with it."""
+    if any(one.report.stopped for one in members):
+        return Text(message, style="bold red")
+    if any(one.member.node == driver for one in members):
+        return Text(message, style=styled(message).style)
+    who = ", ".join(f"{one.member.node} of stage {one.member.stage}" for one in members)
+    return Text(f"{who}: {message}", style="bold red")
 
 
 def _members(description: Description) -> Table:

@@ -15,17 +15,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.filesize import decimal
 
 from bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
-from bootstrap.registry_pb2 import Description
+from bootstrap.journal import Journal, JournalError
+from bootstrap.registry_pb2 import Description, View
 from node.event_log import EventLog, Tail
 from node.ledger import MERGED, Audit, Ledger, LedgerError, Line, check, merge
 from node.live_view import Screen, Story
-from node.processes import Ended, Processes, describe_status, tail
-from node.run_file import RunFile, dumps
-from node.summary import draw_loss, summarize
+from node.processes import GRACE, Ended, Processes, describe_status
+from node.processes import tail as end_of
+from node.resolve import registry_rules
+from node.run_file import RunFile, dumps, load
+from node.summary import draw_loss, summarize, tell
 
+RUN_FILE, PLAN, ADDRESS, JOURNAL = "run.toml", "up.json", "registry.address", "registry.journal"
+SAVING_GRACE = 30.0
+"""Seconds that nodes with saves have to end after SIGTERM."""
 POLL = 0.02
 """Seconds between two looks at event logs, ledgers and processes."""
 DESCRIBE = 0.25
@@ -87,17 +92,29 @@ class Ending(NamedTuple):
     reason: str  # empty: the run is finished
 
 
-async def up(
-    run: RunFile, kills: Sequence[Kill], out: Path, console: Console, device: str = "auto"
-) -> int:
+class Plan(NamedTuple):
+    """What to train, and where."""
+
+    run: RunFile  # resolved
+    out: Path
+    save_dir: Path | None  # for nodes' saves
+    device: str
+
+
+async def up(plan: Plan, kills: Sequence[Kill], console: Console, resume: bool = False) -> int:
     """Train a resolved run (see `resolve`) with a swarm of processes; the folder `out` gets what it
-    came to. Returns the exit status: 0 only if every step is committed, the audit is all zero and
-    replicas are identical. Raises SwarmError when it can't be started."""
-    claim(out)
-    (out / "run.toml").write_text(dumps(run), encoding="utf-8")
+    came to. With `resume` it goes on from what the run has saved. Returns the exit status: 0 only
+    if every step is committed, the audit is all zero and replicas are identical. Raises SwarmError
+    when it can't be started."""
+    run, out = plan.run, plan.out
+    if resume:
+        empty_registry(plan)
+    else:
+        claim(plan)
+        write_plan(plan)
     stop = _stop_signals()
     with Screen(console, run.steps) as screen:
-        swarm = _Swarm(run, kills, out, screen, device)
+        swarm = _Swarm(plan, kills, screen)
         try:
             ending = await swarm.train(stop)
         except SwarmError as error:
@@ -107,8 +124,14 @@ async def up(
     return _wrap_up(run, out, console, ending)
 
 
-def claim(out: Path) -> None:
-    """Make the folder for a run. Raises SwarmError when it holds one already."""
+def claim(plan: Plan) -> None:
+    """Make the folder for a run. Raises SwarmError when it, or the one for saves, is taken."""
+    out, save_dir = plan.out, plan.save_dir
+    if save_dir is not None and any(save_dir.glob("*/stage-*/step-*")):
+        raise SwarmError(
+            f"{save_dir} holds saves of a run already: go on with that run by --resume {save_dir}, "
+            "or choose another --save-dir"
+        )
     for name in ("summary.json", MERGED, "logs"):
         if (out / name).exists():
             raise SwarmError(
@@ -119,6 +142,65 @@ def claim(out: Path) -> None:
         (out / "logs").mkdir(parents=True)
     except OSError as error:
         raise SwarmError(f"can't make the folder {out}: {error.strerror}") from error
+
+
+def write_plan(plan: Plan) -> None:
+    """What `--resume` needs, in the run's folder and beside the saves. Raises SwarmError."""
+    (plan.out / RUN_FILE).write_text(dumps(plan.run), encoding="utf-8")
+    folders = [plan.out]
+    if plan.save_dir is not None:
+        folders.append(plan.save_dir)
+    saves = None if plan.save_dir is None else str(plan.save_dir.absolute())
+    fields = {"out": str(plan.out.absolute()), "save_dir": saves, "device": plan.device}
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / PLAN).write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise SwarmError(f"can't write in {folder}: {error.strerror}") from error
+
+
+def read_plan(folder: Path) -> Plan:
+    """Of the run that wrote `folder`, or whose saves are there. Raises SwarmError."""
+    try:
+        fields = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+        out, saves, device = Path(fields["out"]), fields["save_dir"], str(fields["device"])
+        run = load(out / RUN_FILE)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SwarmError(
+            f"nothing can be resumed from {folder}: {PLAN} there, or the run file that it names, "
+            f"can't be read ({error}). Name the folder that `planaria up` wrote (--out), or its "
+            "--save-dir"
+        ) from error
+    plan = Plan(run, out, None if saves is None else Path(saves), device)
+    if saves is None and not run.recovery.checkpoint_dir:
+        raise SwarmError(
+            f"nothing can be resumed from {folder}: the run was started without --save-dir, and "
+            "its policy writes no checkpoints"
+        )
+    return plan
+
+
+def empty_registry(plan: Plan) -> None:
+    """All the processes are gone: nobody is to wait for them. Views go on counting, so that what
+    is trained from now on counts more than what was not saved. Raises SwarmError."""
+    text = dumps(plan.run)
+    rules = registry_rules(plan.run, text)
+    try:
+        with Journal(plan.out / "logs" / JOURNAL, rules.run, text) as journal:
+            last = journal.view or View(run=rules.run)
+            journal.append(
+                View(
+                    run=rules.run,
+                    number=last.number + 1,
+                    reason="the run is resumed",
+                    committed=last.committed,
+                    lineage=last.lineage,
+                )
+            )
+        (plan.out / ADDRESS).unlink(missing_ok=True)
+    except JournalError as error:
+        raise SwarmError(f"the run can't be resumed: {error}") from error
 
 
 def _stop_signals() -> asyncio.Future[int]:
@@ -138,11 +220,10 @@ def _stop_signals() -> asyncio.Future[int]:
 class _Swarm:
     """The processes, what they tell, and the kills that are still to come."""
 
-    def __init__(
-        self, run: RunFile, kills: Sequence[Kill], out: Path, screen: Screen, device: str
-    ) -> None:
-        self.run, self.kills, self.screen, self.device = run, list(kills), screen, device
-        self.out = out.absolute()
+    def __init__(self, plan: Plan, kills: Sequence[Kill], screen: Screen) -> None:
+        self.run, self.kills, self.screen = plan.run, list(kills), screen
+        self.device, self.save_dir = plan.device, plan.save_dir
+        self.out, run = plan.out.absolute(), plan.run
         self.logs = self.out / "logs"
         self.stages, self.replicas = run.model.stages or 0, run.swarm.replicas
         nodes = (self.stages + 1) * self.replicas
@@ -152,6 +233,9 @@ class _Swarm:
         self.events = EventLog(self.logs, "up")
         self.story = Story(run.steps)
         self.tails: dict[Path, Tail] = {}
+        for path in self.logs.glob("*.jsonl"):  # of the run that goes on
+            tail = self.tails[path] = Tail(path)
+            tail.skip()
         self.restarts: Counter[str] = Counter()
         self.address = ""  # of the registry
         self.description: Description | None = None
@@ -202,7 +286,7 @@ class _Swarm:
         if self.describing is not None:
             self.describing.cancel()
         try:
-            await self.processes.stop()
+            await self.processes.stop(GRACE if self.save_dir is None else SAVING_GRACE)
         finally:
             self.processes.kill_all()
         if self.client is not None:
@@ -211,7 +295,7 @@ class _Swarm:
 
     async def _registry_address(self, stop: asyncio.Future[int]) -> str:
         """Where the registry listens, once it does."""
-        file = self.out / "registry.address"
+        file = self.out / ADDRESS
         deadline = time.monotonic() + REGISTRY_START
         while not file.exists() and not stop.done():
             for ended in self.processes.ended():
@@ -220,7 +304,7 @@ class _Swarm:
                 log = self.processes.log("registry")
                 raise SwarmError(
                     f"the registry doesn't listen after {REGISTRY_START:.0f} s; its log {log} ends:"
-                    f"\n{tail(log)}"
+                    f"\n{end_of(log)}"
                 )
             await _pause(stop, POLL)
         return "" if stop.done() else file.read_text().strip()
@@ -296,15 +380,16 @@ class _Swarm:
     def _command(self, slot: str) -> list[str]:
         if slot == "registry":
             return [
-                *("bootstrap", "--run", str(self.out / "run.toml")),
+                *("bootstrap", "--run", str(self.out / RUN_FILE)),
                 *("--listen", self.address or "127.0.0.1:0"),
-                *("--address-file", str(self.out / "registry.address")),
-                *("--journal", str(self.logs / "registry.journal")),
+                *("--address-file", str(self.out / ADDRESS)),
+                *("--journal", str(self.logs / JOURNAL)),
             ]
+        saves = [] if self.save_dir is None else ["--save-dir", str(self.save_dir / slot)]
         return [
             *("node", "--join", self.address, "--stage", slot.partition(".")[0]),
             *("--listen", "127.0.0.1:0", "--device", self.device),
-            *("--out", str(self.logs), "--threads", str(self.threads)),
+            *("--out", str(self.logs), "--threads", str(self.threads), *saves),
         ]
 
     def _kill_what_is_due(self) -> None:
@@ -355,14 +440,14 @@ class _Swarm:
             self.restarts[slot] += 1
             if self.restarts[slot] > MOST_RESTARTS:
                 raise SwarmError(self._failure(ended))
-            self.screen.say(f"the log {log} ends:\n{tail(log, 4)}")
+            self.screen.say(f"the log {log} ends:\n{end_of(log, 4)}")
             self._start(slot)
 
     def _failure(self, ended: Ended) -> str:
         who = "the registry" if ended.slot == "registry" else f"node-{ended.slot}"
         log = self.processes.log(ended.slot)
         often = f", {self.restarts[ended.slot]} times by now" if self.restarts[ended.slot] else ""
-        return f"{who} {describe_status(ended.status)}{often}; its log {log} ends:\n{tail(log)}"
+        return f"{who} {describe_status(ended.status)}{often}; its log {log} ends:\n{end_of(log)}"
 
 
 async def _pause(stop: asyncio.Future[int], seconds: float) -> None:
@@ -427,26 +512,3 @@ def shortcomings(run: RunFile, summary: dict[str, Any]) -> list[str]:
     if not summary["replicas_identical"]:
         found.append("the replicas of a stage are not identical; don't trust these weights")
     return found
-
-
-def tell(summary: dict[str, Any]) -> Iterator[str]:
-    """The essence of a summary, in sentences."""
-    loss = {key: "-" if value is None else f"{value:.4f}" for key, value in summary["loss"].items()}
-    yield (
-        f"{summary['steps']} steps, {summary['tokens']:,} tokens, "
-        f"{summary['tokens_per_second']:,.0f} tokens/s; loss {loss['first']} at first, "
-        f"{loss['last']} at last, {loss['validation']} in validation"
-    )
-    for rebuild in summary["rebuilds"]:
-        yield (
-            f"stage {rebuild['stage']} rebuilt by {rebuild['method']} at step {rebuild['step']}: "
-            f"noticed in {rebuild['detect_seconds']:.2f} s, {decimal(rebuild['bytes'])} in "
-            f"{rebuild['rebuild_seconds']:.2f} s, stalled {rebuild['stall_seconds']:.2f} s"
-        )
-    audit, attempts = summary["audit"], summary["attempts"]
-    yield (
-        f"audit: {audit['expected']:,} samples expected, {audit['duplicates']} duplicates, "
-        f"{audit['missing']} missing, {audit['extra']} extra; attempts: {attempts['started']} "
-        f"started, {attempts['aborted']} aborted; replicas "
-        f"{'identical' if summary['replicas_identical'] else 'NOT identical'}"
-    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from itertools import groupby
+from typing import NamedTuple
 
 
 def order(microbatch: int, stages: int, swapped: bool) -> tuple[int, ...]:
@@ -28,25 +29,57 @@ def partner(stage: int, stages: int) -> int | None:
     return {1: 2, 2: 1, stages - 1: stages, stages: stages - 1}.get(stage)
 
 
-def neighbours(stage: int, stages: int, swapped: bool) -> set[int]:
-    """The stages that come right before or after `stage` in some order; 0 is before the first and
-    after the last."""
-    orders = [order(microbatch, stages, swapped) for microbatch in range(2 if swapped else 1)]
-    found: set[int] = set()
-    for visits in ((0, *body, 0) for body in orders):
-        for a, b in itertools.pairwise(visits):
-            if stage in (a, b):
-                found |= {a, b}
-    return found - {stage}
+def all_orders(stages: int, swapped: bool) -> list[tuple[int, ...]]:
+    """As many as there are."""
+    return [order(microbatch, stages, swapped) for microbatch in range(2 if swapped else 1)]
 
 
-def blocks(lost: Iterable[int], stages: int, swapped: bool) -> list[list[int]]:
-    """The stages of `lost` in groups that no stage outside a group links: a microbatch may pass
-    from one to another of the same group, without a visit to a stage that is left."""
-    groups: list[list[int]] = []
-    for stage in sorted(lost):
-        near = neighbours(stage, stages, swapped)
-        joined = [group for group in groups if near.intersection(group)]
-        groups = [group for group in groups if group not in joined]
-        groups.append(sorted([stage, *(other for group in joined for other in group)]))
-    return sorted(groups)
+# Where stages of an order are lost
+
+
+class Run(NamedTuple):
+    """Lost stages that a microbatch visits one after the other, as many as there are.
+
+    Input: what the visit before `start` sent. Output: what the visit at `end` received.
+    """
+
+    start: int  # index in the order
+    stages: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.stages)
+
+
+def runs(order: Sequence[int], lost: Collection[int]) -> tuple[Run, ...]:
+    """The runs of lost stages in an order, or in the stages of a route; stage 0 is in none."""
+    visits = enumerate(order)
+    return tuple(
+        Run(found[0][0], tuple(stage for _, stage in found))
+        for is_lost, group in groupby(visits, key=lambda visit: visit[1] in lost and visit[1] != 0)
+        if is_lost and (found := list(group))
+    )
+
+
+def blocks(orders: Iterable[Sequence[int]], lost: Collection[int]) -> list[tuple[int, ...]]:
+    """Which of the lost body stages have to relearn together: those that share a run in any order.
+
+    Every lost body stage is in one block; blocks and their stages ascend.
+    """
+    found = [{stage} for stage in lost if stage != 0]
+    for order in orders:
+        for run in runs(order, lost):
+            touched = [block for block in found if not block.isdisjoint(run.stages)]
+            found = [block for block in found if block not in touched]
+            found.append(set().union(*touched))
+    return sorted(tuple(sorted(block)) for block in found)
+
+
+def adjoining(orders: Iterable[Sequence[int]], block: Collection[int]) -> tuple[int, ...]:
+    """The stages, ascending, whose nodes may have inputs or outputs of runs in `block`."""
+    found = set()
+    for order in orders:
+        route = (0, *order, 0)
+        for run in runs(route, block):
+            found |= {route[run.start - 1], route[run.end]}
+    return tuple(sorted(found))

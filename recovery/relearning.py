@@ -6,66 +6,14 @@ Stages lost next to each other are learned as one: the input of the first, the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import groupby
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
 CLIP: Final = 1.0
 """Norm of a stage's gradient, at most, in one update."""
-
-
-# What is lost of a microbatch's order
-
-
-class Run(NamedTuple):
-    """Lost stages that a microbatch visits one after the other, as many as there are.
-
-    Input: what the visit before `start` sent. Output: what the visit at `end` received.
-    """
-
-    start: int  # index in the order
-    stages: tuple[int, ...]
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.stages)
-
-
-def runs(order: Sequence[int], lost: Collection[int]) -> tuple[Run, ...]:
-    """The runs of lost stages in an order, or in the stages of a route; stage 0 is in none."""
-    visits = enumerate(order)
-    return tuple(
-        Run(found[0][0], tuple(stage for _, stage in found))
-        for is_lost, group in groupby(visits, key=lambda visit: visit[1] in lost and visit[1] != 0)
-        if is_lost and (found := list(group))
-    )
-
-
-def blocks(orders: Iterable[Sequence[int]], lost: Collection[int]) -> list[tuple[int, ...]]:
-    """Which of the lost body stages have to relearn together: those that share a run in any order.
-
-    Every lost body stage is in one block; blocks and their stages ascend.
-    """
-    found = [{stage} for stage in lost if stage != 0]
-    for order in orders:
-        for run in runs(order, lost):
-            touched = [block for block in found if not block.isdisjoint(run.stages)]
-            found = [block for block in found if block not in touched]
-            found.append(set().union(*touched))
-    return sorted(tuple(sorted(block)) for block in found)
-
-
-def adjoining(orders: Iterable[Sequence[int]], block: Collection[int]) -> tuple[int, ...]:
-    """The stages, ascending, whose nodes may have inputs or outputs of runs in `block`."""
-    found = set()
-    for order in orders:
-        route = (0, *order, 0)
-        for run in runs(route, block):
-            found |= {route[run.start - 1], route[run.end]}
-    return tuple(sorted(found))
 
 
 # One pair

@@ -26,6 +26,7 @@ Codec = Literal["none", "int8"]
 CODECS: Final = get_args(Codec)
 NEVER: Final = -1  # step of a block that hasn't been sent
 PIECE: Final = 256  # values of a row that share a scale in int8, at most
+SCRATCH: Final = 1 << 18  # values worked on at a time: what fits a cache isn't allocated anew
 MANTISSA: Final = 19  # bits that int8 drops of the 23 of a second moment's root
 LARGEST: Final = torch.finfo(torch.float32).max
 SMALLEST: Final = torch.finfo(torch.float32).tiny
@@ -87,28 +88,31 @@ class Layout:
         ]
 
     def split(self, blocks: Tensor) -> list[Tensor]:
-        """Growing numbers of blocks, int64 [k], as indices into each tensor of `rows`."""
+        """Growing numbers of blocks, int64 [k] on the CPU, as indices into each of `rows`."""
         firsts = torch.tensor([group.first for group in self._groups[1:]], dtype=torch.int64)
         parts = blocks.tensor_split(torch.searchsorted(blocks, firsts))
         return [part - group.first for part, group in zip(parts, self._groups, strict=True)]
 
     def gather(self, flat: Tensor, blocks: Tensor) -> list[Tensor]:
         """Copies of these blocks, [k, width] for each width in turn."""
-        indices = self.split(blocks.to(flat.device))
-        return [rows[at] for rows, at in zip(self.rows(flat), indices, strict=True)]
+        indices = [at.to(flat.device) for at in self.split(blocks)]
+        return [rows.index_select(0, at) for rows, at in zip(self.rows(flat), indices, strict=True)]
 
     def scatter(self, flat: Tensor, blocks: Tensor, values: Sequence[Tensor]) -> None:
         """Put there what `gather` gave."""
-        indices = self.split(blocks.to(flat.device))
-        for rows, at, new in zip(self.rows(flat), indices, values, strict=True):
-            rows[at] = new
+        for rows, at, new in zip(self.rows(flat), self.split(blocks), values, strict=True):
+            rows.index_copy_(0, at.to(flat.device), new)
 
     def squared_distances(self, a: Tensor, b: Tensor) -> Tensor:
         """float64 [blocks] on the CPU: of each block of `a` from the same of `b`, squared."""
-        norms = [
-            torch.linalg.vector_norm(x - y, dim=1, dtype=torch.float64)
-            for x, y in zip(self.rows(a), self.rows(b), strict=True)
-        ]
+        norms = []
+        scratch = torch.empty(max(SCRATCH, *self.widths), device=a.device)
+        for x, y in zip(self.rows(a), self.rows(b), strict=True):
+            some = max(1, SCRATCH // x.shape[1])
+            for part, other in zip(torch.split(x, some), torch.split(y, some), strict=True):
+                difference = scratch[: part.numel()].view(part.shape)
+                torch.sub(part, other, out=difference)
+                norms.append(torch.linalg.vector_norm(difference, dim=1, dtype=torch.float64))
         return torch.cat(norms).square().cpu()
 
 
@@ -130,7 +134,7 @@ def choose(
         case "random":
             drawn = np.random.default_rng(list(seed)).permutation(len(taken))
             rank = torch.from_numpy(drawn).double()
-    rank = torch.where(taken == NEVER, -math.inf, rank)
+    rank = rank.masked_fill(taken == NEVER, -math.inf)
     return torch.argsort(rank, stable=True)[:count].sort().values
 
 
@@ -160,11 +164,11 @@ def quantize_second_moment(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Tops, int32 [k, pieces], and codes, uint8 [k, width], of rows that are not negative.
 
     A code stands for sqrt(v), rounded *up* to 4 bits behind the point: counted down from the
-    largest of its piece, 16 codes to each factor of two, so that it reaches a 60,000th of it; what
+    largest of its piece, 16 codes to each factor of two, so that it reaches a 50,000th of it; what
     is smaller rounds up to that, and only 0 becomes 0. With equal steps, as `quantize` has them,
     small moments would become 0, and Adam divides by them. So restored, sqrt(v) is never smaller
     than it was, and with a first moment rounded towards zero no element of an Adam step is larger
-    than the exact one's (by more than float32's own rounding). And down to that 60,000th of its
+    than the exact one's (by more than float32's own rounding). And down to that 50,000th of its
     piece's largest it is at most a 16th too large.
     """
     bits = rows.sqrt().view(torch.int32)  # the bits of floats above 0 grow as the floats do
@@ -333,7 +337,7 @@ def largest_update(layout: Layout, tensors: int) -> int:
 class Update(NamedTuple):
     """What goes to a holder at a time."""
 
-    payload: Tensor  # uint8 on the CPU; never changes
+    payload: Tensor  # uint8 on the CPU; its own until the next `take`, and after `lost` for ever
     blocks: int
     tensors: int
     codec: Codec
@@ -356,27 +360,31 @@ class Sent(Protocol):
 
 class SentCopy:
     """Everything, every time. May serve several holders: an update is made once, and kept until one
-    of another step is taken."""
+    of another step is taken, which then takes its memory."""
 
     def __init__(self, layout: Layout, moments: bool) -> None:
         self._layout, self._tensors = layout, 3 if moments else 1
-        self._newest: tuple[tuple[int, int], Update] | None = None
+        self._at: tuple[int, int] | None = None
+        self._payload = torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()
     def take(self, at: tuple[int, int], tensors: Sequence[Tensor]) -> Update:
-        if self._newest is None or self._newest[0] != at:
-            self._newest = None  # frees it before the next one is made
-            payload, _ = encode(self._layout, None, tensors[: self._tensors], "none")
-            update = Update(payload, self._layout.blocks, self._tensors, "none", 0.0)
-            self._newest = at, update
-        return self._newest[1]
+        if self._at != at:
+            if not len(self._payload):
+                size = 4 * self._layout.values * self._tensors
+                self._payload = torch.empty(size, dtype=torch.uint8)
+            parts = torch.split(self._payload.view(torch.float32), self._layout.values)
+            for part, flat in zip(parts, tensors, strict=False):
+                part.copy_(flat)
+            self._at = at
+        return Update(self._payload, self._layout.blocks, self._tensors, "none", 0.0)
 
     def lost(self, step: int) -> None:
-        """The next one is whole in any case."""
+        self._at, self._payload = None, torch.empty(0, dtype=torch.uint8)
 
     @property
     def memory_bytes(self) -> int:
-        return self._newest[1].payload.nbytes if self._newest else 0
+        return self._payload.nbytes
 
 
 class SentSnapshot:
@@ -415,15 +423,16 @@ class SentSnapshot:
         blocks = None if len(chosen) == layout.blocks else chosen
         payload, restored = encode(layout, blocks, tensors[: self._tensors], self._codec)
         layout.scatter(self.sent, chosen, restored)
-        distances[chosen] = 0.0  # what int8 rounds off is added below
+        distances[chosen] = 0.0
         perturbation = math.nan
         if not (self.taken == NEVER).any():
-            exact = layout.gather(weights, chosen)
-            rounded = sum(
-                torch.linalg.vector_norm(x - y, dtype=torch.float64).item() ** 2
-                for x, y in zip(exact, restored, strict=True)
-            )
-            perturbation = math.sqrt(distances.sum().item() + rounded)
+            if self._codec != "none":
+                exact = layout.gather(weights, chosen)
+                distances[0] += sum(
+                    torch.linalg.vector_norm(x - y, dtype=torch.float64).item() ** 2
+                    for x, y in zip(exact, restored, strict=True)
+                )
+            perturbation = math.sqrt(distances.sum().item())
         return Update(payload, len(chosen), self._tensors, self._codec, perturbation)
 
     def lost(self, step: int) -> None:

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from node import boundary
 from node import stage_pb2 as pb
-from node.boundary import BoundaryClient, BoundaryKeeper, BoundaryServer, Fetched, Pair, Wanted
+from node.boundary import (
+    BoundaryClient,
+    BoundaryKeeper,
+    BoundaryServer,
+    Fetched,
+    Kept,
+    Pair,
+    Wanted,
+)
 from node.compute import ComputeThread, Priority
 from node.effects import Ballot
 from node.model import build_stage, model_config
@@ -20,9 +28,8 @@ from node.optimizer import StageOptimizer
 from node.pipeline import Pipeline, Visit
 from node.routing import Route
 from node.run_file import ModelSection, RunFile, WireSection
-from node.wire import Codec, Frame, encode
-from recovery.orders import order
-from recovery.relearning import adjoining, runs
+from node.wire import Codec, Frame, decode, encode
+from recovery.orders import adjoining, order, runs
 
 T = TypeVar("T")
 BALLOT = Ballot(3, 5)
@@ -40,19 +47,23 @@ def bf16(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.bfloat16)
 
 
+def values(microbatch: int, position: int, version: int = 0) -> torch.Tensor:
+    """What is on its way to the visit at `position`."""
+    generator = torch.Generator().manual_seed(1000 * microbatch + 10 * position + version)
+    return torch.randn(SHAPE, generator=generator)
+
+
 def crossing(
     microbatch: int,
     position: int,
-    stages: Sequence[int],
+    stages: Sequence[int] = (0, 1, 2, 3, 0),
     codec: Codec = "none",
     ballot: Ballot = BALLOT,
-) -> tuple[Frame, torch.Tensor]:
-    """An activation on its way to the visit at `position`; what is in it follows from the two."""
-    generator = torch.Generator().manual_seed(1000 * microbatch + position)
-    tensor = torch.randn(SHAPE, generator=generator)
-    descriptors, payload = encode([tensor], codec)
+    version: int = 0,
+) -> Frame:
+    descriptors, payload = encode([values(microbatch, position, version)], codec)
     fields = {"microbatch": microbatch, "position": position, "stages": list(stages)}
-    return Frame("activation", ballot, fields, descriptors, payload), tensor
+    return Frame("activation", ballot, fields, descriptors, payload)
 
 
 def route(microbatch: int, stages: int, swapped: bool) -> tuple[int, ...]:
@@ -62,7 +73,9 @@ def route(microbatch: int, stages: int, swapped: bool) -> tuple[int, ...]:
 def keepers(stages: int, swapped: bool, codec: Codec = "none") -> dict[str, BoundaryKeeper]:
     """Two replicas of each stage, after a step whose microbatches went through them in turn."""
     found = {
-        f"{stage}.{replica}": BoundaryKeeper() for stage in range(stages + 1) for replica in "ab"
+        f"{stage}.{replica}": BoundaryKeeper(at_once)
+        for stage in range(stages + 1)
+        for replica in "ab"
     }
     for keeper in found.values():
         keeper.start(BALLOT, STEP)
@@ -70,9 +83,9 @@ def keepers(stages: int, swapped: bool, codec: Codec = "none") -> dict[str, Boun
         visits = route(microbatch, stages, swapped)
         replica = "ab"[microbatch // 2 % 2]
         for position in range(1, len(visits)):
-            frame, tensor = crossing(microbatch, position, visits, codec)
-            found[f"{visits[position - 1]}.{replica}"].keep("sent", frame, tensor)
-            found[f"{visits[position]}.{replica}"].keep("received", frame, tensor)
+            frame = crossing(microbatch, position, visits, codec)
+            found[f"{visits[position - 1]}.{replica}"].keep("sent", frame)
+            found[f"{visits[position]}.{replica}"].keep("received", frame)
     for keeper in found.values():
         keeper.commit(STEP)
     return found
@@ -124,32 +137,36 @@ def check_values(fetched: Fetched, stages: int, swapped: bool) -> None:
         for pair, tensor in tensors.items():
             visits = route(pair.microbatch, stages, swapped)
             (run,) = [run for run in runs(visits, set(pair.stages)) if run.stages == pair.stages]
-            _, crossed = crossing(pair.microbatch, (run.start, run.end)[end], visits)
+            crossed = values(pair.microbatch, (run.start, run.end)[end])
             assert tensor.dtype == torch.bfloat16
             assert torch.equal(tensor, bf16(crossed))
+
+
+def decoded(kept: Kept) -> torch.Tensor:
+    (tensor,) = decode(kept.descriptors, kept.payload)
+    return tensor
 
 
 # Keeping
 
 
 def test_what_is_kept_is_of_the_last_committed_step() -> None:
-    keeper = BoundaryKeeper()
+    keeper = BoundaryKeeper(at_once)
     keeper.start(BALLOT, STEP)
-    visits = (0, 1, 2, 3, 0)
     for position in (1, 2):
-        keeper.keep("received" if position == 1 else "sent", *crossing(0, position, visits))
+        keeper.keep("received" if position == 1 else "sent", crossing(0, position))
     with pytest.raises(ValueError, match="of step 7 are asked for, of step 0 are kept"):
         keeper.sides(STEP, 2, frozenset([2]))
     keeper.commit(STEP)
-    assert keeper.memory_bytes == 2 * ELEMENTS * 2
+    assert keeper.memory_bytes == 2 * ELEMENTS * 4
     ((pair, side, _),) = keeper.sides(STEP, 2, frozenset([2]))
     assert (pair, side) == (Pair(0, (2,)), "input")
     keeper.start(Ballot(3, 6), STEP + 1)
-    keeper.keep("sent", *crossing(0, 2, visits, ballot=Ballot(3, 6)))
-    assert keeper.memory_bytes == 3 * ELEMENTS * 2
+    keeper.keep("sent", crossing(0, 2, ballot=Ballot(3, 6)))
+    assert keeper.memory_bytes == 3 * ELEMENTS * 4
     keeper.drop()
     assert keeper.sides(STEP, 2, frozenset([2]))  # the failed attempt has left no trace
-    assert keeper.memory_bytes == 2 * ELEMENTS * 2
+    assert keeper.memory_bytes == 2 * ELEMENTS * 4
     keeper.start(Ballot(3, 7), STEP + 1)
     keeper.commit(STEP + 1)
     assert keeper.sides(STEP + 1, 2, frozenset([2])) == []
@@ -157,52 +174,93 @@ def test_what_is_kept_is_of_the_last_committed_step() -> None:
 
 
 def test_a_commit_of_a_step_that_was_not_attempted_here_leaves_nothing() -> None:
-    keeper = BoundaryKeeper()
+    keeper = BoundaryKeeper(at_once)
     keeper.start(BALLOT, STEP)
-    keeper.keep("sent", *crossing(0, 2, (0, 1, 2, 3, 0)))
+    keeper.keep("sent", crossing(0, 2))
     keeper.commit(STEP + 1)
     assert keeper.sides(STEP + 1, 2, frozenset([2])) == []
     assert keeper.memory_bytes == 0
 
 
-def test_frames_of_other_attempts_and_evaluations_are_not_kept() -> None:
-    keeper = BoundaryKeeper()
-    visits = (0, 1, 2, 3, 0)
-    keeper.keep("sent", *crossing(0, 2, visits))  # nothing has begun
+@pytest.mark.parametrize("codec", ["none", "bf16", "fp16", "int8"])
+async def test_once_committed_it_is_narrowed_to_two_bytes_a_value(
+    codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(boundary, "PIECE", 2 * ELEMENTS * 4)
+    pieces = 0
+
+    async def count(work: Callable[[], T]) -> T:
+        nonlocal pieces
+        pieces += 1
+        return work()
+
+    keeper = BoundaryKeeper(count)
     keeper.start(BALLOT, STEP)
-    keeper.keep("sent", *crossing(0, 2, visits, ballot=Ballot(3, 4)))
-    assert keeper.memory_bytes == 0
-    keeper.keep("sent", *crossing(0, 2, visits))
+    frames = [crossing(microbatch, 2, codec=codec) for microbatch in range(5)]
+    for frame in frames:
+        keeper.keep("sent", frame)
     keeper.commit(STEP)
-    keeper.keep("sent", *crossing(1, 2, visits))  # an evaluation under the same ballot
+    await keeper.narrow()
+    assert pieces == (3 if codec == "none" else 0)
+    assert keeper.memory_bytes <= 5 * ELEMENTS * 2
+    for frame, (_, _, kept) in zip(frames, keeper.sides(STEP, 2, frozenset([2])), strict=True):
+        if codec == "none":
+            assert torch.equal(bf16(decoded(kept)), bf16(values(frame.fields["microbatch"], 2)))
+        else:
+            assert kept.payload is frame.payload  # the very bytes
+
+
+async def test_the_next_commit_ends_the_narrowing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boundary, "PIECE", 1)
+
+    async def commit_meanwhile(work: Callable[[], T]) -> T:
+        keeper.commit(STEP + 1)
+        return work()
+
+    keeper = BoundaryKeeper(commit_meanwhile)
+    keeper.start(BALLOT, STEP)
+    for microbatch in range(3):
+        keeper.keep("sent", crossing(microbatch, 2))
+    keeper.commit(STEP)
+    await keeper.narrow()
+    assert keeper.memory_bytes == 0
+
+
+def test_frames_of_other_attempts_and_evaluations_are_not_kept() -> None:
+    keeper = BoundaryKeeper(at_once)
+    keeper.keep("sent", crossing(0, 2))  # nothing has begun
+    keeper.start(BALLOT, STEP)
+    keeper.keep("sent", crossing(0, 2, ballot=Ballot(3, 4)))
+    assert keeper.memory_bytes == 0
+    keeper.keep("sent", crossing(0, 2))
+    keeper.commit(STEP)
+    keeper.keep("sent", crossing(1, 2))  # an evaluation under the same ballot
     assert len(keeper.sides(STEP, 2, frozenset([2]))) == 1
 
 
 def test_a_second_visit_replaces_the_first() -> None:
-    keeper = BoundaryKeeper()
+    keeper = BoundaryKeeper(at_once)
     keeper.start(BALLOT, STEP)
-    frame, tensor = crossing(0, 2, (0, 1, 2, 3, 0))
-    keeper.keep("sent", frame, tensor)
-    keeper.keep("sent", frame, tensor + 1)
+    keeper.keep("sent", crossing(0, 2))
+    keeper.keep("sent", crossing(0, 2, version=1))
     keeper.commit(STEP)
-    assert keeper.memory_bytes == ELEMENTS * 2
+    assert keeper.memory_bytes == ELEMENTS * 4
     fetched = Network({"1": keeper}).fetch(2, {2}, ["1"])
-    assert torch.equal(fetched.inputs[Pair(0, (2,))], bf16(tensor + 1))
+    assert torch.equal(fetched.inputs[Pair(0, (2,))], bf16(values(0, 2, version=1)))
 
 
 @given(st.data())
 def test_attempts_that_come_and_go(data: st.DataObject) -> None:
     """Whatever starts, fails and commits: what is kept is what the committed attempt was given."""
-    keeper = BoundaryKeeper()
+    keeper = BoundaryKeeper(at_once)
     step, committed = 1, {}
     for attempt in range(1, data.draw(st.integers(1, 6)) + 1):
         ballot = Ballot(1, attempt)
         keeper.start(ballot, step)
         given_now = {}
         for microbatch in data.draw(st.lists(st.integers(0, 3), max_size=5)):
-            frame, tensor = crossing(microbatch, 2, (0, 1, 2, 3, 0), ballot=ballot)
-            keeper.keep("sent", frame, tensor + attempt)
-            given_now[Pair(microbatch, (2,))] = bf16(tensor + attempt)
+            keeper.keep("sent", crossing(microbatch, 2, ballot=ballot, version=attempt))
+            given_now[Pair(microbatch, (2,))] = values(microbatch, 2, attempt)
         match data.draw(st.sampled_from(["commit", "drop", "again"])):
             case "commit":
                 keeper.commit(step)
@@ -212,8 +270,7 @@ def test_attempts_that_come_and_go(data: st.DataObject) -> None:
     sides = keeper.sides(step - 1, 2, frozenset([2])) if step > 1 else []
     assert [pair for pair, _, _ in sides] == sorted(committed)
     for pair, _, kept in sides:
-        (found,) = boundary.decode(kept.descriptors, kept.payload)
-        assert torch.equal(bf16(found), committed[pair])
+        assert torch.equal(decoded(kept), committed[pair])
 
 
 # Fetching
@@ -248,7 +305,7 @@ def test_a_joiner_gets_the_ends_of_the_runs_that_are_its_own(
     assert fetched.outputs.keys() == outputs
     if codec in ("none", "bf16"):
         check_values(fetched, stages, swapped)
-    assert fetched.bytes == 2 * ELEMENTS * (len(inputs) + len(outputs))
+    assert fetched.bytes <= 2 * ELEMENTS * (len(inputs) + len(outputs))
 
 
 def test_few_frames_are_under_way_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +378,7 @@ def flip_a_bit(frame: Frame) -> Frame:
         (damage(stages=[2, 3]), "is not wanted here"),
         (damage(side="middle"), "'middle' is no side of"),
         (damage(microbatch=1), "the input of microbatch 1 is here already"),
-        (content(torch.zeros(SHAPE), "none"), "not one tensor of bf16"),
+        (content(torch.zeros(SHAPE), "none"), "not one tensor of at most two bytes"),
         (content(torch.zeros(1, 3, 4)), r"its shape is \(1, 3, 4\), not \(2, 3, 4\)"),
         (content(torch.full(SHAPE, torch.nan)), "it is not finite"),
     ],
@@ -400,17 +457,18 @@ class Daemon:
         raise error
 
 
-@pytest.mark.parametrize("codec", ["none", "bf16"])
+@pytest.mark.parametrize("codec", ["none", "bf16", "int8"])
 @pytest.mark.parametrize("kind", [pb.Begin.TRAIN, pb.Begin.EVALUATE])
 async def test_a_stage_keeps_what_comes_in_and_goes_out(codec: Codec, kind: Any) -> None:
     section = ModelSection(dim=8, heads=2, stages=3, layers=3, context=4, hidden=8)
     config = model_config(section, 16)
     run = RunFile(model=section, wire=WireSection(activations=codec))
     module = build_stage(config, 2, 0)
-    keeper, daemon = BoundaryKeeper(), Daemon()
+    keeper, daemon = BoundaryKeeper(at_once), Daemon()
     pipeline = Pipeline(
         *("c", 2, module, StageOptimizer(module, torch.device("cpu")), run, config, None),
-        *(torch.device("cpu"), cast(ComputeThread, Compute()), daemon, keeper),
+        *(torch.device("cpu"), cast(ComputeThread, Compute()), daemon),
+        boundary=keeper,
     )
     pipeline.start(BALLOT, pb.Begin(step=STEP, kind=kind))
     if kind == pb.Begin.TRAIN:
@@ -430,9 +488,5 @@ async def test_a_stage_keeps_what_comes_in_and_goes_out(codec: Codec, kind: Any)
     ((before, _, out),) = keeper.sides(STEP, 1, frozenset([1]))
     ((behind, _, into),) = keeper.sides(STEP, 3, frozenset([3]))
     assert (before, behind) == (Pair(4, (1,)), Pair(4, (3,)))
-    for kept, crossed in ((out, frame), (into, sent)):
-        (found,) = boundary.decode(kept.descriptors, kept.payload)
-        (exact,) = boundary.decode(crossed.descriptors, crossed.payload)
-        assert torch.equal(bf16(found), bf16(exact))
-        assert (kept.payload is crossed.payload) == (codec == "bf16")
+    assert (out.payload, into.payload) == (frame.payload, sent.payload)
     assert keeper.critical_seconds > 0

@@ -18,8 +18,8 @@ from node.relearn import Block, RelearnError, Relearning, Terms, whole_pairs
 from node.run_file import ModelSection
 from node.wire import Frame
 from recovery.checkfree import average
-from recovery.orders import order
-from recovery.relearning import Learner, learn, residual_error, runs
+from recovery.orders import order, runs
+from recovery.relearning import Learner, learn, residual_error
 
 T = TypeVar("T")
 BALLOT = Ballot(3, 5)
@@ -211,6 +211,17 @@ def test_pairs_that_are_not_whole_are_left_out_by_everyone() -> None:
     results = relearn_all(students, fetched)
     assert [(result.pairs, result.left_out) for result in results] == [(2, 2), (2, 2)]
     assert all(one.optimizer.steps == 2 * TERMS.passes for one in students.values())
+
+
+def test_nobody_runs_ahead_of_who_shares_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only pairs of one stage each are whole: no frame ever makes the leader wait."""
+    monkeypatch.setattr(relearn, "TOGETHER", 1)
+    pairs = {p: ends for p, ends in crossed([2, 3], swapped=True).items() if len(p.stages) == 1}
+    students = {stage: student(stage) for stage in (2, 3)}
+    terms = Terms(passes=20, seconds=math.inf, lr=1e-2, bf16=False, patience=60.0)
+    results = relearn_all(students, {s: fetched_by(s, pairs) for s in students}, terms)
+    assert [result.passes for result in results] == [20, 20]
+    assert [one.optimizer.steps for one in students.values()] == [40, 40]
 
 
 def test_without_a_whole_pair_the_weights_stay() -> None:
@@ -409,7 +420,8 @@ async def test_a_bad_frame_fails_it(fault: str) -> None:
         assert error.accused == ["joiner-3"]
 
 
-async def test_a_leader_that_names_pairs_which_are_not_here() -> None:
+@pytest.mark.parametrize("stages", [[], [2, 3], [3], [3, 4]])
+async def test_a_leader_that_names_pairs_which_are_not_here(stages: list[int]) -> None:
     students, _ = trio()
     network = Network([2, 3, 4])
     joiners = {2: "joiner-2", 3: "joiner-3"}
@@ -419,7 +431,7 @@ async def test_a_leader_that_names_pairs_which_are_not_here() -> None:
         )
     )
     order = pb.Relearn(
-        round=1, work=pb.Relearn.MEASURE, pairs=[pb.BoundaryPair(microbatch=0, stages=[2, 3])]
+        round=1, work=pb.Relearn.MEASURE, pairs=[pb.BoundaryPair(microbatch=0, stages=stages)]
     )
     network.nodes["joiner-3"].on_message(
         "joiner-2", pb.Message(ballot=BALLOT.message(), relearn=order)

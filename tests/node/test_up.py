@@ -12,7 +12,17 @@ from node.corpus import CorpusError
 from node.prepare import Recipe, prepare
 from node.resolve import registry_rules, resolve, text_to_prepare
 from node.run_file import dumps, loads, override
-from node.swarm import Kill, SwarmError, claim, parse_kill, read_events, shortcomings
+from node.swarm import (
+    Kill,
+    Plan,
+    SwarmError,
+    claim,
+    parse_kill,
+    read_events,
+    read_plan,
+    shortcomings,
+    write_plan,
+)
 
 RUN = loads("steps = 40\n[model]\nstages = 4\n[swarm]\nreplicas = 2")
 
@@ -52,7 +62,39 @@ def test_a_bad_kill_is_refused_with_what_is_valid(text, says):
 def test_a_folder_with_a_run_in_it_is_refused(tmp_path, name):
     (tmp_path / name).touch()
     with pytest.raises(SwarmError, match=f"holds a run already.*{name}.*--out"):
-        claim(tmp_path)
+        claim(Plan(RUN, tmp_path, None, "cpu"))
+
+
+def test_a_folder_with_saves_of_another_run_is_refused(tmp_path):
+    (tmp_path / "saves/1.0/stage-1").mkdir(parents=True)
+    (tmp_path / "saves/1.0/stage-1/step-00000010-0.safetensors").touch()
+    with pytest.raises(SwarmError, match="--resume"):
+        claim(Plan(RUN, tmp_path / "out", tmp_path / "saves", "cpu"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_is_found_from_either_folder(tmp_path):
+    plan = Plan(RUN, tmp_path / "out", tmp_path / "saves", "cpu")
+    claim(plan)
+    write_plan(plan)
+    assert read_plan(tmp_path / "out") == plan
+    assert read_plan(tmp_path / "saves") == plan
+
+
+def test_what_cannot_be_resumed_says_why(tmp_path):
+    with pytest.raises(SwarmError, match="nothing can be resumed"):
+        read_plan(tmp_path)
+    plan = Plan(RUN, tmp_path / "out", None, "cpu")
+    claim(plan)
+    write_plan(plan)
+    with pytest.raises(SwarmError, match="without --save-dir"):
+        read_plan(tmp_path / "out")
+
+
+def test_resume_takes_no_option_that_would_change_the_run(tmp_path):
+    result = CliRunner().invoke(app, ["up", "--resume", str(tmp_path), "--steps", "9"])
+    assert result.exit_code == 1
+    assert "--resume goes on" in result.stderr
 
 
 def test_events_are_sorted_and_half_written_ones_left_out(tmp_path):

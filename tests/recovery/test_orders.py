@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recovery.orders import blocks, neighbours, order, partner
+from recovery.orders import order, partner
 
 
 @given(st.integers(0, 100), st.integers(1, 20), st.booleans())
@@ -26,17 +26,3 @@ def test_a_partner_is_visited_in_the_stage_s_place(stages, data):
     natural, swapped = order(0, stages, True), order(1, stages, True)
     twin = swapped[natural.index(stage)]
     assert partner(stage, stages) == (twin if twin != stage else None)
-
-
-def test_neighbours_follow_from_the_orders():
-    assert neighbours(3, 5, False) == {2, 4}
-    assert neighbours(3, 5, True) == {1, 2, 4, 5}
-    assert neighbours(1, 5, False) == {0, 2}
-    assert neighbours(2, 6, True) == {0, 1, 3}
-
-
-def test_blocks_are_what_microbatches_pass_through_at_once():
-    assert blocks([2, 3, 5], 5, False) == [[2, 3], [5]]
-    assert blocks([2, 4], 5, False) == [[2], [4]]
-    assert blocks([1, 3], 5, True) == [[1, 3]]
-    assert blocks([], 5, True) == []

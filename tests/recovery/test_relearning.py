@@ -9,17 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from recovery.orders import order
+from recovery.orders import Run, adjoining, blocks, order, runs
 from recovery.relearning import (
     CLIP,
     Learner,
-    Run,
-    adjoining,
-    blocks,
     error_gradient,
     learn,
     residual_error,
-    runs,
     squared_distance,
 )
 

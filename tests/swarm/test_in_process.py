@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -12,6 +13,7 @@ from node.corpus import Corpus
 from node.ledger import audit, merge
 from node.run_file import loads, override
 from node.twin import Twin
+from node.wire import Frame
 from tests.swarm.in_process import LocalSwarm
 
 SMALL = """
@@ -268,3 +270,25 @@ async def test_every_loss_is_survived_by_its_policy(corpus, tmp_path, policy, lo
 
 def events_of(path, kind):
     return [e for e in map(json.loads, path.read_text().splitlines()) if e["kind"] == kind]
+
+
+async def test_a_gradient_for_a_twin_that_is_lost_with_its_link_is_sent_again(corpus, tmp_path):
+    run = override(loads(SMALL.format(stages=3, replicas=1)), recovery__policy="redundant")
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        node, _ = swarm.nodes[2, 0]
+        send_frame, lost = node.links.send_frame, []
+
+        def send_or_lose(peer: str, frame: Frame) -> bool:
+            if frame.kind != "twin" or lost:
+                return send_frame(peer, frame)
+            lost.append(frame)
+            asyncio.get_running_loop().call_soon(node.on_link_lost, peer, "cut", [frame])
+            return True
+
+        node.links.send_frame = send_or_lose
+        await swarm.until(swarm.finished)
+        holder, _ = swarm.nodes[1, 0]
+        assert holder.holdings.twin.step == run.steps
+        assert holder.holdings.twin.optimizer.digest() == node.member.digest
+    assert lost
+    assert audit(tmp_path).exact

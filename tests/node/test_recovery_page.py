@@ -1,0 +1,40 @@
+"""docs/recovery.md names every option that there is, with its default."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import tomli_w
+
+from node.run_file import RecoverySection, SavesSection
+from recovery.decide import Policy
+
+PAGE = (Path(__file__).parents[2] / "docs" / "recovery.md").read_text(encoding="utf-8")
+
+
+def options(section: str) -> dict[str, str]:
+    """Key -> default, as the table under `[section]` has them."""
+    _, _, rest = PAGE.partition(f"Under `[{section}]`")
+    table = rest.strip().partition("\n\n")[2].partition("\n\n")[0]
+    return dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", table, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("name", "section"), [("recovery", RecoverySection()), ("saves", SavesSection())]
+)
+def test_the_page_has_every_option_with_its_default(name: str, section: Any) -> None:
+    told = options(name)
+    defaults = section.model_dump()
+    assert list(told) == list(defaults)
+    for key, value in defaults.items():
+        if value is not None:  # else it follows from something else, in words
+            assert told[key].strip("`") == tomli_w.dumps({"v": value})[4:].strip(), key
+
+
+@pytest.mark.parametrize("policy", get_args(Policy))
+def test_the_page_has_every_policy(policy: str) -> None:
+    assert f"\n| `{policy}` | " in PAGE
+    assert f"\n- **`{policy}`** " in PAGE
