@@ -12,7 +12,8 @@ next one is applied anywhere: every member of the view was ready for that one, s
 - I3  No attempt in a newer ballot starts from a step before the newest confirmed one, and no node
       goes back. When no node with any state is left, and the registry has heard of one step at
       most, the run starts over.
-- I4  After the last fault the run finishes in time, or stops for a reason that holds.
+- I4  After the last fault the run finishes in time, or stops for a reason that holds. One is that
+      nobody is left who has trained: joiners that only followed don't go on alone.
 """
 
 from __future__ import annotations
@@ -313,7 +314,10 @@ class Cluster:
             survivors.setdefault(node.weights.stage, []).append(node.name)
         decisions = self.decisions(newest, survivors)
         lost = newest < max(self.confirmed)
-        justified = lost or any(isinstance(decision, Stop) for decision in decisions)
+        trained = {name for attempt in self.attempts.values() for name in attempt.nodes}
+        joiners_only = not any(trained.intersection(names) for names in survivors.values())
+        stops = any(isinstance(decision, Stop) for decision in decisions)
+        justified = lost or stops or joiners_only
         self.demand(justified, "I4", f"stopped without need: {stopped[0]}")
         return f"stopped: {stopped[0]}"
 
