@@ -77,8 +77,6 @@ LINK_PATIENCE = 3.0
 """Seconds that something waits for a link to come up."""
 TO_DRIVER = frozenset(["status", "synced", "home", "ready", "failed", "stale"])
 TO_MEMBER = frozenset(["query", "sync", "step", "reduce", "halt"])
-TELL_FETCHING = 0.2
-"""Seconds between two events of a rebuild under way."""
 OF_AN_ATTEMPT = frozenset(["activation", "gradient", "average", "twin"])
 """Kinds of frames without which the attempt fails."""
 MOST_HELD = 4096
@@ -164,7 +162,8 @@ class Node:
         self.boundary_client = BoundaryClient(self.send_message, self.compute.run)
         self.boundary_server: BoundaryServer | None = None
         self.relearning = Relearning(
-            self.send_message, self.send_frame, self.compute.run, time.monotonic
+            *(self.send_message, self.send_frame, self.compute.run, time.monotonic),
+            self._relearning,
         )
         self.averaging = Averaging(self.node, self.send_frame, self.compute.run, run.wire.averaging)
 
@@ -214,7 +213,7 @@ class Node:
     async def _save_now(self) -> None:
         assert self.member is not None
         member, state = self.member, self.own_state()
-        if state is not None and state.step > 0 and not member.changing:
+        if state is not None and state.step > 0:  # a commit in progress is posted before this
             lineage = member.lineage
             await self.compute.run(
                 lambda: self.holdings.save(state, lineage, first=False, always=True)
@@ -349,20 +348,20 @@ class Node:
         else:
             self.ledger = None
         self.driver = Driver(self.node, self._rules())
-        self.member = Member(self.node, stage, self.config.stages, policy_of(run))
-        self.member.digest = await self.compute.run(self.optimizer.digest)
-        member = self.member
-        self.member.holdings = lambda: holdings.listed(member.lineage)
+        member = Member(self.node, stage, self.config.stages, policy_of(run))
+        member.holdings = lambda: holdings.listed(member.lineage)
+        member.digest = await self.compute.run(self.optimizer.digest)
         if holdings.boundary is not None:
             self.boundary_server = BoundaryServer(
                 holdings.boundary, self.send_message, self.links.send_frame
             )
         self.rebuilding = Rebuilding(
             *(stage, run, self.config, module, self.optimizer, member, holdings, self.compute),
-            *(self.state_client, self.boundary_client, self.relearning),
+            *(self.state_client, self.boundary_client, self.relearning, self.events),
         )
         log.info("serving stage %d of %d on %s", stage, self.config.stages, device)
         self.events.write("serving", {"stage": stage})
+        self.member = member  # from here on it answers
         early, self.early = self.early, []
         self._tell_machines(self.view)
         for peer, message in early:
@@ -704,16 +703,15 @@ class Node:
     async def _fetch(self, ballot: Ballot, sync: pb.Sync) -> None:
         assert self.member is not None
         log.info("%s", sync.reason)
-        told = self._fetching(sync)
         rebuilding = self.rebuilding
         try:
             if sync.method == "twin":
-                synced = await rebuilding.rebuild_twin(ballot, sync, told)
+                synced = await rebuilding.rebuild_twin(ballot, sync)
                 if synced is not None:
                     member = self.member
                     self._carry_out(member.fetched(synced, member.last, member.boosted_at))
                 return
-            rebuilt = await rebuilding.rebuild(ballot, sync, told)
+            rebuilt = await rebuilding.rebuild(ballot, sync)
         except (TransferError, SaveError, RelearnError) as error:
             accused = error.accused if isinstance(error, RelearnError) else []
             self._carry_out(self.member.failed(ballot, str(error), accused))
@@ -730,26 +728,9 @@ class Node:
         self._carry_out(self.member.fetched(synced, rebuilt.last, rebuilt.boosted_at))
         self.holdings.in_place(rebuilt.last, sync.step, sync.lineage)
 
-    def _fetching(self, sync: pb.Sync) -> Callable[[int], None]:
-        """Writes how far a rebuild is, now and then, for whoever watches."""
-        started = self.loop.time()
-        fields = {
-            "stage": self.stage,
-            "method": sync.method,
-            "sources": [{"node": s.node, "stage": s.stage} for s in sync.sources],
-        }
-        written = -math.inf
-
-        def told(size: int) -> None:
-            nonlocal written
-            now = self.loop.time()
-            if now - written >= TELL_FETCHING:
-                written = now
-                seconds = now - started
-                self.events.write("fetching", {**fields, "bytes": size, "seconds": seconds})
-
-        told(0)
-        return told
+    def _relearning(self, round: int, residual: float) -> None:
+        fields = {"stage": self.stage, "round": round, "residual": residual}
+        self.events.write("relearning", fields)
 
     # --- the state
 
@@ -857,7 +838,7 @@ class Node:
                 bytes_in=self.links.bytes_in,
                 bytes_out=self.links.bytes_out,
                 tokens_per_second=self.tokens_per_second,
-                message=halt.reason if halt else (self.trouble or explained),
+                message=(halt.reason if halt else "") or self.trouble or explained,
                 leaving=self.leaving,
                 stopped=halt is not None and not halt.finished,
                 finished=halt is not None and halt.finished,

@@ -912,5 +912,8 @@ def _rebuilt(synced: pb.Synced) -> dict[str, Any]:
             "passes": relearned.passes,
             "seconds": relearned.seconds,
             "bytes": relearned.fetched_bytes,
+            "pairs": relearned.pairs,
+            "left_out": relearned.left_out,
+            "undone": relearned.undone,
         }
     return fields

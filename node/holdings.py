@@ -135,7 +135,7 @@ class Holdings:
         self.holder: Holder | None = None
         self._carry_copies()
         self.files: list[Files] = []
-        self._on_loop = on_loop
+        self._on_loop, self._closed = on_loop, False
         if save_dir is not None:
             saves = run.saves
             self._add_files("save", save_dir, saves.every, saves.writes, saves.keep)
@@ -218,7 +218,7 @@ class Holdings:
     def save(self, state: ServedState, lineage: int, first: bool, always: bool = False) -> None:
         """In the compute thread: the state as it is now, where its step is one to be saved. Of the
         replicas of a stage the first alone writes checkpoints."""
-        for files in self.files:
+        for files in () if self._closed else self.files:
             due = state.step % files.every == 0 and (first or files.kind == "save")
             if due or (always and files.kind == "save"):
                 files.writer.save(
@@ -322,5 +322,6 @@ class Holdings:
 
     def finish_saves(self, seconds: float = CLOSE) -> None:
         """Waits, blocking, for the writes in flight; nothing is saved afterwards."""
+        self._closed = True
         for files in self.files:
             files.writer.close(seconds)

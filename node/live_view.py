@@ -348,7 +348,8 @@ def under_way(story: Story, now: float) -> RenderableType:
         far = [f"{max(0.0, now - rebuild.since):.1f} s"]
         if rebuild.residual is not None:
             first, last = rebuild.residual
-            far.append(f"relearning: round {rebuild.round}, residual {first:.3g} -> {last:.3g}")
+            now_at = f" -> {last:.3g} in round {rebuild.round}" if last != first else " at first"
+            far.append(f"relearning: residual {first:.3g}{now_at}")
         elif rebuild.bytes:
             far.append(rebuild.fetched)
         grid.add_row(Text(what, "magenta"), ProgressBar(pulse=True, width=20), "; ".join(far))

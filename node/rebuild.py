@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from node import stage_pb2 as pb
 from node.boundary import BoundaryClient, Wanted
 from node.compute import ComputeThread
 from node.effects import Ballot
+from node.event_log import EventLog
 from node.holdings import Holdings
 from node.member import Member
 from node.model import BodyStage, EmbeddingStage, ModelConfig, build_stage
@@ -30,6 +32,7 @@ log = logging.getLogger("planaria")
 HELD: Final = {"stage0-copy": "copy", "snapshot": "snapshot", "redundant": "redundant"}
 """Methods that fetch what a node holds of another stage, and the kind of that holding."""
 FROM_FILES: Final = ("save", "checkpoint")
+TELL_AGAIN: Final = 0.2  # seconds
 BOUNDARY_PATIENCE: Final = 15.0  # seconds for boundary tensors to come
 
 
@@ -59,23 +62,23 @@ class Rebuilding:
         states: StateClient,
         boundary: BoundaryClient,
         relearning: Relearning,
+        events: EventLog,
     ) -> None:
         self.stage, self.run, self.config = stage, run, config
         self.module, self.optimizer, self.member = module, optimizer, member
         self.holdings, self.compute = holdings, compute
         self.states, self.boundary, self.relearning = states, boundary, relearning
+        self.events = events
 
-    async def rebuild(
-        self, ballot: Ballot, sync: pb.Sync, on_progress: Callable[[int], None]
-    ) -> Rebuilt | None:
+    async def rebuild(self, ballot: Ballot, sync: pb.Sync) -> Rebuilt | None:
         """The new state is in place when this returns; None: it was no longer wanted.
 
-        `on_progress` gets the bytes that are there. Raises TransferError, SaveError or RelearnError
-        when it can't be done; then the driver has to be told.
+        Raises TransferError, SaveError or RelearnError when it can't be done; then the driver has
+        to be told.
         """
         now = asyncio.get_running_loop().time
         started = now()
-        states = await self._fetch(ballot, sync, on_progress)
+        states = await self._fetch(ballot, sync)
         relearned: pb.Relearned | None = None
         if sync.lost and self.member.voided(ballot):
             omega = await self.compute.run(partial(self._put_in_place, sync, states))
@@ -100,13 +103,11 @@ class Rebuilding:
         boosted_at = sync.step if sync.method in INEXACT else states[0].boosted_at
         return Rebuilt(synced, last, boosted_at, omega)
 
-    async def rebuild_twin(
-        self, ballot: Ballot, sync: pb.Sync, on_progress: Callable[[int], None]
-    ) -> pb.Synced | None:
+    async def rebuild_twin(self, ballot: Ballot, sync: pb.Sync) -> pb.Synced | None:
         """As `rebuild`, for the twin of the next stage; this node's own state stays as it is."""
         twin = self.holdings.twin
         assert twin is not None
-        (state,) = await self._fetch(ballot, sync, on_progress)
+        (state,) = await self._fetch(ballot, sync)
         if not self.member.arrived(ballot):
             return None
         await self.compute.run(partial(twin.load, state))
@@ -121,29 +122,27 @@ class Rebuilding:
 
     # --- from where
 
-    async def _fetch(
-        self, ballot: Ballot, sync: pb.Sync, on_progress: Callable[[int], None]
-    ) -> list[FetchedState]:
+    async def _fetch(self, ballot: Ballot, sync: pb.Sync) -> list[FetchedState]:
         """The states to make the new one of: of each source stage, in their order."""
         if sync.method not in FROM_FILES:
-            return await self._fetch_from_peers(ballot, sync, on_progress)
+            return await self._fetch_from_peers(ballot, sync)
         if sync.step == 0:
             return [await self.compute.run(self._initial)]
         own = next(source for source in sync.sources if source.stage == self.stage)
         return [await asyncio.to_thread(self.holdings.load, own, sync.method)]
 
-    async def _fetch_from_peers(
-        self, ballot: Ballot, sync: pb.Sync, on_progress: Callable[[int], None]
-    ) -> list[FetchedState]:
+    async def _fetch_from_peers(self, ballot: Ballot, sync: pb.Sync) -> list[FetchedState]:
         """Each from all its nodes at once. Methods that guess get weights only."""
         by_stage: dict[int, list[pb.Source]] = {}
         for source in sync.sources:
             by_stage.setdefault(source.stage, []).append(source)
         there = dict.fromkeys(by_stage, 0)
+        tell = self._fetching(sync)
+        tell(0)
 
         def told(stage: int, size: int) -> None:
             there[stage] = size
-            on_progress(sum(there.values()))
+            tell(sum(there.values()))
 
         return await asyncio.gather(
             *(
@@ -160,6 +159,25 @@ class Rebuilding:
                 for stage, sources in sorted(by_stage.items())
             )
         )
+
+    def _fetching(self, sync: pb.Sync) -> Callable[[int], None]:
+        """Takes the bytes that are there; says so now and then, for whoever watches."""
+        now = asyncio.get_running_loop().time
+        started, written = now(), -math.inf
+        fields = {
+            "stage": self.stage,
+            "method": sync.method,
+            "sources": [{"node": source.node, "stage": source.stage} for source in sync.sources],
+        }
+
+        def tell(size: int) -> None:
+            nonlocal written
+            if now() - written >= TELL_AGAIN:
+                written = now()
+                seconds = written - started
+                self.events.write("fetching", {**fields, "bytes": size, "seconds": seconds})
+
+        return tell
 
     def _initial(self) -> FetchedState:
         """What the stage was before the first step, in the compute thread."""

@@ -85,7 +85,10 @@ class Relearning:
         send_frame: Callable[[str, Frame], bool],
         in_compute_thread: InComputeThread,
         now: Callable[[], float],
+        measured: Callable[[int, float], None] = lambda round, residual: None,
     ) -> None:
+        """`measured` is told of each residual error that this node, leading a block, finds."""
+        self.measured = measured
         self.send = send
         self.send_frame = send_frame
         self.in_compute_thread = in_compute_thread
@@ -247,10 +250,12 @@ class _Joiner:
 
     async def _measure(self, order: pb.Relearn) -> float:
         answers = await self._round(order)
-        return ratio(
+        residual = ratio(
             math.fsum(answer.squared_error for answer in answers),
             math.fsum(answer.squared_norm for answer in answers),
         )
+        self.node.measured(self.round, residual)
+        return residual
 
     async def _round(self, order: pb.Relearn) -> list[pb.Relearn]:
         """Everybody's answer, when everybody is through: nobody may run ahead of the others."""

@@ -357,12 +357,12 @@ class _Swarm:
         for path in self.logs.glob("*.jsonl"):
             if path not in self.tails:
                 self.tails[path] = Tail(path)
-        for path, lines in self.tails.items():
-            for line in lines.lines():
-                if path.name.startswith("events-"):
-                    self._say(self.story.hear(line))
-                elif "step" in line:
-                    self.story.record(line)
+        lines = [line for tail in self.tails.values() for line in tail.lines() if "time" in line]
+        for line in sorted(lines, key=lambda line: float(line["time"])):
+            if "kind" in line:
+                self._say(self.story.hear(line))
+            else:
+                self.story.record(line)
 
     def _say(self, sentence: str | None) -> None:
         if sentence is not None:
@@ -495,6 +495,7 @@ def _merge_ledgers(out: Path, problems: list[str]) -> tuple[list[Line], Audit]:
     except LedgerError as error:
         problems.append(str(error))
         return [], NOTHING
+    (out / MERGED).unlink(missing_ok=True)  # of the first part of a run that went on
     with Ledger(out / MERGED, merged.header) as ledger:
         for line in merged.lines:
             ledger.append(line)

@@ -214,8 +214,10 @@ def test_a_rebuild_under_way_is_a_line_until_it_is_over():
     assert "rebuilding stage 2 by checkfree from node-1.0" in shown
     assert "0.5 s; 12.0 MB in 0.3 s, 40.0 MB/s" in shown
     assert story.hear(relearning(104.0, 0, 0.75)) == "stage 2 relearns, residual 0.75 at first"
+    assert "0.9 s; relearning: residual 0.75 at first" in text_of(under_way(story, 104.0))
     assert story.hear(relearning(104.5, 8, 0.25)) is None
-    assert "1.4 s; relearning: round 8, residual 0.75 -> 0.25" in text_of(under_way(story, 104.5))
+    shown = text_of(under_way(story, 104.5))
+    assert "1.4 s; relearning: residual 0.75 -> 0.25 in round 8" in shown
     story.hear(rebuilt(105.0, NEW))
     story.hear(relearning(104.9, 9, 0.2))  # read late
     assert not story.rebuilds

@@ -100,15 +100,28 @@ class LocalClient:
 class LocalSwarm:
     """Nodes by slot (stage, replica); `kill` ends one without a goodbye."""
 
-    def __init__(self, run: RunFile, corpus: Corpus, out: Path) -> None:
-        self.run, self.corpus, self.out = run, corpus, out
+    def __init__(
+        self,
+        run: RunFile,
+        corpus: Corpus,
+        out: Path,
+        saves: Path | None = None,
+        after_view: int = 0,
+    ) -> None:
+        """`after_view`: the newest one of the processes that this swarm goes on from."""
+        self.run, self.corpus, self.out, self.saves = run, corpus, out, saves
         self.config = model_config(run.model, corpus.vocabulary)
+        replicas = run.swarm.replicas
         self.registry = LocalRegistry(
-            Rules("run", self.config.stages, replicas=run.swarm.replicas, start_grace=60)
+            Rules("run", self.config.stages, replicas, max_replicas=replicas, start_grace=60)
         )
+        self.after_view = after_view
         self.nodes: dict[tuple[int, int], tuple[Node, asyncio.Task[str]]] = {}
 
     async def __aenter__(self) -> LocalSwarm:
+        if self.after_view:
+            ended = registry.View(run="run", number=self.after_view, reason="all had ended")
+            self.registry.membership.restore(ended, self.registry.now())
         self.ticking = asyncio.create_task(self.registry.run())
         for stage in range(self.config.stages + 1):
             for replica in range(self.run.swarm.replicas):
@@ -121,11 +134,13 @@ class LocalSwarm:
             await asyncio.gather(task, return_exceptions=True)
         self.ticking.cancel()
 
-    def start(self, stage: int, replica: int, advertise: str = "127.0.0.1:0") -> Node:
+    def start(self, stage: int | None, replica: int, advertise: str = "127.0.0.1:0") -> Node:
+        """`stage`: None for a standby, when every stage has its replicas."""
         listen = "127.0.0.1:0" if advertise else None
-        place = Place(stage, listen, advertise, torch.device("cpu"), self.out, "here")
+        saves = self.saves and self.saves / f"{stage}.{replica}"
+        place = Place(stage, listen, advertise, torch.device("cpu"), self.out, "here", saves)
         client = LocalClient(self.registry)
-        corpus = self.corpus if stage == 0 else None
+        corpus = None if stage else self.corpus
         node = Node(place, "run", self.run, self.config, corpus, client, 1.0)
         self.nodes[stage, replica] = (node, asyncio.create_task(node.live()))
         return node

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 
 import pytest
@@ -12,6 +13,7 @@ from node import stage_pb2 as pb
 from node.corpus import Corpus
 from node.ledger import audit, merge
 from node.run_file import loads, override
+from node.saves import SavedState, Saves
 from node.twin import Twin
 from node.wire import Frame
 from tests.swarm.in_process import LocalSwarm
@@ -292,3 +294,54 @@ async def test_a_gradient_for_a_twin_that_is_lost_with_its_link_is_sent_again(co
         assert holder.holdings.twin.optimizer.digest() == node.member.digest
     assert lost
     assert audit(tmp_path).exact
+
+
+async def test_a_node_that_must_go_saves_and_hands_over_to_a_standby(corpus, tmp_path):
+    run = override(loads(SMALL.format(stages=2, replicas=1)), steps=400)
+    async with LocalSwarm(run, corpus, tmp_path, tmp_path / "saves") as swarm:
+        await swarm.until(lambda: swarm.committed() >= 3)
+        standby = swarm.start(None, 0)
+        await swarm.until(lambda: any(member.spare for member in standby.view.members))
+        leaver, living = swarm.nodes.pop((2, 0))
+        await leaver.retire(grace=30.0)
+        leaver.stop("stopped by its owner")
+        await living
+        assert standby.stage == 2
+        here = swarm.committed()
+        await swarm.until(lambda: swarm.committed() >= here + 3)
+    assert events_of(tmp_path / f"events-{leaver.node}.jsonl", "handed over")
+    rebuilt = [e for path in tmp_path.glob("events-*.jsonl") for e in events_of(path, "rebuilt")]
+    assert {(e["stage"], e["method"]) for e in rebuilt} == {(2, "replica")}
+    assert list((tmp_path / "saves/2.0/stage-2").glob("step-*"))
+    assert audit(tmp_path).exact
+
+
+async def test_a_full_disk_is_said_and_training_goes_on(corpus, tmp_path, monkeypatch):
+    def full(self: Saves, state: SavedState) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Saves, "write", full)
+    run = override(loads(SMALL.format(stages=2, replicas=1)), saves__every=2)
+    async with LocalSwarm(run, corpus, tmp_path, tmp_path / "saves") as swarm:
+        await swarm.until(swarm.finished)
+        reports = [client.reported for client in swarm.registry.nodes.values()]
+        assert all("No space left" in report.message for report in reports)
+    failed = [e for path in tmp_path.glob("events-*.jsonl") for e in events_of(path, "save failed")]
+    assert "free space" in failed[0]["reason"]
+    assert audit(tmp_path).exact
+
+
+async def test_strict_keeps_the_weights_and_stops(corpus, tmp_path):
+    run = override(
+        loads(SMALL.format(stages=4, replicas=1)),
+        recovery__policy="checkfree",
+        recovery__strict=True,
+        steps=400,
+    )
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 3)
+        await swarm.kill(1, 0)
+        swarm.start(1, 0)
+        members = [node.member for (stage, _), (node, _) in swarm.nodes.items() if stage != 1]
+        await swarm.until(lambda: all(member.halt is not None for member in members))
+        assert "--strict" in members[0].halt.reason

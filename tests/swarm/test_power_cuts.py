@@ -1,0 +1,112 @@
+"""A whole swarm, with the disk's writers, ends by SIGKILL at random points, again and again."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+import time
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from node.corpus import Corpus
+from node.ledger import audit
+from node.processes import die_with_parent
+from node.run_file import loads
+from node.saves import SaveId, Saves
+from tests.swarm.in_process import LocalSwarm
+
+CUTS = 50
+STAGES = 2
+RUN = loads(
+    f"""
+steps = 1000000
+[model]
+preset = "tiny"
+dim = 32
+context = 16
+stages = {STAGES}
+[training]
+batch = 2
+microbatch = 1
+validation_microbatches = 0
+[saves]
+every = 3
+"""
+)
+DEADLINE = 60.0  # seconds; only a hanging swarm gets there
+
+
+def train(out: Path, data: Path, number: int) -> None:
+    """All the nodes in this process, until it is killed."""
+    die_with_parent()
+
+    async def forever() -> None:
+        corpus = Corpus.open(data)
+        swarm = LocalSwarm(RUN, corpus, out / "logs", out / "saves", after_view=1000 * number)
+        async with swarm:
+            await swarm.until(swarm.finished, deadline=3600)
+
+    uvloop.run(forever())
+
+
+def committed(logs: Path) -> int:
+    """The newest step in the newest ledger; 0: there is none yet."""
+    ledgers = sorted(logs.glob("ledger-*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+    lines = ledgers[-1].read_bytes().splitlines(keepends=True) if ledgers else []
+    whole = [json.loads(line) for line in lines if line.endswith(b"\n")]
+    return max((line["step"] for line in whole if "step" in line), default=0)
+
+
+def saved(out: Path) -> list[list[SaveId]]:
+    """Of each stage, what is on disk; every file must be sound."""
+    found = []
+    for stage in range(STAGES + 1):
+        saves = Saves(out / "saves" / f"{stage}.0", "run", stage, RUN.saves.keep)
+        assert saves.sound() == saves.listed()
+        found.append(saves.listed())
+    return found
+
+
+@pytest.mark.filterwarnings("error")
+def test_whatever_was_saved_survives_power_cuts(data, tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["node.fork_server", "node.serve", "tests.swarm.in_process"])
+    chance = random.Random(0)
+    logs = tmp_path / "logs"
+    newest = (0, 0)  # lineage and step that every stage has on disk
+    for number in range(1, CUTS + 1):
+        before = set(logs.glob("ledger-*.jsonl"))
+        swarm = context.Process(target=train, args=(tmp_path, data, number), daemon=True)
+        swarm.start()
+        deadline = time.monotonic() + DEADLINE
+        while not set(logs.glob("ledger-*.jsonl")) - before or committed(logs) <= newest[1]:
+            assert swarm.is_alive()
+            assert time.monotonic() < deadline, "no step is committed"
+            time.sleep(0.005)
+        time.sleep(chance.uniform(0.0, 0.3))
+        swarm.kill()
+        swarm.join()
+
+        events = [e for path in logs.glob("events-*.jsonl") for e in events_of(path, "resuming")]
+
+        if newest[1]:
+            latest = max(events, key=lambda event: event["time"])
+            assert (latest["step"], latest["exact"]) == (newest[1], True)
+        common = set.intersection(*map(set, saved(tmp_path)))
+        assert max(common, default=(0, 0)) >= newest, "what was on disk has gone"
+        newest = max(common, default=newest)
+        late = committed(logs) - newest[1]
+        assert late <= RUN.saves.every * (RUN.saves.in_flight + 2), "saves lag behind"
+    found = audit(logs)
+    assert found.exact
+    assert found.steps == committed(logs) > CUTS
+    assert found.superseded > 0, "no step was trained again: the cuts came too early"
+
+
+def events_of(path: Path, kind: str) -> list[dict]:
+    lines = path.read_bytes().splitlines(keepends=True)
+    events = [json.loads(line) for line in lines if line.endswith(b"\n")]
+    return [event for event in events if event["kind"] == kind]
