@@ -106,7 +106,9 @@ class Driver:
         self.rules = rules
         self.phase = Phase.INACTIVE
         self.view = registry.View()
-        self.newer: registry.View | None = None  # adopted at the next step boundary
+        self.newer: registry.View | None = None  # adopted at a step boundary
+        self.greeted: set[str] = set()  # newcomers in it that haven't answered yet
+        self.greeted_at = 0.0
         self.ballot = NEVER
         self.members: dict[str, int] = {}  # active members of the ballot's view: node -> stage
         self.joining: dict[str, Joiner] = {}  # those of the members that don't train yet
@@ -149,8 +151,7 @@ class Driver:
         if self.phase in (Phase.RUNNING, Phase.REDUCING, Phase.SYNCING):
             stay = _active(view)
             if all(stay.get(node) == stage for node, stage in self._training()):
-                self.newer = view
-                return []
+                return self._greet(view, now)
         taken_over = self.phase is Phase.INACTIVE
         self.newer = view
         return self._gather(f"view {view.number}: {view.reason}", now, taken_over)
@@ -159,6 +160,8 @@ class Driver:
         """A control message for this machine has come from `peer`."""
         body = message.WhichOneof("body")
         ballot = Ballot.of(message.ballot)
+        if body == "status":
+            self.greeted.discard(peer)
         if self.phase is Phase.INACTIVE or peer not in self.members:
             return []
         if body == "stale":
@@ -219,6 +222,18 @@ class Driver:
             case _:
                 return self.why or self.phase.value
 
+    def _greet(self, view: registry.View, now: float) -> list[Effect]:
+        """A newcomer that is still building its stage can't answer, so nobody waits for it yet."""
+        self.newer, self.greeted_at = view, now
+        self.greeted = _active(view).keys() - self.members.keys()
+        query = pb.Message(ballot=Ballot(view.number, 0).message(), query=pb.Query())
+        return [Send(node, query) for node in sorted(self.greeted)]
+
+    def _adopts(self, now: float) -> bool:
+        """Whether the newer view, if there is one, is to be adopted at this step boundary."""
+        late = now - self.greeted_at >= self.rules.progress
+        return self.newer is not None and (late or not self.greeted)
+
     # --- gather: who has what
 
     def _gather(self, why: str, now: float, taken_over: bool = False) -> list[Effect]:
@@ -241,6 +256,7 @@ class Driver:
         if self.newer is None:
             return
         self.view, self.newer = self.newer, None
+        self.greeted = set()
         self.members = _active(self.view)
         self.ballot = Ballot(self.view.number, 0)
 
@@ -806,7 +822,7 @@ class Driver:
 
     def _after_step(self, step: pb.Step, now: float) -> list[Effect]:
         """A step boundary: a newer view is adopted here, if there is one."""
-        if self.newer is not None:
+        if self.newer is not None and self._adopts(now):
             self.phase = Phase.WAITING
             effects = self._send_step(step, now)
             return effects + self._gather(f"view {self.newer.number}: {self.newer.reason}", now)
@@ -814,7 +830,7 @@ class Driver:
             self.phase = Phase.WAITING
             return self._send_step(step, now) + self._gather(self.regather, now)
         begin = self._what_next(now)
-        if begin is None and self.joining:
+        if begin is None and (self.joining or self.newer is not None):
             self.phase = Phase.WAITING
             return self._send_step(step, now) + self._gather("all shall have the end", now)
         if begin is not None:

@@ -326,7 +326,9 @@ def test_a_vacant_stage_is_waited_for():
 def test_a_joiner_waits_for_the_end_of_the_step():
     told = Told()
     told.begins()
-    assert told.views({**SWARM, "new": 2}) == []
+    assert sent(told.views({**SWARM, "new": 2}), "query").keys() == {"new"}
+    assert told.commits()["b"].step.HasField("begin"), "it is building its stage"
+    told.hears("new", Ballot(2, 0), status=pb.Status())
     effects = told.commits()
     assert not effects["b"].step.HasField("begin"), "the view is taken up first"
     assert told.driver.phase is Phase.GATHERING
@@ -343,6 +345,7 @@ class Joined(Told):
         super().__init__(rules)
         self.begins()
         self.views({**SWARM, "new": 2})
+        self.hears("new", Ballot(2, 0), status=pb.Status())
         self.commits()
         self.effects = self.gathered()
 
@@ -372,6 +375,23 @@ def joining(message: pb.Message) -> list[str]:
 
 def members(message: pb.Message) -> set[str]:
     return {place.node for place in message.step.begin.members}
+
+
+def test_a_newcomer_that_does_not_answer_is_asked_with_all_others_in_the_end():
+    told = Told()
+    told.begins()
+    told.views({**SWARM, "new": 2})
+    told.now += RULES.progress
+    assert not told.commits()["b"].step.HasField("begin")
+    assert told.driver._unheard() == sorted([*SWARM, "new"])
+
+
+def test_a_newcomer_at_the_very_end_is_not_forgotten():
+    told = Told(replace(RULES, steps=1))
+    told.begins()
+    told.views({**SWARM, "new": 2})
+    told.commits()
+    assert told.driver.members.keys() == {*SWARM, "new"}
 
 
 def test_a_joiner_copies_a_replica_while_the_others_go_on():
@@ -563,6 +583,7 @@ def test_several_joiners_follow_and_enter_one_by_one():
     told = Joined()
     told.catches_up()
     told.views({**SWARM, "new": 2, "newer": 3})
+    told.hears("newer", Ballot(3, 0), status=pb.Status())
     told.trains()
     told.ready("new")
     effects = told.gathered(committed=2, following=1, heard=2)
@@ -583,7 +604,7 @@ def test_the_replicas_of_a_rebuilt_stage_are_waited_for_but_other_joiners_follow
 def test_a_loss_ends_the_attempt_at_once():
     told = Told()
     told.begins()
-    assert told.views({**SWARM, "new": 2}) == []
+    assert sent(told.views({**SWARM, "new": 2}), "step") == {}
     without = {node: stage for node, stage in SWARM.items() if node != "c"} | {"new": 2}
     effects = told.views(without)
     assert len(events(effects, "aborted")) == 1
