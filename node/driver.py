@@ -91,7 +91,7 @@ class Joiner:
 
     step: int  # of the state
     began: float
-    stall: float | None = None  # seconds in which nothing trained because of it; None: to be told
+    stall: float = 0.0  # seconds in which nothing trained because of it
     caught_up: pb.Synced | None = None
     ready: pb.Ready | None = None  # it has the attempt's gradient, so it can enter with the commit
     vain: int = 0  # attempts that have waited for that in vain
@@ -131,7 +131,7 @@ class Driver:
         self.asked = 0.0
         self.stalled: float | None = None  # since when nothing trains
         self.taken_over = False  # the first gather after another driver
-        self.gathered = 0.0
+        self.gathered = self.gather_began = 0.0
         self.rebuilt: list[dict[str, Any]] = []  # to be reported with the next Begin
         self.failures = 0  # attempts in a row that failed
         self.pause_until = 0.0
@@ -248,7 +248,7 @@ class Driver:
         self.regather = ""
         self.statuses = {}
         self.taken_over = taken_over
-        self.asked = self.gathered = now
+        self.asked = self.gathered = self.gather_began = now
         self.why = why
         return effects + [self._to(node, pb.Message(query=pb.Query())) for node in self.members]
 
@@ -559,7 +559,7 @@ class Driver:
             for node in self._lacking(stage, left):
                 effects.append(Event("rebuilding", {"node": node, **_described(decision)}))
                 effects.append(self._to(node, pb.Message(sync=sync)))
-                self.joining[node] = Joiner(self.committed, now)
+                self.joining[node] = Joiner(self.committed, now, now - self.gather_began)
         return effects
 
     def _go_on_following(self, left: Left, now: float) -> list[Effect]:
@@ -574,7 +574,7 @@ class Driver:
                     self._enter(node, joiner, now)
                 continue
             if joiner is None or joiner.step != status.following:
-                joiner = Joiner(status.following, now, stall=0.0)
+                joiner = Joiner(status.following, now)
             missed = self.committed - status.heard
             fed = left.survivors.get(self.members[node]) and status.following
             same = status.following_lineage == self.lineage and missed in (0, 1)
@@ -637,7 +637,7 @@ class Driver:
         if any(waited < usual * 2.0 ** min(joiner.vain, 10) for joiner in late):
             return []
         for joiner in entering:
-            joiner.stall = (joiner.stall or 0.0) + waited
+            joiner.stall += waited
         for joiner in late:
             joiner.vain += 1
         return self._decide(now)
@@ -662,7 +662,7 @@ class Driver:
         self.joining.pop(node, None)
         synced = joiner.caught_up or pb.Synced(step=joiner.step, method="replica")
         who = {"node": node, "stage": self.members[node]}
-        seconds = {"rebuild_seconds": now - joiner.began, "stall_seconds": joiner.stall or 0.0}
+        seconds = {"rebuild_seconds": now - joiner.began, "stall_seconds": joiner.stall}
         self.rebuilt.append({**who, **_rebuilt(synced), **seconds})
 
     def _joiners(self) -> list[pb.Joiner]:
@@ -747,8 +747,6 @@ class Driver:
     def _report_rebuilds(self, now: float) -> list[Effect]:
         stall = 0.0 if self.stalled is None else now - self.stalled
         self.stalled = None
-        for joiner in self.joining.values():
-            joiner.stall = stall if joiner.stall is None else joiner.stall
         rebuilt, self.rebuilt = self.rebuilt, []
         return [Event("rebuilt", {"stall_seconds": stall, **fields}) for fields in rebuilt]
 
