@@ -3,9 +3,9 @@
 A swarm with two replicas of each stage trains as `planaria up` does it; one is killed, and the node
 that replaces it joins while the others go on. The driver measures how long nothing trained because
 of it: the gather that names the joiner, and from the moment in which all others were ready to the
-commit with which it entered. What the loss itself has cost before counts as the loss's. That the newcomer's own start-up makes
-steps slower, since it runs on the same cores, is no stall, nor is the copy that its sources make of
-their state in memory.
+commit with which it entered. What the loss itself has cost before counts as the loss's. That the
+newcomer's own start-up makes steps slower, since it runs on the same cores, is no stall, nor is the
+copy that its sources make of their state in memory.
 """
 
 from __future__ import annotations
