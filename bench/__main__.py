@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from bench import join, link, pipeline, registry
+from bench import join, link, pipeline, recovery, registry
 
 
 def main() -> None:
     for title, measure in (
         ("Swarm against one process", pipeline.main),
+        ("Being ready for losses against not being ready", recovery.main),
         ("Frames on links against bare bytes on the same gRPC stream", link.main),
         ("Renewals at the registry", registry.main),
         ("The stall when a replica joins", join.main),

@@ -177,6 +177,15 @@ class Saves:
                 sound.append(save)
         return sound
 
+    def commit_of(self, save: SaveId) -> pb.Commit:
+        """The record of the commit that made it, from the header alone. Raises SaveError."""
+        path = self.folder / save.name
+        try:
+            with path.open("rb", buffering=0) as file:
+                return _state(_read_header(path, file)).last
+        except OSError as error:
+            raise SaveError(f"{path} can't be read: {error.strerror}") from error
+
     def load(self, lineage: int, step: int) -> SavedState:
         """Raises SaveError: not there, not to be read, damaged, of another run or stage. The
         tensors' names and sizes are as saved; whether they fit is for the caller to see."""

@@ -278,7 +278,11 @@ class _Swarm:
         if kept:
             return Ending(1, f"the run was stopped: {(self.story.stopped or {})['reason']}")
         name = signal.Signals(stop.result()).name
-        return Ending(128 + stop.result(), f"ended by {name} at step {self.story.committed}")
+        saved = (
+            "" if self.save_dir is None else f"; planaria up --resume {self.out} goes on from there"
+        )
+        reason = f"ended by {name} at step {self.story.committed}{saved}"
+        return Ending(128 + stop.result(), reason)
 
     async def end(self) -> None:
         """End every process, and hear what they said last."""

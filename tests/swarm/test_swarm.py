@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -141,3 +143,98 @@ def test_up_leaves_no_process_behind(up, number):
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def methods(summary: dict) -> list[tuple[int, str]]:
+    return [(row["stage"], row["method"]) for row in summary["rebuilds"]]
+
+
+def test_checkfree_plus_survives_every_single_loss(up):
+    """Both ends, all of stage 0 with the driver, and a stage that is never swapped."""
+    swarm = up(
+        SMALL.format(steps=24, stages=5),
+        *("--policy", "checkfree+"),
+        *("--kill", "1@4", "--kill", "5@9", "--kill", "0@14", "--kill", "3@19"),
+    )
+    status, output = swarm.finish()
+    assert status == 0, output
+    summary = swarm.summary()
+    assert_clean(summary, 24)
+    assert methods(summary) == [
+        (1, "checkfree+"),
+        (5, "checkfree+"),
+        (0, "stage0-copy"),
+        (3, "checkfree"),
+    ]
+    assert summary["cost"]["policy"] == "checkfree+"
+    assert summary["cost"]["parts"]["copies"]["extra_bytes"] > 0
+
+
+def test_two_stages_in_a_row_and_a_body_stage_with_stage_0_come_back_from_snapshots(up):
+    swarm = up(
+        SMALL.format(steps=24, stages=5) + "[recovery]\nsnapshot_period = 4\n",
+        *("--policy", "snapshot", "--kill", "2@10", "--kill", "3@10"),
+        *("--kill", "0@18", "--kill", "4@18"),
+    )
+    status, output = swarm.finish()
+    assert status == 0, output
+    summary = swarm.summary()
+    assert_clean(summary, 24)
+    assert sorted(methods(summary)) == [(stage, "snapshot") for stage in (0, 2, 3, 4)]
+    for row in summary["rebuilds"]:
+        assert row["oldest_step"] <= row["mean_step"] <= row["step"]
+
+
+def test_what_checkfree_cannot_rebuild_is_interpolated_and_relearned(up):
+    """An end stage; then two in a row, which relearn together."""
+    swarm = up(
+        SMALL.format(steps=18, stages=5) + "[recovery]\nrelearn_passes = 10\n",
+        *("--policy", "checkfree", "--kill", "1@6", "--kill", "3@12", "--kill", "4@12"),
+    )
+    status, output = swarm.finish()
+    assert status == 0, output
+    summary = swarm.summary()
+    assert_clean(summary, 18)
+    assert sorted(methods(summary)) == [(stage, "interpolate") for stage in (1, 3, 4)]
+    assert "fallback" in output
+    for row in summary["rebuilds"]:
+        relearned = row["relearned"]
+        assert relearned["passes"] == 10
+        assert relearned["residual_after"] < relearned["residual_before"]
+
+
+def test_after_a_power_cut_the_run_is_resumed(up, tmp_path):
+    """SIGKILL for `planaria up`, which takes everything with it."""
+    saves = tmp_path / "saves"
+    toml = SMALL.format(steps=30, stages=2) + "[saves]\nevery = 4\n"
+    swarm = up(toml, "--save-dir", str(saves))
+    swarm.wait_until("step 13", lambda: swarm.committed() >= 13)
+    pids = [int(event["pid"]) for event in swarm.events("started")]
+    swarm.process.kill()
+    swarm.process.communicate()
+    deadline = time.monotonic() + 20
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    resumed = subprocess.run(
+        [sys.executable, "-m", "node.cli", "up", "--resume", str(saves)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert resumed.returncode == 0, resumed.stdout
+    summary = swarm.summary()
+    assert_clean(summary, 30)
+    assert {method for _, method in methods(summary)} <= {"save"}
+    (resuming,) = swarm.events("resuming")[:1]
+    assert resuming["exact"]
+    assert resuming["step"] >= 8
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

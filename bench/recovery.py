@@ -1,0 +1,139 @@
+"""What being ready for losses costs while nothing is lost, in tokens per second.
+
+A swarm of processes, started as `planaria up` starts them, switches its readiness off and on every
+few steps: the boundary tensors that relearning needs (checkfree), and with checkfree+ the swapped
+orders and the copies of stage 0 besides. Off is plain training, with nothing kept for anybody.
+Each block of steps is compared with the block before it, so the machine's moods cancel out.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from node.prepare import Recipe, prepare
+from node.processes import Processes, run_planaria
+from node.resolve import resolve
+from node.run_file import dumps, loads, override
+
+TEXT = Path(__file__).parent.parent / "corpus" / "austen"
+GOALS = {"checkfree": 0.99, "checkfree+": 0.97}
+STAGES = 4
+BLOCK = 5  # steps, of which the first of each block doesn't count: it ends what the last has begun
+DEADLINE = 900.0  # seconds
+RUN = f"""
+name = "bench"
+steps = {40 * BLOCK}
+[model]
+preset = "mini"
+stages = {STAGES}
+context = 256
+[training]
+batch = 16
+microbatch = 4
+validation_microbatches = 0
+"""
+
+
+def is_ready(step: int) -> bool:
+    """Whether this step is trained with all that its policy needs."""
+    return step // BLOCK % 2 == 1
+
+
+def run_alternating(arguments: list[str]) -> None:
+    """`planaria ARGUMENTS...`, with readiness by `is_ready`."""
+    from node.driver import Driver
+    from node.holdings import Holdings
+    from node.pipeline import Pipeline
+
+    attempted, start, plan = Holdings.attempted, Pipeline.start, Driver._plan
+    kept: dict[int, Any] = {}
+
+    def attempt(self: Holdings, ballot: Any, begin: Any) -> None:
+        parts = kept.setdefault(id(self), (self.boundary, self.sender))
+        self.boundary, self.sender = parts if is_ready(begin.step) else (None, None)
+        attempted(self, ballot, begin)
+
+    def begin_pipeline(self: Pipeline, ballot: Any, begin: Any) -> None:
+        boundary = kept.setdefault(id(self), self.boundary)
+        self.boundary = boundary if is_ready(begin.step) else None
+        start(self, ballot, begin)
+
+    def plan_step(self: Driver, count: int, swapped: bool) -> Any:
+        return plan(self, count, swapped and is_ready(self.committed + 1))
+
+    Holdings.attempted = attempt  # type: ignore[method-assign]
+    Pipeline.start = begin_pipeline  # type: ignore[method-assign]
+    Driver._plan = plan_step  # type: ignore[method-assign]
+    run_planaria(arguments)
+
+
+def train(policy: str, data: Path, out: Path) -> list[dict[str, Any]]:
+    """The lines of the ledger."""
+    (out / "logs").mkdir(parents=True)
+    run = resolve(override(loads(RUN), data__path=str(data), recovery__policy=policy))
+    (out / "run.toml").write_text(dumps(run))
+    processes = Processes(
+        out / "logs",
+        {"OMP_NUM_THREADS": "1"},
+        ["node.serve", "bootstrap.service"],
+        run_alternating,
+    )
+    deadline = time.monotonic() + DEADLINE
+    try:
+        address = out / "address"
+        registry = ["--run", str(out / "run.toml"), "--address-file", str(address)]
+        processes.start("registry", ["bootstrap", "--listen", "127.0.0.1:0", *registry])
+        while not address.exists():
+            time.sleep(0.05)
+        for stage in range(STAGES + 1):
+            where = ["--join", address.read_text().strip(), "--stage", str(stage)]
+            files = ["--out", str(out / "logs"), "--threads", "1"]
+            processes.start(f"{stage}.0", ["node", *where, "--listen", "127.0.0.1:0", *files])
+        lines: list[dict[str, Any]] = []
+        while not lines or lines[-1]["step"] < run.steps:
+            if time.monotonic() > deadline or (ended := processes.ended()):
+                raise SystemExit(f"no end after {DEADLINE:.0f} s, or ended: {ended}")
+            time.sleep(0.2)
+            lines = read_ledger((out / "logs").glob("ledger-*.jsonl"))
+        return lines
+    finally:
+        processes.kill_all()
+
+
+def read_ledger(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    text = "".join(path.read_text().rpartition("\n")[0] for path in paths)
+    return [line for line in map(json.loads, text.splitlines()) if "step" in line]
+
+
+def ratios(lines: list[dict[str, Any]]) -> list[float]:
+    """Tokens/s of each ready block against those of the block before it, which is not."""
+    blocks: dict[int, list[float]] = {}
+    for before, line in pairwise(lines):
+        if line["step"] % BLOCK:
+            blocks.setdefault(line["step"] // BLOCK, []).append(line["time"] - before["time"])
+    means = {block: statistics.median(seconds) for block, seconds in blocks.items()}
+    return [means[block - 1] / means[block] for block in sorted(means) if block % 2]
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        data = Path(directory) / "data"
+        prepare(Recipe([str(TEXT)]), data)
+        for number, (policy, goal) in enumerate(GOALS.items()):
+            found = ratios(train(policy, data, Path(directory) / str(number)))
+            low, middle, high = statistics.quantiles(found, n=4)
+            print(
+                f"ratio {policy} ready / off: {middle:.3f} (quartiles {low:.3f} to {high:.3f}, "
+                f"{len(found)} pairs of blocks; goal {goal:.2f})"
+            )
+
+
+if __name__ == "__main__":
+    main()
