@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench import link, pipeline, recovery, registry
+from bench import join, link, pipeline, recovery, registry
 
 
 def main() -> None:
@@ -11,6 +11,7 @@ def main() -> None:
         ("Being ready for losses against not being ready", recovery.main),
         ("Frames on links against bare bytes on the same gRPC stream", link.main),
         ("Renewals at the registry", registry.main),
+        ("The stall when a replica joins", join.main),
     ):
         print(f"\n== {title}", flush=True)
         measure()

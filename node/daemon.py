@@ -34,6 +34,7 @@ from node.corpus import Corpus
 from node.driver import Driver, Rules
 from node.driver import Phase as DriverPhase
 from node.effects import (
+    Adopt,
     Apply,
     Ballot,
     DropAttempt,
@@ -48,6 +49,8 @@ from node.effects import (
     Suspect,
 )
 from node.event_log import EventLog
+from node.feeding import Gradients, Pins, backlog, gradient_frame, no_gradient
+from node.following import feeders
 from node.holdings import Cost, Holdings
 from node.ledger import Header, Ledger, line
 from node.link import Links, LinkSettings, Peer
@@ -154,6 +157,8 @@ class Node:
         self.state_server = StateServer(
             self.send_message, self.links.send_frame, self._served_state, self.compute.run
         )
+        self.pins = Pins()
+        self.based_on = pb.Commit()  # what the attempt's weights come from
         self.boundary_client = BoundaryClient(self.send_message, self.compute.run)
         self.boundary_server: BoundaryServer | None = None
         self.relearning = Relearning(
@@ -320,6 +325,7 @@ class Node:
 
         module, self.optimizer, self.holdings = await self.compute.run(build)
         holdings = self.holdings
+        self.gradients = Gradients(self.optimizer.gradient)
         corpus = self.corpus if stage == 0 else None
         self.pipeline = Pipeline(
             self.node,
@@ -433,6 +439,8 @@ class Node:
             self.relearning.on_frame(peer, frame)
         elif self.member is None:
             return  # what it belongs to has begun without this node
+        elif frame.kind == "follow":
+            self.spawn(self._take_gradient(peer, frame))
         elif frame.kind in ("twin", "copy"):
             self.holdings.on_frame(peer, frame)
         else:
@@ -470,6 +478,7 @@ class Node:
         if lost:  # those of older attempts may be among them
             why = f"the link to {peer} broke before a frame was through: {reason}"
             self.attempt_failed(Ballot(*max(lost)), why, [])
+        self._carry_out(self.member.link_lost(peer))
         self._carry_out(self.driver.link_lost(peer, reason, self.loop.time()))
 
     def send_message(self, peer: str, message: pb.Message) -> bool:
@@ -530,6 +539,8 @@ class Node:
             case Send(to, message):
                 self.send_message(to, message)
             case StartAttempt(ballot, begin):
+                assert self.member is not None
+                self.based_on = self.member.last
                 self._abandon(ballot)
                 self.holdings.attempted(ballot, begin)
                 self.pipeline.start(ballot, begin)
@@ -545,7 +556,10 @@ class Node:
             case Apply(commit):
                 # Posted at once: what comes next must find it before itself in the thread.
                 self.spawn(self._applied(commit, self._apply(commit)))
+            case Adopt(ballot):
+                self.spawn(self._adopted(ballot, self._adopt(ballot)))
             case Fetch(ballot, sync):
+                self.gradients.forget(ballot)
                 if self.fetching is not None:
                     self.fetching.cancel()
                 self.fetching = self.spawn(self._fetch(ballot, sync))
@@ -592,6 +606,48 @@ class Node:
         self.reduced_norm = norm
         seconds = self.pipeline.seconds_per_microbatch
         self._carry_out(self.member.reduced(ballot, norm, math.isfinite(norm), seconds))
+        await self._feed(ballot, begin)
+
+    # --- joiners that follow
+
+    async def _feed(self, ballot: Ballot, begin: pb.Begin) -> None:
+        """Send the reduced gradient to the joiners that this node feeds."""
+        joiners = [joiner for joiner, by in feeders(begin).items() if by == self.node]
+        if not joiners:
+            return
+        gradient = self.optimizer.gradient
+        frame = await self.compute.run(partial(gradient_frame, ballot, gradient))
+        for joiner in joiners:
+            fits = self.links.unacknowledged_by(joiner) + frame.size <= backlog(gradient)
+            self.send_frame(joiner, frame if fits else no_gradient(ballot))
+
+    async def _take_gradient(self, peer: str, frame: Frame) -> None:
+        """A replica of this node's stage has sent what it has reduced."""
+        ballot = Ballot(*frame.ballot)
+        if self.member is None or self.member.following is None:
+            return
+        gradient = await self.compute.run(partial(self.gradients.parse, frame))
+        if gradient is not None and self.gradients.put(ballot, gradient):
+            self._carry_out(self.member.gradient_came(ballot, peer))
+        else:
+            self._carry_out(self.member.gradient_missed(ballot))
+
+    def _adopt(self, ballot: Ballot) -> asyncio.Future[float]:
+        gradient = self.gradients.get(ballot)
+
+        def adopt() -> float:
+            self.optimizer.gradient.copy_(gradient)
+            self.reduced_norm = self.optimizer.squared_norm()
+            return self.reduced_norm
+
+        return self.compute.run(adopt)
+
+    async def _adopted(self, ballot: Ballot, adopting: asyncio.Future[float]) -> None:
+        assert self.member is not None
+        norm = await adopting
+        self._carry_out(self.member.reduced(ballot, norm, math.isfinite(norm), 0.0))
+
+    # --- commits and state
 
     def _apply(self, commit: pb.Commit) -> asyncio.Future[bytes]:
         assert self.stage is not None
@@ -603,11 +659,16 @@ class Node:
 
         assert self.member is not None
         lineage, boosted_at = self.member.lineage, self.member.boosted_at
-        members = self.pipeline.begin.members
-        first = self.node == min(place.node for place in members if place.stage == stage)
+        begin = self.pipeline.begin  # a joiner has none
+        replicas = [place.node for place in begin.members if place.stage == stage]
+        first = self.node == min(replicas, default="")
         self.holdings.committing(commit.step)
+        fetched = {joiner.step for joiner in begin.joining if joiner.stage == stage}
+        keep = self.pins.keep(fetched, self._state(self.based_on, boosted_at))
+        self.gradients.forget(Ballot.of(commit.ballot))
 
         def apply() -> bytes:
+            keep()
             if not commit.skipped:
                 self.optimizer.step(lr * commit.lr_scale[stage], commit.clip_scale[stage])
                 self.omega = self.reduced_norm
@@ -678,6 +739,8 @@ class Node:
         member = self.member
         if member is None or (member.phase is Phase.SYNCING and member.sync.method != "twin"):
             return None
+        if member.following is not None and member.following.state is None:
+            return None
         return self._state(member.last, member.boosted_at)
 
     def _state(self, last: pb.Commit, boosted_at: int) -> ServedState:
@@ -693,7 +756,9 @@ class Node:
     def _served_state(self, kind: str, stage: int, step: int) -> ServedState | None:
         if self.member is None:
             return None
-        return self.holdings.served(kind, stage) if kind else self.own_state()
+        if kind:
+            return self.holdings.served(kind, stage)
+        return self.pins.get(step) or self.own_state()
 
     def saved(self, kind: Kind, save: SaveId) -> None:
         self.trouble = ""

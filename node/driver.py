@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,15 @@ ANSWER = 4.0
 """Seconds that a member has to answer before the registry is told."""
 LONGEST_PAUSE = 5.0
 """Seconds between attempts at most, after many failed in a row."""
+FOLLOWS = 2
+"""Times that a joiner may try to follow before everybody waits for it."""
+FOLLOWED = 2.0
+"""A try is given up after so many times the deadline for progress."""
+ENTERING = 0.1
+"""Seconds that a commit waits for the vote of a joiner that has caught up; twice that in the next
+step, and so on."""
+ENTERING_SHARE = 0.05
+"""And at least this share of the step's duration."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,19 @@ class Phase(enum.Enum):
     HALTED = "halted"
 
 
+@dataclass
+class Joiner:
+    """A member that follows: it copies its stage's state while the others train."""
+
+    step: int  # of the state
+    began: float
+    stall: float = 0.0  # seconds in which nothing trained because of it
+    caught_up: pb.Synced | None = None
+    ready: pb.Ready | None = None  # it has the attempt's gradient, so it can enter with the commit
+    vain: int = 0  # attempts that have waited for that in vain
+    failed: bool = False
+
+
 class Driver:
     """Every event method returns the effects to carry out, in order."""
 
@@ -83,12 +106,19 @@ class Driver:
         self.rules = rules
         self.phase = Phase.INACTIVE
         self.view = registry.View()
-        self.newer: registry.View | None = None  # adopted at the next step boundary
+        self.newer: registry.View | None = None  # adopted at a step boundary
+        self.greeted: set[str] = set()  # newcomers in it that haven't answered yet
+        self.greeted_at = 0.0
         self.ballot = NEVER
         self.members: dict[str, int] = {}  # active members of the ballot's view: node -> stage
+        self.joining: dict[str, Joiner] = {}  # those of the members that don't train yet
+        self.failed_to_follow: Counter[str] = Counter()
+        self.regather = ""  # why to gather at the next step boundary
+        self.complete = 0.0  # when the last of those who train was ready
         self.statuses: dict[str, pb.Status] = {}
         self.awaited: set[str] = set()  # nodes whose answer the phase waits for
         self.lineage = 0  # how often the run has gone back to files
+        self.boosted_at: dict[int, int] = {}  # by stage: after which step it was guessed; 0: never
         self.committed = 0
         self.last = pb.Commit()
         self.begin = pb.Begin()
@@ -101,7 +131,7 @@ class Driver:
         self.asked = 0.0
         self.stalled: float | None = None  # since when nothing trains
         self.taken_over = False  # the first gather after another driver
-        self.gathered = 0.0
+        self.gathered = self.gather_began = 0.0
         self.rebuilt: list[dict[str, Any]] = []  # to be reported with the next Begin
         self.failures = 0  # attempts in a row that failed
         self.pause_until = 0.0
@@ -120,9 +150,8 @@ class Driver:
             return []
         if self.phase in (Phase.RUNNING, Phase.REDUCING, Phase.SYNCING):
             stay = _active(view)
-            if all(stay.get(node) == stage for node, stage in self.members.items()):
-                self.newer = view
-                return []
+            if all(stay.get(node) == stage for node, stage in self._training()):
+                return self._greet(view, now)
         taken_over = self.phase is Phase.INACTIVE
         self.newer = view
         return self._gather(f"view {view.number}: {view.reason}", now, taken_over)
@@ -131,10 +160,14 @@ class Driver:
         """A control message for this machine has come from `peer`."""
         body = message.WhichOneof("body")
         ballot = Ballot.of(message.ballot)
+        if body == "status":
+            self.greeted.discard(peer)
         if self.phase is Phase.INACTIVE or peer not in self.members:
             return []
         if body == "stale":
             return self._superseded(peer, ballot, now)
+        if peer in self.joining and body in ("synced", "ready", "failed"):
+            return self._heard_of_joiner(peer, ballot, message, now)
         if ballot != self.ballot:
             return []
         match body, self.phase:
@@ -156,6 +189,9 @@ class Driver:
         if peer not in self.members or self.phase is Phase.INACTIVE:
             return []
         lost = Event("lost", {"node": peer, "stage": self.members[peer], "reason": reason})
+        if peer in self.joining and self.phase in (Phase.RUNNING, Phase.REDUCING):
+            self.joining[peer].caught_up = self.joining[peer].ready = None
+            return [lost, *self._if_all_ready(now)]
         return [lost, *self._gather(f"the link to {peer} is lost: {reason}", now)]
 
     def tick(self, now: float) -> list[Effect]:
@@ -165,8 +201,10 @@ class Driver:
                 return self._ask_again(now)
             case Phase.PAUSING if now >= self.pause_until:
                 return self._next(now)
+            case Phase.REDUCING if not self.awaited:
+                return self._if_all_ready(now)
             case Phase.RUNNING | Phase.REDUCING | Phase.SYNCING:
-                return self._out_of_patience(now)
+                return self._joiners_out_of_time(now) + self._out_of_patience(now)
         return []
 
     def explain(self) -> str:
@@ -177,11 +215,24 @@ class Driver:
             case Phase.SYNCING:
                 return f"{self.why}; waiting for the state of {', '.join(sorted(self.awaited))}"
             case Phase.RUNNING:
-                return f"step {self.begin.step}: {len(self.homes)} of {len(self.begin.plan)} home"
+                home = f"step {self.begin.step}: {len(self.homes)} of {len(self.begin.plan)} home"
+                return home + "".join(f"; {node} follows" for node in sorted(self.joining))
             case Phase.REDUCING:
                 return f"step {self.begin.step}: waiting for {', '.join(sorted(self.awaited))}"
             case _:
                 return self.why or self.phase.value
+
+    def _greet(self, view: registry.View, now: float) -> list[Effect]:
+        """A newcomer that is still building its stage can't answer, so nobody waits for it yet."""
+        self.newer, self.greeted_at = view, now
+        self.greeted = _active(view).keys() - self.members.keys()
+        query = pb.Message(ballot=Ballot(view.number, 0).message(), query=pb.Query())
+        return [Send(node, query) for node in sorted(self.greeted)]
+
+    def _adopts(self, now: float) -> bool:
+        """Whether the newer view, if there is one, is to be adopted at this step boundary."""
+        late = now - self.greeted_at >= self.rules.progress
+        return self.newer is not None and (late or not self.greeted)
 
     # --- gather: who has what
 
@@ -194,9 +245,10 @@ class Driver:
         self._adopt()
         self.ballot = Ballot(self.view.number, self.ballot.attempt + 1)
         self.phase = Phase.GATHERING
+        self.regather = ""
         self.statuses = {}
         self.taken_over = taken_over
-        self.asked = self.gathered = now
+        self.asked = self.gathered = self.gather_began = now
         self.why = why
         return effects + [self._to(node, pb.Message(query=pb.Query())) for node in self.members]
 
@@ -204,6 +256,7 @@ class Driver:
         if self.newer is None:
             return
         self.view, self.newer = self.newer, None
+        self.greeted = set()
         self.members = _active(self.view)
         self.ballot = Ballot(self.view.number, 0)
 
@@ -238,7 +291,17 @@ class Driver:
         self.taken_over = False
         self.lineage, self.committed, self.last = newest.lineage, newest.committed, newest.last
         known = self.view.lineage, self.view.committed
+        reason = (
+            f"everything is lost: step {self.view.committed} was committed once, but the "
+            f"newest state that is left is of step {newest.committed}"
+        )
         all_lost = (self.lineage, self.committed + 1) < known
+        if self._only_joiners(newest):
+            all_lost = True
+            reason = (
+                "everything is lost: none of those who trained is left, and they may have gone on "
+                f"after step {newest.committed} without the joiners that have its state"
+            )
         if all_lost or _age(newest) == (0, 0):
             found = resume(self._held(), self.rules.stages)
             if found is not None:
@@ -249,10 +312,6 @@ class Driver:
             reason = "everything is lost, and no checkpoint is whole yet: back to initial weights"
             return effects + self._roll_back(RollBack(0, 0, reason), now)
         if all_lost:
-            reason = (
-                f"everything is lost: step {self.view.committed} was committed once, but the "
-                f"newest state that is left is of step {newest.committed}"
-            )
             return effects + self._halt(pb.Halt(reason=reason, step=newest.committed), now)
         behind = [node for node, status in self.statuses.items() if self._can_follow(status)]
         if behind:
@@ -266,6 +325,12 @@ class Driver:
             status.committed + 1 == self.committed == status.ready
             and status.ready_ballot == self.last.ballot
         )
+
+    def _only_joiners(self, newest: pb.Status) -> bool:
+        """Whether all who have the newest state only follow: no commit has needed their vote."""
+        having = [s for s in self.statuses.values() if _age(s) == _age(newest)]
+        having += [s for s in self.statuses.values() if self._can_follow(s)]
+        return newest.committed > 0 and all(status.following for status in having)
 
     # --- sync: state for those without it
 
@@ -283,9 +348,11 @@ class Driver:
     def _left(self) -> Left:
         survivors: dict[int, list[str]] = {}
         trained = set()
+        self.boosted_at = {}
         for node, status in self.statuses.items():
             if _age(status) == (self.lineage, self.committed):
                 survivors.setdefault(self.members[node], []).append(node)
+                self.boosted_at[self.members[node]] = status.boosted_at
                 if status.boosted_at < self.committed:
                     trained.add(self.members[node])
         return Left(
@@ -317,6 +384,7 @@ class Driver:
                 if self.finished:
                     return self._finish(now)
                 return self._halt(pb.Halt(reason=decision.reason, step=self.committed), now)
+        following = self._go_on_following(left, now)
         rebuilds = {of: d for of, d in decisions.items() if isinstance(d, Rebuild)}
         if vacant:  # who comes yet may tell more; replicas need not wait for that
             rebuilds = {of: d for of, d in rebuilds.items() if d.method == "replica"}
@@ -324,16 +392,23 @@ class Driver:
             return self._roll_back(
                 next(d for d in decisions.values() if isinstance(d, RollBack)), now
             )
+        copies: dict[int, Rebuild] = {}
+        if not vacant and all(self._may_follow(d, left) for d in rebuilds.values()):
+            rebuilds, copies = {}, rebuilds
         effects = self._sync_stages(rebuilds, left)
         if not vacant:
             effects = effects or self._sync_twins()
         if effects:
-            return self._wait_for_state(effects, now)
-        return self._wait_for_nodes(vacant) if vacant and not self.finished else self._next(now)
+            return following + self._wait_for_state(effects, now)
+        if vacant and not self.finished:
+            return following + self._wait_for_nodes(vacant)
+        return following + self._begin_following(copies, left, now) + self._next(now)
 
     def _wait_for_state(self, effects: list[Effect], now: float) -> list[Effect]:
         self.phase = Phase.SYNCING
         self.began = self.progressed = now
+        for node in self.awaited:
+            self.joining.pop(node, None)
         return effects
 
     def _wait_for_nodes(self, vacant: Sequence[int]) -> list[Effect]:
@@ -347,7 +422,7 @@ class Driver:
         identical."""
         joiners = {}
         for stage, decision in rebuilds.items():
-            lacking = sorted(set(self._nodes_of(stage)) - set(left.survivors.get(stage, ())))
+            lacking = self._lacking(stage, left)
             if decision.method == "save":  # read by who has it
                 lacking = [source.node for source in decision.sources]
             joiners[stage] = lacking if decision.method == "replica" else lacking[:1]
@@ -370,6 +445,11 @@ class Driver:
                 effects.append(Event("rebuilding", {"node": node, **_described(decision)}))
                 effects.append(self._to(node, pb.Message(sync=sync)))
         return effects
+
+    def _lacking(self, stage: int, left: Left) -> list[str]:
+        """Who has neither the state nor, since it follows, a way to it."""
+        here = {*left.survivors.get(stage, ()), *self.joining}
+        return [node for node in self._nodes_of(stage) if node not in here]
 
     def _around(self, block: Sequence[int], left: Left) -> list[pb.Place]:
         """Survivors that microbatches come from, and go to, before and after these stages."""
@@ -467,6 +547,143 @@ class Driver:
             effects.append(self._to(node, pb.Message(sync=sync)))
         return effects
 
+    # --- joiners that follow while the others train
+
+    def _training(self) -> list[tuple[str, int]]:
+        return [(n, stage) for n, stage in sorted(self.members.items()) if n not in self.joining]
+
+    def _may_follow(self, decision: Rebuild, left: Left) -> bool:
+        """The replicas of a stage that has just been rebuilt are waited for, as was the first. With
+        redundant computation all are, for a node needs its twin, too, before it can train."""
+        stage = decision.stage
+        tried = any(self.failed_to_follow[n] >= FOLLOWS for n in self._lacking(stage, left))
+        rebuilt = any(r["stage"] == stage and r["method"] != "replica" for r in self.rebuilt)
+        copied = decision.method == "replica" and self.rules.policy != "redundant"
+        return copied and not (tried or rebuilt or self._is_over())
+
+    def _begin_following(
+        self, copies: Mapping[int, Rebuild], left: Left, now: float
+    ) -> list[Effect]:
+        effects: list[Effect] = []
+        for stage, decision in copies.items():
+            sync = self._sync_message(decision.method, decision.reason, decision.sources)
+            sync.last.CopyFrom(self.last)
+            sync.follow = True
+            for node in self._lacking(stage, left):
+                effects.append(Event("rebuilding", {"node": node, **_described(decision)}))
+                effects.append(self._to(node, pb.Message(sync=sync)))
+                self.joining[node] = Joiner(self.committed, now, now - self.gather_began)
+        return effects
+
+    def _go_on_following(self, left: Left, now: float) -> list[Effect]:
+        """Everybody has answered: who has the newest state is in, who is on the way to it goes on,
+        and all others have to begin anew."""
+        effects: list[Effect] = []
+        before, self.joining = self.joining, {}
+        for node, status in self.statuses.items():
+            joiner = before.get(node)
+            if node in left.survivors.get(self.members[node], ()):
+                if joiner is not None:
+                    self._enter(node, joiner, now)
+                continue
+            if joiner is None or joiner.step != status.following:
+                joiner = Joiner(status.following, now)
+            missed = self.committed - status.heard
+            fed = left.survivors.get(self.members[node]) and status.following
+            same = status.following_lineage == self.lineage and missed in (0, 1)
+            if not (fed and same) or joiner.failed or self._is_over():
+                continue
+            if missed:
+                effects.append(self._to(node, pb.Message(step=pb.Step(commit=self.last))))
+            self.joining[node] = joiner
+        return effects
+
+    def _heard_of_joiner(
+        self, peer: str, ballot: Ballot, message: pb.Message, now: float
+    ) -> list[Effect]:
+        """Under whatever ballot: a joiner may not have heard of this one yet."""
+        joiner = self.joining[peer]
+        match message.WhichOneof("body"):
+            case "synced":
+                joiner.caught_up = message.synced
+            case "ready" if self.phase is Phase.REDUCING and ballot == self.ballot:
+                joiner.ready = message.ready
+                return self._if_all_ready(now)
+            case "failed":
+                gave_up = self._give_up_following(peer, message.failed.reason, now)
+                return gave_up + self._if_all_ready(now)
+        return []
+
+    def _give_up_following(self, peer: str, reason: str, now: float) -> list[Effect]:
+        """It is told what to do at the next step boundary."""
+        joiner = self.joining[peer]
+        if joiner.failed:
+            return []
+        joiner.failed, joiner.caught_up, joiner.ready = True, None, None
+        self.failed_to_follow[peer] += 1
+        why = f"{peer} can't follow: {reason}"
+        failed = Event("rebuild failed", {"node": peer, "reason": why})
+        match self.phase:
+            case Phase.RUNNING | Phase.REDUCING:
+                self.regather = why
+            case Phase.PAUSING | Phase.WAITING:
+                return [failed, *self._gather(why, now)]
+        return [failed]
+
+    def _joiners_out_of_time(self, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        limit = FOLLOWED * self.rules.progress
+        for node, joiner in list(self.joining.items()):
+            if now - joiner.began >= limit and self.phase is not Phase.SYNCING:
+                effects += self._give_up_following(node, f"not even in {limit:.0f} s", now)
+        return effects
+
+    def _if_all_ready(self, now: float) -> list[Effect]:
+        """Decide when all who train are ready, and, for a short while, who would like to enter."""
+        if self.phase is not Phase.REDUCING or self.awaited:
+            return []
+        self.complete = self.complete or now
+        entering = [joiner for joiner in self.joining.values() if joiner.caught_up is not None]
+        usual = max(ENTERING, ENTERING_SHARE * (self.complete - self.began))
+        waited = now - self.complete
+        late = [joiner for joiner in entering if joiner.ready is None]
+        if any(waited < usual * 2.0 ** min(joiner.vain, 10) for joiner in late):
+            return []
+        for joiner in entering:
+            joiner.stall += waited
+        for joiner in late:
+            joiner.vain += 1
+        return self._decide(now)
+
+    def _let_in(self, now: float) -> list[Effect]:
+        """Who has the attempt's gradient, and agrees with a replica on it, trains from now on."""
+        effects: list[Effect] = []
+        for node, joiner in list(self.joining.items()):
+            if joiner.ready is None:
+                continue
+            stage = self.members[node]
+            twin = next(n for n in sorted(self.ready) if self.members[n] == stage)
+            if _agree(joiner.ready, self.ready[twin]):
+                self._enter(node, joiner, now)
+                continue
+            fields = {"stage": stage, "nodes": [twin, node], "step": self.committed}
+            effects.append(Event("diverged", fields))
+            effects += self._give_up_following(node, f"its weights are not those of {twin}", now)
+        return effects
+
+    def _enter(self, node: str, joiner: Joiner, now: float) -> None:
+        self.joining.pop(node, None)
+        synced = joiner.caught_up or pb.Synced(step=joiner.step, method="replica")
+        who = {"node": node, "stage": self.members[node]}
+        seconds = {"rebuild_seconds": now - joiner.began, "stall_seconds": joiner.stall}
+        self.rebuilt.append({**who, **_rebuilt(synced), **seconds})
+
+    def _joiners(self) -> list[pb.Joiner]:
+        return [
+            pb.Joiner(node=node, stage=self.members[node], step=joiner.step)
+            for node, joiner in sorted(self.joining.items())
+        ]
+
     # --- attempt
 
     def _next(self, now: float) -> list[Effect]:
@@ -499,10 +716,10 @@ class Driver:
                 kind=pb.Begin.EVALUATE,
                 plan=self._plan(rules.validation_microbatches, swapped=False),
                 members=self._places(),
+                joining=self._joiners(),
             )
-        boosted = {self.members[node]: s.boosted_at for node, s in self.statuses.items()}
         self.lr_scale = [
-            rules.lr_scale(self.committed + 1, boosted.get(stage, 0))
+            rules.lr_scale(self.committed + 1, self.boosted_at.get(stage, 0))
             for stage in range(rules.stages + 1)
         ]
         return pb.Begin(
@@ -510,14 +727,16 @@ class Driver:
             plan=self._plan(rules.microbatches, rules.swapped),
             lr_scale=self.lr_scale,
             members=self._places(),
+            joining=self._joiners(),
         )
 
     def _places(self) -> list[pb.Place]:
-        return [pb.Place(node=node, stage=stage) for node, stage in sorted(self.members.items())]
+        return [pb.Place(node=node, stage=stage) for node, stage in self._training()]
 
     def _plan(self, count: int, swapped: bool) -> list[pb.Microbatch]:
         stages = self.rules.stages
-        shared = share_out(range(count), self._nodes_of(0), self.seconds)
+        sources = [node for node, stage in self._training() if stage == 0]
+        shared = share_out(range(count), sources, self.seconds)
         return [
             pb.Microbatch(id=identity, source=source, order=order(identity, stages, swapped))
             for identity, source in enumerate(shared)
@@ -542,7 +761,7 @@ class Driver:
         stall = 0.0 if self.stalled is None else now - self.stalled
         self.stalled = None
         rebuilt, self.rebuilt = self.rebuilt, []
-        return [Event("rebuilt", {**fields, "stall_seconds": stall}) for fields in rebuilt]
+        return [Event("rebuilt", {"stall_seconds": stall, **fields}) for fields in rebuilt]
 
     def _home(self, home: pb.Home, now: float) -> list[Effect]:
         self.homes[home.microbatch] = home
@@ -556,8 +775,12 @@ class Driver:
             return [event, *self._after_step(pb.Step(), now)]
         self.phase = Phase.REDUCING
         self.ready = {}
-        self.awaited = set(self.members)
-        return [self._to(node, pb.Message(reduce=pb.Reduce())) for node in sorted(self.members)]
+        self.awaited = {node for node, _ in self._training()}
+        self.complete = 0.0
+        for joiner in self.joining.values():
+            joiner.ready = None
+        asked = self.awaited | {n for n, j in self.joining.items() if j.caught_up is not None}
+        return [self._to(node, pb.Message(reduce=pb.Reduce())) for node in sorted(asked)]
 
     def _mean_loss(self) -> float:
         tokens = sum(home.tokens for home in self.homes.values())
@@ -568,19 +791,16 @@ class Driver:
         self.seconds[peer] = ready.seconds_per_microbatch
         self.awaited.discard(peer)
         self.progressed = now
-        return [] if self.awaited else self._decide(now)
+        return self._if_all_ready(now)
 
     def _decide(self, now: float) -> list[Effect]:
         """All are ready: commit, and begin what comes next in the same message."""
-        effects: list[Effect] = []
+        effects = self._let_in(now)
         norms: dict[int, float] = {}
         for node in sorted(self.ready):
             stage, ready = self.members[node], self.ready[node]
             twin = next(n for n in sorted(self.ready) if self.members[n] == stage)
-            if (ready.squared_norm, ready.digest) != (
-                self.ready[twin].squared_norm,
-                self.ready[twin].digest,
-            ) and ready.finite:
+            if not _agree(ready, self.ready[twin]):
                 effects.append(
                     Event(
                         "diverged", {"stage": stage, "nodes": [twin, node], "step": self.committed}
@@ -613,11 +833,17 @@ class Driver:
 
     def _after_step(self, step: pb.Step, now: float) -> list[Effect]:
         """A step boundary: a newer view is adopted here, if there is one."""
-        if self.newer is not None:
+        if self.newer is not None and self._adopts(now):
             self.phase = Phase.WAITING
             effects = self._send_step(step, now)
             return effects + self._gather(f"view {self.newer.number}: {self.newer.reason}", now)
+        if self.regather:
+            self.phase = Phase.WAITING
+            return self._send_step(step, now) + self._gather(self.regather, now)
         begin = self._what_next(now)
+        if begin is None and (self.joining or self.newer is not None):
+            self.phase = Phase.WAITING
+            return self._send_step(step, now) + self._gather("all shall have the end", now)
         if begin is not None:
             step.begin.CopyFrom(begin)
             return self._send_step(step, now)
@@ -669,6 +895,12 @@ class Driver:
         addressed.CopyFrom(message)
         addressed.ballot.CopyFrom(self.ballot.message())
         return Send(node, addressed)
+
+
+def _agree(ready: pb.Ready, twin: pb.Ready) -> bool:
+    """Whether replicas have the same weights, and the same gradient if it counts."""
+    same = (ready.squared_norm, ready.digest) == (twin.squared_norm, twin.digest)
+    return same or not ready.finite
 
 
 def _active(view: registry.View) -> dict[str, int]:

@@ -65,6 +65,13 @@ class Apply:
 
 
 @dataclass(frozen=True)
+class Adopt:
+    """Take the gradient that a replica has sent of that attempt; `Member.reduced` gets the norm."""
+
+    ballot: Ballot
+
+
+@dataclass(frozen=True)
 class Fetch:
     """Get the state from peers; then `Member.arrived`, or `Member.failed`, is told."""
 
@@ -103,5 +110,15 @@ class Event:
 
 
 Effect = (
-    Send | StartAttempt | DropAttempt | Reduce | Apply | Fetch | Suspect | Rejoin | Halted | Event
+    Send
+    | StartAttempt
+    | DropAttempt
+    | Reduce
+    | Apply
+    | Adopt
+    | Fetch
+    | Suspect
+    | Rejoin
+    | Halted
+    | Event
 )

@@ -435,6 +435,11 @@ class Links:
         """Bytes of payload in frames handed over, on links that are up; queued ones too."""
         return sum(link.outbox.unacknowledged for link in self._links.values())
 
+    def unacknowledged_by(self, peer: str) -> int:
+        """Those bytes on the link to `peer`."""
+        link = self._links.get(peer)
+        return link.outbox.unacknowledged if link is not None else 0
+
     # For _Link
 
     def heartbeat(self) -> bytes:

@@ -314,6 +314,7 @@ _JOINED = ("joining", "cyan")
 _PHASES = {
     "idle": ("idle", ""),
     "syncing": ("rebuilding", "magenta"),
+    "following": ("joining", "cyan"),
     "running": ("running", "green"),
     "reducing": ("averaging", "green"),
     "ready": ("ready", "green"),

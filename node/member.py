@@ -13,6 +13,7 @@ from bootstrap import registry_pb2 as registry
 from node import stage_pb2 as pb
 from node.effects import (
     NEVER,
+    Adopt,
     Apply,
     Ballot,
     DropAttempt,
@@ -25,12 +26,14 @@ from node.effects import (
     Send,
     StartAttempt,
 )
+from node.following import Following
 from recovery.decide import Left, Policy, Stop, decide
 
 
 class Phase(enum.Enum):
     IDLE = "idle"
     SYNCING = "syncing"
+    FOLLOWING = "following"
     RUNNING = "running"
     REDUCING = "reducing"
     READY = "ready"
@@ -67,6 +70,7 @@ class Member:
         self.changing = False  # the weights are, so nothing is said of them
         self.void = False  # the weights are fit for nothing, not even for a start
         self.sync = pb.Sync()
+        self.following: Following | None = None
         self.holdings: Callable[[], Sequence[pb.Holding]] = lambda: ()
         self.unanswered: tuple[str, Ballot] | None = None
         self.seconds_per_microbatch = 0.0
@@ -137,7 +141,7 @@ class Member:
 
     def applied(self, digest: bytes) -> list[Effect]:
         """The optimizer has applied the last commit."""
-        return self._changed(digest)
+        return self._changed(digest) + self._follow_on()
 
     def voided(self, ballot: Ballot) -> bool:
         """The state is about to be overwritten by what isn't fit to train yet; True: it is still
@@ -150,8 +154,12 @@ class Member:
 
     def arrived(self, ballot: Ballot) -> bool:
         """The state has come; True: it is still wanted, put it in place and call `fetched`."""
-        self.changing = self.phase is Phase.SYNCING and ballot == self.promised
-        return self.changing
+        following = self.following
+        wanted = self.phase is Phase.SYNCING and ballot == self.promised
+        if following is not None and self.phase is Phase.FOLLOWING:
+            wanted = ballot == following.ballot and following.state is None
+        self.changing = self.changing or wanted
+        return wanted
 
     def fetched(self, synced: pb.Synced, last: pb.Commit, boosted_at: int) -> list[Effect]:
         """The state of `synced.step` is in place; `last` is the commit that made it."""
@@ -160,6 +168,9 @@ class Member:
         self.last = last
         self.boosted_at = boosted_at
         answer = self._changed(synced.digest)
+        if self.following is not None:
+            self.following.state = synced
+            return answer + self._follow_on()
         if self.phase is not Phase.SYNCING:
             return answer  # asked in the meantime: the status tells
         self.phase = Phase.IDLE
@@ -167,6 +178,8 @@ class Member:
 
     def failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> list[Effect]:
         """This node's part in what runs under `ballot` can't be done."""
+        if self.following is not None:
+            return self._unfollow(reason) if ballot == self.following.ballot else []
         running = self.phase in (Phase.RUNNING, Phase.REDUCING) and ballot == self.attempt
         syncing = self.phase is Phase.SYNCING and ballot == self.promised
         if not running and not syncing:
@@ -175,6 +188,28 @@ class Member:
         failed = pb.Failed(reason=reason, accused=accused)
         drop: list[Effect] = [DropAttempt(ballot)] if running else []
         return [*drop, self._to_driver(pb.Message(failed=failed))]
+
+    def gradient_came(self, ballot: Ballot, feeder: str) -> list[Effect]:
+        """The reduced gradient of an attempt is here, from a replica of this node's stage."""
+        if self.following is None:
+            return []
+        self.following.came(ballot, feeder)
+        return self._follow_on()
+
+    def gradient_missed(self, ballot: Ballot) -> list[Effect]:
+        """It won't come: too many of them wait."""
+        if self.following is None:
+            return []
+        self.following.missed(ballot)
+        return self._follow_on()
+
+    def link_lost(self, peer: str) -> list[Effect]:
+        """What `peer` was sending is lost, and what it was to be told."""
+        if self.following is None:
+            return []
+        self.following.lost(peer)
+        self.following.told = self.following.told and peer != self.driver
+        return self._follow_on()
 
     def frames(self, ballot: Ballot) -> Frames:
         """What to do with a frame of `ballot`."""
@@ -202,7 +237,10 @@ class Member:
         if self.phase in (Phase.RUNNING, Phase.REDUCING):
             effects.append(DropAttempt(self.attempt))
         if self.phase is not Phase.READY:
-            self.phase = Phase.IDLE
+            self.phase = Phase.FOLLOWING if self.following is not None else Phase.IDLE
+        if self.following is not None:
+            self.following.doubt()
+            self.following.told = False
         return effects + self._answer(peer, ballot, attempting)
 
     def _changed(self, digest: bytes) -> list[Effect]:
@@ -232,6 +270,9 @@ class Member:
             attempting=attempting,
             lineage=self.lineage,
             holdings=self.holdings(),
+            following=self.following.step if self.following is not None else 0,
+            following_lineage=self.sync.lineage,
+            heard=self.following.heard if self.following is not None else 0,
         )
         return [Send(peer, pb.Message(ballot=ballot.message(), status=status))]
 
@@ -240,6 +281,8 @@ class Member:
         effects: list[Effect] = []
         if step.HasField("commit"):
             effects += self._commit(step.commit)
+        if any(joiner.node == self.node for joiner in step.begin.joining):
+            return effects + self._begun_without(ballot, step.begin)
         if step.HasField("begin") and ballot > self.attempt:
             if self.void:  # the run starts over, since nobody has anything
                 return [*effects, Rejoin("its weights went with a rebuild that was given up")]
@@ -249,6 +292,7 @@ class Member:
                     "one committed here"
                 )
                 return [*effects, self._to_driver(pb.Message(failed=pb.Failed(reason=reason)))]
+            self.following = None
             self.phase = Phase.RUNNING
             self.attempt = ballot
             self.step = step.begin.step
@@ -257,15 +301,23 @@ class Member:
 
     def _commit(self, commit: pb.Commit) -> list[Effect]:
         ready = self.phase is Phase.READY and self.attempt == Ballot.of(commit.ballot)
+        if self.following is not None and not ready:
+            return self._hear(commit)
         if commit.step != self.committed + 1 or not ready:
             return []  # a repetition, or not for this node: the next query finds out
         self.phase = Phase.IDLE
+        if self.following is not None:
+            self.following.applied(commit)
+            self.phase = Phase.FOLLOWING
         self.committed = commit.step
         self.last = commit
         self.changing = True
         return [Apply(commit)]
 
     def _reduce(self, ballot: Ballot) -> list[Effect]:
+        if self.following is not None:
+            self.following.vote = ballot
+            return self._follow_on()
         if self.phase is not Phase.RUNNING or ballot != self.attempt:
             return []
         self.phase = Phase.REDUCING
@@ -274,14 +326,67 @@ class Member:
     def _synced(self, peer: str, ballot: Ballot, sync: pb.Sync) -> list[Effect]:
         self._promise(peer, ballot)
         effects: list[Effect] = [DropAttempt(self.attempt)] if self._attempting() else []
-        self.phase = Phase.SYNCING
+        self.phase = Phase.FOLLOWING if sync.follow else Phase.SYNCING
+        self.following = Following(ballot, sync.step, sync.step) if sync.follow else None
         self.sync = sync
         return [*effects, Fetch(ballot, sync)]
 
     def _halt(self, halt: pb.Halt) -> list[Effect]:
         self.halt = halt
+        self.following = None
         if self.phase is Phase.READY:  # a driver that comes yet may want it committed
             return [Halted(halt)]
         effects: list[Effect] = [DropAttempt(self.attempt)] if self._attempting() else []
         self.phase = Phase.HALTED
         return [*effects, Halted(halt)]
+
+    # --- following
+
+    def _begun_without(self, ballot: Ballot, begin: pb.Begin) -> list[Effect]:
+        """The others begin an attempt, in which this node is a joiner."""
+        if self.following is None:
+            return [self._to_driver(pb.Message(failed=pb.Failed(reason="it doesn't follow")))]
+        self.phase = Phase.FOLLOWING
+        self.following.begun(ballot, begin, self.node)
+        return self._follow_on()
+
+    def _hear(self, commit: pb.Commit) -> list[Effect]:
+        assert self.following is not None
+        expected = self.following.heard + 1
+        if commit.step < expected:
+            return []
+        if commit.step > expected:
+            return self._unfollow(f"the commit of step {expected} was missed")
+        self.phase = Phase.FOLLOWING  # if it was about to vote: the others didn't wait
+        self.following.hear(commit)
+        return self._follow_on()
+
+    def _follow_on(self) -> list[Effect]:
+        """Apply the next commit; else vote, if asked to; else tell that this node has caught up."""
+        following = self.following
+        if following is None or self.phase is not Phase.FOLLOWING:
+            return []
+        if reason := following.broken():
+            return self._unfollow(reason)
+        if self.changing or following.state is None:
+            return []
+        if (commit := following.due()) is not None:
+            following.applied(commit)
+            self.committed, self.last, self.changing = commit.step, commit, True
+            return [Adopt(Ballot.of(commit.ballot)), Apply(commit)]
+        if following.may_vote(self.committed):
+            self.phase = Phase.REDUCING
+            self.attempt, self.step = following.attempt
+            return [Adopt(self.attempt)]
+        if following.commits or following.told:
+            return []
+        following.told = True
+        synced = pb.Synced()
+        synced.CopyFrom(following.state)
+        synced.digest = self.digest
+        return [self._to_driver(pb.Message(synced=synced))]
+
+    def _unfollow(self, reason: str) -> list[Effect]:
+        self.following = None
+        self.phase = Phase.IDLE
+        return [self._to_driver(pb.Message(failed=pb.Failed(reason=reason)))]

@@ -159,9 +159,10 @@ def _shorten(text: str) -> str:
 class StateServer:
     """Answers joiners that ask for a state that this node has.
 
-    `state`, of (kind, stage, step) as in StateRequest, is called on the event loop. A commit must
-    change `ServedState.step` no later than it posts its work to the compute thread: then what is
-    posted while the step is the pinned one finds the pinned weights. None: there is no such state.
+    `state`, of (kind, stage, step) as in StateRequest, is called on the event loop, and returns the
+    state of that step, or else the newest one. A commit must change the newest one's `step` no
+    later than it posts its work to the compute thread: then what is posted while the step is the
+    pinned one finds the pinned weights. None: there is no such state.
     """
 
     def __init__(

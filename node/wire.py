@@ -38,6 +38,7 @@ KINDS: Final = (
     "activation",
     "average",
     "twin",
+    "follow",
     "state",
     "boundary",
     "relearn",

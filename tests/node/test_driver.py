@@ -263,7 +263,7 @@ def test_ready_in_another_attempt_is_not_committed_but_copied():
     other = pb.Status(committed=2, ready=3, ready_ballot=Ballot(7, 4).message())
     has = pb.Status(committed=3, last=last)
     effects = told.statuses(a=has, b=has, c=has, d=has, e=has, twin=other)
-    assert sent(effects, "step") == {}
+    assert not any(message.step.HasField("commit") for message in sent(effects, "step").values())
     sync = sent(effects, "sync")["twin"].sync
     assert (sync.method, sync.step) == ("replica", 3)
     assert [source.node for source in sync.sources] == ["c"]
@@ -326,17 +326,285 @@ def test_a_vacant_stage_is_waited_for():
 def test_a_joiner_waits_for_the_end_of_the_step():
     told = Told()
     told.begins()
-    assert told.views({**SWARM, "new": 2}) == []
+    assert sent(told.views({**SWARM, "new": 2}), "query").keys() == {"new"}
+    assert told.commits()["b"].step.HasField("begin"), "it is building its stage"
+    told.hears("new", Ballot(2, 0), status=pb.Status())
     effects = told.commits()
     assert not effects["b"].step.HasField("begin"), "the view is taken up first"
     assert told.driver.phase is Phase.GATHERING
     assert told.driver.members.keys() == {*SWARM, "new"}
 
 
+# --- joiners that follow while the others train
+
+
+class Joined(Told):
+    """Stage 2 gets a second node, `new`, after step 1."""
+
+    def __init__(self, rules: Rules = RULES) -> None:
+        super().__init__(rules)
+        self.begins()
+        self.views({**SWARM, "new": 2})
+        self.hears("new", Ballot(2, 0), status=pb.Status())
+        self.commits()
+        self.effects = self.gathered()
+
+    def gathered(self, **status: object) -> list[Effect]:
+        """Everybody answers; `new` with that status."""
+        step = self.driver.last.step
+        has = pb.Status(committed=step, last=self.driver.last)
+        known = dict.fromkeys(self.members, has) | {"newer": pb.Status()}
+        return self.statuses(**{**known, "new": pb.Status(**status)})
+
+    def trains(self) -> list[Effect]:
+        """All who train become ready; returns the effects of the last one."""
+        self.comes_home()
+        effects: list[Effect] = []
+        for node in SWARM:
+            effects = self.ready(node)
+        return effects
+
+    def catches_up(self) -> list[Effect]:
+        synced = pb.Synced(step=1, method="replica", fetched_bytes=8)
+        return self.hears("new", synced=synced, ballot=Ballot(2, 1))
+
+
+def joining(message: pb.Message) -> list[str]:
+    return [joiner.node for joiner in message.step.begin.joining]
+
+
+def members(message: pb.Message) -> set[str]:
+    return {place.node for place in message.step.begin.members}
+
+
+def test_a_newcomer_that_does_not_answer_is_asked_with_all_others_in_the_end():
+    told = Told()
+    told.begins()
+    told.views({**SWARM, "new": 2})
+    told.now += RULES.progress
+    assert not told.commits()["b"].step.HasField("begin")
+    assert told.driver._unheard() == sorted([*SWARM, "new"])
+
+
+def test_a_newcomer_at_the_very_end_is_not_forgotten():
+    told = Told(replace(RULES, steps=1))
+    told.begins()
+    told.views({**SWARM, "new": 2})
+    told.commits()
+    assert told.driver.members.keys() == {*SWARM, "new"}
+
+
+def test_a_joiner_copies_a_replica_while_the_others_go_on():
+    told = Joined()
+    sync = sent(told.effects, "sync")["new"].sync
+    assert (sync.follow, sync.step, [s.node for s in sync.sources]) == (True, 1, ["c"])
+    begins = sent(told.effects, "step")
+    assert begins.keys() == {*SWARM, "new"}, "the joiner hears of every attempt"
+    assert members(begins["new"]) == SWARM.keys()
+    assert [(j.node, j.stage, j.step) for j in begins["c"].step.begin.joining] == [("new", 2, 1)]
+    steps = sent(told.trains(), "step")
+    assert (steps["new"].step.commit.step, joining(steps["b"])) == (2, ["new"])
+
+
+def test_who_has_caught_up_votes_and_enters_with_the_commit():
+    told = Joined()
+    told.catches_up()
+    reduces = sent(told.comes_home(), "reduce")
+    assert reduces.keys() == {*SWARM, "new"}
+    told.ready("new")
+    effects: list[Effect] = []
+    for node in SWARM:
+        effects = told.ready(node)
+    steps = sent(effects, "step")
+    assert members(steps["c"]) == {*SWARM, "new"}
+    assert joining(steps["c"]) == []
+    (rebuilt,) = events(effects, "rebuilt")
+    assert (rebuilt.fields["node"], rebuilt.fields["method"]) == ("new", "replica")
+    assert (rebuilt.fields["bytes"], rebuilt.fields["stall_seconds"]) == (8, 0.0)
+    told.comes_home()
+    assert "new" in told.driver.awaited
+
+
+def test_a_commit_waits_for_a_joiners_vote_a_short_while_and_longer_the_next_time():
+    told = Joined()
+    told.catches_up()
+    waits = []
+    for _ in range(3):
+        assert sent(told.trains(), "step") == {}
+        before, effects = told.now, told.waits(0)
+        while not effects:
+            effects = told.waits(0.01)
+        assert joining(sent(effects, "step")["c"]) == ["new"]
+        waits.append(told.now - before)
+    assert waits == pytest.approx([0.1, 0.2, 0.4], abs=0.02)
+    told.trains()
+    told.now += 0.3
+    (rebuilt,) = events(told.ready("new"), "rebuilt")
+    assert rebuilt.fields["stall_seconds"] == pytest.approx(sum(waits) + 0.3), "all of it is told"
+
+
+def test_a_vote_of_another_attempt_is_none():
+    told = Joined()
+    told.catches_up()
+    before = told.driver.ballot
+    told.trains()
+    told.waits(1)
+    told.trains()
+    assert told.hears("new", before, ready=pb.Ready(step=2, squared_norm=1.0, finite=True)) == []
+
+
+def test_a_joiner_with_other_weights_does_not_enter():
+    told = Joined()
+    told.catches_up()
+    told.trains()
+    effects = told.ready("new", squared_norm=2.0)
+    assert events(effects, "diverged")[0].fields["nodes"] == ["c", "new"]
+    assert not sent(effects, "step")["c"].step.HasField("begin")
+    assert sent(effects, "query").keys() == {*SWARM, "new"}
+    assert sent(told.gathered(committed=2), "step")["c"].step.begin.step == 3
+
+
+def test_a_joiner_that_is_lost_costs_no_attempt():
+    told = Joined()
+    told.catches_up()
+    effects = told.driver.link_lost("new", "reset", told.now)
+    assert [type(effect) for effect in effects] == [Event]
+    assert told.views(SWARM) == []
+    assert sent(told.trains(), "query").keys() == SWARM.keys()
+    assert sent(told.statuses(2), "step")["c"].step.begin.step == 3
+
+
+def test_the_loss_of_a_joiner_whose_vote_is_waited_for_ends_the_wait():
+    told = Joined()
+    told.catches_up()
+    assert told.trains() == []
+    effects = told.driver.link_lost("new", "reset", told.now)
+    assert sent(effects, "step")["c"].step.commit.step == 2
+
+
+def test_a_gather_does_not_disturb_who_follows_and_tells_it_the_commit_it_doubts():
+    told = Joined()
+    told.trains()
+    told.hears("b", failed=pb.Failed(reason="x"))
+    effects = told.gathered(committed=1, following=1, heard=1)
+    assert "new" not in sent(effects, "sync")
+    resent = [e.message.step for e in effects if isinstance(e, Send) and e.to == "new"]
+    assert [(step.commit.step, step.begin.step) for step in resent] == [(2, 0), (0, 3)]
+    told.hears("b", failed=pb.Failed(reason="x"))
+    told.gathered(committed=1, following=1, heard=2)
+    assert told.driver.joining["new"].step == 1
+
+
+@pytest.mark.parametrize("heard", [0, 3])
+def test_who_has_missed_commits_begins_anew(heard: int):
+    told = Joined()
+    told.trains()
+    told.hears("b", failed=pb.Failed(reason="x"))
+    sync = sent(told.gathered(following=1, heard=heard), "sync")["new"].sync
+    assert (sync.follow, sync.step) == (True, 2)
+
+
+def test_another_driver_lets_joiners_go_on():
+    told = Told(members={**SWARM, "new": 2})
+    told.views()
+    joiner = pb.Status(committed=3, following=2, heard=5)
+    effects = told.statuses(5, new=joiner)
+    assert sent(effects, "sync") == {}
+    assert joining(sent(effects, "step")["c"]) == ["new"]
+
+
+def test_who_is_caught_up_at_a_gather_is_a_member_and_can_stand_for_its_stage():
+    told = Joined()
+    told.trains()
+    without = {node: stage for node, stage in SWARM.items() if node != "c"} | {"new": 2}
+    told.views(without)
+    effects = told.gathered(committed=2, following=1, heard=2, last=told.driver.last)
+    assert members(sent(effects, "step")["new"]) == without.keys()
+    (rebuilt,) = events(effects, "rebuilt")
+    assert rebuilt.fields["node"] == "new"
+
+
+def test_joiners_alone_do_not_go_on_where_the_others_may_have_gone_further():
+    told = Told()
+    told.views()
+    follows = pb.Status(committed=3, following=2, heard=3)
+    halt = sent(told.statuses(**dict.fromkeys(SWARM, follows)), "halt")["a"].halt
+    assert "may have gone on after step 3" in halt.reason
+    trained = pb.Status(committed=3, last=pb.Commit(step=3))
+    told.views()
+    one = {**dict.fromkeys(SWARM, follows), "d": trained}
+    assert sent(told.statuses(**one), "step")["a"].step.begin.step == 4
+
+
+def test_who_is_behind_when_its_stage_is_lost_rebuilds_it():
+    told = Joined()
+    told.trains()
+    without = {node: stage for node, stage in SWARM.items() if node != "c"} | {"new": 2}
+    told.views(without)
+    sync = sent(told.gathered(committed=1, following=1, heard=2), "sync")["new"].sync
+    assert (sync.method, sync.follow) == ("checkfree", False)
+
+
+def test_who_fails_to_follow_twice_is_waited_for():
+    told = Joined()
+    for _ in range(2):
+        effects = told.hears("new", failed=pb.Failed(reason="too slow"), ballot=Ballot(2, 1))
+        (failed,) = events(effects, "rebuild failed")
+        assert "too slow" in failed.fields["reason"]
+        assert told.hears("new", failed=pb.Failed(reason="too slow")) == [], "said once"
+        assert sent(told.trains(), "query"), "it is told what to do at the step boundary"
+        effects = told.gathered()
+    assert not sent(effects, "sync")["new"].sync.follow
+    assert sent(effects, "step") == {}
+    assert told.driver.phase is Phase.SYNCING
+
+
+def test_who_never_catches_up_is_given_up():
+    told = Joined(replace(RULES, progress=1.0))
+    told.now += 1.9
+    told.comes_home()
+    for node in "abcd":
+        told.ready(node)
+    (failed, *_) = events(told.waits(0.2), "rebuild failed")
+    assert failed.fields["node"] == "new"
+
+
+def test_at_the_end_joiners_get_the_last_state_before_all_is_over():
+    told = Joined(replace(RULES, steps=2))
+    effects = told.trains()
+    assert sent(effects, "query").keys() == {*SWARM, "new"}
+    sync = sent(told.gathered(committed=1, following=1, heard=2), "sync")["new"].sync
+    assert (sync.follow, sync.step) == (False, 2)
+    told.hears("new", synced=pb.Synced(step=2, method="replica"))
+    assert sent(told.gathered(committed=2), "halt")["new"].halt.finished
+
+
+def test_several_joiners_follow_and_enter_one_by_one():
+    told = Joined()
+    told.catches_up()
+    told.views({**SWARM, "new": 2, "newer": 3})
+    told.hears("newer", Ballot(3, 0), status=pb.Status())
+    told.trains()
+    told.ready("new")
+    effects = told.gathered(committed=2, following=1, heard=2)
+    assert sent(effects, "sync").keys() == {"newer"}
+    begin = sent(effects, "step")["c"]
+    assert members(begin) == {*SWARM, "new"}
+    assert joining(begin) == ["newer"]
+
+
+def test_the_replicas_of_a_rebuilt_stage_are_waited_for_but_other_joiners_follow_later():
+    told = Told(members={**SWARM, "twin": 2})
+    told.views()
+    told.statuses(5, c=pb.Status(), twin=pb.Status())
+    told.hears("c", synced=pb.Synced(step=5, method="checkfree"))
+    assert not sent(told.statuses(5, twin=pb.Status()), "sync")["twin"].sync.follow
+
+
 def test_a_loss_ends_the_attempt_at_once():
     told = Told()
     told.begins()
-    assert told.views({**SWARM, "new": 2}) == []
+    assert sent(told.views({**SWARM, "new": 2}), "step") == {}
     without = {node: stage for node, stage in SWARM.items() if node != "c"} | {"new": 2}
     effects = told.views(without)
     assert len(events(effects, "aborted")) == 1

@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,7 @@ from bootstrap import registry_pb2 as registry
 from node import stage_pb2 as pb
 from node.effects import (
     NEVER,
+    Adopt,
     Apply,
     Ballot,
     DropAttempt,
@@ -286,6 +288,168 @@ def test_a_query_while_state_is_put_in_place_is_answered_with_it(told: Told):
 def test_a_fetch_that_fails_is_told(told: Told):
     told.hears(Ballot(1, 2), sync=sync(7))
     assert bodies(told.member.failed(Ballot(1, 2), "no source", [])) == ["failed"]
+
+
+# --- following: a copy of a state while the others train
+
+STAGE = [pb.Place(node="driver", stage=0), pb.Place(node="other", stage=1)]
+JOINING = [pb.Joiner(node="self", stage=1, step=7)]
+
+
+class Follows(Told):
+    """A joiner that was told, in ballot (1, 1), to follow from the state of step 7."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        state = pb.Sync(step=7, method="replica", follow=True)
+        (self.fetch,) = self.hears(Ballot(1, 1), sync=state)
+
+    def begun(self, attempt: int, step: int, commit: pb.Commit | None = None) -> list[Effect]:
+        """The others begin an attempt, with the commit of the one before."""
+        begin = pb.Begin(step=step, members=STAGE, joining=JOINING)
+        return self.hears(Ballot(1, attempt), step=pb.Step(commit=commit, begin=begin))
+
+    def arrives(self) -> list[Effect]:
+        assert self.member.arrived(Ballot(1, 1))
+        return self.member.fetched(pb.Synced(step=7, digest=b"7"), commit(7, Ballot(0, 9)), 3)
+
+    def gradient(self, attempt: int) -> list[Effect]:
+        return self.member.gradient_came(Ballot(1, attempt), "other")
+
+
+def adopts(effects: Sequence[Effect]) -> list[tuple[int, int]]:
+    """The attempt of each gradient that is adopted, and the step of the commit applied with it."""
+    pairs = list(pairwise(effects))
+    return [(a.ballot.attempt, b.commit.step) for a, b in pairs if isinstance(b, Apply)]
+
+
+def test_commits_heard_while_the_state_comes_are_applied_in_order_once_their_gradients_are_here():
+    told = Follows()
+    assert isinstance(told.fetch, Fetch)
+    told.begun(2, 8)
+    told.gradient(2)
+    told.begun(3, 9, commit(8, Ballot(1, 2)))
+    told.begun(4, 10, commit(9, Ballot(1, 3)))
+    assert adopts(told.arrives()) == [(2, 8)]
+    assert told.gradient(3) == [], "one after the other"
+    assert adopts(told.member.applied(b"8")) == [(3, 9)]
+    (send,) = told.member.applied(b"9")
+    assert isinstance(send, Send)
+    assert send.message.synced.digest == b"9"
+    assert (told.member.committed, told.member.boosted_at) == (9, 3)
+    assert told.member.phase is Phase.FOLLOWING
+
+
+def test_a_gradient_that_was_not_committed_comes_to_nothing():
+    told = Follows()
+    told.arrives()
+    told.begun(2, 8)
+    told.gradient(2)
+    told.queried(Ballot(1, 3))
+    told.begun(4, 8)
+    told.gradient(4)
+    assert adopts(told.begun(5, 9, commit(8, Ballot(1, 4)))) == [(4, 8)]
+
+
+def test_who_has_caught_up_votes_when_asked_and_enters_with_the_commit():
+    told = Follows()
+    assert bodies(told.arrives()) == ["synced"]
+    told.begun(2, 8)
+    assert told.hears(Ballot(1, 2), reduce=pb.Reduce()) == [], "its gradient isn't here yet"
+    assert told.gradient(2) == [Adopt(Ballot(1, 2))]
+    assert bodies(told.member.reduced(Ballot(1, 2), 2.0, True, 0.0)) == ["ready"]
+    inside = pb.Begin(step=9, members=[*STAGE, pb.Place(node="self", stage=1)])
+    apply, start = told.hears(
+        Ballot(1, 3), step=pb.Step(commit=commit(8, Ballot(1, 2)), begin=inside)
+    )
+    assert isinstance(apply, Apply)
+    assert isinstance(start, StartAttempt)
+    assert told.member.following is None
+    assert told.member.phase is Phase.RUNNING
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_when_the_others_did_not_wait_for_its_vote_it_goes_on_following(ready: bool):
+    told = Follows()
+    told.arrives()
+    told.begun(2, 8)
+    told.gradient(2)
+    told.hears(Ballot(1, 2), reduce=pb.Reduce())
+    if ready:
+        told.member.reduced(Ballot(1, 2), 2.0, True, 0.0)
+    effects = told.begun(3, 9, commit(8, Ballot(1, 2)))
+    assert [e.commit.step for e in effects if isinstance(e, Apply)] == [8]
+    assert told.member.phase is Phase.FOLLOWING
+    assert told.member.reduced(Ballot(1, 2), 2.0, True, 0.0) == []
+    told.member.applied(b"8")
+    told.gradient(3)
+    assert told.hears(Ballot(1, 3), reduce=pb.Reduce()) == [Adopt(Ballot(1, 3))]
+
+
+def test_the_newest_commit_is_doubted_in_a_new_ballot_unless_it_is_applied():
+    told = Follows()
+    told.begun(2, 8)
+    told.begun(3, 9, commit(8, Ballot(1, 2)))
+    told.begun(4, 10, commit(9, Ballot(1, 3)))
+    answer = status(told.queried(Ballot(1, 5)))
+    assert (answer.committed, answer.following, answer.heard) == (0, 7, 8)
+    told.hears(Ballot(1, 5), step=pb.Step(commit=commit(9, Ballot(1, 3))))
+    assert status(told.queried(Ballot(1, 6))).heard == 8
+    told.begun(7, 9)
+    told.begun(8, 10, commit(9, Ballot(1, 7)))
+    told.arrives()
+    assert adopts(told.gradient(2)) == [(2, 8)]
+    told.gradient(3)
+    assert told.member.applied(b"8") == [], "attempt 3 was void"
+    assert adopts(told.gradient(7)) == [(7, 9)]
+
+
+def test_a_query_between_two_commits_is_answered_before_the_next_is_applied():
+    told = Follows()
+    told.arrives()
+    for attempt in (2, 3, 4):
+        told.begun(attempt, attempt + 6, commit(attempt + 5, Ballot(1, attempt - 1)))
+        told.gradient(attempt)
+    assert told.member.changing
+    assert told.queried(Ballot(1, 6)) == []
+    effects = told.member.applied(b"8")
+    assert status(effects[:1]).committed == 8
+
+
+@pytest.mark.parametrize("how", ["missed commit", "feeder lost", "overtaken", "too many", "fetch"])
+def test_who_cannot_follow_any_more_says_so(how: str):
+    told = Follows()
+    told.begun(2, 8)
+    effects: list[Effect] = []
+    match how:
+        case "missed commit":
+            effects = told.begun(4, 10, commit(9, Ballot(1, 3)))
+        case "feeder lost":
+            told.begun(3, 9, commit(8, Ballot(1, 2)))
+            assert told.member.link_lost("driver") == []
+            effects = told.member.link_lost("other")
+        case "overtaken":
+            told.begun(3, 9, commit(8, Ballot(1, 2)))
+            effects = told.gradient(3)
+        case "too many":
+            assert told.member.gradient_missed(Ballot(1, 2)) == [], "it may come to nothing"
+            effects = told.begun(3, 9, commit(8, Ballot(1, 2)))
+        case "fetch":
+            effects = told.member.failed(Ballot(1, 1), "no source", [])
+    assert "failed" in bodies(effects)
+    assert told.member.phase is Phase.IDLE
+    assert not told.member.arrived(Ballot(1, 1))
+    assert told.gradient(5) == []
+    assert told.member.link_lost("other") == []
+
+
+def test_a_joiner_that_was_told_to_wait_with_the_others_follows_no_longer():
+    told = Follows()
+    told.queried(Ballot(1, 2))
+    told.hears(Ballot(1, 2), sync=sync(9))
+    assert told.member.phase is Phase.SYNCING
+    assert not told.member.arrived(Ballot(1, 1))
+    assert told.member.arrived(Ballot(1, 2))
 
 
 # --- frames

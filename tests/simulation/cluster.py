@@ -14,7 +14,8 @@ next one is applied anywhere: every member of the view was ready for that one, s
       most, the run starts over. A new *lineage* may go back: with policy checkpoint when a stage
       is lost, else only to the newest files when everything is lost; and nobody goes back to an
       older lineage.
-- I4  After the last fault the run finishes in time, or stops for a reason that holds.
+- I4  After the last fault the run finishes in time, or stops for a reason that holds. One is that
+      nobody is left who has trained: joiners that only followed don't go on alone.
 - I5  What a node holds for others is what it says: an exact method gives the very weights that the
       lost stage had, and nothing comes from a commit that those who are left did not make.
 """
@@ -101,6 +102,7 @@ class Cluster:
         self.rules, self.overflowing, self.pace = rules, overflowing, pace
         self.files, self.machines = files, machines
         self.hosts = {host.name: host for host in hosts}
+        self.state_size = self.world.random.choice([1.0, 4.0, 16.0])
         self.counts: Counter[str] = Counter()
         self.attempts: dict[Ballot, Attempt] = {}
         self.commits: dict[Ballot, Attempt] = {}
@@ -478,10 +480,13 @@ class Cluster:
             chains = {node.weights.chain for node in active if node.weights.step == newest}
             self.demand(len(chains) == 1, "I2", "the run has finished with two histories")
             return "finished"
-        decisions = self.decisions(newest, self._holders(newest), active)
+        holders = self._holders(newest)
+        decisions = self.decisions(newest, holders, active)
         lost = newest < max(self.confirmed) and self.rules.policy != "checkpoint"
-        lost = lost and resume(self.held(active), self.rules.stages) is None
-        justified = lost or any(isinstance(decision, Stop) for decision in decisions)
+        trained = {name for attempt in self.attempts.values() for name in attempt.nodes}
+        joiners_only = not trained.intersection(node.name for node in holders)
+        gone = (lost or joiners_only) and resume(self.held(active), self.rules.stages) is None
+        justified = gone or any(isinstance(decision, Stop) for decision in decisions)
         self.demand(justified, "I4", f"stopped without need: {stopped[0]}")
         return f"stopped: {stopped[0]}"
 

@@ -368,6 +368,7 @@ class Holdings:
         self.node, self.files = node, node.cluster.files
         self.sender, self.holder = Sender(node), node.cluster.make_holder(node)
         self.twin = Twin(node) if node.cluster.rules.policy == "redundant" else None
+        self.members: dict[str, int] = {}
 
     def listed(self) -> Sequence[pb.Holding]:
         twins = [] if self.twin is None else [self.twin.state.holding("redundant")]
@@ -433,7 +434,8 @@ class Holdings:
         saves = self.node.cluster.hosts[host].saves
         if saves and files.save_every and state.step % files.save_every == 0:
             self._write("save", host, state)
-        first = min(n for n, stage in self.members.items() if stage == self.node.stage)
+        replicas = [n for n, stage in self.members.items() if stage == self.node.stage]
+        first = min(replicas, default="")  # a joiner that follows knows of none
         due = files.checkpoint_every and state.step % files.checkpoint_every == 0
         if due and first == name:
             self._write("checkpoint", "", state)

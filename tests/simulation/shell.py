@@ -11,7 +11,7 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from node.compute import Priority
 from node.driver import Driver
 from node.effects import (
     NEVER,
+    Adopt,
     Apply,
     Ballot,
     DropAttempt,
@@ -35,6 +36,7 @@ from node.effects import (
     StartAttempt,
     Suspect,
 )
+from node.following import feeders
 from node.member import Frames, Member, Phase
 from node.routing import Route, Routing
 from recovery.decide import INEXACT
@@ -54,6 +56,7 @@ NOTICE = 0.1
 TO_DRIVER = frozenset(["status", "synced", "home", "ready", "failed", "stale"])
 TO_MEMBER = frozenset(["query", "sync", "step", "reduce", "halt"])
 SHARDS = 2
+MOST_GRADIENTS = 6  # that wait at a joiner
 
 
 def fingerprint(*parts: Any) -> bytes:
@@ -129,6 +132,7 @@ class Weights:
         self.lineage = self.step = 0
         self.void = False  # overwritten by what isn't fit to train yet
         self.gradient: Counter[tuple[int, str]] = Counter()
+        self.adopted = b""  # digest of a gradient that a replica has sent; empty: it is the own
 
     def make_void(self) -> None:
         self.lineage = self.step = 0
@@ -138,7 +142,11 @@ class Weights:
         self.gradient[microbatch, part] += 1
 
     def gradient_digest(self) -> bytes:
-        return fingerprint(sorted(self.gradient.items()), self.digest)
+        return self.adopted or fingerprint(sorted(self.gradient.items()), self.digest)
+
+    def clear(self) -> None:
+        self.gradient.clear()
+        self.adopted = b""
 
 
 class Node:
@@ -166,6 +174,10 @@ class Node:
         self.transfers = Transfers(self)
         self.relearning = Relearning(self)
         self.holdings = Holdings(self)
+        self.gradients: dict[
+            Ballot, tuple[Counter[tuple[int, str]], bytes]
+        ] = {}  # for a joiner to follow with
+        self.based_on = pb.Commit()
         self.fuse: int | None = None  # messages of commits left to send before the crash
         self.report = registry.Report()
         cluster.network.endpoints[self.name] = self
@@ -321,6 +333,8 @@ class Node:
         elif frame.kind == "twin":
             assert self.holdings.twin is not None
             self.holdings.twin.on_gradient(peer, frame.ballot, frame.fields)
+        elif frame.kind == "follow":
+            self._take_gradient(peer, frame)
         else:
             match self.member.frames(frame.ballot):
                 case Frames.TAKE:
@@ -362,6 +376,7 @@ class Node:
         if lost:  # those of older attempts may be among them
             why = f"the link to {peer} broke before a frame was through: {reason}"
             self.attempt_failed(max(lost), why, [])
+        self.carry_out(self.member.link_lost(peer))
         self.carry_out(self.driver.link_lost(peer, reason, self.world.now))
 
     def _send(self, peer: str, item: pb.Message | Frame) -> bool:
@@ -393,7 +408,7 @@ class Node:
             if not parked:
                 del self.parked[peer]
             for item in late:
-                if isinstance(item, Frame) and item.kind not in ("state", "copy"):
+                if isinstance(item, Frame) and item.kind not in ("state", "copy", "follow"):
                     why = f"no link to {peer} came up in {LINK_PATIENCE:.0f} s"
                     self.attempt_failed(item.ballot, why, [peer])
 
@@ -420,6 +435,7 @@ class Node:
                     if self.fuse < 0:
                         self.cluster.crash(self.process, "between two messages of a commit")
             case StartAttempt(ballot, begin):
+                self.based_on = self.member.last
                 self.averaging.abandon(ballot)
                 self.pipeline.start(ballot, begin)
                 self.holdings.start(ballot, begin)
@@ -432,13 +448,19 @@ class Node:
                 self.holdings.drop()
             case Reduce(ballot, _):
                 self.averaging.reduce(ballot)
+            case Adopt(ballot):
+                self._adopt(ballot)
             case Apply(commit):
+                steps = {j.step for j in self.pipeline.begin.joining if j.stage == self.stage}
+                based_on = self.based_on
+                self._forget_gradients(Ballot.of(commit.ballot))
                 self.compute.run(
-                    lambda: self._apply(commit),
+                    lambda: self._apply(commit, steps, based_on),
                     self._applied,
                     seconds=self.world.random.uniform(0.001, 0.05),
                 )
             case Fetch(ballot, sync):
+                self._forget_gradients(ballot)
                 self.transfers.fetch(ballot, sync)
             case Suspect(node, why):
                 self.client.suspect(node, why)
@@ -453,7 +475,32 @@ class Node:
                 self.cluster.on_event(self, kind, fields)
                 self.cluster.check_patience(self, str(fields.get("reason")))
 
-    def _apply(self, commit: pb.Commit) -> bytes:
+    def _take_gradient(self, peer: str, frame: Frame) -> None:
+        if self.member is None or self.member.following is None:
+            return
+        if len(self.gradients) < MOST_GRADIENTS:
+            self.gradients[frame.ballot] = frame.fields
+            self.carry_out(self.member.gradient_came(frame.ballot, peer))
+        else:
+            self.carry_out(self.member.gradient_missed(frame.ballot))
+
+    def _forget_gradients(self, through: Ballot) -> None:
+        self.gradients = {b: g for b, g in self.gradients.items() if b > through}
+
+    def _adopt(self, ballot: Ballot) -> None:
+        member, gradient = self.member, self.gradients[ballot]
+        assert member is not None
+        finite = not self.cluster.overflows(member.step, member.stage)
+
+        def adopted(norm: float) -> None:
+            if not self.over:
+                self.carry_out(member.reduced(ballot, norm, finite, 0.0))
+
+        self.compute.run(lambda: self.averaging.install(*gradient), adopted)
+
+    def _apply(self, commit: pb.Commit, fetched: set[int], based_on: pb.Commit) -> bytes:
+        """`fetched`: steps whose states joiners may be fetching still."""
+        self.transfers.pin(fetched, based_on)
         self.cluster.check_apply(self, commit)
         weights, twin = self.weights, self.holdings.twin
         if twin is not None:
@@ -462,7 +509,7 @@ class Node:
             weights.stage, weights.digest, weights.chain, weights.gradient_digest(), commit
         )
         weights.step = commit.step
-        weights.gradient.clear()
+        weights.clear()
         self.cluster.check_applied(self, commit)
         return weights.digest
 
@@ -562,7 +609,7 @@ class Pipeline:
 
         def reset() -> None:
             self.live = ballot
-            self.weights.gradient.clear()
+            self.weights.clear()
             if ballot != NEVER:
                 self.node.cluster.check_start(self.node, ballot, begin)
 
@@ -714,11 +761,11 @@ class Averaging:
         total: Counter[tuple[int, str]] = Counter()
         for peer in self.replicas:
             total.update(parts[peer][1])
-        self.node.compute.run(lambda: self._install(total), lambda norm: self._done(ballot, norm))
+        self.node.compute.run(lambda: self.install(total), lambda norm: self._done(ballot, norm))
 
-    def _install(self, total: Counter[tuple[int, str]]) -> float:
+    def install(self, total: Counter[tuple[int, str]], adopted: bytes = b"") -> float:
         weights = self.node.weights
-        weights.gradient = total
+        weights.gradient, weights.adopted = Counter(total), adopted
         return 0.5 + int.from_bytes(weights.gradient_digest()[:4], "big") / 2**32
 
     def _done(self, ballot: Ballot, norm: float) -> None:
@@ -728,6 +775,8 @@ class Averaging:
         node, twin = self.node, self.node.holdings.twin
         finite = not node.cluster.overflows(member.step, member.stage)
         speed = node.pipeline.speed
+        begin, weights = node.pipeline.begin, node.weights
+        gradient = Counter(weights.gradient), weights.gradient_digest()
 
         def ready() -> None:
             node.carry_out(member.reduced(ballot, norm, finite, speed))
@@ -735,7 +784,10 @@ class Averaging:
         if twin is None:
             ready()
         else:
-            twin.exchange(ballot, node.weights.gradient_digest(), ready)
+            twin.exchange(ballot, weights.gradient_digest(), ready)
+        for joiner, feeder in feeders(begin).items():
+            if feeder == node.name:
+                node.send(joiner, Frame("follow", ballot, gradient))
 
 
 HELD = {"stage0-copy": "copy", "snapshot": "snapshot", "redundant": "redundant", "save": "save"}
@@ -752,6 +804,7 @@ class Transfers:
         self.wanted: dict[int, tuple[int, int, list[str]]] = {}  # transfer -> stage, step, left
         self.asked: dict[int, str] = {}
         self.got: dict[int, State] = {}
+        self.pins: dict[int, State] = {}  # by step: states of the past
 
     def fetch(self, ballot: Ballot, sync: pb.Sync) -> None:
         self.ballot, self.sync = ballot, sync
@@ -820,22 +873,36 @@ class Transfers:
     def on_message(self, peer: str, message: pb.Message) -> None:
         if message.WhichOneof("body") == "state_request":
             request = message.state_request
+            process, seconds = self.node.process, self.node.world.random.uniform(0.01, 0.3)
             self.node.compute.run(
-                lambda: self._served(request),
-                lambda state: self.node.send(
-                    peer, Frame("state", NEVER, {"transfer": request.transfer, "state": state})
+                lambda: {"transfer": request.transfer, "state": self._served(request)},
+                lambda fields: process.after(
+                    seconds * self.node.cluster.state_size, self._serve, peer, fields
                 ),
-                seconds=self.node.world.random.uniform(0.01, 0.3),
             )
+
+    def _serve(self, peer: str, fields: dict[str, Any]) -> None:
+        if not self.node.over:
+            self.node.send(peer, Frame("state", NEVER, fields))
 
     def _served(self, request: pb.StateRequest) -> State | None:
         node = self.node
-        assert node.member is not None
+        member = node.member
+        assert member is not None
         if request.kind:
             return node.holdings.state(request.kind, request.stage, request.step)
-        syncing = node.member.phase is Phase.SYNCING and node.member.sync.method != "twin"
-        serves = not syncing and node.member.committed == request.step
-        return node.state() if serves else None
+        if request.step in self.pins:
+            return self.pins[request.step]
+        syncing = member.phase is Phase.SYNCING and member.sync.method != "twin"
+        whole = not syncing and (member.following is None or member.following.state)
+        return node.state() if whole and member.committed == request.step else None
+
+    def pin(self, steps: set[int], last: pb.Commit) -> None:
+        """In the compute thread, before the weights change."""
+        weights = self.node.weights
+        self.pins = {step: pin for step, pin in self.pins.items() if step in steps}
+        if weights.step in steps:
+            self.pins[weights.step] = replace(self.node.state(), step=weights.step, last=last)
 
     def on_frame(self, peer: str, frame: Frame) -> None:
         number, state = frame.fields["transfer"], frame.fields["state"]

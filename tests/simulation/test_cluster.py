@@ -4,7 +4,7 @@ import pytest
 
 from node import stage_pb2 as pb
 from node.driver import Driver
-from node.effects import Ballot, Effect, Send
+from node.effects import Adopt, Ballot, Effect, Send
 from node.member import Member, Phase
 from recovery.decide import Policy
 from simulation.cluster import Machines
@@ -70,6 +70,15 @@ class Unfit(Member):
         return wanted
 
 
+class Muddled(Member):
+    """Follows with whatever gradient came last."""
+
+    def _follow_on(self) -> list[Effect]:
+        newest = max(self.following.gradients, default=None) if self.following else None
+        effects = super()._follow_on()
+        return [Adopt(newest) if newest and isinstance(e, Adopt) else e for e in effects]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seeds" in metafunc.fixturenames:
         one = metafunc.config.getoption("seed", default=None)
@@ -94,6 +103,7 @@ def test_invariants_hold_whatever_fails(seeds: range) -> None:
     ("machines", "policy", "invariant"),
     [
         (Machines(member=DoubleCounting), None, "I1|I3"),
+        (Machines(member=Muddled), "checkfree", "I2"),
         (Machines(member=Forgetful), None, "stopped without need|but .* had it"),
         (Machines(driver=Oblivious), None, "stopped without need|but .* had it"),
         (Machines(driver=Presumptuous), None, "I[234]"),

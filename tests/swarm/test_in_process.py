@@ -69,6 +69,64 @@ async def test_a_killed_replica_costs_no_step(corpus, tmp_path, victim):
     assert audit(tmp_path).exact
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_a_replica_joins_while_the_others_train(corpus, tmp_path, stage):
+    """It enters at a step boundary, no attempt is lost, and its weights are those of the others."""
+    run = loads(SMALL.format(stages=2, replicas=2).replace("steps = 8", "steps = 40"))
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 3)
+        await swarm.kill(stage, 1)
+        await swarm.until(lambda: swarm.committed() >= 6)
+        joined = swarm.start(stage, 1)
+        await swarm.until(lambda: joined.member is not None and joined.member.following)
+        since = swarm.committed()
+        await swarm.until(lambda: joined.member.phase.value == "running")
+        assert swarm.committed() > since
+        await swarm.until(swarm.finished)
+        digests = {(stage, node.member.digest) for (stage, _), (node, _) in swarm.nodes.items()}
+        assert len(digests) == 3
+    assert losses(tmp_path) == pytest.approx(list(train(run, corpus)), rel=1e-5)
+    assert audit(tmp_path).exact
+
+
+@pytest.mark.parametrize("victim", ["joiner", "source", "driver"])
+async def test_who_is_killed_while_a_joiner_follows_costs_no_step(corpus, tmp_path, victim):
+    run = loads(SMALL.format(stages=2, replicas=3).replace("steps = 8", "steps = 40"))
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 3)
+        await swarm.kill(1, 2)
+        await swarm.until(lambda: swarm.committed() >= 6)
+        joined = swarm.start(1, 2)
+        await swarm.until(lambda: joined.member is not None and joined.member.following)
+        slots = {node.node: slot for slot, (node, _) in swarm.nodes.items()}
+        source = min(node for node, slot in slots.items() if slot in [(1, 0), (1, 1)])
+        slot = {"joiner": (1, 2), "source": slots[source], "driver": slots[joined.member.driver]}
+        await swarm.kill(*slot[victim])
+        await swarm.until(swarm.finished)
+        digests = {(stage, node.member.digest) for (stage, _), (node, _) in swarm.nodes.items()}
+        assert len(digests) == 3
+    assert losses(tmp_path) == pytest.approx(list(train(run, corpus)), rel=1e-5)
+    assert audit(tmp_path).exact
+
+
+async def test_a_joiner_that_cannot_keep_up_is_waited_for(corpus, tmp_path, monkeypatch):
+    """Its gradients are all dropped; still it gets in, and the run goes on."""
+    run = loads(SMALL.format(stages=2, replicas=2).replace("steps = 8", "steps = 40"))
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 3)
+        await swarm.kill(1, 1)
+        await swarm.until(lambda: swarm.committed() >= 6)
+        monkeypatch.setattr("node.feeding.Gradients.put", lambda *_: False)
+        joined = swarm.start(1, 1)
+        await swarm.until(lambda: joined.member and joined.member.phase.value == "running")
+        await swarm.until(swarm.finished)
+        digests = {(stage, node.member.digest) for (stage, _), (node, _) in swarm.nodes.items()}
+        assert len(digests) == 3
+    said = "".join(path.read_text() for path in tmp_path.glob("events-*.jsonl"))
+    assert "can't follow: the gradient of step" in said
+    assert audit(tmp_path).exact
+
+
 async def test_a_lost_body_stage_is_rebuilt(corpus, tmp_path):
     run = loads(SMALL.format(stages=3, replicas=1))
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
