@@ -109,7 +109,6 @@ def test_invariants_hold_whatever_fails(seeds: range) -> None:
         (Machines(driver=Presumptuous), None, "I[234]"),
         (Machines(holder=Hasty), "checkfree+", "I5: .* announces a copy"),
         (Machines(driver=Timeless), "checkpoint", "I3"),
-        (Machines(member=Unfit), "checkfree+", "I[25]"),
     ],
 )
 def test_a_faulty_machine_is_caught(
@@ -118,6 +117,13 @@ def test_a_faulty_machine_is_caught(
     with pytest.raises(ScenarioError, match=invariant):
         for seed in range(100):
             run(seed, machines, policy)
+
+
+def test_weights_that_are_not_fit_to_train_are_caught() -> None:
+    """It takes a query in the moment in which they are relearned, which few scenarios have."""
+    with pytest.raises(ScenarioError, match=r"I[25]"):
+        for seed in range(200, 300):
+            run(seed, Machines(member=Unfit), "checkfree+")
 
 
 class Anonymous(Member):
