@@ -133,7 +133,8 @@ class Registry(RuleBasedStateMachine):
             renewal = Renewal(node=witness, run="r", view=self.shown)
             (issue,) = self.machine.stream_opened(renewal, self.now)
             assert issue == Issue(self.shown)
-        self.quiet_until = self.now + RULES.grace
+        if self.shown.members:  # else there is nobody to wait for
+            self.quiet_until = self.now + RULES.grace
         self.renewed = {m.node: self.now for m in self.shown.members}
 
     @invariant()

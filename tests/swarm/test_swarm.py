@@ -42,7 +42,8 @@ def test_every_kind_of_kill_heals(up):
     """The driver, a replica, and a whole body stage, in one run."""
     swarm = up(
         SMALL.format(steps=30, stages=4),
-        *("--replicas", "2", "--kill", "2@8", "--kill", "3.1@15", "--kill", "0.0@22"),
+        *("--policy", "checkfree", "--replicas", "2"),
+        *("--kill", "2@8", "--kill", "3.1@15", "--kill", "0.0@22"),
     )
     status, output = swarm.finish()
     assert status == 0, output
@@ -122,11 +123,12 @@ def test_a_frozen_node_is_fenced_and_comes_back_as_a_new_one(up):
     assert summary["rebuilds"][-1]["method"] == "replica"
 
 
-def test_losing_an_end_stage_stops_the_run_with_a_reason(up):
-    swarm = up(SMALL.format(steps=1000, stages=3), "--kill", "1@6")
+def test_a_loss_that_the_policy_cannot_heal_stops_a_strict_run_with_a_reason(up):
+    swarm = up(SMALL.format(steps=1000, stages=3), "--kill", "1@6", "--strict")
     status, output = swarm.finish()
     assert status == 1
     assert "stage 1 is lost" in output
+    assert "--strict" in output
     assert swarm.summary()["steps"] == 5
 
 
