@@ -13,7 +13,8 @@ node)
         ${PLANARIA_ADVERTISE:+--advertise "$PLANARIA_ADVERTISE"} \
         ${PLANARIA_DEVICE:+--device "$PLANARIA_DEVICE"} \
         ${PLANARIA_DATA:+--data "$PLANARIA_DATA"} \
-        ${PLANARIA_OUT:+--out "$PLANARIA_OUT"} "$@"
+        ${PLANARIA_OUT:+--out "$PLANARIA_OUT"} \
+        ${PLANARIA_SAVE_DIR:+--save-dir "$PLANARIA_SAVE_DIR"} "$@"
     ;;
 bootstrap)
     set -- --run "${PLANARIA_RUN:?set it to the path of the run file}" \
