@@ -10,8 +10,9 @@ import torch
 from node.corpus import Corpus
 from node.model import build_stage, model_config
 from node.optimizer import StageOptimizer, learning_rate
-from node.run_file import RunFile
+from node.run_file import RunFile, policy_of
 from node.windows import Windows, microbatch_ids
+from recovery.orders import order
 
 
 def train(run: RunFile, corpus: Corpus) -> Iterator[float]:
@@ -20,6 +21,7 @@ def train(run: RunFile, corpus: Corpus) -> Iterator[float]:
     training = run.training
     modules = [build_stage(config, stage, run.seed) for stage in range(config.stages + 1)]
     optimizers = [StageOptimizer(module, torch.device("cpu")) for module in modules]
+    swapped = policy_of(run) == "checkfree+"
     windows = Windows(run.seed, corpus.count("train", config.context), training.batch)
     window_tokens = training.batch * config.context
     for step in range(1, run.steps + 1):
@@ -29,8 +31,8 @@ def train(run: RunFile, corpus: Corpus) -> Iterator[float]:
             chosen = microbatch_ids(ids, microbatch, training.microbatch)
             tokens = torch.from_numpy(corpus.samples("train", config.context, chosen))
             x = modules[0].embed(tokens[:, :-1])
-            for body in modules[1:]:
-                x = body(x)
+            for stage in order(microbatch, config.stages, swapped):
+                x = modules[stage](x)
             loss = modules[0].loss(x, tokens[:, 1:])
             (loss / window_tokens).backward()
             losses.append(loss.item())

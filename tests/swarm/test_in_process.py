@@ -44,8 +44,9 @@ def losses(directory) -> list[float]:
     return [line["loss"] for line in merge(directory.glob("ledger-*.jsonl")).lines]
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(1, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 1), (3, 1), (2, 2), (5, 1)])
 async def test_a_swarm_trains_as_one_process_does(corpus, tmp_path, stages, replicas):
+    """With 5 body stages half of the microbatches visit the ends in swapped order."""
     run = loads(SMALL.format(stages=stages, replicas=replicas))
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(swarm.finished)
