@@ -73,13 +73,13 @@ async def test_a_killed_replica_costs_no_step(corpus, tmp_path, victim):
 @pytest.mark.parametrize("stage", [0, 1])
 async def test_a_replica_joins_while_the_others_train(corpus, tmp_path, stage):
     """It enters at a step boundary, no attempt is lost, and its weights are those of the others."""
-    run = loads(SMALL.format(stages=2, replicas=2).replace("steps = 8", "steps = 40"))
+    run = loads(SMALL.format(stages=2, replicas=2).replace("steps = 8", "steps = 80"))
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
         await swarm.kill(stage, 1)
         await swarm.until(lambda: swarm.committed() >= 6)
         joined = swarm.start(stage, 1)
-        await swarm.until(lambda: joined.member is not None and joined.member.following)
+        await swarm.until(lambda: joined.member and joined.member.following, pause=0)
         since = swarm.committed()
         await swarm.until(lambda: joined.member.phase.value == "running")
         assert swarm.committed() > since
@@ -92,13 +92,13 @@ async def test_a_replica_joins_while_the_others_train(corpus, tmp_path, stage):
 
 @pytest.mark.parametrize("victim", ["joiner", "source", "driver"])
 async def test_who_is_killed_while_a_joiner_follows_costs_no_step(corpus, tmp_path, victim):
-    run = loads(SMALL.format(stages=2, replicas=3).replace("steps = 8", "steps = 40"))
+    run = loads(SMALL.format(stages=2, replicas=3).replace("steps = 8", "steps = 80"))
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
         await swarm.kill(1, 2)
         await swarm.until(lambda: swarm.committed() >= 6)
         joined = swarm.start(1, 2)
-        await swarm.until(lambda: joined.member is not None and joined.member.following)
+        await swarm.until(lambda: joined.member and joined.member.following, pause=0)
         slots = {node.node: slot for slot, (node, _) in swarm.nodes.items()}
         source = min(node for node, slot in slots.items() if slot in [(1, 0), (1, 1)])
         slot = {"joiner": (1, 2), "source": slots[source], "driver": slots[joined.member.driver]}
@@ -112,7 +112,7 @@ async def test_who_is_killed_while_a_joiner_follows_costs_no_step(corpus, tmp_pa
 
 async def test_a_joiner_that_cannot_keep_up_is_waited_for(corpus, tmp_path, monkeypatch):
     """Its gradients are all dropped; still it gets in, and the run goes on."""
-    run = loads(SMALL.format(stages=2, replicas=2).replace("steps = 8", "steps = 40"))
+    run = loads(SMALL.format(stages=2, replicas=2).replace("steps = 8", "steps = 80"))
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
         await swarm.kill(1, 1)
