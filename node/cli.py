@@ -275,7 +275,7 @@ def _plan_run(run: RunFile, out: Path | None, save_dir: Path | None, device: str
     from node.run_file import override
     from node.swarm import Plan
 
-    _prepare_shipped_text(run)
+    prepare_shipped_text(run)
     folder = out or Path("out") / f"{run.name}-{datetime.now():%Y%m%d-%H%M%S}"
     if run.recovery.policy == "checkpoint" and not run.recovery.checkpoint_dir:
         shared = str((folder / "checkpoints").absolute())
@@ -286,7 +286,7 @@ def _plan_run(run: RunFile, out: Path | None, save_dir: Path | None, device: str
     return Plan(resolved, folder, save_dir, device)
 
 
-def _prepare_shipped_text(run: RunFile) -> None:
+def prepare_shipped_text(run: RunFile) -> None:
     """Makes the default data of a run that says nothing else."""
     from node.prepare import Recipe, prepare
     from node.resolve import text_to_prepare
