@@ -241,7 +241,7 @@ class Swarm:
             self.checkpoints = {(self.lineage, self.committed): state}
         period = max(1, round(recovery.snapshot_fraction * recovery.snapshot_period))
         for number, running in self.snapshots.items():
-            if self.committed - running.taken_at >= period:
+            if running.taken_at < 0 or self.committed - running.taken_at >= period:
                 self._send(number, running)
 
     def _new_snapshot(self, number: int) -> Running:
@@ -326,7 +326,7 @@ class Swarm:
         inexact = [of for of, decision in rebuilds.items() if decision.method in INEXACT]
         if self.relearns:
             for block in blocks(all_orders(self.config.stages, self.swapped), inexact):
-                relearned = self._relearn(block)
+                relearned = self._relearn(block, lost)
                 for stage in block:
                     lines[stage]["relearned"] = relearned
         if self.ablation.alone_steps and inexact:
@@ -406,7 +406,7 @@ class Swarm:
 
     # --- relearning
 
-    def _relearn(self, block: Sequence[int]) -> dict[str, Any]:
+    def _relearn(self, block: Sequence[int], lost: frozenset[int]) -> dict[str, Any]:
         """As the daemon does it: measure, train on one pair at a time, keep the result or undo."""
         recovery = self.run.recovery
         lr = recovery.relearn_lr or self.run.training.lr or self.config.learning_rate
@@ -414,7 +414,7 @@ class Swarm:
         learners = {
             of: Learner(self.stages[of].module, self.stages[of].optimizer, lr, bf16) for of in block
         }
-        pairs = self._pairs(frozenset(block))
+        pairs = self._pairs(block, lost)
         chains: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
         for visited, x, y in pairs:
             chains.setdefault(visited, []).append((x, y))
@@ -462,12 +462,18 @@ class Swarm:
             norm += of_chain
         return relearning.ratio(error, norm)
 
-    def _pairs(self, lost: frozenset[int]) -> list[tuple[tuple[int, ...], Tensor, Tensor]]:
-        """The stages of each run, what went into it and what came out, the oldest step first."""
+    def _pairs(
+        self, block: Sequence[int], lost: frozenset[int]
+    ) -> list[tuple[tuple[int, ...], Tensor, Tensor]]:
+        """The stages of each run, what went into it and what came out, the oldest step first. Both
+        were kept by the nodes before and behind, unless they are lost too."""
         found = []
         share = min(1.0, self.ablation.relearn_steps)
         for visits, tensors in (crossing for crossed in self.boundary for crossing in crossed):
-            for run in runs(visits, lost):
+            route = (0, *visits, 0)
+            for run in runs(visits, block):
+                if route[run.start] in lost or route[run.end + 1] in lost:
+                    continue
                 some = max(1, round(share * len(tensors[0])))
                 at_a_time = self.ablation.relearn_samples or some
                 x, y = (

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from bench.one_process import train
+from lab.training import State, Swarm, train
 from node import stage_pb2 as pb
 from node.corpus import Corpus
 from node.ledger import audit, merge
@@ -251,6 +251,7 @@ async def test_every_loss_is_survived_by_its_policy(corpus, tmp_path, policy, lo
         recovery__checkpoint_every=3,
         recovery__relearn_passes=2,
         recovery__snapshot_fraction=1.0,
+        recovery__snapshot_period=1,
         steps=12,
     )
     out = tmp_path / "out"
@@ -269,6 +270,31 @@ async def test_every_loss_is_survived_by_its_policy(corpus, tmp_path, policy, lo
         assert all("relearned" in e for e in rebuilt if e["stage"] in lost and e["stage"])
     if policy == "redundant":
         assert losses(out) == pytest.approx(list(train(run, corpus)), rel=1e-5)
+    back = [e for path in out.glob("events-*.jsonl") for e in events_of(path, "rolled back")]
+    at = back[0]["from"] if back else rebuilt[0]["step"]
+    assert losses(out) == pytest.approx(in_the_lab(run, corpus, at, lost, rebuilt), rel=1e-4)
+
+
+def in_the_lab(run, corpus, at, lost, rebuilt):
+    """The losses, by step, of a run that loses these stages after step `at`. What the live swarm's
+    holders had not received yet is taken from the step before, there as here."""
+    swarm, found, earlier = Swarm(run, corpus), {}, {}
+    while swarm.committed < run.steps:
+        loss = swarm.step()
+        found[swarm.committed] = loss
+        earlier[swarm.committed] = [State.of(stage) for stage in swarm.stages]
+        if lost and swarm.committed == at:
+            swarm.lose(lost)
+            for event in rebuilt:
+                held = min(source["step"] for source in event["sources"])
+                if event["method"] in ("snapshot", "stage0-copy") and held < at:
+                    state = earlier[held][event["stage"]]
+                    if event["method"] == "stage0-copy":
+                        state = state._replace(tensors={"weights": state.tensors["weights"]})
+                        state = state._replace(optimizer_step=0)
+                    state.put(swarm.stages[event["stage"]])
+            lost = []
+    return [found[step] for step in sorted(found)]
 
 
 def events_of(path, kind):
