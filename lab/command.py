@@ -15,7 +15,9 @@ from rich.console import Console
 from node import cli
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from lab.study import Job, Study
 
 lab_app = typer.Typer(
     no_args_is_help=True, help="What losses cost in learning: many runs in one process each."
@@ -54,8 +56,7 @@ def lab_run(
             for job in study.jobs(asked)
             if (not only or job.variant in only) and job.seed in asked.seeds[: seeds or None]
         ]
-        for job in wanted[:1]:
-            cli.prepare_shipped_text(job.run)
+        _prepare(asked, wanted)
         results = study_file.with_name(study.RESULTS)
         there = study.read_results(results)
         todo = {key: job for key, job in runner.resolved(wanted) if key not in there}
@@ -67,6 +68,17 @@ def lab_run(
         with _progress(iterations, len(todo)) as tell:
             runner.run_all(list(todo.items()), results, device, at_once, tell)
     console.print(f"{results}: all {len(wanted)} runs are there")
+
+
+def _prepare(asked: Study, wanted: Sequence[Job]) -> None:
+    """Makes the data of these runs where it is not there yet. Raises CorpusError."""
+    from node.prepare import Recipe, prepare
+
+    for path in sorted({Path(job.run.data.path) for job in wanted}):
+        if not path.exists():
+            console.print(f"there is no prepared data at {path}; preparing {asked.text}")
+            with cli.tracking() as track:
+                prepare(Recipe([asked.text], vocabulary=asked.vocabulary), path, track=track)
 
 
 @contextmanager
@@ -111,8 +123,7 @@ def lab_report(study_file: StudyFile) -> None:
         results = study_file.with_name(study.RESULTS)
         there = study.read_results(results)
         wanted = study.jobs(asked)
-        for job in wanted[:1]:
-            cli.prepare_shipped_text(job.run)
+        _prepare(asked, wanted)
         found = {
             (job.variant, job.seed): there[key]
             for key, job in runner.resolved(wanted)

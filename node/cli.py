@@ -82,7 +82,7 @@ def data_prepare(
 
     with refusing(CorpusError):
         recipe = Recipe(inputs, tokenizer, vocabulary, validation, text_field, document_separator)
-        with _tracking() as track:
+        with tracking() as track:
             corpus, written = prepare(recipe, out, force=force, track=track)
         if not written:
             console.print(f"{out} holds this very data already")
@@ -90,7 +90,7 @@ def data_prepare(
 
 
 @contextmanager
-def _tracking() -> Iterator[Track]:
+def tracking() -> Iterator[Track]:
     """Shows the progress of what goes through documents."""
     from rich.progress import (
         BarColumn,
@@ -275,7 +275,7 @@ def _plan_run(run: RunFile, out: Path | None, save_dir: Path | None, device: str
     from node.run_file import override
     from node.swarm import Plan
 
-    prepare_shipped_text(run)
+    _prepare_shipped_text(run)
     folder = out or Path("out") / f"{run.name}-{datetime.now():%Y%m%d-%H%M%S}"
     if run.recovery.policy == "checkpoint" and not run.recovery.checkpoint_dir:
         shared = str((folder / "checkpoints").absolute())
@@ -286,7 +286,7 @@ def _plan_run(run: RunFile, out: Path | None, save_dir: Path | None, device: str
     return Plan(resolved, folder, save_dir, device)
 
 
-def prepare_shipped_text(run: RunFile) -> None:
+def _prepare_shipped_text(run: RunFile) -> None:
     """Makes the default data of a run that says nothing else."""
     from node.prepare import Recipe, prepare
     from node.resolve import text_to_prepare
@@ -296,7 +296,7 @@ def prepare_shipped_text(run: RunFile) -> None:
         path = Path(run.data.path)
         message = f"there is no prepared data at {path}; preparing the prose in {text}"
         console.print(message, soft_wrap=True)
-        with _tracking() as track:
+        with tracking() as track:
             prepare(Recipe([str(text)]), path, track=track)
 
 
