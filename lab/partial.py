@@ -84,6 +84,16 @@ def runs(data: Digits, trials: int, seed: int = 7) -> Runs:
     )
 
 
+def concentration(path: Floats, share: float) -> Floats:
+    """The part of all squared change [trials] in that share of the rows that changed most.
+
+    `path`: [iterations, trials, rows, columns]; the change is from its first to its last.
+    """
+    squares = np.square(path[-1] - path[0]).sum(axis=2)
+    most = -np.sort(-squares, axis=1)[:, : int(share * squares.shape[1])]
+    return np.asarray(most.sum(axis=1) / squares.sum(axis=1))
+
+
 def truncated_geometric(uniform: Floats, chance: float, most: Ints) -> Ints:
     """The trial of the first success, given that it is among the first `most`: 1..most."""
     within = -np.expm1(most * np.log1p(-chance))

@@ -266,6 +266,12 @@ def test_a_fraction_of_a_period_is_a_whole_number_of_iterations() -> None:
         running_checkpoint(line(8, 9), 3, Saving("round", 1 / 8, 4), 0)
 
 
+def test_the_part_of_the_change_in_the_rows_that_changed_most() -> None:
+    path = np.stack([line(4, 9)] * 2, axis=1)
+    assert partial.concentration(path, 1 / 4) == pytest.approx([16 / 30] * 2)
+    assert partial.concentration(path, 1.0) == pytest.approx([1.0] * 2)
+
+
 @settings(deadline=None)
 @given(st.floats(0, 1, exclude_max=True), st.floats(0.001, 0.9), st.integers(1, 80))
 def test_failures_come_within_the_run(uniform: float, chance: float, most: int) -> None:
