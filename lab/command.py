@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from lab import scar
 from node import cli
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ lab_app = typer.Typer(
     no_args_is_help=True, help="What losses cost in learning: many runs in one process each."
 )
 cli.app.add_typer(lab_app, name="lab")
+lab_app.add_typer(scar.app, name="scar")
 
 console = Console()
 
@@ -59,6 +61,12 @@ def lab_run(
         _prepare(asked, wanted)
         results = study_file.with_name(study.RESULTS)
         there = study.read_results(results)
+        for other in sorted(study_file.absolute().parent.parent.glob(f"*/{study.RESULTS}")):
+            known = study.read_results(other)
+            for key, job in runner.resolved(wanted):
+                if key in known and key not in there:
+                    there[key] = {**known[key], "variant": job.variant}
+                    study.append_result(results, there[key])
         todo = {key: job for key, job in runner.resolved(wanted) if key not in there}
         console.print(f"{asked.title}: {len(todo)} of {len(wanted)} runs to do", soft_wrap=True)
         if not todo:

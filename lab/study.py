@@ -18,7 +18,7 @@ from node.run_file import RunFile, RunFileError, Section, from_fields
 
 RESULTS = "runs.jsonl"
 FORMAT = 1
-"""Grows when the same study gives other results than before."""
+"""Grows when the same study gives other results than before: with a default that matters, too."""
 
 
 class StudyError(ValueError):
@@ -65,13 +65,18 @@ class Job:
     texts: Mapping[str, str]
 
     def key(self, content: str) -> str:
-        """Stands for all that the result depends on; `content` is the data's content hash."""
+        """Stands for all that the result depends on; `content` is the data's content hash.
+
+        What is at its default is left out, so that a new setting leaves old results their keys.
+        """
         fields = [
             FORMAT,
             content,
-            self.run.model_dump(mode="json", exclude={"data", "name", "swarm", "saves"}),
-            self.losses.model_dump(mode="json"),
-            self.ablation.model_dump(mode="json"),
+            self.run.model_dump(
+                mode="json", exclude={"data", "name", "swarm", "saves"}, exclude_defaults=True
+            ),
+            self.losses.model_dump(mode="json", exclude_defaults=True),
+            self.ablation.model_dump(mode="json", exclude_defaults=True),
             dict(self.texts),
         ]
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,6 +50,10 @@ class Ablation(Section):
     relearn_decay: bool = False  # the learning rate of relearning falls in a line to 0
     relearn_moments: bool = True  # keep those of Adam that relearning has made
     alone_steps: int = 0  # after a guess, in which only the guessed stages are trained
+    lost_share: float = 0.0
+    """Instead of stages this share of all is lost, drawn anew each time, and restored from running
+    snapshots that outlive every node, as if they were in SCAR's storage."""
+    lost_by: Literal["row", "stage"] = "row"
 
 
 @dataclass
@@ -91,9 +96,9 @@ class Crossings(NamedTuple):
 class Running:
     """A running snapshot of a stage in the memory of its holder."""
 
+    layout: Layout
     sent: SentSnapshot
     held: HeldSnapshot
-    codec: Literal["none", "int8"]
     taken_at: int = -1
     bytes: int = 0
     state: tuple[int, float, int] = (0, 0.0, 0)  # Adam's steps, ω, boosted_at
@@ -256,15 +261,14 @@ class Swarm:
             (self.run.seed, number),
         )
         held = HeldSnapshot(layout, 3 if recovery.snapshot_moments else 1)
-        return Running(sent, held, recovery.snapshot_codec)
+        return Running(layout, sent, held)
 
     def _send(self, number: int, running: Running) -> None:
         stage = self.stages[number]
-        layout = Layout(p.shape for p in stage.module.parameters())
         tensors = [flat for _, flat in stage.optimizer.state(optimizer=True)]
         update = running.sent.take((self.lineage, self.committed), tensors)
         payload = (update.payload, update.blocks, update.tensors, update.codec)
-        running.held.overlay(self.committed, *decode_update(layout, *payload))
+        running.held.overlay(self.committed, *decode_update(running.layout, *payload))
         running.taken_at = self.committed
         running.bytes += update.payload.nbytes
         running.state = stage.optimizer.steps, stage.omega, stage.boosted_at
@@ -299,6 +303,8 @@ class Swarm:
     def lose(self, stages: Sequence[int]) -> list[dict[str, Any]]:
         """All nodes of these stages are lost at once; a line for each rebuild, of which
         `perturbation` is ||weights after it - weights before it||. Raises LostError."""
+        if self.ablation.lost_share:
+            return [self._lose_share(self.ablation.lost_share)]
         lost = frozenset(stages)
         before = {stage: self.stages[stage].optimizer.weights.clone() for stage in lost}
         guessed = {of for of, s in enumerate(self.stages) if s.boosted_at == self.committed}
@@ -335,6 +341,36 @@ class Swarm:
             moved = self.stages[stage].optimizer.weights - before[stage]
             line["perturbation"] = torch.linalg.vector_norm(moved).item()
         return list(lines.values())
+
+    def _lose_share(self, share: float) -> dict[str, Any]:
+        """SCAR's experiment (section 5): partial recovery, full recovery for a share of 1."""
+        drawn = np.random.default_rng([self.run.seed, self.committed])
+        squared, ages = 0.0, []
+        whole = drawn.permutation(len(self.stages))[: round(share * len(self.stages))]
+        for number, stage in enumerate(self.stages):
+            running, optimizer = self.snapshots[number], stage.optimizer
+            layout, taken = running.layout, running.held.taken
+            count = round(share * layout.blocks)
+            if self.ablation.lost_by == "stage":
+                count = layout.blocks if number in whole else 0
+            lost = torch.from_numpy(np.sort(drawn.permutation(layout.blocks)[:count]))
+            if (taken[lost] < 0).any():
+                raise LostError(f"the snapshot of stage {number} is not whole yet")
+            before = optimizer.weights.clone()
+            tensors = [flat for _, flat in optimizer.state(optimizer=True)]
+            for flat, held in zip(tensors, running.held.tensors, strict=False):
+                layout.scatter(flat, lost, layout.gather(held, lost))
+            moved = torch.linalg.vector_norm(optimizer.weights - before, dtype=torch.float64)
+            squared += moved.item() ** 2
+            ages += (self.committed - taken[lost]).tolist()
+        return {
+            "stage": None,
+            "method": "snapshot",
+            "step": self.committed,
+            "share": share,
+            "staleness": sum(ages) / max(1, len(ages)),
+            "perturbation": math.sqrt(squared),
+        }
 
     def _roll_back(self, lost: Sequence[int], to: RollBack) -> dict[str, Any]:
         before, self.committed = self.committed, to.step

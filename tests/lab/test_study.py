@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
 import pytest
 
-from lab.study import StudyError, append_result, jobs, load, read_results
+from lab.schedule import Losses
+from lab.study import FORMAT, StudyError, append_result, jobs, load, read_results
+from lab.training import Ablation
+from node.run_file import RunFile
 
 STUDY = """
 title = "two ways"
@@ -87,3 +92,14 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     path.write_text('{"key": "a"}\nnonsense\n{"key": "b"}\n')
     with pytest.raises(StudyError, match="line 2 of"):
         read_results(path)
+
+
+def test_results_were_made_with_these_defaults() -> None:
+    """Another digest: let FORMAT grow if a default has changed, not for a new setting that changes
+    nothing; then put it here."""
+    defaults = [
+        section().model_dump(mode="json", exclude={"data", "name", "swarm", "saves"})
+        for section in (RunFile, Losses, Ablation)
+    ]
+    digest = hashlib.sha256(json.dumps(defaults, sort_keys=True).encode()).hexdigest()[:16]
+    assert (FORMAT, digest) == (1, "bb2df6b67dfcd610")

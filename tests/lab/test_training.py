@@ -156,6 +156,25 @@ def test_a_snapshot_goes_with_its_holder(corpus: Corpus) -> None:
     assert {line["stage"]: line["method"] for line in lines} == {2: "checkfree", 5: "interpolate"}
 
 
+@pytest.mark.parametrize("by", ["row", "stage"])
+def test_a_share_of_all_comes_back_from_storage(corpus: Corpus, by: str) -> None:
+    """With whole snapshots every 4 steps, as old at each block."""
+    run = run_with(policy="snapshot", snapshot_fraction=1.0, snapshot_period=4)
+    moved = {}
+    for share in (0.5, 1.0):
+        swarm = Swarm(run, corpus, Ablation(lost_share=share, lost_by=by))
+        states = []
+        for _ in range(7):
+            swarm.step()
+            states.append([stage.optimizer.weights.clone() for stage in swarm.stages])
+        (line,) = swarm.lose([0])
+        assert line["staleness"] == 2  # of step 5
+        moved[share] = line["perturbation"]
+    now = [stage.optimizer.weights for stage in swarm.stages]
+    assert all(a.equal(b) for a, b in zip(now, states[4], strict=True))
+    assert 0 < moved[0.5] < moved[1.0]
+
+
 def test_without_a_copy_stage_0_cannot_come_back(corpus: Corpus) -> None:
     swarm = Swarm(run_with(policy="checkfree"), corpus)
     swarm.step()
