@@ -48,7 +48,7 @@ class Ablation(Section):
     relearn_samples: int = 0  # at a time; 0: as they crossed, a microbatch
     relearn_codec: Literal["none", "bf16", "int8"] = "bf16"
     relearn_decay: bool = False  # the learning rate of relearning falls in a line to 0
-    relearn_moments: bool = True  # keep those of Adam that relearning has made
+    relearn_moments: bool = True  # those of Adam that relearning has made, or those of before
     alone_steps: int = 0  # after a guess, in which only the guessed stages are trained
     lost_share: float = 0.0
     """Instead of stages this share of all is lost, drawn anew each time, and restored from running
@@ -455,7 +455,10 @@ class Swarm:
         for visited, x, y in pairs:
             chains.setdefault(visited, []).append((x, y))
         measure = partial(self._residual, learners, chains)
-        before, weights = measure(), {of: self._weights(of).clone() for of in block}
+        before = measure()
+        guessed = {of: State.of(self.stages[of]) for of in block}
+        for of in block:
+            self.stages[of].optimizer.load([("weights", guessed[of].tensors["weights"])], 0)
         updates = recovery.relearn_passes * len(pairs)
         for done in range(updates):
             visited, x, y = pairs[done % len(pairs)]
@@ -468,10 +471,10 @@ class Swarm:
         for of in block:
             optimizer = self.stages[of].optimizer
             optimizer.zero_gradient()
-            if undone:
-                optimizer.load([("weights", weights[of])], 0)
-            elif not self.ablation.relearn_moments:
-                optimizer.load([("weights", optimizer.weights.clone())], 0)
+            if not undone and not self.ablation.relearn_moments:
+                guessed[of].tensors["weights"].copy_(optimizer.weights)
+            if undone or not self.ablation.relearn_moments:
+                guessed[of].put(self.stages[of])
         tokens = sum(x.shape[0] * x.shape[1] * len(visited) for visited, x, _ in pairs)
         return {
             "before": before,
@@ -480,9 +483,6 @@ class Swarm:
             "stage_tokens": recovery.relearn_passes * tokens,
             "undone": undone,
         }
-
-    def _weights(self, stage: int) -> Tensor:
-        return self.stages[stage].optimizer.weights
 
     def _residual(
         self,
