@@ -1,0 +1,1 @@
+"""Experiments around the daemon: what a loss costs, and what links do to a swarm."""
