@@ -69,11 +69,12 @@ def address(number: int) -> str:
 
 def wire_bytes(packet: bytes) -> int:
     """What a packet comes to on a wire: cut into segments, each with headers of its own."""
-    _, kind, header, segment, _, _ = _VNET_HEADER.unpack_from(packet)
+    kind, header, segment = _VNET_HEADER.unpack_from(packet)[1:4]
     size = len(packet) - _VNET_HEADER.size
     if not (kind and segment):
         return size
-    return size + (-(-(size - header) // segment) - 1) * header
+    segments = -(-(size - int(header)) // int(segment))
+    return size + (segments - 1) * int(header)
 
 
 @dataclass

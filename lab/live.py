@@ -1,0 +1,474 @@
+"""`planaria lab live`: what each policy costs a real swarm whose links have delay and bandwidth.
+
+A swarm of processes trains behind emulated links (`lab.emulation`), once for each policy and block;
+in each it loses a stage near the end. Policies take turns within a block, and begin it in turn, so
+that the machine's moods hit all alike. What was measured is kept by line: a measurement that was
+interrupted goes on where it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import shutil
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from pydantic import TypeAdapter
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from lab.emulation import Emulation, EmulationError, emulate
+from lab.links import WAN_LINKS, LinkError, Network, all_alike, read_links
+from lab.relay import NETWORK, Traffic
+from node.cli import console, refusing
+from node.corpus import CorpusError
+from node.event_log import Tail
+from node.ledger import MERGED
+from node.prepare import Recipe, prepare
+from node.resolve import resolve, text_to_prepare
+from node.run_file import RunFile, RunFileError, load, loads, override
+from node.swarm import Kill, Plan, SwarmError, parse_kill, up
+
+PLAIN: Final = "plain"
+POLICIES: Final[Mapping[str, Mapping[str, Any]]] = {
+    PLAIN: {"recovery__policy": "checkfree", "recovery__relearn_passes": 0},
+    "checkfree": {"recovery__policy": "checkfree"},
+    "checkfree+": {"recovery__policy": "checkfree+"},
+    "snapshot": {"recovery__policy": "snapshot"},
+    "checkpoint": {"recovery__policy": "checkpoint"},
+    "redundant": {"recovery__policy": "redundant"},
+}
+"""Name -> changes to the run. `plain` keeps nothing ready: the others are compared with it."""
+RUN: Final = """
+name = "live"
+steps = 30
+[model]
+preset = "tiny"
+stages = 4
+[training]
+batch = 16
+microbatch = 2
+validation_microbatches = 0
+"""
+KILL: Final = "2@25"
+FIRST: Final = 5
+"""Step from which on seconds and bytes count: until then TCP finds out what its links can do."""
+SAMPLES, FIGURES, TABLE = "samples.jsonl", "live.json", "table.md"
+SCRATCH: Final = Path("out/live")
+"""Where swarms write; what counts of it ends up with the results."""
+LOOK: Final = 0.1
+"""Seconds between two looks at a swarm's ledgers."""
+
+OnStep = Callable[[int], None]
+
+
+class LiveError(Exception):
+    """The measurement can't begin or go on; the message says why and what to do."""
+
+
+# --- one swarm
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A stage, killed with all its nodes. Seconds from the SIGKILL."""
+
+    stage: int
+    method: str  # how it came back
+    stall: float  # to the next commit
+    caught_up: float  # to the next commit of a step that none had been made of before
+    fetched_bytes: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a swarm did."""
+
+    block: int
+    policy: str
+    step_seconds: list[float]  # between the commits of the ledger, before the kill
+    step_bytes: float  # on all links, a step, before the kill
+    compute_seconds: float  # of a node's compute thread, a step, on average over all the run
+    dropped: int  # packets
+    late: float  # seconds by which packets came late because of the relay, on average
+    losses: list[Loss]
+
+
+SAMPLE: Final = TypeAdapter(Sample)
+
+
+async def train(
+    plan: Plan, kills: Sequence[Kill], links: Emulation, on_step: OnStep
+) -> dict[int, Traffic]:
+    """Run a swarm whose plan has homes in `links`; the caller is inside that of the registry.
+    Returns what all links had carried when each step was seen to
+    be committed. Raises LiveError when the run fails, and EmulationError."""
+    carried: dict[int, Traffic] = {}
+    plan.out.mkdir(parents=True)
+    told = plan.out / "up.log"
+    with told.open("w", encoding="utf-8") as log:
+        training = asyncio.create_task(up(plan, kills, Console(file=log, width=100)))
+        ledgers: dict[Path, Tail] = {}
+        while not training.done():
+            await asyncio.wait([training], timeout=LOOK)
+            for path in (plan.out / "logs").glob("ledger-*.jsonl"):
+                ledgers.setdefault(path, Tail(path))
+            lines = [line for tail in ledgers.values() for line in tail.lines() if "step" in line]
+            for step in sorted({line["step"] for line in lines} - carried.keys()):
+                carried[step] = _total(links)
+                on_step(step)
+        status = training.result()
+    if status >= 128:
+        raise LiveError("stopped; the same command goes on from here")
+    if status:
+        last = told.read_text(encoding="utf-8").strip().rpartition("\n")[2]
+        raise LiveError(f"a swarm failed: {last} (see {plan.out})")
+    return carried
+
+
+def _total(links: Emulation) -> Traffic:
+    ways = links.traffic().values()
+    return Traffic(
+        packets=sum(way.packets for way in ways),
+        bytes=sum(way.bytes for way in ways),
+        dropped=sum(way.dropped for way in ways),
+        late=sum(way.late for way in ways),
+    )
+
+
+def measure(out: Path, kills: Sequence[Kill], carried: Mapping[int, Traffic]) -> dict[str, Any]:
+    """The figures of a `Sample`, from what a swarm has written to `out`."""
+    ledger = [json.loads(line) for line in (out / MERGED).read_text().splitlines()]
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    summary = json.loads((out / "summary.json").read_text())
+    last = min((kill.step for kill in kills), default=summary["steps"] + 1) - 1
+    first, at_last = carried[FIRST - 1], carried[last]
+    packets = at_last.packets - first.packets
+    return {
+        "step_seconds": step_seconds(ledger, FIRST, last),
+        "step_bytes": (at_last.bytes - first.bytes) / (last - FIRST + 1),
+        "compute_seconds": summary["wall"]["compute"] / summary["steps"],
+        "dropped": at_last.dropped - first.dropped,
+        "late": (at_last.late - first.late) / max(1, packets),
+        "losses": losses(events),
+    }
+
+
+def step_seconds(ledger: Sequence[Mapping[str, Any]], first: int, last: int) -> list[float]:
+    """Of the steps `first` to `last`: from the commit before a step to its own, by the lines of a
+    merged ledger (its header may be among them)."""
+    times = {line["step"]: line["time"] for line in ledger if "step" in line}
+    return [times[step] - times[step - 1] for step in range(first, last + 1)]
+
+
+def losses(events: Sequence[Mapping[str, Any]]) -> list[Loss]:
+    """What became of each kill, by a swarm's events in the order of time; nodes of a stage that
+    were killed together are one loss."""
+    first = {
+        (event["stage"], event["step"]): event
+        for event in reversed(events)
+        if event["kind"] == "killed"
+    }
+    commits = [event for event in events if event["kind"] == "committed"]
+    found = []
+    for (stage, _), killed in sorted(first.items(), key=lambda one: one[1]["time"]):
+        rebuilt = next(
+            event
+            for event in events
+            if event["kind"] == "rebuilt"
+            and event["stage"] == stage
+            and event["time"] > killed["time"]
+        )
+        newest = max((c["step"] for c in commits if c["time"] < rebuilt["time"]), default=0)
+        after = [commit for commit in commits if commit["time"] > rebuilt["time"]]
+        new = next(commit for commit in after if commit["step"] > newest)
+        stall, caught_up = (commit["time"] - killed["time"] for commit in (after[0], new))
+        found.append(Loss(stage, rebuilt["method"], stall, caught_up, rebuilt["bytes"]))
+    return found
+
+
+# --- the measurement
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured. Samples of another setting can't be mixed with those of this one."""
+
+    run: RunFile  # without a policy
+    network: Network
+    kills: tuple[str, ...]
+
+    def header(self) -> dict[str, Any]:
+        """The first line of the samples."""
+        open_to_policies = {"data": {"path"}, "recovery": {"policy"}}
+        run = self.run.model_dump(mode="json", exclude_none=True, exclude=open_to_policies)
+        network = NETWORK.dump_python(self.network, mode="json")
+        return {"live": 1, "run": run, "network": network, "kills": [*self.kills]}
+
+
+def places(run: RunFile) -> list[str]:
+    """The machines of a resolved run's swarm: the registry, and the nodes from stage to stage."""
+    stages, replicas = run.model.stages or 0, run.swarm.replicas
+    nodes = [f"{stage}.{replica}" for replica in range(replicas) for stage in range(stages + 1)]
+    return ["registry", *nodes]
+
+
+def at_sites(nodes: Sequence[str], sites: Sequence[str], table: Path) -> Network:
+    """The registry at the first site, the nodes at one site after the other, so that neighbouring
+    stages are apart. Raises LinkError."""
+    others = {node: sites[number % len(sites)] for number, node in enumerate(nodes[1:])}
+    return Network({nodes[0]: sites[0], **others}, read_links(table))
+
+
+def open_samples(path: Path, setting: Setting) -> list[Sample]:
+    """Those that are there already; the file begins with the setting. Raises LiveError."""
+    header = setting.header()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]  # the rest is what an interrupted write has left
+        lines = [json.loads(line) for line in whole.splitlines()] or [header]
+        if lines[0] != header:
+            differ = ", ".join(key for key in header if lines[0].get(key) != header[key])
+            raise LiveError(
+                f"{path} was measured otherwise ({differ}): choose another --out, or remove it"
+            )
+        if whole != text or not text:
+            path.write_text(whole or json.dumps(header) + "\n", encoding="utf-8")
+        return [SAMPLE.validate_python(line) for line in lines[1:]]
+    except (OSError, ValueError, AttributeError) as error:
+        raise LiveError(f"{path} can't be used: {error}; remove it to begin anew") from error
+
+
+def schedule(policies: Sequence[str], blocks: int) -> Iterator[tuple[int, str]]:
+    """(block, policy) in the order of measuring: each block begins with another policy."""
+    for block in range(blocks):
+        shift = block % len(policies)
+        for policy in (*policies[shift:], *policies[:shift]):
+            yield block, policy
+
+
+def measure_all(
+    setting: Setting, policies: Sequence[str], blocks: int, device: str, out: Path
+) -> list[Sample]:
+    """Measure what is missing in `out`, and return all. Raises LiveError, EmulationError,
+    RunFileError, CorpusError, SwarmError."""
+    path = out / SAMPLES
+    samples = open_samples(path, setting)
+    done = {(sample.block, sample.policy) for sample in samples}
+    todo = [turn for turn in schedule(policies, blocks) if turn not in done]
+    if not todo:
+        return samples
+    columns = (
+        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()),
+        *(TextColumn("{task.fields[unit]}"), TimeElapsedColumn()),
+    )
+    with emulate(setting.network) as links, Progress(*columns, console=console) as progress:
+        swarms = progress.add_task("in all", total=len(todo), unit="swarms")
+        for block, policy in todo:
+            name = f"block {block + 1}, {policy}"
+            task = progress.add_task(name, total=setting.run.steps, unit="steps")
+            on_step = partial(_show, progress, task)
+            sample = _measure_one(setting, block, policy, device, links, on_step)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(SAMPLE.dump_json(sample).decode() + "\n")
+            samples.append(sample)
+            progress.console.print(f"{name}: {_in_short(sample)}", highlight=False)
+            progress.remove_task(task)
+            progress.advance(swarms)
+    return samples
+
+
+def _show(progress: Progress, task: TaskID, step: int) -> None:
+    progress.update(task, completed=step)
+
+
+def _measure_one(
+    setting: Setting, block: int, policy: str, device: str, links: Emulation, on_step: OnStep
+) -> Sample:
+    folder = SCRATCH / f"{block + 1}-{policy}"
+    shutil.rmtree(folder, ignore_errors=True)  # of an interrupted swarm
+    plan = Plan(plan_run(setting.run, policy, folder), folder, None, device, links.homes)
+    kills = [parse_kill(text, plan.run) for text in setting.kills]
+    with links.inside("registry"):
+        carried = asyncio.run(train(plan, kills, links, on_step))
+    return Sample(block=block, policy=policy, **measure(folder, kills, carried))
+
+
+def plan_run(run: RunFile, policy: str, folder: Path) -> RunFile:
+    """The run as this policy's swarm trains it, resolved. Raises RunFileError, CorpusError."""
+    shared = str((folder / "checkpoints").absolute())
+    return resolve(override(run, **POLICIES[policy], recovery__checkpoint_dir=shared))
+
+
+def _in_short(sample: Sample) -> str:
+    stalls = ", ".join(f"{loss.stall:.1f} s" for loss in sample.losses) or "none"
+    return (
+        f"{statistics.median(sample.step_seconds):.3f} s a step, "
+        f"{decimal(round(sample.step_bytes))} a step, stalls: {stalls}"
+    )
+
+
+# --- what it came to
+
+
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles; of a single value three times that."""
+    low, middle, high = (
+        statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+    )
+    return {"low": low, "median": middle, "high": high}
+
+
+def figures(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
+    """Policy -> its figures over all blocks. `against_plain` is of the medians within a block."""
+    by_policy: dict[str, list[Sample]] = {}
+    for sample in sorted(samples, key=lambda sample: sample.block):
+        by_policy.setdefault(sample.policy, []).append(sample)
+    plain = {one.block: statistics.median(one.step_seconds) for one in by_policy.get(PLAIN, ())}
+    return {name: _figures(by_policy[name], plain) for name in POLICIES if name in by_policy}
+
+
+def _figures(samples: Sequence[Sample], plain: Mapping[int, float]) -> dict[str, Any]:
+    steps = [seconds for sample in samples for seconds in sample.step_seconds]
+    ratios = [
+        statistics.median(sample.step_seconds) / plain[sample.block]
+        for sample in samples
+        if sample.block in plain
+    ]
+    lost = [loss for sample in samples for loss in sample.losses]
+    found: dict[str, Any] = {
+        "swarms": len(samples),
+        "steps": len(steps),
+        "step_seconds": {**quartiles(steps), "mean": statistics.fmean(steps)},
+        "step_bytes": quartiles([sample.step_bytes for sample in samples]),
+        "compute_seconds": statistics.median(sample.compute_seconds for sample in samples),
+        "dropped": sum(sample.dropped for sample in samples),
+        "late": max(sample.late for sample in samples),
+    }
+    if ratios:
+        found["against_plain"] = quartiles(ratios)
+    if lost:
+        found["methods"] = sorted({loss.method for loss in lost})
+        found["stall_seconds"] = quartiles([loss.stall for loss in lost])
+        found["caught_up_seconds"] = quartiles([loss.caught_up for loss in lost])
+    return found
+
+
+def table(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """The figures as Markdown; a range is from quartile to quartile."""
+    rows = [
+        "| policy | swarms | seconds a step | mean | of plain | bytes a step | rebuilt by "
+        "| stall, s | caught up, s |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | --- | ---: | ---: |",
+    ]
+    for name, one in found.items():
+        steps = one["step_seconds"]
+        cells = [
+            name,
+            str(one["swarms"]),
+            _spread(steps, 3),
+            f"{steps['mean']:.3f}",
+            _spread(one.get("against_plain"), 3),
+            decimal(round(one["step_bytes"]["median"])),
+            ", ".join(one.get("methods", ())) or "-",
+            _spread(one.get("stall_seconds"), 1),
+            _spread(one.get("caught_up_seconds"), 1),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _spread(of: Mapping[str, float] | None, digits: int) -> str:
+    if of is None:
+        return "-"
+    return f"{of['median']:.{digits}f} ({of['low']:.{digits}f} to {of['high']:.{digits}f})"
+
+
+def machine() -> str:
+    return (
+        f"{os.cpu_count()} cores of {platform.machine()}, Linux {platform.release()}, "
+        f"Python {platform.python_version()}, torch {version('torch')}"
+    )
+
+
+# --- the command
+
+app = typer.Typer(help="Measure what each policy costs a real swarm behind emulated links.")
+
+
+@app.callback(invoke_without_command=True)
+def live_command(
+    run_file: Annotated[
+        Path | None, typer.Option("--run", metavar="RUN.toml", help="Default: a small model.")
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Repeatable. Default: {', '.join(POLICIES)}."),
+    ] = None,
+    blocks: Annotated[int, typer.Option(min=1, help="Times that each policy has its turn.")] = 5,
+    delay: Annotated[float, typer.Option(help="Of all links, ms one way.")] = 40.0,
+    mbps: Annotated[float, typer.Option(help="Of all links, Mbit/s each way.")] = 100.0,
+    site: Annotated[
+        list[str] | None,
+        typer.Option(help="Repeatable: nodes are at these sites in turn; links by --table."),
+    ] = None,
+    site_table: Annotated[
+        Path, typer.Option("--table", metavar="CSV", help="Links between sites.")
+    ] = WAN_LINKS,
+    kill: Annotated[
+        list[str] | None,
+        typer.Option(metavar="STAGE@STEP", help=f"Repeatable. Default: {KILL}."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Of every node: auto, cpu or cuda:N.")] = "cpu",
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("docs/results/live"),
+) -> None:
+    """Measure what each policy costs a real swarm behind emulated links. Takes root."""
+    kinds = (LiveError, EmulationError, LinkError, RunFileError, CorpusError, SwarmError)
+    with refusing(*kinds):
+        policies = policy or list(POLICIES)
+        if unknown := set(policies) - POLICIES.keys():
+            raise LiveError(
+                f"--policy {min(unknown)}: there is none such; choose of {', '.join(POLICIES)}"
+            )
+        run = _with_data(load(run_file) if run_file else loads(RUN))
+        nodes = places(run)
+        network = at_sites(nodes, site, site_table) if site else all_alike(nodes, delay, mbps)
+        setting = Setting(run, network, tuple(kill or [KILL]))
+        if early := [text for text in setting.kills if parse_kill(text, run).step <= FIRST]:
+            raise LiveError(
+                f"--kill {early[0]}: seconds a step are measured from step {FIRST} to the first "
+                "kill, so that must be later"
+            )
+        samples = measure_all(setting, policies, blocks, device, out)
+        found = figures(samples)
+        content = {"machine": machine(), "setting": setting.header(), "policies": found}
+        (out / FIGURES).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        (out / TABLE).write_text(table(found), encoding="utf-8")
+    console.print(table(found), highlight=False, soft_wrap=True)
+
+
+def _with_data(run: RunFile) -> RunFile:
+    """Resolved but for the policy, with the shipped prose prepared when the run asks for no other.
+    Raises RunFileError, CorpusError, LiveError."""
+    text = text_to_prepare(run)
+    if text is not None:
+        prepare(Recipe([str(text)]), Path(run.data.path))
+    return resolve(override(run, recovery__policy="checkfree"))
