@@ -14,9 +14,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from lab.links import Network
 from lab.relay import NETWORK, Traffic, address
@@ -34,23 +34,18 @@ class EmulationError(Exception):
 class Emulation:
     """A network that is up. `homes`: node -> its address and namespace."""
 
-    def __init__(self, nodes: list[str], relay: subprocess.Popen[str]) -> None:
-        self.relay, self.nodes = relay, nodes
-        namespaces = self._answer()["namespaces"]
+    def __init__(self, network: Network, relay: subprocess.Popen[str]) -> None:
+        self.relay, self.nodes = relay, list(network.sites)
+        namespaces = self._ask(NETWORK.dump_json(network).decode())["namespaces"]
         self.homes = {
             node: Home(address(number), Path(f"/proc/{relay.pid}/fd/{namespaces[number]}"))
-            for number, node in enumerate(nodes)
+            for number, node in enumerate(self.nodes)
         }
 
     def traffic(self) -> dict[tuple[str, str], Traffic]:
         """(from, to) -> what was sent so far. Raises EmulationError when the relay is gone."""
-        try:
-            self._pipe(self.relay.stdin).write("\n")
-            self._pipe(self.relay.stdin).flush()
-        except BrokenPipeError as error:
-            raise EmulationError(self._gone()) from error
         return {
-            (self.nodes[a], self.nodes[b]): Traffic(*figures) for a, b, figures in self._answer()
+            (self.nodes[a], self.nodes[b]): Traffic(*figures) for a, b, figures in self._ask("")
         }
 
     @contextmanager
@@ -66,14 +61,20 @@ class Emulation:
         finally:
             os.close(own)
 
-    def _answer(self) -> Any:
-        answers = self._pipe(self.relay.stdout)
+    def _ask(self, line: str) -> Any:
+        questions, answers = self.relay.stdin, self.relay.stdout
+        assert questions is not None
+        assert answers is not None
+        with suppress(BrokenPipeError):  # its last words may still be there to read
+            questions.write(line + "\n")
+            questions.flush()
         if not select.select([answers], [], [], ANSWER)[0]:
             raise EmulationError(f"the relay of the links has not answered for {ANSWER:.0f} s")
-        line = answers.readline()
-        if not line:
-            raise EmulationError(self._gone())
-        answer = json.loads(line)
+        said = answers.readline()
+        if not said:
+            status = self.relay.wait()
+            raise EmulationError(f"the relay of the links has ended with status {status}")
+        answer = json.loads(said)
         if isinstance(answer, dict) and "error" in answer:
             raise EmulationError(
                 f"links can't be emulated: {answer['error']}. It takes root with the capabilities "
@@ -81,14 +82,6 @@ class Emulation:
                 "with --cap-add NET_ADMIN,SYS_ADMIN --device /dev/net/tun"
             )
         return answer
-
-    def _gone(self) -> str:
-        return f"the relay of the links has ended with status {self.relay.wait()}"
-
-    @staticmethod
-    def _pipe(pipe: IO[str] | None) -> IO[str]:
-        assert pipe is not None
-        return pipe
 
 
 @contextmanager
@@ -104,10 +97,7 @@ def emulate(network: Network) -> Iterator[Emulation]:
         start_new_session=True,  # a Ctrl-C is for those who are behind the links
     )
     try:
-        assert relay.stdin is not None
-        relay.stdin.write(NETWORK.dump_json(network).decode() + "\n")
-        relay.stdin.flush()
-        yield Emulation(list(network.sites), relay)
+        yield Emulation(network, relay)
     finally:
         relay.kill()
         relay.communicate()

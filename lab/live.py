@@ -14,13 +14,15 @@ import os
 import platform
 import shutil
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
+import numpy as np
 import typer
 from pydantic import TypeAdapter
 from rich.console import Console
@@ -36,7 +38,7 @@ from rich.progress import (
 
 from lab.emulation import Emulation, EmulationError, emulate
 from lab.links import WAN_LINKS, LinkError, Network, all_alike, read_links
-from lab.relay import NETWORK, Traffic
+from lab.relay import NETWORK
 from node.cli import console, refusing
 from node.corpus import CorpusError
 from node.event_log import Tail
@@ -73,8 +75,8 @@ FIRST: Final = 5
 SAMPLES, FIGURES, TABLE = "samples.jsonl", "live.json", "table.md"
 SCRATCH: Final = Path("out/live")
 """Where swarms write; what counts of it ends up with the results."""
-LOOK: Final = 0.1
-"""Seconds between two looks at a swarm's ledgers."""
+LOOK: Final = 0.05
+"""Seconds between two looks at a swarm's ledgers and its links."""
 
 OnStep = Callable[[int], None]
 
@@ -116,11 +118,11 @@ SAMPLE: Final = TypeAdapter(Sample)
 
 async def train(
     plan: Plan, kills: Sequence[Kill], links: Emulation, on_step: OnStep
-) -> dict[int, Traffic]:
+) -> list[Carried]:
     """Run a swarm whose plan has homes in `links`; the caller is inside that of the registry.
-    Returns what all links had carried when each step was seen to
-    be committed. Raises LiveError when the run fails, and EmulationError."""
-    carried: dict[int, Traffic] = {}
+    Returns what the links carried meanwhile, by time. Raises LiveError when the run fails, and
+    EmulationError."""
+    carried = [_carried(links)]
     plan.out.mkdir(parents=True)
     told = plan.out / "up.log"
     with told.open("w", encoding="utf-8") as log:
@@ -128,12 +130,11 @@ async def train(
         ledgers: dict[Path, Tail] = {}
         while not training.done():
             await asyncio.wait([training], timeout=LOOK)
+            carried.append(_carried(links))
             for path in (plan.out / "logs").glob("ledger-*.jsonl"):
                 ledgers.setdefault(path, Tail(path))
-            lines = [line for tail in ledgers.values() for line in tail.lines() if "step" in line]
-            for step in sorted({line["step"] for line in lines} - carried.keys()):
-                carried[step] = _total(links)
-                on_step(step)
+            for line in (line for tail in ledgers.values() for line in tail.lines()):
+                on_step(line.get("step", 0))
         status = training.result()
     if status >= 128:
         raise LiveError("stopped; the same command goes on from here")
@@ -143,9 +144,20 @@ async def train(
     return carried
 
 
-def _total(links: Emulation) -> Traffic:
-    ways = links.traffic().values()
-    return Traffic(
+class Carried(NamedTuple):
+    """What all links together have carried since they are up, at a time (Unix seconds)."""
+
+    time: float
+    packets: int
+    bytes: int
+    dropped: int
+    late: float
+
+
+def _carried(links: Emulation) -> Carried:
+    ways = list(links.traffic().values())
+    return Carried(
+        time=time.time(),
         packets=sum(way.packets for way in ways),
         bytes=sum(way.bytes for way in ways),
         dropped=sum(way.dropped for way in ways),
@@ -153,29 +165,33 @@ def _total(links: Emulation) -> Traffic:
     )
 
 
-def measure(out: Path, kills: Sequence[Kill], carried: Mapping[int, Traffic]) -> dict[str, Any]:
+def measure(out: Path, kills: Sequence[Kill], carried: Sequence[Carried]) -> dict[str, Any]:
     """The figures of a `Sample`, from what a swarm has written to `out`."""
     ledger = [json.loads(line) for line in (out / MERGED).read_text().splitlines()]
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     summary = json.loads((out / "summary.json").read_text())
     last = min((kill.step for kill in kills), default=summary["steps"] + 1) - 1
-    first, at_last = carried[FIRST - 1], carried[last]
-    packets = at_last.packets - first.packets
+    times = commit_times(ledger)
+    begin, end = carried[0], carried[-1]
     return {
-        "step_seconds": step_seconds(ledger, FIRST, last),
-        "step_bytes": (at_last.bytes - first.bytes) / (last - FIRST + 1),
+        "step_seconds": [times[step] - times[step - 1] for step in range(FIRST, last + 1)],
+        "step_bytes": bytes_between(carried, times[FIRST - 1], times[last]) / (last - FIRST + 1),
         "compute_seconds": summary["wall"]["compute"] / summary["steps"],
-        "dropped": at_last.dropped - first.dropped,
-        "late": (at_last.late - first.late) / max(1, packets),
+        "dropped": end.dropped - begin.dropped,
+        "late": (end.late - begin.late) / max(1, end.packets - begin.packets),
         "losses": losses(events),
     }
 
 
-def step_seconds(ledger: Sequence[Mapping[str, Any]], first: int, last: int) -> list[float]:
-    """Of the steps `first` to `last`: from the commit before a step to its own, by the lines of a
-    merged ledger (its header may be among them)."""
-    times = {line["step"]: line["time"] for line in ledger if "step" in line}
-    return [times[step] - times[step - 1] for step in range(first, last + 1)]
+def commit_times(ledger: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """Step -> when it was committed, Unix seconds, by a merged ledger and its header."""
+    return {line["step"]: line["time"] for line in ledger if "step" in line}
+
+
+def bytes_between(carried: Sequence[Carried], since: float, to: float) -> float:
+    """By straight lines between the times that were looked at."""
+    at = np.interp([since, to], [look.time for look in carried], [look.bytes for look in carried])
+    return float(at[1] - at[0])
 
 
 def losses(events: Sequence[Mapping[str, Any]]) -> list[Loss]:

@@ -1,8 +1,8 @@
 """The process between emulated machines: it has one end of a TUN device in each of their network
 namespaces, and passes packets on when their link would have them arrive.
 
-The kernels that lack netem can do this too, and nothing of it outlives the process: namespaces and
-devices exist as long as somebody holds them open. Packets are taken from the kernel as it would
+It needs no netem, which not every kernel has, and nothing of it outlives the process: namespaces
+and devices exist as long as somebody holds them open. Packets are taken from the kernel as it would
 give them to a network card that cuts them up itself (up to 64 KiB at a time), which keeps a Python
 loop quick enough for some 100 Mbit/s; how they count is told by `wire_bytes`.
 
@@ -92,13 +92,10 @@ class Relay:
 
     def __init__(self, devices: Sequence[int], pipes: Mapping[tuple[int, int], Pipe]) -> None:
         """Node i has the device `devices[i]` and `address(i)`."""
-        numbers = {ipaddress.IPv4Address(address(i)).packed: i for i in range(len(devices))}
         self.directions = {(a, b): _Direction(pipe, devices[b]) for (a, b), pipe in pipes.items()}
         self._ways = {
-            (devices[a], packed): self.directions[a, b]
-            for a in range(len(devices))
-            for packed, b in numbers.items()
-            if a != b
+            (devices[a], ipaddress.IPv4Address(address(b)).packed): direction
+            for (a, b), direction in self.directions.items()
         }
         self._under_way: list[tuple[float, int, _Direction, bytes]] = []
         self._taken = 0
