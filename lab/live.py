@@ -107,10 +107,9 @@ class Sample:
     policy: str
     step_seconds: list[float]  # between the commits of the ledger, before the kill
     step_bytes: float  # on all links, a step, before the kill
-    compute_seconds: float  # of a node's compute thread, a step, on average over all the run
-    dropped: int  # packets
-    late: float  # seconds by which packets came late because of the relay, on average
     losses: list[Loss]
+    dropped: int  # packets, by full queues, in all the run
+    late: float  # seconds by which packets came late because of the relay, on average
 
 
 SAMPLE: Final = TypeAdapter(Sample)
@@ -148,10 +147,10 @@ class Carried(NamedTuple):
     """What all links together have carried since they are up, at a time (Unix seconds)."""
 
     time: float
-    packets: int
-    bytes: int
-    dropped: int
-    late: float
+    packets: int = 0
+    bytes: int = 0
+    dropped: int = 0
+    late: float = 0.0
 
 
 def _carried(links: Emulation) -> Carried:
@@ -176,10 +175,9 @@ def measure(out: Path, kills: Sequence[Kill], carried: Sequence[Carried]) -> dic
     return {
         "step_seconds": [times[step] - times[step - 1] for step in range(FIRST, last + 1)],
         "step_bytes": bytes_between(carried, times[FIRST - 1], times[last]) / (last - FIRST + 1),
-        "compute_seconds": summary["wall"]["compute"] / summary["steps"],
+        "losses": losses(events),
         "dropped": end.dropped - begin.dropped,
         "late": (end.late - begin.late) / max(1, end.packets - begin.packets),
-        "losses": losses(events),
     }
 
 
@@ -375,7 +373,6 @@ def _figures(samples: Sequence[Sample], plain: Mapping[int, float]) -> dict[str,
         "steps": len(steps),
         "step_seconds": {**quartiles(steps), "mean": statistics.fmean(steps)},
         "step_bytes": quartiles([sample.step_bytes for sample in samples]),
-        "compute_seconds": statistics.median(sample.compute_seconds for sample in samples),
         "dropped": sum(sample.dropped for sample in samples),
         "late": max(sample.late for sample in samples),
     }

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from lab.emulation import EmulationError, emulate
 from lab.links import WAN_LINKS, LinkError, all_alike
@@ -26,6 +28,7 @@ from lab.live import (
     Loss,
     Sample,
     Setting,
+    app,
     at_sites,
     bytes_between,
     commit_times,
@@ -49,7 +52,7 @@ SETTING = Setting(
 
 
 def sample(block: int, policy: str, seconds: list[float], *lost: Loss) -> Sample:
-    return Sample(block, policy, seconds, 1e6, 0.01, 0, 1e-4, list(lost))
+    return Sample(block, policy, seconds, 1e6, list(lost), dropped=0, late=1e-4)
 
 
 # --- arithmetic
@@ -67,8 +70,7 @@ def test_commits_are_timed_by_the_ledger():
 
 
 def test_bytes_between_two_times():
-    carried = [Carried(10.0, 1, 100, 0, 0.0), Carried(11.0, 2, 300, 0, 0.0)]
-    carried.append(Carried(13.0, 3, 400, 0, 0.0))
+    carried = [Carried(time, bytes=sent) for time, sent in ((10.0, 100), (11.0, 300), (13.0, 400))]
     assert bytes_between(carried, 10.5, 12.0) == pytest.approx(150)
 
 
@@ -159,6 +161,14 @@ def test_what_is_written_down_names_no_path_of_the_machine(tmp_path):
     assert str(tmp_path) not in json.dumps(setting.header())
 
 
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_each_policy_makes_a_run_of_its_own(policy, tmp_path):
+    run = loads("[model]\nstages = 4\nvocabulary = 512")
+    recovery = plan_run(run, policy, tmp_path).recovery
+    assert recovery.policy == ("checkfree" if policy == "plain" else policy)
+    assert bool(recovery.relearn_passes) == (policy != "plain")
+
+
 # --- where nodes are
 
 
@@ -169,6 +179,20 @@ def test_neighbouring_stages_are_at_different_sites():
     assert [network.sites[node] for node in nodes[:5]] == ["Iowa", "Iowa", "LA", "Oregon", "Iowa"]
     with pytest.raises(LinkError, match="Atlantis"):
         at_sites(nodes, ["Iowa", "Atlantis"], WAN_LINKS)
+
+
+# --- the command
+
+
+def test_what_is_asked_for_must_be_there(tmp_path, monkeypatch):
+    """As a part of another command, as `planaria lab live` has it."""
+    monkeypatch.chdir(tmp_path)
+    lab = typer.Typer()
+    lab.add_typer(app, name="live")
+    refused = CliRunner().invoke(lab, ["live", "--policy", "hope"])
+    assert refused.exit_code == 1
+    assert "--policy hope" in refused.stderr
+    assert CliRunner().invoke(lab, ["live", "--help"]).exit_code == 0
 
 
 # --- a real swarm
@@ -269,9 +293,3 @@ def test_a_measurement_that_is_ended_leaves_no_process_behind(data, tmp_path, nu
     if number == signal.SIGINT:
         assert "goes on from here" in output
         assert "Traceback" not in output
-
-
-@pytest.mark.parametrize("policy", list(POLICIES))
-def test_every_policy_resolves(policy, tmp_path):
-    run = loads("[model]\nstages = 4\nvocabulary = 512")
-    assert plan_run(run, policy, tmp_path).recovery.policy in POLICIES
