@@ -14,18 +14,15 @@ import os
 import platform
 import shutil
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final
 
-import numpy as np
 import typer
 from pydantic import TypeAdapter
-from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
@@ -37,16 +34,15 @@ from rich.progress import (
 )
 
 from lab.emulation import Emulation, EmulationError, emulate
-from lab.links import WAN_LINKS, LinkError, Network, all_alike, read_links
+from lab.links import WAN_LINKS, Link, LinkError, Network, all_alike, read_links
+from lab.live_swarm import FIRST, LiveError, Measured, OnStep, machines, measure, train
 from lab.relay import NETWORK
 from node.cli import console, refusing
 from node.corpus import CorpusError
-from node.event_log import Tail
-from node.ledger import MERGED
 from node.prepare import Recipe, prepare
 from node.resolve import resolve, text_to_prepare
 from node.run_file import RunFile, RunFileError, load, loads, override
-from node.swarm import Kill, Plan, SwarmError, parse_kill, up
+from node.swarm import Plan, SwarmError, parse_kill
 
 PLAIN: Final = "plain"
 POLICIES: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -70,152 +66,21 @@ microbatch = 2
 validation_microbatches = 0
 """
 KILL: Final = "2@25"
-FIRST: Final = 5
-"""Step from which on seconds and bytes count: until then TCP finds out what its links can do."""
 SAMPLES, FIGURES, TABLE = "samples.jsonl", "live.json", "table.md"
 SCRATCH: Final = Path("out/live")
 """Where swarms write; what counts of it ends up with the results."""
-LOOK: Final = 0.05
-"""Seconds between two looks at a swarm's ledgers and its links."""
-
-OnStep = Callable[[int], None]
-
-
-class LiveError(Exception):
-    """The measurement can't begin or go on; the message says why and what to do."""
-
-
-# --- one swarm
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A stage, killed with all its nodes. Seconds from the SIGKILL."""
-
-    stage: int
-    method: str  # how it came back
-    stall: float  # to the next commit
-    caught_up: float  # to the next commit of a step that none had been made of before
-    fetched_bytes: int
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a swarm did."""
+    """What a policy's swarm did in a block."""
 
     block: int
     policy: str
-    step_seconds: list[float]  # between the commits of the ledger, before the kill
-    step_bytes: float  # on all links, a step, before the kill
-    losses: list[Loss]
-    dropped: int  # packets, by full queues, in all the run
-    late: float  # seconds by which packets came late because of the relay, on average
+    measured: Measured
 
 
 SAMPLE: Final = TypeAdapter(Sample)
-
-
-async def train(
-    plan: Plan, kills: Sequence[Kill], links: Emulation, on_step: OnStep
-) -> list[Carried]:
-    """Run a swarm whose plan has homes in `links`; the caller is inside that of the registry.
-    Returns what the links carried meanwhile, by time. Raises LiveError when the run fails, and
-    EmulationError."""
-    carried = [_carried(links)]
-    plan.out.mkdir(parents=True)
-    told = plan.out / "up.log"
-    with told.open("w", encoding="utf-8") as log:
-        training = asyncio.create_task(up(plan, kills, Console(file=log, width=100)))
-        ledgers: dict[Path, Tail] = {}
-        while not training.done():
-            await asyncio.wait([training], timeout=LOOK)
-            carried.append(_carried(links))
-            for path in (plan.out / "logs").glob("ledger-*.jsonl"):
-                ledgers.setdefault(path, Tail(path))
-            for line in (line for tail in ledgers.values() for line in tail.lines()):
-                on_step(line.get("step", 0))
-        status = training.result()
-    if status >= 128:
-        raise LiveError("stopped; the same command goes on from here")
-    if status:
-        last = told.read_text(encoding="utf-8").strip().rpartition("\n")[2]
-        raise LiveError(f"a swarm failed: {last} (see {plan.out})")
-    return carried
-
-
-class Carried(NamedTuple):
-    """What all links together have carried since they are up, at a time (Unix seconds)."""
-
-    time: float
-    packets: int = 0
-    bytes: int = 0
-    dropped: int = 0
-    late: float = 0.0
-
-
-def _carried(links: Emulation) -> Carried:
-    ways = list(links.traffic().values())
-    return Carried(
-        time=time.time(),
-        packets=sum(way.packets for way in ways),
-        bytes=sum(way.bytes for way in ways),
-        dropped=sum(way.dropped for way in ways),
-        late=sum(way.late for way in ways),
-    )
-
-
-def measure(out: Path, kills: Sequence[Kill], carried: Sequence[Carried]) -> dict[str, Any]:
-    """The figures of a `Sample`, from what a swarm has written to `out`."""
-    ledger = [json.loads(line) for line in (out / MERGED).read_text().splitlines()]
-    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
-    summary = json.loads((out / "summary.json").read_text())
-    last = min((kill.step for kill in kills), default=summary["steps"] + 1) - 1
-    times = commit_times(ledger)
-    begin, end = carried[0], carried[-1]
-    return {
-        "step_seconds": [times[step] - times[step - 1] for step in range(FIRST, last + 1)],
-        "step_bytes": bytes_between(carried, times[FIRST - 1], times[last]) / (last - FIRST + 1),
-        "losses": losses(events),
-        "dropped": end.dropped - begin.dropped,
-        "late": (end.late - begin.late) / max(1, end.packets - begin.packets),
-    }
-
-
-def commit_times(ledger: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    """Step -> when it was committed, Unix seconds, by a merged ledger and its header."""
-    return {line["step"]: line["time"] for line in ledger if "step" in line}
-
-
-def bytes_between(carried: Sequence[Carried], since: float, to: float) -> float:
-    """By straight lines between the times that were looked at."""
-    at = np.interp([since, to], [look.time for look in carried], [look.bytes for look in carried])
-    return float(at[1] - at[0])
-
-
-def losses(events: Sequence[Mapping[str, Any]]) -> list[Loss]:
-    """What became of each kill, by a swarm's events in the order of time; nodes of a stage that
-    were killed together are one loss."""
-    first = {
-        (event["stage"], event["step"]): event
-        for event in reversed(events)
-        if event["kind"] == "killed"
-    }
-    commits = [event for event in events if event["kind"] == "committed"]
-    found = []
-    for (stage, _), killed in sorted(first.items(), key=lambda one: one[1]["time"]):
-        rebuilt = next(
-            event
-            for event in events
-            if event["kind"] == "rebuilt"
-            and event["stage"] == stage
-            and event["time"] > killed["time"]
-        )
-        newest = max((c["step"] for c in commits if c["time"] < rebuilt["time"]), default=0)
-        after = [commit for commit in commits if commit["time"] > rebuilt["time"]]
-        new = next(commit for commit in after if commit["step"] > newest)
-        stall, caught_up = (commit["time"] - killed["time"] for commit in (after[0], new))
-        found.append(Loss(stage, rebuilt["method"], stall, caught_up, rebuilt["bytes"]))
-    return found
 
 
 # --- the measurement
@@ -237,18 +102,14 @@ class Setting:
         return {"live": 1, "run": run, "network": network, "kills": [*self.kills]}
 
 
-def places(run: RunFile) -> list[str]:
-    """The machines of a resolved run's swarm: the registry, and the nodes from stage to stage."""
-    stages, replicas = run.model.stages or 0, run.swarm.replicas
-    nodes = [f"{stage}.{replica}" for replica in range(replicas) for stage in range(stages + 1)]
-    return ["registry", *nodes]
-
-
-def at_sites(nodes: Sequence[str], sites: Sequence[str], table: Path) -> Network:
+def at_sites(
+    nodes: Sequence[str], sites: Sequence[str], links: Sequence[Link], uplink: float | None = None
+) -> Network:
     """The registry at the first site, the nodes at one site after the other, so that neighbouring
-    stages are apart. Raises LinkError."""
-    others = {node: sites[number % len(sites)] for number, node in enumerate(nodes[1:])}
-    return Network({nodes[0]: sites[0], **others}, read_links(table))
+    stages are apart; each site sends `uplink` Mbit/s at most to others. Raises LinkError."""
+    placed = {nodes[0]: sites[0]}
+    placed |= {node: sites[number % len(sites)] for number, node in enumerate(nodes[1:])}
+    return Network(placed, links, {} if uplink is None else dict.fromkeys(sites, uplink))
 
 
 def open_samples(path: Path, setting: Setting) -> list[Sample]:
@@ -323,7 +184,7 @@ def _measure_one(
     kills = [parse_kill(text, plan.run) for text in setting.kills]
     with links.inside("registry"):
         carried = asyncio.run(train(plan, kills, links, on_step))
-    return Sample(block=block, policy=policy, **measure(folder, kills, carried))
+    return Sample(block, policy, measure(folder, kills, carried))
 
 
 def plan_run(run: RunFile, policy: str, folder: Path) -> RunFile:
@@ -333,10 +194,10 @@ def plan_run(run: RunFile, policy: str, folder: Path) -> RunFile:
 
 
 def _in_short(sample: Sample) -> str:
-    stalls = ", ".join(f"{loss.stall:.1f} s" for loss in sample.losses) or "none"
+    stalls = ", ".join(f"{loss.stall:.1f} s" for loss in sample.measured.losses) or "none"
     return (
-        f"{statistics.median(sample.step_seconds):.3f} s a step, "
-        f"{decimal(round(sample.step_bytes))} a step, stalls: {stalls}"
+        f"{statistics.median(sample.measured.step_seconds):.3f} s a step, "
+        f"{decimal(round(sample.measured.step_bytes))} a step, stalls: {stalls}"
     )
 
 
@@ -356,25 +217,27 @@ def figures(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
     by_policy: dict[str, list[Sample]] = {}
     for sample in sorted(samples, key=lambda sample: sample.block):
         by_policy.setdefault(sample.policy, []).append(sample)
-    plain = {one.block: statistics.median(one.step_seconds) for one in by_policy.get(PLAIN, ())}
+    plain = {
+        one.block: statistics.median(one.measured.step_seconds) for one in by_policy.get(PLAIN, ())
+    }
     return {name: _figures(by_policy[name], plain) for name in POLICIES if name in by_policy}
 
 
 def _figures(samples: Sequence[Sample], plain: Mapping[int, float]) -> dict[str, Any]:
-    steps = [seconds for sample in samples for seconds in sample.step_seconds]
+    steps = [seconds for sample in samples for seconds in sample.measured.step_seconds]
     ratios = [
-        statistics.median(sample.step_seconds) / plain[sample.block]
+        statistics.median(sample.measured.step_seconds) / plain[sample.block]
         for sample in samples
         if sample.block in plain
     ]
-    lost = [loss for sample in samples for loss in sample.losses]
+    lost = [loss for sample in samples for loss in sample.measured.losses]
     found: dict[str, Any] = {
         "swarms": len(samples),
         "steps": len(steps),
         "step_seconds": {**quartiles(steps), "mean": statistics.fmean(steps)},
-        "step_bytes": quartiles([sample.step_bytes for sample in samples]),
-        "dropped": sum(sample.dropped for sample in samples),
-        "late": max(sample.late for sample in samples),
+        "step_bytes": quartiles([sample.measured.step_bytes for sample in samples]),
+        "dropped": sum(sample.measured.dropped for sample in samples),
+        "late": max(sample.measured.late for sample in samples),
     }
     if ratios:
         found["against_plain"] = quartiles(ratios)
@@ -446,6 +309,10 @@ def live_command(
     site_table: Annotated[
         Path, typer.Option("--table", metavar="CSV", help="Links between sites.")
     ] = WAN_LINKS,
+    uplink: Annotated[
+        float | None,
+        typer.Option(help="Mbit/s that the nodes of a site together send to other sites."),
+    ] = None,
     kill: Annotated[
         list[str] | None,
         typer.Option(metavar="STAGE@STEP", help=f"Repeatable. Default: {KILL}."),
@@ -462,8 +329,11 @@ def live_command(
                 f"--policy {min(unknown)}: there is none such; choose of {', '.join(POLICIES)}"
             )
         run = _with_data(load(run_file) if run_file else loads(RUN))
-        nodes = places(run)
-        network = at_sites(nodes, site, site_table) if site else all_alike(nodes, delay, mbps)
+        nodes = machines(run)
+        if site:
+            network = at_sites(nodes, site, read_links(site_table), uplink)
+        else:
+            network = all_alike(nodes, delay, mbps)
         setting = Setting(run, network, tuple(kill or [KILL]))
         if early := [text for text in setting.kills if parse_kill(text, run).step <= FIRST]:
             raise LiveError(

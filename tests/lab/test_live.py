@@ -18,28 +18,31 @@ import typer
 from typer.testing import CliRunner
 
 from lab.emulation import EmulationError, emulate
-from lab.links import WAN_LINKS, LinkError, all_alike
+from lab.links import WAN_LINKS, LinkError, all_alike, read_links
 from lab.live import (
-    FIRST,
     POLICIES,
     SAMPLE,
-    Carried,
-    LiveError,
-    Loss,
     Sample,
     Setting,
     app,
     at_sites,
-    bytes_between,
-    commit_times,
     figures,
-    losses,
     open_samples,
-    places,
     plan_run,
     quartiles,
     schedule,
     table,
+)
+from lab.live_swarm import (
+    FIRST,
+    Carried,
+    LiveError,
+    Loss,
+    Measured,
+    bytes_between,
+    commit_times,
+    losses,
+    machines,
 )
 from node.prepare import Recipe, prepare
 from node.run_file import loads
@@ -52,7 +55,7 @@ SETTING = Setting(
 
 
 def sample(block: int, policy: str, seconds: list[float], *lost: Loss) -> Sample:
-    return Sample(block, policy, seconds, 1e6, list(lost), dropped=0, late=1e-4)
+    return Sample(block, policy, Measured(seconds, 1e6, list(lost), dropped=0, late=1e-4))
 
 
 # --- arithmetic
@@ -64,9 +67,11 @@ def test_each_policy_has_its_turn_in_each_block_and_begins_one():
     assert [policy for _, policy in turns[::3]] == ["a", "b", "c", "a"]
 
 
-def test_commits_are_timed_by_the_ledger():
-    ledger = [{"ledger": 1}, *({"step": n, "time": n * n} for n in range(1, 8))]
-    assert commit_times(ledger) == {n: n * n for n in range(1, 8)}
+def test_a_step_counts_when_it_was_first_committed():
+    """Stages went back to step 1, and one stage-0 node noted step 2 later than the other."""
+    times = [(1, 1.0), (2, 2.0), (3, 3.0), (2, 2.1), (2, 7.0), (3, 8.0), (4, 9.0)]
+    ledgers = [{"ledger": 1}, *({"step": step, "time": time} for step, time in times)]
+    assert commit_times(ledgers) == {1: 1.0, 2: 2.0, 3: 3.0, 4: 9.0}
 
 
 def test_bytes_between_two_times():
@@ -173,12 +178,13 @@ def test_each_policy_makes_a_run_of_its_own(policy, tmp_path):
 
 
 def test_neighbouring_stages_are_at_different_sites():
-    nodes = places(loads("[model]\nstages = 3\n[swarm]\nreplicas = 2"))
+    nodes = machines(loads("[model]\nstages = 3\n[swarm]\nreplicas = 2"))
     assert nodes == ["registry", "0.0", "1.0", "2.0", "3.0", "0.1", "1.1", "2.1", "3.1"]
-    network = at_sites(nodes, ["Iowa", "LA", "Oregon"], WAN_LINKS)
+    network = at_sites(nodes, ["Iowa", "LA", "Oregon"], read_links(WAN_LINKS), 50)
     assert [network.sites[node] for node in nodes[:5]] == ["Iowa", "Iowa", "LA", "Oregon", "Iowa"]
+    assert network.uplinks == {"Iowa": 50, "LA": 50, "Oregon": 50}
     with pytest.raises(LinkError, match="Atlantis"):
-        at_sites(nodes, ["Iowa", "Atlantis"], WAN_LINKS)
+        at_sites(nodes, ["Iowa", "Atlantis"], read_links(WAN_LINKS))
 
 
 # --- the command
@@ -253,7 +259,7 @@ def test_a_swarm_of_three_stages_behind_links_loses_one_and_goes_on(data, tmp_pa
     header, *samples = lines(tmp_path / "results" / "samples.jsonl")
     assert header["kills"] == [f"1@{FIRST + 3}"]
     assert [one["policy"] for one in samples] == ["plain", "checkpoint"]
-    for one in samples:
+    for one in (sample["measured"] for sample in samples):
         assert len(one["step_seconds"]) == 3
         # Forward and back through three stages it is six links of 5 ms, however quick the nodes.
         assert min(one["step_seconds"]) > 0.030
