@@ -50,7 +50,8 @@ class Emulation:
 
     @contextmanager
     def inside(self, node: str) -> Iterator[None]:
-        """The calling thread, and what it starts, is on this machine meanwhile."""
+        """The calling thread, and what it starts, is on this machine meanwhile; other threads that
+        are there already, such as gRPC's, stay where they are."""
         own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         try:
             enter_network(self.homes[node].namespace)

@@ -197,7 +197,8 @@ def _in_short(sample: Sample) -> str:
     stalls = ", ".join(f"{loss.stall:.1f} s" for loss in sample.measured.losses) or "none"
     return (
         f"{statistics.median(sample.measured.step_seconds):.3f} s a step, "
-        f"{decimal(round(sample.measured.step_bytes))} a step, stalls: {stalls}"
+        f"{decimal(round(sample.measured.step_bytes))} a step, stalls: {stalls}; "
+        f"packets {sample.measured.late * 1e3:.1f} ms late"
     )
 
 
