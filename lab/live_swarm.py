@@ -75,8 +75,8 @@ async def train(
     if status >= 128:
         raise LiveError("stopped; the same command goes on from here")
     if status:
-        last = told.read_text(encoding="utf-8").strip().rpartition("\n")[2]
-        raise LiveError(f"a swarm failed: {last} (see {plan.out})")
+        why = told.read_text(encoding="utf-8").rpartition("error: ")[2].strip()
+        raise LiveError(f"a swarm in {plan.out} failed: {why}")
     return carried
 
 
@@ -114,7 +114,7 @@ class Measured:
 
 
 def measure(out: Path, kills: Sequence[Kill], carried: Sequence[Carried]) -> Measured:
-    """From what a swarm has written to `out`."""
+    """From what a swarm has written to `out`. Raises LiveError, see `losses`."""
     times = commit_times(
         line for path in (out / "logs").glob("ledger-*.jsonl") for line in Tail(path).lines()
     )
@@ -148,7 +148,7 @@ def bytes_between(carried: Sequence[Carried], since: float, to: float) -> float:
 
 def losses(events: Sequence[Mapping[str, Any]]) -> list[Loss]:
     """What became of each kill, by a swarm's events in the order of time; nodes of a stage that
-    were killed together are one loss."""
+    were killed together are one loss. Raises LiveError when the swarm did not get over it."""
     first = {
         (event["stage"], event["step"]): event
         for event in reversed(events)
@@ -158,15 +158,22 @@ def losses(events: Sequence[Mapping[str, Any]]) -> list[Loss]:
     found = []
     for (stage, _), killed in sorted(first.items(), key=lambda one: one[1]["time"]):
         rebuilt = next(
-            event
-            for event in events
-            if event["kind"] == "rebuilt"
-            and event["stage"] == stage
-            and event["time"] > killed["time"]
+            (
+                event
+                for event in events
+                if event["kind"] == "rebuilt"
+                and event["stage"] == stage
+                and event["time"] > killed["time"]
+            ),
+            None,
         )
+        if rebuilt is None:
+            raise LiveError(f"stage {stage}, killed at step {killed['step']}, was never rebuilt")
         newest = max((c["step"] for c in commits if c["time"] < rebuilt["time"]), default=0)
         after = [commit for commit in commits if commit["time"] > rebuilt["time"]]
-        new = next(commit for commit in after if commit["step"] > newest)
+        new = next((commit for commit in after if commit["step"] > newest), None)
+        if new is None:
+            raise LiveError(f"nothing new was committed after stage {stage} had been rebuilt")
         stall, caught_up = (commit["time"] - killed["time"] for commit in (after[0], new))
         found.append(Loss(stage, rebuilt["method"], stall, caught_up, rebuilt["bytes"]))
     return found

@@ -97,6 +97,10 @@ def test_a_loss_ends_with_the_next_commit_and_is_made_good_by_the_next_new_step(
         Loss(0, "stage0-copy", 2.0, 2.0, 9),
     ]
     assert losses(events[:1]) == []
+    with pytest.raises(LiveError, match="stage 2, killed at step 8, was never rebuilt"):
+        losses(events[:4])
+    with pytest.raises(LiveError, match="nothing new was committed after stage 2"):
+        losses(events[:6])
 
 
 def test_quartiles():
