@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from bench.one_process import train
+from lab.training import train
 from node.corpus import Corpus
 from node.prepare import Recipe, prepare
 from node.run_file import RunFile, dumps, loads, override

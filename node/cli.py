@@ -82,7 +82,7 @@ def data_prepare(
 
     with refusing(CorpusError):
         recipe = Recipe(inputs, tokenizer, vocabulary, validation, text_field, document_separator)
-        with _tracking() as track:
+        with tracking() as track:
             corpus, written = prepare(recipe, out, force=force, track=track)
         if not written:
             console.print(f"{out} holds this very data already")
@@ -90,7 +90,7 @@ def data_prepare(
 
 
 @contextmanager
-def _tracking() -> Iterator[Track]:
+def tracking() -> Iterator[Track]:
     """Shows the progress of what goes through documents."""
     from rich.progress import (
         BarColumn,
@@ -296,7 +296,7 @@ def _prepare_shipped_text(run: RunFile) -> None:
         path = Path(run.data.path)
         message = f"there is no prepared data at {path}; preparing the prose in {text}"
         console.print(message, soft_wrap=True)
-        with _tracking() as track:
+        with tracking() as track:
             prepare(Recipe([str(text)]), path, track=track)
 
 

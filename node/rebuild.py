@@ -195,19 +195,15 @@ class Rebuilding:
             (state,) = states
             self.optimizer.load(state.tensors.items(), state.optimizer_step)
             return state.omega
-        if len(states) == 1:
-            self.optimizer.load([("weights", states[0].tensors["weights"])], 0)
-            return states[0].omega
-        before, after = states
-        if sync.method == "checkfree":
-            kind = self.run.recovery.omega
-            shares = checkfree.weights_of(before.omega, after.omega, kind)
-        else:
-            first, second = sorted({source.stage for source in sync.sources})
-            shares = float(second - self.stage), float(self.stage - first)
-        weights = before.tensors["weights"], after.tensors["weights"]
-        self.optimizer.load([("weights", checkfree.average(*weights, *shares))], 0)
-        return (before.omega + after.omega) / 2
+        stages = sorted({source.stage for source in sync.sources})
+        sources = [
+            checkfree.Trained(stage, state.tensors["weights"], state.omega)
+            for stage, state in zip(stages, states, strict=True)
+        ]
+        kind = self.run.recovery.omega
+        weights, omega = checkfree.guess(self.stage, sync.method, sources, kind)
+        self.optimizer.load([("weights", weights)], 0)
+        return omega
 
     async def _relearn(self, ballot: Ballot, sync: pb.Sync) -> pb.Relearned:
         """Train the guess on what crossed the lost stages' boundaries in the last step."""

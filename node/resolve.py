@@ -9,7 +9,7 @@ from bootstrap.membership import Rules
 from node.corpus import CorpusError, read_index
 from node.run_file import DataSection, RunFile, RunFileError, override, policy_of
 
-SHIPPED = Path(__file__).parent.parent / "corpus"
+SHIPPED = Path(__file__).parent.parent / "corpus" / "austen"
 """Prose that comes with the project's source."""
 
 

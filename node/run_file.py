@@ -157,7 +157,8 @@ class RunFile(Section):
         return self
 
 
-def _parse(fields: dict[str, Any], name: str) -> RunFile:
+def from_fields(fields: dict[str, Any], name: str = "the run") -> RunFile:
+    """Raises RunFileError."""
     try:
         return RunFile.model_validate(fields)
     except ValidationError as error:
@@ -174,7 +175,7 @@ def loads(text: str, name: str = "the run file") -> RunFile:
         fields = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RunFileError(f"{name} is not valid TOML: {error}") from error
-    return _parse(fields, name)
+    return from_fields(fields, name)
 
 
 def load(path: Path) -> RunFile:
@@ -197,7 +198,7 @@ def override(run: RunFile, **changes: Any) -> RunFile:
         for section in sections:
             target = target.setdefault(section, {})
         target[key] = value
-    return _parse(fields, "the run file with the command line's changes")
+    return from_fields(fields, "the run file with the command line's changes")
 
 
 def policy_of(run: RunFile) -> Policy:

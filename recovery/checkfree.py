@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 BLOCK = 1 << 20  # elements worked on at a time in float64
 
+Omega = Literal["squared", "norm", "uniform"]
+
+
+class Trained(NamedTuple):
+    """A stage that a lost one is guessed from."""
+
+    stage: int
+    weights: Tensor  # flat, float32
+    omega: float  # squared norm of its last gradient
+
+
+def guess(
+    stage: int, method: str, sources: Sequence[Trained], kind: Omega = "squared"
+) -> tuple[Tensor, float]:
+    """Weights of the lost `stage`, and an ω for it, from one other stage (its weights as they are)
+    or two: by their ω where `method` is checkfree, else by how far each is away."""
+    if len(sources) == 1:
+        return sources[0].weights, sources[0].omega
+    before, after = sources
+    if method == "checkfree":
+        shares = weights_of(before.omega, after.omega, kind)
+    else:
+        shares = float(after.stage - stage), float(stage - before.stage)
+    return average(before.weights, after.weights, *shares), (before.omega + after.omega) / 2
+
 
 def weights_of(
-    omega_before_squared: float,
-    omega_after_squared: float,
-    kind: Literal["squared", "norm", "uniform"] = "squared",
+    omega_before_squared: float, omega_after_squared: float, kind: Omega = "squared"
 ) -> tuple[float, float]:
     """The neighbours' shares, which sum to 1, from the squared norms of their last gradients.
 

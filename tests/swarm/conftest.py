@@ -13,19 +13,9 @@ from typing import Any
 
 import pytest
 
-from node.prepare import Recipe, prepare
 from node.run_file import RunFile, dumps, loads
 
-CORPUS = Path(__file__).parent.parent.parent / "corpus" / "austen"
 DEADLINE = 240.0  # seconds; only a hanging swarm gets there
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped prose, prepared once for all the tests."""
-    path = tmp_path_factory.mktemp("data") / "prose"
-    prepare(Recipe([str(CORPUS)], vocabulary=512), path)
-    return path
 
 
 class Up:

@@ -151,14 +151,19 @@ class LocalSwarm:
         node.stop("killed")
         await task
 
-    async def until(self, condition: Callable[[], object], deadline: float = 60.0) -> None:
-        """Raises what a node crashed with, or TimeoutError."""
+    async def until(
+        self, condition: Callable[[], object], deadline: float = 60.0, pause: float = 0.005
+    ) -> None:
+        """Without a `pause`, no state that lasts for one turn of the loop is overlooked.
+
+        Raises what a node crashed with, or TimeoutError.
+        """
         async with asyncio.timeout(deadline):
             while not condition():
                 for _, task in self.nodes.values():
                     if task.done():
                         task.result()
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(pause)
 
     def committed(self) -> int:
         members = [node.member for node, _ in self.nodes.values() if node.member]

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from bench.one_process import train
+from lab.training import State, Swarm, train
 from node import stage_pb2 as pb
 from node.corpus import Corpus
 from node.ledger import audit, merge
@@ -73,13 +73,13 @@ async def test_a_killed_replica_costs_no_step(corpus, tmp_path, victim):
 @pytest.mark.parametrize("stage", [0, 1])
 async def test_a_replica_joins_while_the_others_train(corpus, tmp_path, stage):
     """It enters at a step boundary, no attempt is lost, and its weights are those of the others."""
-    run = loads(SMALL.format(stages=2, replicas=2).replace("steps = 8", "steps = 40"))
+    run = loads(SMALL.format(stages=2, replicas=2).replace("steps = 8", "steps = 80"))
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
         await swarm.kill(stage, 1)
         await swarm.until(lambda: swarm.committed() >= 6)
         joined = swarm.start(stage, 1)
-        await swarm.until(lambda: joined.member is not None and joined.member.following)
+        await swarm.until(lambda: joined.member and joined.member.following, pause=0)
         since = swarm.committed()
         await swarm.until(lambda: joined.member.phase.value == "running")
         assert swarm.committed() > since
@@ -92,13 +92,13 @@ async def test_a_replica_joins_while_the_others_train(corpus, tmp_path, stage):
 
 @pytest.mark.parametrize("victim", ["joiner", "source", "driver"])
 async def test_who_is_killed_while_a_joiner_follows_costs_no_step(corpus, tmp_path, victim):
-    run = loads(SMALL.format(stages=2, replicas=3).replace("steps = 8", "steps = 40"))
+    run = loads(SMALL.format(stages=2, replicas=3).replace("steps = 8", "steps = 80"))
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
         await swarm.kill(1, 2)
         await swarm.until(lambda: swarm.committed() >= 6)
         joined = swarm.start(1, 2)
-        await swarm.until(lambda: joined.member is not None and joined.member.following)
+        await swarm.until(lambda: joined.member and joined.member.following, pause=0)
         slots = {node.node: slot for slot, (node, _) in swarm.nodes.items()}
         source = min(node for node, slot in slots.items() if slot in [(1, 0), (1, 1)])
         slot = {"joiner": (1, 2), "source": slots[source], "driver": slots[joined.member.driver]}
@@ -112,7 +112,7 @@ async def test_who_is_killed_while_a_joiner_follows_costs_no_step(corpus, tmp_pa
 
 async def test_a_joiner_that_cannot_keep_up_is_waited_for(corpus, tmp_path, monkeypatch):
     """Its gradients are all dropped; still it gets in, and the run goes on."""
-    run = loads(SMALL.format(stages=2, replicas=2).replace("steps = 8", "steps = 40"))
+    run = loads(SMALL.format(stages=2, replicas=2).replace("steps = 8", "steps = 80"))
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
         await swarm.kill(1, 1)
@@ -251,6 +251,7 @@ async def test_every_loss_is_survived_by_its_policy(corpus, tmp_path, policy, lo
         recovery__checkpoint_every=3,
         recovery__relearn_passes=2,
         recovery__snapshot_fraction=1.0,
+        recovery__snapshot_period=1,
         steps=12,
     )
     out = tmp_path / "out"
@@ -269,6 +270,31 @@ async def test_every_loss_is_survived_by_its_policy(corpus, tmp_path, policy, lo
         assert all("relearned" in e for e in rebuilt if e["stage"] in lost and e["stage"])
     if policy == "redundant":
         assert losses(out) == pytest.approx(list(train(run, corpus)), rel=1e-5)
+    back = [e for path in out.glob("events-*.jsonl") for e in events_of(path, "rolled back")]
+    at = back[0]["from"] if back else rebuilt[0]["step"]
+    assert losses(out) == pytest.approx(in_the_lab(run, corpus, at, lost, rebuilt), rel=1e-4)
+
+
+def in_the_lab(run, corpus, at, lost, rebuilt):
+    """The losses, by step, of a run that loses these stages after step `at`. What the live swarm's
+    holders had not received yet is taken from the step before, there as here."""
+    swarm, found, earlier = Swarm(run, corpus), {}, {}
+    while swarm.committed < run.steps:
+        loss = swarm.step()
+        found[swarm.committed] = loss
+        earlier[swarm.committed] = [State.of(stage) for stage in swarm.stages]
+        if lost and swarm.committed == at:
+            swarm.lose(lost)
+            for event in rebuilt:
+                held = min(source["step"] for source in event["sources"])
+                if event["method"] in ("snapshot", "stage0-copy") and held < at:
+                    state = earlier[held][event["stage"]]
+                    if event["method"] == "stage0-copy":
+                        state = state._replace(tensors={"weights": state.tensors["weights"]})
+                        state = state._replace(optimizer_step=0)
+                    state.put(swarm.stages[event["stage"]])
+            lost = []
+    return [found[step] for step in sorted(found)]
 
 
 def events_of(path, kind):

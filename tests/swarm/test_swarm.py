@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from bench.one_process import train
+from lab.training import train
 from node.corpus import Corpus
 from node.run_file import loads
 

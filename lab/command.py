@@ -1,0 +1,147 @@
+"""`planaria lab`, and the whole command: what node/cli.py has, and what is built on it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from node import cli
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lab.study import Job, Study
+
+lab_app = typer.Typer(
+    no_args_is_help=True, help="What losses cost in learning: many runs in one process each."
+)
+cli.app.add_typer(lab_app, name="lab")
+
+console = Console()
+
+StudyFile = Annotated[Path, typer.Argument(metavar="STUDY.toml", help="The study.")]
+
+
+def main() -> None:
+    cli.main()
+
+
+@lab_app.command("run")
+def lab_run(
+    study_file: StudyFile,
+    jobs: Annotated[int, typer.Option(min=0, help="Runs at once; 0: one a core.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda:N.")] = "cpu",
+    only: Annotated[
+        list[str] | None, typer.Option(help="A variant's name; repeatable. Default: all.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=0, help="Of the study's seeds the first N.")] = 0,
+) -> None:
+    """Run what a study lacks; results are kept run by run, so it can be stopped and started."""
+    from lab import runner, study
+    from lab.schedule import ScheduleError
+    from node.corpus import CorpusError
+    from node.run_file import RunFileError
+
+    with cli.refusing(study.StudyError, ScheduleError, RunFileError, CorpusError):
+        asked = study.load(study_file)
+        wanted = [
+            job
+            for job in study.jobs(asked)
+            if (not only or job.variant in only) and job.seed in asked.seeds[: seeds or None]
+        ]
+        _prepare(asked, wanted)
+        results = study_file.with_name(study.RESULTS)
+        there = study.read_results(results)
+        todo = {key: job for key, job in runner.resolved(wanted) if key not in there}
+        console.print(f"{asked.title}: {len(todo)} of {len(wanted)} runs to do", soft_wrap=True)
+        if not todo:
+            return
+        iterations = sum(job.run.steps for job in todo.values())
+        at_once = min(jobs or os.cpu_count() or 1, len(todo))
+        with _progress(iterations, len(todo)) as tell:
+            runner.run_all(list(todo.items()), results, device, at_once, tell)
+    console.print(f"{results}: all {len(wanted)} runs are there")
+
+
+def _prepare(asked: Study, wanted: Sequence[Job]) -> None:
+    """Makes the data of these runs where it is not there yet. Raises CorpusError."""
+    from node.prepare import Recipe, prepare
+
+    for path in sorted({Path(job.run.data.path) for job in wanted}):
+        if not path.exists():
+            console.print(f"there is no prepared data at {path}; preparing {asked.text}")
+            with cli.tracking() as track:
+                prepare(Recipe([asked.text], vocabulary=asked.vocabulary), path, track=track)
+
+
+@contextmanager
+def _progress(iterations: int, runs: int) -> Iterator[Callable[[int, int], None]]:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns: tuple[Any, ...] = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("iterations,"),
+        TimeElapsedColumn(),
+        TextColumn("gone,"),
+        TimeRemainingColumn(),
+        TextColumn("to go"),
+    )
+    with Progress(*columns, console=cli.errors) as progress:
+        task = progress.add_task(f"0 of {runs} runs", total=iterations)
+
+        def tell(done: int, finished: int) -> None:
+            progress.update(task, completed=done, description=f"{finished} of {runs} runs")
+
+        yield tell
+
+
+@lab_app.command("report")
+def lab_report(study_file: StudyFile) -> None:
+    """Write table.md, curves.png and costs.png beside the study, from the results there are."""
+    from lab import report, runner, study
+    from node.corpus import CorpusError
+    from node.run_file import RunFileError
+
+    with cli.refusing(study.StudyError, RunFileError, CorpusError):
+        asked = study.load(study_file)
+        results = study_file.with_name(study.RESULTS)
+        there = study.read_results(results)
+        wanted = study.jobs(asked)
+        _prepare(asked, wanted)
+        found = {
+            (job.variant, job.seed): there[key]
+            for key, job in runner.resolved(wanted)
+            if key in there
+        }
+        if not found:
+            command = f"planaria lab run {shlex.quote(str(study_file))}"
+            raise study.StudyError(f"{results} has no run of this study yet: {command}")
+    if missing := len(wanted) - len(found):
+        console.print(f"{missing} of {len(wanted)} runs are missing", soft_wrap=True)
+    made = report.rows(asked, found)
+    command = f"planaria lab run {study_file} && planaria lab report {study_file}"
+    text = report.table(asked, made, command)
+    study_file.with_name("table.md").write_text(text, encoding="utf-8")
+    report.plot_curves(asked, made, study_file.with_name("curves.png"))
+    report.plot_costs(asked, made, study_file.with_name("costs.png"))
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

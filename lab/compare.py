@@ -1,0 +1,106 @@
+"""What losses cost in learning: pure functions of the runs' validation curves.
+
+A curve is a sequence of (iteration, loss), the loss in nats a token on the same held-out samples.
+Every comparison is paired: with the run of the same seed and windows that lost nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+Curve = Sequence[tuple[int, float]]
+
+
+class Spread(NamedTuple):
+    """Over the seeds. `deviation` is the sample's standard deviation, NaN for one seed."""
+
+    mean: float
+    deviation: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        deviation = statistics.stdev(values) if len(values) > 1 else math.nan
+        mean = statistics.fmean(values) if values else math.nan
+        return cls(mean, deviation)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one run, against the one of its seed that lost nothing."""
+
+    final: float  # its loss at the end
+    difference: float  # of the losses after as many iterations
+    iterations: float  # extra ones to reach the target; inf: not reached
+    behind: float  # iterations ago that the other one's loss was what this one's is at the end
+    relearned: float  # iterations' worth of computing that relearning took
+    waited: float  # iterations' time that it took, were nodes always busy
+
+
+def loss_at(curve: Curve, iteration: float) -> float:
+    """Between two validations in a line; outside of them the nearest."""
+    if iteration <= curve[0][0]:
+        return curve[0][1]
+    for (start, a), (end, b) in pairwise(curve):
+        if iteration <= end:
+            return a + (b - a) * (iteration - start) / (end - start)
+    return curve[-1][1]
+
+
+def reached(curve: Curve, loss: float) -> float:
+    """From which iteration on the loss is never above `loss` again; inf if it is at the end."""
+    if curve[-1][1] > loss:
+        return math.inf
+    after = max((i for i, (_, value) in enumerate(curve) if value > loss), default=-1)
+    if after < 0:
+        return float(curve[0][0])
+    (start, a), (end, b) = curve[after], curve[after + 1]
+    return start + (end - start) * (a - loss) / (a - b)
+
+
+def iteration_cost(curve: Curve, other: Curve, target: int) -> float:
+    """Extra iterations to reach, for good, the loss that `other` has after `target` (SCAR, eq. 4,
+    with the loss for the distance). May be negative; inf if it is not reached."""
+    loss = loss_at(other, target)
+    return reached(curve, loss) - min(float(target), reached(other, loss))
+
+
+def behind(curve: Curve, other: Curve) -> float:
+    """How many iterations ago `other` was where `curve` ends; unlike the iteration cost always
+    finite, and 0 if `curve` ends below it."""
+    end, loss = curve[-1]
+    return max(0.0, min(end, other[-1][0]) - min(reached(other, loss), float(other[-1][0])))
+
+
+def cost(run: Mapping[str, Any], other: Mapping[str, Any], target: int) -> Cost:
+    """Of two lines of the results."""
+    curve, against = curve_of(run), curve_of(other)
+    end = against[-1][0]
+    relearned = _relearned(run["rebuilds"]) / run["window"]
+    return Cost(
+        final=loss_at(curve, end),
+        difference=loss_at(curve, end) - against[-1][1],
+        iterations=iteration_cost(curve, against, target),
+        behind=behind([(i, loss) for i, loss in curve if i <= end], against),
+        relearned=relearned * run["share"],
+        waited=relearned,
+    )
+
+
+def curve_of(run: Mapping[str, Any]) -> Curve:
+    """What a result's line has measured."""
+    return [(iteration, loss) for iteration, _, loss in run["validation"]]
+
+
+def _relearned(rebuilds: Sequence[Mapping[str, Any]]) -> float:
+    """Tokens times stages, counted once for stages that relearn together."""
+    seen = {}
+    for line in rebuilds:
+        if "relearned" in line:
+            done = line["relearned"]
+            seen[line["iteration"], done["before"]] = done["stage_tokens"]
+    return math.fsum(seen.values())

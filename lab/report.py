@@ -1,0 +1,175 @@
+"""A study's table and plots, from the results that there are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from lab.compare import Cost, Spread, cost, curve_of
+from lab.study import Study
+
+matplotlib.use("agg")
+
+Line = Mapping[str, Any]
+COLORS = ("#20507a", "#b0402f", "#2e8b57", "#8a5fa8", "#c98a1b", "#4aa5b8", "#7a7a7a", "#d3739b")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A variant, over its seeds."""
+
+    name: str
+    runs: Sequence[Line]
+    costs: Sequence[Cost]
+
+    def spread(self, figure: Callable[[Cost], float]) -> Spread:
+        return Spread.of([figure(cost) for cost in self.costs])
+
+    @property
+    def losses(self) -> float:
+        """Rebuilds in a run, on average."""
+        return sum(len(run["rebuilds"]) for run in self.runs) / max(1, len(self.runs))
+
+
+def rows(study: Study, found: Mapping[tuple[str, int], Line]) -> list[Row]:
+    """By variant, with the seeds that have both their run and the one to compare it with."""
+    made = []
+    for variant in study.variants:
+        seeds = [s for s in study.seeds if {(variant.name, s), (study.baseline, s)} <= found.keys()]
+        runs = [found[variant.name, seed] for seed in seeds]
+        others = [found[study.baseline, seed] for seed in seeds]
+        costs = [cost(run, other, study.target) for run, other in zip(runs, others, strict=True)]
+        made.append(Row(variant.name, runs, costs))
+    return made
+
+
+def table(study: Study, made: Sequence[Row], command: str) -> str:
+    """Markdown."""
+    relative = next((row for row in made if row.name == study.reference), None)
+    texts = sorted(study.texts)
+    heads = ["variant", "seeds", "losses", "loss at the end", "above the baseline"]
+    heads += ["share of the reference"] if relative else []
+    heads += [f"extra iterations to the loss of step {study.target}", "iterations behind"]
+    relearned = any(cost.relearned for row in made for cost in row.costs)
+    heads += ["relearning, iterations of computing", "... of waiting"] if relearned else []
+    heads += [f"perplexity, {name}" for name in ("held out", *texts)] if texts else []
+    lines = [f"# {study.title}", "", _machines(made), f"Made by `{command}`.", ""]
+    lines += [f"Mean ± standard deviation over the seeds; `{study.baseline}` is the baseline."]
+    lines += ["", "| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    for row in made:
+        cells = [row.name, str(len(row.costs)), f"{row.losses:.1f}"]
+        if not row.costs:
+            lines.append("| " + " | ".join(cells + ["-"] * (len(heads) - 3)) + " |")
+            continue
+        cells += [_plain(row.spread(lambda c: c.final), 4)]
+        cells += [_plain(row.spread(lambda c: c.difference), 4, sign=True)]
+        cells += [_share(row, relative)] if relative else []
+        cells += [_reached(row), _plain(row.spread(lambda c: c.behind), 0)]
+        if relearned:
+            cells += [_plain(row.spread(lambda c: c.relearned), 1)]
+            cells += [_plain(row.spread(lambda c: c.waited), 0)]
+        if texts:
+            ends = [[run["validation"][-1][2] for run in row.runs]]
+            ends += [[run["texts"][name] for run in row.runs] for name in texts]
+            cells += [_plain(Spread.of([math.exp(x) for x in end]), 2) for end in ends]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _machines(made: Sequence[Row]) -> str:
+    names = sorted({run["machine"] for row in made for run in row.runs})
+    seconds = sum(run["seconds"] for row in made for run in row.runs)
+    runs = sum(len(row.runs) for row in made)
+    return (
+        f"{runs} runs, {seconds / 60:.0f} minutes if one came after the other ({', '.join(names)})."
+    )
+
+
+def _plain(spread: Spread, digits: int, sign: bool = False) -> str:
+    mean = f"{spread.mean:{'+' if sign else ''}.{digits}f}"
+    return mean if math.isnan(spread.deviation) else f"{mean} ± {spread.deviation:.{digits}f}"
+
+
+def _share(row: Row, relative: Row) -> str:
+    """Of the sums over the seeds: a seed's own quotient may divide by next to nothing."""
+    theirs = math.fsum(cost.difference for cost in relative.costs)
+    if not theirs or len(row.costs) != len(relative.costs):
+        return "-"
+    return f"{math.fsum(cost.difference for cost in row.costs) / theirs:.2f}"
+
+
+def _reached(row: Row) -> str:
+    finite = [cost.iterations for cost in row.costs if math.isfinite(cost.iterations)]
+    if not finite:
+        return "not reached"
+    missed = len(row.costs) - len(finite)
+    said = _plain(Spread.of(finite), 0, sign=True)
+    return f"{said} ({missed} of {len(row.costs)} seeds never)" if missed else said
+
+
+# --- plots
+
+
+def plot_curves(study: Study, made: Sequence[Row], path: Path) -> None:
+    """Validation loss against iterations: the mean of the seeds with their range; ticks at the foot
+    mark the losses of the first seed."""
+    figure = Figure(figsize=(9, 5.2), layout="constrained")
+    axes = figure.add_subplot()
+    shown = [row for row in made if row.runs and row.name in (study.plotted or [row.name])]
+    lowest, highest = math.inf, -math.inf
+    for row, color in zip(shown, _colors(len(shown)), strict=True):
+        curves = [curve_of(run) for run in row.runs]
+        length = min(len(curve) for curve in curves)
+        at = [iteration for iteration, _ in curves[0][:length]]
+        values = [[curve[i][1] for curve in curves] for i in range(length)]
+        means = [sum(v) / len(v) for v in values]
+        axes.plot(at, means, color=color, label=row.name, linewidth=1.6)
+        low, high = [min(v) for v in values], [max(v) for v in values]
+        axes.fill_between(at, low, high, color=color, alpha=0.12, linewidth=0)
+        late = means[length // 5 :]
+        lowest, highest = min(lowest, *late), max(highest, *late)
+    _mark_losses(axes, shown)
+    margin = 0.05 * (highest - lowest)
+    axes.set_ylim(lowest - 2 * margin, highest + margin)
+    axes.set_xlabel("iteration")
+    axes.set_ylabel("validation loss, nats a token")
+    axes.set_title(study.title, loc="left")
+    axes.grid(color="#e6e6e6")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
+    figure.savefig(path, dpi=120)
+
+
+def _mark_losses(axes: Any, shown: Sequence[Row]) -> None:
+    seen = {line["iteration"] for row in shown for run in row.runs[:1] for line in run["rebuilds"]}
+    for iteration in seen:
+        axes.axvline(iteration, ymax=0.025, color="#404040", linewidth=1.2)
+
+
+def plot_costs(study: Study, made: Sequence[Row], path: Path) -> None:
+    """How far above the baseline each variant ends: a dot for each seed, a bar for the mean."""
+    shown = [row for row in made if row.costs and row.name != study.baseline]
+    figure = Figure(figsize=(9, 1.4 + 0.34 * len(shown)), layout="constrained")
+    axes = figure.add_subplot()
+    for place, (row, color) in enumerate(zip(shown, _colors(len(shown)), strict=True)):
+        values = [cost.difference for cost in row.costs]
+        axes.barh(place, sum(values) / len(values), color=color, alpha=0.35, height=0.62)
+        axes.plot(values, [place] * len(values), "o", color=color, markersize=4)
+    axes.set_yticks(range(len(shown)), [row.name for row in shown])
+    axes.invert_yaxis()
+    axes.axvline(0, color="#404040", linewidth=0.8)
+    axes.set_xlabel(f"validation loss at the end, above '{study.baseline}' (nats a token)")
+    axes.set_title(study.title, loc="left")
+    axes.grid(axis="x", color="#e6e6e6")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
+def _colors(count: int) -> list[str]:
+    return [COLORS[place % len(COLORS)] for place in range(count)]
