@@ -19,12 +19,12 @@ from typer.testing import CliRunner
 
 from lab.emulation import EmulationError, emulate
 from lab.links import WAN_LINKS, LinkError, all_alike, read_links
-from lab.live import (
+from lab.live import app
+from lab.live_study import (
     POLICIES,
     SAMPLE,
     Sample,
     Setting,
-    app,
     at_sites,
     figures,
     open_samples,
@@ -194,14 +194,25 @@ def test_neighbouring_stages_are_at_different_sites():
 # --- the command
 
 
-def test_what_is_asked_for_must_be_there(tmp_path, monkeypatch):
-    """As a part of another command, as `planaria lab live` has it."""
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (["--policy", "hope", "--kill", "1@8"], "--policy hope: there is none such"),
+        (["--kill", f"1@{FIRST}"], "to the first kill, so that must be later"),
+        (["--kill", "9@9"], "there is no stage 9"),
+        (["--site", "Atlantis", "--site", "Iowa"], "no link between Atlantis and Iowa"),
+        (["--delay", "-1"], "a delay of -1 ms"),
+    ],
+)
+def test_what_is_asked_for_must_be_there(asked, words, data, tmp_path, monkeypatch):
+    """As a part of another command, as `planaria lab live` is one."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN.format(steps=20, data=data))
     lab = typer.Typer()
     lab.add_typer(app, name="live")
-    refused = CliRunner().invoke(lab, ["live", "--policy", "hope"])
+    refused = CliRunner().invoke(lab, ["live", "--run", "run.toml", "--out", "results", *asked])
     assert refused.exit_code == 1
-    assert "--policy hope" in refused.stderr
+    assert words in refused.stderr
     assert CliRunner().invoke(lab, ["live", "--help"]).exit_code == 0
 
 
@@ -226,12 +237,17 @@ relearn_passes = 5
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def possible() -> None:
+    """Skips where links can't be emulated."""
     try:
         with emulate(all_alike(["a"], 1, 100)):
             pass
     except EmulationError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "prose"
     prepare(Recipe([str(ROOT / "corpus" / "austen")], vocabulary=512), path)
     return path
@@ -256,6 +272,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.usefixtures("possible")
 def test_a_swarm_of_three_stages_behind_links_loses_one_and_goes_on(data, tmp_path):
     process = start(tmp_path, data, FIRST + 5)
     output, _ = process.communicate(timeout=DEADLINE)
@@ -281,6 +298,7 @@ def test_a_swarm_of_three_stages_behind_links_loses_one_and_goes_on(data, tmp_pa
     assert (tmp_path / "results" / "samples.jsonl").read_bytes() == kept
 
 
+@pytest.mark.usefixtures("possible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_measurement_that_is_ended_leaves_no_process_behind(data, tmp_path, number):
     process = start(tmp_path, data, 100_000)
