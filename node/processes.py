@@ -21,6 +21,7 @@ GRACE = 5.0
 LOOK = 0.02
 """Seconds between two looks at processes that are to end."""
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+_CLONE_NEWNET = 0x40000000  # setns(2)
 
 Work = Callable[[list[str]], None]
 
@@ -62,13 +63,16 @@ class Processes:
         self._running: dict[str, BaseProcess] = {}
         self._started: Counter[str] = Counter()
 
-    def start(self, slot: str, arguments: Sequence[str]) -> int:
-        """Returns the process's id. Its output goes to the slot's next log. Raises OSError."""
+    def start(self, slot: str, arguments: Sequence[str], namespace: Path | None = None) -> int:
+        """Returns the process's id. Its output goes to the slot's next log. With `namespace` it
+        runs in that network namespace, as in /proc/PID/ns/net. Raises OSError."""
         self._started[slot] += 1
         while self.log(slot).exists():  # of a run that goes on
             self._started[slot] += 1
         process = self._context.Process(
-            target=_begin, args=(self.log(slot), self.work, list(arguments)), daemon=True
+            target=_begin,
+            args=(self.log(slot), namespace, self.work, list(arguments)),
+            daemon=True,
         )
         process.start()
         assert process.pid is not None
@@ -141,7 +145,7 @@ def tail(log: Path, lines: int = 12) -> str:
     return "\n".join(text.splitlines()[-lines:]) or "(empty)"
 
 
-def _begin(log: Path, work: Work, arguments: list[str]) -> None:
+def _begin(log: Path, namespace: Path | None, work: Work, arguments: list[str]) -> None:
     """What a child does first."""
     os.setsid()
     die_with_parent()
@@ -149,6 +153,8 @@ def _begin(log: Path, work: Work, arguments: list[str]) -> None:
         for output in (sys.stdout, sys.stderr):
             output.flush()
             os.dup2(file.fileno(), output.fileno())
+    if namespace is not None:
+        enter_network(namespace)
     work(arguments)
 
 
@@ -156,3 +162,15 @@ def die_with_parent() -> None:
     """This process gets SIGKILL when its parent vanishes (on Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def enter_network(namespace: Path) -> None:
+    """Move the calling thread, and what it starts from now on, into a network namespace (Linux,
+    root). Raises OSError."""
+    descriptor = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET):
+            number = ctypes.get_errno()
+            raise OSError(number, f"can't enter it: {os.strerror(number)}", str(namespace))
+    finally:
+        os.close(descriptor)

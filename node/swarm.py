@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +92,13 @@ class Ending(NamedTuple):
     reason: str  # empty: the run is finished
 
 
+class Home(NamedTuple):
+    """Where a process listens, when it has a network of its own."""
+
+    host: str  # address in that network
+    namespace: Path  # the network, as in /proc/PID/ns/net
+
+
 class Plan(NamedTuple):
     """What to train, and where."""
 
@@ -99,6 +106,7 @@ class Plan(NamedTuple):
     out: Path
     save_dir: Path | None  # for nodes' saves
     device: str
+    homes: Mapping[str, Home] = {}  # slot -> home: of all, and `up` runs where it reaches them
 
 
 async def up(plan: Plan, kills: Sequence[Kill], console: Console, resume: bool = False) -> int:
@@ -222,7 +230,7 @@ class _Swarm:
 
     def __init__(self, plan: Plan, kills: Sequence[Kill], screen: Screen) -> None:
         self.run, self.kills, self.screen = plan.run, list(kills), screen
-        self.device, self.save_dir = plan.device, plan.save_dir
+        self.device, self.save_dir, self.homes = plan.device, plan.save_dir, plan.homes
         self.out, run = plan.out.absolute(), plan.run
         self.logs = self.out / "logs"
         self.stages, self.replicas = run.model.stages or 0, run.swarm.replicas
@@ -376,23 +384,27 @@ class _Swarm:
 
     def _start(self, slot: str) -> None:
         try:
-            pid = self.processes.start(slot, self._command(slot))
+            home = self.homes.get(slot)
+            namespace = home.namespace if home else None
+            pid = self.processes.start(slot, self._command(slot), namespace)
         except OSError as error:
             raise SwarmError(f"can't start a process for {slot}: {error}") from error
         self.events.write("started", {"slot": slot, "pid": pid})
 
     def _command(self, slot: str) -> list[str]:
+        home = self.homes.get(slot)
+        host, plain = (home.host, ["--insecure"]) if home else ("127.0.0.1", [])
         if slot == "registry":
             return [
-                *("bootstrap", "--run", str(self.out / RUN_FILE)),
-                *("--listen", self.address or "127.0.0.1:0"),
+                *("bootstrap", "--run", str(self.out / RUN_FILE), *plain),
+                *("--listen", self.address or f"{host}:0"),
                 *("--address-file", str(self.out / ADDRESS)),
                 *("--journal", str(self.logs / JOURNAL)),
             ]
         saves = [] if self.save_dir is None else ["--save-dir", str(self.save_dir / slot)]
         return [
             *("node", "--join", self.address, "--stage", slot.partition(".")[0]),
-            *("--listen", "127.0.0.1:0", "--device", self.device),
+            *("--listen", f"{host}:0", *plain, "--device", self.device),
             *("--out", str(self.logs), "--threads", str(self.threads), *saves),
         ]
 

@@ -68,6 +68,12 @@ def test_who_ends_by_itself_is_told_once_with_its_last_words(processes):
     assert tail(processes.log("1.0")) == "hello"
 
 
+def test_a_network_that_cannot_be_entered_ends_the_process_with_its_name(processes, tmp_path):
+    pid = processes.start("1.0", [FOREVER], tmp_path / "no-network")
+    assert until(processes.ended) == [("1.0", pid, 1)]
+    assert "no-network" in tail(processes.log("1.0"))
+
+
 async def test_stop_ends_the_willing_and_the_stubborn(processes, monkeypatch):
     monkeypatch.setattr("node.processes.GRACE", 0.1)
     pids = [
