@@ -1,0 +1,1 @@
+"""Convergence under failures, simulation and planning: what one wants to know before renting."""
