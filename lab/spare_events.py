@@ -67,11 +67,11 @@ class Scheme(Protocol):
 
 
 class Replication:
-    """Every group computes all that it hosts; hosts: (types, r). r = 1 is checkpoints alone."""
+    """Every group computes all of its `redundancy` types; hosts: (types, hosts of each).
+    Redundancy 1 is checkpoints alone."""
 
-    def __init__(self, hosts: NDArray[np.int64], endures: float) -> None:
-        self.hosts, self.endures = hosts, endures
-        self.stacks = float(hosts.shape[1])
+    def __init__(self, hosts: NDArray[np.int64], redundancy: int, endures: float) -> None:
+        self.hosts, self.stacks, self.endures = hosts, float(redundancy), endures
         self.reset()
 
     def reset(self) -> None:
@@ -107,16 +107,18 @@ class Spare:
 
 def replicate(groups: int, redundancy: int) -> Replication:
     """Replication as the seed counts it: as many types as groups, hosted as SPARe's."""
-    return Replication(place(groups, redundancy), endured(groups, redundancy))
+    return Replication(place(groups, redundancy), redundancy, endured(groups, redundancy))
 
 
 def replicate_in_sets(groups: int, redundancy: int) -> Replication:
-    """Replication as it is built: sets of `redundancy` groups that compute the same. Fewer sets can
-    die than types can, so it endures r^(1/r) times as many failures. Groups that don't fill a set
-    join one."""
-    sets = np.arange(groups // redundancy * redundancy).reshape(-1, redundancy)
+    """Replication as it is built: sets of `redundancy` groups that compute the same, and the groups
+    that are left over in one more of the sets each. There are fewer sets than types to die, so it
+    endures r^(1/r) times as many failures."""
+    sets = groups // redundancy
+    member = np.arange(sets) + sets * np.arange(redundancy + 1)[:, None]
+    hosts = np.where(member < groups, member, np.arange(sets)).T
     endures = endured(groups, redundancy) * redundancy ** (1 / redundancy)
-    return Replication(sets, endures)
+    return Replication(hosts, redundancy, endures)
 
 
 @dataclass
@@ -244,9 +246,10 @@ class _Training:
         self.begin()
 
 
+MICROBATCHES = "SPARe+CKPT by microbatches"  # four in a shard
 SCHEMES: dict[str, Callable[[int, int], Scheme]] = {
     "SPARe+CKPT": Spare,
     "Rep+CKPT": replicate,
     "Rep+CKPT in sets": replicate_in_sets,
-    "SPARe+CKPT by microbatches": lambda groups, redundancy: Spare(groups, redundancy, parts=8),
+    MICROBATCHES: lambda groups, redundancy: Spare(groups, redundancy, parts=4),
 }

@@ -13,7 +13,6 @@ from lab.published_spare import MONTE_CARLO
 from lab.spare import app, depths, first_wipe_out, mape, monte_carlo, patches
 from lab.spare_events import (
     DAY,
-    Replication,
     Spare,
     System,
     replicate,
@@ -117,7 +116,7 @@ def test_a_trail_is_the_same_every_time_and_trails_differ() -> None:
 def test_failures_come_as_often_as_is_said(clocks: str) -> None:
     """Half of the groups are lost when exponential clocks say so, however they are drawn."""
     system = replace(QUICK, groups=2000, clocks=clocks, shape=1.0, horizon=1e9)
-    scheme = Replication(np.zeros((1, 1), dtype=np.int64), 1.0)
+    scheme = replicate(2000, 1)
     scheme.lose = lambda groups: 0.0  # type: ignore[method-assign]
     half = system.mtbf * system.groups * np.log(2)
     outcome = train(system, scheme, trail=0, limit=half)
@@ -125,12 +124,12 @@ def test_failures_come_as_often_as_is_said(clocks: str) -> None:
 
 
 def test_replication_in_sets_restarts_when_a_whole_set_is_lost() -> None:
-    scheme = replicate_in_sets(6, 3)
-    assert scheme.lose([0, 1, 3]) == 0.0
-    assert scheme.lose([4]) == 0.0
-    assert scheme.lose([2]) is None
+    scheme = replicate_in_sets(7, 3)  # 0, 2, 4, 6 and 1, 3, 5
+    assert scheme.lose([0, 1, 3, 4, 6]) == 0.0
+    assert scheme.lose([5]) is None
     scheme.reset()
-    assert scheme.lose([2]) == 0.0
+    assert scheme.lose([0, 2, 4]) == 0.0
+    assert scheme.lose([6]) is None
 
 
 def test_masking_beats_replication_and_checkpoints_alone() -> None:
