@@ -1,7 +1,7 @@
 """How soon the reordering controller answers when 400 of 1000 groups are lost.
 
 The reference is networkx: Hopcroft-Karp on types and places for the depth, network simplex for the
-fewest moves, which is the seed's algorithm as printed. Both must find the same depth and as few
+fewest moves: the paper's algorithms. Both must find the same depth and as few
 moves. Losses come at once (the most to do) and one by one (what happens).
 """
 

@@ -137,7 +137,7 @@ def tables(
     seed: Seed = 0,
     out: Out = PLACE,
 ) -> None:
-    """Failures and stacks by redundancy, beside tables 4 to 6 of the seed; a file for each size."""
+    """Failures and stacks by redundancy, beside tables 4 to 6 of the paper; a file a size."""
     for size in groups:
         published = {r: row for (n, r), row in MONTE_CARLO.items() if n == size}
         if not published:
@@ -145,7 +145,7 @@ def tables(
         ours = {
             r: monte_carlo(size, r, trials=trials, patched=patched, seed=seed) for r in published
         }
-        head = ["r", "failures: theory", "seed's MC", "ours", "±", "stacks: theory", "seed's MC"]
+        head = ["r", "failures: theory", "paper's MC", "ours", "±", "stacks: theory", "paper's MC"]
         head += ["ours", "±", "with patch: theory", "ours"]
         rows = [
             [
@@ -179,7 +179,7 @@ def tables(
             )
         ]
         said = "".join(
-            f"\nMean absolute percentage error of {name} against the seed's Monte Carlo: ours "
+            f"\nMean absolute percentage error of {name} against the paper's Monte Carlo: ours "
             f"{a:.2f} %, theory {b:.2f} %.\n"
             for name, a, b in errors
         )
@@ -231,7 +231,7 @@ def compare(
     out: Out = PLACE,
 ) -> None:
     """Time-to-train and availability of SPARe, replication and checkpoints alone, beside table 2 of
-    the seed, and how much the assumptions matter."""
+    the paper, and how much the assumptions matter."""
     from lab.spare_plots import plot_times
 
     curves: dict[tuple[int, str], dict[int, list[Outcome]]] = {}
@@ -262,7 +262,7 @@ def compare(
         out / "compare.png",
     )
     head = ["N", "scheme", "best r", "days", "availability", "outside restarts", "stacks a step"]
-    head += ["failures", "restarts", "seed: days, availability, r"]
+    head += ["failures", "restarts", "paper: days, availability, r"]
     gains = [
         [
             str(size),
@@ -280,7 +280,7 @@ def compare(
         markdown(head, rows)
         + "\nGain of the best SPARe over the best replication, in time-to-train:\n\n"
         + markdown(
-            ["N", "over Rep", "over Rep in sets", "by microbatches over Rep", "seed, over Rep"],
+            ["N", "over Rep", "over Rep in sets", "by microbatches over Rep", "paper, over Rep"],
             gains,
         )
         + "\nThe same with other assumptions (SPARe r = 9; the better of Rep r = 2, 3):\n\n"

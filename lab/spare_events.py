@@ -106,7 +106,7 @@ class Spare:
 
 
 def replicate(groups: int, redundancy: int) -> Replication:
-    """Replication as the seed counts it: as many types as groups, hosted as SPARe's."""
+    """Replication as the paper counts it: as many types as groups, hosted as SPARe's."""
     return Replication(place(groups, redundancy), redundancy, endured(groups, redundancy))
 
 

@@ -2,7 +2,7 @@
 
 The differences between the marks of a Golomb ruler are all distinct. If they are distinct modulo N
 too, then laying the ruler at every i modulo N gives N sets of groups of which no two share more
-than one: the loss of a group thins out many types a little, not a few types much.
+than one. Nor do two groups host more than one type in common, so types die almost independently.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def share(types: int, groups: int) -> Stacks:
 def reorder(stacks: Stacks, lost: Iterable[int]) -> Masked | WipedOut:
     """What to do when these groups are lost in a step that was computed by these stacks.
 
-    Phase 0: is every type still computed within the present depth? The seed asks a matching; with
+    Phase 0: is every type still computed within the present depth? The paper asks a matching; with
     the order fixed every place has one type, so looking is enough. Phase 1: the smallest depth from
     the present one on that does, if survivors reorder their stacks. Phase 2: the order of that
     depth with the fewest moves.
@@ -201,9 +201,9 @@ def _spread(stacks: Stacks, types: Ints, groups: Ints, depth: int) -> Ints:
     """A group for each of as many of the types as can be, along edges type-group, with at most
     `depth` for each group; NONE for the others. int64, (types,).
 
-    The seed matches types with places by Hopcroft-Karp. The places of a group that may reorder them
-    are all alike, so here they are one vertex of capacity `depth`, and Dinic's algorithm (the same
-    one where capacities are 1) finds the flow.
+    The paper matches types with places by Hopcroft-Karp. The places of a group that may reorder
+    them are all alike, so here they are one vertex of capacity `depth`, and Dinic's algorithm (the
+    same one where capacities are 1) finds the flow.
     """
     source, sink = stacks.types + len(stacks.order), stacks.types + len(stacks.order) + 1
     left, right = np.unique(types), np.unique(groups)

@@ -33,7 +33,7 @@ from recovery.endurance import (
         (1000, 26, 750.7, 2.44),
     ],
 )
-def test_closed_forms_give_the_seeds_theory_columns(
+def test_closed_forms_give_the_papers_theory_columns(
     groups: int, redundancy: int, failures: float, stacks: float
 ) -> None:
     assert endured(groups, redundancy) == pytest.approx(failures, abs=0.051)

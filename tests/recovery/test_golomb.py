@@ -58,7 +58,7 @@ def test_the_error_names_what_works(groups: int, redundancy: int) -> None:
         assert is_golomb(ruler(groups, fewer), groups)
 
 
-def test_the_seeds_tables_end_where_the_rulers_do() -> None:
+def test_the_papers_tables_end_where_the_rulers_do() -> None:
     for groups, largest in ((200, 12), (600, 20), (1000, 26)):
         place(groups, largest)
         with pytest.raises(ValueError, match=f"redundancy {largest} serves {groups} groups"):
