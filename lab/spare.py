@@ -191,7 +191,7 @@ def granularity(
     groups: Groups = SIZES,
     redundancy: Annotated[list[int], typer.Option(help="Hosts of a type; repeatable.")] = [3, 6, 9],  # noqa: B006
     parts: Annotated[list[int], typer.Option(help="Microbatches a shard.")] = [1, 2, 4, 8, 16],  # noqa: B006
-    trials: Trials = 5,
+    trials: Trials = 3,
     seed: Seed = 0,
     out: Out = PLACE,
 ) -> None:
@@ -205,19 +205,19 @@ def granularity(
             orders = [rng.permutation(size) for _ in range(trials)]
             failures = [first_wipe_out(hosts, order) for order in orders]
             even = np.mean([np.mean(size / (size - np.arange(k))) for k in failures])
-            cells = []
+            needs = []
             for cut in parts:
                 start = stack(hosts, cut)
                 needed = [depths(start, o, k) / cut for o, k in zip(orders, failures, strict=True)]
-                cells.append(f"{np.mean([d.mean() for d in needed]):.2f}")
+                needs.append(f"{np.mean([d.mean() for d in needed]):.2f}")
                 curves[size, r, cut] = needed[0]
-            patch = [np.mean(patches(stack(hosts, cut), orders[0])) / cut for cut in (1, 8)]
+            patch = [np.mean(patches(stack(hosts, cut), orders[0])) / cut for cut in (1, 4)]
             rows.append(
-                [str(size), str(r), f"{np.mean(failures):.0f}", *cells, f"{even:.2f}"]
+                [str(size), str(r), f"{np.mean(failures):.0f}", *needs, f"{even:.2f}"]
                 + [f"{p:.2f}" for p in patch]
             )
     head = ["N", "r", "failures endured", *(f"stacks, m = {cut}" for cut in parts), "N/(N-k)"]
-    head += ["patch, m = 1", "patch, m = 8"]
+    head += ["patch, m = 1", "patch, m = 4"]
     plot_depths(curves, out / "granularity.png")
     write(out / "granularity.md", markdown(head, rows))
 
