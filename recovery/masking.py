@@ -205,9 +205,9 @@ def _spread(stacks: Stacks, types: Ints, groups: Ints, depth: int) -> Ints:
     them are all alike, so here they are one vertex of capacity `depth`, and Dinic's algorithm (the
     same one where capacities are 1) finds the flow.
     """
-    source, sink = stacks.types + len(stacks.order), stacks.types + len(stacks.order) + 1
-    left, right = np.unique(types), np.unique(groups)
-    tails = np.concatenate([np.full(len(left), source), types, stacks.types + right])
+    left, right = np.arange(stacks.types), stacks.types + np.arange(len(stacks.order))
+    source, sink = stacks.types + len(right), stacks.types + len(right) + 1
+    tails = np.concatenate([np.full(len(left), source), types, right])
     heads = np.concatenate([left, stacks.types + groups, np.full(len(right), sink)])
     capacity = np.ones(len(tails), dtype=np.int32)
     capacity[-len(right) :] = depth
