@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 
 def plot_depths(curves: Mapping[tuple[int, int, int], NDArray[np.float64]], path: Path) -> None:
@@ -40,6 +41,7 @@ def plot_times(times: Mapping[tuple[int, str], Mapping[int, float]], path: Path)
             if groups == size:
                 ax.plot(list(by), list(by.values()), "o-", markersize=3, label=scheme)
         ax.set(title=f"N = {size}", xlabel="redundancy r", ylabel="days to train", ylim=(0, None))
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.legend(frameon=False, fontsize=8)
     _save(figure, path)
 
