@@ -1,1 +1,1 @@
-"""Experiments around the daemon: what a loss costs, and what links do to a swarm."""
+"""Convergence under failures, simulation and planning: what one wants to know before renting."""

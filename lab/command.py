@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from lab import scar
+from lab import live, scar, spare
 from node import cli
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ lab_app = typer.Typer(
 )
 cli.app.add_typer(lab_app, name="lab")
 lab_app.add_typer(scar.app, name="scar")
+lab_app.add_typer(spare.app, name="spare")
+lab_app.add_typer(live.app, name="live")
 
 console = Console()
 

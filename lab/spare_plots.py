@@ -1,0 +1,53 @@
+"""The pictures of `planaria lab spare`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from numpy.typing import NDArray
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+
+def plot_depths(curves: Mapping[tuple[int, int, int], NDArray[np.float64]], path: Path) -> None:
+    """Stacks a step against failures so far, by (groups, redundancy, parts): of each number of
+    groups the largest redundancy, a line for each number of parts."""
+    sizes = sorted({groups for groups, _, _ in curves})
+    redundancy = max(r for _, r, _ in curves)
+    figure, axes = plt.subplots(1, len(sizes), figsize=(4.5 * len(sizes), 3.6), squeeze=False)
+    for ax, size in zip(axes[0], sizes, strict=True):
+        for (groups, r, parts), stacks in curves.items():
+            if (groups, r) == (size, redundancy):
+                ax.step(range(len(stacks)), stacks, where="post", label=f"m = {parts}")
+                lost = np.arange(len(stacks))
+        ax.plot(lost, size / (size - lost), "k--", linewidth=1, label="N/(N-k)")
+        ax.set(title=f"N = {size}, r = {redundancy}", xlabel="groups lost", ylabel="stacks a step")
+        ax.legend(frameon=False)
+    _save(figure, path)
+
+
+def plot_times(times: Mapping[tuple[int, str], Mapping[int, float]], path: Path) -> None:
+    """Days to train against redundancy, by (groups, scheme)."""
+    sizes = sorted({groups for groups, _ in times})
+    figure, axes = plt.subplots(1, len(sizes), figsize=(4.5 * len(sizes), 3.8), squeeze=False)
+    for ax, size in zip(axes[0], sizes, strict=True):
+        for (groups, scheme), by in times.items():
+            if groups == size:
+                ax.plot(list(by), list(by.values()), "o-", markersize=3, label=scheme)
+        ax.set(title=f"N = {size}", xlabel="redundancy r", ylabel="days to train", ylim=(0, None))
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.legend(frameon=False, fontsize=8)
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
