@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,15 @@ def _begin(counter: Synchronized[int], threads: int) -> None:
     global _counter  # noqa: PLW0603  the pool has no other way to hand it over
     _counter = counter
     torch.set_num_threads(threads)
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def run_one(key: str, job: Job, device: str) -> dict[str, Any]:
@@ -91,10 +101,9 @@ def run_one(key: str, job: Job, device: str) -> dict[str, Any]:
     swarm = Swarm(run, corpus, job.ablation, torch.device(device))
     curve: list[tuple[int, int, float]] = [(0, 0, swarm.validate())]
     rebuilds: list[dict[str, Any]] = []
-    losses: list[float] = []
     try:
         for iteration, lost in _iterations(job, swarm):
-            losses.append(round(swarm.step(), 5))
+            swarm.step()
             if lost:
                 rebuilds += [{"iteration": iteration, **line} for line in swarm.lose(lost)]
             every = run.training.validate_every
@@ -111,7 +120,6 @@ def run_one(key: str, job: Job, device: str) -> dict[str, Any]:
         "variant": job.variant,
         "seed": job.seed,
         "validation": [(i, s, round(loss, 6)) for i, s, loss in curve],
-        "losses": losses,
         "rebuilds": rebuilds,
         "texts": {name: _other(swarm, Path(path)) for name, path in job.texts.items()},
         "bytes": sum(running.bytes for running in swarm.snapshots.values()),
