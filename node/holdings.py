@@ -22,7 +22,7 @@ from node.compute import ComputeThread, Priority
 from node.copies import Holder, Outgoing, Sender
 from node.effects import Ballot
 from node.link import Links
-from node.model import ModelConfig, build_stage
+from node.model import ModelConfig, parameter_shapes
 from node.run_file import RunFile, policy_of
 from node.saves import SavedState, SaveError, SaveId, Saves, Writer
 from node.transfer import FetchedState, ServedState
@@ -163,9 +163,7 @@ class Holdings:
             self.sender = Sender(outgoing, state, send, host.compute.run, host.spawn)
 
     def _layout(self, stage: int) -> Layout:
-        with torch.device("meta"):
-            module = build_stage(self.config, stage, self.run.seed)
-        return Layout(parameter.shape for parameter in module.parameters())
+        return Layout(parameter_shapes(self.config, stage))
 
     def _add_files(self, kind: Kind, folder: Path, every: int, writes: Any, keep: int) -> None:
         saves = Saves(folder, self.run_id, self.stage, keep)

@@ -118,10 +118,13 @@ def model_config(section: ModelSection, vocabulary: int) -> ModelConfig:
 
 
 def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, float32 [context, head_dim], feature i paired with i + head_dim / 2."""
-    inverse = config.rope_theta ** (-torch.arange(0, config.head_dim, 2).float() / config.head_dim)
-    angles = torch.outer(torch.arange(config.context).float(), inverse).repeat(1, 2)
-    return angles.cos(), angles.sin()
+    """Cosines and sines, float32 [context, head_dim] on the CPU; feature i is paired with
+    i + head_dim / 2."""
+    with torch.device("cpu"):
+        halves = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+        positions = torch.arange(config.context).float()
+        angles = torch.outer(positions, config.rope_theta**-halves).repeat(1, 2)
+        return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -208,7 +211,8 @@ class EmbeddingStage(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocabulary, config.dim)
+        embedding = torch.empty(config.vocabulary, config.dim)
+        self.embed_tokens = nn.Embedding.from_pretrained(embedding, freeze=False)
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.lm_head = nn.Linear(config.dim, config.vocabulary, bias=False)
 
@@ -232,6 +236,17 @@ class EmbeddingStage(nn.Module):
 Stage = EmbeddingStage | BodyStage
 
 
+def parameter_shapes(config: ModelConfig, stage: int) -> list[torch.Size]:
+    """Of the stage's parameters, in their order; nothing is computed."""
+    with torch.device("meta"):  # arithmetic there would load torch's compiler, which takes seconds
+        return [parameter.shape for parameter in _stage(config, stage).parameters()]
+
+
+def _stage(config: ModelConfig, stage: int) -> Stage:
+    """Its weights are nothing yet."""
+    return EmbeddingStage(config) if stage == 0 else BodyStage(config)
+
+
 def build_stage(config: ModelConfig, stage: int, seed: int) -> Stage:
     """A stage on the CPU in float32; its initial weights follow from (seed, stage, layer).
 
@@ -242,7 +257,7 @@ def build_stage(config: ModelConfig, stage: int, seed: int) -> Stage:
     if not 0 <= stage <= config.stages:
         raise ValueError(f"no stage {stage}: the model has stages 0 to {config.stages}")
     with torch.random.fork_rng(devices=[]):  # torch's own layers draw initial weights of theirs
-        module = EmbeddingStage(config) if stage == 0 else BodyStage(config)
+        module = _stage(config, stage)
     parts = module.layers if isinstance(module, BodyStage) else [module]
     for layer, part in enumerate(parts):
         key = struct.pack("<QQQ", seed, stage, layer)
