@@ -11,7 +11,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from lab.compare import Cost, Spread, cost, curve_of
+from lab.compare import Cost, Spread, cost, curve_of, loss_at
 from lab.study import Study
 
 matplotlib.use("agg")
@@ -26,6 +26,7 @@ class Row:
 
     name: str
     runs: Sequence[Line]
+    others: Sequence[Line]  # of the baseline, seed by seed
     costs: Sequence[Cost]
 
     def spread(self, figure: Callable[[Cost], float]) -> Spread:
@@ -45,7 +46,7 @@ def rows(study: Study, found: Mapping[tuple[str, int], Line]) -> list[Row]:
         runs = [found[variant.name, seed] for seed in seeds]
         others = [found[study.baseline, seed] for seed in seeds]
         costs = [cost(run, other, study.target) for run, other in zip(runs, others, strict=True)]
-        made.append(Row(variant.name, runs, costs))
+        made.append(Row(variant.name, runs, others, costs))
     return made
 
 
@@ -117,33 +118,40 @@ def _reached(row: Row) -> str:
 
 
 def plot_curves(study: Study, made: Sequence[Row], path: Path) -> None:
-    """Validation loss against iterations: the mean of the seeds with their range; ticks at the foot
-    mark the losses of the first seed."""
-    figure = Figure(figsize=(9, 5.2), layout="constrained")
-    axes = figure.add_subplot()
+    """Validation loss against iterations, and below, how far it is above the baseline's of the same
+    seed: the mean of the seeds with their range. Ticks mark the losses of the first seed."""
+    figure = Figure(figsize=(9, 8), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True)
     shown = [row for row in made if row.runs and row.name in (study.plotted or [row.name])]
-    lowest, highest = math.inf, -math.inf
     for row, color in zip(shown, _colors(len(shown)), strict=True):
-        curves = [curve_of(run) for run in row.runs]
-        length = min(len(curve) for curve in curves)
-        at = [iteration for iteration, _ in curves[0][:length]]
-        values = [[curve[i][1] for curve in curves] for i in range(length)]
-        means = [sum(v) / len(v) for v in values]
-        axes.plot(at, means, color=color, label=row.name, linewidth=1.6)
-        low, high = [min(v) for v in values], [max(v) for v in values]
-        axes.fill_between(at, low, high, color=color, alpha=0.12, linewidth=0)
-        late = means[length // 5 :]
-        lowest, highest = min(lowest, *late), max(highest, *late)
-    _mark_losses(axes, shown)
-    margin = 0.05 * (highest - lowest)
-    axes.set_ylim(lowest - 2 * margin, highest + margin)
-    axes.set_xlabel("iteration")
-    axes.set_ylabel("validation loss, nats a token")
-    axes.set_title(study.title, loc="left")
-    axes.grid(color="#e6e6e6")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9)
+        at = [iteration for iteration, _ in curve_of(row.others[0])]
+        losses = [[loss_at(curve_of(run), i) for run in row.runs] for i in at]
+        others = [[loss_at(curve_of(other), i) for other in row.others] for i in at]
+        above = [
+            [a - b for a, b in zip(*pair, strict=True)] for pair in zip(losses, others, strict=True)
+        ]
+        _draw(upper, at, losses, color, row.name)
+        _draw(lower, at, above, color, row.name)
+    last = [loss for line in upper.get_lines() for loss in line.get_ydata()[len(at) // 6 :]]
+    upper.set_ylim(min(last) - 0.03 * (max(last) - min(last)), max(last))
+    upper.set_ylabel("validation loss, nats a token")
+    upper.set_title(study.title, loc="left")
+    upper.legend(frameon=False, fontsize=9)
+    lower.set_ylabel(f"above '{study.baseline}'")
+    lower.set_xlabel("iteration")
+    for axes in (upper, lower):
+        _mark_losses(axes, shown)
+        axes.grid(color="#e6e6e6")
+        axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
+
+
+def _draw(
+    axes: Any, at: Sequence[int], values: Sequence[Sequence[float]], color: str, name: str
+) -> None:
+    axes.plot(at, [sum(v) / len(v) for v in values], color=color, label=name, linewidth=1.6)
+    low, high = [min(v) for v in values], [max(v) for v in values]
+    axes.fill_between(at, low, high, color=color, alpha=0.12, linewidth=0)
 
 
 def _mark_losses(axes: Any, shown: Sequence[Row]) -> None:
@@ -157,10 +165,11 @@ def plot_costs(study: Study, made: Sequence[Row], path: Path) -> None:
     shown = [row for row in made if row.costs and row.name != study.baseline]
     figure = Figure(figsize=(9, 1.4 + 0.34 * len(shown)), layout="constrained")
     axes = figure.add_subplot()
-    for place, (row, color) in enumerate(zip(shown, _colors(len(shown)), strict=True)):
+    for place, row in enumerate(shown):
         values = [cost.difference for cost in row.costs]
-        axes.barh(place, sum(values) / len(values), color=color, alpha=0.35, height=0.62)
-        axes.plot(values, [place] * len(values), "o", color=color, markersize=4)
+        axes.barh(place, sum(values) / len(values), color=COLORS[0], alpha=0.3, height=0.62)
+        axes.plot(values, [place] * len(values), "o", color=COLORS[0], markersize=4)
+    axes.margins(y=0.01)
     axes.set_yticks(range(len(shown)), [row.name for row in shown])
     axes.invert_yaxis()
     axes.axvline(0, color="#404040", linewidth=0.8)

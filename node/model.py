@@ -211,8 +211,8 @@ class EmbeddingStage(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        embedding = torch.empty(config.vocabulary, config.dim)
-        self.embed_tokens = nn.Embedding.from_pretrained(embedding, freeze=False)
+        weights = torch.empty(config.vocabulary, config.dim)
+        self.embed_tokens = nn.Embedding(config.vocabulary, config.dim, _weight=weights)
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.lm_head = nn.Linear(config.dim, config.vocabulary, bias=False)
 
