@@ -19,6 +19,8 @@ from node.run_file import RunFile, RunFileError, Section, from_fields
 RESULTS = "runs.jsonl"
 FORMAT = 1
 """Grows when the same study gives other results than before: with a default that matters, too."""
+PASSES = 100
+"""The default of `relearn_passes` when the first results were stored."""
 
 
 class StudyError(ValueError):
@@ -69,12 +71,17 @@ class Job:
 
         What is at its default is left out, so that a new setting leaves old results their keys.
         """
+        run = self.run.model_dump(
+            mode="json", exclude={"data", "name", "swarm", "saves"}, exclude_defaults=True
+        )
+        passes = self.run.recovery.relearn_passes
+        recovery = {**run.get("recovery", {}), "relearn_passes": passes}
+        if passes == PASSES:
+            del recovery["relearn_passes"]
         fields = [
             FORMAT,
             content,
-            self.run.model_dump(
-                mode="json", exclude={"data", "name", "swarm", "saves"}, exclude_defaults=True
-            ),
+            {**run, "recovery": recovery},
             self.losses.model_dump(mode="json", exclude_defaults=True),
             self.ablation.model_dump(mode="json", exclude_defaults=True),
             dict(self.texts),

@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ from recovery import relearning
 from recovery.checkfree import Trained, guess
 from recovery.decide import INEXACT, Held, Kind, Left, Rebuild, RollBack, Source, Stop, decide
 from recovery.orders import all_orders, blocks, order, runs
-from recovery.relearning import Learner, residual_error
+from recovery.relearning import Learner, parts, rate, residual_error
 from recovery.snapshot import HeldSnapshot, Layout, SentSnapshot, holder_stage
 from recovery.snapshot import decode as decode_update
 
@@ -38,14 +37,15 @@ class LostError(Exception):
 
 
 class Ablation(Section):
-    """What can be varied here and not in the daemon."""
+    """What can be varied here beyond what the daemon can do."""
 
     start: Literal["policy", "copy", "random"] = "policy"
     """Weights that a guess starts from: the policy's, the stage before, or new random ones."""
     second_moment: Literal["fresh", "averaged"] = "fresh"  # Adam's, after a guess
-    relearn_steps: float = 1.0
-    """Whose boundary tensors are relearned: of the last so many steps, or a share of the last."""
-    relearn_samples: int = 0  # at a time; 0: as they crossed, a microbatch
+    relearn_steps: float | Literal["run"] = 1.0
+    """Whose boundary tensors are relearned: of the last so many steps, or a share of the last; or
+    as the run file has it. So with the next."""
+    relearn_samples: int | Literal["run"] = 0  # at a time; 0: as they crossed, a microbatch
     relearn_codec: Literal["none", "bf16", "int8"] = "bf16"
     relearn_decay: bool = False  # the learning rate of relearning falls in a line to 0
     relearn_moments: bool = True  # keep those of Adam that relearning has made
@@ -54,6 +54,10 @@ class Ablation(Section):
     """Instead of stages this share of all is lost, drawn anew each time, and restored from running
     snapshots that outlive every node, as if they were in SCAR's storage."""
     lost_by: Literal["row", "stage"] = "row"
+
+
+UNVARIED: Final = Ablation(relearn_steps="run", relearn_samples="run", relearn_decay=True)
+"""As in the daemon."""
 
 
 @dataclass
@@ -92,6 +96,15 @@ class Crossings(NamedTuple):
     tensors: list[Tensor]
 
 
+class Piece(NamedTuple):
+    """What is learned at a time: some samples of what went into a run of lost stages and out."""
+
+    step: int
+    stages: tuple[int, ...]
+    x: Tensor
+    y: Tensor
+
+
 @dataclass
 class Running:
     """A running snapshot of a stage in the memory of its holder."""
@@ -110,7 +123,7 @@ class Swarm:
 
     run: RunFile  # resolved
     corpus: Corpus
-    ablation: Ablation = field(default_factory=Ablation)
+    ablation: Ablation = UNVARIED
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
@@ -124,9 +137,16 @@ class Swarm:
         self.committed = 0
         self.lineage = 0
         self.alone: tuple[int, frozenset[int]] = (0, frozenset())  # until which step, which stages
-        self.boundary: deque[list[Crossings]] = deque(
-            maxlen=max(1, math.ceil(self.ablation.relearn_steps))
-        )
+        recovery, varied = run.recovery, self.ablation
+        self.relearn_steps: float = recovery.relearn_steps
+        if varied.relearn_steps != "run":
+            self.relearn_steps = varied.relearn_steps
+        self.relearn_samples = recovery.relearn_samples
+        if varied.relearn_samples != "run":
+            self.relearn_samples = varied.relearn_samples
+        steps = math.ceil(self.relearn_steps)
+        self.boundary: deque[tuple[int, list[Crossings]]] = deque(maxlen=steps)
+        self.since = [0] * len(self.stages)  # the step after which each stage's node is there
         self.checkpoints: dict[tuple[int, int], list[State]] = {}
         self.snapshots: dict[int, Running] = {}
         if self.policy == "snapshot":
@@ -154,7 +174,7 @@ class Swarm:
             crossed.append(Crossings(visits, tensors))
         self._commit(step)
         if self.relearns:
-            self.boundary.append(crossed)
+            self.boundary.append((step, crossed))
         self._keep_ready()
         return math.fsum(losses) / self.window_tokens
 
@@ -329,10 +349,12 @@ class Swarm:
         rebuilds = {of: d for of, d in decisions.items() if isinstance(d, Rebuild)}
         lines = {of: self._rebuild(decision) for of, decision in rebuilds.items()}
         self._forget(lost)
+        for stage in lost:
+            self.since[stage] = self.committed
         inexact = [of for of, decision in rebuilds.items() if decision.method in INEXACT]
         if self.relearns:
             for block in blocks(all_orders(self.config.stages, self.swapped), inexact):
-                relearned = self._relearn(block, lost)
+                relearned = self._relearn(block)
                 for stage in block:
                     lines[stage]["relearned"] = relearned
         if self.ablation.alone_steps and inexact:
@@ -374,6 +396,7 @@ class Swarm:
 
     def _roll_back(self, lost: Sequence[int], to: RollBack) -> dict[str, Any]:
         before, self.committed = self.committed, to.step
+        self.boundary.clear()
         state = self.checkpoints.get((to.lineage, to.step))
         for number, stage in enumerate(self.stages):
             if state is not None:
@@ -442,28 +465,28 @@ class Swarm:
 
     # --- relearning
 
-    def _relearn(self, block: Sequence[int], lost: frozenset[int]) -> dict[str, Any]:
-        """As the daemon does it: measure, train on one pair at a time, keep the result or undo."""
+    def _relearn(self, block: Sequence[int]) -> dict[str, Any]:
+        """As the daemon does it: measure, train on one piece at a time, keep the result or undo."""
         recovery = self.run.recovery
         lr = recovery.relearn_lr or self.run.training.lr or self.config.learning_rate
         bf16 = self.run.training.precision == "bf16"
         learners = {
             of: Learner(self.stages[of].module, self.stages[of].optimizer, lr, bf16) for of in block
         }
-        pairs = self._pairs(block, lost)
-        chains: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
-        for visited, x, y in pairs:
-            chains.setdefault(visited, []).append((x, y))
-        measure = partial(self._residual, learners, chains)
-        before, weights = measure(), {of: self._weights(of).clone() for of in block}
-        updates = recovery.relearn_passes * len(pairs)
+        pieces = self._pieces(block)
+        measured = pieces  # where it varies how many steps there are; else the newest one
+        if self.ablation.relearn_steps == "run":
+            measured = [piece for piece in pieces if piece.step == pieces[-1].step]
+        before = self._residual(learners, measured)
+        weights = {of: self._weights(of).clone() for of in block}
+        updates = recovery.relearn_passes * len(pieces)
         for done in range(updates):
-            visited, x, y = pairs[done % len(pairs)]
+            _, visited, x, y = pieces[done % len(pieces)]
             if self.ablation.relearn_decay:
                 for learner in learners.values():
-                    learner.lr = lr * (1 - done / updates)
+                    learner.lr = rate(lr, done / updates)
             relearning.learn([learners[of] for of in visited], x.float(), y.float())
-        after = measure()
+        after = self._residual(learners, measured)
         undone = not (math.isfinite(after) and after <= before)
         for of in block:
             optimizer = self.stages[of].optimizer
@@ -472,7 +495,7 @@ class Swarm:
                 optimizer.load([("weights", weights[of])], 0)
             elif not self.ablation.relearn_moments:
                 optimizer.load([("weights", optimizer.weights.clone())], 0)
-        tokens = sum(x.shape[0] * x.shape[1] * len(visited) for visited, x, _ in pairs)
+        tokens = sum(x.shape[0] * x.shape[1] * len(visited) for _, visited, x, _ in pieces)
         return {
             "before": before,
             "after": after,
@@ -484,12 +507,11 @@ class Swarm:
     def _weights(self, stage: int) -> Tensor:
         return self.stages[stage].optimizer.weights
 
-    def _residual(
-        self,
-        learners: Mapping[int, Learner],
-        chains: Mapping[tuple[int, ...], Sequence[tuple[Tensor, Tensor]]],
-    ) -> float:
-        """Over all pairs, whichever run they belong to."""
+    def _residual(self, learners: Mapping[int, Learner], pieces: Iterable[Piece]) -> float:
+        """Over all of them, whichever run they belong to."""
+        chains: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
+        for _, visited, x, y in pieces:
+            chains.setdefault(visited, []).append((x, y))
         error = norm = 0.0
         for visited, pairs in chains.items():
             wide = [(x.float(), y.float()) for x, y in pairs]
@@ -498,25 +520,21 @@ class Swarm:
             norm += of_chain
         return relearning.ratio(error, norm)
 
-    def _pairs(
-        self, block: Sequence[int], lost: frozenset[int]
-    ) -> list[tuple[tuple[int, ...], Tensor, Tensor]]:
-        """The stages of each run, what went into it and what came out, the oldest step first. Both
-        were kept by the nodes before and behind, unless they are lost too."""
+    def _pieces(self, block: Sequence[int]) -> list[Piece]:
+        """Of the oldest step first. Both ends of a pair were kept by the nodes before and behind,
+        unless these are lost too, or came later."""
         found = []
-        share = min(1.0, self.ablation.relearn_steps)
-        for visits, tensors in (crossing for crossed in self.boundary for crossing in crossed):
-            route = (0, *visits, 0)
-            for run in runs(visits, block):
-                if route[run.start] in lost or route[run.end + 1] in lost:
-                    continue
-                some = max(1, round(share * len(tensors[0])))
-                at_a_time = self.ablation.relearn_samples or some
-                x, y = (
-                    tensors[at][:some].tensor_split(-(-some // at_a_time))
-                    for at in (run.start, run.end)
-                )
-                found += [(run.stages, *pair) for pair in zip(x, y, strict=True)]
+        for step, crossed in self.boundary:
+            for visits, tensors in crossed:
+                route = (0, *visits, 0)
+                some = max(1, round(min(1.0, self.relearn_steps) * len(tensors[0])))
+                for run in runs(visits, block):
+                    if step <= max(self.since[route[run.start]], self.since[route[run.end + 1]]):
+                        continue
+                    found += [
+                        Piece(step, run.stages, tensors[run.start][part], tensors[run.end][part])
+                        for part in parts(some, self.relearn_samples)
+                    ]
         return found
 
 

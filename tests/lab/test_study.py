@@ -102,4 +102,16 @@ def test_results_were_made_with_these_defaults() -> None:
         for section in (RunFile, Losses, Ablation)
     ]
     digest = hashlib.sha256(json.dumps(defaults, sort_keys=True).encode()).hexdigest()[:16]
-    assert (FORMAT, digest) == (1, "bb2df6b67dfcd610")
+    assert (FORMAT, digest) == (1, "023af706fc2663d7")
+
+
+@pytest.mark.parametrize(
+    ("passes", "key"),
+    [(3, "3705d6721b6f0f96"), (5, "bad5967bc9800bd2"), (100, "83c26e2937c31c79")],
+)
+def test_a_default_that_changed_leaves_old_results_their_keys(
+    tmp_path: Path, passes: int, key: str
+) -> None:
+    """The default of `relearn_passes` was 100 when results were first stored, and is 5."""
+    text = STUDY.replace("relearn_passes = 3", f"relearn_passes = {passes}")
+    assert jobs(load(study(tmp_path, text)))[1].key("data") == key
