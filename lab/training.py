@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -28,7 +27,7 @@ from recovery import relearning
 from recovery.checkfree import Trained, guess
 from recovery.decide import INEXACT, Held, Kind, Left, Rebuild, RollBack, Source, Stop, decide
 from recovery.orders import all_orders, blocks, order, runs
-from recovery.relearning import Learner, residual_error
+from recovery.relearning import Learner, parts, rate, residual_error
 from recovery.snapshot import HeldSnapshot, Layout, SentSnapshot, holder_stage
 from recovery.snapshot import decode as decode_update
 
@@ -38,17 +37,15 @@ class LostError(Exception):
 
 
 class Ablation(Section):
-    """What can be varied here and not in the daemon."""
+    """What can be varied here beyond what the daemon can do."""
 
     start: Literal["policy", "copy", "random"] = "policy"
     """Weights that a guess starts from: the policy's, the stage before, or new random ones."""
     second_moment: Literal["fresh", "averaged"] = "fresh"  # Adam's, after a guess
-    relearn_steps: float = 1.0
-    """Whose boundary tensors are relearned: of the last so many steps, or a share of the last."""
-    relearn_samples: int = 0  # at a time; 0: as they crossed, a microbatch
+    relearn_share: float = 1.0  # of the samples of each boundary tensor
     relearn_codec: Literal["none", "bf16", "int8"] = "bf16"
-    relearn_decay: bool = False  # the learning rate of relearning falls in a line to 0
-    relearn_moments: bool = True  # those of Adam that relearning has made, or those of before
+    relearn_constant: bool = False  # the learning rate of relearning doesn't fall
+    relearn_moments: bool = False  # training goes on with those of Adam that relearning has made
     alone_steps: int = 0  # after a guess, in which only the guessed stages are trained
     lost_share: float = 0.0
     """Instead of stages this share of all is lost, drawn anew each time, and restored from running
@@ -92,6 +89,15 @@ class Crossings(NamedTuple):
     tensors: list[Tensor]
 
 
+class Piece(NamedTuple):
+    """What is learned at a time: some samples of what went into a run of lost stages and out."""
+
+    step: int
+    stages: tuple[int, ...]
+    x: Tensor
+    y: Tensor
+
+
 @dataclass
 class Running:
     """A running snapshot of a stage in the memory of its holder."""
@@ -124,9 +130,8 @@ class Swarm:
         self.committed = 0
         self.lineage = 0
         self.alone: tuple[int, frozenset[int]] = (0, frozenset())  # until which step, which stages
-        self.boundary: deque[list[Crossings]] = deque(
-            maxlen=max(1, math.ceil(self.ablation.relearn_steps))
-        )
+        self.boundary: deque[tuple[int, list[Crossings]]] = deque(maxlen=run.recovery.relearn_steps)
+        self.since = [0] * len(self.stages)  # the step after which each stage's node is there
         self.checkpoints: dict[tuple[int, int], list[State]] = {}
         self.snapshots: dict[int, Running] = {}
         if self.policy == "snapshot":
@@ -154,7 +159,7 @@ class Swarm:
             crossed.append(Crossings(visits, tensors))
         self._commit(step)
         if self.relearns:
-            self.boundary.append(crossed)
+            self.boundary.append((step, crossed))
         self._keep_ready()
         return math.fsum(losses) / self.window_tokens
 
@@ -329,10 +334,12 @@ class Swarm:
         rebuilds = {of: d for of, d in decisions.items() if isinstance(d, Rebuild)}
         lines = {of: self._rebuild(decision) for of, decision in rebuilds.items()}
         self._forget(lost)
+        for stage in lost:
+            self.since[stage] = self.committed
         inexact = [of for of, decision in rebuilds.items() if decision.method in INEXACT]
         if self.relearns:
             for block in blocks(all_orders(self.config.stages, self.swapped), inexact):
-                relearned = self._relearn(block, lost)
+                relearned = self._relearn(block)
                 for stage in block:
                     lines[stage]["relearned"] = relearned
         if self.ablation.alone_steps and inexact:
@@ -374,6 +381,7 @@ class Swarm:
 
     def _roll_back(self, lost: Sequence[int], to: RollBack) -> dict[str, Any]:
         before, self.committed = self.committed, to.step
+        self.boundary.clear()
         state = self.checkpoints.get((to.lineage, to.step))
         for number, stage in enumerate(self.stages):
             if state is not None:
@@ -442,31 +450,28 @@ class Swarm:
 
     # --- relearning
 
-    def _relearn(self, block: Sequence[int], lost: frozenset[int]) -> dict[str, Any]:
-        """As the daemon does it: measure, train on one pair at a time, keep the result or undo."""
+    def _relearn(self, block: Sequence[int]) -> dict[str, Any]:
+        """As the daemon does it: measure, train on one piece at a time, keep the result or undo."""
         recovery = self.run.recovery
         lr = recovery.relearn_lr or self.run.training.lr or self.config.learning_rate
         bf16 = self.run.training.precision == "bf16"
         learners = {
             of: Learner(self.stages[of].module, self.stages[of].optimizer, lr, bf16) for of in block
         }
-        pairs = self._pairs(block, lost)
-        chains: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
-        for visited, x, y in pairs:
-            chains.setdefault(visited, []).append((x, y))
-        measure = partial(self._residual, learners, chains)
-        before = measure()
+        pieces = self._pieces(block)
+        measured = [piece for piece in pieces if piece.step == pieces[-1].step]
+        before = self._residual(learners, measured)
         guessed = {of: State.of(self.stages[of]) for of in block}
         for of in block:
             self.stages[of].optimizer.load([("weights", guessed[of].tensors["weights"])], 0)
-        updates = recovery.relearn_passes * len(pairs)
+        updates = recovery.relearn_passes * len(pieces)
         for done in range(updates):
-            visited, x, y = pairs[done % len(pairs)]
-            if self.ablation.relearn_decay:
+            _, visited, x, y = pieces[done % len(pieces)]
+            if not self.ablation.relearn_constant:
                 for learner in learners.values():
-                    learner.lr = lr * (1 - done / updates)
+                    learner.lr = rate(lr, done / updates)
             relearning.learn([learners[of] for of in visited], x.float(), y.float())
-        after = measure()
+        after = self._residual(learners, measured)
         undone = not (math.isfinite(after) and after <= before)
         for of in block:
             optimizer = self.stages[of].optimizer
@@ -475,7 +480,7 @@ class Swarm:
                 guessed[of].tensors["weights"].copy_(optimizer.weights)
             if undone or not self.ablation.relearn_moments:
                 guessed[of].put(self.stages[of])
-        tokens = sum(x.shape[0] * x.shape[1] * len(visited) for visited, x, _ in pairs)
+        tokens = sum(x.shape[0] * x.shape[1] * len(visited) for _, visited, x, _ in pieces)
         return {
             "before": before,
             "after": after,
@@ -484,12 +489,11 @@ class Swarm:
             "undone": undone,
         }
 
-    def _residual(
-        self,
-        learners: Mapping[int, Learner],
-        chains: Mapping[tuple[int, ...], Sequence[tuple[Tensor, Tensor]]],
-    ) -> float:
-        """Over all pairs, whichever run they belong to."""
+    def _residual(self, learners: Mapping[int, Learner], pieces: Iterable[Piece]) -> float:
+        """Over all of them, whichever run they belong to."""
+        chains: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
+        for _, visited, x, y in pieces:
+            chains.setdefault(visited, []).append((x, y))
         error = norm = 0.0
         for visited, pairs in chains.items():
             wide = [(x.float(), y.float()) for x, y in pairs]
@@ -498,25 +502,21 @@ class Swarm:
             norm += of_chain
         return relearning.ratio(error, norm)
 
-    def _pairs(
-        self, block: Sequence[int], lost: frozenset[int]
-    ) -> list[tuple[tuple[int, ...], Tensor, Tensor]]:
-        """The stages of each run, what went into it and what came out, the oldest step first. Both
-        were kept by the nodes before and behind, unless they are lost too."""
+    def _pieces(self, block: Sequence[int]) -> list[Piece]:
+        """Of the oldest step first. Both ends of a pair were kept by the nodes before and behind,
+        unless these are lost too, or came later."""
         found = []
-        share = min(1.0, self.ablation.relearn_steps)
-        for visits, tensors in (crossing for crossed in self.boundary for crossing in crossed):
-            route = (0, *visits, 0)
-            for run in runs(visits, block):
-                if route[run.start] in lost or route[run.end + 1] in lost:
-                    continue
-                some = max(1, round(share * len(tensors[0])))
-                at_a_time = self.ablation.relearn_samples or some
-                x, y = (
-                    tensors[at][:some].tensor_split(-(-some // at_a_time))
-                    for at in (run.start, run.end)
-                )
-                found += [(run.stages, *pair) for pair in zip(x, y, strict=True)]
+        for step, crossed in self.boundary:
+            for visits, tensors in crossed:
+                route = (0, *visits, 0)
+                some = max(1, round(self.ablation.relearn_share * len(tensors[0])))
+                for run in runs(visits, block):
+                    if step <= max(self.since[route[run.start]], self.since[route[run.end + 1]]):
+                        continue
+                    found += [
+                        Piece(step, run.stages, tensors[run.start][part], tensors[run.end][part])
+                        for part in parts(some, self.run.recovery.relearn_samples)
+                    ]
         return found
 
 

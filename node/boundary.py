@@ -1,7 +1,8 @@
-"""Boundary tensors: what crossed from stage to stage in the last committed step.
+"""Boundary tensors: what crossed from stage to stage in the last committed steps.
 
 Sender and receiver both keep them, in host memory: whichever stage is lost, the nodes around it
-have what went in and what came out. Who rebuilds the stage fetches them to relearn.
+have what went in and what came out. Who rebuilds the stage fetches them to relearn. A few steps of
+them, since more tokens teach more than more passes over the same ones do.
 
 While a step runs, keeping is but to hold on to frames that exist anyway. Once it is committed, what
 takes more than two bytes a value is narrowed to bf16, when the compute thread has nothing to do.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -94,48 +96,69 @@ class _Step:
 
 
 class BoundaryKeeper:
-    """What this node sent and received in the running attempt, and in the last committed step.
+    """What this node sent and received in the running attempt, and in the last committed steps.
 
-    All but `keep` belongs to the event loop. A commit is only decided when all of the step has been
-    computed, so nothing is added to a step that has been committed.
+    Those steps are consecutive and of one history: none that the run has gone back behind, none
+    from before a gap. All but `keep` belongs to the event loop. A commit is only decided when all
+    of the step has been computed, so nothing is added to a step that has been committed.
     """
 
-    def __init__(self, when_idle: InComputeThread) -> None:
-        """`when_idle` runs work in the compute thread that nobody waits for."""
+    def __init__(self, when_idle: InComputeThread, steps: int) -> None:
+        """`when_idle` runs work in the compute thread that nobody waits for; at most `steps`
+        committed ones are kept."""
         self._when_idle = when_idle
-        self._attempt = self._committed = _Step(NEVER, 0)
+        self._attempt = _Step(NEVER, 0)
+        self._committed: deque[_Step] = deque(maxlen=steps)
+        self._at = (0, 0)  # lineage and number of the newest committed step
+        self._narrowings = 0
         self.critical_seconds = 0.0  # spent by `keep`, in the compute thread
 
     @property
     def memory_bytes(self) -> int:
-        return self._attempt.size + self._committed.size
+        return self._attempt.size + sum(step.size for step in self._committed)
 
     def start(self, ballot: Ballot, step: int) -> None:
         """An attempt at training `step`: what an older one has left is dropped."""
         self._attempt = _Step(ballot, step)
 
-    def commit(self, step: int) -> None:
+    def commit(self, step: int, lineage: int) -> None:
         """The attempt's tensors are now the last committed step's. If it was not at `step`, there
-        are none."""
+        are none. `lineage`: how often the run has gone back to files."""
         attempt, self._attempt = self._attempt, _Step(NEVER, 0)
-        self._committed = attempt if attempt.step == step else _Step(NEVER, step)
+        self.stand_at(step - 1, lineage)
+        self._at = lineage, step
+        if attempt.step == step:
+            self._committed.append(attempt)
+        else:
+            self._committed.clear()
+
+    def stand_at(self, step: int, lineage: int) -> None:
+        """This node's state is of that step: what leads to another one is dropped."""
+        if self._at != (lineage, step):
+            self._committed.clear()
+            self._at = lineage, step
 
     def drop(self) -> None:
         """The attempt has failed."""
         self._attempt = _Step(NEVER, 0)
 
     async def narrow(self) -> None:
-        """After a commit, unless the next one comes first: bring what is kept down to bf16."""
-        committed = self._committed
-        wide = [item for item in committed.kept.items() if not item[1].narrow]
-        while wide and committed is self._committed:
-            piece: dict[Crossing, Kept] = {}
-            while wide and sum(kept.size for kept in piece.values()) < PIECE:
-                crossing, kept = wide.pop()
-                piece[crossing] = kept
-            narrowed = await self._when_idle(partial(_narrowed, list(piece.values())))
-            for crossing, kept in zip(piece, narrowed, strict=True):
-                committed.add(crossing, kept)
+        """After a commit: bring what is kept down to bf16, until the next commit does so."""
+        self._narrowings += 1
+        this = self._narrowings
+        wide = [
+            (step, crossing, kept)
+            for step in reversed(self._committed)  # the oldest come last, and so are taken first
+            for crossing, kept in step.kept.items()
+            if not kept.narrow
+        ]
+        while wide and this == self._narrowings:
+            piece: list[tuple[_Step, Crossing, Kept]] = []
+            while wide and sum(kept.size for _, _, kept in piece) < PIECE:
+                piece.append(wide.pop())
+            narrowed = await self._when_idle(partial(_narrowed, [kept for _, _, kept in piece]))
+            for (step, crossing, _), kept in zip(piece, narrowed, strict=True):
+                step.add(crossing, kept)
 
     def keep(self, side: Side, frame: Frame) -> None:
         """An activation's frame that is being sent, or has been received and found good. Called in
@@ -150,28 +173,31 @@ class BoundaryKeeper:
         self.critical_seconds += time.perf_counter() - started
 
     def sides(self, step: int, stage: int, lost: frozenset[int]) -> list[tuple[Pair, str, Kept]]:
-        """What a joiner of `stage` needs of `step`: the pairs, which side of them, and the tensor;
-        in order. Raises ValueError that says why there is nothing."""
-        committed = self._committed
-        if committed.step != step:
+        """What a joiner of `stage` needs of the steps up to `step`: the pairs, which side of them,
+        and the tensor; the newest step first, each in order. Raises ValueError that says why there
+        is nothing."""
+        _, newest = self._at
+        if newest != step:
             raise ValueError(
-                f"boundary tensors of step {step} are asked for, of step {committed.step} are kept"
+                f"boundary tensors of step {step} are asked for, of step {newest} are kept"
             )
         found = []
-        for crossing, kept in sorted(committed.kept.items(), key=lambda item: item[0]):
-            for run in runs([int(of) for of in kept.stages], lost):
-                pair = Pair(crossing.microbatch, run.stages)
-                here = crossing.position, crossing.side
-                if stage == run.stages[0] and here == (run.start, "sent"):
-                    found.append((pair, "input", kept))
-                if stage == run.stages[-1] and here == (run.end, "received"):
-                    found.append((pair, "output", kept))
+        for committed in reversed(self._committed):
+            for crossing, kept in sorted(committed.kept.items(), key=lambda item: item[0]):
+                for run in runs([int(of) for of in kept.stages], lost):
+                    pair = Pair(committed.step, crossing.microbatch, run.stages)
+                    here = crossing.position, crossing.side
+                    if stage == run.stages[0] and here == (run.start, "sent"):
+                        found.append((pair, "input", kept))
+                    if stage == run.stages[-1] and here == (run.end, "received"):
+                        found.append((pair, "output", kept))
         return found
 
 
 class Pair(NamedTuple):
     """What went into and came out of consecutive lost stages in a microbatch."""
 
+    step: int
     microbatch: int
     stages: tuple[int, ...]  # in the order of the visits
 
@@ -210,6 +236,7 @@ class BoundaryServer:
         for pair, side, kept in sides[request.offset : request.offset + BATCH]:
             fields = {
                 "transfer": request.transfer,
+                "step": pair.step,
                 "microbatch": pair.microbatch,
                 "stages": list(pair.stages),
                 "side": side,
@@ -227,7 +254,8 @@ class BoundaryServer:
 class Wanted:
     """What a joiner wants."""
 
-    step: int
+    step: int  # the newest
+    steps: int  # as many, up to that one
     stage: int  # its own
     lost: frozenset[int]
     microbatches: int  # of a window
@@ -390,8 +418,9 @@ class _Fetch:
         try:
             pair, side = self._expect(frame)
             tensors = fetched.inputs if side == "input" else fetched.outputs
-            if any(pair.microbatch == other.microbatch for other in tensors):
-                raise WireError(f"the {side} of microbatch {pair.microbatch} is here already")
+            if any(pair[:2] == other[:2] for other in tensors):
+                what = f"microbatch {pair.microbatch} in step {pair.step}"
+                raise WireError(f"the {side} of {what} is here already")
             tensor = await self._in_compute_thread(partial(_decode, frame))
         except WireError as error:
             self._complain(f"{peer} sent a bad boundary tensor: {error}")
@@ -403,10 +432,17 @@ class _Fetch:
         """Whose it is and which side. Raises WireError for what is not wanted."""
         wanted = self._wanted
         match frame.fields:
-            case {"microbatch": int(microbatch), "stages": [*stages], "side": str(side)}:
-                pair = Pair(microbatch, tuple(stages))
+            case {
+                "step": int(step),
+                "microbatch": int(microbatch),
+                "stages": [*stages],
+                "side": str(side),
+            }:
+                pair = Pair(step, microbatch, tuple(stages))
             case _:
                 raise WireError(f"the fields {sorted(frame.fields)} are not those of a pair")
+        if not wanted.step - wanted.steps < step <= wanted.step:
+            raise WireError(f"step {step} is none of the {wanted.steps} up to {wanted.step}")
         if not 0 <= microbatch < wanted.microbatches:
             raise WireError(f"microbatch {microbatch} is none of {wanted.microbatches}")
         at = {"input": 0, "output": -1}.get(side)

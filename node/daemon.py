@@ -662,7 +662,7 @@ class Node:
         begin = self.pipeline.begin  # a joiner has none
         replicas = [place.node for place in begin.members if place.stage == stage]
         first = self.node == min(replicas, default="")
-        self.holdings.committing(commit.step)
+        self.holdings.committing(commit.step, lineage)
         fetched = {joiner.step for joiner in begin.joining if joiner.stage == stage}
         keep = self.pins.keep(fetched, self._state(self.based_on, boosted_at))
         self.gradients.forget(Ballot.of(commit.ballot))

@@ -1,7 +1,7 @@
 """What a node keeps for the day when a stage is lost.
 
 Of other stages in memory: copies, running snapshots, a twin; of its own in files; and what crossed
-to its neighbours in the last step. Which of these there are follows from the run's policy and the
+to its neighbours in the last steps. Which of these there are follows from the run's policy and the
 node's stage.
 """
 
@@ -126,7 +126,7 @@ class Holdings:
         self.policy = policy = policy_of(run)
         relearns = run.recovery.relearn_passes > 0 and policy != "checkpoint"
         when_idle = partial(host.compute.run, priority=Priority.BACKGROUND)
-        self.boundary = BoundaryKeeper(when_idle) if relearns else None
+        self.boundary = BoundaryKeeper(when_idle, run.recovery.relearn_steps) if relearns else None
         self.twin: Twin | None = None
         if policy == "redundant":
             send, post = host.send_frame, host.compute.run
@@ -202,10 +202,10 @@ class Holdings:
         if self.twin is not None:
             self.twin.abandon(before)
 
-    def committing(self, step: int) -> None:
+    def committing(self, step: int, lineage: int) -> None:
         """The commit of `step` is about to be posted to the compute thread."""
         if self.boundary is not None:
-            self.boundary.commit(step)
+            self.boundary.commit(step, lineage)
             self.host.spawn(self.boundary.narrow())
 
     def apply(self, commit: pb.Commit, lr: float) -> None:
@@ -235,6 +235,8 @@ class Holdings:
 
     def in_place(self, last: pb.Commit, step: int, lineage: int) -> None:
         """This node has the state after `step`: applied, fetched or loaded."""
+        if self.boundary is not None:
+            self.boundary.stand_at(step, lineage)
         if self.sender is not None:
             self.sender.committed(step, lineage)
         if self.holder is not None:

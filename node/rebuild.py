@@ -206,12 +206,13 @@ class Rebuilding:
         return omega
 
     async def _relearn(self, ballot: Ballot, sync: pb.Sync) -> pb.Relearned:
-        """Train the guess on what crossed the lost stages' boundaries in the last step."""
+        """Train the guess on what crossed the lost stages' boundaries in the last steps."""
         assert isinstance(self.module, BodyStage)
         recovery, training = self.run.recovery, self.run.training
         joiners = {place.stage: place.node for place in sync.lost}
         wanted = Wanted(
             step=sync.step,
+            steps=recovery.relearn_steps,
             stage=self.stage,
             lost=frozenset(joiners),
             microbatches=training.microbatches,
@@ -222,6 +223,7 @@ class Rebuilding:
         for complaint in fetched.complaints:
             log.warning("relearning without some boundary tensors: %s", complaint)
         terms = Terms(
+            samples=recovery.relearn_samples,
             passes=recovery.relearn_passes,
             seconds=recovery.relearn_seconds,
             lr=recovery.relearn_lr or training.lr or self.config.learning_rate,
@@ -229,4 +231,9 @@ class Rebuilding:
             patience=self.run.swarm.progress / 4,
         )
         block = Block(ballot, self.stage, joiners)
-        return await self.relearning.run(block, self.module, self.optimizer, fetched, terms)
+        result = await self.relearning.run(block, self.module, self.optimizer, fetched, terms)
+        # The moments that it leaves are those of larger gradients than training's, and would hold
+        # the stage back for hundreds of steps (docs/results/relearning).
+        optimizer = self.optimizer
+        await self.compute.run(lambda: optimizer.load([("weights", optimizer.weights)], 0))
+        return result

@@ -1,10 +1,11 @@
 """Relearning at the joiners: one alone, or those of neighbouring lost stages together.
 
 Together, they are a small pipeline of their own. The joiner of the lowest stage leads: it hears
-which boundary tensors the others have, and orders rounds: measure the error over all pairs, train
-on the next few, keep the result or undo it. Within a round everyone takes the pairs in the same
-order, so nobody waits in a circle. One pair is under way at a time: it updates every stage that it
-passes, and the next pair needs the updated weights.
+which boundary tensors the others have, and orders rounds: measure the error over the pairs of the
+newest step, train on the next few pieces, keep the result or undo it. A piece is some samples of a
+pair. Within a round everyone takes the pieces in the same order, so nobody waits in a circle. One
+piece is under way at a time: it updates every stage that it passes, and the next one needs the
+updated weights.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -26,7 +27,7 @@ from node.effects import NEVER, Ballot
 from node.optimizer import StageOptimizer
 from node.transfer import InComputeThread
 from node.wire import Frame, WireError, decode, encode
-from recovery.relearning import Learner, error_gradient, ratio, squared_distance
+from recovery.relearning import Learner, error_gradient, parts, rate, ratio, squared_distance
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ T = TypeVar("T")
 Way = Literal["forward", "backward"]
 
 TOGETHER: Final = 8
-"""Pairs in a training round of several joiners: so often they ask whether the time is over."""
+"""Pieces in a training round of several joiners: so often they ask whether the time is over."""
 HELD: Final = 8
 """Messages and frames of one joiner that may wait here. In step, it sends two at a time."""
 
@@ -51,9 +52,10 @@ class RelearnError(Exception):
 class Terms:
     """How long, and how."""
 
+    samples: int  # trained on at a time; 0: as they crossed
     passes: int  # over all pairs, at most
     seconds: float  # at most, with the measuring before and after; 0: no training
-    lr: float
+    lr: float  # at first
     bf16: bool  # autocast
     patience: float  # seconds that one wait for another joiner may take
 
@@ -105,10 +107,10 @@ class Relearning:
     ) -> pb.Relearned:
         """Train `stage`, a float32 [B, T, dim] to the same, whose weights are `optimizer`'s.
 
-        Adam goes on from where `optimizer` is, and its moments stay for what comes. When the error
-        over all pairs is not finite or has grown, the weights are again those before, with a fresh
-        Adam, and `undone` says so. The residuals are those of the whole block: the same at every
-        joiner, like all of the result but `seconds` and `fetched_bytes`.
+        Adam goes on from where `optimizer` is. When the error over the newest step's pairs is not
+        finite or has grown, the weights are again those before, with a fresh Adam, and `undone`
+        says so. The residuals are those of the whole block: the same at every joiner, like all of
+        the result but `seconds` and `fetched_bytes`.
 
         Raises RelearnError when another joiner is lost, late or wrong. Then, and when this is
         cancelled, the weights are void, and nothing runs on but the one piece of work that the
@@ -144,7 +146,7 @@ class Relearning:
         if (mailbox := self._mailbox_of(Ballot(*frame.ballot))) is None:
             return
         match frame.fields:
-            case {"round": int(number), "pair": int(place), "way": str(way)}:
+            case {"round": int(number), "piece": int(place), "way": str(way)}:
                 mailbox.put(peer, (number, place, way), frame)
             case fields:
                 mailbox.lose(peer, f"it sent a frame with the fields {sorted(fields)}")
@@ -179,7 +181,7 @@ def whole_pairs(
     inputs, outputs = set(), set()
     for stage, report in reports.items():
         for said in report:
-            pair = Pair(said.microbatch, tuple(said.stages))
+            pair = _pair(said)
             if not pair.stages or not reports.keys() >= set(pair.stages):
                 continue
             if said.input and stage == pair.stages[0]:
@@ -187,6 +189,22 @@ def whole_pairs(
             if said.output and stage == pair.stages[-1]:
                 outputs.add(pair)
     return sorted(inputs & outputs), len(inputs ^ outputs)
+
+
+def _pair(said: pb.BoundaryPair) -> Pair:
+    return Pair(said.step, said.microbatch, tuple(said.stages))
+
+
+def _said(pair: Pair, **sides: bool) -> pb.BoundaryPair:
+    return pb.BoundaryPair(step=pair.step, microbatch=pair.microbatch, stages=pair.stages, **sides)
+
+
+class _Piece(NamedTuple):
+    """Samples [first, end) of a pair."""
+
+    pair: Pair
+    first: int
+    end: int
 
 
 class _Joiner:
@@ -206,10 +224,12 @@ class _Joiner:
         self.device = learner.optimizer.weights.device
         self.over = False
         self.round = 0
-        self.pairs: list[Pair] = []
-        # Of pairs that end here: the residual's denominator, and the error when last measured.
-        self.norms: dict[Pair, float] = {}
-        self.errors: dict[Pair, float] = {}
+        self.newest: list[_Piece] = []  # the pairs of the newest step
+        self.pieces: list[_Piece] = []  # of a pass
+        self.updates = 0
+        # Of pieces that end here: the residual's denominator, and the error when last measured.
+        self.norms: dict[_Piece, float] = {}
+        self.errors: dict[_Piece, float] = {}
 
     # --- who says what is done
 
@@ -223,12 +243,13 @@ class _Joiner:
             residual_before=math.nan, residual_after=math.nan, pairs=len(pairs), left_out=left_out
         )
         if pairs:
-            named = [pb.BoundaryPair(microbatch=p.microbatch, stages=p.stages) for p in pairs]
+            named = list(map(_said, pairs))
             started = now()
             before = await self._measure(pb.Relearn(work=pb.Relearn.MEASURE, pairs=named))
+            begin = now()
             # Measuring afterwards will take as long again.
-            end = started + self.terms.seconds - (now() - started)
-            result.passes = await self._train(len(pairs), end)
+            end = started + self.terms.seconds - (begin - started)
+            result.passes = await self._train(begin, end)
             after = await self._measure(pb.Relearn(work=pb.Relearn.MEASURE))
             result.residual_before, result.residual_after = before, after
             result.undone = not (math.isfinite(after) and after <= before)
@@ -236,17 +257,19 @@ class _Joiner:
         self._order(pb.Relearn(work=work, result=result))
         return result
 
-    async def _train(self, pairs: int, end: float) -> int:
+    async def _train(self, begin: float, end: float) -> int:
         """Returns the whole passes."""
         at_a_time = TOGETHER if self.block.others else 1
-        done = 0
-        while done < self.terms.passes * pairs and self.node.now() < end:
-            first = done % pairs
-            number = min(at_a_time, pairs - first)
-            order = pb.Relearn(work=pb.Relearn.TRAIN, first=first, count=number)
+        wanted = self.terms.passes * len(self.pieces)
+        while self.updates < wanted and (now := self.node.now()) < end:
+            order = pb.Relearn(
+                work=pb.Relearn.TRAIN,
+                first=self.updates,
+                count=min(at_a_time, wanted - self.updates),
+                time_gone=(now - begin) / (end - begin),
+            )
             await self._round(order)
-            done += number
-        return done // pairs
+        return self.updates // len(self.pieces)
 
     async def _measure(self, order: pb.Relearn) -> float:
         answers = await self._round(order)
@@ -283,23 +306,33 @@ class _Joiner:
 
     async def _obey(self, order: pb.Relearn) -> None:
         if order.pairs:
-            self.pairs = [Pair(said.microbatch, tuple(said.stages)) for said in order.pairs]
-            self._check_pairs()
-        train = order.work == pb.Relearn.TRAIN
-        places = range(len(self.pairs))
-        for place in places[order.first : order.first + order.count] if train else places:
-            if self.block.stage in self.pairs[place].stages:
-                await self._visit(place, train)
+            self._take_pairs([_pair(said) for said in order.pairs])
+        if order.work == pb.Relearn.TRAIN:
+            await self._update(order)
+            return
+        for place, piece in enumerate(self.newest):
+            # When they first measure, the run's input comes along: the end needs it for the norm.
+            await self._visit(piece, place, train=False, with_start=self.round == 1)
+
+    async def _update(self, order: pb.Relearn) -> None:
+        wanted = self.terms.passes * len(self.pieces)
+        if order.first != self.updates or order.count > wanted - self.updates:
+            leader = self.block.joiners[self.block.leader]
+            what = f"{order.count} updates after {order.first}"
+            reason = f"{leader} wants {what}, after {self.updates} of {wanted}"
+            raise RelearnError(reason, [leader])
+        for _ in range(order.count):
+            share = self.updates / wanted
+            self.learner.lr = rate(self.terms.lr, share, order.time_gone)
+            a_pass, place = divmod(self.updates, len(self.pieces))
+            # In the first pass the run's input comes along, too: not all of it has been measured.
+            await self._visit(self.pieces[place], place, train=True, with_start=a_pass == 0)
+            self.updates += 1
 
     def _report(self) -> list[pb.BoundaryPair]:
         inputs, outputs = self.fetched.inputs, self.fetched.outputs
         return [
-            pb.BoundaryPair(
-                microbatch=pair.microbatch,
-                stages=pair.stages,
-                input=pair in inputs,
-                output=pair in outputs,
-            )
+            _said(pair, input=pair in inputs, output=pair in outputs)
             for pair in sorted(inputs.keys() | outputs.keys())
         ]
 
@@ -308,11 +341,12 @@ class _Joiner:
             round=self.round,
             work=pb.Relearn.ANSWER,
             squared_error=math.fsum(self.errors.values()),
-            squared_norm=math.fsum(self.norms.values()),
+            squared_norm=math.fsum(self.norms[piece] for piece in self.errors),
         )
 
-    def _check_pairs(self) -> None:
-        for pair in self.pairs:
+    def _take_pairs(self, pairs: Sequence[Pair]) -> None:
+        """What the leader wants measured and trained on."""
+        for pair in pairs:
             ends = pair.stages[:1], pair.stages[-1:]
             here = (self.block.stage,)
             if (
@@ -323,34 +357,44 @@ class _Joiner:
             ):
                 leader = self.block.joiners[self.block.leader]
                 raise RelearnError(f"{leader} wants {pair} trained on, which can't be", [leader])
+        samples = self.fetched.shape[0]
+        newest = max(pair.step for pair in pairs)
+        self.newest = [_Piece(pair, 0, samples) for pair in pairs if pair.step == newest]
+        self.pieces = [
+            _Piece(pair, part.start, part.stop)
+            for pair in pairs
+            for part in parts(samples, self.terms.samples)
+        ]
 
-    # --- one pair
+    # --- one piece
 
-    async def _visit(self, place: int, train: bool) -> None:
-        """Forward to the end of the run, and back: with gradients, or empty when measuring."""
-        pair = self.pairs[place]
-        at = pair.stages.index(self.block.stage)
-        before = pair.stages[at - 1] if at > 0 else None
-        behind = pair.stages[at + 1] if at + 1 < len(pair.stages) else None
-        # When they first measure, the run's input comes along: the end needs it for the norm.
-        with_start = self.round == 1
+    async def _visit(self, piece: _Piece, place: int, train: bool, with_start: bool) -> None:
+        """Forward to the end of the run, and back: with gradients, or empty when measuring. What
+        came in at the run's start goes along if so wanted."""
+        stages = piece.pair.stages
+        if self.block.stage not in stages:
+            return
+        at = stages.index(self.block.stage)
+        before = stages[at - 1] if at > 0 else None
+        behind = stages[at + 1] if at + 1 < len(stages) else None
+        shape = (piece.end - piece.first, *self.fetched.shape[1:])
         if before is None:
-            given = await self.compute(partial(self._start, pair, with_start))
+            given = await self.compute(partial(self._start, piece, with_start))
         else:
-            given = await self._receive(before, place, "forward", 1 + with_start)
+            given = await self._receive(before, place, "forward", [shape] * (1 + with_start))
         if behind is None:
-            back = await self.compute(partial(self._end, pair, given, train))
+            back = await self.compute(partial(self._end, piece, given, train))
         else:
             onward = await self.compute(partial(self._pass_on, given, train))
             await self._send(behind, place, "forward", onward)
-            back = await self._receive(behind, place, "backward", int(train))
+            back = await self._receive(behind, place, "backward", [shape] * train)
             if train:
                 back = await self.compute(partial(self._pass_back, back))
         if before is not None:
             await self._send(before, place, "backward", back)
 
-    def _start(self, pair: Pair, with_start: bool) -> list[torch.Tensor]:
-        x = self._float(self.fetched.inputs[pair])
+    def _start(self, piece: _Piece, with_start: bool) -> list[torch.Tensor]:
+        x = self._part(self.fetched.inputs, piece)
         return [x, x] if with_start else [x]
 
     def _pass_on(self, given: list[torch.Tensor], train: bool) -> list[torch.Tensor]:
@@ -361,19 +405,19 @@ class _Joiner:
         (gradient,) = given
         return [self.learner.backward(gradient)]
 
-    def _end(self, pair: Pair, given: list[torch.Tensor], train: bool) -> list[torch.Tensor]:
+    def _end(self, piece: _Piece, given: list[torch.Tensor], train: bool) -> list[torch.Tensor]:
         x, *start = given
-        output = self._float(self.fetched.outputs[pair])
-        if train:
-            gradient = error_gradient(self.learner.forward(x), output, self.norms[pair])
-            return [self.learner.backward(gradient)]
+        output = self._part(self.fetched.outputs, piece)
         if start:
-            self.norms[pair] = squared_distance(output, start[0])
-        self.errors[pair] = squared_distance(self.learner.measure(x), output)
+            self.norms[piece] = squared_distance(output, start[0])
+        if train:
+            gradient = error_gradient(self.learner.forward(x), output, self.norms[piece])
+            return [self.learner.backward(gradient)]
+        self.errors[piece] = squared_distance(self.learner.measure(x), output)
         return []
 
-    def _float(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device).float()
+    def _part(self, tensors: Mapping[Pair, torch.Tensor], piece: _Piece) -> torch.Tensor:
+        return tensors[piece.pair][piece.first : piece.end].to(self.device).float()
 
     # --- the compute thread and the others
 
@@ -399,19 +443,21 @@ class _Joiner:
 
     async def _send(self, stage: int, place: int, way: Way, tensors: list[torch.Tensor]) -> None:
         node = self.block.joiners[stage]
-        fields = {"round": self.round, "pair": place, "way": way}
+        fields = {"round": self.round, "piece": place, "way": way}
         descriptors, payload = await self.compute(lambda: encode(tensors, "none"))
         frame = Frame("relearn", self.block.ballot, fields, descriptors, payload)
         if not self.node.send_frame(node, frame):
             raise RelearnError(f"there is no link to {node} to relearn with", [node])
 
-    async def _receive(self, stage: int, place: int, way: Way, number: int) -> list[torch.Tensor]:
+    async def _receive(
+        self, stage: int, place: int, way: Way, shapes: Sequence[tuple[int, ...]]
+    ) -> list[torch.Tensor]:
         node = self.block.joiners[stage]
-        what = f"pair {place} on its way {way} in round {self.round} of relearning"
+        what = f"piece {place} on its way {way} in round {self.round} of relearning"
         frame = await self.mailbox.take(node, (self.round, place, way), what, self.terms.patience)
         assert isinstance(frame, Frame)
         try:
-            wanted = [("float32", self.fetched.shape, "none")] * number
+            wanted = [("float32", shape, "none") for shape in shapes]
             found = [(d.dtype, d.shape, d.codec) for d in frame.descriptors]
             if found != wanted:
                 raise WireError(f"its tensors are {found}, not {wanted}")

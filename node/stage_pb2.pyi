@@ -432,19 +432,21 @@ class BoundaryManifest(_message.Message):
     def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ..., count: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class BoundaryPair(_message.Message):
-    __slots__ = ("microbatch", "stages", "input", "output")
+    __slots__ = ("microbatch", "stages", "input", "output", "step")
     MICROBATCH_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
     INPUT_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     microbatch: int
     stages: _containers.RepeatedScalarFieldContainer[int]
     input: bool
     output: bool
-    def __init__(self, microbatch: _Optional[int] = ..., stages: _Optional[_Iterable[int]] = ..., input: _Optional[bool] = ..., output: _Optional[bool] = ...) -> None: ...
+    step: int
+    def __init__(self, microbatch: _Optional[int] = ..., stages: _Optional[_Iterable[int]] = ..., input: _Optional[bool] = ..., output: _Optional[bool] = ..., step: _Optional[int] = ...) -> None: ...
 
 class Relearn(_message.Message):
-    __slots__ = ("round", "work", "pairs", "first", "count", "squared_error", "squared_norm", "result")
+    __slots__ = ("round", "work", "pairs", "first", "count", "squared_error", "squared_norm", "result", "time_gone")
     class Work(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         ANSWER: _ClassVar[Relearn.Work]
@@ -465,6 +467,7 @@ class Relearn(_message.Message):
     SQUARED_ERROR_FIELD_NUMBER: _ClassVar[int]
     SQUARED_NORM_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
+    TIME_GONE_FIELD_NUMBER: _ClassVar[int]
     round: int
     work: Relearn.Work
     pairs: _containers.RepeatedCompositeFieldContainer[BoundaryPair]
@@ -473,7 +476,8 @@ class Relearn(_message.Message):
     squared_error: float
     squared_norm: float
     result: Relearned
-    def __init__(self, round: _Optional[int] = ..., work: _Optional[_Union[Relearn.Work, str]] = ..., pairs: _Optional[_Iterable[_Union[BoundaryPair, _Mapping]]] = ..., first: _Optional[int] = ..., count: _Optional[int] = ..., squared_error: _Optional[float] = ..., squared_norm: _Optional[float] = ..., result: _Optional[_Union[Relearned, _Mapping]] = ...) -> None: ...
+    time_gone: float
+    def __init__(self, round: _Optional[int] = ..., work: _Optional[_Union[Relearn.Work, str]] = ..., pairs: _Optional[_Iterable[_Union[BoundaryPair, _Mapping]]] = ..., first: _Optional[int] = ..., count: _Optional[int] = ..., squared_error: _Optional[float] = ..., squared_norm: _Optional[float] = ..., result: _Optional[_Union[Relearned, _Mapping]] = ..., time_gone: _Optional[float] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("view",)

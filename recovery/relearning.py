@@ -1,12 +1,16 @@
 """Relearning: a rebuilt stage is trained on what went into and came out of the lost one.
 
-The nodes around a lost stage keep, of the last committed step, what went into it and what came out.
+The nodes around a lost stage keep what went into it and what came out, of the last committed steps.
 Stages lost next to each other are learned as one: the input of the first, the output of the last.
+
+Many tokens, small updates, few passes and a rate that falls to 0 teach most in a given time: each
+pair is cut into parts of a few samples, and each part makes an update.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Final, Protocol
 
 import torch
@@ -14,6 +18,23 @@ from torch import Tensor
 
 CLIP: Final = 1.0
 """Norm of a stage's gradient, at most, in one update."""
+
+
+# How
+
+
+def parts(samples: int, at_a_time: int) -> list[slice]:
+    """Samples of a pair to be learned at a time: at most so many, as evenly as can be; 0: all."""
+    count = -(-samples // at_a_time) if at_a_time else 1
+    size, larger = divmod(samples, count)
+    ends = [number * size + min(number, larger) for number in range(count + 1)]
+    return [slice(start, end) for start, end in pairwise(ends)]
+
+
+def rate(lr: float, updates: float, time: float = 0.0) -> float:
+    """Learning rate of the next update. It falls in a line to 0 at the last update, or when the
+    time is over, if that comes first; of both the share that is done, 0 to 1."""
+    return lr * (1 - min(1.0, max(updates, time)))
 
 
 # One pair

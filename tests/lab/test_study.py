@@ -29,7 +29,7 @@ losses = {}
 [[variants]]
 name = "relearned"
 run.recovery.relearn_passes = 3
-ablation.relearn_samples = 1
+ablation.relearn_share = 0.5
 """
 
 
@@ -45,7 +45,7 @@ def test_a_variant_changes_what_it_names_and_nothing_else(tmp_path: Path) -> Non
     assert (none.losses.at, relearned.losses.at) == ([], ["2@4"])
     assert relearned.run.recovery.policy == "checkfree"
     assert (none.run.recovery.relearn_passes, relearned.run.recovery.relearn_passes) == (0, 3)
-    assert relearned.ablation.relearn_samples == 1
+    assert relearned.ablation.relearn_share == 0.5
     assert relearned.run.seed == 0
 
 
@@ -63,7 +63,7 @@ def test_a_key_changes_with_all_that_the_result_depends_on(tmp_path: Path) -> No
     ("old", "new", "said"),
     [
         ("steps = 8", "steps = 0", "variant 'none'.*\n.*steps"),
-        ("relearn_samples", "relearn_sample", "relearn_sample"),
+        ("relearn_share", "relearn_part", "relearn_part"),
         ('baseline = "none"', 'baseline = "nobody"', "no variant is named 'nobody'"),
         ('name = "relearned"', 'name = "none"', "same name"),
         ("[losses]", "[losses", "not valid TOML"),
@@ -102,4 +102,4 @@ def test_results_were_made_with_these_defaults() -> None:
         for section in (RunFile, Losses, Ablation)
     ]
     digest = hashlib.sha256(json.dumps(defaults, sort_keys=True).encode()).hexdigest()[:16]
-    assert (FORMAT, digest) == (1, "bb2df6b67dfcd610")
+    assert (FORMAT, digest) == (1, "4ffc7c421c0a7459")

@@ -33,7 +33,8 @@ from recovery.orders import adjoining, order, runs
 
 T = TypeVar("T")
 BALLOT = Ballot(3, 5)
-STEP = 7
+STEP = 8
+STEPS = 2
 SHAPE = (2, 3, 4)
 ELEMENTS = 2 * 3 * 4
 MICROBATCHES = 6
@@ -71,23 +72,24 @@ def route(microbatch: int, stages: int, swapped: bool) -> tuple[int, ...]:
 
 
 def keepers(stages: int, swapped: bool, codec: Codec = "none") -> dict[str, BoundaryKeeper]:
-    """Two replicas of each stage, after a step whose microbatches went through them in turn."""
+    """Two replicas of each stage, after steps whose microbatches went through them in turn."""
     found = {
-        f"{stage}.{replica}": BoundaryKeeper(at_once)
+        f"{stage}.{replica}": BoundaryKeeper(at_once, STEPS)
         for stage in range(stages + 1)
         for replica in "ab"
     }
-    for keeper in found.values():
-        keeper.start(BALLOT, STEP)
-    for microbatch in range(MICROBATCHES):
-        visits = route(microbatch, stages, swapped)
-        replica = "ab"[microbatch // 2 % 2]
-        for position in range(1, len(visits)):
-            frame = crossing(microbatch, position, visits, codec)
-            found[f"{visits[position - 1]}.{replica}"].keep("sent", frame)
-            found[f"{visits[position]}.{replica}"].keep("received", frame)
-    for keeper in found.values():
-        keeper.commit(STEP)
+    for step in range(STEP - STEPS + 1, STEP + 1):
+        for keeper in found.values():
+            keeper.start(BALLOT, step)
+        for microbatch in range(MICROBATCHES):
+            visits = route(microbatch, stages, swapped)
+            replica = "ab"[(microbatch // 2 + step) % 2]
+            for position in range(1, len(visits)):
+                frame = crossing(microbatch, position, visits, codec, version=step)
+                found[f"{visits[position - 1]}.{replica}"].keep("sent", frame)
+                found[f"{visits[position]}.{replica}"].keep("received", frame)
+        for keeper in found.values():
+            keeper.commit(step, 0)
     return found
 
 
@@ -127,7 +129,7 @@ class Network:
 
     def fetch(self, stage: int, lost: set[int], neighbours: Sequence[str]) -> Fetched:
         """With no time for what isn't there at once."""
-        wanted = Wanted(STEP, stage, frozenset(lost), MICROBATCHES, SHAPE)
+        wanted = Wanted(STEP, STEPS, stage, frozenset(lost), MICROBATCHES, SHAPE)
         return asyncio.run(self.client.fetch(BALLOT, wanted, neighbours, 0.0))
 
 
@@ -137,7 +139,7 @@ def check_values(fetched: Fetched, stages: int, swapped: bool) -> None:
         for pair, tensor in tensors.items():
             visits = route(pair.microbatch, stages, swapped)
             (run,) = [run for run in runs(visits, set(pair.stages)) if run.stages == pair.stages]
-            crossed = values(pair.microbatch, (run.start, run.end)[end])
+            crossed = values(pair.microbatch, (run.start, run.end)[end], pair.step)
             assert tensor.dtype == torch.bfloat16
             assert torch.equal(tensor, bf16(crossed))
 
@@ -151,16 +153,16 @@ def decoded(kept: Kept) -> torch.Tensor:
 
 
 def test_what_is_kept_is_of_the_last_committed_step() -> None:
-    keeper = BoundaryKeeper(at_once)
+    keeper = BoundaryKeeper(at_once, 1)
     keeper.start(BALLOT, STEP)
     for position in (1, 2):
         keeper.keep("received" if position == 1 else "sent", crossing(0, position))
-    with pytest.raises(ValueError, match="of step 7 are asked for, of step 0 are kept"):
+    with pytest.raises(ValueError, match="of step 8 are asked for, of step 0 are kept"):
         keeper.sides(STEP, 2, frozenset([2]))
-    keeper.commit(STEP)
+    keeper.commit(STEP, 0)
     assert keeper.memory_bytes == 2 * ELEMENTS * 4
     ((pair, side, _),) = keeper.sides(STEP, 2, frozenset([2]))
-    assert (pair, side) == (Pair(0, (2,)), "input")
+    assert (pair, side) == (Pair(STEP, 0, (2,)), "input")
     keeper.start(Ballot(3, 6), STEP + 1)
     keeper.keep("sent", crossing(0, 2, ballot=Ballot(3, 6)))
     assert keeper.memory_bytes == 3 * ELEMENTS * 4
@@ -168,16 +170,16 @@ def test_what_is_kept_is_of_the_last_committed_step() -> None:
     assert keeper.sides(STEP, 2, frozenset([2]))  # the failed attempt has left no trace
     assert keeper.memory_bytes == 2 * ELEMENTS * 4
     keeper.start(Ballot(3, 7), STEP + 1)
-    keeper.commit(STEP + 1)
+    keeper.commit(STEP + 1, 0)
     assert keeper.sides(STEP + 1, 2, frozenset([2])) == []
     assert keeper.memory_bytes == 0
 
 
 def test_a_commit_of_a_step_that_was_not_attempted_here_leaves_nothing() -> None:
-    keeper = BoundaryKeeper(at_once)
+    keeper = BoundaryKeeper(at_once, 1)
     keeper.start(BALLOT, STEP)
     keeper.keep("sent", crossing(0, 2))
-    keeper.commit(STEP + 1)
+    keeper.commit(STEP + 1, 0)
     assert keeper.sides(STEP + 1, 2, frozenset([2])) == []
     assert keeper.memory_bytes == 0
 
@@ -194,12 +196,12 @@ async def test_once_committed_it_is_narrowed_to_two_bytes_a_value(
         pieces += 1
         return work()
 
-    keeper = BoundaryKeeper(count)
+    keeper = BoundaryKeeper(count, 1)
     keeper.start(BALLOT, STEP)
     frames = [crossing(microbatch, 2, codec=codec) for microbatch in range(5)]
     for frame in frames:
         keeper.keep("sent", frame)
-    keeper.commit(STEP)
+    keeper.commit(STEP, 0)
     await keeper.narrow()
     assert pieces == (3 if codec == "none" else 0)
     assert keeper.memory_bytes <= 5 * ELEMENTS * 2
@@ -214,63 +216,110 @@ async def test_the_next_commit_ends_the_narrowing(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(boundary, "PIECE", 1)
 
     async def commit_meanwhile(work: Callable[[], T]) -> T:
-        keeper.commit(STEP + 1)
+        keeper.commit(STEP + 1, 0)
         return work()
 
-    keeper = BoundaryKeeper(commit_meanwhile)
+    keeper = BoundaryKeeper(commit_meanwhile, 1)
     keeper.start(BALLOT, STEP)
     for microbatch in range(3):
         keeper.keep("sent", crossing(microbatch, 2))
-    keeper.commit(STEP)
+    keeper.commit(STEP, 0)
     await keeper.narrow()
     assert keeper.memory_bytes == 0
 
 
 def test_frames_of_other_attempts_and_evaluations_are_not_kept() -> None:
-    keeper = BoundaryKeeper(at_once)
+    keeper = BoundaryKeeper(at_once, 1)
     keeper.keep("sent", crossing(0, 2))  # nothing has begun
     keeper.start(BALLOT, STEP)
     keeper.keep("sent", crossing(0, 2, ballot=Ballot(3, 4)))
     assert keeper.memory_bytes == 0
     keeper.keep("sent", crossing(0, 2))
-    keeper.commit(STEP)
+    keeper.commit(STEP, 0)
     keeper.keep("sent", crossing(1, 2))  # an evaluation under the same ballot
     assert len(keeper.sides(STEP, 2, frozenset([2]))) == 1
 
 
 def test_a_second_visit_replaces_the_first() -> None:
-    keeper = BoundaryKeeper(at_once)
+    keeper = BoundaryKeeper(at_once, 1)
     keeper.start(BALLOT, STEP)
     keeper.keep("sent", crossing(0, 2))
     keeper.keep("sent", crossing(0, 2, version=1))
-    keeper.commit(STEP)
+    keeper.commit(STEP, 0)
     assert keeper.memory_bytes == ELEMENTS * 4
     fetched = Network({"1": keeper}).fetch(2, {2}, ["1"])
-    assert torch.equal(fetched.inputs[Pair(0, (2,))], bf16(values(0, 2, version=1)))
+    assert torch.equal(fetched.inputs[Pair(STEP, 0, (2,))], bf16(values(0, 2, version=1)))
 
 
-@given(st.data())
-def test_attempts_that_come_and_go(data: st.DataObject) -> None:
-    """Whatever starts, fails and commits: what is kept is what the committed attempt was given."""
-    keeper = BoundaryKeeper(at_once)
-    step, committed = 1, {}
-    for attempt in range(1, data.draw(st.integers(1, 6)) + 1):
+@given(st.integers(1, 4), st.data())
+def test_attempts_that_come_and_go(steps: int, data: st.DataObject) -> None:
+    """Whatever starts, fails, commits, is missed or gone back behind: what is kept is what the last
+    committed attempts were given, as far as they lead without a gap to where the run stands."""
+    keeper = BoundaryKeeper(at_once, steps)
+    step, lineage = 0, 0
+    history: list[dict[Pair, torch.Tensor]] = []  # of consecutive steps, up to `step`
+    for attempt in range(1, data.draw(st.integers(1, 9)) + 1):
         ballot = Ballot(1, attempt)
-        keeper.start(ballot, step)
+        keeper.start(ballot, step + 1)
         given_now = {}
         for microbatch in data.draw(st.lists(st.integers(0, 3), max_size=5)):
             keeper.keep("sent", crossing(microbatch, 2, ballot=ballot, version=attempt))
-            given_now[Pair(microbatch, (2,))] = values(microbatch, 2, attempt)
-        match data.draw(st.sampled_from(["commit", "drop", "again"])):
+            given_now[Pair(step + 1, microbatch, (2,))] = values(microbatch, 2, attempt)
+        match data.draw(st.sampled_from(["commit", "commit", "drop", "again", "miss", "back"])):
             case "commit":
-                keeper.commit(step)
-                step, committed = step + 1, given_now
+                step, history = step + 1, [*history, given_now]
+                keeper.commit(step, lineage)
+                keeper.stand_at(step, lineage)
             case "drop":
                 keeper.drop()
-    sides = keeper.sides(step - 1, 2, frozenset([2])) if step > 1 else []
-    assert [pair for pair, _, _ in sides] == sorted(committed)
-    for pair, _, kept in sides:
-        assert torch.equal(decoded(kept), committed[pair])
+            case "miss":  # the state of a later step comes from elsewhere
+                step, history = step + 2, []
+                keeper.drop()
+                keeper.stand_at(step, lineage)
+            case "back":  # to files, of this very step perhaps
+                step, lineage, history = data.draw(st.integers(0, step)), lineage + 1, []
+                keeper.drop()
+                keeper.stand_at(step, lineage)
+    kept = {pair: tensor for last in history[-steps:] for pair, tensor in last.items()}
+    sides = keeper.sides(step, 2, frozenset([2]))
+    assert [p.step for p, _, _ in sides] == sorted((p.step for p in kept), reverse=True)
+    assert {pair for pair, _, _ in sides} == kept.keys()
+    for pair, _, tensor in sides:
+        assert torch.equal(decoded(tensor), kept[pair])
+
+
+async def test_what_the_next_commit_finds_wide_it_has_narrowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The compute thread has time for a piece only between two commits, and then for all."""
+    monkeypatch.setattr(boundary, "PIECE", 1)
+    narrowing: list[asyncio.Task[None]] = []
+    pieces = 0
+
+    async def work_once(work: Callable[[], T]) -> T:
+        nonlocal pieces
+        pieces += 1
+        if len(narrowing) < 3:
+            train(STEP + len(narrowing))
+            await asyncio.sleep(0)
+        return work()
+
+    def train(step: int) -> None:
+        keeper.start(BALLOT, step)
+        for microbatch in range(3):
+            keeper.keep("sent", crossing(microbatch, 2, version=step))
+        keeper.commit(step, 0)
+        narrowing.append(asyncio.create_task(keeper.narrow()))
+
+    keeper = BoundaryKeeper(work_once, 3)
+    train(STEP)
+    while pending := [task for task in narrowing if not task.done()]:
+        await asyncio.gather(*pending)
+    assert len(narrowing) == 3
+    assert keeper.memory_bytes == 3 * 3 * ELEMENTS * 2
+    assert pieces <= 3 * 3 + 2  # one that was under way at each commit is done twice
+    for pair, _, kept in keeper.sides(STEP + 2, 2, frozenset([2])):
+        assert torch.equal(bf16(decoded(kept)), bf16(values(pair.microbatch, 2, pair.step)))
 
 
 # Fetching
@@ -297,10 +346,11 @@ def test_a_joiner_gets_the_ends_of_the_runs_that_are_its_own(
     inputs, outputs = set(), set()
     for microbatch, visits in enumerate(orders):
         for run in runs(visits, lost):
+            pairs = {Pair(step, microbatch, run.stages) for step in (STEP - 1, STEP)}
             if run.stages[0] == stage:
-                inputs.add(Pair(microbatch, run.stages))
+                inputs |= pairs
             if run.stages[-1] == stage:
-                outputs.add(Pair(microbatch, run.stages))
+                outputs |= pairs
     assert fetched.inputs.keys() == inputs
     assert fetched.outputs.keys() == outputs
     if codec in ("none", "bf16"):
@@ -313,17 +363,27 @@ def test_few_frames_are_under_way_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     nodes = keepers(3, swapped=False)
     network = Network(nodes)
     fetched = network.fetch(2, {2}, ["1.a", "1.b", "3.a", "3.b"])
-    assert len(fetched.inputs) == len(fetched.outputs) == MICROBATCHES
+    assert len(fetched.inputs) == len(fetched.outputs) == STEPS * MICROBATCHES
     offsets = [offset for node, offset in network.asked if node == "1.a"]
-    assert offsets == [0, 2]  # of its 4; the last one is never asked twice
+    assert offsets == [0, 2, 4]  # of its 6; the last one is never asked twice
     check_values(fetched, 3, swapped=False)
+
+
+def part(replica: str) -> list[tuple[int, int]]:
+    """Step and microbatch of what went through the replicas of this name."""
+    return [
+        (step, microbatch)
+        for step in (STEP - 1, STEP)
+        for microbatch in range(MICROBATCHES)
+        if "ab"[(microbatch // 2 + step) % 2] == replica
+    ]
 
 
 def test_who_is_missing_costs_only_its_own_tensors() -> None:
     """One is silent, one has no link, one has another step, one is lost meanwhile."""
     nodes = keepers(3, swapped=False)
     nodes["1.b"].start(BALLOT, STEP + 1)
-    nodes["1.b"].commit(STEP + 1)
+    nodes["1.b"].commit(STEP + 1, 0)
     del nodes["3.a"]
     network = Network(nodes)
     network.faults["0.a"] = lambda answer: None
@@ -333,13 +393,13 @@ def test_who_is_missing_costs_only_its_own_tensors() -> None:
 
     network.faults["0.b"] = lose
     fetched = network.fetch(2, {2}, ["1.a", "1.b", "3.a", "3.b", "0.a", "0.b"])
-    assert {pair.microbatch for pair in fetched.inputs} == {0, 1, 4, 5}
-    assert {pair.microbatch for pair in fetched.outputs} == {2, 3}
+    assert {pair[:2] for pair in fetched.inputs} == {*part("a")}
+    assert {pair[:2] for pair in fetched.outputs} == {*part("b")}
     assert sorted(fetched.complaints) == [
         "0.a did not send any boundary tensors: waited 0 s for it",
         "0.b did not send any boundary tensors: lost: connection reset",
-        "1.b did not send any boundary tensors: boundary tensors of step 7 are asked for, "
-        "of step 8 are kept",
+        "1.b did not send any boundary tensors: boundary tensors of step 8 are asked for, "
+        "of step 9 are kept",
         "3.a did not send any boundary tensors: there is no link to it",
     ]
 
@@ -377,7 +437,10 @@ def flip_a_bit(frame: Frame) -> Frame:
         (damage(stages=[2, 2]), "is not wanted here"),
         (damage(stages=[2, 3]), "is not wanted here"),
         (damage(side="middle"), "'middle' is no side of"),
-        (damage(microbatch=1), "the input of microbatch 1 is here already"),
+        (damage(microbatch=1), "the input of microbatch 1 in step 8 is here already"),
+        (damage(step=STEP + 1), "step 9 is none of the 2 up to 8"),
+        (damage(step=STEP - STEPS), "step 6 is none of the 2 up to 8"),
+        (damage(step="8"), "are not those of a pair"),
         (content(torch.zeros(SHAPE), "none"), "not one tensor of at most two bytes"),
         (content(torch.zeros(1, 3, 4)), r"its shape is \(1, 3, 4\), not \(2, 3, 4\)"),
         (content(torch.full(SHAPE, torch.nan)), "it is not finite"),
@@ -388,7 +451,8 @@ def test_a_bad_frame_costs_only_itself(change: Callable[[Frame], Frame], complai
     later: list[Frame] = []  # the changed one comes last of all frames
 
     def fault(answer: Answer) -> Answer | None:
-        if isinstance(answer, Frame) and answer.fields["microbatch"] == 0:
+        fields = answer.fields if isinstance(answer, Frame) else {}
+        if isinstance(answer, Frame) and (fields["step"], fields["microbatch"]) == (STEP, 0):
             later.append(change(answer))
             return None
         if isinstance(answer, pb.Message):
@@ -399,8 +463,9 @@ def test_a_bad_frame_costs_only_itself(change: Callable[[Frame], Frame], complai
 
     network.faults["1.a"] = fault
     fetched = network.fetch(2, {2}, ["1.a", "1.b", "3.a", "3.b"])
-    assert {pair.microbatch for pair in fetched.inputs} == set(range(1, MICROBATCHES))
-    assert {pair.microbatch for pair in fetched.outputs} == set(range(MICROBATCHES))
+    everything = {*part("a"), *part("b")}
+    assert {pair[:2] for pair in fetched.inputs} == everything - {(STEP, 0)}
+    assert {pair[:2] for pair in fetched.outputs} == everything
     (said,) = fetched.complaints
     assert re.search(complaint, said)
     check_values(fetched, 3, swapped=False)
@@ -464,7 +529,7 @@ async def test_a_stage_keeps_what_comes_in_and_goes_out(codec: Codec, kind: Any)
     config = model_config(section, 16)
     run = RunFile(model=section, wire=WireSection(activations=codec))
     module = build_stage(config, 2, 0)
-    keeper, daemon = BoundaryKeeper(at_once), Daemon()
+    keeper, daemon = BoundaryKeeper(at_once, 1), Daemon()
     pipeline = Pipeline(
         *("c", 2, module, StageOptimizer(module, torch.device("cpu")), run, config, None),
         *(torch.device("cpu"), cast(ComputeThread, Compute()), daemon),
@@ -481,12 +546,12 @@ async def test_a_stage_keeps_what_comes_in_and_goes_out(codec: Codec, kind: Any)
     pipeline.take("b", frame)
     await asyncio.sleep(0)
     (sent,) = daemon.sent
-    keeper.commit(STEP)
+    keeper.commit(STEP, 0)
     if kind == pb.Begin.EVALUATE:
         assert keeper.memory_bytes == 0
         return
     ((before, _, out),) = keeper.sides(STEP, 1, frozenset([1]))
     ((behind, _, into),) = keeper.sides(STEP, 3, frozenset([3]))
-    assert (before, behind) == (Pair(4, (1,)), Pair(4, (3,)))
+    assert (before, behind) == (Pair(STEP, 4, (1,)), Pair(STEP, 4, (3,)))
     assert (out.payload, into.payload) == (frame.payload, sent.payload)
     assert keeper.critical_seconds > 0

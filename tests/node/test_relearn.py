@@ -3,6 +3,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
 import pytest
@@ -19,7 +21,7 @@ from node.run_file import ModelSection
 from node.wire import Frame
 from recovery.checkfree import average
 from recovery.orders import order, runs
-from recovery.relearning import Learner, learn, residual_error
+from recovery.relearning import Learner, learn, parts, rate, residual_error
 
 T = TypeVar("T")
 BALLOT = Ballot(3, 5)
@@ -28,7 +30,9 @@ CONFIG = model_config(
 )
 SHAPE = (2, 4, 8)
 MICROBATCHES = 4
-TERMS = Terms(passes=3, seconds=math.inf, lr=1e-2, bf16=False, patience=60.0)
+STEPS = (6, 7)
+PAIRS = len(STEPS) * MICROBATCHES
+TERMS = Terms(samples=1, passes=3, seconds=math.inf, lr=1e-2, bf16=False, patience=60.0)
 
 
 async def at_once(work: Callable[[], T]) -> T:
@@ -57,7 +61,7 @@ def crossed(lost: Sequence[int], swapped: bool) -> Pairs:
             parameter.data *= 4  # as if training had gone on for a while
     generator = torch.Generator().manual_seed(2)
     pairs = {}
-    for microbatch in range(MICROBATCHES):
+    for step, microbatch in product(STEPS, range(MICROBATCHES)):
         visits = order(microbatch, CONFIG.stages, swapped)
         x = torch.randn(SHAPE, generator=generator)
         crossings = [x.to(torch.bfloat16)]
@@ -66,7 +70,7 @@ def crossed(lost: Sequence[int], swapped: bool) -> Pairs:
                 x = teachers[stage](x)
             crossings.append(x.to(torch.bfloat16))
         for run in runs(visits, lost):
-            pairs[Pair(microbatch, run.stages)] = crossings[run.start], crossings[run.end]
+            pairs[Pair(step, microbatch, run.stages)] = crossings[run.start], crossings[run.end]
     return pairs
 
 
@@ -159,24 +163,36 @@ def chain_of(pair: Pair, learners: Mapping[int, Learner]) -> list[Learner]:
     return [learners[stage] for stage in pair.stages]
 
 
-@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize(("swapped", "samples"), [(False, 0), (False, 1), (True, 1)])
 @pytest.mark.parametrize("lost", [(3,), (1,), (5,), (2, 3), (1, 2), (4, 5), (2, 3, 4), (1, 2, 3)])
-def test_joiners_do_what_one_process_would_do(lost: tuple[int, ...], swapped: bool) -> None:
+def test_joiners_do_what_one_process_would_do(
+    lost: tuple[int, ...], swapped: bool, samples: int
+) -> None:
     pairs = crossed(lost, swapped)
     students = {stage: student(stage) for stage in lost}
-    results = relearn_all(students, {stage: fetched_by(stage, pairs) for stage in lost})
+    fetched = {stage: fetched_by(stage, pairs) for stage in lost}
+    results = relearn_all(students, fetched, replace(TERMS, samples=samples))
 
     reference = {stage: student(stage) for stage in lost}
     learners = {s: Learner(one.module, one.optimizer, TERMS.lr) for s, one in reference.items()}
     floats = {pair: (x.float(), y.float()) for pair, (x, y) in sorted(pairs.items())}
-    for _ in range(TERMS.passes):
-        for pair, (x, y) in floats.items():
-            learn(chain_of(pair, learners), x, y)
+    a_pass = [
+        (pair, x[part], y[part])
+        for pair, (x, y) in floats.items()
+        for part in parts(SHAPE[0], samples)
+    ]
+    updates = TERMS.passes * len(a_pass)
+    for done in range(updates):
+        pair, x, y = a_pass[done % len(a_pass)]
+        for learner in learners.values():
+            learner.lr = rate(TERMS.lr, done / updates)
+        learn(chain_of(pair, learners), x, y)
     for stage in lost:
         ours, theirs = students[stage].optimizer, reference[stage].optimizer
         for (name, a), (_, b) in zip(ours.state(True), theirs.state(True), strict=True):
             assert torch.equal(a, b), name
-        assert ours.steps == theirs.steps == TERMS.passes * sum(stage in p.stages for p in pairs)
+        visited = sum(stage in pair.stages for pair, _, _ in a_pass)
+        assert ours.steps == theirs.steps == TERMS.passes * visited
         assert not ours.gradient.any()
     for stage, result in zip(lost, results, strict=True):
         assert result.residual_after < result.residual_before
@@ -189,7 +205,8 @@ def test_joiners_do_what_one_process_would_do(lost: tuple[int, ...], swapped: bo
         assert not result.undone
     if len({pair.stages for pair in pairs}) == 1:
         chain = chain_of(next(iter(pairs)), learners)
-        assert results[0].residual_after == pytest.approx(residual_error(chain, floats.values()))
+        newest = [ends for pair, ends in floats.items() if pair.step == max(STEPS)]
+        assert results[0].residual_after == pytest.approx(residual_error(chain, newest))
 
 
 def test_the_same_passes_give_the_same_bits() -> None:
@@ -205,12 +222,12 @@ def test_the_same_passes_give_the_same_bits() -> None:
 def test_pairs_that_are_not_whole_are_left_out_by_everyone() -> None:
     pairs = crossed([2, 3], swapped=False)
     fetched = {stage: fetched_by(stage, pairs) for stage in (2, 3)}
-    del fetched[2].inputs[Pair(0, (2, 3))]
-    del fetched[3].outputs[Pair(2, (2, 3))]
+    del fetched[2].inputs[Pair(7, 0, (2, 3))]
+    del fetched[3].outputs[Pair(6, 2, (2, 3))]
     students = {stage: student(stage) for stage in (2, 3)}
     results = relearn_all(students, fetched)
-    assert [(result.pairs, result.left_out) for result in results] == [(2, 2), (2, 2)]
-    assert all(one.optimizer.steps == 2 * TERMS.passes for one in students.values())
+    assert [(result.pairs, result.left_out) for result in results] == [(6, 2), (6, 2)]
+    assert all(one.optimizer.steps == 6 * SHAPE[0] * TERMS.passes for one in students.values())
 
 
 def test_nobody_runs_ahead_of_who_shares_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,10 +235,10 @@ def test_nobody_runs_ahead_of_who_shares_no_pair(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(relearn, "TOGETHER", 1)
     pairs = {p: ends for p, ends in crossed([2, 3], swapped=True).items() if len(p.stages) == 1}
     students = {stage: student(stage) for stage in (2, 3)}
-    terms = Terms(passes=20, seconds=math.inf, lr=1e-2, bf16=False, patience=60.0)
+    terms = replace(TERMS, passes=20)
     results = relearn_all(students, {s: fetched_by(s, pairs) for s in students}, terms)
     assert [result.passes for result in results] == [20, 20]
-    assert [one.optimizer.steps for one in students.values()] == [40, 40]
+    assert [one.optimizer.steps for one in students.values()] == [160, 160]
 
 
 def test_without_a_whole_pair_the_weights_stay() -> None:
@@ -236,13 +253,13 @@ def test_without_a_whole_pair_the_weights_stay() -> None:
 
 def test_which_pairs_are_whole() -> None:
     def said(microbatch: int, *stages: int, **sides: bool) -> pb.BoundaryPair:
-        return pb.BoundaryPair(microbatch=microbatch, stages=stages, **sides)
+        return pb.BoundaryPair(step=7, microbatch=microbatch, stages=stages, **sides)
 
     reports = {
         2: [said(0, 2, 3, input=True), said(1, 2, input=True, output=True), said(3, 2, 3)],
         3: [said(0, 2, 3, output=True), said(1, 3, input=True), said(2, 2, 3, input=True)],
     }
-    assert whole_pairs(reports) == ([Pair(0, (2, 3)), Pair(1, (2,))], 1)
+    assert whole_pairs(reports) == ([Pair(7, 0, (2, 3)), Pair(7, 1, (2,))], 1)
     assert whole_pairs({2: [said(0, 2, 3, input=True)]}) == ([], 0)  # nobody joins for stage 3
 
 
@@ -260,34 +277,65 @@ class Clock:
         return self.seconds
 
 
-def test_the_time_is_over_between_two_pairs() -> None:
+def test_the_time_is_over_between_two_pieces() -> None:
     one = student(2)
-    terms = Terms(passes=1000, seconds=12.0, lr=1e-2, bf16=False, patience=60.0)
+    terms = replace(TERMS, passes=1000, seconds=36.0)
     result = alone(one, crossed([2], swapped=False), terms, Clock())
-    # Measuring takes a second at the start and is counted again for the end; then a look per pair.
-    assert one.optimizer.steps == 9
+    # Measuring takes a second at the start and is counted again for the end; then a look per piece.
+    assert one.optimizer.steps == 33
     assert result.passes == 2
     assert result.residual_after < result.residual_before
     assert result.seconds > terms.seconds
+
+
+@pytest.mark.parametrize(("lost", "at_a_time"), [((2,), 1), ((2, 3), 8)])
+def test_the_rate_falls_to_0_when_passes_or_time_are_over(
+    lost: tuple[int, ...], at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two looks at the clock it falls as the passes have it."""
+    pairs = crossed(lost, swapped=False)
+    fetched = {stage: fetched_by(stage, pairs) for stage in lost}
+    rates: dict[int, list[float]] = {}
+    backward = Learner.backward
+
+    def noted(self: Learner, gradient: torch.Tensor) -> torch.Tensor:
+        rates.setdefault(id(self), []).append(self.lr)
+        return backward(self, gradient)
+
+    monkeypatch.setattr(Learner, "backward", noted)
+    pieces = PAIRS * SHAPE[0]
+    relearn_all({stage: student(stage) for stage in lost}, fetched)
+    updates = TERMS.passes * pieces
+    expected = [TERMS.lr * (1 - done / updates) for done in range(updates)]
+    assert [*rates.values()] == [pytest.approx(expected)] * len(lost)
+
+    rates.clear()
+    terms = replace(TERMS, passes=1000, seconds=12.0)  # of which 10 are for training
+    relearn_all({stage: student(stage) for stage in lost}, fetched, terms, Clock())
+    first, *others = rates.values()
+    assert first[::at_a_time] == pytest.approx(
+        [TERMS.lr * (1 - look / 10) for look in range(1, 10)]
+    )
+    assert all(other == first for other in others)
 
 
 def test_several_stop_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relearn, "TOGETHER", 3)
     students = {stage: student(stage) for stage in (2, 3)}
     pairs = crossed([2, 3], swapped=False)
-    terms = Terms(passes=1000, seconds=12.0, lr=1e-2, bf16=False, patience=60.0)
+    terms = replace(TERMS, passes=1000, seconds=30.0)
     fetched = {stage: fetched_by(stage, pairs) for stage in (2, 3)}
     results = relearn_all(students, fetched, terms, Clock())
     steps = {one.optimizer.steps for one in students.values()}
     assert len(steps) == 1
-    assert 0 < steps.pop() < 60
+    assert 0 < steps.pop() < 90
     assert results[0].passes == results[1].passes > 0
 
 
 def test_no_time_is_no_training() -> None:
     one = student(2)
     before = one.optimizer.digest()
-    terms = Terms(passes=5, seconds=0.0, lr=1e-2, bf16=False, patience=60.0)
+    terms = replace(TERMS, passes=5, seconds=0.0)
     result = alone(one, crossed([2], swapped=False), terms)
     assert one.optimizer.digest() == before
     assert result.residual_after == result.residual_before > 0
@@ -300,7 +348,7 @@ def test_what_makes_it_worse_is_undone(lost: tuple[int, ...], lr: float) -> None
     students = {stage: student(stage) for stage in lost}
     before = [one.optimizer.digest() for one in students.values()]
     pairs = crossed(lost, swapped=False)
-    terms = Terms(passes=2, seconds=math.inf, lr=lr, bf16=False, patience=60.0)
+    terms = replace(TERMS, passes=2, lr=lr)
     results = relearn_all(students, {stage: fetched_by(stage, pairs) for stage in lost}, terms)
     assert all(result.undone for result in results)
     assert not results[0].residual_after <= results[0].residual_before
@@ -313,7 +361,7 @@ def test_what_makes_it_worse_is_undone(lost: tuple[int, ...], lr: float) -> None
 
 def test_bf16_relearns_too() -> None:
     one = student(2)
-    terms = Terms(passes=10, seconds=math.inf, lr=1e-2, bf16=True, patience=60.0)
+    terms = replace(TERMS, passes=10, bf16=True)
     result = alone(one, crossed([2], swapped=False), terms)
     assert result.residual_after < result.residual_before
     assert one.optimizer.weights.dtype == torch.float32
@@ -366,7 +414,7 @@ async def test_who_is_late_is_named() -> None:
     students, fetched = trio()
     network = Network(list(students))
     network.passes = lambda sender, to, item: not (sender == "joiner-3" and to == "joiner-2")
-    terms = Terms(passes=1, seconds=math.inf, lr=1e-2, bf16=False, patience=0.0)
+    terms = replace(TERMS, passes=1, patience=0.0)
     tasks = together(network, students, fetched, terms)
     failed = await failures(tasks[:1])
     for task in tasks[1:]:
@@ -406,7 +454,7 @@ async def test_a_bad_frame_fails_it(fault: str) -> None:
             case "fields":
                 fields = {"round": [2]}
         for place in range(20 if fault == "flood" else 1):
-            changed = {**fields, "pair": 100 + place} if fault == "flood" else fields
+            changed = {**fields, "piece": 100 + place} if fault == "flood" else fields
             network.nodes[to].on_frame(
                 sender, Frame(item.kind, item.ballot, changed, head, payload)
             )
@@ -437,6 +485,24 @@ async def test_a_leader_that_names_pairs_which_are_not_here(stages: list[int]) -
         "joiner-2", pb.Message(ballot=BALLOT.message(), relearn=order)
     )
     with pytest.raises(RelearnError, match="joiner-2 wants"):
+        await task
+
+
+@pytest.mark.parametrize(("first", "updates"), [(0, 1), (1, 1), (0, 1000)])
+async def test_a_leader_that_wants_updates_out_of_turn(first: int, updates: int) -> None:
+    """Before it has said of what, after some that were never made, or more than all passes."""
+    students, fetched = trio()
+    network = Network([2, 3, 4])
+    task = asyncio.create_task(
+        network.nodes["joiner-4"].run(
+            Block(BALLOT, 4, {2: "joiner-2", 4: "joiner-4"}), *students[4], fetched[4], TERMS
+        )
+    )
+    order = pb.Relearn(round=1, work=pb.Relearn.TRAIN, first=first, count=updates)
+    network.nodes["joiner-4"].on_message(
+        "joiner-2", pb.Message(ballot=BALLOT.message(), relearn=order)
+    )
+    with pytest.raises(RelearnError, match=f"joiner-2 wants {updates} updates after {first}"):
         await task
 
 
@@ -590,9 +656,9 @@ def test_relearning_takes_most_of_the_damage_away(trained: Trained, lost: tuple[
     averaged = trained.loss()
     size = 4  # samples in a microbatch
     ends = [x.split(size) for x in (trained.crossings[lost[0] - 1], trained.crossings[lost[-1]])]
-    pairs = {Pair(number, lost): pair for number, pair in enumerate(zip(*ends, strict=True))}
+    pairs = {Pair(7, number, lost): pair for number, pair in enumerate(zip(*ends, strict=True))}
     fetched = {stage: fetched_by(stage, pairs, (size, 16, 32)) for stage in lost}
-    terms = Terms(passes=20, seconds=math.inf, lr=3e-3, bf16=False, patience=60.0)
+    terms = replace(TERMS, passes=20, lr=3e-3)
     relearn_all(students, fetched, terms)
     relearned = trained.loss()
     for stage, one in students.items():

@@ -15,6 +15,8 @@ from recovery.relearning import (
     Learner,
     error_gradient,
     learn,
+    parts,
+    rate,
     residual_error,
     squared_distance,
 )
@@ -90,6 +92,25 @@ def test_swapped_orders_part_what_is_lost_differently() -> None:
     assert blocks(swapped, {2, 3, 5}) == [(2, 3, 5)]  # 3 and 5 are neighbours when swapped
     assert blocks([swapped[0]], {2, 3, 5}) == [(2, 3), (5,)]
     assert adjoining(swapped, {1}) == (0, 2, 3)
+
+
+# How
+
+
+@given(st.integers(1, 40), st.integers(0, 50))
+def test_parts_are_all_samples_in_order_evenly(samples: int, at_a_time: int) -> None:
+    found = parts(samples, at_a_time)
+    assert [at for part in found for at in range(samples)[part]] == list(range(samples))
+    sizes = [part.stop - part.start for part in found]
+    assert max(sizes) <= (at_a_time or samples)
+    assert max(sizes) - min(sizes) <= 1
+    assert len(found) == (-(-samples // at_a_time) if at_a_time else 1)
+
+
+def test_the_rate_falls_in_a_line_by_whichever_ends_first() -> None:
+    assert [rate(2.0, done / 4) for done in range(5)] == [2.0, 1.5, 1.0, 0.5, 0.0]
+    assert rate(2.0, 0.25, time=0.75) == rate(2.0, 0.75, time=0.25) == 0.5
+    assert rate(2.0, 0.5, time=1.5) == 0.0  # the last piece may take longer than the time
 
 
 # One pair
