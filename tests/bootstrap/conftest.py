@@ -87,6 +87,9 @@ class Place:
         request = JoinRequest(protocol=PROTOCOL, node=name, address=f"{name}:1", stage=stage)
         node = Node(name, client, await client.join(request))
         self.nodes.append(node)
+        async with asyncio.timeout(DEADLINE):
+            while name not in self.registry._streams:  # by which it leaves, crashes, is evicted
+                await asyncio.sleep(0)
         return node
 
 
