@@ -88,7 +88,7 @@ class Place:
         node = Node(name, client, await client.join(request))
         self.nodes.append(node)
         async with asyncio.timeout(DEADLINE):
-            while name not in self.registry._streams:  # by which it leaves, crashes, is evicted
+            while name not in self.registry._streams:  # noqa: ASYNC110  it tells nobody
                 await asyncio.sleep(0)
         return node
 

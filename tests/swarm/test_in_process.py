@@ -245,7 +245,7 @@ async def test_a_replica_that_comes_back_gets_the_twin_too(corpus, tmp_path):
     ],
 )
 async def test_every_loss_is_survived_by_its_policy(corpus, tmp_path, policy, lost, methods, steps):
-    """By the methods that it promises, with `steps` of boundary tensors; the losses are the lab's."""
+    """With `steps` steps' boundary tensors to relearn from. The losses are those of the lab."""
     run = override(
         loads(SMALL.format(stages=4, replicas=1)),
         recovery__policy=policy,
