@@ -27,7 +27,7 @@ from recovery import relearning
 from recovery.checkfree import Trained, guess
 from recovery.decide import INEXACT, Held, Kind, Left, Rebuild, RollBack, Source, Stop, decide
 from recovery.orders import all_orders, blocks, order, runs
-from recovery.relearning import Learner, parts, rate, residual_error
+from recovery.relearning import Learner, parts, rate, residual_error, shuffled
 from recovery.snapshot import HeldSnapshot, Layout, SentSnapshot, holder_stage
 from recovery.snapshot import decode as decode_update
 
@@ -45,6 +45,8 @@ class Ablation(Section):
     relearn_share: float = 1.0  # of the samples of each boundary tensor
     relearn_codec: Literal["none", "bf16", "int8"] = "bf16"
     relearn_constant: bool = False  # the learning rate of relearning doesn't fall
+    relearn_in_order: bool = False  # every pass takes its parts as they crossed, oldest first
+    relearn_adam: float = 0.0  # not 0: relearning with Adam, at this rate
     relearn_moments: bool = False  # training goes on with those of Adam that relearning has made
     alone_steps: int = 0  # after a guess, in which only the guessed stages are trained
     lost_share: float = 0.0
@@ -80,6 +82,17 @@ class State(NamedTuple):
     def put(self, stage: Stage) -> None:
         stage.optimizer.load(self.tensors.items(), self.optimizer_step)
         stage.omega, stage.boosted_at = self.omega, self.boosted_at
+
+
+@dataclass
+class Adam:
+    """Updates of relearning by the stage's own optimizer, gradients clipped to 1."""
+
+    optimizer: StageOptimizer
+
+    def step(self, lr: float) -> None:
+        norm = math.sqrt(self.optimizer.squared_norm())
+        self.optimizer.step(lr, min(1.0, 1 / (norm + 1e-6)))
 
 
 class Crossings(NamedTuple):
@@ -452,12 +465,13 @@ class Swarm:
 
     def _relearn(self, block: Sequence[int]) -> dict[str, Any]:
         """As the daemon does it: measure, train on one piece at a time, keep the result or undo."""
-        recovery = self.run.recovery
-        lr = recovery.relearn_lr or self.run.training.lr or self.config.learning_rate
+        recovery, ablation = self.run.recovery, self.ablation
+        lr = ablation.relearn_adam or recovery.relearn_lr
         bf16 = self.run.training.precision == "bf16"
-        learners = {
-            of: Learner(self.stages[of].module, self.stages[of].optimizer, lr, bf16) for of in block
-        }
+        learners = {}
+        for of in block:
+            adam = Adam(self.stages[of].optimizer) if ablation.relearn_adam else None
+            learners[of] = Learner(self.stages[of].module, lr, bf16, adam)
         pieces = self._pieces(block)
         measured = [piece for piece in pieces if piece.step == pieces[-1].step]
         before = self._residual(learners, measured)
@@ -466,8 +480,11 @@ class Swarm:
             self.stages[of].optimizer.load([("weights", guessed[of].tensors["weights"])], 0)
         updates = recovery.relearn_passes * len(pieces)
         for done in range(updates):
-            _, visited, x, y = pieces[done % len(pieces)]
-            if not self.ablation.relearn_constant:
+            a_pass, place = divmod(done, len(pieces))
+            if place == 0 and not ablation.relearn_in_order:
+                turns = shuffled(len(pieces), a_pass)
+            _, visited, x, y = pieces[place if ablation.relearn_in_order else turns[place]]
+            if not ablation.relearn_constant:
                 for learner in learners.values():
                     learner.lr = rate(lr, done / updates)
             relearning.learn([learners[of] for of in visited], x.float(), y.float())
@@ -476,9 +493,9 @@ class Swarm:
         for of in block:
             optimizer = self.stages[of].optimizer
             optimizer.zero_gradient()
-            if not undone and not self.ablation.relearn_moments:
+            if not undone and not ablation.relearn_moments:
                 guessed[of].tensors["weights"].copy_(optimizer.weights)
-            if undone or not self.ablation.relearn_moments:
+            if undone or not ablation.relearn_moments:
                 guessed[of].put(self.stages[of])
         tokens = sum(x.shape[0] * x.shape[1] * len(visited) for _, visited, x, _ in pieces)
         return {

@@ -226,14 +226,9 @@ class Rebuilding:
             samples=recovery.relearn_samples,
             passes=recovery.relearn_passes,
             seconds=recovery.relearn_seconds,
-            lr=recovery.relearn_lr or training.lr or self.config.learning_rate,
+            lr=recovery.relearn_lr,
             bf16=training.precision == "bf16",
             patience=self.run.swarm.progress / 4,
         )
         block = Block(ballot, self.stage, joiners)
-        result = await self.relearning.run(block, self.module, self.optimizer, fetched, terms)
-        # The moments that it leaves are those of larger gradients than training's, and would hold
-        # the stage back for hundreds of steps (docs/results/relearning).
-        optimizer = self.optimizer
-        await self.compute.run(lambda: optimizer.load([("weights", optimizer.weights)], 0))
-        return result
+        return await self.relearning.run(block, self.module, self.optimizer, fetched, terms)

@@ -20,6 +20,7 @@ from itertools import count
 from typing import Final, Literal, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 
 from node import stage_pb2 as pb
 from node.boundary import Fetched, Pair
@@ -27,7 +28,15 @@ from node.effects import NEVER, Ballot
 from node.optimizer import StageOptimizer
 from node.transfer import InComputeThread
 from node.wire import Frame, WireError, decode, encode
-from recovery.relearning import Learner, error_gradient, parts, rate, ratio, squared_distance
+from recovery.relearning import (
+    Learner,
+    error_gradient,
+    parts,
+    rate,
+    ratio,
+    shuffled,
+    squared_distance,
+)
 
 log = logging.getLogger(__name__)
 
@@ -100,16 +109,16 @@ class Relearning:
     async def run(
         self,
         block: Block,
-        stage: Callable[[torch.Tensor], torch.Tensor],
+        stage: nn.Module,
         optimizer: StageOptimizer,
         fetched: Fetched,
         terms: Terms,
     ) -> pb.Relearned:
         """Train `stage`, a float32 [B, T, dim] to the same, whose weights are `optimizer`'s.
 
-        Adam goes on from where `optimizer` is. When the error over the newest step's pairs is not
-        finite or has grown, the weights are again those before, with a fresh Adam, and `undone`
-        says so. The residuals are those of the whole block: the same at every joiner, like all of
+        Adam's moments stay as they are. When the error over the newest step's pairs is not finite
+        or has grown, the weights are again those before, with a fresh Adam, and `undone` says so.
+        The residuals are those of the whole block: the same at every joiner, like all of
         the result but `seconds` and `fetched_bytes`.
 
         Raises RelearnError when another joiner is lost, late or wrong. Then, and when this is
@@ -117,8 +126,9 @@ class Relearning:
         compute thread may be at.
         """
         mailbox = self._mailbox_of(block.ballot) or _Mailbox(block.ballot)
-        learner = Learner(stage, optimizer, terms.lr, terms.bf16)
-        joiner = _Joiner(self, block, learner, fetched, terms, mailbox)
+        learner = Learner(stage, terms.lr, terms.bf16)
+        device = optimizer.weights.device
+        joiner = _Joiner(self, block, learner, device, fetched, terms, mailbox)
         started = self.now()
         try:
             before = await joiner.compute(optimizer.weights.clone)
@@ -215,17 +225,18 @@ class _Joiner:
         node: Relearning,
         block: Block,
         learner: Learner,
+        device: torch.device,
         fetched: Fetched,
         terms: Terms,
         mailbox: _Mailbox,
     ) -> None:
-        self.node, self.block, self.learner = node, block, learner
+        self.node, self.block, self.learner, self.device = node, block, learner, device
         self.fetched, self.terms, self.mailbox = fetched, terms, mailbox
-        self.device = learner.optimizer.weights.device
         self.over = False
         self.round = 0
         self.newest: list[_Piece] = []  # the pairs of the newest step
         self.pieces: list[_Piece] = []  # of a pass
+        self.order: list[int] = []  # in which the running pass takes them
         self.updates = 0
         # Of pieces that end here: the residual's denominator, and the error when last measured.
         self.norms: dict[_Piece, float] = {}
@@ -325,8 +336,11 @@ class _Joiner:
             share = self.updates / wanted
             self.learner.lr = rate(self.terms.lr, share, order.time_gone)
             a_pass, place = divmod(self.updates, len(self.pieces))
+            if place == 0:
+                self.order = shuffled(len(self.pieces), a_pass)
             # In the first pass the run's input comes along, too: not all of it has been measured.
-            await self._visit(self.pieces[place], place, train=True, with_start=a_pass == 0)
+            piece = self.pieces[self.order[place]]
+            await self._visit(piece, place, train=True, with_start=a_pass == 0)
             self.updates += 1
 
     def _report(self) -> list[pb.BoundaryPair]:

@@ -81,11 +81,11 @@ class RecoverySection(Section):
     omega: Literal["squared", "norm", "uniform"] = "squared"
     lr_boost: float = Field(default=1.1, ge=1)
     lr_boost_steps: int = Field(default=100, ge=0, description="linear decay; 0: for ever")
-    relearn_steps: int = Field(default=4, ge=1, description="whose boundary tensors are kept")
+    relearn_steps: int = Field(default=10, ge=1, description="whose boundary tensors are kept")
     relearn_samples: int = Field(default=1, ge=0, description="at a time; 0: a microbatch")
-    relearn_passes: int = Field(default=5, ge=0, description="0: as the papers have it")
+    relearn_passes: int = Field(default=2, ge=0, description="0: as the papers have it")
     relearn_seconds: float = Field(default=5.0, ge=0, description="at most")
-    relearn_lr: float | None = Field(default=None, gt=0, description="the run's when left out")
+    relearn_lr: float = Field(default=0.03, gt=0, description="Muon's, at first; it falls to 0")
     stage0_moments: bool = Field(default=False, description="copies of stage 0 with Adam's moments")
     snapshot_choice: Literal["priority", "round", "random"] = "priority"
     snapshot_fraction: float = Field(default=0.125, gt=0, le=1, description="r: blocks a time")

@@ -31,6 +31,7 @@ warmup = 5
 validation_microbatches = 4
 [recovery]
 relearn_passes = 5
+relearn_steps = 4
 checkpoint_every = 4
 checkpoint_dir = "memory"
 """
@@ -103,9 +104,10 @@ def test_relearning_brings_the_residual_down_and_the_loss_with_it(corpus: Corpus
     [
         Ablation(),
         Ablation(relearn_share=0.5),
-        Ablation(relearn_constant=True),
+        Ablation(relearn_constant=True, relearn_in_order=True),
         Ablation(relearn_codec="int8"),
-        Ablation(relearn_codec="none", relearn_moments=True),
+        Ablation(relearn_adam=3e-3),
+        Ablation(relearn_codec="none", relearn_adam=3e-3, relearn_moments=True),
         Ablation(start="random"),
         Ablation(start="copy", second_moment="averaged"),
     ],
