@@ -61,15 +61,17 @@ class Muon:
     """Momentum, orthogonalized (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
 
     A matrix moves by lr sqrt(max(1, rows / columns)) times the orthogonal matrix that is nearest to
-    its Nesterov momentum, so the rate is the same for all widths. The weights of a norm are a
-    diagonal matrix, to which the nearest orthogonal one is that of its signs.
+    its Nesterov momentum, so the rate is the same for all widths. Vectors, the weights of norms,
+    stay: the matrix behind a norm can do all that they do, and when both move, the one shrinks, the
+    other grows, and training goes on with large weights that it moves too slowly.
 
     torch.optim.Muon isn't used: making one loads torch's compiler, for seconds in which the whole
     swarm waits, and it computes in bfloat16, which differs from one processor to the next.
     """
 
     def __init__(self, stage: nn.Module) -> None:
-        self._momenta = [(p, torch.zeros_like(p)) for p in stage.parameters()]
+        matrices = (p for p in stage.parameters() if p.dim() == 2)
+        self._momenta = [(p, torch.zeros_like(p)) for p in matrices]
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -77,13 +79,10 @@ class Muon:
             if (gradient := weights.grad) is None:
                 continue
             momentum.lerp_(gradient, 1 - MOMENTUM)
-            direction = gradient.lerp(momentum, MOMENTUM)
-            if direction.dim() == 2:
-                rows, columns = direction.shape
-                scale = max(1.0, rows / columns) ** 0.5
-                weights.sub_(orthogonalized(direction), alpha=lr * scale)
-            else:
-                weights.sub_(direction.sign_(), alpha=lr)
+            rows, columns = weights.shape
+            scale = max(1.0, rows / columns) ** 0.5
+            direction = orthogonalized(gradient.lerp(momentum, MOMENTUM))
+            weights.sub_(direction, alpha=lr * scale)
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
