@@ -104,9 +104,9 @@ def test_relearning_brings_the_residual_down_and_the_loss_with_it(corpus: Corpus
     [
         Ablation(),
         Ablation(relearn_share=0.5),
-        Ablation(relearn_constant=True, relearn_in_order=True),
+        Ablation(relearn_in_order=True),
         Ablation(relearn_codec="int8"),
-        Ablation(relearn_adam=3e-3),
+        Ablation(relearn_adam=3e-3, relearn_constant=True),
         Ablation(relearn_codec="none", relearn_adam=3e-3, relearn_moments=True),
         Ablation(start="random"),
         Ablation(start="copy", second_moment="averaged"),
