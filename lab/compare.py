@@ -40,6 +40,11 @@ class Cost:
     relearned: float  # iterations' worth of computing that relearning took
     waited: float  # iterations' time that it took, were nodes always busy
 
+    @property
+    def net(self) -> float:
+        """Iterations, those that the computing would have been counted as not taken."""
+        return self.behind + self.relearned
+
 
 def loss_at(curve: Curve, iteration: float) -> float:
     """Between two validations in a line; outside of them the nearest."""

@@ -59,6 +59,7 @@ def table(study: Study, made: Sequence[Row], command: str) -> str:
     heads += [f"extra iterations to the loss of step {study.target}", "iterations behind"]
     relearned = any(cost.relearned for row in made for cost in row.costs)
     heads += ["relearning, iterations of computing", "... of waiting"] if relearned else []
+    heads += ["behind and computing, share of the reference"] if relearned and relative else []
     heads += [f"perplexity, {name}" for name in ("held out", *texts)] if texts else []
     lines = [f"# {study.title}", "", _machines(made), f"Made by `{command}`.", ""]
     lines += [f"Mean ± standard deviation over the seeds; `{study.baseline}` is the baseline."]
@@ -70,11 +71,12 @@ def table(study: Study, made: Sequence[Row], command: str) -> str:
             continue
         cells += [_plain(row.spread(lambda c: c.final), 4)]
         cells += [_plain(row.spread(lambda c: c.difference), 4, sign=True)]
-        cells += [_share(row, relative)] if relative else []
+        cells += [_share(row, relative, lambda c: c.difference)] if relative else []
         cells += [_reached(row), _plain(row.spread(lambda c: c.behind), 0)]
         if relearned:
             cells += [_plain(row.spread(lambda c: c.relearned), 1)]
             cells += [_plain(row.spread(lambda c: c.waited), 0)]
+            cells += [_share(row, relative, lambda c: c.net)] if relative else []
         if texts:
             ends = [[run["validation"][-1][2] for run in row.runs]]
             ends += [[run["texts"][name] for run in row.runs] for name in texts]
@@ -97,12 +99,16 @@ def _plain(spread: Spread, digits: int, sign: bool = False) -> str:
     return mean if math.isnan(spread.deviation) else f"{mean} ± {spread.deviation:.{digits}f}"
 
 
-def _share(row: Row, relative: Row) -> str:
-    """Of the sums over the seeds: a seed's own quotient may divide by next to nothing."""
-    theirs = math.fsum(cost.difference for cost in relative.costs)
-    if not theirs or len(row.costs) != len(relative.costs):
-        return "-"
-    return f"{math.fsum(cost.difference for cost in row.costs) / theirs:.2f}"
+def _share(row: Row, relative: Row, figure: Callable[[Cost], float]) -> str:
+    """Of the sums over the seeds that both have: one seed's quotient may divide by next to
+    nothing."""
+    ours, theirs = (
+        {run["seed"]: figure(cost) for run, cost in zip(some.runs, some.costs, strict=True)}
+        for some in (row, relative)
+    )
+    both = ours.keys() & theirs.keys()
+    whole = math.fsum(theirs[seed] for seed in both)
+    return f"{math.fsum(ours[seed] for seed in both) / whole:.2f}" if whole else "-"
 
 
 def _reached(row: Row) -> str:
