@@ -10,7 +10,6 @@ update), a rate that falls to 0, and updates that move a matrix in all its direc
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -61,11 +60,10 @@ class Update(Protocol):
 class Muon:
     """Momentum, orthogonalized (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
 
-    A matrix moves along the orthogonal matrix that is nearest to its Nesterov momentum, by lr times
-    the root mean square of the singular values that it had at first: the rate is a share, and the
-    same for all widths and however long the stage was trained. Vectors, the weights of norms, stay:
-    the matrix behind a norm can do all that they do, and when both move, the one shrinks, the other
-    grows, and training goes on with large weights that it moves too slowly.
+    A matrix moves by lr sqrt(max(1, rows / columns)) times the orthogonal matrix that is nearest to
+    its Nesterov momentum, so the rate is the same for all widths. Vectors, the weights of norms,
+    stay: the matrix behind a norm can do all that they do, and when both move, the one shrinks, the
+    other grows, and training goes on with large weights that it moves too slowly.
 
     torch.optim.Muon isn't used: making one loads torch's compiler, for seconds in which the whole
     swarm waits, and it computes in bfloat16, which differs from one processor to the next.
@@ -73,22 +71,18 @@ class Muon:
 
     def __init__(self, stage: nn.Module) -> None:
         matrices = (p for p in stage.parameters() if p.dim() == 2)
-        self._matrices = [(p, _size(p), torch.zeros_like(p)) for p in matrices]
+        self._momenta = [(p, torch.zeros_like(p)) for p in matrices]
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        for weights, size, momentum in self._matrices:
+        for weights, momentum in self._momenta:
             if (gradient := weights.grad) is None:
                 continue
             momentum.lerp_(gradient, 1 - MOMENTUM)
+            rows, columns = weights.shape
+            scale = max(1.0, rows / columns) ** 0.5
             direction = orthogonalized(gradient.lerp(momentum, MOMENTUM))
-            weights.sub_(direction, alpha=lr * size)
-
-
-def _size(matrix: Tensor) -> float:
-    """Root mean square of its singular values."""
-    norm: Tensor = torch.linalg.matrix_norm(matrix.detach())
-    return norm.item() / math.sqrt(min(matrix.shape))
+            weights.sub_(direction, alpha=lr * scale)
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
