@@ -10,6 +10,7 @@ update), a rate that falls to 0, and updates that move a matrix in all its direc
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -61,17 +62,22 @@ class Muon:
     """Momentum, orthogonalized (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
 
     A matrix moves by lr sqrt(max(1, rows / columns)) times the orthogonal matrix that is nearest to
-    its Nesterov momentum, so the rate is the same for all widths. Vectors, the weights of norms,
-    stay: the matrix behind a norm can do all that they do, and when both move, the one shrinks, the
-    other grows, and training goes on with large weights that it moves too slowly.
+    its Nesterov momentum. The rate is in units of the stage's matrices as they were at first (root
+    mean square of all their singular values): a stage that was trained for long has larger ones.
+
+    Vectors, the weights of norms, stay: the matrix behind a norm can do all that they do, and when
+    both move, the one shrinks, the other grows, and training goes on with large weights that it
+    moves too slowly.
 
     torch.optim.Muon isn't used: making one loads torch's compiler, for seconds in which the whole
     swarm waits, and it computes in bfloat16, which differs from one processor to the next.
     """
 
     def __init__(self, stage: nn.Module) -> None:
-        matrices = (p for p in stage.parameters() if p.dim() == 2)
+        matrices = [p for p in stage.parameters() if p.dim() == 2]
         self._momenta = [(p, torch.zeros_like(p)) for p in matrices]
+        squares = math.fsum(float(p.detach().square().sum()) for p in matrices)
+        self._unit = math.sqrt(squares / max(1, sum(min(p.shape) for p in matrices)))
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -80,9 +86,9 @@ class Muon:
                 continue
             momentum.lerp_(gradient, 1 - MOMENTUM)
             rows, columns = weights.shape
-            scale = max(1.0, rows / columns) ** 0.5
+            scale = math.sqrt(max(1.0, rows / columns))
             direction = orthogonalized(gradient.lerp(momentum, MOMENTUM))
-            weights.sub_(direction, alpha=lr * scale)
+            weights.sub_(direction, alpha=lr * self._unit * scale)
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
