@@ -44,14 +44,19 @@ from node.swarm import Plan, parse_kill
 
 PLAIN: Final = "plain"
 POLICIES: Final[Mapping[str, Mapping[str, Any]]] = {
-    PLAIN: {"recovery__policy": "checkfree", "recovery__relearn_passes": 0},
+    PLAIN: {
+        "recovery__policy": "checkpoint",
+        "recovery__checkpoint_every": 1_000_000,
+        "recovery__relearn_passes": 0,
+    },
     "checkfree": {"recovery__policy": "checkfree"},
     "checkfree+": {"recovery__policy": "checkfree+"},
     "snapshot": {"recovery__policy": "snapshot"},
     "checkpoint": {"recovery__policy": "checkpoint"},
     "redundant": {"recovery__policy": "redundant"},
 }
-"""Name -> changes to the run. `plain` keeps nothing ready: the others are compared with it."""
+"""Name -> changes to the run. `plain` keeps nothing ready, as it is over before its first
+checkpoint: the others are compared with it."""
 RUN: Final = """
 name = "live"
 steps = 30

@@ -20,7 +20,7 @@ from torch import Tensor
 from node.corpus import Corpus
 from node.model import BodyStage, EmbeddingStage, ModelConfig, build_stage, model_config
 from node.optimizer import StageOptimizer, boost, learning_rate
-from node.run_file import RunFile, Section, policy_of
+from node.run_file import RunFile, Section
 from node.windows import Windows, microbatch_ids
 from node.wire import decode, encode
 from recovery import relearning
@@ -135,7 +135,7 @@ class Swarm:
     def __post_init__(self) -> None:
         run = self.run
         self.config: ModelConfig = model_config(run.model, self.corpus.vocabulary)
-        self.policy = policy_of(run)
+        self.policy = run.recovery.policy
         self.swapped = self.policy == "checkfree+"
         self.stages = [self._new(stage) for stage in range(self.config.stages + 1)]
         count = self.corpus.count("train", self.config.context)
@@ -312,7 +312,7 @@ class Swarm:
                 found.append(held("snapshot", holder, stage, step, self.lineage))
             for lineage, step in self.checkpoints:
                 found.append(held("checkpoint", stage, stage, step, lineage))
-        if self.policy == "checkfree+":
+        if self.policy in ("checkfree", "checkfree+"):
             found += [held("copy", at, 0, *now) for at in (1, last) if at not in lost]
         return found
 

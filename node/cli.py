@@ -271,7 +271,7 @@ def _plan_run(run: RunFile, out: Path | None, save_dir: Path | None, device: str
     """Fills in what the run file leaves open. Raises RunFileError, CorpusError."""
     from datetime import datetime
 
-    from node.resolve import policy_by_default, resolve
+    from node.resolve import resolve
     from node.run_file import override
     from node.swarm import Plan
 
@@ -280,10 +280,7 @@ def _plan_run(run: RunFile, out: Path | None, save_dir: Path | None, device: str
     if run.recovery.policy == "checkpoint" and not run.recovery.checkpoint_dir:
         shared = str((folder / "checkpoints").absolute())
         run = override(run, recovery__checkpoint_dir=shared)
-    resolved = resolve(run)
-    if why := policy_by_default(run, resolved):
-        console.print(why, soft_wrap=True, highlight=False)
-    return Plan(resolved, folder, save_dir, device)
+    return Plan(resolve(run), folder, save_dir, device)
 
 
 def _prepare_shipped_text(run: RunFile) -> None:
@@ -317,22 +314,17 @@ def bootstrap_command(
     token: Token = "",
 ) -> None:
     """Run the registry: who serves what."""
-    import logging
-
     from bootstrap.credentials import Credentials, CredentialsError
     from bootstrap.journal import Journal, JournalError
     from bootstrap.service import Registry, serve
     from node.corpus import CorpusError
-    from node.resolve import policy_by_default, registry_rules, resolve
+    from node.resolve import registry_rules, resolve
     from node.run_file import RunFileError, dumps, load, loads
 
     _begin_service()
     with refusing(RunFileError, CorpusError, CredentialsError, JournalError, OSError, ValueError):
-        asked = load(run_file)
-        text = dumps(resolve(asked))
+        text = dumps(resolve(load(run_file)))
         rules = registry_rules(loads(text), text)
-        if why := policy_by_default(asked, loads(text)):
-            logging.getLogger("planaria").info("%s", why)
         credentials = Credentials.load(ca, certificate, key, token)
         log = Journal(journal, rules.run, text) if journal is not None else None
         try:

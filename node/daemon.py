@@ -60,7 +60,7 @@ from node.optimizer import StageOptimizer
 from node.pipeline import Pipeline
 from node.rebuild import Rebuilding
 from node.relearn import RelearnError, Relearning
-from node.run_file import RunFile, policy_of
+from node.run_file import RunFile
 from node.saves import SaveError, SaveId
 from node.transfer import ServedState, StateClient, StateServer, TransferError
 from node.wall_clock import WallClock
@@ -300,7 +300,7 @@ class Node:
 
     def _to_link(self, own: registry.Member, view: registry.View) -> list[str]:
         """Who this node needs in every step; everybody, if nobody can dial it when it is needed."""
-        swapped = policy_of(self.run) == "checkfree+"
+        swapped = self.run.recovery.policy == "checkfree+"
         stages = self.config.stages
         return [
             member.node
@@ -348,7 +348,7 @@ class Node:
         else:
             self.ledger = None
         self.driver = Driver(self.node, self._rules())
-        member = Member(self.node, stage, self.config.stages, policy_of(run))
+        member = Member(self.node, stage)
         member.holdings = lambda: holdings.listed(member.lineage)
         member.digest = await self.compute.run(self.optimizer.digest)
         if holdings.boundary is not None:
@@ -382,7 +382,7 @@ class Node:
             validate_every=run.training.validate_every,
             clip=run.training.clip,
             clip_scope=run.training.clip_scope,
-            policy=policy_of(run),
+            policy=run.recovery.policy,
             strict=recovery.strict,
             relearn=recovery.relearn_passes > 0,
             progress=run.swarm.progress,

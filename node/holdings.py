@@ -23,7 +23,7 @@ from node.copies import Holder, Outgoing, Sender
 from node.effects import Ballot
 from node.link import Links
 from node.model import ModelConfig, parameter_shapes
-from node.run_file import RunFile, policy_of
+from node.run_file import RunFile
 from node.saves import SavedState, SaveError, SaveId, Saves, Writer
 from node.transfer import FetchedState, ServedState
 from node.twin import Twin
@@ -123,7 +123,7 @@ class Holdings:
     ) -> None:
         """`on_loop` is the loop's `call_soon_threadsafe`. Raises SaveError."""
         self.host, self.stage, self.run_id, self.run, self.config = host, stage, run_id, run, config
-        self.policy = policy = policy_of(run)
+        self.policy = policy = run.recovery.policy
         relearns = run.recovery.relearn_passes > 0 and policy != "checkpoint"
         when_idle = partial(host.compute.run, priority=Priority.BACKGROUND)
         self.boundary = BoundaryKeeper(when_idle, run.recovery.relearn_steps) if relearns else None
@@ -146,7 +146,7 @@ class Holdings:
     def _carry_copies(self) -> None:
         """Copies of stage 0, or snapshots: what this node sends, and what it holds of others."""
         kind: Kind = "snapshot" if self.policy == "snapshot" else "copy"
-        if self.policy not in ("snapshot", "checkfree+"):
+        if self.policy not in ("snapshot", "checkfree", "checkfree+"):
             return
         host, recovery, stages = self.host, self.run.recovery, self.config.stages
         held = [(k, of) for k, of in held_at(self.stage, stages) if k == kind]

@@ -27,7 +27,6 @@ from node.effects import (
     StartAttempt,
 )
 from node.following import Following
-from recovery.decide import Left, Policy, Stop, decide
 
 
 class Phase(enum.Enum):
@@ -51,11 +50,9 @@ class Frames(enum.Enum):
 class Member:
     """One node's part in the transaction. Every event method returns the effects to carry out."""
 
-    def __init__(self, node: str, stage: int, stages: int, policy: Policy) -> None:
+    def __init__(self, node: str, stage: int) -> None:
         self.node = node
         self.stage = stage
-        self.stages = stages
-        self.policy = policy
         self.phase = Phase.IDLE
         self.view = registry.View()
         self.promised = NEVER
@@ -85,16 +82,6 @@ class Member:
         self.view = view
         if all(member.node != self.node for member in view.members):
             return [Rejoin(f"view {view.number} is without this node: {view.reason}")]
-        survivors: dict[int, list[str]] = {}
-        for member in view.members:
-            if not member.spare:
-                survivors.setdefault(member.stage, []).append(member.node)
-        if view.driver or 0 in survivors or not self.committed or self.policy != "checkfree":
-            return []  # a newcomer may bring stage 0 back
-        left = Left(self.stages, self.committed, survivors)
-        decision = decide(0, left, self.policy, strict=True)
-        if isinstance(decision, Stop) and self.halt is None:
-            return self._halt(pb.Halt(reason=decision.reason, step=self.committed))
         return []
 
     def received(self, peer: str, message: pb.Message) -> list[Effect]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bootstrap.membership import Rules
 from node.corpus import CorpusError, read_index
-from node.run_file import DataSection, RunFile, RunFileError, override, policy_of
+from node.run_file import DataSection, RunFile, RunFileError, override
 
 SHIPPED = Path(__file__).parent.parent / "corpus" / "austen"
 """Prose that comes with the project's source."""
@@ -39,7 +39,6 @@ def resolve(run: RunFile) -> RunFile:
         content, vocabulary = index.content, vocabulary or index.vocabulary
     run = override(run, data__path=str(path), data__content=content, model__vocabulary=vocabulary)
     run = override(run, model__stages=_stages(run))
-    run = override(run, recovery__policy=policy_of(run))
     _check_policy(run)
     return run
 
@@ -56,18 +55,6 @@ def _check_policy(run: RunFile) -> None:
             "recovery.policy = checkpoint needs recovery.checkpoint_dir, a folder that all nodes "
             "share"
         )
-
-
-def policy_by_default(asked: RunFile, resolved: RunFile) -> str:
-    """Which policy was chosen for a run file that names none, and why; else empty."""
-    if asked.recovery.policy is not None:
-        return ""
-    if policy_of(resolved) == "checkfree+":
-        return "recovery policy: checkfree+"
-    return (
-        "recovery policy: checkfree, not checkfree+, whose swapped orders need 4 body stages; this "
-        f"run has {resolved.model.stages}"
-    )
 
 
 def _stages(run: RunFile) -> int:
@@ -98,5 +85,5 @@ def registry_rules(run: RunFile, text: str) -> Rules:
         # Nodes that look a restarted registry up by name took up to 4.3 s to find it again.
         restart_grace=run.swarm.lease + 5.0,
         data=run.data.content,
-        swapped=policy_of(run) == "checkfree+",
+        swapped=run.recovery.policy == "checkfree+",
     )

@@ -74,9 +74,7 @@ class TrainingSection(Section):
 class RecoverySection(Section):
     """What to do when a whole stage is lost. A figure concerns the policy that its name says."""
 
-    policy: Policy | None = Field(
-        default=None, description="checkfree+ with 4 body stages or more, else checkfree"
-    )
+    policy: Policy = "checkfree"
     strict: bool = Field(default=False, description="stop where the policy itself can't serve")
     omega: Literal["squared", "norm", "uniform"] = "squared"
     lr_boost: float = Field(default=1.1, ge=1)
@@ -201,11 +199,6 @@ def override(run: RunFile, **changes: Any) -> RunFile:
             target = target.setdefault(section, {})
         target[key] = value
     return from_fields(fields, "the run file with the command line's changes")
-
-
-def policy_of(run: RunFile) -> Policy:
-    """What a resolved run file says, or the default for its number of stages."""
-    return run.recovery.policy or ("checkfree+" if (run.model.stages or 0) >= 4 else "checkfree")
 
 
 def dumps(run: RunFile) -> str:

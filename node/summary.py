@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from rich.filesize import decimal
 
 from node.ledger import Audit, Line
-from node.run_file import RunFile, policy_of
+from node.run_file import RunFile
 from node.wall_clock import PARTS
 
 Event = Mapping[str, Any]
@@ -64,10 +64,10 @@ def summarize(
         },
         "goodput": len(lines) / seconds if seconds > 0 else 0.0,
         "wall": wall(events, places),
-        "cost": {"policy": policy_of(run), **cost(events, places)},
+        "cost": {"policy": run.recovery.policy, **cost(events, places)},
         "failed_saves": sum(event["kind"] == "save failed" for event in events),
         "replicas_identical": replicas_identical(events),
-        "policy": policy_of(run),
+        "policy": run.recovery.policy,
         "seed": run.seed,
     }
 

@@ -129,11 +129,12 @@ _Answer = tuple[Rebuild | RollBack | None, str]
 
 
 def _checkfree(stage: int, left: Left) -> _Answer:
-    """CheckFree, Algorithm 1: for 1 < stage < L only, the others lack a second body neighbour."""
+    """CheckFree, Algorithm 1: for 1 < stage < L only, the others lack a second body neighbour.
+    Stage 0 as CheckFree+ has it: its copies don't need swapped orders."""
+    if stage == 0:
+        return _stage0_copy(left)
     if not 1 < stage < left.stages:
-        what = "the embedding stage" if stage == 0 else "an end stage"
-        lacking = f"checkfree rebuilds only stages between two body stages, and this is {what}"
-        return None, lacking
+        return None, "checkfree rebuilds only stages between two body stages, and this is an end"
     missing = [of for of in (stage - 1, stage + 1) if not _trained(of, left)]
     if missing:
         return None, f"checkfree needs both neighbours, and {_name(missing)} lost with it"
@@ -147,15 +148,8 @@ def _checkfree(stage: int, left: Left) -> _Answer:
 
 def _checkfree_plus(stage: int, left: Left) -> _Answer:
     """CheckFree+, section 4.3."""
-    if stage == 0:
-        copies = left.freshest("copy", 0)[:1]  # two of one step may differ: stage 0 was rebuilt
-        if not copies:
-            return None, "no copy of stage 0 had come to stages 1 and L, or it went with them"
-        late = left.step - copies[0].step
-        reason = "stage 0 has no replica left: its copy from stages 1 and L" + _stale(late)
-        return Rebuild(0, "stage0-copy", copies, exact=not late, reason=reason), ""
     twin = partner(stage, left.stages)
-    if twin is None:
+    if stage == 0 or twin is None:
         return _checkfree(stage, left)
     if not _trained(twin, left):
         return None, f"its weights would come from stage {twin}, and {_name([twin])} lost with it"
@@ -164,6 +158,15 @@ def _checkfree_plus(stage: int, left: Left) -> _Answer:
         "have trained in its place"
     )
     return Rebuild(stage, "checkfree+", left.nodes(twin), exact=False, reason=reason), ""
+
+
+def _stage0_copy(left: Left) -> _Answer:
+    copies = left.freshest("copy", 0)[:1]  # two of one step may differ: stage 0 was rebuilt
+    if not copies:
+        return None, "no copy of stage 0 had come to stages 1 and L, or it went with them"
+    late = left.step - copies[0].step
+    reason = "stage 0 has no replica left: its copy from stages 1 and L" + _stale(late)
+    return Rebuild(0, "stage0-copy", copies, exact=not late, reason=reason), ""
 
 
 def _snapshot(stage: int, left: Left) -> _Answer:

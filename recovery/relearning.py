@@ -61,34 +61,34 @@ class Update(Protocol):
 class Muon:
     """Momentum, orthogonalized (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
 
-    A matrix moves along the orthogonal matrix that is nearest to its Nesterov momentum, by lr times
-    the root mean square of the singular values that it had at first: the rate is a share, and the
-    same for all widths and however long the stage was trained. Vectors, the weights of norms, stay:
-    the matrix behind a norm can do all that they do, and when both move, the one shrinks, the other
-    grows, and training goes on with large weights that it moves too slowly.
+    A matrix moves by lr sqrt(max(1, rows / columns)) times the orthogonal matrix that is nearest to
+    its Nesterov momentum. The rate is in units of the stage's matrices as they were at first (root
+    mean square of all their singular values): a stage that was trained for long has larger ones.
+
+    Vectors, the weights of norms, stay: the matrix behind a norm can do all that they do, and when
+    both move, the one shrinks, the other grows, and training goes on with large weights that it
+    moves too slowly.
 
     torch.optim.Muon isn't used: making one loads torch's compiler, for seconds in which the whole
     swarm waits, and it computes in bfloat16, which differs from one processor to the next.
     """
 
     def __init__(self, stage: nn.Module) -> None:
-        matrices = (p for p in stage.parameters() if p.dim() == 2)
-        self._matrices = [(p, _size(p), torch.zeros_like(p)) for p in matrices]
+        matrices = [p for p in stage.parameters() if p.dim() == 2]
+        self._momenta = [(p, torch.zeros_like(p)) for p in matrices]
+        squares = math.fsum(float(p.detach().square().sum()) for p in matrices)
+        self._unit = math.sqrt(squares / max(1, sum(min(p.shape) for p in matrices)))
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        for weights, size, momentum in self._matrices:
+        for weights, momentum in self._momenta:
             if (gradient := weights.grad) is None:
                 continue
             momentum.lerp_(gradient, 1 - MOMENTUM)
+            rows, columns = weights.shape
+            scale = math.sqrt(max(1.0, rows / columns))
             direction = orthogonalized(gradient.lerp(momentum, MOMENTUM))
-            weights.sub_(direction, alpha=lr * size)
-
-
-def _size(matrix: Tensor) -> float:
-    """Root mean square of its singular values."""
-    norm: Tensor = torch.linalg.matrix_norm(matrix.detach())
-    return norm.item() / math.sqrt(min(matrix.shape))
+            weights.sub_(direction, alpha=lr * self._unit * scale)
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:

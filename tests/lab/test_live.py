@@ -174,7 +174,7 @@ def test_what_is_written_down_names_no_path_of_the_machine(tmp_path):
 def test_each_policy_makes_a_run_of_its_own(policy, tmp_path):
     run = loads("[model]\nstages = 4\nvocabulary = 512")
     recovery = plan_run(run, policy, tmp_path).recovery
-    assert recovery.policy == ("checkfree" if policy == "plain" else policy)
+    assert recovery.policy == ("checkpoint" if policy == "plain" else policy)
     assert bool(recovery.relearn_passes) == (policy != "plain")
 
 

@@ -16,7 +16,6 @@ from node.effects import (
     Effect,
     Event,
     Fetch,
-    Halted,
     Reduce,
     Rejoin,
     Send,
@@ -59,7 +58,7 @@ class Told:
     """A member of stage 1 of 2, and what the driver tells it."""
 
     def __init__(self) -> None:
-        self.member = Member("self", 1, 2, "checkfree")
+        self.member = Member("self", 1)
         self.member.viewed(view(1))
 
     def hears(self, ballot: Ballot, peer: str = "driver", **body: object) -> list[Effect]:
@@ -478,20 +477,11 @@ def test_an_older_view_is_nothing(told: Told):
     assert told.member.viewed(view(1, {"driver": 0})) == []
 
 
-def test_without_stage_0_the_run_is_halted_but_what_is_ready_is_kept(told: Told):
+def test_without_stage_0_a_newcomer_is_waited_for_and_what_is_ready_is_kept(told: Told):
     ballot = told.follow_to(1)
     told.make_ready(2, Ballot(1, ballot.attempt + 1))
-    without = {"self": 1, "other": 2}
-    (halted,) = told.member.viewed(view(2, without, driver=""))
-    assert isinstance(halted, Halted)
-    assert "stage 0 is lost" in halted.halt.reason
-    assert told.member.viewed(view(3, without, driver="")) == [], "said once"
+    assert told.member.viewed(view(2, {"self": 1, "other": 2}, driver="")) == []
     assert status(told.hears(Ballot(4, 1), query=pb.Query())).ready == 2
-    assert told.member.halt is None
-
-
-def test_a_run_that_has_not_begun_waits_for_stage_0(told: Told):
-    assert told.member.viewed(view(2, {"self": 1}, driver="")) == []
 
 
 def test_a_halted_member_goes_on_when_a_driver_asks(told: Told):

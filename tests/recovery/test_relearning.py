@@ -144,20 +144,21 @@ def test_orthogonalized_keeps_the_singular_vectors_and_evens_the_values(
     torch.testing.assert_close(found, values.diag(), atol=2e-3, rtol=0)
 
 
-def test_a_matrix_moves_by_a_share_of_itself_and_a_vector_stays() -> None:
+def test_a_matrix_moves_by_a_share_of_its_size_and_a_vector_stays() -> None:
     stage = nn.Linear(4, 16)
     stage.weight.grad = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
     stage.bias.grad = torch.linspace(-1, 1, 16)
     before = copy.deepcopy(stage)
     update = Muon(stage)
     update.step(0.5)
-    size = torch.linalg.svdvals(before.weight).square().mean().sqrt()
-    moved = torch.linalg.svdvals(before.weight - stage.weight)
-    assert ((moved > 0.5 * 0.67 * size) & (moved < 0.5 * 1.22 * size)).all()
+    unit = torch.linalg.svdvals(before.weight).square().mean().sqrt()
+    moved = torch.linalg.svdvals(before.weight - stage.weight) / (0.5 * 2 * unit)  # sqrt(16 / 4)
+    assert ((moved > 0.67) & (moved < 1.22)).all()
     assert torch.equal(before.bias, stage.bias)
     stage.zero_grad(set_to_none=False)
     update.step(0.5)  # what it has gathered moves it on
-    assert (torch.linalg.svdvals(before.weight - stage.weight) > 1.2 * moved).all()
+    again = torch.linalg.svdvals(before.weight - stage.weight) / (0.5 * 2 * unit)
+    assert (again > 1.2 * moved).all()
 
 
 def test_the_size_of_the_gradients_makes_no_difference() -> None:

@@ -131,7 +131,7 @@ class Cluster:
         return Client(self, node)
 
     def make_member(self, name: str, stage: int) -> Member:
-        return self.machines.member(name, stage, self.rules.stages, self.rules.policy)
+        return self.machines.member(name, stage)
 
     def make_driver(self, name: str) -> Driver:
         return self.machines.driver(name, self.rules)

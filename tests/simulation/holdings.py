@@ -130,7 +130,7 @@ class Sender:
         _, holder = min(due)
         self.started[holder] = state.step
         self.transfers += 1
-        kind = "copy" if self.node.cluster.rules.policy == "checkfree+" else "snapshot"
+        kind = "snapshot" if self.node.cluster.rules.policy == "snapshot" else "copy"
         update = Update(kind, self.transfers, holder, state, self.holders[holder][0])
         self.update = update
         for part in range(PARTS):
@@ -175,7 +175,7 @@ def _holders(node: Node, begin: pb.Begin) -> set[str]:
         first.setdefault(place.stage, place.node)
     if stage is None or first.get(stage) != node.name:
         return set()
-    if rules.policy == "checkfree+" and stage == 0:
+    if rules.policy in ("checkfree", "checkfree+") and stage == 0:
         return {first[1], first[rules.stages]}
     if rules.policy == "snapshot":
         count = rules.stages + 1

@@ -190,7 +190,8 @@ def test_two_stages_in_a_row_and_a_body_stage_with_stage_0_come_back_from_snapsh
 def test_what_checkfree_cannot_rebuild_is_interpolated_and_relearned(up):
     """An end stage; then two in a row, which relearn together."""
     swarm = up(
-        SMALL.format(steps=18, stages=5) + "[recovery]\nrelearn_passes = 10\n",
+        SMALL.format(steps=18, stages=5)
+        + "[recovery]\nrelearn_passes = 10\nrelearn_steps = 2\nrelearn_seconds = 60.0\n",
         *("--policy", "checkfree", "--kill", "1@6", "--kill", "3@12", "--kill", "4@12"),
     )
     status, output = swarm.finish()
