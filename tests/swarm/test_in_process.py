@@ -336,8 +336,8 @@ async def test_a_node_that_must_go_saves_and_hands_over_to_a_standby(corpus, tmp
     async with LocalSwarm(run, corpus, tmp_path, tmp_path / "saves") as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
         standby = swarm.start(None, 0)
-        await swarm.until(lambda: any(member.spare for member in swarm.nodes[2, 0].view.members))
         leaver, living = swarm.nodes.pop((2, 0))
+        await swarm.until(lambda: any(member.spare for member in leaver.view.members))
         await leaver.retire(grace=30.0)
         leaver.stop("stopped by its owner")
         await living
