@@ -140,6 +140,7 @@ def plot_curves(study: Study, made: Sequence[Row], path: Path) -> None:
         _draw(lower, at, above, color, row.name)
     last = [loss for line in upper.get_lines() for loss in line.get_ydata()[len(at) // 6 :]]
     upper.set_ylim(min(last) - 0.03 * (max(last) - min(last)), max(last))
+    upper.set_xlim(0, at[-1])
     upper.set_ylabel("validation loss, nats a token")
     upper.set_title(study.title, loc="left")
     upper.legend(frameon=False, fontsize=9)
