@@ -186,7 +186,11 @@ class Driver:
 
     def link_lost(self, peer: str, reason: str, now: float) -> list[Effect]:
         """Messages to or from `peer` may be lost: nothing that waits for it can be trusted."""
-        if peer not in self.members or self.phase is Phase.INACTIVE:
+        if self.phase is Phase.INACTIVE:
+            return []
+        if peer in self.greeted and self.newer is not None:
+            return [self._greeting(peer, self.newer)]  # its link may only have been dialled anew
+        if peer not in self.members:
             return []
         lost = Event("lost", {"node": peer, "stage": self.members[peer], "reason": reason})
         if peer in self.joining and self.phase in (Phase.RUNNING, Phase.REDUCING):
@@ -226,8 +230,10 @@ class Driver:
         """A newcomer that is still building its stage can't answer, so nobody waits for it yet."""
         self.newer, self.greeted_at = view, now
         self.greeted = _active(view).keys() - self.members.keys()
-        query = pb.Message(ballot=Ballot(view.number, 0).message(), query=pb.Query())
-        return [Send(node, query) for node in sorted(self.greeted)]
+        return [self._greeting(node, view) for node in sorted(self.greeted)]
+
+    def _greeting(self, node: str, view: registry.View) -> Send:
+        return Send(node, pb.Message(ballot=Ballot(view.number, 0).message(), query=pb.Query()))
 
     def _adopts(self, now: float) -> bool:
         """Whether the newer view, if there is one, is to be adopted at this step boundary."""

@@ -335,6 +335,19 @@ def test_a_joiner_waits_for_the_end_of_the_step():
     assert told.driver.members.keys() == {*SWARM, "new"}
 
 
+def test_a_newcomer_whose_link_is_dialled_anew_is_asked_again():
+    """The query may be lost with the link."""
+    told = Told()
+    told.begins()
+    told.views({**SWARM, "new": 2})
+    again = told.driver.link_lost("new", "dialled anew", told.now)
+    assert sent(again, "query").keys() == {"new"}
+    assert sent(again, "query")["new"].ballot == Ballot(2, 0).message()
+    assert told.driver.phase is Phase.RUNNING
+    told.hears("new", Ballot(2, 0), status=pb.Status())
+    assert told.driver.link_lost("new", "dialled anew", told.now) == []
+
+
 # --- joiners that follow while the others train
 
 
