@@ -1,0 +1,117 @@
+"""What a loss, a rebuild and a joiner take, in closed form: the rounds of messages that
+docs/step-transaction.md describes, and the bytes that are fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from bootstrap.membership import Rules
+from lab.simulator.churn import Churn
+from lab.simulator.swarm import (
+    STATE,
+    Group,
+    Swarm,
+    fetched_bytes,
+    parameters,
+    values_sent,
+)
+from recovery.decide import INEXACT
+
+_REGISTRY: Final = Rules("simulated", stages=1)
+JOINING: Final = 3
+"""Rounds until a node has joined: to connect, to be spoken to, to ask."""
+DIALLING: Final = 2
+"""Rounds until a link is up: to connect, and the handshake."""
+BOUNDARY: Final = 2
+"""Bytes of a value of the boundary tensors that are kept (bf16)."""
+
+
+def delay(swarm: Swarm, a: int, b: int) -> float:
+    """Seconds one way between the first nodes of two stages. The registry is beside stage 0's."""
+    return swarm.link(a, b).delay_ms / 1e3
+
+
+def farthest(swarm: Swarm) -> float:
+    """Seconds one way between the driver and the node that is farthest from it."""
+    driver = swarm.site_of(0)
+    far = [swarm.network.between(driver, group.site).delay_ms for group in swarm.groups]
+    return max(far) / 1e3
+
+
+def noticed(swarm: Swarm, churn: Churn, stage: int) -> float:
+    """From a loss until the driver has a view without the node: its connection to the registry is
+    reset and not renewed, or it is silent and doesn't answer. One that was given notice says that
+    it leaves."""
+    if churn.notice:
+        wait = 0.0
+    elif churn.silent:
+        wait = swarm.run.swarm.silence + _REGISTRY.probe_timeout
+    else:
+        wait = _REGISTRY.reconnect
+    return wait + delay(swarm, stage, 0) + delay(swarm, 0, 0)
+
+
+def gathering(swarm: Swarm) -> float:
+    """A question of the driver's to all nodes, and their answers."""
+    return 2 * farthest(swarm) + 2 * sum(swarm.counts) * swarm.transport.message
+
+
+def joining(swarm: Swarm, stage: int) -> float:
+    """From a node's start until the driver can ask it: it joins, and a link is up."""
+    rounds = 2 * JOINING * delay(swarm, stage, 0)
+    return rounds + delay(swarm, 0, 0) + 2 * DIALLING * farthest(swarm)
+
+
+def fetching(swarm: Swarm, stage: int, method: str, sources: Sequence[Group]) -> float:
+    """From the driver's order until it hears that the state of `stage` is in place. `sources`: the
+    groups whose nodes it is fetched from; all of them serve parts of it at once, each over a link
+    of its own. Files are read from the storage."""
+    order_and_answer = 2 * delay(swarm, 0, stage)
+    size = fetched_bytes(swarm.run, swarm.config, stage, method)
+    if method in ("checkpoint", "save"):
+        return order_and_answer + size * 8 / (swarm.storage_mbps * 1e6)
+    longest = 0.0
+    for of in sorted({group.stage for group in sources}):
+        groups = [group for group in sources if group.stage == of and group.count]
+        links = [swarm.network.between(group.site, swarm.site_of(stage)) for group in groups]
+        mbps = sum(link.mbps * group.count for link, group in zip(links, groups, strict=True))
+        rounds = 2 * 2 * max(link.delay_ms for link in links) / 1e3  # what there is, and the first
+        longest = max(longest, rounds + size * 8 / (mbps * 1e6))
+    return order_and_answer + longest
+
+
+def relearning(swarm: Swarm, stage: int, method: str) -> float:
+    """What was guessed is trained alone on what crossed its boundaries; each update costs a forward
+    and a backward pass of its samples, and as much as the optimizer's step."""
+    run, config = swarm.run, swarm.config
+    recovery, training = run.recovery, run.training
+    if method not in INEXACT or not recovery.relearn_passes or stage == 0:
+        return 0.0
+    seconds = next(group.seconds for group in swarm.groups if group.stage == stage)
+    at_a_time = recovery.relearn_samples or training.microbatch
+    updates = recovery.relearn_passes * recovery.relearn_steps * training.batch / at_a_time
+    update = seconds.microbatch * at_a_time / training.microbatch + seconds.apply
+    crossed = recovery.relearn_steps * training.microbatches * values_sent(run, config) * BOUNDARY
+    around = [swarm.link(stage - 1, stage), swarm.link((stage + 1) % (config.stages + 1), stage)]
+    fetch = max(crossed * 8 / (link.mbps * 1e6) + 4 * link.delay_ms / 1e3 for link in around)
+    return fetch + min(recovery.relearn_seconds, updates * update)
+
+
+def following(swarm: Swarm, stage: int) -> float:
+    """From joining until a node has copied its stage's state from the replicas that train on. That
+    the transfer competes with training for links is not counted."""
+    sources = [group for group in swarm.groups if group.stage == stage]
+    return joining(swarm, stage) + fetching(swarm, stage, "replica", sources)
+
+
+def entering(swarm: Swarm) -> float:
+    """By which all wait for a joiner: the driver gathers, and hears one more Ready."""
+    return gathering(swarm) + 2 * farthest(swarm)
+
+
+def writing(swarm: Swarm) -> float:
+    """A checkpoint; stages write at once."""
+    most = max(parameters(swarm.config, stage) for stage in (0, 1))
+    return STATE * most * 8 / (swarm.storage_mbps * 1e6)
