@@ -396,8 +396,9 @@ class _Run:
             self.vain = 0
             began += (done - 1 + self.left) * duration
             self.left, self.invested = 1.0, 0.0
-        self.invested += max(0.0, self.now - began)
-        self.left = min(1.0, 1 - (progress - done))
+        if progress - done > NOT_LATE:
+            self.invested += self.now - began
+            self.left = 1 - (progress - done)
 
     def _ahead(self, duration: float) -> int:
         """Steps until the next listed loss. One that is due in the coming step is arranged for."""
