@@ -26,7 +26,7 @@ from recovery.snapshot import held_at
 
 Events = Generator[simpy.Event, object, None]
 Masking = Literal["abort", "reassign"]
-IN_VAIN: Final = 1000
+IN_VAIN: Final = 10_000
 """Losses in a row, with no step committed between, after which a run is given up."""
 NOT_LATE: Final = 1e-9
 """Share of a step by which rounding may make it seem unfinished."""
@@ -269,6 +269,11 @@ class _Run:
 
     def _lose(self, lost: Sequence[tuple[Place, _Node]]) -> None:
         self._count_nodes()
+        self.vain += 1
+        if self.vain > IN_VAIN:
+            self.stopped = f"{IN_VAIN:,} losses in a row, and no step committed between them"
+            self._tell()
+            return
         struck = []
         for place, node in lost:
             if self.nodes.get(place) is not node:
@@ -444,15 +449,13 @@ class _Run:
             if self.struck is not None:
                 struck, self.struck = self.struck, None
                 nodes += struck.nodes
-                self.vain += 1
-                if self.vain > IN_VAIN:
-                    self.stopped = f"{IN_VAIN} losses in a row, and no step committed between them"
-                    return
                 yield self.environment.timeout(max(0.0, struck.noticed - self.now))
             began = self.now
-            while self._vacant() and self.struck is None:
+            while self._vacant() and self.struck is None and not self.stopped:
                 yield self.changed
             waited += self.now - began
+            if self.stopped:
+                return
             if self.struck is not None:
                 continue
             lost = self._lost()
