@@ -211,3 +211,44 @@ def table2(
     out.mkdir(parents=True, exist_ok=True)
     (out / "table2.md").write_text(text, encoding="utf-8")
     console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def check(
+    blocks: Annotated[int, typer.Option(min=1, help="Swarms of each kind.")] = 1,
+    device: Annotated[str, typer.Option(help="Of every node: auto, cpu or cuda:N.")] = "cpu",
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
+) -> None:
+    """Run live swarms behind emulated links and compare them with their simulation. Takes root. It
+    can be stopped, and goes on from there."""
+    from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+    from lab.emulation import EmulationError
+    from lab.links import LinkError
+    from lab.live_study import with_data
+    from lab.live_swarm import LiveError
+    from lab.simulator import check as checking
+    from node.corpus import CorpusError
+    from node.run_file import RunFileError
+    from node.swarm import SwarmError
+
+    kinds = (LiveError, EmulationError, LinkError, RunFileError, CorpusError, SwarmError)
+    with refusing(*kinds):
+        path = out / checking.SAMPLES
+        samples = checking.read_samples(path)
+        vocabulary = with_data(checking.CALIBRATION.run()).model.vocabulary
+        assert vocabulary is not None
+        columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console) as progress:
+            for case in checking.missing(samples, blocks):
+                task = progress.add_task(case.name, total=checking.STEPS)
+
+                def on_step(step: int, task: TaskID = task) -> None:
+                    progress.update(task, completed=step)
+
+                sample = checking.measure_case(case, device, on_step)
+                checking.append(path, sample)
+                samples.append(sample)
+        text = checking.table(*checking.compare(samples, vocabulary))
+    (out / checking.TABLE).write_text(text, encoding="utf-8")
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

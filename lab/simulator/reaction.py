@@ -29,8 +29,14 @@ BOUNDARY: Final = 2
 
 
 def delay(swarm: Swarm, a: int, b: int) -> float:
-    """Seconds one way between the first nodes of two stages. The registry is beside stage 0's."""
+    """Seconds one way between the first nodes of two stages."""
     return swarm.link(a, b).delay_ms / 1e3
+
+
+def to_registry(swarm: Swarm, stage: int) -> float:
+    """Seconds one way between the first nodes of a stage and the registry."""
+    site = swarm.registry or swarm.site_of(0)
+    return swarm.network.between(swarm.site_of(stage), site).delay_ms / 1e3
 
 
 def farthest(swarm: Swarm) -> float:
@@ -50,7 +56,7 @@ def noticed(swarm: Swarm, churn: Churn, stage: int) -> float:
         wait = swarm.run.swarm.silence + _REGISTRY.probe_timeout
     else:
         wait = _REGISTRY.reconnect
-    return wait + delay(swarm, stage, 0) + delay(swarm, 0, 0)
+    return wait + to_registry(swarm, stage) + to_registry(swarm, 0)
 
 
 def gathering(swarm: Swarm) -> float:
@@ -60,8 +66,8 @@ def gathering(swarm: Swarm) -> float:
 
 def joining(swarm: Swarm, stage: int) -> float:
     """From a node's start until the driver can ask it: it joins, and a link is up."""
-    rounds = 2 * JOINING * delay(swarm, stage, 0)
-    return rounds + delay(swarm, 0, 0) + 2 * DIALLING * farthest(swarm)
+    rounds = 2 * JOINING * to_registry(swarm, stage)
+    return rounds + to_registry(swarm, 0) + 2 * DIALLING * farthest(swarm)
 
 
 def fetching(swarm: Swarm, stage: int, method: str, sources: Sequence[Group]) -> float:

@@ -88,6 +88,7 @@ class Swarm:
     transport: Transport = field(default_factory=Transport)
     cores: int = 0  # that all nodes share, on one machine; 0: each has enough of its own
     storage_mbps: float = float("inf")  # between a node and the folder of checkpoints, Mbit/s
+    registry: str = ""  # its site; empty: that of the first nodes of stage 0
 
     def __post_init__(self) -> None:
         if self.config.stages < 4 and self.swapped:
@@ -97,7 +98,8 @@ class Swarm:
                 raise SwarmError(f"{group}: no such stage, or no such count")
         if self.storage_mbps <= 0:
             raise SwarmError(f"storage_mbps = {self.storage_mbps:g} must be more than 0")
-        for a in (sites := {group.site for group in self.groups}):
+        sites = {group.site for group in self.groups} | {self.registry or self.site_of(0)}
+        for a in sites:
             if a not in self.network.sites:
                 raise SwarmError(f"the network has no site {a}, where nodes are to be")
             for b in sites:
@@ -138,8 +140,11 @@ class Swarm:
         return found
 
     def site_of(self, stage: int) -> str:
-        """Of the first nodes of the stage."""
-        return next(group.site for group in self.groups if group.stage == stage)
+        """Of the first nodes of the stage. Raises SwarmError."""
+        for group in self.groups:
+            if group.stage == stage:
+                return group.site
+        raise SwarmError(f"stage {stage} has no nodes: name a group of them")
 
     def link(self, stage: int, to: int) -> Link:
         """Between the first nodes of two stages."""
