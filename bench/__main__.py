@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench import join, link, masking, pipeline, recovery, registry
+from bench import join, link, masking, pipeline, recovery, registry, simulator
 
 
 def main() -> None:
@@ -13,6 +13,7 @@ def main() -> None:
         ("Renewals at the registry", registry.main),
         ("The stall when a replica joins", join.main),
         ("Who computes what when 400 of 1000 groups are lost", masking.main),
+        ("100,000 nodes in simulated time", simulator.main),
     ):
         print(f"\n== {title}", flush=True)
         measure()

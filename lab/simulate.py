@@ -236,7 +236,7 @@ def check(
     with refusing(*kinds):
         path = out / checking.SAMPLES
         samples = checking.read_samples(path)
-        vocabulary = with_data(checking.CALIBRATION.run()).model.vocabulary
+        vocabulary = with_data(checking.PLAIN.run()).model.vocabulary
         assert vocabulary is not None
         columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console) as progress:

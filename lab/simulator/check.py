@@ -2,8 +2,9 @@
 simulation.
 
 What a swarm's prediction is made of is measured elsewhere: the seconds of each task in this process
-alone; what a frame and a message take, what a newcomer takes to start and in its first step, on one
-swarm without delays (`CALIBRATION`). Nothing is fitted to a swarm that is predicted.
+alone; what a frame and a message take, what a newcomer takes to start and more in its first step,
+on swarms without delays (`CALIBRATIONS`), the latter two for each policy, as each loads other code.
+Nothing is fitted to a swarm that is predicted.
 """
 
 from __future__ import annotations
@@ -30,11 +31,19 @@ from lab.live_swarm import LiveError, machines, measure, train
 from lab.simulator.churn import Churn, Place
 from lab.simulator.run import simulate_run
 from lab.simulator.step import simulate_step
-from lab.simulator.swarm import Group, Seconds, Swarm, Transport, sites
+from lab.simulator.swarm import (
+    Group,
+    Seconds,
+    Swarm,
+    Transport,
+    relearned_at_a_time,
+    sites,
+)
 from node.model import BodyStage, EmbeddingStage, ModelConfig, build_stage, model_config
 from node.optimizer import StageOptimizer
 from node.run_file import RunFile, loads, override
 from node.swarm import Kill, Plan, parse_kill
+from recovery.relearning import Learner, learn
 
 SAMPLES, TABLE = "check.jsonl", "check.md"
 SCRATCH: Final = Path("out/check")
@@ -43,6 +52,7 @@ GOALS: Final = {"step": 0.10, "stall": 0.25}
 """Median errors of what is predicted."""
 REPEATS: Final = 15  # of a task, when it is timed
 MOST_SECONDS: Final = 0.1  # that a frame may take
+LOOKED_AT: Final = 6  # steps that are simulated
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,6 @@ class Case:
         return all_alike(names, self.delay, self.mbps)
 
 
-CALIBRATION: Final = Case("calibration", delay=0.0, mbps=1000.0)
 CASES: Final = (
     Case("one node a stage"),
     Case("three sites", "checkfree", sites=("Iowa", "Oregon", "LA")),
@@ -113,6 +122,11 @@ class Live:
 
 
 LIVE: Final = TypeAdapter(Live)
+CALIBRATIONS: Final = {
+    policy: Case(f"no delay, {policy}", policy, delay=0.0, mbps=1000.0)
+    for policy in sorted({case.policy for case in CASES})
+}
+PLAIN: Final = CALIBRATIONS["plain"]
 
 
 # --- live
@@ -172,7 +186,7 @@ def read_samples(path: Path) -> list[Live]:
 def missing(samples: Sequence[Live], blocks: int) -> list[Case]:
     """What is to be measured yet, in turn: every case has as many turns as there are blocks."""
     done = [sample.case for sample in samples]
-    turns = [(block, case) for block in range(blocks) for case in (CALIBRATION, *CASES)]
+    turns = [(block, case) for block in range(blocks) for case in (*CALIBRATIONS.values(), *CASES)]
     return [case for block, case in turns if done.count(case.name) <= block]
 
 
@@ -189,9 +203,9 @@ class Calibration:
     """What is known before a swarm is predicted."""
 
     transport: Transport
-    start: float  # seconds from a kill until a newcomer has joined, without delays
-    warm_up: float  # by which the first step after takes longer
     cores: int
+    start: Mapping[str, float]  # policy -> seconds from a kill until a newcomer has joined
+    warm_up: Mapping[str, float]  # policy -> by which the first step after takes longer
 
 
 def time_tasks(run: RunFile, config: ModelConfig, stage: int) -> Seconds:
@@ -236,7 +250,11 @@ def _time_tasks(run: RunFile, config: ModelConfig, stage: int) -> Seconds:
         )
     assert isinstance(module, BodyStage)
     forward = _median(lambda: module(crossing()))
-    return Seconds(forward, _back(lambda: module(crossing()), given), **rest)
+    backward = _back(lambda: module(crossing()), given)
+    chain = [Learner(module, 1e-9, run.training.precision == "bf16")]
+    some = torch.randn(relearned_at_a_time(run), config.context, config.dim)
+    relearn = _median(lambda: learn(chain, some, 2 * some))
+    return Seconds(forward, backward, relearn=relearn, **rest)
 
 
 def _back(forward: Callable[[], torch.Tensor], gradient: torch.Tensor) -> float:
@@ -276,16 +294,20 @@ def swarm_of(case: Case, vocabulary: int, transport: Transport, cores: int, time
 
 def calibrate(samples: Sequence[Live], vocabulary: int, timed: Timed = time_tasks) -> Calibration:
     """From the swarms without delays: what a frame takes, and a message, is what makes a simulated
-    step as long as theirs. Raises LiveError when there are none."""
-    of = [sample for sample in samples if sample.case == CALIBRATION.name]
-    if not of:
+    step of the plain one as long as its own. Raises LiveError when that was not measured."""
+    by_case: dict[str, list[Live]] = {}
+    for sample in samples:
+        by_case.setdefault(sample.case, []).append(sample)
+    if PLAIN.name not in by_case:
         raise LiveError("the swarm without delays was not measured: nothing can be predicted")
-    step = statistics.median(sample.step for sample in of)
+    step = statistics.median(sample.step for sample in by_case[PLAIN.name])
     cores = len(os.sched_getaffinity(0))
-    plain = swarm_of(CALIBRATION, vocabulary, Transport(), cores, timed)
+    plain = swarm_of(PLAIN, vocabulary, Transport(), cores, timed)
+    known = {policy: by_case[c.name] for policy, c in CALIBRATIONS.items() if c.name in by_case}
 
     def seconds(overhead: float) -> float:
-        return simulate_step(replace(plain, transport=Transport(overhead, overhead))).seconds
+        slower = replace(plain, transport=Transport(overhead, overhead))
+        return simulate_step(slower, LOOKED_AT).seconds
 
     low, high = 0.0, MOST_SECONDS
     for _ in range(30):
@@ -293,9 +315,12 @@ def calibrate(samples: Sequence[Live], vocabulary: int, timed: Timed = time_task
         low, high = (middle, high) if seconds(middle) < step else (low, middle)
     return Calibration(
         Transport(low, low),
-        start=statistics.median(sample.start for sample in of),
-        warm_up=max(0.0, statistics.median(sample.after - sample.step for sample in of)),
-        cores=cores,
+        cores,
+        {policy: statistics.median(one.start for one in of) for policy, of in known.items()},
+        {
+            policy: max(0.0, statistics.median(one.after - one.step for one in of))
+            for policy, of in known.items()
+        },
     )
 
 
@@ -321,12 +346,13 @@ class Compared:
 def compare(
     samples: Sequence[Live], vocabulary: int, timed: Timed = time_tasks
 ) -> tuple[Calibration, list[Compared]]:
-    """Every case that was measured, medians over its swarms. Raises LiveError."""
+    """Every case that was measured, and its policy without delays; medians over the swarms. Raises
+    LiveError."""
     known = calibrate(samples, vocabulary, timed)
     found = []
     for case in CASES:
         of = [sample for sample in samples if sample.case == case.name]
-        if not of:
+        if not of or case.policy not in known.start:
             continue
         swarm = swarm_of(case, vocabulary, known.transport, known.cores, timed)
         kill = parse_kill(case.kill, swarm.run)
@@ -334,22 +360,24 @@ def compare(
             Compared(
                 case,
                 live_step=statistics.median(sample.step for sample in of),
-                step=simulate_step(swarm, steps=6).seconds,
+                step=simulate_step(swarm, LOOKED_AT).seconds,
                 live_stall=statistics.median(sample.stall for sample in of),
-                stall=predicted_stall(swarm, kill, known),
+                stall=predicted_stall(
+                    swarm, kill, known.start[case.policy], known.warm_up[case.policy]
+                ),
             )
         )
     return known, found
 
 
-def predicted_stall(swarm: Swarm, kill: Kill, known: Calibration) -> float:
+def predicted_stall(swarm: Swarm, kill: Kill, start: float, warm_up: float) -> float:
     """The kill comes as soon as the step before is committed, the newcomer is started at once."""
     churn = Churn(
         at={kill.step: (Place(kill.stage, kill.replica),)},
         phase=0.0,
         replacement=0.0,
-        start=known.start,
-        warm_up=known.warm_up,
+        start=start,
+        warm_up=warm_up,
     )
     return simulate_run(swarm, churn).losses[0].stall
 
@@ -377,11 +405,14 @@ def table(known: Calibration, found: Sequence[Compared]) -> str:
             median = statistics.median(errors)
             verdict = "met" if median <= goal else "missed"
             lines += ["", f"Median error of the {what}: {median:.1%} (goal {goal:.0%}: {verdict})."]
+    newcomers = ", ".join(
+        f"{policy} {known.start[policy]:.2f} and {known.warm_up[policy]:.2f}"
+        for policy in known.start
+    )
     lines += [
         "",
-        f"Calibrated on a swarm without delays: {known.transport.frame * 1e3:.2f} ms for each "
-        f"frame and message at each end, {known.start:.2f} s until a newcomer has joined, "
-        f"{known.warm_up:.2f} s more in its first step; {known.cores} cores for all nodes. "
-        f"{machine()}.",
+        f"Calibrated on swarms without delays: {known.transport.frame * 1e3:.2f} ms for each frame "
+        f"and message at each end; seconds until a newcomer has joined, and more in its first "
+        f"step: {newcomers}. {known.cores} cores for all nodes. {machine()}.",
     ]
     return "\n".join(lines) + "\n"

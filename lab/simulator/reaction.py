@@ -4,26 +4,34 @@ docs/step-transaction.md describes, and the bytes that are fetched.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
 from bootstrap.membership import Rules
+from lab.links import Link
 from lab.simulator.churn import Churn
 from lab.simulator.swarm import (
     STATE,
     Group,
     Swarm,
     fetched_bytes,
+    frame_bytes,
     parameters,
+    relearned_at_a_time,
     values_sent,
 )
 from recovery.decide import INEXACT
 
 _REGISTRY: Final = Rules("simulated", stages=1)
-JOINING: Final = 3
-"""Rounds until a node has joined: to connect, to be spoken to, to ask."""
+JOINING: Final = 4
+"""Rounds until a node has joined: TCP's, HTTP/2's, the question what is trained, and to join."""
 DIALLING: Final = 2
 """Rounds until a link is up: to connect, and the handshake."""
+INITIAL_WINDOW: Final = 10 * 1448
+"""Bytes that TCP sends on a new connection before it hears of them (RFC 6928)."""
+NEIGHBOURS: Final = ("checkfree", "checkfree+", "interpolate", "replica")
+"""Methods that fetch over links which the next step's frames take too."""
 BOUNDARY: Final = 2
 """Bytes of a value of the boundary tensors that are kept (bf16)."""
 
@@ -70,12 +78,15 @@ def joining(swarm: Swarm, stage: int) -> float:
     return rounds + to_registry(swarm, 0) + 2 * DIALLING * farthest(swarm)
 
 
-def fetching(swarm: Swarm, stage: int, method: str, sources: Sequence[Group]) -> float:
-    """From the driver's order until it hears that the state of `stage` is in place. `sources`: the
-    groups whose nodes it is fetched from; all of them serve parts of it at once, each over a link
-    of its own. Files are read from the storage."""
+def fetching(
+    swarm: Swarm, stage: int, method: str, sources: Sequence[Group], twin: bool = False
+) -> float:
+    """From the driver's order until it hears that a node of `stage` has its state in place, or its
+    twin of the next stage. `sources`: the groups whose nodes it is fetched from; all of them serve
+    parts of it at once, each over a link of its own. Files are read from the storage."""
     order_and_answer = 2 * delay(swarm, 0, stage)
-    size = fetched_bytes(swarm.run, swarm.config, stage, method)
+    of = (stage + 1) % (swarm.config.stages + 1) if twin else stage
+    size = fetched_bytes(swarm.run, swarm.config, of, method)
     if method in ("checkpoint", "save"):
         return order_and_answer + size * 8 / (swarm.storage_mbps * 1e6)
     longest = 0.0
@@ -83,26 +94,47 @@ def fetching(swarm: Swarm, stage: int, method: str, sources: Sequence[Group]) ->
         groups = [group for group in sources if group.stage == of and group.count]
         links = [swarm.network.between(group.site, swarm.site_of(stage)) for group in groups]
         mbps = sum(link.mbps * group.count for link, group in zip(links, groups, strict=True))
-        rounds = 2 * 2 * max(link.delay_ms for link in links) / 1e3  # what there is, and the first
-        longest = max(longest, rounds + size * 8 / (mbps * 1e6))
+        far = max(links, key=lambda link: link.delay_ms)
+        share = size / sum(group.count for group in groups)
+        asking = 2 * 2 * far.delay_ms / 1e3  # what there is, and the first of it
+        longest = max(longest, asking + size * 8 / (mbps * 1e6) + slow_start(far, share))
     return order_and_answer + longest
 
 
+def slow_start(link: Link, size: float) -> float:
+    """By which `size` bytes on a new connection take longer than at the link's rate: TCP doubles
+    what it sends in a round until that fills the link."""
+    there_and_back = 2 * link.delay_ms / 1e3
+    full = min(size, link.mbps * 1e6 / 8 * there_and_back)
+    return there_and_back * max(0, math.ceil(math.log2(full / INITIAL_WINDOW + 1)) - 1)
+
+
+def settling(swarm: Swarm, stage: int, method: str) -> float:
+    """By which the first step with a newcomer takes longer, as its links are new: an activation and
+    a gradient in, and out, unless the neighbours have just sent it the state over theirs."""
+    ring = swarm.config.stages + 1
+    size = frame_bytes(swarm.run, swarm.config, "activation")
+    around = [swarm.link(stage, (stage + way) % ring) for way in (1, -1)]
+    once = sum(slow_start(link, size) for link in around)
+    return once if method in NEIGHBOURS else 2 * once
+
+
 def relearning(swarm: Swarm, stage: int, method: str) -> float:
-    """What was guessed is trained alone on what crossed its boundaries; each update costs a forward
-    and a backward pass of its samples, and as much as the optimizer's step."""
+    """What was guessed is trained alone on what crossed its boundaries; its neighbours send it."""
     run, config = swarm.run, swarm.config
     recovery, training = run.recovery, run.training
     if method not in INEXACT or not recovery.relearn_passes or stage == 0:
         return 0.0
     seconds = next(group.seconds for group in swarm.groups if group.stage == stage)
-    at_a_time = recovery.relearn_samples or training.microbatch
-    updates = recovery.relearn_passes * recovery.relearn_steps * training.batch / at_a_time
-    update = seconds.microbatch * at_a_time / training.microbatch + seconds.apply
+    updates = recovery.relearn_passes * recovery.relearn_steps * training.batch
+    training_alone = updates / relearned_at_a_time(run) * seconds.relearn
     crossed = recovery.relearn_steps * training.microbatches * values_sent(run, config) * BOUNDARY
     around = [swarm.link(stage - 1, stage), swarm.link((stage + 1) % (config.stages + 1), stage)]
-    fetch = max(crossed * 8 / (link.mbps * 1e6) + 4 * link.delay_ms / 1e3 for link in around)
-    return fetch + min(recovery.relearn_seconds, updates * update)
+    fetch = max(
+        crossed * 8 / (link.mbps * 1e6) + 2 * link.delay_ms / 1e3 + slow_start(link, crossed)
+        for link in around
+    )
+    return fetch + min(recovery.relearn_seconds, training_alone)
 
 
 def following(swarm: Swarm, stage: int) -> float:

@@ -423,8 +423,10 @@ class _Run:
 
     def let_in(self) -> Events:
         """Joiners that have caught up, at a step boundary."""
-        joiners = len(self.entering)
-        yield from self.pause(reaction.entering(self._present()) + self.churn.warm_up)
+        joiners, present = len(self.entering), self._present()
+        settling = max(reaction.settling(present, stage, "replica") for stage, _ in self.entering)
+        seconds = reaction.entering(present) + settling + self.churn.warm_up
+        yield from self.pause(seconds)
         if self.struck is None:
             self.joined += joiners
             self._admit()
@@ -545,14 +547,16 @@ class _Run:
 
     def _rebuilding(self, decisions: Mapping[int, Decision]) -> float:
         """Seconds: the driver gathers, one node of each lost stage gets a state and then its
-        replicas theirs from it, and the driver gathers again."""
+        replicas theirs from it, and the driver gathers again. The first step is longer by what a
+        newcomer needs to settle."""
         present = self._present()
         gather = reaction.gathering(present)
         if not decisions:
             return gather + (self.churn.warm_up if self.entering else 0.0)
         if any(isinstance(how, RollBack) for how in decisions.values()):
             loading = [reaction.fetching(present, of, "checkpoint", ()) for of in self.stages]
-            return 2 * gather + max(loading) + self.churn.warm_up
+            settling = [reaction.settling(present, of, "checkpoint") for of in decisions]
+            return 2 * gather + max(loading) + max(settling) + self.churn.warm_up
         longest = 0.0
         for stage, how in decisions.items():
             assert isinstance(how, Rebuild)
@@ -562,7 +566,11 @@ class _Run:
             if len(newcomers) > 1:
                 one = replace(self.swarm.groups[self.nodes[newcomers[0]].group], count=1)
                 seconds += gather + reaction.fetching(present, stage, "replica", [one])
-            longest = max(longest, seconds)
+            if self.policy == "redundant":  # it needs its twin, too
+                of = (stage + 1) % len(self.stages)
+                held = [group for group in self.swarm.groups if group.stage == of]
+                seconds += gather + reaction.fetching(present, stage, "replica", held, twin=True)
+            longest = max(longest, seconds + reaction.settling(present, stage, how.method))
         return 2 * gather + longest + self.churn.warm_up
 
     def _sources(self, how: Rebuild) -> list[Group]:

@@ -17,6 +17,7 @@ from lab.links import Link, Network
 from node.model import ModelConfig, parameter_shapes
 from node.run_file import Codec, RunFile
 from node.wire import encoded_size
+from recovery.relearning import ROUNDS
 
 VALUE = torch.float32.itemsize
 """Bytes of a weight, of a gradient's value, and of each of Adam's moments."""
@@ -40,6 +41,7 @@ class Seconds:
     norm: float = 0.0  # of the reduced gradient, once a step
     apply: float = 0.0  # optimizer and digest, once a step
     add: float = 0.0  # to copy a replica's gradient to be sent, or to add it: a pass over it all
+    relearn: float = 0.0  # an update of relearning, with as many samples as it takes at a time
 
     def __post_init__(self) -> None:
         if any(value < 0 for value in vars(self).values()):
@@ -223,7 +225,7 @@ def seconds_at(
 
     A backward pass costs two forward passes, three with recomputation. The optimizer reads four
     tensors and writes three, its gradient is cleared, and the digest reads the weights: 36 bytes a
-    parameter. Raises SwarmError.
+    parameter. Relearning passes forward and backward, and orthogonalizes. Raises SwarmError.
     """
     if not (flops > 0 and memory > 0):
         raise SwarmError(f"{flops:g} FLOP/s and {memory:g} bytes/s: both must be more than 0")
@@ -233,7 +235,22 @@ def seconds_at(
     embedding = 2 * VALUE * values_sent(run, config) / memory
     if stage == 0:
         return Seconds(forward=embedding, backward=embedding, head=3 * forward, **state)
-    return Seconds(forward, (3 if run.training.recompute else 2) * forward, **state)
+    relearn = 3 * forward * relearned_at_a_time(run) / run.training.microbatch
+    relearn += orthogonalizing_flops(config) / flops
+    backward = (3 if run.training.recompute else 2) * forward
+    return Seconds(forward, backward, relearn=relearn, **state)
+
+
+def relearned_at_a_time(run: RunFile) -> int:
+    """Samples in an update of relearning."""
+    return run.recovery.relearn_samples or run.training.microbatch
+
+
+def orthogonalizing_flops(config: ModelConfig) -> float:
+    """Of an update of relearning, for all matrices of a body stage: each round multiplies a matrix
+    with itself, the square that comes of it with itself, and both (recovery/relearning.py)."""
+    matrices = [sorted(shape) for shape in parameter_shapes(config, 1) if len(shape) == 2]
+    return ROUNDS * sum(4.0 * m * m * n + 2.0 * m**3 for m, n in matrices)
 
 
 def copy_bytes(run: RunFile, config: ModelConfig) -> int:

@@ -229,7 +229,14 @@ def findings(drawn: Sequence[Drawn], factors: Mapping[str, Sequence[float]] | No
             for what in ("train", "iteration")
         )
         theirs = _order({policy: hours[column] for policy, hours in PAPER_TRAIN.items()})
-        text = f"At {rate}: paper {theirs}; ours with its iterations {_order(train)}"
+        same = sum(
+            _order({policy: hours[column] for policy, hours in one.train.items()}) == theirs
+            for one in drawn
+        )
+        text = (
+            f"At {rate}: paper {theirs}; ours with its iterations {_order(train)} by the medians, "
+            f"the paper's order in {same} of {len(drawn)} choices"
+        )
         if factors is not None:
             ours = {policy: factors[policy][column] * iteration[policy] for policy in iteration}
             text += f"; with our lab's {_order(ours)}"
