@@ -19,6 +19,7 @@ app = typer.Typer(
     no_args_is_help=True, help="A swarm in simulated time: seconds a step, and what losses cost."
 )
 RESULTS = Path("docs/results/simulator")
+ENOUGH = 20  # iterations for each step
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN.toml", help="What is trained.")]
 Seed = Annotated[int, typer.Option(help="Of all that is random.")]
@@ -53,6 +54,9 @@ def simulate(
     ] = 0.0,
     shape: Annotated[float, typer.Option(help="Of the Weibull distribution of lives.")] = 1.0,
     whole: Annotated[bool, typer.Option(help="Lose whole stages at that rate, not nodes.")] = False,
+    per_step: Annotated[
+        float, typer.Option(help="Probability that a body stage is lost, each step.")
+    ] = 0.0,
     kill: Annotated[
         list[str] | None,
         typer.Option(metavar="STAGE[.NODE]@STEP", help="Lose this besides; repeatable."),
@@ -102,7 +106,7 @@ def simulate(
             hourly=hourly,
             shape=shape,
             of="stage" if whole else "node",
-            at=_listed(kill or [], swarm),
+            at=_listed(kill or [], swarm, per_step, seed),
             trace=read_trace(trace) if trace else (),
             silent=silent,
             notice=notice,
@@ -113,12 +117,14 @@ def simulate(
         _print_run(simulate_run(swarm, churn, seed, masking, limit * HOUR))
 
 
-def _listed(texts: list[str], swarm: Swarm) -> dict[int, tuple[Place, ...]]:
-    """Raises SwarmError."""
-    from lab.simulator.churn import Place
+def _listed(texts: list[str], swarm: Swarm, rate: float, seed: int) -> dict[int, tuple[Place, ...]]:
+    """Losses by iteration; those at a rate for many more of them than steps. Raises SwarmError."""
+    from lab.schedule import Losses
+    from lab.simulator.churn import Place, per_step
     from lab.simulator.swarm import SwarmError
 
-    found: dict[int, tuple[Place, ...]] = {}
+    losses = Losses(rate=rate, apart=False)
+    found = per_step(losses, seed, ENOUGH * swarm.run.steps, swarm.config.stages)
     for text in texts:
         place, _, step = text.partition("@")
         stage, dot, number = place.partition(".")

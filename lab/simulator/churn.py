@@ -13,6 +13,7 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lab.schedule import Losses, schedule
 from lab.simulator.swarm import SwarmError
 
 HOUR: Final = 3600.0
@@ -97,6 +98,14 @@ class Lives:
         random = np.random.default_rng([self.seed, stage, before])
         lives: NDArray[np.float64] = self.churn.scale * random.weibull(self.churn.shape, size)
         return lives
+
+
+def per_step(
+    losses: Losses, seed: int, iterations: int, stages: int
+) -> dict[int, tuple[Place, ...]]:
+    """Whole stages, as the lab's runs lose them: for `Churn.at`. Raises ScheduleError."""
+    listed = schedule(losses, seed, iterations, stages)
+    return {at: tuple(Place(stage, None) for stage in lost) for at, lost in listed.items()}
 
 
 def read_trace(path: Path) -> tuple[Row, ...]:

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.schedule import Losses, schedule
 from lab.simulator import reaction
-from lab.simulator.churn import HOUR, Churn, Lives, Place, Row, read_trace
+from lab.simulator.churn import HOUR, Churn, Lives, Place, Row, per_step, read_trace
 from lab.simulator.run import Outcome, simulate_run
 from lab.simulator.step import Step, simulate_step
 from lab.simulator.swarm import Seconds, Swarm, SwarmError, one_site, uniform
@@ -213,7 +214,10 @@ def test_a_run_stops_where_nothing_is_left_to_go_on_from() -> None:
     assert "--strict" in strict.stopped
 
 
-def test_a_swarm_that_loses_nodes_faster_than_it_gets_over_it_is_given_up() -> None:
+def test_a_swarm_that_loses_nodes_faster_than_it_gets_over_it_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lab.simulator.run.IN_VAIN", 500)
     hopeless = Churn(hourly=1 - 1e-12, shape=0.2, replacement=0.1, start=0.1)
     outcome = run(swarm(replicas=4), hopeless)
     assert "losses in a row" in outcome.stopped
@@ -270,6 +274,18 @@ def test_a_trace_says_who_is_there() -> None:
     assert [loss.time for loss in outcome.losses] == [20.0, 25.0]
     assert outcome.losses[1].rebuilt[0].method == "checkfree"
     assert outcome.losses[1].waited > 4.0
+
+
+def test_losses_per_step_are_those_of_the_lab() -> None:
+    losses = Losses(rate=0.05)
+    listed = per_step(losses, seed=3, iterations=100, stages=4)
+    assert {i: [stage for stage, _ in lost] for i, lost in listed.items()} == {
+        i: [*lost] for i, lost in schedule(losses, 3, 100, 4).items()
+    }
+    outcome = run(swarm(), Churn(at=listed))
+    assert sum(len(loss.rebuilt) for loss in outcome.losses) == sum(
+        len(lost) for i, lost in listed.items() if i <= 50
+    )
 
 
 def test_traces_are_read_from_files(tmp_path: Path) -> None:
