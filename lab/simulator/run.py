@@ -165,14 +165,12 @@ class _Run:
             self._follow_trace()
         else:
             self._start_all()
-        until: list[simpy.Event] = [self.environment.process(self.train())]
-        if limit < math.inf:
-            until.append(self.environment.timeout(limit))
-        over = self.environment.any_of(until)
+        training = self.environment.process(self.train())
+        self._later(limit, partial(self._stop, f"{limit:,.0f} s are over"))
         try:
-            self.environment.run(over)
+            self.environment.run(training)
         except RuntimeError:  # simpy has run out of events
-            if over.triggered:
+            if training.triggered:
                 raise
             vacant = ", ".join(map(str, self._vacant()))
             self.stopped = f"stage {vacant} has no node, and none comes"
@@ -185,8 +183,8 @@ class _Run:
             seconds=self.now,
             kept=kept,
             again=self.again,
-            aborted=self.aborted,
-            stalled=self.now - kept - self.again - self.aborted,
+            aborted=self.aborted + self.invested,
+            stalled=self.now - kept - self.again - self.aborted - self.invested,
             attempts_aborted=self.aborts,
             losses=tuple(self.losses),
             joined=self.joined,
@@ -206,6 +204,10 @@ class _Run:
     def _tell(self) -> None:
         self.changed.succeed()
         self.changed = self.environment.event()
+
+    def _stop(self, why: str) -> None:
+        self.stopped = self.stopped or why
+        self._tell()
 
     def _count_nodes(self) -> None:
         self.node_seconds += len(self.nodes) * (self.now - self.counted)
@@ -271,8 +273,7 @@ class _Run:
         self._count_nodes()
         self.vain += 1
         if self.vain > IN_VAIN:
-            self.stopped = f"{IN_VAIN:,} losses in a row, and no step committed between them"
-            self._tell()
+            self._stop(f"{IN_VAIN:,} losses in a row, and no step committed between them")
             return
         struck = []
         for place, node in lost:
@@ -317,13 +318,20 @@ class _Run:
     def _follow_trace(self) -> None:
         there: dict[str, Place] = {}
         counts: Counter[int] = Counter()
+        numbers: Counter[int] = Counter()  # that nodes of a stage have had
         groups = {group.stage: i for i, group in reversed([*enumerate(self.swarm.groups)])}
 
         def add(name: str) -> None:
             stage = min(self.stages, key=lambda of: (counts[of], of))
+            there[name] = place = Place(stage, numbers[stage])
             counts[stage] += 1
-            there[name] = Place(stage, self._free_number(stage))
-            self._later(self.churn.start, partial(self._join, there[name], groups[stage]))
+            numbers[stage] += 1
+
+            def start() -> None:
+                if there.get(name) == place:
+                    self._join(place, groups[stage])
+
+            self._later(self.churn.start, start)
 
         def remove(name: str) -> None:
             if (place := there.pop(name, None)) is not None:
@@ -371,7 +379,7 @@ class _Run:
     # --- training
 
     def train(self) -> Events:
-        while self._vacant():
+        while self._vacant() and not self.stopped:
             yield self.changed  # a trace has yet to add nodes
         self.begun = True
         self._admit()
@@ -388,7 +396,7 @@ class _Run:
         duration, began = self._duration(), self.now
         ahead = self._ahead(duration) if self.left == 1.0 else 1
         end = began + duration * (ahead - 1 + self.left)
-        while self.struck is None and self.now < end:
+        while self.struck is None and self.now < end and not self.stopped:
             yield self.environment.any_of([self.environment.timeout(end - self.now), self.changed])
             if self.entering and self.struck is None:  # they enter when the step is over
                 over = math.ceil((self.now - began) / duration - self.left - NOT_LATE)
@@ -434,7 +442,7 @@ class _Run:
     def pause(self, seconds: float) -> Events:
         """Or less, when nodes are lost meanwhile."""
         end = self.now + seconds
-        while self.struck is None and self.now < end:
+        while self.struck is None and self.now < end and not self.stopped:
             yield self.environment.any_of([self.environment.timeout(end - self.now), self.changed])
 
     # --- losses
@@ -466,6 +474,8 @@ class _Run:
             if self.stopped:
                 return
             yield from self.pause(self._rebuilding(decisions))
+            if self.stopped:
+                return
             if self.struck is None and not self._vacant():
                 back += self._go_back(decisions)
                 rebuilt += [_rebuilt(stage, how) for stage, how in decisions.items()]

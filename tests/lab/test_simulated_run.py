@@ -226,7 +226,8 @@ def test_a_swarm_that_loses_nodes_faster_than_it_gets_over_it_is_given_up(
 def test_a_limit_ends_a_run() -> None:
     outcome = run(swarm(steps=10_000), Churn(), limit=100.0)
     assert outcome.seconds == pytest.approx(100.0)
-    assert outcome.steps == 0  # all of them are passed over together
+    assert outcome.steps == math.floor(100.0 / simulate_step(swarm()).seconds)
+    assert outcome.stopped == "100 s are over"
 
 
 def test_notice_lets_a_successor_take_over() -> None:
@@ -274,6 +275,14 @@ def test_a_trace_says_who_is_there() -> None:
     assert [loss.time for loss in outcome.losses] == [20.0, 25.0]
     assert outcome.losses[1].rebuilt[0].method == "checkfree"
     assert outcome.losses[1].waited > 4.0
+
+
+def test_a_trace_may_take_a_node_before_it_has_started() -> None:
+    rows = [Row(0.1 * n, True, f"m{n}") for n in range(7)]  # stages 0 to 4, then 0 and 1 again
+    rows.append(Row(0.7, False, "m6"))
+    outcome = run(swarm(replicas=1), Churn(trace=tuple(rows), start=1.0))
+    assert outcome.losses == ()
+    assert outcome.node_seconds < 6 * outcome.seconds
 
 
 def test_losses_per_step_are_those_of_the_lab() -> None:
