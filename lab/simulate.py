@@ -149,7 +149,8 @@ def _print_step(swarm: Swarm, step: Step) -> None:
     sheet.add_row("seconds", f"{step.seconds:.3f}")
     sheet.add_row("until all microbatches are home", f"{step.pipeline:.3f}")
     sheet.add_row("and until all are ready", f"{step.reduce:.3f}")
-    sheet.add_row("busiest", f"{busiest.what}: {busiest.where}, {busiest.share:.0%} of the time")
+    rest = "; mostly it waits for delays" if busiest.waits else ""
+    sheet.add_row("busiest", f"{busiest.what} {busiest.where}, {busiest.share:.0%} of it{rest}")
     sheet.add_row("on all links", decimal(round(step.bytes)))
     tokens = swarm.run.training.batch * swarm.config.context
     sheet.add_row("tokens a second", f"{tokens / step.seconds:,.0f}")

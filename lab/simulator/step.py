@@ -49,9 +49,14 @@ POOLED: Final = 256
 class Bottleneck:
     """What was busy for the largest share of a step."""
 
-    what: Literal["compute", "link", "uplink", "waiting"]
-    where: str
+    what: Literal["compute", "link", "uplink"]
+    where: str  # a node, FROM -> TO, or a site
     share: float  # of the step's seconds
+
+    @property
+    def waits(self) -> bool:
+        """Nothing is busy for half of the time: delays, or the window, hold the step up."""
+        return self.share < 0.5
 
 
 @dataclass(frozen=True)
@@ -370,28 +375,22 @@ class _Training:
             home - begun for home, begun in zip(self.all_home[1:], self.decided[1:], strict=False)
         )
         busy = {name: node.thread.busy_seconds / self.steps for name, node in self.nodes.items()}
-        wires = {
-            pair: wire.busy_seconds / whole
-            for pair, wire in self.wires.items()
-            if wire.busy_seconds
-        }
-        uplinks = {site: uplink.busy_seconds / whole for site, uplink in self.uplinks.items()}
-        shares = {
-            **{("compute", name): of * self.steps / whole for name, of in busy.items() if whole},
-            **{("link", f"{a} -> {b}"): share for (a, b), share in wires.items()},
-            **{("uplink", site): share for site, share in uplinks.items()},
-        }
-        (what, where), share = max(shares.items(), key=lambda one: one[1])
-        busiest = Bottleneck(what, where, share)  # type: ignore[arg-type]
-        if share < 0.5:
-            busiest = Bottleneck("waiting", f"most for {what} {where}", share)
+        candidates = [Bottleneck("compute", n, of * self.steps / whole) for n, of in busy.items()]
+        candidates += [
+            Bottleneck("link", f"{a} -> {b}", wire.busy_seconds / whole)
+            for (a, b), wire in self.wires.items()
+        ]
+        candidates += [
+            Bottleneck("uplink", site, uplink.busy_seconds / whole)
+            for site, uplink in self.uplinks.items()
+        ]
         return Step(
             seconds=seconds,
             pipeline=pipeline / count,
             reduce=seconds - pipeline / count,
             busy=busy,
             sent={pair: wire.sent / self.steps for pair, wire in self.wires.items()},
-            bottleneck=busiest,
+            bottleneck=max(candidates, key=lambda one: one.share),
             pooled=pooled,
             events=self.clock.events,
         )
