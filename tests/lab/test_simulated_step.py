@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import combinations, count
 from typing import Any
 
 import pytest
@@ -94,16 +95,27 @@ def test_one_microbatch_takes_the_sum_of_what_it_meets() -> None:
     assert step.seconds == pytest.approx(pipeline + 2 * 0.040 + 0.001)  # Reduce, norm, Ready
 
 
+def odd(one: Swarm) -> Swarm:
+    """With one node a stage, and nothing to apply. No two tasks or links take equally long, so that
+    nothing happens at the very same time, when either of two may rightly come first."""
+    off = (1 + 0.02 * ((number * 0.5**0.5) % 1) for number in count(1))
+    link, groups = one.link(0, 0), []
+    for group in one.groups:
+        known = group.seconds
+        seconds = Seconds(*(task * next(off) for task in (known.forward, known.backward)))
+        seconds = replace(seconds, head=known.head * next(off))
+        groups.append(replace(group, seconds=seconds, site=str(group.stage)))
+    links = [
+        Link(a.site, b.site, link.delay_ms * next(off), link.mbps * next(off))
+        for a, b in combinations(groups, 2)
+    ]
+    return replace(one, groups=tuple(groups), network=sites(links))
+
+
 @given(swarms(replicas=1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 def test_the_pipeline_is_the_one_that_simpy_finds(one: Swarm) -> None:
-    groups = []
-    for number, group in enumerate(one.groups):  # nothing happens at the very same time
-        odd = [1 + (3 * number + which) ** 0.5 / 100 for which in (2, 3, 4)]
-        forward, backward, head = group.seconds.forward, group.seconds.backward, group.seconds.head
-        seconds = Seconds(forward * odd[0], backward * odd[1], head * odd[2])
-        groups.append(replace(group, seconds=seconds))
-    one = replace(one, groups=tuple(groups))
+    one = odd(one)
     seconds, _ = by_simpy(one)
     assert simulate_step(one, steps=2).pipeline == pytest.approx(seconds)
 
@@ -124,13 +136,13 @@ def least_seconds(one: Swarm) -> float:
 
 
 @given(swarms())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 def test_no_step_beats_the_critical_path_or_the_busiest_stage(one: Swarm) -> None:
     assert simulate_step(one, steps=2).seconds >= least_seconds(one) * (1 - 1e-9)
 
 
-@given(swarms(), st.sampled_from([0.5, 3.0]))
-@settings(max_examples=30, deadline=None)
+@given(swarms(), st.sampled_from([0.5, 4.0]))  # exact in binary, so ties stay ties
+@settings(max_examples=30, deadline=None, derandomize=True)
 def test_everything_twice_as_fast_takes_half_the_time(one: Swarm, factor: float) -> None:
     groups = tuple(replace(g, seconds=g.seconds.faster(factor)) for g in one.groups)
     link = one.link(0, 0)
@@ -141,7 +153,7 @@ def test_everything_twice_as_fast_takes_half_the_time(one: Swarm, factor: float)
 
 
 @given(swarms(microbatches=3, in_flight=1, replicas=1), st.sampled_from([1.5, 4.0]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 def test_one_at_a_time_nothing_gets_slower_by_what_gets_faster(one: Swarm, factor: float) -> None:
     before = simulate_step(one, steps=2).seconds
     link = one.link(0, 0)
@@ -180,7 +192,7 @@ def test_more_bandwidth_and_less_delay_help_a_swarm_that_waits_for_them() -> Non
 
 
 @given(swarms(), st.sampled_from([PLAIN, "checkfree", "snapshot", "redundant"]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 def test_bytes_add_up(one: Swarm, policy: str) -> None:
     one = replace(one, run=override(one.run, recovery__policy=policy, wire__averaging="bf16"))
     step = simulate_step(one, steps=2)
