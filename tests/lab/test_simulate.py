@@ -23,6 +23,7 @@ from node.model import ModelConfig
 from node.run_file import RunFile
 
 VOCABULARY = 512
+ROOT = Path(__file__).parents[2]
 
 
 def timed(run: RunFile, config: ModelConfig, stage: int) -> Seconds:
@@ -176,7 +177,7 @@ def test_the_table_tells_of_all_draws() -> None:
 
 
 def test_iterations_of_the_lab_are_taken_from_its_runs() -> None:
-    factors = table2.lab_factors(Path("docs/results/failure-rates/runs.jsonl"))
+    factors = table2.lab_factors(ROOT / "docs/results/failure-rates/runs.jsonl")
     assert factors["redundant"] == (1.0, 1.0, 1.0)
     low, middle, high = factors["checkpoint"]
     assert 1 < low < middle < high
