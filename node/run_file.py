@@ -9,7 +9,7 @@ from typing import Any, Literal
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from recovery.decide import Policy
+from recovery.decide import Masking, Policy
 
 Codec = Literal["none", "bf16", "fp16", "int8"]
 Writes = Literal["blocking", "overlapped"]
@@ -76,6 +76,7 @@ class RecoverySection(Section):
 
     policy: Policy = "checkfree"
     strict: bool = Field(default=False, description="stop where the policy itself can't serve")
+    masking: Masking = Field(default="reassign", description="when a stage keeps a replica")
     omega: Literal["squared", "norm", "uniform"] = "squared"
     lr_boost: float = Field(default=1.1, ge=1)
     lr_boost_steps: int = Field(default=100, ge=0, description="linear decay; 0: for ever")
