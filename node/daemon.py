@@ -829,6 +829,7 @@ class Node:
     def _write_cost(self) -> None:
         """What keeping things for the day of a loss has cost."""
         parts = self.holdings.costs()
+        parts["masking"] = Cost(memory_bytes=self.pipeline.most_kept)
         whole = asdict(sum(parts.values(), Cost()))
         self.events.write(
             "cost", {**whole, "parts": {name: asdict(cost) for name, cost in parts.items()}}

@@ -45,10 +45,10 @@ FOLLOWS = 2
 """Times that a joiner may try to follow before everybody waits for it."""
 FOLLOWED = 2.0
 """A try is given up after so many times the deadline for progress."""
-EVICTED = 2.0
+EVICTED = 3.0
 """Seconds that an attempt that goes on without a lost node waits, once it is complete, for the view
 without that node; then the node isn't lost, and the attempt is given up."""
-UNREACHED = 1.0
+UNREACHED = 2.0
 """Seconds in which a node that a member can't reach must turn out to be lost; then the attempt is
 given up."""
 ENTERING = 0.1

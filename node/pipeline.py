@@ -12,6 +12,7 @@ what it had done, and only that; a neighbour that has their results already drop
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -36,8 +37,11 @@ from node.twin import Twin
 from node.windows import Windows, microbatch_ids, samples_hash
 from node.wire import Frame, WireError, decode, encode
 
-SMOOTHING: Final = 0.3
-"""Weight of the newest measurement in a node's average seconds per microbatch."""
+MEASURED: Final = 9
+"""Microbatches whose median duration is a node's seconds per microbatch."""
+FORGIVEN: Final = 0.8
+"""Factor on a node's seconds per microbatch for each step in which it had none, so that who was
+slow once is tried again."""
 
 
 class Work(NamedTuple):
@@ -127,12 +131,13 @@ class Pipeline:
         self.live, self.live_begin = NEVER, pb.Begin()
         self.applied: set[int] = set()  # ids whose gradient is in the optimizer's
         self.computed = 0  # microbatches, forward and backward
-        self.seconds_per_microbatch = 0.0
+        self._seconds: deque[float] = deque(maxlen=MEASURED)  # of the last of them
         self._waiting: deque[int] = deque()  # to be injected here
         self._out: set[int] = set()  # injected, and not home
         self._mine = 0  # microbatches whose routes visit this node
         self._complete = asyncio.Event()  # all of them are in the gradient
         self._own_gradient: torch.Tensor | None = None  # before it was reduced
+        self._most_kept = 0
         self._maskable: frozenset[str] = frozenset()  # whose loss leaves their stage alive
         self._seen: set[Work] = set()
         self._done: set[Work] = set()
@@ -159,9 +164,16 @@ class Pipeline:
 
     # --- attempts
 
+    @property
+    def seconds_per_microbatch(self) -> float:
+        """Of computing, here; 0: there was none yet."""
+        return statistics.median(self._seconds) if self._seconds else 0.0
+
     def start(self, ballot: Ballot, begin: pb.Begin) -> None:
         """Raises ValueError for a plan that can't be."""
         self._reset(ballot, begin)
+        if not self._mine:
+            self._seconds = deque((FORGIVEN * s for s in self._seconds), maxlen=MEASURED)
         self._waiting.extend(m.id for m in begin.plan if m.source == self.node)
         self._inject()
 
@@ -180,12 +192,20 @@ class Pipeline:
         )
         self._inject()
 
+    @property
+    def most_kept(self) -> int:
+        """Bytes, at the end of an attempt, of what might have had to be sent or averaged again."""
+        own = self._own_gradient
+        kept = sum(frame.size for frame in self._sent.values()) + (0 if own is None else own.nbytes)
+        return max(self._most_kept, kept)
+
     def drop(self, ballot: Ballot) -> None:
         """The attempt leaves no trace."""
         if ballot == self.ballot:
             self._reset(NEVER, pb.Begin())
 
     def _reset(self, ballot: Ballot, begin: pb.Begin) -> None:
+        self._most_kept = self.most_kept
         self.began = ballot
         self.applied = set()
         self._seen, self._done, self._out = set(), set(), set()
@@ -472,8 +492,7 @@ class Pipeline:
         self.applied.add(microbatch)
         self.computed += 1
         self._note_if_complete()
-        before = self.seconds_per_microbatch or seconds
-        self.seconds_per_microbatch = before + SMOOTHING * (seconds - before)
+        self._seconds.append(seconds)
 
     def _post(
         self, priority: Priority, work: Work | None, task: Callable[[], Callable[[], None] | None]
