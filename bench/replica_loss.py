@@ -2,9 +2,9 @@
 
 A swarm with replicas of each stage loses three of them, one after the other, by SIGKILL, each when
 it has done half of its microbatches of a step; once for each way. The cost is the time from the
-commit before to the commit of that step, above the median of the steps around it, in steps. The
-lost node's share of a step is one part in as many as there are nodes: here all share the machine's
-cores, so what it had done, and is done again, takes that part of the machine's time.
+commit before to the commit of that step, above the median of the steps around it, in steps. It is
+held against the lost replica's share of the step's microbatches, one part in as many as its stage
+has replicas: the time that it takes the stage to do them again with one replica's speed.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def cost(took: dict[int, float], lost_in: int) -> float:
 
 
 def main() -> None:
-    share = 1 / (REPLICAS * (STAGES + 1))
+    share = 1 / REPLICAS
     found = {}
     with tempfile.TemporaryDirectory() as directory:
         data = Path(directory) / "data"
@@ -117,7 +117,7 @@ def main() -> None:
             print(f"{masking}: {found[masking]:.2f} steps a loss ({each}), {aborted} aborted")
     print(f"ratio reassign / abort: {found['reassign'] / found['abort']:.2f}")
     ratio = found["reassign"] / share
-    print(f"ratio reassign / the lost node's share of a step: {ratio:.2f} (goal {GOAL})")
+    print(f"ratio reassign / the lost replica's share of a step: {ratio:.2f} (goal {GOAL})")
 
 
 if __name__ == "__main__":
