@@ -84,7 +84,7 @@ class RecoverySection(Section):
     relearn_samples: int = Field(default=1, ge=0, description="at a time; 0: a microbatch")
     relearn_passes: int = Field(default=2, ge=0, description="0: as the papers have it")
     relearn_seconds: float = Field(default=5.0, ge=0, description="at most")
-    relearn_lr: float = Field(default=0.1, gt=0, description="Muon's, at first; it falls to 0")
+    relearn_lr: float = Field(default=0.05, gt=0, description="Muon's, at first; it falls to 0")
     stage0_moments: bool = Field(default=False, description="copies of stage 0 with Adam's moments")
     snapshot_choice: Literal["priority", "round", "random"] = "priority"
     snapshot_fraction: float = Field(default=0.125, gt=0, le=1, description="r: blocks a time")
