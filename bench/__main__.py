@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from bench import join, link, masking, pipeline, recovery, registry, simulator
+from bench import (
+    join,
+    link,
+    masking,
+    pipeline,
+    recovery,
+    registry,
+    replica_loss,
+    simulator,
+)
 
 
 def main() -> None:
@@ -12,6 +21,7 @@ def main() -> None:
         ("Frames on links against bare bytes on the same gRPC stream", link.main),
         ("Renewals at the registry", registry.main),
         ("The stall when a replica joins", join.main),
+        ("The loss of a replica in the middle of a step", replica_loss.main),
         ("Who computes what when 400 of 1000 groups are lost", masking.main),
         ("100,000 nodes in simulated time", simulator.main),
     ):

@@ -108,7 +108,7 @@ def train(policy: str, data: Path, out: Path) -> list[dict[str, Any]]:
 
 
 def read_ledger(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    text = "".join(path.read_text().rpartition("\n")[0] for path in paths)
+    text = "\n".join(path.read_text().rpartition("\n")[0] for path in paths)
     return [line for line in map(json.loads, text.splitlines()) if "step" in line]
 
 

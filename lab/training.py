@@ -27,7 +27,7 @@ from recovery import relearning
 from recovery.checkfree import Trained, guess
 from recovery.decide import INEXACT, Held, Kind, Left, Rebuild, RollBack, Source, Stop, decide
 from recovery.orders import all_orders, blocks, order, runs
-from recovery.relearning import Learner, parts, rate, residual_error, shuffled
+from recovery.relearning import PULL, Learner, Muon, Update, parts, rate, residual_error, shuffled
 from recovery.snapshot import HeldSnapshot, Layout, SentSnapshot, holder_stage
 from recovery.snapshot import decode as decode_update
 
@@ -46,6 +46,7 @@ class Ablation(Section):
     relearn_codec: Literal["none", "bf16", "int8"] = "bf16"
     relearn_constant: bool = False  # the learning rate of relearning doesn't fall
     relearn_in_order: bool = False  # every pass takes its parts as they crossed, oldest first
+    relearn_pull: bool = True  # back to the guess
     relearn_adam: float = 0.0  # not 0: relearning with Adam, at this rate
     relearn_moments: bool = False  # training goes on with those of Adam that relearning has made
     alone_steps: int = 0  # after a guess, in which only the guessed stages are trained
@@ -470,8 +471,11 @@ class Swarm:
         bf16 = self.run.training.precision == "bf16"
         learners = {}
         for of in block:
-            adam = Adam(self.stages[of].optimizer) if ablation.relearn_adam else None
-            learners[of] = Learner(self.stages[of].module, lr, bf16, adam)
+            stage = self.stages[of]
+            update: Update = Muon(stage.module, PULL if ablation.relearn_pull else 0.0)
+            if ablation.relearn_adam:
+                update = Adam(stage.optimizer)
+            learners[of] = Learner(stage.module, lr, bf16, update)
         pieces = self._pieces(block)
         measured = [piece for piece in pieces if piece.step == pieces[-1].step]
         before = self._residual(learners, measured)

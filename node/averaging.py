@@ -44,6 +44,11 @@ class AveragingError(Exception):
         self.accused = sorted(accused)
 
 
+class ReplicaLostError(AveragingError):
+    """One of the replicas can't be reached: without it, or with what it did done by others, the
+    gradients can still be summed."""
+
+
 class Abandoned(Exception):  # noqa: N818 (not an error)
     """A newer ballot has made this reduction void, and the gradient's contents with it."""
 
@@ -197,14 +202,16 @@ class Averaging:
                 case (peer, Frame()):
                     log.warning("dropped a gradient from %s, no replica of this stage", peer)
                 case (peer, str() as reason) if reduction.needs(peer):
-                    raise AveragingError(f"lost {peer} before its sums were here: {reason}", [peer])
+                    raise ReplicaLostError(
+                        f"lost {peer} before its sums were here: {reason}", [peer]
+                    )
 
     async def _compute(self, running: _Running, work: Callable[[], Outgoing]) -> None:
         outgoing = await self._in_compute_thread(work)
         running.check()
         for peer, frame in outgoing:
             if not self._send_frame(peer, frame):
-                raise AveragingError(f"there is no link to {peer}", [peer])
+                raise ReplicaLostError(f"there is no link to {peer}", [peer])
 
 
 class _Running:

@@ -160,16 +160,19 @@ class BoundaryKeeper:
             for (step, crossing, _), kept in zip(piece, narrowed, strict=True):
                 step.add(crossing, kept)
 
-    def keep(self, side: Side, frame: Frame) -> None:
-        """An activation's frame that is being sent, or has been received and found good. Called in
-        the compute thread; frames of other attempts, and of evaluations, are not kept."""
+    def keep(
+        self, side: Side, frame: Frame, ballot: tuple[int, int], stages: Sequence[int]
+    ) -> None:
+        """An activation's frame that is being sent, or has been received and found good, in the
+        attempt that began under `ballot`, on a route of these stages. Called in the compute thread;
+        frames of other attempts, and of evaluations, are not kept."""
         attempt = self._attempt
-        if frame.ballot != attempt.ballot:
+        if ballot != attempt.ballot:
             return
         started = time.perf_counter()
         fields = frame.fields
         crossing = Crossing(int(fields["microbatch"]), int(fields["position"]), side)
-        attempt.add(crossing, Kept(fields["stages"], frame.descriptors, frame.payload))
+        attempt.add(crossing, Kept(stages, frame.descriptors, frame.payload))
         self.critical_seconds += time.perf_counter() - started
 
     def sides(self, step: int, stage: int, lost: frozenset[int]) -> list[tuple[Pair, str, Kept]]:

@@ -209,6 +209,13 @@ def up_command(
         bool | None,
         typer.Option("--strict", help="Stop where the policy can't serve, rather than guess."),
     ] = None,
+    masking: Annotated[
+        str | None,
+        typer.Option(
+            help="When a node is lost in a step and its stage has others: reassign what was its "
+            "to them, or abort and try the step again."
+        ),
+    ] = None,
     kill: Annotated[
         list[str] | None,
         typer.Option(
@@ -242,8 +249,8 @@ def up_command(
 
     with refusing(RunFileError, CorpusError, SwarmError):
         if resume is not None:
-            given = (run_file, stages, replicas, steps, policy, strict, out, seed, save_dir)
-            if any(option is not None for option in given):
+            trained = (run_file, stages, replicas, steps, policy, strict, masking, seed)
+            if any(option is not None for option in (*trained, out, save_dir)):
                 raise SwarmError(
                     "--resume goes on with the run as it was started: of the other options only "
                     "--kill goes with it"
@@ -258,6 +265,7 @@ def up_command(
                     steps=steps,
                     recovery__policy=policy,
                     recovery__strict=strict,
+                    recovery__masking=masking,
                     seed=seed,
                 ),
                 *(out, save_dir, device),

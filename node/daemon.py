@@ -27,7 +27,7 @@ from bootstrap.credentials import PLAIN, Credentials
 from bootstrap.membership import PROTOCOL, related
 from node import optimizer as schedule
 from node import stage_pb2 as pb
-from node.averaging import Abandoned, Averaging, AveragingError
+from node.averaging import Abandoned, Averaging, AveragingError, ReplicaLostError
 from node.boundary import BoundaryClient, BoundaryServer
 from node.compute import ComputeThread
 from node.corpus import Corpus
@@ -41,6 +41,7 @@ from node.effects import (
     Effect,
     Event,
     Fetch,
+    GoOn,
     Halted,
     Reduce,
     Rejoin,
@@ -75,7 +76,7 @@ FAREWELL = 2.0
 """Seconds of its grace that a node keeps for leaving properly."""
 LINK_PATIENCE = 3.0
 """Seconds that something waits for a link to come up."""
-TO_DRIVER = frozenset(["status", "synced", "home", "ready", "failed", "stale"])
+TO_DRIVER = frozenset(["status", "synced", "home", "ready", "failed", "cut", "stale"])
 TO_MEMBER = frozenset(["query", "sync", "step", "reduce", "halt"])
 OF_AN_ATTEMPT = frozenset(["activation", "gradient", "average", "twin"])
 """Kinds of frames without which the attempt fails."""
@@ -384,6 +385,7 @@ class Node:
             clip_scope=run.training.clip_scope,
             policy=run.recovery.policy,
             strict=recovery.strict,
+            masking=recovery.masking,
             relearn=recovery.relearn_passes > 0,
             progress=run.swarm.progress,
             lr_scale=partial(
@@ -477,7 +479,7 @@ class Node:
         lost = [f.ballot for f in unacknowledged if f.kind in ("activation", "gradient")]
         if lost:  # those of older attempts may be among them
             why = f"the link to {peer} broke before a frame was through: {reason}"
-            self.attempt_failed(Ballot(*max(lost)), why, [])
+            self.cut_off(Ballot(*max(lost)), peer, why)
         self._carry_out(self.member.link_lost(peer))
         self._carry_out(self.driver.link_lost(peer, reason, self.loop.time()))
 
@@ -513,7 +515,7 @@ class Node:
             for item in late:
                 if isinstance(item, Frame) and item.kind in OF_AN_ATTEMPT:
                     why = f"no link to {peer} came up in {LINK_PATIENCE:.0f} s"
-                    self.attempt_failed(Ballot(*item.ballot), why, [peer])
+                    self.cut_off(Ballot(*item.ballot), peer, why)
 
     # --- what the pipeline says
 
@@ -521,6 +523,10 @@ class Node:
         assert self.member is not None
         message = pb.Message(ballot=ballot.message(), home=home)
         self._carry_out([Send(self.member.driver, message)])
+
+    def cut_off(self, ballot: Ballot, node: str, reason: str) -> None:
+        assert self.member is not None
+        self._carry_out(self.member.cut_off(ballot, node, reason))
 
     def attempt_failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> None:
         assert self.member is not None
@@ -543,10 +549,11 @@ class Node:
                 self.based_on = self.member.last
                 self._abandon(ballot)
                 self.holdings.attempted(ballot, begin)
-                self.pipeline.start(ballot, begin)
-                held, self.held = self.held, []
-                for peer, frame in held:
-                    self.on_frame(peer, frame)
+                self._follow_plan(self.pipeline.start, ballot, begin)
+            case GoOn(ballot, begin):
+                self._abandon(ballot)
+                self.holdings.follow(begin)
+                self._follow_plan(self.pipeline.go_on, ballot, begin)
             case DropAttempt(ballot):
                 self._abandon(Ballot(ballot.view, ballot.attempt + 1))
                 self.holdings.dropped()
@@ -573,23 +580,35 @@ class Node:
                 log.info("%s: %s", kind, fields.get("reason", dict(fields)))
                 self.events.write(kind, fields)
 
+    def _follow_plan(
+        self, follow: Callable[[Ballot, pb.Begin], None], ballot: Ballot, begin: pb.Begin
+    ) -> None:
+        try:
+            follow(ballot, begin)
+        except ValueError as error:
+            self.attempt_failed(ballot, str(error), [])
+            return
+        held, self.held = self.held, []
+        for peer, frame in held:
+            self.on_frame(peer, frame)
+
     def _abandon(self, before: Ballot) -> None:
         self.averaging.abandon(before)
         self.holdings.abandon(before)
 
     async def _reduce(self, ballot: Ballot) -> None:
         assert self.member is not None
-        begin = self.pipeline.begin
+        pipeline, progress = self.pipeline, self.run.swarm.progress
+        begin = pipeline.begin
         replicas = sorted(place.node for place in begin.members if place.stage == self.stage)
         self.reducing += 1
         try:
+            await pipeline.complete(progress)
+            if ballot != self.member.attempt:
+                return  # there is a newer one
+            gradient, applied = self.optimizer.gradient, pipeline.applied
             await self.averaging.reduce(
-                ballot,
-                replicas,
-                self.optimizer.gradient,
-                self.pipeline.applied,
-                len(begin.plan),
-                self.run.swarm.progress,
+                ballot, replicas, gradient, applied, len(begin.plan), progress
             )
             norm = await self.compute.run(self.optimizer.squared_norm)
             if self.holdings.twin is not None:
@@ -597,6 +616,10 @@ class Node:
                     ballot, begin.members, self.optimizer.gradient, norm, self.run.swarm.progress
                 )
         except Abandoned:
+            return
+        except ReplicaLostError as error:
+            for node in error.accused:
+                self.cut_off(ballot, node, str(error))
             return
         except AveragingError as error:
             self._carry_out(self.member.failed(ballot, str(error), error.accused))
@@ -806,6 +829,7 @@ class Node:
     def _write_cost(self) -> None:
         """What keeping things for the day of a loss has cost."""
         parts = self.holdings.costs()
+        parts["masking"] = Cost(memory_bytes=self.pipeline.most_kept)
         whole = asdict(sum(parts.values(), Cost()))
         self.events.write(
             "cost", {**whole, "parts": {name: asdict(cost) for name, cost in parts.items()}}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from recovery.decide import (
     Decision,
     Held,
     Left,
+    Masking,
     Policy,
     Rebuild,
     Resume,
@@ -44,6 +45,12 @@ FOLLOWS = 2
 """Times that a joiner may try to follow before everybody waits for it."""
 FOLLOWED = 2.0
 """A try is given up after so many times the deadline for progress."""
+EVICTED = 3.0
+"""Seconds that an attempt that goes on without a lost node waits, once it is complete, for the view
+without that node; then the node isn't lost, and the attempt is given up."""
+UNREACHED = 2.0
+"""Seconds in which a node that a member can't reach must turn out to be lost; then the attempt is
+given up."""
 ENTERING = 0.1
 """Seconds that a commit waits for the vote of a joiner that has caught up; twice that in the next
 step, and so on."""
@@ -64,6 +71,7 @@ class Rules:
     clip_scope: str  # "global" or "stage"
     policy: Policy
     strict: bool  # stop where the policy can't serve
+    masking: Masking
     relearn: bool  # what was rebuilt inexactly
     progress: float  # seconds without any before an attempt is given up
     lr_scale: Callable[[int, int], float]  # (step, boosted_at) -> factor
@@ -122,6 +130,9 @@ class Driver:
         self.committed = 0
         self.last = pb.Commit()
         self.begin = pb.Begin()
+        self.began_under = NEVER  # the ballot of the attempt at first
+        self.masked: dict[str, float] = {}  # members without which it goes on, and since when
+        self.unreached: dict[str, tuple[float, str]] = {}  # by somebody: since when, and why
         self.homes: dict[int, pb.Home] = {}
         self.ready: dict[str, pb.Ready] = {}
         self.seconds: dict[str, float] = {}
@@ -150,8 +161,11 @@ class Driver:
             return []
         if self.phase in (Phase.RUNNING, Phase.REDUCING, Phase.SYNCING):
             stay = _active(view)
-            if all(stay.get(node) == stage for node, stage in self._training()):
+            gone = [node for node, stage in self._training() if stay.get(node) != stage]
+            if not gone:
                 return self._greet(view, now)
+            if self._can_mask(gone):
+                return self._greet(view, now) + self._mask(gone, view.reason, now)
         taken_over = self.phase is Phase.INACTIVE
         self.newer = view
         return self._gather(f"view {view.number}: {view.reason}", now, taken_over)
@@ -166,8 +180,15 @@ class Driver:
             return []
         if body == "stale":
             return self._superseded(peer, ballot, now)
+        if peer in self.masked and body != "status":
+            return []
         if peer in self.joining and body in ("synced", "ready", "failed"):
             return self._heard_of_joiner(peer, ballot, message, now)
+        attempting = self.phase in (Phase.RUNNING, Phase.REDUCING)
+        if body == "cut" and attempting and self.began_under <= ballot:
+            return self._cut(peer, message.cut, now)
+        if body == "home" and self.phase is Phase.RUNNING and self.began_under <= ballot:
+            return self._home(peer, message.home, now)
         if ballot != self.ballot:
             return []
         match body, self.phase:
@@ -175,8 +196,6 @@ class Driver:
                 return self._status(peer, message.status, now)
             case "synced", Phase.SYNCING:
                 return self._synced(peer, message.synced, now)
-            case "home", Phase.RUNNING:
-                return self._home(message.home, now)
             case "ready", Phase.REDUCING:
                 return self._ready(peer, message.ready, now)
             case "failed", Phase.RUNNING | Phase.REDUCING | Phase.SYNCING:
@@ -192,10 +211,14 @@ class Driver:
             return [self._greeting(peer, self.newer)]  # its link may only have been dialled anew
         if peer not in self.members:
             return []
+        if peer in self.masked:
+            return []
         lost = Event("lost", {"node": peer, "stage": self.members[peer], "reason": reason})
         if peer in self.joining and self.phase in (Phase.RUNNING, Phase.REDUCING):
             self.joining[peer].caught_up = self.joining[peer].ready = None
             return [lost, *self._if_all_ready(now)]
+        if self._can_mask([peer]):
+            return [lost, *self._mask([peer], f"the link to {peer} is lost: {reason}", now)]
         return [lost, *self._gather(f"the link to {peer} is lost: {reason}", now)]
 
     def tick(self, now: float) -> list[Effect]:
@@ -208,7 +231,8 @@ class Driver:
             case Phase.REDUCING if not self.awaited:
                 return self._if_all_ready(now)
             case Phase.RUNNING | Phase.REDUCING | Phase.SYNCING:
-                return self._joiners_out_of_time(now) + self._out_of_patience(now)
+                effects = self._joiners_out_of_time(now) + self._unreached_too_long(now)
+                return effects or self._out_of_patience(now)
         return []
 
     def explain(self) -> str:
@@ -251,6 +275,7 @@ class Driver:
         self._adopt()
         self.ballot = Ballot(self.view.number, self.ballot.attempt + 1)
         self.phase = Phase.GATHERING
+        self.masked, self.unreached = {}, {}
         self.regather = ""
         self.statuses = {}
         self.taken_over = taken_over
@@ -556,7 +581,8 @@ class Driver:
     # --- joiners that follow while the others train
 
     def _training(self) -> list[tuple[str, int]]:
-        return [(n, stage) for n, stage in sorted(self.members.items()) if n not in self.joining]
+        without = self.joining.keys() | self.masked.keys()
+        return [(n, stage) for n, stage in sorted(self.members.items()) if n not in without]
 
     def _may_follow(self, decision: Rebuild, left: Left) -> bool:
         """The replicas of a stage that has just been rebuilt are waited for, as was the first. With
@@ -645,10 +671,17 @@ class Driver:
         return effects
 
     def _if_all_ready(self, now: float) -> list[Effect]:
-        """Decide when all who train are ready, and, for a short while, who would like to enter."""
+        """Decide when all who train are ready, and, for a short while, who would like to enter.
+
+        Not while somebody without whom the attempt goes on is still a member: others may train with
+        that node, and without this one, in a view that this node doesn't know."""
         if self.phase is not Phase.REDUCING or self.awaited:
             return []
         self.complete = self.complete or now
+        if members := self._masked_members():
+            if now - self.complete < EVICTED:
+                return []
+            return self._gather(f"{', '.join(members)} isn't lost after all", now)
         entering = [joiner for joiner in self.joining.values() if joiner.caught_up is not None]
         usual = max(ENTERING, ENTERING_SHARE * (self.complete - self.began))
         waited = now - self.complete
@@ -660,6 +693,9 @@ class Driver:
         for joiner in late:
             joiner.vain += 1
         return self._decide(now)
+
+    def _masked_members(self) -> list[str]:
+        return sorted(self.masked.keys() & _active(self.newer or self.view).keys())
 
     def _let_in(self, now: float) -> list[Effect]:
         """Who has the attempt's gradient, and agrees with a replica on it, trains from now on."""
@@ -740,25 +776,36 @@ class Driver:
         return [pb.Place(node=node, stage=stage) for node, stage in self._training()]
 
     def _plan(self, count: int, swapped: bool) -> list[pb.Microbatch]:
-        stages = self.rules.stages
-        sources = [node for node, stage in self._training() if stage == 0]
-        shared = share_out(range(count), sources, self.seconds)
-        return [
-            pb.Microbatch(id=identity, source=source, order=order(identity, stages, swapped))
-            for identity, source in enumerate(shared)
-        ]
+        """Each microbatch with a node for each visit, so that the replicas of a stage would finish
+        together."""
+        stages = range(self.rules.stages + 1)
+        nodes = [self._training_at(stage) for stage in stages]
+        served = [share_out(range(count), nodes[stage], self.seconds) for stage in stages]
+        place = {place.node: index for index, place in enumerate(self._places())}
+        plan = []
+        for identity in range(count):
+            visits = order(identity, self.rules.stages, swapped)
+            places = [place[served[stage][identity]] for stage in visits]
+            plan.append(
+                pb.Microbatch(id=identity, source=served[0][identity], order=visits, places=places)
+            )
+        return plan
+
+    def _training_at(self, stage: int) -> list[str]:
+        return [node for node, at in self._training() if at == stage]
 
     def _send_step(self, step: pb.Step, now: float) -> list[Effect]:
         if not step.ByteSize():
             return []
         self.ballot = Ballot(self.ballot.view, self.ballot.attempt + 1)
         effects: list[Effect] = [
-            self._to(node, pb.Message(step=step)) for node in sorted(self.members)
+            self._to(node, pb.Message(step=step))
+            for node in sorted(self.members.keys() - self.masked.keys())
         ]
         if step.HasField("begin"):
             self.phase = Phase.RUNNING
-            self.begin = step.begin
-            self.homes = {}
+            self.begin, self.began_under = step.begin, self.ballot
+            self.homes, self.unreached = {}, {}
             self.began = self.progressed = now
             effects += self._report_rebuilds(now)
         return effects
@@ -769,9 +816,14 @@ class Driver:
         rebuilt, self.rebuilt = self.rebuilt, []
         return [Event("rebuilt", {"stall_seconds": stall, **fields}) for fields in rebuilt]
 
-    def _home(self, home: pb.Home, now: float) -> list[Effect]:
+    def _home(self, peer: str, home: pb.Home, now: float) -> list[Effect]:
+        if all((m.id, m.source) != (home.microbatch, peer) for m in self.begin.plan):
+            return []  # another's by now
         self.homes[home.microbatch] = home
         self.progressed = now
+        return self._if_all_home(now)
+
+    def _if_all_home(self, now: float) -> list[Effect]:
         if len(self.homes) < len(self.begin.plan):
             return []
         if self.begin.kind == pb.Begin.EVALUATE:
@@ -855,6 +907,76 @@ class Driver:
             return self._send_step(step, now)
         return self._send_step(step, now) + self._finish(now)
 
+    # --- an attempt that goes on without lost nodes
+
+    def _can_mask(self, nodes: Collection[str]) -> bool:
+        """Whether the attempt can do without these: each of their stages has others that train."""
+        attempting = self.phase in (Phase.RUNNING, Phase.REDUCING)
+        if self.rules.masking == "abort" or not attempting or self.node in nodes:
+            return False
+        left = {stage for node, stage in self._training() if node not in nodes}
+        trains = all((node, self.members.get(node)) in self._training() for node in nodes)
+        return trains and self.begin.kind == pb.Begin.TRAIN and len(left) > self.rules.stages
+
+    def _mask(self, nodes: Sequence[str], why: str, now: float) -> list[Effect]:
+        """The attempt goes on, by a plan in which others have the microbatches of these nodes."""
+        before = self.begin
+        self.masked.update(dict.fromkeys(nodes, now))
+        begin, moved = self._without_masked(before)
+        self.begin = begin
+        self.homes = {
+            identity: home
+            for identity, home in self.homes.items()
+            if begin.plan[identity].source == before.plan[identity].source
+        }
+        self.ballot = Ballot(self.ballot.view, self.ballot.attempt + 1)
+        self.phase = Phase.RUNNING
+        self.ready, self.progressed = {}, now
+        fields = {"step": begin.step, "nodes": sorted(nodes), "microbatches": moved, "reason": why}
+        effects: list[Effect] = [Event("masked", fields)]
+        for node in sorted(self.members.keys() - self.masked.keys()):
+            effects.append(self._to(node, pb.Message(step=pb.Step(begin=begin))))
+        return effects + self._if_all_home(now)
+
+    def _without_masked(self, before: pb.Begin) -> tuple[pb.Begin, int]:
+        """The plan with the microbatches of masked nodes shared out among the replicas that are
+        left, and how many those are, counted at each stage."""
+        begin = pb.Begin()
+        begin.CopyFrom(before)
+        begin.since.CopyFrom(self.began_under.message())
+        del begin.members[:]
+        begin.members.extend(self._places())
+        place = {member.node: index for index, member in enumerate(begin.members)}
+        moved = 0
+        for stage in range(self.rules.stages + 1):
+            served = [_server(before, microbatch, stage) for microbatch in before.plan]
+            lost = [identity for identity, node in enumerate(served) if node in self.masked]
+            left = self._training_at(stage)
+            for identity, node in zip(lost, share_out(lost, left, self.seconds), strict=True):
+                served[identity] = node
+            moved += len(lost)
+            for microbatch, node in zip(begin.plan, served, strict=True):
+                if stage == 0:
+                    microbatch.source = node
+                else:
+                    microbatch.places[list(microbatch.order).index(stage)] = place[node]
+        return begin, moved
+
+    def _cut(self, peer: str, cut: pb.Cut, now: float) -> list[Effect]:
+        """`peer` can't reach a node, which is lost, or will be found to be."""
+        if cut.node in self.masked:
+            return []
+        if not self._can_mask([cut.node]):
+            return self._failed(peer, pb.Failed(reason=cut.reason, accused=[cut.node]), now)
+        self.unreached.setdefault(cut.node, (now, f"{peer} can't reach {cut.node}: {cut.reason}"))
+        return [Suspect(cut.node, cut.reason)]
+
+    def _unreached_too_long(self, now: float) -> list[Effect]:
+        for node, (since, why) in self.unreached.items():
+            if node not in self.masked and now - since >= UNREACHED:
+                return self._gather(why, now)
+        return []
+
     # --- what goes wrong
 
     def _failed(self, peer: str, failed: pb.Failed, now: float) -> list[Effect]:
@@ -901,6 +1023,13 @@ class Driver:
         addressed.CopyFrom(message)
         addressed.ballot.CopyFrom(self.ballot.message())
         return Send(node, addressed)
+
+
+def _server(begin: pb.Begin, microbatch: pb.Microbatch, stage: int) -> str:
+    """The node that has this microbatch at that stage."""
+    if stage == 0:
+        return microbatch.source
+    return begin.members[microbatch.places[list(microbatch.order).index(stage)]].node
 
 
 def _agree(ready: pb.Ready, twin: pb.Ready) -> bool:

@@ -43,6 +43,14 @@ class StartAttempt:
 
 
 @dataclass(frozen=True)
+class GoOn:
+    """The attempt goes on by a new plan, without nodes that were lost; it is not reduced yet."""
+
+    ballot: Ballot
+    begin: pb.Begin
+
+
+@dataclass(frozen=True)
 class DropAttempt:
     """The attempt leaves no trace: zero the gradient, forget the work."""
 
@@ -112,6 +120,7 @@ class Event:
 Effect = (
     Send
     | StartAttempt
+    | GoOn
     | DropAttempt
     | Reduce
     | Apply

@@ -183,6 +183,10 @@ class Holdings:
         """An attempt begins."""
         if self.boundary is not None and begin.kind == pb.Begin.TRAIN:
             self.boundary.start(ballot, begin.step)
+        self.follow(begin)
+
+    def follow(self, begin: pb.Begin) -> None:
+        """These are the members: to whom this node sends."""
         if self.sender is not None:
             kind: Any = "snapshot" if self.policy == "snapshot" else "copy"
             members = [(place.node, place.stage) for place in begin.members]

@@ -223,6 +223,9 @@ def news(event: Event) -> str | None:
             return f"node-{slot} {how}; {rest}"
         case {"kind": "aborted", "step": step, "reason": reason}:
             return f"an attempt at step {step} is aborted: {reason}"
+        case {"kind": "masked", "step": step, "nodes": nodes, "microbatches": count}:
+            others = f"others redo {count} microbatches" if count else "nothing was its own"
+            return f"step {step} goes on without {', '.join(nodes)}: {others}"
         case {"kind": "lost", "node": node, "stage": stage}:
             return f"noticed: no link to {node} of stage {stage} any more"
         case {"kind": "waiting", "stages": stages}:

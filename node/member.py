@@ -20,6 +20,7 @@ from node.effects import (
     Effect,
     Event,
     Fetch,
+    GoOn,
     Halted,
     Reduce,
     Rejoin,
@@ -57,7 +58,8 @@ class Member:
         self.view = registry.View()
         self.promised = NEVER
         self.driver = ""
-        self.attempt = NEVER  # the ballot of the attempt that runs or is ready
+        self.began = NEVER  # the ballot under which the attempt that runs or is ready began
+        self.attempt = NEVER  # and the one under which it goes on, by a newer plan
         self.step = 0  # which it tries
         self.lineage = 0  # how often the run had gone back to files before that step
         self.committed = 0
@@ -167,14 +169,22 @@ class Member:
         """This node's part in what runs under `ballot` can't be done."""
         if self.following is not None:
             return self._unfollow(reason) if ballot == self.following.ballot else []
-        running = self.phase in (Phase.RUNNING, Phase.REDUCING) and ballot == self.attempt
+        running = self.phase in (Phase.RUNNING, Phase.REDUCING) and self._is_of_attempt(ballot)
         syncing = self.phase is Phase.SYNCING and ballot == self.promised
         if not running and not syncing:
             return []
         self.phase = Phase.IDLE
         failed = pb.Failed(reason=reason, accused=accused)
-        drop: list[Effect] = [DropAttempt(ballot)] if running else []
+        drop: list[Effect] = [DropAttempt(self.attempt)] if running else []
         return [*drop, self._to_driver(pb.Message(failed=failed))]
+
+    def cut_off(self, ballot: Ballot, node: str, reason: str) -> list[Effect]:
+        """What the attempt needs of `node`, or has for it, can't get through. The driver decides
+        whether the attempt can do without that node."""
+        running = self.phase in (Phase.RUNNING, Phase.REDUCING)
+        if not running or not self._is_of_attempt(ballot):
+            return []
+        return [self._to_driver(pb.Message(cut=pb.Cut(node=node, reason=reason)))]
 
     def gradient_came(self, ballot: Ballot, feeder: str) -> list[Effect]:
         """The reduced gradient of an attempt is here, from a replica of this node's stage."""
@@ -199,8 +209,8 @@ class Member:
         return self._follow_on()
 
     def frames(self, ballot: Ballot) -> Frames:
-        """What to do with a frame of `ballot`."""
-        if ballot == self.attempt and self.phase in (Phase.RUNNING, Phase.REDUCING):
+        """What to do with a frame that was sent by the plan of `ballot`."""
+        if self._is_of_attempt(ballot) and self.phase in (Phase.RUNNING, Phase.REDUCING):
             return Frames.TAKE
         if self.phase is not Phase.HALTED and ballot > max(self.promised, self.attempt):
             return Frames.HOLD
@@ -238,6 +248,9 @@ class Member:
         (peer, ballot), self.unanswered = self.unanswered, None
         return self._answer(peer, ballot) if ballot == self.promised else []
 
+    def _is_of_attempt(self, ballot: Ballot) -> bool:
+        return self.began <= ballot <= self.attempt
+
     def _attempting(self) -> bool:
         return self.phase in (Phase.RUNNING, Phase.REDUCING, Phase.READY)
 
@@ -271,6 +284,8 @@ class Member:
         if any(joiner.node == self.node for joiner in step.begin.joining):
             return effects + self._begun_without(ballot, step.begin)
         if step.HasField("begin") and ballot > self.attempt:
+            if step.begin.HasField("since"):
+                return effects + self._went_on(ballot, step.begin)
             if self.void:  # the run starts over, since nobody has anything
                 return [*effects, Rejoin("its weights went with a rebuild that was given up")]
             if step.begin.step != self.committed + (step.begin.kind == pb.Begin.TRAIN):
@@ -281,10 +296,20 @@ class Member:
                 return [*effects, self._to_driver(pb.Message(failed=pb.Failed(reason=reason)))]
             self.following = None
             self.phase = Phase.RUNNING
-            self.attempt = ballot
+            self.began = self.attempt = ballot
             self.step = step.begin.step
             effects.append(StartAttempt(ballot, step.begin))
         return effects
+
+    def _went_on(self, ballot: Ballot, begin: pb.Begin) -> list[Effect]:
+        """Who was ready is so no more: its gradient lacks what others have to do again."""
+        since = Ballot.of(begin.since)
+        if not self._attempting() or since != self.began:
+            reason = f"asked to go on with an attempt that is not under way here, {since}"
+            return [self._to_driver(pb.Message(failed=pb.Failed(reason=reason)))]
+        self.phase = Phase.RUNNING
+        self.attempt = ballot
+        return [GoOn(ballot, begin)]
 
     def _commit(self, commit: pb.Commit) -> list[Effect]:
         ready = self.phase is Phase.READY and self.attempt == Ballot.of(commit.ballot)
@@ -364,6 +389,7 @@ class Member:
         if following.may_vote(self.committed):
             self.phase = Phase.REDUCING
             self.attempt, self.step = following.attempt
+            self.began = self.attempt
             return [Adopt(self.attempt)]
         if following.commits or following.told:
             return []

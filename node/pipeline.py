@@ -1,81 +1,91 @@
 """One stage at work: microbatches come in as frames, are computed, and leave as frames.
 
 A microbatch visits its route forward (embed, blocks, head and loss) and then the same nodes
-backward. Everything it needs travels with it, so a node keeps only what backward will need.
+backward. A node keeps what backward will need.
+
+Where a stage has replicas, its neighbours also keep what they have sent it, until the step is
+committed. When one of the replicas is lost, the attempt goes on by a new plan (docs/masking.md):
+what the lost one was sent is sent again to those that do its microbatches in its place. They redo
+what it had done, and only that; a neighbour that has their results already drops them.
 """
 
 from __future__ import annotations
 
+import asyncio
+import statistics
 import time
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from node import stage_pb2 as pb
-from node.boundary import BoundaryKeeper
+from node.averaging import AveragingError
+from node.boundary import BoundaryKeeper, Side
 from node.compute import ComputeThread, Priority, T
 from node.corpus import Corpus
 from node.effects import NEVER, Ballot
 from node.model import BodyStage, EmbeddingStage, ModelConfig
 from node.optimizer import StageOptimizer
-from node.routing import Route, Routing
+from node.routing import Route, routes
 from node.run_file import RunFile
 from node.twin import Twin
 from node.windows import Windows, microbatch_ids, samples_hash
 from node.wire import Frame, WireError, decode, encode
 
+MEASURED: Final = 9
+"""Microbatches whose median duration is a node's seconds per microbatch."""
+FORGIVEN: Final = 0.8
+"""Factor on a node's seconds per microbatch for each step in which it had none, so that who was
+slow once is tried again."""
+
+
+class Work(NamedTuple):
+    """What a visit makes of an activation, or of a gradient."""
+
+    microbatch: int
+    position: int
+    kind: str
+
 
 @dataclass(frozen=True)
 class Visit:
-    """Where a microbatch is on its route, and the seconds computed for it so far, by position."""
+    """Where a microbatch is on its route."""
 
     microbatch: int
     position: int
     route: Route
-    seconds: tuple[float, ...]
 
-    @staticmethod
-    def parse(fields: dict[str, Any]) -> Visit:
-        """Raises WireError."""
-        try:
-            nodes, stages = tuple(map(str, fields["nodes"])), tuple(map(int, fields["stages"]))
-            seconds = tuple(map(float, fields["seconds"]))
-            visit = Visit(
-                int(fields["microbatch"]), int(fields["position"]), Route(nodes, stages), seconds
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise WireError(f"a frame of the pipeline lacks or garbles {error}") from error
-        if not (len(nodes) == len(stages) == len(seconds) and 0 <= visit.position < len(nodes)):
-            raise WireError(f"position {visit.position} is not on a route of {len(nodes)} visits")
-        return visit
-
-    def fields(self) -> dict[str, Any]:
-        return {
-            "microbatch": self.microbatch,
-            "position": self.position,
-            "nodes": list(self.route.nodes),
-            "stages": list(self.route.stages),
-            "seconds": list(self.seconds),
-        }
-
-    def after(self, seconds: float, forward: bool) -> Visit:
-        """The next visit, with `seconds` of compute added to this one."""
-        spent = list(self.seconds)
-        spent[self.position] += seconds
-        position = self.position + (1 if forward else -1)
-        return Visit(self.microbatch, position, self.route, tuple(spent))
+    def after(self, kind: str) -> Visit:
+        """The next one of an activation, or of a gradient."""
+        by = 1 if kind == "activation" else -1
+        return replace(self, position=self.position + by)
 
     @property
     def node(self) -> str:
         return self.route.nodes[self.position]
 
     @property
+    def stage(self) -> int:
+        return self.route.stages[self.position]
+
+    @property
     def at_head(self) -> bool:
         return self.position == len(self.route.nodes) - 1
+
+    def before(self, kind: str) -> Work | None:
+        """The work at this node that is to be done before this; None: there is none."""
+        if kind == "gradient":
+            position = self.position or len(self.route.nodes) - 1
+        elif self.at_head:
+            position = 0
+        else:
+            return None
+        return Work(self.microbatch, position, "activation")
 
 
 class PipelineEvents(Protocol):
@@ -83,6 +93,7 @@ class PipelineEvents(Protocol):
 
     def send_frame(self, peer: str, frame: Frame) -> bool: ...
     def microbatch_home(self, ballot: Ballot, home: pb.Home) -> None: ...
+    def cut_off(self, ballot: Ballot, node: str, reason: str) -> None: ...
     def attempt_failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> None: ...
     def crashed(self, error: BaseException) -> None: ...
 
@@ -112,17 +123,29 @@ class Pipeline:
         self.compute, self.events = compute, events
         self.twin = twin
         self.boundary = boundary
-        self.routing = Routing(node, run.training.in_flight or config.stages + 1)
-        self.ballot = NEVER
+        self.in_flight = run.training.in_flight or config.stages + 1
+        self.began = self.ballot = NEVER  # what the attempt began under, and goes on under
         self.begin = pb.Begin()
+        self.routes: dict[int, Route] = {}
         # The compute thread's copies: older tasks that still wait there are skipped.
         self.live, self.live_begin = NEVER, pb.Begin()
         self.applied: set[int] = set()  # ids whose gradient is in the optimizer's
         self.computed = 0  # microbatches, forward and backward
-        self.seconds_per_microbatch = 0.0
-        self._seen: set[tuple[int, int, str]] = set()
+        self._seconds: deque[float] = deque(maxlen=MEASURED)  # of the last of them
+        self._waiting: deque[int] = deque()  # to be injected here
+        self._out: set[int] = set()  # injected, and not home
+        self._mine = 0  # microbatches whose routes visit this node
+        self._complete = asyncio.Event()  # all of them are in the gradient
+        self._own_gradient: torch.Tensor | None = None  # before it was reduced
+        self._most_kept = 0
+        self._maskable: frozenset[str] = frozenset()  # whose loss leaves their stage alive
+        self._seen: set[Work] = set()
+        self._done: set[Work] = set()
+        self._early: dict[Work, list[tuple[str, Frame]]] = {}  # frames, by what comes before them
+        self._sent: dict[Work, Frame] = {}  # to maskable nodes
         self._saved: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._homes: dict[int, pb.Home] = {}
+        self._spent: defaultdict[int, float] = defaultdict(float)  # seconds, for a microbatch here
         if isinstance(module, EmbeddingStage):
             self._embed, self._loss = module.embed, module.loss
         else:
@@ -141,16 +164,40 @@ class Pipeline:
 
     # --- attempts
 
+    @property
+    def seconds_per_microbatch(self) -> float:
+        """Of computing, here; 0: there was none yet."""
+        return statistics.median(self._seconds) if self._seconds else 0.0
+
     def start(self, ballot: Ballot, begin: pb.Begin) -> None:
+        """Raises ValueError for a plan that can't be."""
         self._reset(ballot, begin)
-        if self.corpus is None:
-            return
-        replicas: dict[int, list[str]] = {}
-        for place in begin.members:
-            replicas.setdefault(place.stage, []).append(place.node)
-        own = [(m.id, tuple(m.order)) for m in begin.plan if m.source == self.node]
-        self.routing.begin(replicas, own)
+        if not self._mine:
+            self._seconds = deque((FORGIVEN * s for s in self._seconds), maxlen=MEASURED)
+        self._waiting.extend(m.id for m in begin.plan if m.source == self.node)
         self._inject()
+
+    def go_on(self, ballot: Ballot, begin: pb.Begin) -> None:
+        """By a new plan, in which others have the microbatches of who was lost. Raises
+        ValueError."""
+        before = self.routes
+        self._follow(ballot, begin)
+        self._then(self.compute.run(self._restore_gradient), lambda _: None)
+        for work, frame in list(self._sent.items()):
+            node = self.routes[work.microbatch].nodes[work.position]
+            if node != before[work.microbatch].nodes[work.position]:
+                self._send(node, work, frame)
+        self._waiting.extend(
+            m.id for m in begin.plan if m.source == self.node != before[m.id].nodes[0]
+        )
+        self._inject()
+
+    @property
+    def most_kept(self) -> int:
+        """Bytes, at the end of an attempt, of what might have had to be sent or averaged again."""
+        own = self._own_gradient
+        kept = sum(frame.size for frame in self._sent.values()) + (0 if own is None else own.nbytes)
+        return max(self._most_kept, kept)
 
     def drop(self, ballot: Ballot) -> None:
         """The attempt leaves no trace."""
@@ -158,25 +205,76 @@ class Pipeline:
             self._reset(NEVER, pb.Begin())
 
     def _reset(self, ballot: Ballot, begin: pb.Begin) -> None:
-        self.ballot, self.begin = ballot, begin
+        self._most_kept = self.most_kept
+        self.began = ballot
         self.applied = set()
-        self._seen = set()
+        self._seen, self._done, self._out = set(), set(), set()
+        self._waiting, self._early, self._sent = deque(), {}, {}
+        self._follow(ballot, begin)
 
         def reset() -> None:
             self.live, self.live_begin = ballot, begin
             self._saved.clear()
             self._homes.clear()
+            self._spent.clear()
+            self._own_gradient = None
             self.optimizer.zero_gradient()
 
         self._then(self.compute.run(reset), lambda _: None)
 
+    def _follow(self, ballot: Ballot, begin: pb.Begin) -> None:
+        """This plan from now on."""
+        self.routes = routes(begin)
+        self.ballot, self.begin = ballot, begin
+        self._mine = sum(self.node in route.nodes for route in self.routes.values())
+        self._maskable = frozenset()
+        if self.run.recovery.masking != "abort" and begin.kind == pb.Begin.TRAIN:
+            replicas = Counter(place.stage for place in begin.members)
+            self._maskable = frozenset(p.node for p in begin.members if replicas[p.stage] > 1)
+        self._note_if_complete()
+
+    def _note_if_complete(self) -> None:
+        if len(self.applied) < self._mine:
+            self._complete.clear()
+        else:
+            self._complete.set()
+
+    async def complete(self, deadline: float) -> None:
+        """The gradient is of all of this node's microbatches; those that it does in place of a lost
+        node may come home long before. It may be reduced in vain, so a copy is kept while another
+        loss may do that. Raises AveragingError after `deadline` seconds."""
+        try:
+            async with asyncio.timeout(deadline):
+                await self._complete.wait()
+        except TimeoutError:
+            missing = sorted(
+                microbatch
+                for microbatch, route in self.routes.items()
+                if self.node in route.nodes and microbatch not in self.applied
+            )
+            raise AveragingError(
+                f"after {deadline:g} s microbatches {missing} are not computed"
+            ) from None
+        if self.node in self._maskable:
+            await self.compute.run(self._keep_gradient)
+
+    def _keep_gradient(self) -> None:
+        self._own_gradient = self.optimizer.gradient.clone()
+
+    def _restore_gradient(self) -> None:
+        if self._own_gradient is not None:
+            self.optimizer.gradient.copy_(self._own_gradient)
+            self._own_gradient = None
+
     # --- the source
 
     def _inject(self) -> None:
-        while (injected := self.routing.inject()) is not None:
-            identity, route = injected
-            visit = Visit(identity, 0, route, (0.0,) * len(route.nodes))
-            self._post(Priority.FORWARD, partial(self._embed_forward, visit))
+        while self._waiting and len(self._out) < self.in_flight:
+            microbatch = self._waiting.popleft()
+            self._out.add(microbatch)
+            visit = Visit(microbatch, 0, self.routes[microbatch])
+            work = Work(microbatch, 0, "activation")
+            self._post(Priority.FORWARD, work, partial(self._embed_forward, visit))
 
     def _samples(self, microbatch: int) -> tuple[np.ndarray[Any, Any], torch.Tensor]:
         assert self.corpus is not None
@@ -212,7 +310,7 @@ class Pipeline:
         home.loss, home.tokens = loss.item(), targets.numel()
         if self._evaluating:
             del self._saved[visit.microbatch, 0]
-            return partial(self._came_home, visit)
+            return partial(self._came_home, visit.microbatch, 0.0)
         # Each token weighs the same in the window, whoever computes it: gradients simply add up.
         window = self.run.training.batch * self.config.context
         (loss / window).backward()  # type: ignore[no-untyped-call]
@@ -223,17 +321,14 @@ class Pipeline:
         started = time.perf_counter()
         _, x = self._saved.pop((visit.microbatch, 0))
         x.backward(gradient)  # type: ignore[no-untyped-call]
-        spent = visit.after(time.perf_counter() - started, forward=True)
-        return partial(self._came_home, spent)
+        self._spend(visit, started)
+        return partial(self._came_home, visit.microbatch, self._spent.pop(visit.microbatch))
 
-    def _came_home(self, visit: Visit) -> None:
+    def _came_home(self, microbatch: int, seconds: float) -> None:
         if self.begin.kind == pb.Begin.TRAIN:
-            self._count(visit.microbatch)
-            own = visit.seconds[0] + visit.seconds[-1]
-            self._measure(own)
-        spent = dict(zip(visit.route.nodes[1:-1], visit.seconds[1:-1], strict=True))
-        self.routing.home(visit.microbatch, spent)
-        self.events.microbatch_home(self.ballot, self._homes.pop(visit.microbatch))
+            self._count(microbatch, seconds)
+        self._out.discard(microbatch)
+        self.events.microbatch_home(self.ballot, self._homes.pop(microbatch))
         self._inject()
 
     # --- frames
@@ -241,46 +336,73 @@ class Pipeline:
     def take(self, peer: str, frame: Frame) -> None:
         """A frame of the running attempt has come from `peer`."""
         try:
-            visit = Visit.parse(frame.fields)
-            self._expect(peer, frame.kind, visit)
+            visit = self._visit(frame)
         except WireError as error:
             self.events.attempt_failed(self.ballot, f"{peer} sent a bad frame: {error}", [peer])
             return
-        key = (visit.microbatch, visit.position, frame.kind)
-        if key in self._seen:
+        if not self._is_expected(peer, frame, visit):
             return
-        self._seen.add(key)
+        work = Work(visit.microbatch, visit.position, frame.kind)
+        if work in self._seen:
+            return
+        before = visit.before(frame.kind)
+        if before is not None and before not in self._done:  # it is redone here
+            self._early.setdefault(before, []).append((peer, frame))
+            return
+        self._seen.add(work)
         forward = frame.kind == "activation"
         priority = Priority.FORWARD if forward and not visit.at_head else Priority.BACKWARD
-        work = self._forward if forward else self._backward
-        self._post(priority, partial(self._compute, peer, frame, visit, work))
+        compute = self._forward if forward else self._backward
+        self._post(priority, work, partial(self._compute, peer, frame, visit, compute))
 
-    def _expect(self, peer: str, kind: str, visit: Visit) -> None:
-        route = visit.route
-        came_from = visit.position - 1 if kind == "activation" else visit.position + 1
-        if not 0 <= came_from < len(route.nodes) or route.nodes[came_from] != peer:
-            raise WireError(f"{kind} of microbatch {visit.microbatch} came from off its route")
-        if visit.node != self.node or route.stages[visit.position] != self.stage:
+    def _visit(self, frame: Frame) -> Visit:
+        """Raises WireError."""
+        try:
+            microbatch, position = int(frame.fields["microbatch"]), int(frame.fields["position"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise WireError(f"a frame of the pipeline lacks or garbles {error}") from error
+        route = self.routes.get(microbatch)
+        if route is None:
+            raise WireError(f"there is no microbatch {microbatch} in this attempt")
+        first, last = (1, 0) if frame.kind == "activation" else (0, 1)
+        if not first <= position < len(route.nodes) - last:
             raise WireError(
-                f"{kind} of microbatch {visit.microbatch} is for node {visit.node} at stage "
-                f"{route.stages[visit.position]}, not for {self.node} at stage {self.stage}"
+                f"{frame.kind} at position {position} of a route of {len(route.nodes)} visits"
             )
+        return Visit(microbatch, position, route)
+
+    def _is_expected(self, peer: str, frame: Frame, visit: Visit) -> bool:
+        """Who follows an older plan, from before a loss, may send what is another's by now."""
+        sender = replace(visit, position=2 * visit.position - visit.after(frame.kind).position)
+        if visit.node == self.node and sender.node == peer:
+            return True
+        if frame.ballot == self.ballot:
+            reason = (
+                f"{peer} sent the {frame.kind} of microbatch {visit.microbatch} for stage "
+                f"{visit.stage}, which by the plan goes from {sender.node} to {visit.node}"
+            )
+            self.events.attempt_failed(self.ballot, reason, [peer])
+        return False
 
     def _compute(
         self,
         peer: str,
         frame: Frame,
         visit: Visit,
-        work: Callable[[Visit, torch.Tensor], Callable[[], None]],
+        compute: Callable[[Visit, torch.Tensor], Callable[[], None]],
     ) -> Callable[[], None]:
         try:
             (tensor,) = decode(frame.descriptors, frame.payload, self.device)
         except (WireError, ValueError) as error:
             reason = f"{frame.kind} of microbatch {visit.microbatch} from {peer}: {error}"
             return partial(self.events.attempt_failed, self.live, reason, [peer])
-        if self.boundary is not None and frame.kind == "activation":
-            self.boundary.keep("received", frame)
-        return work(visit, tensor)
+        if frame.kind == "activation":
+            self._keep("received", visit, frame)
+        return compute(visit, tensor)
+
+    def _keep(self, side: Side, visit: Visit, frame: Frame) -> None:
+        if self.boundary is not None:
+            self.boundary.keep(side, frame, self.live, visit.route.stages)
 
     def _forward(self, visit: Visit, x: torch.Tensor) -> Callable[[], None]:
         if visit.at_head:
@@ -299,10 +421,10 @@ class Pipeline:
         y.backward(gradient)  # type: ignore[no-untyped-call]
         assert x.grad is not None
         onward = self._onward("gradient", visit, x.grad, started)
+        seconds = self._spent.pop(visit.microbatch)
 
         def done() -> None:
-            self._count(visit.microbatch)
-            self._measure(visit.seconds[visit.position] + time.perf_counter() - started)
+            self._count(visit.microbatch, seconds)
             onward()
 
         return done
@@ -314,20 +436,29 @@ class Pipeline:
         wire = self.run.wire
         codec = wire.activations if kind == "activation" else wire.gradients
         descriptors, buffers = encode([tensor.detach()], codec)
-        onward = visit.after(time.perf_counter() - started, forward=kind == "activation")
-        ballot = self.live
-        frame = Frame(kind, ballot, onward.fields(), descriptors, tuple(buffers))
-        if self.boundary is not None and kind == "activation":
-            self.boundary.keep("sent", frame)
+        onward = visit.after(kind)
+        fields = {"microbatch": onward.microbatch, "position": onward.position}
+        frame = Frame(kind, self.live, fields, descriptors, tuple(buffers))
+        self._spend(visit, started)
+        if kind == "activation":
+            self._keep("sent", onward, frame)
 
         def send() -> None:
-            if not self.events.send_frame(onward.node, frame):
-                reason = f"no link to {onward.node} for microbatch {visit.microbatch}"
-                self.events.attempt_failed(ballot, reason, [onward.node])
+            # By the plan as it is now: it may be another one than when this was computed.
+            node = self.routes[onward.microbatch].nodes[onward.position]
+            self._send(node, Work(onward.microbatch, onward.position, kind), frame)
             if kind == "activation" and self.twin is not None:
-                self._post(Priority.BACKGROUND, partial(self._forward_twin, self.twin, frame))
+                self._post(Priority.BACKGROUND, None, partial(self._forward_twin, self.twin, frame))
 
         return send
+
+    def _send(self, node: str, work: Work, frame: Frame) -> None:
+        frame = replace(frame, ballot=self.ballot)
+        if node in self._maskable:
+            self._sent[work] = frame
+        if not self.events.send_frame(node, frame):
+            reason = f"no link to {node} for microbatch {work.microbatch}"
+            self.events.cut_off(self.ballot, node, reason)
 
     def _forward_twin(self, twin: Twin, frame: Frame) -> None:
         """Compute redundantly what the next stage makes of this very frame."""
@@ -343,6 +474,10 @@ class Pipeline:
     def _evaluating(self) -> bool:
         return self.live_begin.kind == pb.Begin.EVALUATE
 
+    def _spend(self, visit: Visit, since: float) -> None:
+        """In the compute thread."""
+        self._spent[visit.microbatch] += time.perf_counter() - since
+
     def _mode(self) -> Any:
         if self._evaluating:
             return torch.no_grad()
@@ -353,26 +488,31 @@ class Pipeline:
         if not self._evaluating or visit.position == 0:
             self._saved[visit.microbatch, visit.position] = (x, y)
 
-    def _count(self, microbatch: int) -> None:
+    def _count(self, microbatch: int, seconds: float) -> None:
         self.applied.add(microbatch)
         self.computed += 1
+        self._note_if_complete()
+        self._seconds.append(seconds)
 
-    def _measure(self, seconds: float) -> None:
-        before = self.seconds_per_microbatch or seconds
-        self.seconds_per_microbatch = before + 0.3 * (seconds - before)
-
-    def _post(self, priority: Priority, task: Callable[[], Callable[[], None] | None]) -> None:
+    def _post(
+        self, priority: Priority, work: Work | None, task: Callable[[], Callable[[], None] | None]
+    ) -> None:
         """Compute in the thread; then do on the loop what the task returns, if still wanted."""
-        ballot = self.ballot
+        ballot = self.began
 
-        def work() -> Callable[[], None] | None:
+        def compute() -> Callable[[], None] | None:
             return task() if ballot == self.live else None
 
         def then(done: Callable[[], None] | None) -> None:
-            if done is not None and ballot == self.ballot:
-                done()
+            if done is None or ballot != self.began:
+                return
+            done()
+            if work is not None:
+                self._done.add(work)
+                for peer, frame in self._early.pop(work, []):
+                    self.take(peer, frame)
 
-        self._then(self.compute.run(work, priority), then)
+        self._then(self.compute.run(compute, priority), then)
 
     def _then(self, future: Any, then: Callable[[T], None]) -> None:
         def finished(future: Any) -> None:

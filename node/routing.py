@@ -1,13 +1,12 @@
-"""Which node serves which visit of a microbatch: its source decides, by work and speed."""
+"""Which node serves which visit of a microbatch: the driver decides, by speed."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
-SMOOTHING = 0.3
-"""Weight of the newest measurement in a node's average seconds per microbatch."""
+from node import stage_pb2 as pb
 
 
 def earliest_finish(
@@ -26,7 +25,7 @@ def earliest_finish(
 
 
 def share_out(ids: Iterable[int], nodes: Sequence[str], seconds: Mapping[str, float]) -> list[str]:
-    """A source for each microbatch, so that all sources would finish together."""
+    """A node for each microbatch, so that all nodes would finish together."""
     given: Counter[str] = Counter()
     chosen = []
     for _ in ids:
@@ -36,57 +35,20 @@ def share_out(ids: Iterable[int], nodes: Sequence[str], seconds: Mapping[str, fl
     return chosen
 
 
-@dataclass(frozen=True)
-class Route:
+class Route(NamedTuple):
     """Node and stage of each visit; the first and the last are the source, at stage 0."""
 
     nodes: tuple[str, ...]
     stages: tuple[int, ...]
 
 
-@dataclass
-class Routing:
-    """The source's side of one node: which microbatch to inject next, and through whom.
-
-    At most `in_flight` microbatches are out at a time, which is the back-pressure of the pipeline.
-    """
-
-    node: str
-    in_flight: int
-    seconds: dict[str, float] = field(default_factory=dict)
-    waiting: deque[tuple[int, tuple[int, ...]]] = field(default_factory=deque)
-    out: dict[int, Route] = field(default_factory=dict)
-    outstanding: Counter[str] = field(default_factory=Counter)
-    replicas: dict[int, tuple[str, ...]] = field(default_factory=dict)
-
-    def begin(
-        self,
-        replicas: Mapping[int, Sequence[str]],
-        microbatches: Iterable[tuple[int, Sequence[int]]],
-    ) -> None:
-        """Forget the attempt before; `microbatches` are (id, order) pairs that start here."""
-        self.replicas = {stage: tuple(sorted(nodes)) for stage, nodes in replicas.items()}
-        self.waiting = deque((identity, tuple(order)) for identity, order in microbatches)
-        self.out = {}
-        self.outstanding = Counter()
-
-    def inject(self) -> tuple[int, Route] | None:
-        """The next microbatch with its route; None while the window is full or nothing is left."""
-        if not self.waiting or len(self.out) >= self.in_flight:
-            return None
-        identity, order = self.waiting.popleft()
-        visits = [
-            earliest_finish(self.replicas[stage], self.outstanding, self.seconds) for stage in order
-        ]
-        self.outstanding.update(visits)
-        route = Route((self.node, *visits, self.node), (0, *order, 0))
-        self.out[identity] = route
-        return identity, route
-
-    def home(self, identity: int, seconds: Mapping[str, float]) -> None:
-        """A microbatch came back; `seconds` is the compute time that each visited node measured."""
-        route = self.out.pop(identity)
-        self.outstanding.subtract(route.nodes[1:-1])
-        for node, measured in seconds.items():
-            before = self.seconds.get(node, measured)
-            self.seconds[node] = before + SMOOTHING * (measured - before)
+def routes(begin: pb.Begin) -> dict[int, Route]:
+    """The way of each microbatch of the plan. Raises ValueError for a plan that can't be."""
+    found = {}
+    for microbatch in begin.plan:
+        visits = [begin.members[place] for place in microbatch.places if place < len(begin.members)]
+        if [visit.stage for visit in visits] != list(microbatch.order):
+            raise ValueError(f"microbatch {microbatch.id} is sent to nodes off its order")
+        nodes = (microbatch.source, *(visit.node for visit in visits), microbatch.source)
+        found[microbatch.id] = Route(nodes, (0, *microbatch.order, 0))
+    return found

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from recovery.decide import Policy
+from recovery.decide import Masking, Policy
 
 Codec = Literal["none", "bf16", "fp16", "int8"]
 Writes = Literal["blocking", "overlapped"]
@@ -76,6 +76,7 @@ class RecoverySection(Section):
 
     policy: Policy = "checkfree"
     strict: bool = Field(default=False, description="stop where the policy itself can't serve")
+    masking: Masking = Field(default="reassign", description="when a stage keeps a replica")
     omega: Literal["squared", "norm", "uniform"] = "squared"
     lr_boost: float = Field(default=1.1, ge=1)
     lr_boost_steps: int = Field(default=100, ge=0, description="linear decay; 0: for ever")
@@ -83,7 +84,7 @@ class RecoverySection(Section):
     relearn_samples: int = Field(default=1, ge=0, description="at a time; 0: a microbatch")
     relearn_passes: int = Field(default=2, ge=0, description="0: as the papers have it")
     relearn_seconds: float = Field(default=5.0, ge=0, description="at most")
-    relearn_lr: float = Field(default=0.1, gt=0, description="Muon's, at first; it falls to 0")
+    relearn_lr: float = Field(default=0.05, gt=0, description="Muon's, at first; it falls to 0")
     stage0_moments: bool = Field(default=False, description="copies of stage 0 with Adam's moments")
     snapshot_choice: Literal["priority", "round", "random"] = "priority"
     snapshot_fraction: float = Field(default=0.125, gt=0, le=1, description="r: blocks a time")

@@ -16,7 +16,7 @@ class Ballot(_message.Message):
     def __init__(self, view: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Message(_message.Message):
-    __slots__ = ("ballot", "query", "status", "sync", "synced", "step", "home", "reduce", "ready", "failed", "stale", "halt", "state_request", "state_manifest", "shard_request", "shard_refusal", "heartbeat", "kept", "boundary_request", "boundary_manifest", "relearn")
+    __slots__ = ("ballot", "query", "status", "sync", "synced", "step", "home", "reduce", "ready", "failed", "stale", "halt", "state_request", "state_manifest", "shard_request", "shard_refusal", "heartbeat", "kept", "boundary_request", "boundary_manifest", "relearn", "cut")
     BALLOT_FIELD_NUMBER: _ClassVar[int]
     QUERY_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,7 @@ class Message(_message.Message):
     BOUNDARY_REQUEST_FIELD_NUMBER: _ClassVar[int]
     BOUNDARY_MANIFEST_FIELD_NUMBER: _ClassVar[int]
     RELEARN_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
     ballot: Ballot
     query: Query
     status: Status
@@ -59,7 +60,8 @@ class Message(_message.Message):
     boundary_request: BoundaryRequest
     boundary_manifest: BoundaryManifest
     relearn: Relearn
-    def __init__(self, ballot: _Optional[_Union[Ballot, _Mapping]] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., sync: _Optional[_Union[Sync, _Mapping]] = ..., synced: _Optional[_Union[Synced, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., home: _Optional[_Union[Home, _Mapping]] = ..., reduce: _Optional[_Union[Reduce, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ..., halt: _Optional[_Union[Halt, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_manifest: _Optional[_Union[StateManifest, _Mapping]] = ..., shard_request: _Optional[_Union[ShardRequest, _Mapping]] = ..., shard_refusal: _Optional[_Union[ShardRefusal, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., kept: _Optional[_Union[Kept, _Mapping]] = ..., boundary_request: _Optional[_Union[BoundaryRequest, _Mapping]] = ..., boundary_manifest: _Optional[_Union[BoundaryManifest, _Mapping]] = ..., relearn: _Optional[_Union[Relearn, _Mapping]] = ...) -> None: ...
+    cut: Cut
+    def __init__(self, ballot: _Optional[_Union[Ballot, _Mapping]] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., sync: _Optional[_Union[Sync, _Mapping]] = ..., synced: _Optional[_Union[Synced, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., home: _Optional[_Union[Home, _Mapping]] = ..., reduce: _Optional[_Union[Reduce, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ..., halt: _Optional[_Union[Halt, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_manifest: _Optional[_Union[StateManifest, _Mapping]] = ..., shard_request: _Optional[_Union[ShardRequest, _Mapping]] = ..., shard_refusal: _Optional[_Union[ShardRefusal, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., kept: _Optional[_Union[Kept, _Mapping]] = ..., boundary_request: _Optional[_Union[BoundaryRequest, _Mapping]] = ..., boundary_manifest: _Optional[_Union[BoundaryManifest, _Mapping]] = ..., relearn: _Optional[_Union[Relearn, _Mapping]] = ..., cut: _Optional[_Union[Cut, _Mapping]] = ...) -> None: ...
 
 class Query(_message.Message):
     __slots__ = ()
@@ -196,17 +198,19 @@ class Relearned(_message.Message):
     def __init__(self, residual_before: _Optional[float] = ..., residual_after: _Optional[float] = ..., passes: _Optional[int] = ..., seconds: _Optional[float] = ..., fetched_bytes: _Optional[int] = ..., pairs: _Optional[int] = ..., left_out: _Optional[int] = ..., undone: _Optional[bool] = ...) -> None: ...
 
 class Microbatch(_message.Message):
-    __slots__ = ("id", "source", "order")
+    __slots__ = ("id", "source", "order", "places")
     ID_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
     id: int
     source: str
     order: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, id: _Optional[int] = ..., source: _Optional[str] = ..., order: _Optional[_Iterable[int]] = ...) -> None: ...
+    places: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[int] = ..., source: _Optional[str] = ..., order: _Optional[_Iterable[int]] = ..., places: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("step", "kind", "plan", "lr_scale", "members", "joining")
+    __slots__ = ("step", "kind", "plan", "lr_scale", "members", "joining", "since")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         TRAIN: _ClassVar[Begin.Kind]
@@ -219,13 +223,15 @@ class Begin(_message.Message):
     LR_SCALE_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     JOINING_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
     step: int
     kind: Begin.Kind
     plan: _containers.RepeatedCompositeFieldContainer[Microbatch]
     lr_scale: _containers.RepeatedScalarFieldContainer[float]
     members: _containers.RepeatedCompositeFieldContainer[Place]
     joining: _containers.RepeatedCompositeFieldContainer[Joiner]
-    def __init__(self, step: _Optional[int] = ..., kind: _Optional[_Union[Begin.Kind, str]] = ..., plan: _Optional[_Iterable[_Union[Microbatch, _Mapping]]] = ..., lr_scale: _Optional[_Iterable[float]] = ..., members: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., joining: _Optional[_Iterable[_Union[Joiner, _Mapping]]] = ...) -> None: ...
+    since: Ballot
+    def __init__(self, step: _Optional[int] = ..., kind: _Optional[_Union[Begin.Kind, str]] = ..., plan: _Optional[_Iterable[_Union[Microbatch, _Mapping]]] = ..., lr_scale: _Optional[_Iterable[float]] = ..., members: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., joining: _Optional[_Iterable[_Union[Joiner, _Mapping]]] = ..., since: _Optional[_Union[Ballot, _Mapping]] = ...) -> None: ...
 
 class Joiner(_message.Message):
     __slots__ = ("node", "stage", "step")
@@ -308,6 +314,14 @@ class Failed(_message.Message):
     reason: str
     accused: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, reason: _Optional[str] = ..., accused: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Cut(_message.Message):
+    __slots__ = ("node", "reason")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    reason: str
+    def __init__(self, node: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Stale(_message.Message):
     __slots__ = ()

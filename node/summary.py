@@ -55,6 +55,7 @@ def summarize(
             "started": len(lines) + rolled_back + aborted,
             "committed": len(lines),
             "aborted": aborted,
+            "masked": sum(event["kind"] == "masked" for event in counted),
         },
         "audit": {
             "expected": audit.expected,

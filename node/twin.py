@@ -22,7 +22,7 @@ from typing import Final, Protocol, TypeVar
 import torch
 
 from node import stage_pb2 as pb
-from node.averaging import Abandoned, AveragingError
+from node.averaging import Abandoned, AveragingError, ReplicaLostError
 from node.compute import Priority
 from node.effects import NEVER, Ballot
 from node.model import EmbeddingStage, ModelConfig, build_stage
@@ -143,7 +143,7 @@ class Twin:
         the redundant forwards finish. Only then may the node answer Ready.
 
         `squared_norm` is the gradient's, `deadline` the seconds that each frame is waited for.
-        Raises TwinError, or Abandoned when a newer ballot has made this one void.
+        Raises TwinError, ReplicaLostError, or Abandoned when a newer ballot has made this one void.
         """
         if ballot < self._oldest:
             raise Abandoned(f"ballot {ballot} is void since {self._oldest}")
@@ -184,7 +184,9 @@ class Twin:
             frame = await self._compute(running, make)
             for holder in holders:
                 if not self._send_frame(holder, frame):
-                    raise TwinError(f"there is no link to {holder}, which holds a twin", [holder])
+                    raise ReplicaLostError(
+                        f"there is no link to {holder}, which holds a twin", [holder]
+                    )
                 self.bytes_sent += frame.size
 
     async def _gather(self, running: _Gathering, deadline: float) -> None:

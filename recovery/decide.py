@@ -9,6 +9,9 @@ from typing import Literal
 from recovery.orders import partner
 
 Policy = Literal["checkfree", "checkfree+", "snapshot", "checkpoint", "redundant"]
+Masking = Literal["abort", "reassign"]
+"""What to do when a node is lost in the middle of a step and its stage lives on: try the step again
+from the start, or have the others do what was that node's."""
 Kind = Literal["copy", "snapshot", "redundant", "checkpoint", "save"]
 Made = tuple[int, int]
 """View and attempt of the commit that made a step. One that only those knew who are gone now never

@@ -5,7 +5,8 @@ Stages lost next to each other are learned as one: the input of the first, the o
 
 What teaches most in a given time (docs/results/relearning): many tokens, few passes over them in
 ever new order, small updates (each pair is cut into parts of a few samples, and each part makes an
-update), a rate that falls to 0, and updates that move a matrix in all its directions alike.
+update), a rate that falls to 0, and updates that move a matrix in all its directions alike, but for
+a pull back to the guess where the pairs don't say anything.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import xxhash
 from torch import Tensor, nn
 
 MOMENTUM: Final = 0.8
+PULL: Final = 0.1
+"""Share of the way back to the guess that each update goes, times the learning rate."""
 ROUNDS: Final = 5
 QUINTIC: Final = (3.4445, -4.7750, 2.0315)
 
@@ -62,8 +65,9 @@ class Muon:
     """Momentum, orthogonalized (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
 
     A matrix moves by lr sqrt(max(1, rows / columns)) times the orthogonal matrix that is nearest to
-    its Nesterov momentum. The rate is in units of the stage's matrices as they were at first (root
-    mean square of all their singular values): a stage that was trained for long has larger ones.
+    its Nesterov momentum, and by lr PULL of the way back to what it was at first. In directions
+    that no pair tells anything about, updates would otherwise add up to a random walk: weights that
+    are larger than those that were lost, and that make the next guess next to them larger still.
 
     Vectors, the weights of norms, stay: the matrix behind a norm can do all that they do, and when
     both move, the one shrinks, the other grows, and training goes on with large weights that it
@@ -73,22 +77,21 @@ class Muon:
     swarm waits, and it computes in bfloat16, which differs from one processor to the next.
     """
 
-    def __init__(self, stage: nn.Module) -> None:
+    def __init__(self, stage: nn.Module, pull: float = PULL) -> None:
+        self._pull = pull
         matrices = [p for p in stage.parameters() if p.dim() == 2]
-        self._momenta = [(p, torch.zeros_like(p)) for p in matrices]
-        squares = math.fsum(float(p.detach().square().sum()) for p in matrices)
-        self._unit = math.sqrt(squares / max(1, sum(min(p.shape) for p in matrices)))
+        self._matrices = [(p, p.detach().clone(), torch.zeros_like(p)) for p in matrices]
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        for weights, momentum in self._momenta:
+        for weights, guess, momentum in self._matrices:
             if (gradient := weights.grad) is None:
                 continue
             momentum.lerp_(gradient, 1 - MOMENTUM)
             rows, columns = weights.shape
             scale = math.sqrt(max(1.0, rows / columns))
             direction = orthogonalized(gradient.lerp(momentum, MOMENTUM))
-            weights.sub_(direction, alpha=lr * self._unit * scale)
+            weights.lerp_(guess, self._pull * lr).sub_(direction, alpha=lr * scale)
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:

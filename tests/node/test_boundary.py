@@ -19,14 +19,14 @@ from node.boundary import (
     Fetched,
     Kept,
     Pair,
+    Side,
     Wanted,
 )
 from node.compute import ComputeThread, Priority
 from node.effects import Ballot
 from node.model import build_stage, model_config
 from node.optimizer import StageOptimizer
-from node.pipeline import Pipeline, Visit
-from node.routing import Route
+from node.pipeline import Pipeline
 from node.run_file import ModelSection, RunFile, WireSection
 from node.wire import Codec, Frame, decode, encode
 from recovery.orders import adjoining, order, runs
@@ -67,6 +67,10 @@ def crossing(
     return Frame("activation", ballot, fields, descriptors, payload)
 
 
+def keep(keeper: BoundaryKeeper, side: Side, frame: Frame) -> None:
+    keeper.keep(side, frame, frame.ballot, frame.fields["stages"])
+
+
 def route(microbatch: int, stages: int, swapped: bool) -> tuple[int, ...]:
     return (0, *order(microbatch, stages, swapped), 0)
 
@@ -86,8 +90,8 @@ def keepers(stages: int, swapped: bool, codec: Codec = "none") -> dict[str, Boun
             replica = "ab"[(microbatch // 2 + step) % 2]
             for position in range(1, len(visits)):
                 frame = crossing(microbatch, position, visits, codec, version=step)
-                found[f"{visits[position - 1]}.{replica}"].keep("sent", frame)
-                found[f"{visits[position]}.{replica}"].keep("received", frame)
+                keep(found[f"{visits[position - 1]}.{replica}"], "sent", frame)
+                keep(found[f"{visits[position]}.{replica}"], "received", frame)
         for keeper in found.values():
             keeper.commit(step, 0)
     return found
@@ -156,7 +160,7 @@ def test_what_is_kept_is_of_the_last_committed_step() -> None:
     keeper = BoundaryKeeper(at_once, 1)
     keeper.start(BALLOT, STEP)
     for position in (1, 2):
-        keeper.keep("received" if position == 1 else "sent", crossing(0, position))
+        keep(keeper, "received" if position == 1 else "sent", crossing(0, position))
     with pytest.raises(ValueError, match="of step 8 are asked for, of step 0 are kept"):
         keeper.sides(STEP, 2, frozenset([2]))
     keeper.commit(STEP, 0)
@@ -164,7 +168,7 @@ def test_what_is_kept_is_of_the_last_committed_step() -> None:
     ((pair, side, _),) = keeper.sides(STEP, 2, frozenset([2]))
     assert (pair, side) == (Pair(STEP, 0, (2,)), "input")
     keeper.start(Ballot(3, 6), STEP + 1)
-    keeper.keep("sent", crossing(0, 2, ballot=Ballot(3, 6)))
+    keep(keeper, "sent", crossing(0, 2, ballot=Ballot(3, 6)))
     assert keeper.memory_bytes == 3 * ELEMENTS * 4
     keeper.drop()
     assert keeper.sides(STEP, 2, frozenset([2]))  # the failed attempt has left no trace
@@ -178,7 +182,7 @@ def test_what_is_kept_is_of_the_last_committed_step() -> None:
 def test_a_commit_of_a_step_that_was_not_attempted_here_leaves_nothing() -> None:
     keeper = BoundaryKeeper(at_once, 1)
     keeper.start(BALLOT, STEP)
-    keeper.keep("sent", crossing(0, 2))
+    keep(keeper, "sent", crossing(0, 2))
     keeper.commit(STEP + 1, 0)
     assert keeper.sides(STEP + 1, 2, frozenset([2])) == []
     assert keeper.memory_bytes == 0
@@ -200,7 +204,7 @@ async def test_once_committed_it_is_narrowed_to_two_bytes_a_value(
     keeper.start(BALLOT, STEP)
     frames = [crossing(microbatch, 2, codec=codec) for microbatch in range(5)]
     for frame in frames:
-        keeper.keep("sent", frame)
+        keep(keeper, "sent", frame)
     keeper.commit(STEP, 0)
     await keeper.narrow()
     assert pieces == (3 if codec == "none" else 0)
@@ -222,7 +226,7 @@ async def test_the_next_commit_ends_the_narrowing(monkeypatch: pytest.MonkeyPatc
     keeper = BoundaryKeeper(commit_meanwhile, 1)
     keeper.start(BALLOT, STEP)
     for microbatch in range(3):
-        keeper.keep("sent", crossing(microbatch, 2))
+        keep(keeper, "sent", crossing(microbatch, 2))
     keeper.commit(STEP, 0)
     await keeper.narrow()
     assert keeper.memory_bytes == 0
@@ -230,21 +234,21 @@ async def test_the_next_commit_ends_the_narrowing(monkeypatch: pytest.MonkeyPatc
 
 def test_frames_of_other_attempts_and_evaluations_are_not_kept() -> None:
     keeper = BoundaryKeeper(at_once, 1)
-    keeper.keep("sent", crossing(0, 2))  # nothing has begun
+    keep(keeper, "sent", crossing(0, 2))  # nothing has begun
     keeper.start(BALLOT, STEP)
-    keeper.keep("sent", crossing(0, 2, ballot=Ballot(3, 4)))
+    keep(keeper, "sent", crossing(0, 2, ballot=Ballot(3, 4)))
     assert keeper.memory_bytes == 0
-    keeper.keep("sent", crossing(0, 2))
+    keep(keeper, "sent", crossing(0, 2))
     keeper.commit(STEP, 0)
-    keeper.keep("sent", crossing(1, 2))  # an evaluation under the same ballot
+    keep(keeper, "sent", crossing(1, 2))  # an evaluation under the same ballot
     assert len(keeper.sides(STEP, 2, frozenset([2]))) == 1
 
 
 def test_a_second_visit_replaces_the_first() -> None:
     keeper = BoundaryKeeper(at_once, 1)
     keeper.start(BALLOT, STEP)
-    keeper.keep("sent", crossing(0, 2))
-    keeper.keep("sent", crossing(0, 2, version=1))
+    keep(keeper, "sent", crossing(0, 2))
+    keep(keeper, "sent", crossing(0, 2, version=1))
     keeper.commit(STEP, 0)
     assert keeper.memory_bytes == ELEMENTS * 4
     fetched = Network({"1": keeper}).fetch(2, {2}, ["1"])
@@ -263,7 +267,7 @@ def test_attempts_that_come_and_go(steps: int, data: st.DataObject) -> None:
         keeper.start(ballot, step + 1)
         given_now = {}
         for microbatch in data.draw(st.lists(st.integers(0, 3), max_size=5)):
-            keeper.keep("sent", crossing(microbatch, 2, ballot=ballot, version=attempt))
+            keep(keeper, "sent", crossing(microbatch, 2, ballot=ballot, version=attempt))
             given_now[Pair(step + 1, microbatch, (2,))] = values(microbatch, 2, attempt)
         match data.draw(st.sampled_from(["commit", "commit", "drop", "again", "miss", "back"])):
             case "commit":
@@ -307,7 +311,7 @@ async def test_what_the_next_commit_finds_wide_it_has_narrowed(
     def train(step: int) -> None:
         keeper.start(BALLOT, step)
         for microbatch in range(3):
-            keeper.keep("sent", crossing(microbatch, 2, version=step))
+            keep(keeper, "sent", crossing(microbatch, 2, version=step))
         keeper.commit(step, 0)
         narrowing.append(asyncio.create_task(keeper.narrow()))
 
@@ -515,6 +519,9 @@ class Daemon:
 
     def microbatch_home(self, ballot: Ballot, home: pb.Home) -> None: ...
 
+    def cut_off(self, ballot: Ballot, node: str, reason: str) -> None:
+        raise AssertionError(reason)
+
     def attempt_failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> None:
         raise AssertionError(reason)
 
@@ -535,14 +542,15 @@ async def test_a_stage_keeps_what_comes_in_and_goes_out(codec: Codec, kind: Any)
         *(torch.device("cpu"), cast(ComputeThread, Compute()), daemon),
         boundary=keeper,
     )
-    pipeline.start(BALLOT, pb.Begin(step=STEP, kind=kind))
+    members = [pb.Place(node="abcd"[stage], stage=stage) for stage in range(4)]
+    plan = [pb.Microbatch(id=4, source="a", order=[1, 2, 3], places=[1, 2, 3])]
+    pipeline.start(BALLOT, pb.Begin(step=STEP, kind=kind, members=members, plan=plan))
     if kind == pb.Begin.TRAIN:
         keeper.start(BALLOT, STEP)
-    way = Route(("a", "b", "c", "d", "a"), (0, 1, 2, 3, 0))
-    visit = Visit(4, 2, way, (0.0,) * 5)
     x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
     descriptors, buffers = encode([x], codec)
-    frame = Frame("activation", BALLOT, visit.fields(), descriptors, bytearray().join(buffers))
+    fields = {"microbatch": 4, "position": 2}
+    frame = Frame("activation", BALLOT, fields, descriptors, bytearray().join(buffers))
     pipeline.take("b", frame)
     await asyncio.sleep(0)
     (sent,) = daemon.sent

@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 
 from bootstrap import registry_pb2 as registry
 from node import stage_pb2 as pb
-from node.driver import ANSWER, LONGEST_PAUSE, QUERY_AGAIN, Driver, Phase, Rules
+from node.driver import (
+    ANSWER,
+    EVICTED,
+    LONGEST_PAUSE,
+    QUERY_AGAIN,
+    UNREACHED,
+    Driver,
+    Phase,
+    Rules,
+)
 from node.effects import Ballot, Effect, Event, Send, Suspect
 
 RULES = Rules(
@@ -21,6 +30,7 @@ RULES = Rules(
     clip_scope="global",
     policy="checkfree",
     strict=True,
+    masking="reassign",
     relearn=False,
     progress=60.0,
     lr_scale=lambda step, boosted_at: 1.1 if boosted_at else 1.0,
@@ -89,7 +99,7 @@ class Told:
         effects: list[Effect] = []
         for microbatch in range(len(self.driver.begin.plan)):
             home = pb.Home(microbatch=microbatch, loss=4.0, tokens=2)
-            effects = self.hears("a", home=home)
+            effects = self.hears(self.driver.begin.plan[microbatch].source, home=home)
         return effects
 
     def ready(self, node: str, squared_norm: float = 1.0, finite: bool = True) -> list[Effect]:
@@ -928,3 +938,208 @@ def test_a_run_that_is_alive_needs_no_saves():
     told.views(committed=5)
     effects = told.statuses(5, c=saves(2, 3))
     assert sent(effects, "sync")["c"].sync.method == "checkfree"
+
+
+# --- an attempt that goes on without lost nodes
+
+PAIRS = {**SWARM, "z": 0, "f": 1, "g": 2, "h": 3, "i": 4}
+FOUR = replace(RULES, microbatches=4)
+
+
+def on_the_way(rules: Rules = FOUR, members: dict[str, int] = PAIRS) -> Told:
+    told = Told(rules, members)
+    told.begins()
+    return told
+
+
+def goes_on(effects: Sequence[Effect]) -> pb.Begin:
+    """The plan by which all that are left go on."""
+    begins = {node: message.step.begin for node, message in sent(effects, "step").items()}
+    (first, *others) = begins.values()
+    assert all(other == first for other in others)
+    assert begins.keys() == {place.node for place in first.members}
+    return first
+
+
+def server(begin: pb.Begin, microbatch: int, stage: int) -> str:
+    if stage == 0:
+        return begin.plan[microbatch].source
+    return begin.members[begin.plan[microbatch].places[stage - 1]].node
+
+
+def test_a_plan_has_a_node_for_each_visit_and_shares_them_out_by_speed():
+    told = Told(replace(RULES, microbatches=6), PAIRS)
+    told.views()
+    fast = pb.Status(seconds_per_microbatch=1.0)
+    told.statuses(c=fast, g=pb.Status(seconds_per_microbatch=2.0))
+    begin = told.driver.begin
+    assert [server(begin, i, 2) for i in range(6)].count("c") == 4
+    assert [server(begin, i, 1) for i in range(6)].count("b") == 3
+
+
+def test_the_loss_of_a_replica_does_not_end_the_attempt():
+    told = on_the_way()
+    before, first = told.driver.ballot, told.driver.begin
+    effects = told.driver.link_lost("g", "reset", told.now)
+    begin = goes_on(effects)
+    assert (Ballot.of(begin.since), begin.step) == (before, 1)
+    assert told.driver.ballot > before
+    assert not events(effects, "aborted")
+    assert events(effects, "masked")[0].fields["microbatches"] == 2
+    for microbatch in range(4):
+        assert server(begin, microbatch, 2) == "c"
+        for stage in (0, 1, 3, 4):
+            assert server(begin, microbatch, stage) == server(first, microbatch, stage)
+
+
+def test_it_is_committed_once_the_registry_has_dropped_the_node_and_not_before():
+    told = on_the_way()
+    told.driver.link_lost("g", "reset", told.now)
+    assert not told.commits()
+    left = {node: stage for node, stage in PAIRS.items() if node != "g"}
+    told.views(left)
+    steps = sent(told.waits(0.1), "step")
+    assert steps.keys() == left.keys()
+    commit = steps["a"].step.commit
+    assert (commit.step, len(commit.microbatches)) == (1, 4)
+    assert told.driver.phase is Phase.GATHERING  # for the view without it
+
+
+def test_a_node_that_is_no_member_any_more_need_not_have_lost_its_link():
+    told = on_the_way()
+    left = {node: stage for node, stage in PAIRS.items() if node != "g"}
+    assert goes_on(told.views(left)).since == pb.Ballot(view=1, attempt=2)
+    assert told.driver.link_lost("g", "no member any more", told.now) == []
+    assert sent(told.waits(0.0), "query") == {}
+    assert told.commits()["b"].step.commit.step == 1
+
+
+def test_a_node_that_is_not_lost_after_all_costs_the_attempt():
+    told = on_the_way()
+    told.driver.link_lost("g", "dialled anew", told.now)
+    assert not told.commits()
+    assert told.waits(EVICTED - 0.1) == []
+    effects = told.waits(0.2)
+    assert "isn't lost after all" in events(effects, "aborted")[0].fields["reason"]
+    assert sent(effects, "query").keys() == PAIRS.keys()
+
+
+def test_what_a_lost_source_has_brought_home_is_to_come_home_again():
+    told = on_the_way()
+    plan = told.driver.begin.plan
+    for microbatch in plan:
+        told.hears(microbatch.source, home=pb.Home(microbatch=microbatch.id, loss=4.0, tokens=2))
+    assert told.driver.phase is Phase.REDUCING
+    effects = told.driver.link_lost("z", "reset", told.now)
+    begin = goes_on(effects)
+    assert {m.source for m in begin.plan} == {"a"}
+    assert told.driver.phase is Phase.RUNNING
+    assert not sent(effects, "reduce")
+    told.hears("z", home=pb.Home(microbatch=1, loss=9.0, tokens=2))
+    assert 1 not in told.driver.homes
+    told.hears("a", home=pb.Home(microbatch=1, loss=4.0, tokens=2))
+    assert sent(told.hears("a", home=pb.Home(microbatch=3, loss=4.0, tokens=2)), "reduce")
+
+
+def test_when_all_is_home_it_is_reduced_anew_and_votes_from_before_do_not_count():
+    told = on_the_way()
+    for microbatch in told.driver.begin.plan:
+        told.hears(microbatch.source, home=pb.Home(microbatch=microbatch.id, loss=4.0, tokens=2))
+    before = told.driver.ballot
+    for node in "abcdefhiz":
+        told.ready(node)
+    reduces = sent(told.driver.link_lost("g", "reset", told.now), "reduce")
+    assert reduces.keys() == PAIRS.keys() - {"g"}
+    told.hears("b", ballot=before, ready=pb.Ready(step=1, squared_norm=9.0, finite=True))
+    assert told.driver.ready == {}
+
+
+def test_homes_that_were_sent_before_the_new_plan_was_heard_of_count():
+    told = on_the_way()
+    before = told.driver.ballot
+    told.driver.link_lost("g", "reset", told.now)
+    told.hears("a", ballot=before, home=pb.Home(microbatch=0, loss=4.0, tokens=2))
+    assert told.driver.homes.keys() == {0}
+
+
+def test_several_may_be_lost_one_after_the_other_and_at_once():
+    told = on_the_way()
+    first = told.driver.ballot
+    told.driver.link_lost("g", "reset", told.now)
+    left = {node: stage for node, stage in PAIRS.items() if node not in ("g", "d", "z")}
+    begin = goes_on(told.views(left))
+    assert Ballot.of(begin.since) == first
+    assert told.driver.masked.keys() == {"g", "d", "z"}
+    assert {server(begin, m, 3) for m in range(4)} == {"h"}
+
+
+@pytest.mark.parametrize(
+    ("rules", "lost"),
+    [
+        (replace(FOUR, masking="abort"), ["g"]),
+        (FOUR, ["c", "g"]),  # its stage is lost
+    ],
+)
+def test_where_nobody_can_take_over_or_nobody_is_to_the_attempt_ends(rules: Rules, lost: list[str]):
+    told = on_the_way(rules)
+    effects = [told.driver.link_lost(node, "reset", told.now) for node in lost][-1]
+    assert events(effects, "aborted")
+    assert sent(effects, "query")
+
+
+def test_an_evaluation_begins_again():
+    told = on_the_way(replace(FOUR, steps=1, validation_microbatches=2))
+    told.commits()
+    assert told.driver.begin.kind == pb.Begin.EVALUATE
+    assert sent(told.driver.link_lost("g", "reset", told.now), "query")
+
+
+def test_who_can_not_be_reached_by_another_is_given_time_to_turn_out_lost():
+    told = on_the_way()
+    effects = told.hears("b", cut=pb.Cut(node="g", reason="reset"))
+    assert suspected(effects) == ["g"]
+    assert told.driver.phase is Phase.RUNNING
+    assert told.waits(UNREACHED / 2) == []
+    assert goes_on(told.driver.link_lost("g", "reset", told.now))
+    assert told.waits(UNREACHED) == []
+    told.hears("b", cut=pb.Cut(node="g", reason="reset"))
+    assert told.waits(UNREACHED) == []
+
+
+def test_who_stays_out_of_reach_for_some_costs_the_attempt():
+    told = on_the_way()
+    told.hears("b", cut=pb.Cut(node="g", reason="reset"))
+    effects = told.waits(UNREACHED)
+    assert "b can't reach g: reset" in events(effects, "aborted")[0].fields["reason"]
+
+
+def test_a_node_without_which_it_can_not_go_on_need_not_be_waited_for():
+    told = on_the_way(members=SWARM)
+    effects = told.hears("b", cut=pb.Cut(node="c", reason="reset"))
+    assert events(effects, "aborted")
+    assert suspected(effects) == ["c"]
+
+
+def test_the_next_step_goes_without_it_though_a_newcomer_has_not_answered_yet():
+    told = on_the_way()
+    told.driver.link_lost("g", "reset", told.now)
+    told.views({**{n: s for n, s in PAIRS.items() if n != "g"}, "new": 2})
+    steps = told.commits()
+    assert steps.keys() == PAIRS.keys() - {"g"}
+    begin = steps["a"].step.begin
+    assert begin.step == 2
+    assert not begin.HasField("since")
+    assert "g" not in {place.node for place in begin.members}
+
+
+def test_joiners_hear_of_the_new_plan_and_are_fed_by_who_is_left():
+    told = on_the_way()
+    told.views({**PAIRS, "j": 2})
+    told.hears("j", ballot=Ballot(2, 0), status=pb.Status())
+    told.commits()
+    told.statuses(1, j=pb.Status())
+    assert told.driver.joining.keys() == {"j"}
+    effects = told.driver.link_lost("g", "reset", told.now)
+    begin = sent(effects, "step")["j"].step.begin
+    assert [joiner.node for joiner in begin.joining] == ["j"]
+    assert "g" not in {place.node for place in begin.members}

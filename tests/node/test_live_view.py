@@ -72,6 +72,10 @@ def text_of(renderable: Any) -> str:
             "fallback: rebuilding stage 1 by interpolate from b: stage 1 is lost and this is an "
             "end stage",
         ),
+        (
+            event("masked", step=7, nodes=[OLD], microbatches=4, reason="x"),
+            f"step 7 goes on without {OLD}: others redo 4 microbatches",
+        ),
         (event("lost", OLD, stage=2, reason="x"), f"noticed: no link to {OLD} of stage 2 any more"),
         (
             event("rolled back", **{"from": 37}, step=30, reason="stage 2 has no replica left"),

@@ -16,6 +16,7 @@ from node.effects import (
     Effect,
     Event,
     Fetch,
+    GoOn,
     Reduce,
     Rejoin,
     Send,
@@ -544,3 +545,69 @@ def test_promises_hold_and_each_step_is_applied_once_on_the_one_before(
             if isinstance(effect, StartAttempt):
                 assert effect.ballot >= promised
                 assert effect.begin.step == member.committed + 1
+
+
+# --- an attempt that goes on without lost nodes
+
+
+def going_on(step: int, since: Ballot) -> pb.Step:
+    return begin(step, since=since.message())
+
+
+def attempting(told: Told, phase: Phase) -> None:
+    told.hears(Ballot(1, 1), step=begin(1))
+    if phase is not Phase.RUNNING:
+        told.hears(Ballot(1, 1), reduce=pb.Reduce())
+    if phase is Phase.READY:
+        told.member.reduced(Ballot(1, 1), 2.0, True, 0.1)
+    assert told.member.phase is phase
+
+
+@pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.REDUCING, Phase.READY])
+def test_an_attempt_goes_on_from_wherever_it_stands(told: Told, phase: Phase):
+    attempting(told, phase)
+    step = going_on(1, Ballot(1, 1))
+    assert told.hears(Ballot(1, 2), step=step) == [GoOn(Ballot(1, 2), step.begin)]
+    assert (
+        told.member.reduced(Ballot(1, 1), 2.0, True, 0.1) == []
+    )  # of the sum that came to nothing
+    assert told.hears(Ballot(1, 2), reduce=pb.Reduce()) == [Reduce(Ballot(1, 2), 1)]
+    assert bodies(told.member.reduced(Ballot(1, 2), 3.0, True, 0.1)) == ["ready"]
+    assert told.commits(1, Ballot(1, 1)) == []  # it is ready for another one
+    assert Apply(commit(1, Ballot(1, 2))) in told.hears(
+        Ballot(1, 4), step=pb.Step(commit=commit(1, Ballot(1, 2)))
+    )
+
+
+def test_what_was_sent_by_an_older_plan_is_taken_and_by_a_newer_one_kept_for_later(told: Told):
+    told.hears(Ballot(1, 1), step=begin(1))
+    assert told.member.frames(Ballot(1, 2)) is Frames.HOLD
+    told.hears(Ballot(1, 2), step=going_on(1, Ballot(1, 1)))
+    assert told.member.frames(Ballot(1, 1)) is Frames.TAKE
+    assert told.member.frames(Ballot(1, 2)) is Frames.TAKE
+    assert told.member.frames(Ballot(1, 3)) is Frames.HOLD
+    assert told.member.frames(Ballot(1, 0)) is Frames.DROP
+
+
+def test_nothing_goes_on_that_has_not_begun_here(told: Told):
+    assert bodies(told.hears(Ballot(1, 2), step=going_on(1, Ballot(1, 1)))) == ["failed"]
+    told.hears(Ballot(1, 3), step=begin(1))
+    assert bodies(told.hears(Ballot(1, 5), step=going_on(1, Ballot(1, 2)))) == ["failed"]
+
+
+def test_who_is_cut_off_tells_the_driver_and_goes_on(told: Told):
+    told.hears(Ballot(1, 1), step=begin(1))
+    (send,) = told.member.cut_off(Ballot(1, 1), "other", "reset")
+    assert (send.to, send.message.cut.node) == ("driver", "other")
+    assert told.member.phase is Phase.RUNNING
+    assert told.member.cut_off(Ballot(1, 0), "other", "an older attempt's frame") == []
+    told.queried(Ballot(1, 2))
+    assert told.member.cut_off(Ballot(1, 1), "other", "it is over") == []
+
+
+def test_a_failure_under_the_first_ballot_fails_the_attempt_that_goes_on(told: Told):
+    told.hears(Ballot(1, 1), step=begin(1))
+    told.hears(Ballot(1, 2), step=going_on(1, Ballot(1, 1)))
+    effects = told.member.failed(Ballot(1, 1), "damaged", ["other"])
+    assert DropAttempt(Ballot(1, 2)) in effects
+    assert bodies(effects) == ["failed"]

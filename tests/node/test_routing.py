@@ -1,7 +1,11 @@
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.routing import Routing, earliest_finish, share_out
+from node import stage_pb2 as pb
+from node.routing import Route, earliest_finish, routes, share_out
+from recovery import masking
 
 
 def test_a_node_half_as_fast_is_given_half_as_many():
@@ -18,44 +22,36 @@ def test_a_new_node_counts_as_average():
     assert earliest_finish(["a", "b"], {"a": 1}, {"a": 3.0}) == "b"
 
 
-def run_stage(speeds: dict[str, float], microbatches: int, in_flight: int) -> dict[str, int]:
-    """Serve all microbatches on queues of the given seconds a microbatch, in virtual time."""
-    routing = Routing("source", in_flight)
-    routing.begin({1: tuple(speeds)}, [(i, (1,)) for i in range(microbatches)])
-    free_at = dict.fromkeys(speeds, 0.0)
-    arrivals: list[tuple[float, int, str]] = []
-    done = dict.fromkeys(speeds, 0)
-    now = 0.0
-    while True:
-        while (injected := routing.inject()) is not None:
-            identity, route = injected
-            node = route.nodes[1]
-            free_at[node] = max(free_at[node], now) + speeds[node]
-            arrivals.append((free_at[node], identity, node))
-        if not arrivals:
-            return done
-        arrivals.sort()
-        now, identity, node = arrivals.pop(0)
-        done[node] += 1
-        routing.home(identity, {node: speeds[node]})
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=5), st.integers(0, 40))
+def test_shares_end_together_but_for_a_microbatch(speeds, count):
+    nodes = [f"n{i}" for i in range(len(speeds))]
+    seconds = dict(zip(nodes, speeds, strict=True))
+    given_to = share_out(range(count), nodes, seconds)
+    assert len(given_to) == count
+    busiest = max((given_to.count(node) * seconds[node] for node in nodes), default=0.0)
+    for node in nodes:
+        assert (given_to.count(node) + 1) * seconds[node] >= busiest * (1 - 1e-9)
 
 
-def test_half_speed_gets_about_half_of_the_work_in_a_running_pipeline():
-    done = run_stage({"fast": 1.0, "slow": 2.0}, 300, in_flight=6)
-    assert 0.45 <= done["slow"] / done["fast"] <= 0.55
+def test_where_all_are_alike_lost_microbatches_are_shared_out_as_the_controller_does():
+    stacks = masking.share(12, 4)
+    lost = ~stacks.without([1]).covered()
+    _, depth = masking.assign(stacks.without([1]), lost)
+    shares = share_out(np.flatnonzero(lost), ["a", "c", "d"], {})
+    assert max(map(shares.count, "acd")) == depth == 1
 
 
-@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=5), st.integers(1, 40), st.integers(1, 8))
-def test_every_microbatch_is_served_once_within_the_window(speeds, microbatches, in_flight):
-    named = {f"n{i}": s for i, s in enumerate(speeds)}
-    assert sum(run_stage(named, microbatches, in_flight).values()) == microbatches
+MEMBERS = [pb.Place(node=node, stage=stage) for node, stage in [("a", 0), ("b", 1), ("c", 2)]]
 
 
-def test_the_window_bounds_what_is_out():
-    routing = Routing("s", 2)
-    routing.begin({1: ["a"], 2: ["b"]}, [(i, (1, 2)) for i in range(3)])
-    assert routing.inject()[1].nodes == ("s", "a", "b", "s")
-    assert routing.inject() is not None
-    assert routing.inject() is None
-    routing.home(0, {})
-    assert routing.inject()[0] == 2
+def test_a_route_goes_by_the_plans_places_and_back_to_the_source():
+    microbatch = pb.Microbatch(id=3, source="a", order=[2, 1], places=[2, 1])
+    begin = pb.Begin(members=MEMBERS, plan=[microbatch])
+    assert routes(begin) == {3: Route(("a", "c", "b", "a"), (0, 2, 1, 0))}
+
+
+@pytest.mark.parametrize("places", [[1], [2, 1], [1, 7], []])
+def test_a_plan_that_sends_a_microbatch_to_the_wrong_stage_is_refused(places):
+    microbatch = pb.Microbatch(id=3, source="a", order=[1, 2], places=places)
+    with pytest.raises(ValueError, match="microbatch 3 is sent to nodes off its order"):
+        routes(pb.Begin(members=MEMBERS, plan=[microbatch]))

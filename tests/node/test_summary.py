@@ -139,7 +139,7 @@ def test_aborts_count_until_the_processes_are_ended():
         event(3.1, "aborted", step=3),
     ]
     attempts = summarize(RUN, [line(1, 1.5), line(2, 2.5)], AUDIT, events)["attempts"]
-    assert attempts == {"started": 4, "committed": 2, "aborted": 2}
+    assert attempts == {"started": 4, "committed": 2, "aborted": 2, "masked": 0}
 
 
 def test_detection_is_from_the_kill_to_the_first_who_names_the_victim():
@@ -283,7 +283,7 @@ def test_steps_that_are_made_again_are_counted_as_such():
     lines = [line(step, 10.0 + step) for step in range(1, 7)]
     summary = summarize(RUN, lines, AUDIT, ROLLED_BACK)
     assert summary["rolled_back_steps"] == 2
-    assert summary["attempts"] == {"started": 8, "committed": 6, "aborted": 0}
+    assert summary["attempts"] == {"started": 8, "committed": 6, "aborted": 0, "masked": 0}
 
 
 RESUMED = [

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from node import stage_pb2 as pb
-from node.averaging import Abandoned
+from node.averaging import Abandoned, ReplicaLostError
 from node.compute import ComputeThread, Priority
 from node.effects import Ballot
 from node.model import EmbeddingStage, ModelConfig, build_stage, model_config
@@ -386,7 +386,7 @@ async def test_a_holder_without_a_link_is_accused() -> None:
     twin = holder(send=lambda peer, frame: False)
     for frame in await frames_of(1.0):
         twin.on_frame("2.0", frame)
-    with pytest.raises(TwinError, match=r"no link to 0\.0") as caught:
+    with pytest.raises(ReplicaLostError, match=r"no link to 0\.0") as caught:
         await gather(twin)
     assert caught.value.accused == ["0.0"]
 
@@ -597,6 +597,9 @@ class Outgoing:
     def microbatch_home(self, ballot: Ballot, home: pb.Home) -> None:
         raise AssertionError("nobody here is a source")
 
+    def cut_off(self, ballot: Ballot, node: str, reason: str) -> None:
+        raise AssertionError(reason)
+
     def attempt_failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> None:
         raise AssertionError(reason)
 
@@ -611,14 +614,15 @@ async def pass_through(
     3 really send."""
     config, loop = config_of(3), asyncio.get_running_loop()
     compute, outgoing = ComputeThread("test", loop), Outgoing()
-    route = {"nodes": ["0.0", "1.0", "2.0", "3.0", "0.0"], "stages": [0, 1, 2, 3, 0]}
     redundant: list[torch.Tensor] = []
     real: list[torch.Tensor] = []
-    begin = pb.Begin(step=1, kind=kind, members=MEMBERS)
+    places = [[(m.node, m.stage) for m in MEMBERS].index((f"{s}.0", s)) for s in (1, 2, 3)]
+    plan = [pb.Microbatch(id=i, source="0.0", order=[1, 2, 3], places=places) for i in range(2)]
+    begin = pb.Begin(step=1, kind=kind, members=MEMBERS, plan=plan)
     frames = []
     for microbatch in range(2):
         x = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(microbatch))
-        fields = {"microbatch": microbatch, "position": 1, "seconds": [0.0] * 5, **route}
+        fields = {"microbatch": microbatch, "position": 1}
         frames.append(Frame("activation", BALLOT, fields, *encode([x], "none")))
     try:
         for stage in (1, 2, 3):

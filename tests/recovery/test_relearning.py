@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from recovery.orders import Run, adjoining, blocks, order, runs
 from recovery.relearning import (
+    PULL,
     Learner,
     Muon,
     error_gradient,
@@ -144,21 +145,35 @@ def test_orthogonalized_keeps_the_singular_vectors_and_evens_the_values(
     torch.testing.assert_close(found, values.diag(), atol=2e-3, rtol=0)
 
 
-def test_a_matrix_moves_by_a_share_of_its_size_and_a_vector_stays() -> None:
+def test_a_matrix_moves_alike_in_all_directions_and_a_vector_stays() -> None:
     stage = nn.Linear(4, 16)
     stage.weight.grad = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
     stage.bias.grad = torch.linspace(-1, 1, 16)
     before = copy.deepcopy(stage)
     update = Muon(stage)
     update.step(0.5)
-    unit = torch.linalg.svdvals(before.weight).square().mean().sqrt()
-    moved = torch.linalg.svdvals(before.weight - stage.weight) / (0.5 * 2 * unit)  # sqrt(16 / 4)
+    moved = torch.linalg.svdvals(before.weight - stage.weight) / (0.5 * 2)  # sqrt(16 / 4)
     assert ((moved > 0.67) & (moved < 1.22)).all()
     assert torch.equal(before.bias, stage.bias)
     stage.zero_grad(set_to_none=False)
     update.step(0.5)  # what it has gathered moves it on
-    again = torch.linalg.svdvals(before.weight - stage.weight) / (0.5 * 2 * unit)
+    again = torch.linalg.svdvals(before.weight - stage.weight) / (0.5 * 2)
     assert (again > 1.2 * moved).all()
+
+
+def test_directions_that_nothing_is_learned_about_stay_near_the_guess() -> None:
+    """Their gradients are noise; without the pull it adds up."""
+    spread = []
+    for pull in (PULL, 0.0):
+        stage = nn.Linear(8, 8)
+        guess = stage.weight.detach().clone()
+        update = Muon(stage, pull)
+        generator = torch.Generator().manual_seed(0)
+        for number in range(400):
+            stage.weight.grad = torch.randn(8, 8, generator=generator)
+            update.step(rate(0.5, number / 400))
+        spread.append((stage.weight.detach() - guess).norm().item())
+    assert spread[0] < spread[1] / 3
 
 
 def test_the_size_of_the_gradients_makes_no_difference() -> None:

@@ -288,6 +288,14 @@ class Cluster:
             same = self.confirmed[base] == weights.chain
             self.demand(same, "I2", f"{who} with another history than was confirmed")
 
+    def check_goes_on(self, node: Node, ballot: Ballot, begin: pb.Begin) -> None:
+        """Without nodes that were lost; what it began with stays."""
+        before = self.attempts[Ballot.of(begin.since)]
+        who = f"{node.name} goes on with {ballot}"
+        self.demand(node.name in before.nodes, "I2", f"{who}, which it hasn't begun")
+        attempt = Attempt(before.step, before.chain, before.digests)
+        self.attempts.setdefault(ballot, attempt).nodes.add(node.name)
+
     def _go_back(self, ballot: Ballot, lineage: int, step: int, chain: bytes) -> None:
         """The first attempt starts where a lineage begins."""
         self.opened.discard((lineage, step))

@@ -6,7 +6,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from node.driver import Rules
@@ -83,6 +83,7 @@ class Scenario:
             clip_scope=chosen.choice(["global", "stage"]),
             policy=policy or chosen.choice(policies),
             strict=chosen.random() < 0.3,
+            masking="abort" if self.seed % 4 == 3 else "reassign",
             relearn=chosen.random() < 0.5,
             progress=chosen.choice([20.0, 40.0]),
             lr_scale=lambda step, boosted_at: 1.1 if boosted_at else 1.0,
@@ -442,6 +443,31 @@ class Orphaned(Scenario):
             self.world.after(self.random.uniform(4.0, 9.0), self._strike, self._cut_power)
 
         self.cluster.traps.append(Trap("committed", 3, isolate))
+        return 30.0
+
+
+class Halved(Scenario):
+    """Each half has a node of every stage; the driver's is cut off from the other and from the
+    registry."""
+
+    def _rules(self, policy: Policy | None) -> Rules:
+        return replace(super()._rules(policy), masking="reassign", steps=20)
+
+    def _hosts(self, rules: Rules) -> list[Host]:
+        stages = range(rules.stages + 1)
+        return [Host(f"{half}{stage}", stage, False) for half in "ab" for stage in stages]
+
+    def _plan_faults(self) -> float:
+        def halve() -> None:
+            if (driver := self._driver()) is None:
+                return
+            half = driver.process.host[0]
+            hosts = sorted(self.cluster.hosts)
+            left = [host for host in hosts if host[0] == half]
+            right = [host for host in hosts if host[0] != half]
+            self._strike(lambda: self._part_off(left, [*right, "registry"]))
+
+        self.cluster.traps.append(Trap("committed", 3, halve))
         return 30.0
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +29,7 @@ from node.effects import (
     Effect,
     Event,
     Fetch,
+    GoOn,
     Halted,
     Reduce,
     Rejoin,
@@ -38,7 +39,8 @@ from node.effects import (
 )
 from node.following import feeders
 from node.member import Frames, Member, Phase
-from node.routing import Route, Routing
+from node.pipeline import Visit, Work
+from node.routing import Route, routes
 from recovery.decide import INEXACT
 from simulation.holdings import Holdings, State
 from simulation.relearning import BODIES as RELEARNING
@@ -53,7 +55,7 @@ LINK_PATIENCE = 3.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 NOTICE = 0.1
 """Seconds after which a link that broke is dialled anew."""
-TO_DRIVER = frozenset(["status", "synced", "home", "ready", "failed", "stale"])
+TO_DRIVER = frozenset(["status", "synced", "home", "ready", "failed", "cut", "stale"])
 TO_MEMBER = frozenset(["query", "sync", "step", "reduce", "halt"])
 SHARDS = 2
 MOST_GRADIENTS = 6  # that wait at a joiner
@@ -68,24 +70,6 @@ class Frame:
     kind: str
     ballot: Ballot
     fields: Any
-
-
-@dataclass(frozen=True)
-class Visit:
-    microbatch: int
-    position: int
-    route: Route
-
-    def moved(self, by: int) -> Visit:
-        return Visit(self.microbatch, self.position + by, self.route)
-
-    @property
-    def node(self) -> str:
-        return self.route.nodes[self.position]
-
-    @property
-    def at_head(self) -> bool:
-        return self.position == len(self.route.nodes) - 1
 
 
 class Compute:
@@ -133,6 +117,7 @@ class Weights:
         self.void = False  # overwritten by what isn't fit to train yet
         self.gradient: Counter[tuple[int, str]] = Counter()
         self.adopted = b""  # digest of a gradient that a replica has sent; empty: it is the own
+        self.own: Counter[tuple[int, str]] | None = None  # before it was reduced
 
     def make_void(self) -> None:
         self.lineage = self.step = 0
@@ -147,6 +132,14 @@ class Weights:
     def clear(self) -> None:
         self.gradient.clear()
         self.adopted = b""
+        self.own = None
+
+    def keep(self) -> None:
+        self.own = Counter(self.gradient)
+
+    def restore(self) -> None:
+        if self.own is not None:
+            self.gradient, self.own = self.own, None
 
 
 class Node:
@@ -338,7 +331,7 @@ class Node:
         else:
             match self.member.frames(frame.ballot):
                 case Frames.TAKE:
-                    self.pipeline.take(frame)
+                    self.pipeline.take(peer, frame)
                 case Frames.HOLD:
                     self.held.append((peer, frame))
 
@@ -375,7 +368,7 @@ class Node:
         lost = [f.ballot for f in unacknowledged if f.kind in ("activation", "gradient")]
         if lost:  # those of older attempts may be among them
             why = f"the link to {peer} broke before a frame was through: {reason}"
-            self.attempt_failed(max(lost), why, [])
+            self.cut_off(max(lost), peer, why)
         self.carry_out(self.member.link_lost(peer))
         self.carry_out(self.driver.link_lost(peer, reason, self.world.now))
 
@@ -410,7 +403,11 @@ class Node:
             for item in late:
                 if isinstance(item, Frame) and item.kind not in ("state", "copy", "follow"):
                     why = f"no link to {peer} came up in {LINK_PATIENCE:.0f} s"
-                    self.attempt_failed(item.ballot, why, [peer])
+                    self.cut_off(item.ballot, peer, why)
+
+    def cut_off(self, ballot: Ballot, node: str, reason: str) -> None:
+        assert self.member is not None
+        self.carry_out(self.member.cut_off(ballot, node, reason))
 
     def attempt_failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> None:
         assert self.member is not None
@@ -439,15 +436,19 @@ class Node:
                 self.averaging.abandon(ballot)
                 self.pipeline.start(ballot, begin)
                 self.holdings.start(ballot, begin)
-                held, self.held = self.held, []
-                for peer, frame in held:
-                    self.on_frame(peer, frame)
+                self._take_held()
+            case GoOn(ballot, begin):
+                self.averaging.abandon(ballot)
+                self.pipeline.go_on(ballot, begin)
+                self.holdings.start(ballot, begin)
+                self._take_held()
             case DropAttempt(ballot):
                 self.averaging.abandon(Ballot(ballot.view, ballot.attempt + 1))
                 self.pipeline.drop(ballot)
                 self.holdings.drop()
             case Reduce(ballot, _):
-                self.averaging.reduce(ballot)
+                self.pipeline.when_complete = partial(self.averaging.reduce, ballot)
+                self.pipeline.check_complete()
             case Adopt(ballot):
                 self._adopt(ballot)
             case Apply(commit):
@@ -474,6 +475,11 @@ class Node:
                 self.world.say(self.name, f"{kind} {dict(fields)}")
                 self.cluster.on_event(self, kind, fields)
                 self.cluster.check_patience(self, str(fields.get("reason")))
+
+    def _take_held(self) -> None:
+        held, self.held = self.held, []
+        for peer, frame in held:
+            self.on_frame(peer, frame)
 
     def _take_gradient(self, peer: str, frame: Frame) -> None:
         if self.member is None or self.member.following is None:
@@ -550,7 +556,7 @@ class Node:
 
     def send_to_twin(self, holder: str, ballot: Ballot, gradient: bytes) -> None:
         if not self.send(holder, Frame("twin", ballot, gradient)):
-            self.attempt_failed(ballot, f"no link to {holder}, which holds a twin", [holder])
+            self.cut_off(ballot, holder, "it holds a twin")
 
     def _report(self) -> None:
         assert self.member is not None
@@ -581,22 +587,43 @@ class Pipeline:
         self.node = node
         self.stage = node.stage
         self.weights = node.weights
-        self.routing = Routing(node.name, node.cluster.rules.stages + 1)
-        self.ballot = self.live = NEVER
+        self.in_flight = node.cluster.rules.stages + 1
+        self.began = self.ballot = self.live = NEVER
         self.begin = pb.Begin()
+        self.routes: dict[int, Route] = {}
         self.applied: set[int] = set()
-        self._seen: set[tuple[int, int, str]] = set()
+        self.when_complete: Callable[[], None] | None = None
+        self._waiting: deque[int] = deque()
+        self._out: set[int] = set()
+        self._seen: set[Work] = set()
+        self._done: set[Work] = set()
+        self._early: dict[Work, list[tuple[str, Frame]]] = {}
+        self._sent: dict[Work, Frame] = {}
         self.speed = node.cluster.pace * node.world.random.uniform(0.5, 2.0)
 
     def start(self, ballot: Ballot, begin: pb.Begin) -> None:
         self._reset(ballot, begin)
-        if self.stage != 0:
-            return
-        replicas: dict[int, list[str]] = {}
-        for place in begin.members:
-            replicas.setdefault(place.stage, []).append(place.node)
-        own = [(m.id, tuple(m.order)) for m in begin.plan if m.source == self.node.name]
-        self.routing.begin(replicas, own)
+        self._waiting.extend(m.id for m in begin.plan if m.source == self.node.name)
+        self._inject()
+
+    def go_on(self, ballot: Ballot, begin: pb.Begin) -> None:
+        before, self.routes = self.routes, routes(begin)
+        self.ballot, self.begin = ballot, begin
+        self.when_complete = None
+
+        def restore() -> None:
+            self.weights.restore()
+            if self.live == self.began:
+                self.node.cluster.check_goes_on(self.node, ballot, begin)
+
+        self.node.compute.run(restore, lambda _: None)
+        for work, frame in list(self._sent.items()):
+            node = self.routes[work.microbatch].nodes[work.position]
+            if node != before[work.microbatch].nodes[work.position]:
+                self._send(node, work, frame)
+        self._waiting.extend(
+            m.id for m in begin.plan if m.source == self.node.name != before[m.id].nodes[0]
+        )
         self._inject()
 
     def drop(self, ballot: Ballot) -> None:
@@ -604,8 +631,11 @@ class Pipeline:
             self._reset(NEVER, pb.Begin())
 
     def _reset(self, ballot: Ballot, begin: pb.Begin) -> None:
-        self.ballot, self.begin = ballot, begin
-        self.applied, self._seen = set(), set()
+        self.began = self.ballot = ballot
+        self.begin, self.routes = begin, routes(begin)
+        self.when_complete = None
+        self.applied, self._seen, self._done, self._out = set(), set(), set(), set()
+        self._waiting, self._early, self._sent = deque(), {}, {}
 
         def reset() -> None:
             self.live = ballot
@@ -615,23 +645,44 @@ class Pipeline:
 
         self.node.compute.run(reset, lambda _: None)
 
-    def _inject(self) -> None:
-        while (injected := self.routing.inject()) is not None:
-            visit = Visit(injected[0], 0, injected[1])
-            self._post(Priority.FORWARD, lambda visit=visit: self._onward("activation", visit))
+    def check_complete(self) -> None:
+        mine = [m for m, route in self.routes.items() if self.node.name in route.nodes]
+        if self.when_complete is not None and len(self.applied) == len(mine):
+            then, self.when_complete = self.when_complete, None
+            self.node.compute.run(self.weights.keep, lambda _: then())
 
-    def take(self, frame: Frame) -> None:
-        visit: Visit = frame.fields
-        key = (visit.microbatch, visit.position, frame.kind)
-        if key in self._seen:
+    def _inject(self) -> None:
+        while self._waiting and len(self._out) < self.in_flight:
+            microbatch = self._waiting.popleft()
+            self._out.add(microbatch)
+            visit = Visit(microbatch, 0, self.routes[microbatch])
+            work = Work(microbatch, 0, "activation")
+            self._post(
+                Priority.FORWARD, work, lambda visit=visit: self._onward("activation", visit)
+            )
+
+    def take(self, peer: str, frame: Frame) -> None:
+        microbatch, position = frame.fields
+        visit = Visit(microbatch, position, self.routes[microbatch])
+        sender = replace(visit, position=2 * position - visit.after(frame.kind).position)
+        if visit.node != self.node.name or sender.node != peer:
+            if frame.ballot == self.ballot:
+                self.node.attempt_failed(self.ballot, f"{peer} sent what is off its route", [peer])
             return
-        self._seen.add(key)
+        work = Work(microbatch, position, frame.kind)
+        if work in self._seen:
+            return
+        before = visit.before(frame.kind)
+        if before is not None and before not in self._done:
+            self._early.setdefault(before, []).append((peer, frame))
+            return
+        self._seen.add(work)
         if frame.kind == "activation":
-            work = self._head if visit.at_head else self._forward
+            compute = self._head if visit.at_head else self._forward
             priority = Priority.BACKWARD if visit.at_head else Priority.FORWARD
         else:
-            work, priority = self._backward, Priority.BACKWARD
-        self._post(priority, lambda: work(visit))
+            compute, priority = self._backward, Priority.BACKWARD
+        self._post(priority, work, lambda: compute(visit))
 
     def _forward(self, visit: Visit) -> Callable[[], None]:
         return self._onward("activation", visit)
@@ -649,15 +700,19 @@ class Pipeline:
         onward = self._onward("gradient", visit)
 
         def done() -> None:
-            self.applied.add(visit.microbatch)
+            self._count(visit.microbatch)
             onward()
 
         return done
 
+    def _count(self, microbatch: int) -> None:
+        self.applied.add(microbatch)
+        self.check_complete()
+
     def _came_home(self, visit: Visit) -> None:
         if self.begin.kind == pb.Begin.TRAIN:
-            self.applied.add(visit.microbatch)
-        self.routing.home(visit.microbatch, dict.fromkeys(visit.route.nodes[1:-1], 0.01))
+            self._count(visit.microbatch)
+        self._out.discard(visit.microbatch)
         home = pb.Home(microbatch=visit.microbatch, loss=1.0, tokens=1)
         member = self.node.member
         assert member is not None
@@ -666,28 +721,38 @@ class Pipeline:
         self._inject()
 
     def _onward(self, kind: str, visit: Visit) -> Callable[[], None]:
-        onward = visit.moved(1 if kind == "activation" else -1)
-        ballot = self.live
+        onward = visit.after(kind)
+        frame = Frame(kind, self.live, (onward.microbatch, onward.position))
 
         def send() -> None:
-            if not self.node.send(onward.node, Frame(kind, ballot, onward)):
-                reason = f"no link to {onward.node} for microbatch {visit.microbatch}"
-                self.node.attempt_failed(ballot, reason, [onward.node])
+            node = self.routes[onward.microbatch].nodes[onward.position]
+            self._send(node, Work(onward.microbatch, onward.position, kind), frame)
 
         return send
 
-    def _post(self, priority: Priority, task: Callable[[], Callable[[], None]]) -> None:
-        ballot = self.ballot
+    def _send(self, node: str, work: Work, frame: Frame) -> None:
+        frame = replace(frame, ballot=self.ballot)
+        self._sent[work] = frame
+        if not self.node.send(node, frame):
+            reason = f"no link to {node} for microbatch {work.microbatch}"
+            self.node.cut_off(self.ballot, node, reason)
 
-        def work() -> Callable[[], None] | None:
+    def _post(self, priority: Priority, work: Work, task: Callable[[], Callable[[], None]]) -> None:
+        ballot = self.began
+
+        def compute() -> Callable[[], None] | None:
             return task() if ballot == self.live else None
 
         def then(done: Callable[[], None] | None) -> None:
-            if done is not None and ballot == self.ballot and not self.node.over:
-                done()
+            if done is None or ballot != self.began or self.node.over:
+                return
+            done()
+            self._done.add(work)
+            for peer, frame in self._early.pop(work, []):
+                self.take(peer, frame)
 
         seconds = self.speed * self.node.world.random.uniform(0.002, 0.02)
-        self.node.compute.run(work, then, seconds, priority)
+        self.node.compute.run(compute, then, seconds, priority)
 
 
 class Averaging:
@@ -735,7 +800,9 @@ class Averaging:
     def on_peer_lost(self, peer: str, reason: str) -> None:
         waiting = self.ballot is not None and peer in self.replicas
         if waiting and peer not in self.parts.get(self.ballot, {}):
-            self._fail(f"lost {peer} while averaging: {reason}", [peer])
+            ballot, self.ballot = self.ballot, None
+            assert ballot is not None
+            self.node.cut_off(ballot, peer, f"lost while averaging: {reason}")
 
     def _late(self, ballot: Ballot) -> None:
         if self.ballot == ballot:

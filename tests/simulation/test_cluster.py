@@ -9,7 +9,7 @@ from node.member import Member, Phase
 from recovery.decide import Policy
 from simulation.cluster import Machines
 from simulation.holdings import Holder
-from simulation.scenario import Orphaned, ScenarioError, run
+from simulation.scenario import Halved, Orphaned, ScenarioError, run
 
 SEEDS, CHUNK = 200, 25
 
@@ -60,6 +60,13 @@ class Timeless(Driver):
         self.committed = step
 
 
+class Reckless(Driver):
+    """Goes on without whom it can't reach, whoever else can."""
+
+    def _masked_members(self) -> list[str]:
+        return []
+
+
 class Unfit(Member):
     """Offers the weights that it has begun to overwrite."""
 
@@ -104,8 +111,8 @@ def test_invariants_hold_whatever_fails(seeds: range) -> None:
     [
         (Machines(member=DoubleCounting), None, "I1|I3"),
         (Machines(member=Muddled), "checkfree", "I2"),
-        (Machines(member=Forgetful), None, "stopped without need|but .* had it"),
-        (Machines(driver=Oblivious), None, "stopped without need|but .* had it"),
+        (Machines(member=Forgetful), None, "stopped without need|but .* had it|I3"),
+        (Machines(driver=Oblivious), None, "stopped without need|but .* had it|I3"),
         (Machines(driver=Presumptuous), None, "I[234]"),
         (Machines(holder=Hasty), "checkfree+", "I5: .* announces a copy"),
         (Machines(driver=Timeless), "checkpoint", "I3"),
@@ -124,6 +131,14 @@ def test_weights_that_are_not_fit_to_train_are_caught() -> None:
     with pytest.raises(ScenarioError, match=r"I[25]"):
         for seed in range(200, 300):
             run(seed, Machines(member=Unfit), "checkfree+")
+
+
+def test_a_half_that_is_cut_off_does_not_go_on_without_the_other() -> None:
+    for seed in range(20):
+        run(seed, kind=Halved)
+    with pytest.raises(ScenarioError, match=r"I[23]"):
+        for seed in range(20):
+            run(seed, Machines(driver=Reckless), kind=Halved)
 
 
 class Anonymous(Member):

@@ -1,19 +1,108 @@
-"""A node that kills itself, with SIGKILL, at a point of the step transaction or of a rebuild."""
+"""Swarms whose nodes kill themselves, with SIGKILL, at points of a step, of its transaction, or of
+a rebuild."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from node.event_log import Tail
+from node.processes import Processes
+from node.resolve import resolve
+from node.run_file import dumps, loads
+
+DEADLINE = 180.0  # seconds; only a hanging swarm gets there
+
+
+class Swarm:
+    """A registry, and `swarm.replicas` nodes of each stage of the run. `deaths`: by slot, what
+    each of its processes, one after the other, is to die of."""
+
+    def __init__(self, out: Path, data: Path, toml: str, deaths: dict[str, list[str]]) -> None:
+        self.out, self.deaths = out, deaths
+        self.deadline = time.monotonic() + DEADLINE
+        self.run = run = loads(toml + f'[data]\npath = "{data}"')
+        (out / "run.toml").write_text(dumps(resolve(run)))
+        (out / "logs").mkdir()
+        self.processes = Processes(
+            out / "logs",
+            {"OMP_NUM_THREADS": "1"},
+            ["node.serve", "bootstrap.service"],
+            run_planaria_until,
+        )
+        self.tails: dict[Path, Tail] = {}
+        self.events: list[dict[str, Any]] = []
+        self.killed: list[str] = []
+
+    def train(self, replace: bool = True, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Starts everything; returns when all is finished. `replace`: who has died, at once."""
+        address = self.out / "address"
+        arguments = ["--run", str(self.out / "run.toml"), "--listen", "127.0.0.1:0"]
+        self.processes.start("registry", ["bootstrap", *arguments, "--address-file", str(address)])
+        while not address.exists():
+            self._pause()
+        stages, replicas = self.run.model.stages, self.run.swarm.replicas
+        assert stages is not None
+        nodes = [f"{stage}.{replica}" for stage in range(stages + 1) for replica in range(replicas)]
+        for slot in nodes:
+            self._start(slot, address.read_text())
+        lost = 0
+        while len({e["node"] for e in self.read("finished")}) < len(nodes) - lost:
+            for ended in self.processes.ended():
+                assert ended.status == -signal.SIGKILL, self.processes.log(ended.slot).read_text()
+                self.killed.append(ended.slot)
+                if replace:
+                    self._start(ended.slot, address.read_text())
+                else:
+                    lost += 1
+            meanwhile()
+            self._pause()
+
+    def _start(self, slot: str, address: str) -> None:
+        planned = self.deaths.get(slot, [])
+        death = planned.pop(0).split() if planned else []
+        self.processes.start(
+            slot,
+            [
+                *(*death, "node", "--join", address.strip(), "--stage", slot.partition(".")[0]),
+                *("--listen", "127.0.0.1:0", "--out", str(self.out / "logs"), "--threads", "1"),
+            ],
+        )
+
+    def _pause(self) -> None:
+        assert time.monotonic() < self.deadline, f"hangs; died: {self.killed}"
+        time.sleep(0.02)
+
+    def read(self, kind: str) -> list[dict[str, Any]]:
+        for path in (self.out / "logs").glob("events-*.jsonl"):
+            self.events += self.tails.setdefault(path, Tail(path)).lines()
+        return [event for event in self.events if event["kind"] == kind]
 
 
 def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
     """By name: the method at whose call a node dies, and the step that the call is about."""
+    from node import stage_pb2 as pb
+    from node.averaging import Averaging
     from node.driver import Driver
-    from node.member import Member
+    from node.driver import Phase as DriverPhase
+    from node.member import Member, Phase
+    from node.pipeline import Pipeline
     from node.rebuild import Rebuilding
     from node.transfer import StateServer
+
+    def trained(pipeline: Pipeline, *_: Any) -> int:
+        return pipeline.begin.step if pipeline.begin.kind == pb.Begin.TRAIN else 0
+
+    def drives(pipeline: Any) -> bool:
+        return pipeline.events.driver.phase is not DriverPhase.INACTIVE
+
+    def averaged(averaging: Any, peer: str, frame: Any) -> int:
+        member = averaging._send_frame.__self__.member
+        return member.step if member.phase is Phase.REDUCING else 0
 
     return {
         # between Ready and Commit: a member that has the commit in its hands, the driver that has
@@ -23,6 +112,14 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
         # in a rebuild: the joiner with all it has fetched, a source, the driver that has sent Sync
         "place": (Rebuilding, "_put_in_place", lambda self, sync, states: sync.step),
         "serve": (StateServer, "_send_manifest", lambda s, p, message: message.state_request.step),
+        # in a step: before a forward pass, between that and its backward pass, after it, while
+        # replicas average, as a source that doesn't drive, and when others are to be made up for
+        "forward": (Pipeline, "_forward", trained),
+        "backward": (Pipeline, "_backward", trained),
+        "counted": (Pipeline, "_count", trained),
+        "average": (Averaging, "on_frame", averaged),
+        "source": (Pipeline, "_came_home", lambda p, *_: 0 if drives(p) else trained(p)),
+        "patch": (Pipeline, "go_on", lambda pipeline, ballot, begin: begin.step),
         "sync": (Driver, "_synced", lambda driver, peer, synced, now: synced.step),
     }
 

@@ -1,0 +1,124 @@
+"""What a replica's loss in the middle of a step costs: going on with the step, or trying it again.
+
+A swarm with replicas of each stage loses three of them, one after the other, by SIGKILL, each when
+it has done half of its microbatches of a step; once for each way. The cost is the time from the
+commit before to the commit of that step, above the median of the steps around it, in steps. It is
+held against the lost replica's share of the step's microbatches, one part in as many as its stage
+has replicas: the time that it takes the stage to do them again with one replica's speed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from bench.recovery import read_ledger
+from node.prepare import Recipe, prepare
+from node.processes import Processes, run_planaria
+from node.resolve import resolve
+from node.run_file import dumps, loads, override
+
+TEXT = Path(__file__).parent.parent / "corpus" / "austen"
+STAGES, REPLICAS = 2, 3
+LOST = {"1.1": 6, "2.0": 12, "1.0": 18}  # at which step
+AROUND = 4  # steps before and after
+DEADLINE, GOAL = 900.0, 1.5
+RUN = f"""
+name = "loss"
+steps = 24
+[model]
+preset = "mini"
+stages = {STAGES}
+context = 256
+[training]
+batch = 72
+microbatch = 2
+validation_microbatches = 0
+[swarm]
+replicas = {REPLICAS}
+"""
+
+
+def run_half(arguments: list[str]) -> None:
+    """`planaria ARGUMENTS...`; a number in front of them: dies in the middle of that step."""
+    from node.pipeline import Pipeline
+
+    if not arguments[0].isdigit():
+        run_planaria(arguments)
+        return
+    count, step = Pipeline._count, int(arguments.pop(0))
+
+    def dying(self: Pipeline, microbatch: int, seconds: float) -> None:
+        if self.begin.step == step and len(self.applied) >= self._mine // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        count(self, microbatch, seconds)
+
+    Pipeline._count = dying  # type: ignore[method-assign]
+    run_planaria(arguments)
+
+
+def costs(masking: str, data: Path, out: Path) -> tuple[list[float], int]:
+    """Of each loss, in steps; and how many attempts were aborted."""
+    logs = out / "logs"
+    logs.mkdir(parents=True)
+    run = resolve(override(loads(RUN), data__path=str(data), recovery__masking=masking))
+    (out / "run.toml").write_text(dumps(run))
+    environment = {"OMP_NUM_THREADS": "1"}
+    processes = Processes(logs, environment, ["node.serve", "bootstrap.service"], run_half)
+    deadline = time.monotonic() + DEADLINE
+    try:
+        address = out / "address"
+        registry = ["--run", str(out / "run.toml"), "--address-file", str(address)]
+        processes.start("registry", ["bootstrap", "--listen", "127.0.0.1:0", *registry])
+        while not address.exists():
+            time.sleep(0.05)
+        for slot in [f"{s}.{r}" for s in range(STAGES + 1) for r in range(REPLICAS)]:
+            death = [str(LOST[slot])] if slot in LOST else []
+            where = ["--join", address.read_text().strip(), "--stage", slot[0]]
+            files = ["--listen", "127.0.0.1:0", "--out", str(logs), "--threads", "1"]
+            processes.start(slot, [*death, "node", *where, *files])
+        times: dict[int, float] = {}
+        while run.steps not in times:
+            if time.monotonic() > deadline:
+                raise SystemExit(f"no end after {DEADLINE:.0f} s")
+            time.sleep(0.2)
+            lines = read_ledger(logs.glob("ledger-*.jsonl"))
+            times = {line["step"]: line["time"] for line in lines}
+    finally:
+        processes.kill_all()
+    took = {step: times[step] - times[step - 1] for step in times if step - 1 in times}
+    events = [json.loads(line) for path in logs.glob("events-*") for line in path.open()]
+    return [cost(took, step) for step in LOST.values()], sum(
+        event["kind"] == "aborted" for event in events
+    )
+
+
+def cost(took: dict[int, float], lost_in: int) -> float:
+    around = [took[lost_in + by] for by in range(-AROUND, AROUND + 1) if by]
+    usual = statistics.median(around)
+    return (took[lost_in] - usual) / usual
+
+
+def main() -> None:
+    share = 1 / REPLICAS
+    found = {}
+    with tempfile.TemporaryDirectory() as directory:
+        data = Path(directory) / "data"
+        prepare(Recipe([str(TEXT)]), data)
+        for masking in ("abort", "reassign"):
+            lost, aborted = costs(masking, data, Path(directory) / masking)
+            found[masking] = statistics.mean(lost)
+            each = ", ".join(f"{cost:.2f}" for cost in lost)
+            print(f"{masking}: {found[masking]:.2f} steps a loss ({each}), {aborted} aborted")
+    print(f"ratio reassign / abort: {found['reassign'] / found['abort']:.2f}")
+    ratio = found["reassign"] / share
+    print(f"ratio reassign / the lost replica's share of a step: {ratio:.2f} (goal {GOAL})")
+
+
+if __name__ == "__main__":
+    main()
