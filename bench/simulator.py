@@ -136,7 +136,7 @@ def main() -> None:
     swarm = large()
     for hourly in HOURLY:
         began = time.perf_counter()
-        outcome = simulate_run(swarm, Churn(hourly=hourly), masking="reassign")
+        outcome = simulate_run(swarm, Churn(hourly=hourly))
         took = time.perf_counter() - began
         print(
             f"{sum(swarm.counts):,} nodes, {outcome.steps} steps, {hourly:.2%} of nodes lost an "

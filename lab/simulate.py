@@ -71,9 +71,6 @@ def simulate(
     silent: Annotated[
         bool, typer.Option(help="Lost nodes fall silent; else their connections are reset.")
     ] = False,
-    reassign: Annotated[
-        bool, typer.Option(help="Compute again only what a lost replica had in its gradient.")
-    ] = False,
     limit: Annotated[float, typer.Option(help="Hours to simulate at most.")] = 24 * 365.0,
     seed: Seed = 0,
 ) -> None:
@@ -82,7 +79,7 @@ def simulate(
 
     from lab.links import WAN_LINKS, LinkError, read_links
     from lab.simulator.churn import HOUR, Churn, read_trace
-    from lab.simulator.run import Masking, simulate_run
+    from lab.simulator.run import simulate_run
     from lab.simulator.step import simulate_step
     from lab.simulator.swarm import SwarmError, one_site, seconds_at, sites, uniform
     from node.model import model_config
@@ -113,8 +110,7 @@ def simulate(
             replacement=replacement,
         )
         _print_step(swarm, simulate_step(swarm))
-        masking: Masking = "reassign" if reassign else "abort"
-        _print_run(simulate_run(swarm, churn, seed, masking, limit * HOUR))
+        _print_run(simulate_run(swarm, churn, seed, limit * HOUR))
 
 
 def _listed(texts: list[str], swarm: Swarm, rate: float, seed: int) -> dict[int, tuple[Place, ...]]:
@@ -176,6 +172,8 @@ def _print_run(outcome: Outcome) -> None:
     for name, seconds in parts.items():
         sheet.add_row(name, f"{seconds:,.1f} ({seconds / whole:.1%})")
     sheet.add_row("losses", f"{len(outcome.losses):,}, of {_nodes(outcome)} nodes")
+    masked = sum(loss.masked for loss in outcome.losses)
+    sheet.add_row("attempts that went on without them", f"{masked:,}")
     methods = Counter(rebuilt.method for loss in outcome.losses for rebuilt in loss.rebuilt)
     rebuilt = ", ".join(f"{count} by {method}" for method, count in methods.most_common())
     sheet.add_row("stages rebuilt", rebuilt or "none")

@@ -67,6 +67,25 @@ def noticed(swarm: Swarm, churn: Churn, stage: int) -> float:
     return wait + to_registry(swarm, stage) + to_registry(swarm, 0)
 
 
+def told(swarm: Swarm, churn: Churn, stage: int) -> float:
+    """From a replica's loss until all have the plan of a step that goes on without it: the driver's
+    link to it is reset, or silent, or the registry says that it leaves."""
+    heard = delay(swarm, 0, stage) + (swarm.run.swarm.silence if churn.silent else 0.0)
+    return min(heard, noticed(swarm, churn, stage)) + farthest(swarm)
+
+
+def sending_again(swarm: Swarm, stage: int, microbatches: float) -> float:
+    """Until a node has what the stages beside it had sent a lost replica for so many microbatches:
+    activations by the one, gradients by the other, at the same time."""
+    ring = swarm.config.stages + 1
+    seconds = 0.0
+    for way, kind in ((-1, "activation"), (1, "gradient")):
+        link = swarm.link((stage + way) % ring, stage)
+        size = frame_bytes(swarm.run, swarm.config, kind)
+        seconds = max(seconds, link.delay_ms / 1e3 + microbatches * size * 8 / (link.mbps * 1e6))
+    return seconds
+
+
 def gathering(swarm: Swarm) -> float:
     """A question of the driver's to all nodes, and their answers."""
     return 2 * farthest(swarm) + 2 * sum(swarm.counts) * swarm.transport.message

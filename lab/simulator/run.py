@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final, Literal
+from typing import Final
 
 import simpy
 
@@ -25,7 +25,6 @@ from recovery.decide import Decision, Held, Left, Rebuild, RollBack, Source, Sto
 from recovery.snapshot import held_at
 
 Events = Generator[simpy.Event, object, None]
-Masking = Literal["abort", "reassign"]
 IN_VAIN: Final = 10_000
 """Losses in a row, with no step committed between, after which a run is given up."""
 NOT_LATE: Final = 1e-9
@@ -54,6 +53,7 @@ class Loss:
     waited: float  # and until every stage had a node again
     recovered: float  # and until the next attempt began: gathered, fetched, relearned
     stall: float  # from the loss to the next commit
+    masked: bool  # the attempt went on without them
     rolled_back: int  # committed steps that had to be made again
 
 
@@ -86,20 +86,17 @@ def simulate_run(
     swarm: Swarm,
     churn: Churn = Churn(),  # noqa: B008 (a value)
     seed: int = 0,
-    masking: Masking = "abort",
     limit: float = math.inf,
     known: dict[tuple[int, ...], Step] | None = None,
 ) -> Outcome:
     """Until the run file's steps are committed, or for `limit` seconds.
 
-    `masking`: what becomes of an attempt when a node is lost whose stage lives on. "abort", as the
-    daemon does; "reassign": microbatches that only the lost node has in its gradient are computed
-    again, the attempt goes on. `known`: steps simulated before, by the nodes of each group; new
+    `known`: steps simulated before, by the nodes of each group; new
     ones are added. The same arguments give the same outcome. Raises SwarmError.
     """
     if churn.stages is not None and (bad := set(churn.stages) - {*range(swarm.config.stages + 1)}):
         raise SwarmError(f"stage {min(bad)} can't be lost: there are 0 to {swarm.config.stages}")
-    return _Run(swarm, churn, seed, masking, {} if known is None else known).outcome(limit)
+    return _Run(swarm, churn, seed, {} if known is None else known).outcome(limit)
 
 
 @dataclass
@@ -125,11 +122,10 @@ class _Run:
         swarm: Swarm,
         churn: Churn,
         seed: int,
-        masking: Masking,
         known: dict[tuple[int, ...], Step],
     ) -> None:
-        self.swarm, self.churn, self.masking, self.known = swarm, churn, masking, known
-        self.policy = swarm.run.recovery.policy
+        self.swarm, self.churn, self.known = swarm, churn, known
+        self.policy, self.masking = swarm.run.recovery.policy, swarm.run.recovery.masking
         self.environment = simpy.Environment()
         self.changed = self.environment.event()  # something that the training has to look at
         self.lives = Lives(churn, seed)
@@ -137,6 +133,7 @@ class _Run:
         self.nodes: dict[Place, _Node] = {}
         self.training = [0] * len(swarm.groups)  # nodes that train, by group
         self.before: Counter[Place] = Counter()  # nodes that were in the place
+        self.driver: Place | None = None
         self.struck: _Struck | None = None
         self.entering: list[Place] = []  # joiners that have caught up
         self.listed = dict(churn.at)
@@ -384,7 +381,9 @@ class _Run:
         self.begun = True
         self._admit()
         while self.committed < self.swarm.run.steps and not self.stopped:
-            if self.struck is not None:
+            if self.struck is not None and self._can_mask(self.struck):
+                yield from self.go_on()
+            elif self.struck is not None:
                 yield from self.get_over()
             elif self.entering:
                 yield from self.let_in()
@@ -402,16 +401,22 @@ class _Run:
                 over = math.ceil((self.now - began) / duration - self.left - NOT_LATE)
                 end = min(end, began + (max(0, over) + self.left) * duration)
         progress = (self.now - began) / duration + 1 - self.left
-        done = math.floor(progress + NOT_LATE)
+        done = max(0, math.floor(progress + NOT_LATE))
         if done:
-            self.spent += [self.invested + self.left * duration, *[duration] * (done - 1)]
-            self.iterations += done
-            self.vain = 0
             began += (done - 1 + self.left) * duration
-            self.left, self.invested = 1.0, 0.0
+            self.commit(self.left * duration)
+            self.spent += [duration] * (done - 1)
+            self.iterations += done - 1
         if progress - done > NOT_LATE:
             self.invested += self.now - began
             self.left = 1 - (progress - done)
+
+    def commit(self, seconds: float) -> None:
+        """The step under way, whose attempt has trained for these at last."""
+        self.spent.append(self.invested + seconds)
+        self.iterations += 1
+        self.vain = 0
+        self.left, self.invested = 1.0, 0.0
 
     def _ahead(self, duration: float) -> int:
         """Steps until the next listed loss. One that is due in the coming step is arranged for."""
@@ -428,6 +433,9 @@ class _Run:
             node.trains, node.since = True, self.committed
             self.training[node.group] += 1
         self.entering = []
+        if self.driver not in self.nodes:  # the oldest follows (bootstrap/membership.py)
+            ends = [p for p, node in self.nodes.items() if p.stage == 0 and node.trains]
+            self.driver = min(ends, key=lambda place: (self.nodes[place].since, place))
 
     def let_in(self) -> Events:
         """Joiners that have caught up, at a step boundary."""
@@ -447,6 +455,56 @@ class _Run:
 
     # --- losses
 
+    def _can_mask(self, struck: _Struck) -> bool:
+        """Whether the attempt can go on: all stages live, and the driver."""
+        return self.masking != "abort" and not self._lost() and self.driver not in struck.nodes
+
+    def go_on(self) -> Events:
+        """By a new plan, by which others redo what the lost nodes had; the commit waits for the
+        view without them, and then the driver gathers."""
+        first = self.struck
+        assert first is not None
+        nodes: list[Place] = []
+        viewed = 0.0
+        while self.struck is not None:
+            struck, self.struck = self.struck, None
+            nodes, viewed = nodes + struck.nodes, max(viewed, struck.noticed)
+            if not self._can_mask(struck):
+                self.struck = _Struck(first.time, viewed, nodes)
+                return
+            began, duration = self.now, self._duration()
+            self.left = self._left_without(struck.nodes)
+            yield from self.pause(self.left * duration)
+            self.invested += self.now - began
+            self.left -= (self.now - began) / duration
+            yield from self.pause(viewed - self.now)
+            if self.stopped:
+                return
+        self.commit(0.0)
+        noticed, stall = first.noticed - first.time, self.now - first.time
+        step = self.committed
+        yield from self.pause(reaction.gathering(self._present()))
+        loss = Loss(first.time, step, len(nodes), (), noticed, 0.0, 0.0, stall, True, 0)
+        self.losses.append(loss)
+
+    def _left_without(self, lost: Sequence[Place]) -> float:
+        """Of the step under way, in steps of those who are left. They take the lost nodes' part of
+        what is to come, and redo what these had done, at their own stages only: which matters where
+        a stage has more to compute, or is sent more, than the step leaves it time for."""
+        step, present = self._step(), self._present()
+        window = self.swarm.run.training.microbatches
+        longest = self.left * step.seconds
+        for stage, gone in Counter(stage for stage, _ in lost).items():
+            here = self._trained(stage)
+            redone = (1 - self.left) * window * gone / (gone + here)
+            groups = [group for group in present.groups if group.stage == stage]
+            speed = sum(group.count / group.seconds.microbatch for group in groups)
+            computing = (redone + self.left * window) / speed
+            told = reaction.told(present, self.churn, stage)
+            sending = reaction.sending_again(present, stage, redone / here)
+            longest = max(longest, told + max(computing, sending) + step.reduce)
+        return longest / step.seconds
+
     def get_over(self) -> Events:
         """Until every stage has trained nodes again, and the next attempt can begin."""
         first = self.struck
@@ -454,7 +512,6 @@ class _Run:
         nodes: list[Place] = []
         waited, back = 0.0, 0
         rebuilt: list[Rebuilt] = []
-        whole = False  # a stage was lost
         while self.struck is not None or self._lost():
             if self.struck is not None:
                 struck, self.struck = self.struck, None
@@ -468,9 +525,7 @@ class _Run:
                 return
             if self.struck is not None:
                 continue
-            lost = self._lost()
-            whole = whole or bool(lost)
-            decisions = self._decide(lost)
+            decisions = self._decide(self._lost())
             if self.stopped:
                 return
             yield from self.pause(self._rebuilding(decisions))
@@ -480,7 +535,7 @@ class _Run:
                 back += self._go_back(decisions)
                 rebuilt += [_rebuilt(stage, how) for stage, how in decisions.items()]
                 self._admit()
-        self._resume(nodes, whole)
+        self._abort()
         noticed = first.noticed - first.time
         loss = Loss(
             time=first.time,
@@ -490,7 +545,8 @@ class _Run:
             detected=noticed,
             waited=waited,
             recovered=self.now - first.time - noticed - waited,
-            stall=self.now - first.time + self.left * self._duration(),
+            stall=self.now - first.time + self._duration(),
+            masked=False,
             rolled_back=back,
         )
         self.losses.append(loss)
@@ -498,17 +554,11 @@ class _Run:
     def _lost(self) -> list[int]:
         return [stage for stage in self.stages if not self._trained(stage)]
 
-    def _resume(self, lost: Sequence[Place], whole: bool) -> None:
-        """What is left to compute of the step that was under way: everything, or, with nothing lost
-        but replicas and masking, the rest and what the lost ones had in their gradients."""
-        if whole or self.masking == "abort":
-            self.aborts += 1
-            self.aborted += self.invested
-            self.left, self.invested = 1.0, 0.0
-            return
-        gone = Counter(stage for stage, _ in lost)
-        share = max(count / (count + self._trained(stage)) for stage, count in gone.items())
-        self.left += (1 - self.left) * share
+    def _abort(self) -> None:
+        """The attempt under way; all of the step is left."""
+        self.aborts += 1
+        self.aborted += self.invested
+        self.left, self.invested = 1.0, 0.0
 
     def _decide(self, lost: Sequence[int]) -> dict[int, Decision]:
         """For each stage. Before the first commit newcomers make the initial weights themselves."""

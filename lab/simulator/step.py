@@ -1,6 +1,6 @@
 """One step in simulated time, microbatch by microbatch, as node/pipeline.py runs it.
 
-Sources inject with node/routing.py itself; each node has one compute thread that runs backward work
+The plan is the driver's, node/routing.py; each node has one compute thread that runs backward work
 before forward work; frames cross links; then the replicas of each stage average as in
 node/averaging.py, everyone says Ready, and the driver's commit begins the next step. What policies
 send competes for links and threads.
@@ -8,7 +8,7 @@ send competes for links and threads.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,9 +32,8 @@ from lab.simulator.swarm import (
 from node.averaging import PIECE
 from node.compute import Priority
 from node.copies import FRAME, OUTSTANDING
-from node.routing import Route, Routing, share_out
+from node.routing import Route, plan
 from node.wire import KINDS, encoded_size
-from recovery.orders import order
 from recovery.snapshot import route as route_of_copies
 
 URGENCY: Final = {kind: number for number, kind in enumerate(KINDS)}
@@ -107,13 +106,14 @@ class Cast:
     microbatches: int
     occupied: Mapping[int, float]  # stage -> share of a task for which a node is occupied by it
     others: int  # nodes besides, with which the driver exchanges messages too
+    away: float  # seconds one way from the driver to the other sources that its node stands for
     reduces: Mapping[int, float] | None  # stage -> seconds; None: simulated
 
 
 def _each(swarm: Swarm) -> Cast:
     training = swarm.run.training
     alone = dict.fromkeys(range(swarm.config.stages + 1), 1.0)
-    return Cast(swarm, swarm.nodes(), training.microbatches, alone, 0, None)
+    return Cast(swarm, swarm.nodes(), training.microbatches, alone, 0, 0.0, None)
 
 
 def _why_not_pooled(swarm: Swarm) -> str | None:
@@ -148,6 +148,7 @@ def lane(swarm: Swarm) -> Cast:
         -(-swarm.run.training.microbatches // sources),
         {stage: sources / swarm.replicas(stage) for stage in stages},
         sum(swarm.counts) - len(stages),
+        one.link(0, 0).delay_ms / 1e3 if sources > 1 else 0.0,
         {stage: averaging_seconds(swarm, stage) for stage in stages},
     )
 
@@ -187,6 +188,8 @@ class _Node:
         self.thread, self.loop = thread, loop
         self.step = 0  # that it has begun
         self.held: list[Then] = []  # frames of the next one
+        self.waiting: deque[Route] = deque()  # microbatches to be injected here
+        self.out = 0  # injected, and not home
         self.twin = 0.0  # seconds of a microbatch's forward pass of the next stage
         self.twin_apply = 0.0
         self.lacking = 0  # of the twin's gradient and its own, before it is ready
@@ -321,12 +324,9 @@ class _Training:
         for node in self.nodes.values():
             self.by_stage[node.stage].append(node)
         self.driver = self.by_stage[0][0]
+        replicas = [[node.name for node in self.by_stage[stage]] for stage in self.stages]
         speeds = {name: node.seconds.microbatch for name, node in self.nodes.items()}
-        self.routings = {
-            node.name: Routing(node.name, swarm.in_flight, dict(speeds))
-            for node in self.by_stage[0]
-        }
-        self.speeds = speeds
+        self.plan = plan(cast.microbatches, replicas, speeds, swarm.swapped)
         self.sizes = {
             kind: frame_bytes(swarm.run, swarm.config, kind) for kind in ("activation", "gradient")
         }
@@ -414,7 +414,7 @@ class _Training:
     def message(self, a: _Node, b: _Node, then: Then) -> None:
         """On a stream of its own, which no frame delays."""
         if a is b:
-            then()
+            self.clock.after(self.cast.away, then) if self.cast.away else then()
             return
         delay = self.swarm.network.between(a.site, b.site).delay_ms / 1e3
         taken = partial(b.loop.post, 0, self.transport.message, then)
@@ -441,17 +441,11 @@ class _Training:
         self.averages = {
             stage: _Average(self, nodes) for stage, nodes in self.by_stage.items() if len(nodes) > 1
         }
-        sources = list(self.routings)
-        shared = share_out(range(self.cast.microbatches), sources, self.speeds)
-        plan: dict[str, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
-        for identity, source in enumerate(shared):
-            stages = order(identity, self.swarm.config.stages, self.swarm.swapped)
-            plan[source].append((identity, stages))
         self.speak_to_others()
         for node in self.nodes.values():
-            self.message(self.driver, node, partial(self.begun, node, plan.get(node.name, [])))
+            self.message(self.driver, node, partial(self.begun, node))
 
-    def begun(self, node: _Node, plan: list[tuple[int, tuple[int, ...]]]) -> None:
+    def begun(self, node: _Node) -> None:
         """A node applies the commit, and begins."""
         node.step += 1
         node.lacking = 1 + self._twin_pieces((node.stage + 1) % len(self.stages))
@@ -459,56 +453,52 @@ class _Training:
         updates = self.updates.get(node.name)
         node.thread.post(Priority.CONTROL, apply, updates.committed if updates else _nothing)
         if node.stage == 0:
-            replicas = {s: [n.name for n in nodes] for s, nodes in self.by_stage.items()}
-            self.routings[node.name].begin(replicas, plan)
+            node.waiting.extend(route for route in self.plan if route.nodes[0] == node.name)
             self.inject(node)
         held, node.held = node.held, []
         for take in held:
             take()
 
     def inject(self, source: _Node) -> None:
-        while (injected := self.routings[source.name].inject()) is not None:
-            identity, route = injected
-            then = partial(self.forward_done, source, identity, route, 0)
+        while source.waiting and source.out < self.swarm.in_flight:
+            source.out += 1
+            then = partial(self.forward_done, source, source.waiting.popleft(), 0)
             source.thread.post(Priority.FORWARD, source.seconds.forward, then)
 
-    def forward_done(self, node: _Node, identity: int, route: Route, position: int) -> None:
+    def forward_done(self, node: _Node, route: Route, position: int) -> None:
         to = self.nodes[route.nodes[position + 1]]
-        take = partial(self.take, to, node.step, identity, route, position + 1, "activation")
+        take = partial(self.take, to, node.step, route, position + 1, "activation")
         self.frame("activation", node, to, self.sizes["activation"], take)
         if self.twins:
             node.thread.post(Priority.BACKGROUND, node.twin, _nothing)
 
-    def backward_done(self, node: _Node, identity: int, route: Route, position: int) -> None:
+    def backward_done(self, node: _Node, route: Route, position: int) -> None:
         if position == 0:
-            self.home(node, identity, route)
+            self.home(node)
             return
         to = self.nodes[route.nodes[position - 1]]
-        take = partial(self.take, to, node.step, identity, route, position - 1, "gradient")
+        take = partial(self.take, to, node.step, route, position - 1, "gradient")
         self.frame("gradient", node, to, self.sizes["gradient"], take)
 
-    def take(
-        self, node: _Node, step: int, identity: int, route: Route, position: int, kind: str
-    ) -> None:
+    def take(self, node: _Node, step: int, route: Route, position: int, kind: str) -> None:
         """A frame has come."""
         if node.step < step:
-            again = partial(self.take, node, step, identity, route, position, kind)
+            again = partial(self.take, node, step, route, position, kind)
             node.held.append(again)
             return
         seconds = node.seconds
         if kind == "gradient":
-            done = partial(self.backward_done, node, identity, route, position)
+            done = partial(self.backward_done, node, route, position)
             node.thread.post(Priority.BACKWARD, seconds.backward, done)
         elif position == len(route.nodes) - 1:
-            done = partial(self.backward_done, node, identity, route, position)
+            done = partial(self.backward_done, node, route, position)
             node.thread.post(Priority.BACKWARD, seconds.head, done)
         else:
-            done = partial(self.forward_done, node, identity, route, position)
+            done = partial(self.forward_done, node, route, position)
             node.thread.post(Priority.FORWARD, seconds.forward, done)
 
-    def home(self, source: _Node, identity: int, route: Route) -> None:
-        visited = route.nodes[1:-1]
-        self.routings[source.name].home(identity, {name: self.speeds[name] for name in visited})
+    def home(self, source: _Node) -> None:
+        source.out -= 1
         self.message(source, self.driver, self.heard_of_home)
         self.inject(source)
 
