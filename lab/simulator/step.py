@@ -16,6 +16,7 @@ from typing import Final, Literal
 
 import torch
 
+from lab.links import Link
 from lab.simulator.clock import Clock, Cores, Then, Uplink, Wire, Worker
 from lab.simulator.swarm import (
     HEAD,
@@ -153,18 +154,21 @@ def lane(swarm: Swarm) -> Cast:
     )
 
 
-def averaging_seconds(swarm: Swarm, stage: int) -> float:
-    """Of equal replicas at one site, in closed form: each sends (R-1)/R of the gradient twice, over
-    R-1 links at once, and passes over it three times; the shorter of sending and passing over is
-    hidden behind the longer but for a piece."""
+def averaging_seconds(swarm: Swarm, stage: int, link: Link | None = None) -> float:
+    """Of equal replicas in closed form, with this link between any two of them; left out: the one
+    within the site of the first. If they aren't equal, as if all were like the slowest.
+
+    Each sends (R-1)/R of the gradient twice, over R-1 links at once, and passes over it three
+    times; the shorter of sending and passing over is hidden behind the longer but for a piece.
+    """
     replicas = swarm.replicas(stage)
     if replicas == 1:
         return 0.0
-    group = next(group for group in swarm.groups if group.stage == stage and group.count)
-    link = swarm.network.between(group.site, group.site)
+    groups = [group for group in swarm.groups if group.stage == stage and group.count]
+    link = link or swarm.network.between(groups[0].site, groups[0].site)
     pieces, size = _pieces(swarm, stage, replicas)
     sending = 2 * pieces * size * 8 / (link.mbps * 1e6)
-    computing = 3 * group.seconds.add * (replicas - 1) / replicas
+    computing = 3 * max(group.seconds.add for group in groups) * (replicas - 1) / replicas
     frames = 4 * (replicas - 1) * pieces * swarm.transport.frame
     short, _, long = sorted((sending, computing, frames))
     return 2 * link.delay_ms / 1e3 + long + short / pieces
