@@ -185,7 +185,8 @@ def plan(
     if replayed:
         _print_replayed(replayed)
     if out is not None:
-        console.print(f"{out}: planaria up {out}, or planaria bootstrap --run {out} ...")
+        said = f"{out}: planaria up {out}, or planaria bootstrap --run {out} ..."
+        console.print(said, soft_wrap=True, markup=False, emoji=False)
 
 
 # --- what is asked
@@ -530,7 +531,7 @@ def _print_others(found: Answer) -> None:
         sheet.add_row(described(plan), f"{plan.step:.3g} s", _duration(plan.seconds), money, why)
     console.print(sheet)
     for line in found.refused[:3]:
-        console.print(f"doesn't fit: {line}", soft_wrap=True)
+        console.print(f"doesn't fit: {line}", soft_wrap=True, markup=False, emoji=False)
     if len(found.refused) > 3:
         console.print(f"nor do {len(found.refused) - 3} more")
 
@@ -568,32 +569,24 @@ def _duration(seconds: float) -> str:
 
 
 def draw(question: Question, path: Path) -> None:
-    """Time and cost of the best plan of each policy, by failure rate. Raises OSError."""
+    """Time of the fastest and money of the cheapest plan of each policy, by failure rate. Raises
+    OSError."""
     import math
-    from dataclasses import replace
 
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    from lab.planner import PlanError, answer
-
+    drawn = curves(question)
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2))
-    free = replace(question, deadline=math.inf, budget=math.inf)
-    for policy in question.policies:
-        rates, hours, money = [], [], []
-        for rate in sorted({*RATES, question.hourly}):
-            try:
-                best = answer(replace(free, hourly=rate, policies=(policy,))).best
-            except PlanError:
-                continue  # never gets there
-            rates.append(100 * rate)
-            hours.append(best.seconds / HOUR)
-            money.append(best.money)
-        for axis, values in zip(axes, (hours, money), strict=True):
-            axis.plot(rates, values, marker=".", label=policy)
-    for axis, label in zip(axes, ("hours to the tokens", "money"), strict=True):
+    for policy, points in drawn.items():
+        rates = [100 * rate for rate, _, _ in points]
+        for column, axis in enumerate(axes, 1):
+            values = [point[column] for point in points]
+            known = [value if math.isfinite(value) else math.nan for value in values]
+            axis.plot(rates, known, marker=".", label=policy)
+    for axis, label in zip(axes, ("hours, the fastest plan", "money, the cheapest"), strict=True):
         axis.set_xlabel("nodes lost, % an hour")
         axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
@@ -602,3 +595,21 @@ def draw(question: Question, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def curves(question: Question) -> dict[str, list[tuple[float, float, float]]]:
+    """By policy: probability an hour, hours of its fastest plan, money of its cheapest."""
+    from dataclasses import replace
+
+    from lab.planner import Plan, candidates
+
+    found: dict[str, list[tuple[float, float, float]]] = {}
+    for rate in sorted({*RATES, question.hourly}):
+        plans = [p for p in candidates(replace(question, hourly=rate)) if isinstance(p, Plan)]
+        for policy in question.policies:
+            of = [plan for plan in plans if plan.policy == policy]
+            if of:
+                fastest = min(plan.seconds for plan in of) / HOUR
+                cheapest = min(plan.money for plan in of)
+                found.setdefault(policy, []).append((rate, fastest, cheapest))
+    return found

@@ -559,21 +559,35 @@ def judged(
 
 
 def usual_seconds(swarm: Swarm, reach: Reach, away: Sequence[float], step: float) -> float:
-    """Of a step, with as many nodes missing as there are on average. Each stage lacks k of its R
-    nodes with the binomial's probability; the stage that lacks most says how long a step takes."""
+    """Of a step, with as many nodes missing as there are on average. How many a stage lacks is
+    binomial. Stage 0, where the sources are, is looked at by itself, and of the others the one
+    that lacks most, as if it were the one with fewest; the worse of the two says what it takes."""
     counts = [swarm.replicas(stage) for stage in range(len(away))]
     if not any(away) or max(counts) == 1:
         return step
-    speed, before, longest = 0.0, 0.0, step
-    levels = min(LEVELS, max(counts) - 1)
-    for gone in range(levels + 1):
-        if gone:
-            longest = max(longest, step_seconds(_without(swarm, gone), reach))
-        last = gone == levels
-        upto = 1.0 if last else math.prod(map(_at_most, [gone] * len(away), counts, away))
-        speed += max(0.0, upto - before) / longest
-        before = max(before, upto)
-    return 1 / speed
+    fewest = 1 + counts[1:].index(min(counts[1:]))
+    ends = _levels(swarm, reach, 0, step), _chances(counts[:1], away[:1])
+    body = _levels(swarm, reach, fewest, step), _chances(counts[1:], away[1:])
+    both = product(zip(*ends, strict=False), zip(*body, strict=False))
+    return 1 / math.fsum(p * q / max(a, b) for (a, p), (b, q) in both)
+
+
+def _levels(swarm: Swarm, reach: Reach, stage: int, step: float) -> list[float]:
+    """Seconds of a step when the stage lacks 0, 1, .. nodes, but for one."""
+    found = [step]
+    for gone in range(1, LEVELS + 1):
+        if gone < swarm.replicas(stage):
+            found.append(max(found[-1], step_seconds(_without(swarm, stage, gone), reach)))
+        else:
+            found.append(found[-1])
+    return found
+
+
+def _chances(counts: Sequence[int], away: Sequence[float]) -> list[float]:
+    """Probabilities that the stage that lacks most lacks 0, 1, .. nodes, of `LEVELS` or more in
+    one; no stage lacks all."""
+    upto = [math.prod(map(_at_most, [gone] * len(counts), counts, away)) for gone in range(LEVELS)]
+    return [upto[0], *(max(0.0, b - a) for a, b in pairwise([*upto, 1.0]))]
 
 
 def _at_most(missing: int, count: int, away: float) -> float:
@@ -583,17 +597,14 @@ def _at_most(missing: int, count: int, away: float) -> float:
     return min(1.0, math.fsum(chances[: missing + 1]) / whole_chance) if whole_chance else 0.0
 
 
-def _without(swarm: Swarm, gone: int) -> Swarm:
-    """With so many nodes less at each stage, the fastest first, but for one."""
-    left = dict.fromkeys(range(swarm.config.stages + 1), gone)
+def _without(swarm: Swarm, stage: int, gone: int) -> Swarm:
+    """With so many nodes less at a stage, the fastest first, but for one."""
+    left = min(gone, swarm.replicas(stage) - 1)
     counts = [group.count for group in swarm.groups]
-    order = sorted(range(len(counts)), key=lambda i: swarm.groups[i].seconds.microbatch)
-    for i in order:
-        stage = swarm.groups[i].stage
-        here = sum(counts[j] for j, group in enumerate(swarm.groups) if group.stage == stage)
-        less = min(left[stage], counts[i], here - 1)
-        counts[i] -= less
-        left[stage] -= less
+    for i in sorted(range(len(counts)), key=lambda i: swarm.groups[i].seconds.microbatch):
+        if swarm.groups[i].stage == stage:
+            counts[i] -= (less := min(left, counts[i]))
+            left -= less
     return swarm.with_counts(counts)
 
 
