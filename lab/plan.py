@@ -565,6 +565,8 @@ def _print_replayed(replayed: Mapping[str, tuple[Plan, Outcome]]) -> None:
 def _duration(seconds: float) -> str:
     import math
 
+    if seconds < HOUR:
+        return f"{seconds / 60:.1f} min"
     return f"{seconds / HOUR:,.1f} h" if math.isfinite(seconds) else "never"
 
 

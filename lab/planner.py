@@ -51,8 +51,12 @@ INTERVALS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 """Steps between checkpoints that are tried."""
 LEVELS: Final = 8
 """Replicas of a stage that may be missing at once, at most, of which a step's time is looked at."""
+ALIKE: Final = 0.005
+"""Share of the time by which plans differ that are as good as each other."""
 FRAME: Final = 1.5e-3
 """Seconds of a node's event loop for each frame that it sends or takes (results/simulator)."""
+COPIED: Final = 1e10
+"""Bytes a second from a device to its machine's memory; a checkpoint holds up training for it."""
 BITS: Final = 8e-6
 """Megabits in a byte."""
 POLICIES: Final[tuple[Policy, ...]] = (
@@ -697,7 +701,7 @@ def _learning(swarm: Swarm, reach: Reach, lost: float, usual: float) -> tuple[fl
         stages = range(swarm.config.stages + 1)
         most = max(fetched_bytes(run, swarm.config, of, "checkpoint") for of in stages)
         writing = most * BITS / swarm.storage_mbps
-        period = max(recovery.checkpoint_every * usual, writing)
+        period = max(recovery.checkpoint_every * usual + most / COPIED, writing)
         if not lost:
             return steps, period / (recovery.checkpoint_every * usual) - 1
         if (period + writing) * lost > 700:
@@ -776,6 +780,9 @@ def _why_not(question: Question, plan: Plan) -> str:
         return f"takes {hours:,.1f} h of {question.deadline:,.1f} h"
     if plan.money > question.budget:
         return f"costs {plan.money:,.2f} of {question.budget:,.2f}"
+    homeless = plan.policy == "checkpoint" and not plan.run.recovery.checkpoint_dir
+    if homeless and question.policies != ("checkpoint",):
+        return "takes a folder that all nodes share: name it in recovery.checkpoint_dir"
     return ""
 
 
@@ -798,7 +805,9 @@ def _why(plan: Plan, best: Plan) -> str:
         return f"dearer: {plan.money:,.2f} instead of {best.money:,.2f}"
     spent = {name: of - best.spent[name] for name, of in plan.spent.items()}
     name = max(spent, key=lambda of: spent[of])
-    more = spent[name] / best.seconds
+    more = plan.seconds / best.seconds - 1
+    if more < ALIKE:
+        return f"as good as that: {more:+.2%} of the time"
     if name == "training":
         return f"a step takes {plan.step:.3g} s instead of {best.step:.3g} s"
     reasons = {
@@ -808,7 +817,7 @@ def _why(plan: Plan, best: Plan) -> str:
         "replicas lost": "losses of replicas hold it up",
         "stages lost": "losses of stages hold it up",
     }
-    return f"{reasons[name]}: {more:+.1%} of the time"
+    return f"{reasons[name]}: {spent[name] / best.seconds:+.1%} of the time"
 
 
 def _nothing_fits(question: Question, refused: Iterable[str]) -> str:

@@ -43,6 +43,8 @@ preset = "tiny"
 [training]
 batch = 16
 microbatch = 1
+[recovery]
+checkpoint_dir = "/mnt/shared"
 """
 
 
@@ -200,6 +202,15 @@ def test_what_cannot_be_says_why() -> None:
         question(replacement=math.inf)
     with pytest.raises(PlanError, match="there are no nodes"):
         question(nodes=0)
+
+
+def test_checkpoints_take_a_folder() -> None:
+    asked = question(run=RUN.replace("/mnt/shared", ""), hourly=0.3)
+    found = answer(asked)
+    assert found.best.policy != "checkpoint"
+    reasons = {why for plan, why in found.others if plan.policy == "checkpoint"}
+    assert reasons == {"takes a folder that all nodes share: name it in recovery.checkpoint_dir"}
+    assert answer(replace(asked, policies=("checkpoint",))).best.policy == "checkpoint"
 
 
 def test_who_computes_on_a_cpu_has_one_memory() -> None:
