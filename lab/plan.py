@@ -4,58 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from node.cli import console, refusing
 
 if TYPE_CHECKING:
-    from lab.links import Network
-    from lab.planner import Answer, Machine, Plan, Question
+    from lab.planner import Answer, Plan, Question
     from lab.simulator.churn import Row
     from lab.simulator.run import Outcome
     from node.run_file import RunFile
 
 HOUR: Final = 3600.0
-SUSTAINED: Final = 0.4
-"""Share of a GPU's peak that training sustains, where nothing was measured."""
 RATES: Final = (0.0, 0.01, 0.02, 0.05, 0.1, 0.16, 0.25, 0.4)
 """An hour, of the picture."""
 TOKENS_A_STEP: Final = 2**18
 """About as many, of a preset whose batch isn't given."""
-
-
-class Kind(NamedTuple):
-    """Of GPU, by its maker's data sheet: GB, dense bf16 (or fp16) TFLOP/s, GB/s."""
-
-    memory: float
-    tflops: float
-    bandwidth: float
-
-
-KINDS: Final[Mapping[str, Kind]] = {
-    "t4": Kind(16, 65, 320),
-    "v100": Kind(16, 125, 900),
-    "l4": Kind(24, 121, 300),
-    "rtx3090": Kind(24, 71, 936),
-    "rtx4090": Kind(24, 165, 1008),
-    "a100": Kind(80, 312, 2039),
-    "h100": Kind(80, 989, 3350),
-}
-
-
-class Hardware(NamedTuple):
-    """What the command line says of the nodes; None: nothing."""
-
-    nodes: int | None
-    kind: str | None
-    tflops: float | None
-    memory: float | None  # GB
-    host: float | None  # GB
-    bandwidth: float | None  # GB/s
-    price: float
-    cpu: bool
 
 
 def plan(
@@ -72,7 +37,8 @@ def plan(
     vocabulary: Annotated[int, typer.Option(help="If the run file names none.")] = 50_257,
     nodes: Annotated[int | None, typer.Option(min=2, help="That are to be had.")] = None,
     kind: Annotated[
-        str | None, typer.Option(help=f"Of GPU: {', '.join(KINDS)}. 40 % of its peak is sustained.")
+        str | None,
+        typer.Option(help="Of GPU, as a100 or rtx4090; 40 % of its peak is sustained."),
     ] = None,
     tflops: Annotated[
         float | None, typer.Option(help="TFLOP/s that a node sustains in the model.")
@@ -141,6 +107,7 @@ def plan(
     import math
 
     from lab.links import LinkError
+    from lab.machines import Hardware, probed, told
     from lab.planner import PlanError, Question, answer
     from lab.simulator.churn import read_trace
     from lab.simulator.swarm import SwarmError
@@ -156,7 +123,7 @@ def plan(
         if probe is not None:
             machines, network = probed(probe, hardware)
         else:
-            machines, network = _told(hardware, site or [], table, delay, mbps, uplink)
+            machines, network = told(hardware, site or [], table, delay, mbps, uplink)
         question = Question(
             run=run,
             vocabulary=run.model.vocabulary or vocabulary,
@@ -237,140 +204,6 @@ def _policies(names: list[str] | None) -> Any:
     return tuple(names) if names else POLICIES
 
 
-def _told(
-    hardware: Hardware,
-    sites: list[str],
-    table: Path | None,
-    delay: float,
-    mbps: float,
-    uplink: float | None,
-) -> tuple[tuple[Machine, ...], Network]:
-    """Nodes that are alike, at sites in turn. Raises PlanError, LinkError."""
-    from lab.links import WAN_LINKS, read_links
-    from lab.simulator import swarm
-
-    counts = _counts(hardware.nodes, sites)
-    if sites:
-        uplinks = {} if uplink is None else dict.fromkeys(counts, uplink)
-        network = swarm.sites(read_links(table or WAN_LINKS), uplinks, counts)
-    else:
-        network = swarm.one_site(delay, mbps)
-    names = (name for name, count in counts.items() for _ in range(count))
-    machines = tuple(_machine(f"node {i}", at, hardware) for i, at in enumerate(names, 1))
-    return machines, network
-
-
-def _counts(nodes: int | None, sites: list[str]) -> dict[str, int]:
-    """Nodes by site. Raises PlanError."""
-    from lab.planner import PlanError
-
-    counts: dict[str, int] = {}
-    open_sites = []
-    for text in sites:
-        name, colon, count = text.partition(":")
-        if colon and not (count.isascii() and count.isdigit() and int(count)):
-            raise PlanError(f"--site {text}: write NAME or NAME:NODES, as in Iowa:6")
-        counts[name] = int(count) if colon else 0
-        open_sites += [] if colon else [name]
-    given = sum(counts.values())
-    if nodes is None and (open_sites or not sites):
-        raise PlanError("how many nodes there are isn't said: give --nodes, or --site NAME:NODES")
-    left = (given if nodes is None else nodes) - given
-    if left < len(open_sites) or (left and sites and not open_sites):
-        raise PlanError(f"--nodes {nodes} don't go with the {given} of --site NAME:NODES")
-    for i, name in enumerate(open_sites):
-        counts[name] = left // len(open_sites) + (i < left % len(open_sites))
-    return counts or {"anywhere": left}
-
-
-def _machine(
-    name: str,
-    site: str,
-    hardware: Hardware,
-    tflops: float | None = None,
-    memory: float | None = None,
-    cpu: bool = False,
-) -> Machine:
-    """With what was measured, if it was. Raises PlanError."""
-    import math
-
-    from lab.planner import Machine, PlanError
-
-    if hardware.kind is not None and hardware.kind not in KINDS:
-        raise PlanError(
-            f"--kind {hardware.kind} isn't known: there are {', '.join(KINDS)}; for another one "
-            "give --tflops and --memory"
-        )
-    kind = KINDS[hardware.kind] if hardware.kind else None
-    flops = tflops or hardware.tflops or (SUSTAINED * kind.tflops if kind else 0.0)
-    size = memory or hardware.memory or (kind.memory if kind else 0.0)
-    if not (flops > 0 and size > 0):
-        raise PlanError(f"what {name} can do isn't said: give --kind, or --tflops and --memory")
-    moves = hardware.bandwidth or (kind.bandwidth if kind else 500.0)
-    host = math.inf if hardware.host is None else 1e9 * hardware.host
-    shared = cpu or hardware.cpu
-    return Machine(name, site, 1e12 * flops, 1e9 * size, host, 1e9 * moves, hardware.price, shared)
-
-
-def probed(path: Path, hardware: Hardware) -> tuple[tuple[Machine, ...], Network]:
-    """What `planaria probe` has measured: {"nodes": [{"node", "device", "memory" (bytes),
-    "tflops"}], "links": [{"a", "b", "rtt_ms", "mbps"}]}. Each node is a site of its own; a pair
-    that wasn't measured is as bad as the worst that was. Raises PlanError."""
-    import json
-    from itertools import combinations
-
-    from lab.links import Link
-    from lab.planner import PlanError
-    from lab.simulator import swarm
-
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        nodes = [
-            (str(one["node"]), str(one["device"]), float(one["memory"]), float(one["tflops"]))
-            for one in data["nodes"]
-        ]
-        links = {
-            frozenset((str(one["a"]), str(one["b"]))): (one["rtt_ms"] / 2, float(one["mbps"]))
-            for one in data["links"]
-        }
-    except (OSError, ValueError) as error:
-        raise PlanError(f"can't read the probe {path}: {error}") from error
-    except (KeyError, TypeError) as error:
-        raise PlanError(f"{path} is no probe: {error!r} in it is missing or of no use") from error
-    if len(nodes) < 2 or not links:
-        raise PlanError(f"{path} has {len(nodes)} nodes and {len(links)} links: too few to plan")
-    bad = [pair for pair, (delay, rate) in links.items() if not (delay >= 0 and rate > 0)]
-    if bad:
-        delay, rate = links[bad[0]]
-        raise PlanError(
-            f"{path}: {2 * delay:g} ms and {rate:g} Mbit/s between {' and '.join(sorted(bad[0]))} "
-            "are no figures of a link"
-        )
-    worst = max(d for d, _ in links.values()), min(m for _, m in links.values())
-    names = _in_a_row([name for name, *_ in nodes], links, worst)
-    of = {node[0]: node for node in nodes}
-    machines = tuple(
-        _machine(name, name, hardware, tflops, memory / 1e9, device == "cpu")
-        for name, device, memory, tflops in (of[name] for name in names)
-    )
-    measured = (Link(a, b, *links.get(frozenset((a, b)), worst)) for a, b in combinations(names, 2))
-    return machines, swarm.sites(measured)
-
-
-def _in_a_row(
-    names: list[str],
-    links: Mapping[frozenset[str], tuple[float, float]],
-    worst: tuple[float, float],
-) -> list[str]:
-    """Each followed by the nearest that is left: stages are cut from this row."""
-    row, left = names[:1], set(names[1:])
-    while left:
-        nearest = min(left, key=lambda n: (links.get(frozenset((row[-1], n)), worst)[0], n))
-        row.append(nearest)
-        left.remove(nearest)
-    return row
-
-
 # --- traces
 
 
@@ -445,14 +278,14 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "in_flight": plan.swarm.in_flight,
         "recompute": training.recompute,
         "steps": plan.run.steps,
-        "step_seconds": plan.step,
-        "usual_step_seconds": plan.usual,
+        "step_seconds": plan.estimate.step,
+        "usual_step_seconds": plan.estimate.usual,
         "tokens_per_second": plan.tokens_per_second,
         "seconds": figure(plan.seconds),
         "money": figure(plan.money),
-        "spent": {name: figure(seconds) for name, seconds in plan.spent.items()},
-        "lost_nodes": figure(plan.lost_nodes),
-        "lost_stages": figure(plan.lost_stages),
+        "spent": {name: figure(seconds) for name, seconds in plan.estimate.spent.items()},
+        "lost_nodes": figure(plan.estimate.lost_nodes),
+        "lost_stages": figure(plan.estimate.lost_stages),
         "memory": [{"device": of.device, "host": of.host} for of in plan.memory()],
         "nodes": [[machine.name for machine in of] for of in plan.nodes],
     }
@@ -479,8 +312,8 @@ def replay_data(plan: Plan, outcome: Outcome) -> dict[str, Any]:
 
 
 def behind(plan: Plan, outcome: Outcome) -> float:
-    """Steps that the rebuilt stages cost in learning, by `lab.planner.LEARNING`."""
-    from lab.planner import LEARNING, lesson
+    """Steps that the rebuilt stages cost in learning, by `lab.estimate.LEARNING`."""
+    from lab.estimate import LEARNING, lesson
 
     cost = LEARNING[lesson(plan.run)]
     guessed = sum(not one.exact for loss in outcome.losses for one in loss.rebuilt)
@@ -501,16 +334,19 @@ def _print_plan(question: Question, found: Answer) -> None:
     sheet.add_row("in flight", f"{plan.swarm.in_flight} a source")
     sheet.add_row("recomputation", "yes" if training.recompute else "no")
     simulated = simulate_step(plan.swarm, steps=2).seconds
-    sheet.add_row("a step", f"{plan.step:.3g} s (simulated: {simulated:.3g} s)")
+    sheet.add_row("a step", f"{plan.estimate.step:.3g} s (simulated: {simulated:.3g} s)")
     sheet.add_row("tokens a second", f"{plan.tokens_per_second:,.0f}, while no node is missing")
     target = f"{question.tokens:,.0f} tokens, {plan.run.steps:,} steps"
     sheet.add_row("time", f"{_duration(plan.seconds)} to {target}")
     if plan.price:
         sheet.add_row("money", f"{plan.money:,.2f} at {plan.price:,.2f} an hour")
-    for name, seconds in plan.spent.items():
+    for name, seconds in plan.estimate.spent.items():
         if seconds >= 0.0005 * plan.seconds:
             sheet.add_row(f"  {name}", f"{seconds / plan.seconds:.1%} of the time")
-    sheet.add_row("losses", f"{plan.lost_nodes:,.1f} nodes, {plan.lost_stages:,.2f} whole stages")
+    sheet.add_row(
+        "losses",
+        f"{plan.estimate.lost_nodes:,.1f} nodes, {plan.estimate.lost_stages:,.2f} whole stages",
+    )
     for stage, (of, need) in enumerate(zip(plan.nodes, plan.memory(), strict=True)):
         places = ", ".join(dict.fromkeys(machine.site for machine in of))
         memory = f"{need.device / 1e9:,.2f} GB on the device, {need.host / 1e9:,.2f} GB beside it"
@@ -528,7 +364,9 @@ def _print_others(found: Answer) -> None:
         sheet.add_column(column, justify="left" if column in ("plan", "why") else "right")
     for plan, why in found.others:
         money = f"{plan.money:,.2f}" if plan.price else "-"
-        sheet.add_row(described(plan), f"{plan.step:.3g} s", _duration(plan.seconds), money, why)
+        sheet.add_row(
+            described(plan), f"{plan.estimate.step:.3g} s", _duration(plan.seconds), money, why
+        )
     console.print(sheet)
     for line in found.refused[:3]:
         console.print(f"doesn't fit: {line}", soft_wrap=True, markup=False, emoji=False)

@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lab.command import cli
-from lab.plan import Hardware, curves, figures, probed
+from lab.machines import Hardware, probed
+from lab.plan import curves, figures
 from lab.planner import Machine, PlanError, Question
 from lab.simulator.churn import Row
 from lab.simulator.swarm import one_site

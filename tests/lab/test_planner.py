@@ -14,10 +14,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lab.compare import cost
+from lab.estimate import LEARNING, transfer
 from lab.links import Link
 from lab.memory import needed, whole
 from lab.planner import (
-    LEARNING,
     RESERVE,
     Answer,
     Machine,
@@ -27,7 +27,6 @@ from lab.planner import (
     answer,
     candidates,
     spreads,
-    transfer,
 )
 from lab.simulator.churn import HOUR, Churn
 from lab.simulator.run import simulate_run
@@ -155,8 +154,8 @@ def test_the_best_is_the_best_and_its_run_file_is_whole(asked: Question) -> None
     assert sum(best.counts) <= len(asked.machines)
     names = [machine.name for of in best.nodes for machine in of]
     assert len({*names}) == len(names)
-    assert math.fsum(best.spent.values()) == pytest.approx(best.seconds)
-    assert min(best.spent.values()) >= -1e-9 * best.seconds
+    assert math.fsum(best.estimate.spent.values()) == pytest.approx(best.seconds)
+    assert min(best.estimate.spent.values()) >= -1e-9 * best.seconds
     assert all(why for _, why in found.others)
 
 
@@ -232,7 +231,7 @@ def test_nodes_of_each_stage() -> None:
 def some(asked: Question, apart: int) -> Iterator[Plan]:
     known = set()
     for plan in plans(asked)[::apart]:
-        if (key := (plan.step, plan.counts)) not in known:
+        if (key := (plan.estimate.step, plan.counts)) not in known:
             known.add(key)
             yield plan
 
@@ -247,7 +246,7 @@ def test_steps_are_near_the_simulators() -> None:
     ):
         for plan in some(asked, 17):
             simulated = simulate_step(plan.swarm, steps=2, pooled=False).seconds
-            ratios.append(plan.step / simulated)
+            ratios.append(plan.estimate.step / simulated)
     assert len(ratios) > 20
     assert 0.6 < min(ratios) <= max(ratios) < 1.7
     assert 0.85 < statistics.median(ratios) < 1.15
@@ -271,9 +270,9 @@ def test_the_time_that_losses_take_is_near_the_simulators(replicas: int) -> None
             simulate_run(plan.swarm, churn, seed=seed, known=known).seconds for seed in range(5)
         ]
         lossless = plan.run.steps * simulate_step(plan.swarm).seconds
-        learned = plan.seconds - plan.spent["learning again"]
+        learned = plan.seconds - plan.estimate.spent["learning again"]
         extra = statistics.mean(seconds) / lossless - 1
-        expected = learned / plan.spent["training"] - 1
+        expected = learned / plan.estimate.spent["training"] - 1
         assert extra > 0.01
         assert 0.5 * extra < expected < 2.5 * extra
 
