@@ -25,7 +25,7 @@ TOKENS_A_STEP: Final = 2**18
 
 def plan(
     run_file: Annotated[
-        Path | None, typer.Argument(metavar="[RUN.toml]", help="What is to be trained.")
+        Path | None, typer.Argument(metavar="RUN.toml", help="What is to be trained.")
     ] = None,
     preset: Annotated[
         str | None, typer.Option(help="Instead of a run file: tiny, .., small, medium, large.")
