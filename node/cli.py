@@ -435,6 +435,48 @@ def status_command(
             _run(look())
 
 
+@app.command("probe")
+def probe_command(
+    join: Join,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write, for planaria plan --probe.")
+    ] = None,
+    wait: Annotated[float, typer.Option(help="Seconds that nodes have to measure.")] = 120.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    token: Token = "",
+) -> None:
+    """Measure the nodes of a swarm and the links between them, while it trains or waits."""
+    import json
+
+    from bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
+    from bootstrap.credentials import Credentials, CredentialsError
+    from node.probe import ProbeError, probe, table
+
+    async def look() -> None:
+        client = RegistryClient(join.split(","), credentials)
+        try:
+            found = await probe(client, wait, lambda text: console.print(text, style="dim"))
+        finally:
+            await client.close()
+        if out is not None:
+            out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        if as_json:
+            console.print_json(data=found)
+        else:
+            for part in table(found):
+                console.print(part)
+
+    with refusing(
+        RegistryUnreachable, JoinRefused, CredentialsError, ProbeError, ValueError, OSError
+    ):
+        credentials = Credentials.load(ca, certificate, key, token)
+        with suppress(KeyboardInterrupt):
+            _run(look())
+
+
 def _run(work: Coroutine[object, object, T]) -> T:
     """On the quicker loop, where there is one."""
     import asyncio
