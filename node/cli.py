@@ -213,7 +213,7 @@ def up_command(
         str | None,
         typer.Option(
             help="When a node is lost in a step and its stage has others: reassign what was its "
-            "to them, or abort and try the step again."
+            "to them, spare: let one of them do it ahead, or abort and try the step again."
         ),
     ] = None,
     kill: Annotated[

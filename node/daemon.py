@@ -490,6 +490,11 @@ class Node:
                     self.held.append((peer, frame))
 
     def on_link_up(self, peer: str) -> None:
+        if self.member is not None:
+            self._carry_out(self.driver.link_up(peer, self.loop.time()))
+        self._send_parked(peer)
+
+    def _send_parked(self, peer: str) -> None:
         for _, item in self.parked.pop(peer, []):
             if isinstance(item, Frame):
                 self.links.send_frame(peer, item)
@@ -543,7 +548,7 @@ class Node:
     def _forget_parked(self, now: float) -> None:
         for peer, parked in list(self.parked.items()):
             if self.links.linked(peer):
-                self.on_link_up(peer)
+                self._send_parked(peer)
                 continue
             late = [item for since, item in parked if now - since > LINK_PATIENCE]
             del parked[: len(late)]

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node import stage_pb2 as pb
-from node.routing import Route, earliest_finish, routes, share_out
+from node.routing import Route, earliest_finish, routes, share_out, stand_ins
 from recovery import masking
 
 
@@ -39,6 +39,12 @@ def test_where_all_are_alike_lost_microbatches_are_shared_out_as_the_controller_
     _, depth = masking.assign(stacks.without([1]), lost)
     shares = share_out(np.flatnonzero(lost), ["a", "c", "d"], {})
     assert max(map(shares.count, "acd")) == depth == 1
+
+
+def test_the_next_replica_stands_in():
+    places = [("b", 1), ("a", 0), ("d", 1), ("c", 1), ("e", 2), ("f", 2)]
+    members = [pb.Place(node=node, stage=stage) for node, stage in places]
+    assert stand_ins(members) == {"b": "c", "c": "d", "d": "b", "e": "f", "f": "e"}
 
 
 MEMBERS = [pb.Place(node=node, stage=stage) for node, stage in [("a", 0), ("b", 1), ("c", 2)]]
