@@ -110,14 +110,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         data = Path(directory) / "data"
         prepare(Recipe([str(TEXT)]), data)
-        for masking in ("abort", "reassign"):
+        for masking in ("abort", "reassign", "spare"):
             lost, aborted = costs(masking, data, Path(directory) / masking)
             found[masking] = statistics.mean(lost)
             each = ", ".join(f"{cost:.2f}" for cost in lost)
             print(f"{masking}: {found[masking]:.2f} steps a loss ({each}), {aborted} aborted")
-    print(f"ratio reassign / abort: {found['reassign'] / found['abort']:.2f}")
-    ratio = found["reassign"] / share
-    print(f"ratio reassign / the lost replica's share of a step: {ratio:.2f} (goal {GOAL})")
+    for masking in ("reassign", "spare"):
+        ratio = found[masking] / share
+        print(f"ratio {masking} / abort: {found[masking] / found['abort']:.2f}")
+        print(f"ratio {masking} / the lost replica's share of a step: {ratio:.2f} (goal {GOAL})")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from bootstrap.registry_pb2 import (
     JoinReply,
     JoinRequest,
     LeaveRequest,
+    MeasureReply,
+    MeasureRequest,
     Renewal,
     Report,
     Suspicion,
@@ -91,17 +93,29 @@ class RegistryClient:
             deadline,
         )
 
+    async def measure(self, deadline: float = 30.0) -> MeasureReply:
+        """Has every node measure its links. Raises JoinRefused (also: too soon after the last
+        time), and RegistryUnreachable."""
+        return await self._retry(
+            lambda stub, timeout: stub.Measure(
+                MeasureRequest(), timeout=timeout, metadata=self._credentials.metadata
+            ),
+            deadline,
+        )
+
     async def keep_membership(
         self,
         node: str,
         reply: JoinReply,
         on_view: Callable[[View], None],
         on_evicted: Callable[[str], None],
+        on_measure: Callable[[int], None] = lambda number: None,
     ) -> None:
-        """Renews the lease and hears of views for as long as the node is a member; returns after
-        `on_evicted`. Views come in increasing order of number. A registry that is away is looked
-        for until it is back. Errors of the callbacks are raised."""
-        membership = _Membership(self, node, reply.view, on_view)
+        """Renews the lease, hears of views and is asked to measure links (under a number), for as
+        long as the node is a member; returns after `on_evicted`. Views come in increasing order of
+        number. A registry that is away is looked for until it is back. Errors of the callbacks are
+        raised."""
+        membership = _Membership(self, node, reply.view, on_view, on_measure)
         clock, pause = asyncio.get_running_loop().time, FIRST_PAUSE
         while True:
             began = clock()
@@ -228,9 +242,15 @@ class _Membership:
     """One node's membership, over as many connections as it takes."""
 
     def __init__(
-        self, client: RegistryClient, node: str, view: View, on_view: Callable[[View], None]
+        self,
+        client: RegistryClient,
+        node: str,
+        view: View,
+        on_view: Callable[[View], None],
+        on_measure: Callable[[int], None],
     ) -> None:
-        self.client, self.node, self.view, self.on_view = client, node, view, on_view
+        self.client, self.node, self.view = client, node, view
+        self.on_view, self.on_measure = on_view, on_measure
         self.evicted = ""  # why
         self.connected = True  # as far as anyone has noticed
         self.probe = 0  # to be answered with the next renewal
@@ -265,6 +285,8 @@ class _Membership:
                 if notice.evicted:
                     self.evicted = notice.evicted
                     return "evicted"
+                if notice.measure:
+                    self.on_measure(notice.measure)
                 if notice.probe:
                     self.probe = notice.probe
                     self.client._due.set()

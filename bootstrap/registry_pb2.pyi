@@ -79,7 +79,7 @@ class JoinReply(_message.Message):
     def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("committed", "phase", "loss", "microbatches", "bytes_in", "bytes_out", "tokens_per_second", "message", "stopped", "finished", "lineage", "leaving")
+    __slots__ = ("committed", "phase", "loss", "microbatches", "bytes_in", "bytes_out", "tokens_per_second", "message", "stopped", "finished", "lineage", "leaving", "memory", "measured", "links")
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +92,9 @@ class Report(_message.Message):
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
     committed: int
     phase: str
     loss: float
@@ -104,7 +107,20 @@ class Report(_message.Message):
     finished: bool
     lineage: int
     leaving: bool
-    def __init__(self, committed: _Optional[int] = ..., phase: _Optional[str] = ..., loss: _Optional[float] = ..., microbatches: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., message: _Optional[str] = ..., stopped: _Optional[bool] = ..., finished: _Optional[bool] = ..., lineage: _Optional[int] = ..., leaving: _Optional[bool] = ...) -> None: ...
+    memory: int
+    measured: int
+    links: _containers.RepeatedCompositeFieldContainer[LinkReport]
+    def __init__(self, committed: _Optional[int] = ..., phase: _Optional[str] = ..., loss: _Optional[float] = ..., microbatches: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., message: _Optional[str] = ..., stopped: _Optional[bool] = ..., finished: _Optional[bool] = ..., lineage: _Optional[int] = ..., leaving: _Optional[bool] = ..., memory: _Optional[int] = ..., measured: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ...) -> None: ...
+
+class LinkReport(_message.Message):
+    __slots__ = ("peer", "rtt_ms", "mbps")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    RTT_MS_FIELD_NUMBER: _ClassVar[int]
+    MBPS_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    rtt_ms: float
+    mbps: float
+    def __init__(self, peer: _Optional[str] = ..., rtt_ms: _Optional[float] = ..., mbps: _Optional[float] = ...) -> None: ...
 
 class Renewal(_message.Message):
     __slots__ = ("node", "report", "probe", "run", "member", "view")
@@ -123,14 +139,16 @@ class Renewal(_message.Message):
     def __init__(self, node: _Optional[str] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., probe: _Optional[int] = ..., run: _Optional[str] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., view: _Optional[_Union[View, _Mapping]] = ...) -> None: ...
 
 class Notice(_message.Message):
-    __slots__ = ("probe", "evicted", "view")
+    __slots__ = ("probe", "evicted", "view", "measure")
     PROBE_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
+    MEASURE_FIELD_NUMBER: _ClassVar[int]
     probe: int
     evicted: str
     view: int
-    def __init__(self, probe: _Optional[int] = ..., evicted: _Optional[str] = ..., view: _Optional[int] = ...) -> None: ...
+    measure: int
+    def __init__(self, probe: _Optional[int] = ..., evicted: _Optional[str] = ..., view: _Optional[int] = ..., measure: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("run", "node")
@@ -173,6 +191,18 @@ class LeaveReply(_message.Message):
     VIEW_FIELD_NUMBER: _ClassVar[int]
     view: int
     def __init__(self, view: _Optional[int] = ...) -> None: ...
+
+class MeasureRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MeasureReply(_message.Message):
+    __slots__ = ("number", "nodes")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    nodes: int
+    def __init__(self, number: _Optional[int] = ..., nodes: _Optional[int] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()

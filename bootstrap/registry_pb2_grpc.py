@@ -60,6 +60,11 @@ class RegistryStub:
                 request_serializer=bootstrap_dot_registry__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=bootstrap_dot_registry__pb2.LeaveReply.FromString,
                 _registered_method=True)
+        self.Measure = channel.unary_unary(
+                '/planaria.bootstrap.Registry/Measure',
+                request_serializer=bootstrap_dot_registry__pb2.MeasureRequest.SerializeToString,
+                response_deserializer=bootstrap_dot_registry__pb2.MeasureReply.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/planaria.bootstrap.Registry/Describe',
                 request_serializer=bootstrap_dot_registry__pb2.DescribeRequest.SerializeToString,
@@ -105,6 +110,13 @@ class RegistryServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Measure(self, request, context):
+        """Has every node measure its links; what they find comes with their reports.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Describe(self, request, context):
         """Everything a person wants to know.
         """
@@ -139,6 +151,11 @@ def add_RegistryServicer_to_server(servicer, server):
                     servicer.Leave,
                     request_deserializer=bootstrap_dot_registry__pb2.LeaveRequest.FromString,
                     response_serializer=bootstrap_dot_registry__pb2.LeaveReply.SerializeToString,
+            ),
+            'Measure': grpc.unary_unary_rpc_method_handler(
+                    servicer.Measure,
+                    request_deserializer=bootstrap_dot_registry__pb2.MeasureRequest.FromString,
+                    response_serializer=bootstrap_dot_registry__pb2.MeasureReply.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
@@ -282,6 +299,33 @@ class Registry:
             '/planaria.bootstrap.Registry/Leave',
             bootstrap_dot_registry__pb2.LeaveRequest.SerializeToString,
             bootstrap_dot_registry__pb2.LeaveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Measure(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/planaria.bootstrap.Registry/Measure',
+            bootstrap_dot_registry__pb2.MeasureRequest.SerializeToString,
+            bootstrap_dot_registry__pb2.MeasureReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -26,6 +26,8 @@ from bootstrap.registry_pb2 import (
     JoinRequest,
     LeaveReply,
     LeaveRequest,
+    MeasureReply,
+    MeasureRequest,
     Notice,
     Renewal,
     Suspicion,
@@ -44,6 +46,7 @@ FAREWELL = 1.0  # seconds for calls to end when the registry stops
 FIRST_RENEWAL = 30.0  # seconds to wait for it on a new stream; all may come at once
 
 MESSAGE_BYTES = 16 * 2**20  # a view of 10,000 nodes with long names is smaller
+BETWEEN_MEASUREMENTS = 10.0  # seconds: each loads every link
 RENEWAL_BYTES = 16 * 2**10  # after the first of a stream
 NAME_BYTES = 256  # ids, addresses, hashes, names for people
 WHY_BYTES = 2048
@@ -78,6 +81,7 @@ class Registry(RegistryServicer):
         self._run_file, self._journal, self._limits = run_file, journal, limits
         self._streams: dict[str, _Stream] = {}  # newest of each node
         self._open_streams = self._watchers = self._logged = 0
+        self._measurements, self._measured_at = 0, 0.0
         self._verdicts: dict[str, set[asyncio.Future[Verdict]]] = {}
 
     async def start(
@@ -208,6 +212,21 @@ class Registry(RegistryServicer):
         await _check_length(context, "why", request.why, WHY_BYTES)
         self._carry_out(self._machine.leave(request.node, request.why, self._loop.time()))
         return LeaveReply(view=self._machine.view.number)
+
+    async def Measure(  # noqa: N802
+        self, request: MeasureRequest, context: Context
+    ) -> MeasureReply:
+        now = self._loop.time()
+        if self._measurements and now - self._measured_at < BETWEEN_MEASUREMENTS:
+            left = BETWEEN_MEASUREMENTS - (now - self._measured_at)
+            reason = f"links are being measured already; ask again in {left:.0f} s"
+            await _abort(context, "FAILED_PRECONDITION", reason)
+        self._measurements += 1
+        self._measured_at = now
+        notice = Notice(measure=self._measurements, view=self._machine.view.number)
+        for node in self._streams:
+            self._tell(node, notice)
+        return MeasureReply(number=self._measurements, nodes=len(self._streams))
 
     async def Describe(  # noqa: N802
         self, request: DescribeRequest, context: Context

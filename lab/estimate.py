@@ -54,13 +54,13 @@ LEARNING: Final[Mapping[str, Learning]] = {
     "checkfree": Learning(
         23, 0.31, "failure-rates: 162 of 600 behind after 7 losses, 187 after 25"
     ),
-    "relearned": Learning(10, 0.31, "relearning-with-adam: 41 of 600 behind after 4 losses"),
+    "relearned": Learning(11.4, 0.16, "failure-rates: 80 of 600 after 7, 97 after 25"),
     "snapshot": Learning(2.5, 0.9, "failure-rates: 17, 33, 64 of 600 behind after 7, 13, 25"),
     "exact": Learning(0, 0.0, "redundant computation and checkpoints lose nothing"),
 }
 """All of one model of 0.4 M parameters with 1,024 tokens a step, two or three seeds, losses up to
-a hundred times as frequent as real ones; `relearned` with Adam, which Muon beats in trials. They
-rank policies; for another model they may be several times off."""
+a hundred times as frequent as real ones. They rank policies; for another model they may be several
+times off."""
 SWAPPED: Final = 130.0
 """Steps by which a run with swapped orders is behind with nothing lost (swapped-order: +0.129 nats
 after 600 steps, where +0.161 are 162). What it is in a longer run isn't known."""

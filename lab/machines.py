@@ -99,15 +99,15 @@ def _machine(
     memory: float | None = None,
     cpu: bool = False,
 ) -> Machine:
-    """With what was measured, if it was. Raises PlanError."""
+    """As it is said to be, else as it was measured. Raises PlanError."""
     if hardware.kind is not None and hardware.kind not in KINDS:
         raise PlanError(
             f"--kind {hardware.kind} isn't known: there are {', '.join(KINDS)}; for another one "
             "give --tflops and --memory"
         )
     kind = KINDS[hardware.kind] if hardware.kind else None
-    flops = tflops or hardware.tflops or (SUSTAINED * kind.tflops if kind else 0.0)
-    size = memory or hardware.memory or (kind.memory if kind else 0.0)
+    flops = hardware.tflops or tflops or (SUSTAINED * kind.tflops if kind else 0.0)
+    size = hardware.memory or memory or (kind.memory if kind else 0.0)
     if not (flops > 0 and size > 0):
         raise PlanError(f"what {name} can do isn't said: give --kind, or --tflops and --memory")
     moves = hardware.bandwidth or (kind.bandwidth if kind else 500.0)
@@ -117,19 +117,20 @@ def _machine(
 
 
 def probed(path: Path, hardware: Hardware) -> tuple[tuple[Machine, ...], Network]:
-    """What `planaria probe` has measured: {"nodes": [{"node", "device", "memory" (bytes),
-    "tflops"}], "links": [{"a", "b", "rtt_ms", "mbps"}]}. Each node is a site of its own; a pair
-    that wasn't measured is as bad as the worst that was. Raises PlanError."""
+    """What `planaria probe` has measured (node/probe.py). Each node is a site of its own. Of a
+    pair's two directions the worse counts, and a pair that wasn't measured is as bad as the worst
+    that was. Raises PlanError."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         nodes = [
             (str(one["node"]), str(one["device"]), float(one["memory"]), float(one["tflops"]))
             for one in data["nodes"]
         ]
-        links = {
-            frozenset((str(one["a"]), str(one["b"]))): (one["rtt_ms"] / 2, float(one["mbps"]))
-            for one in data["links"]
-        }
+        links: dict[frozenset[str], tuple[float, float]] = {}
+        for one in data["links"]:
+            pair, delay, rate = frozenset((one["a"], one["b"])), one["rtt_ms"] / 2, one["mbps"]
+            other = links.get(pair, (delay, rate))
+            links[pair] = max(delay, other[0]), min(rate, other[1])
     except (OSError, ValueError) as error:
         raise PlanError(f"can't read the probe {path}: {error}") from error
     except (KeyError, TypeError) as error:
@@ -147,7 +148,7 @@ def probed(path: Path, hardware: Hardware) -> tuple[tuple[Machine, ...], Network
     names = _in_a_row([name for name, *_ in nodes], links, worst)
     of = {node[0]: node for node in nodes}
     machines = tuple(
-        _machine(name, name, hardware, tflops, memory / 1e9, device == "cpu")
+        _machine(name, name, hardware, tflops, memory / 1e9, device.startswith("cpu"))
         for name, device, memory, tflops in (of[name] for name in names)
     )
     measured = (Link(a, b, *links.get(frozenset((a, b)), worst)) for a, b in combinations(names, 2))

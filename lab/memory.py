@@ -54,8 +54,8 @@ def needed(
 
     `replicas`: nodes of stages 0, 1, .., L, equally fast: one that is faster than the others of its
     stage gets more microbatches, and keeps more of what crosses. `saves`: the node is started with
-    --save-dir. Not in it: a joiner's or a rebuild's transfer, and frames that wait for a link
-    (16 MiB each at most).
+    --save-dir. Not in it: a joiner's or a rebuild's transfer, frames that wait for a link (16 MiB
+    each at most), and what stand-ins do ahead (masking "spare").
     """
     gradient = VALUE * parameters(config, stage)
     found = {

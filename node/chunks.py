@@ -11,6 +11,7 @@ is acknowledged at once, so that a gradient is never behind more than one of the
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,6 +29,7 @@ class _Sending:
     head: bytes
     rest: deque[memoryview]  # of the payload
     size: int
+    arrived: Callable[[], None] | None
     number: int = 0
     sent: int = 0
     acknowledged: int = 0
@@ -44,14 +46,15 @@ class Outbox:
         self._in_flight = 0
         self.unacknowledged = 0  # bytes of payload, queued ones too
 
-    def push(self, frame: Frame) -> None:
-        """Raises WireError when the frame can't travel."""
+    def push(self, frame: Frame, arrived: Callable[[], None] | None = None) -> None:
+        """`arrived` is called when the peer has acknowledged all of it. Raises WireError when the
+        frame can't travel."""
         if frame.kind not in KINDS:
             raise WireError(f"a frame of kind {frame.kind!r}, which is none of {', '.join(KINDS)}")
         buffers = buffers_of(frame.payload)
         size = sum(buffer.nbytes for buffer in buffers)
         rest = deque(buffer for buffer in buffers if buffer.nbytes)
-        self._queues[frame.kind].append(_Sending(frame, frame.head(), rest, size))
+        self._queues[frame.kind].append(_Sending(frame, frame.head(), rest, size, arrived))
         self.unacknowledged += size
 
     def next(self) -> bytes | None:
@@ -91,6 +94,8 @@ class Outbox:
         self.unacknowledged -= more
         if received == sending.size:
             del self._started[number]
+            if sending.arrived is not None:
+                sending.arrived()
 
     def unfinished(self) -> list[Frame]:
         """Those not acknowledged to their end: started ones first, then queued ones by urgency."""

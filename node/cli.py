@@ -214,7 +214,7 @@ def up_command(
         str | None,
         typer.Option(
             help="When a node is lost in a step and its stage has others: reassign what was its "
-            "to them, or abort and try the step again."
+            "to them, spare: let one of them do it ahead, or abort and try the step again."
         ),
     ] = None,
     kill: Annotated[
@@ -431,6 +431,48 @@ def status_command(
             await client.close()
 
     with refusing(RegistryUnreachable, JoinRefused, CredentialsError, ValueError):
+        credentials = Credentials.load(ca, certificate, key, token)
+        with suppress(KeyboardInterrupt):
+            _run(look())
+
+
+@app.command("probe")
+def probe_command(
+    join: Join,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write, for planaria plan --probe.")
+    ] = None,
+    wait: Annotated[float, typer.Option(help="Seconds that nodes have to measure.")] = 120.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    token: Token = "",
+) -> None:
+    """Measure the nodes of a swarm and the links between them, while it trains or waits."""
+    import json
+
+    from bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
+    from bootstrap.credentials import Credentials, CredentialsError
+    from node.probe import ProbeError, probe, table
+
+    async def look() -> None:
+        client = RegistryClient(join.split(","), credentials)
+        try:
+            found = await probe(client, wait, lambda text: console.print(text, style="dim"))
+        finally:
+            await client.close()
+        if out is not None:
+            out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        if as_json:
+            console.print_json(data=found)
+        else:
+            for part in table(found):
+                console.print(part)
+
+    with refusing(
+        RegistryUnreachable, JoinRefused, CredentialsError, ProbeError, ValueError, OSError
+    ):
         credentials = Credentials.load(ca, certificate, key, token)
         with suppress(KeyboardInterrupt):
             _run(look())

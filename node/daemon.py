@@ -34,6 +34,7 @@ from node.corpus import Corpus
 from node.driver import Driver, Rules
 from node.driver import Phase as DriverPhase
 from node.effects import (
+    NEVER,
     Adopt,
     Apply,
     Ballot,
@@ -55,6 +56,7 @@ from node.following import feeders
 from node.holdings import Cost, Holdings
 from node.ledger import Header, Ledger, line
 from node.link import Links, LinkSettings, Peer
+from node.measuring import measure
 from node.member import Frames, Member, Phase
 from node.model import BodyStage, ModelConfig, build_stage
 from node.optimizer import StageOptimizer
@@ -80,6 +82,8 @@ TO_DRIVER = frozenset(["status", "synced", "home", "ready", "failed", "cut", "st
 TO_MEMBER = frozenset(["query", "sync", "step", "reduce", "halt"])
 OF_AN_ATTEMPT = frozenset(["activation", "gradient", "average", "twin"])
 """Kinds of frames without which the attempt fails."""
+MOST_MEASURED = 200
+"""Links that a node measures: what it says of them goes into each of its renewals."""
 MOST_HELD = 4096
 """Frames of a coming attempt, and parked ones for a peer, at most."""
 
@@ -109,6 +113,7 @@ class Registry(Protocol):
         reply: registry.JoinReply,
         on_view: Callable[[registry.View], None],
         on_evicted: Callable[[str], None],
+        on_measure: Callable[[int], None],
     ) -> None: ...
     def report(self, report: registry.Report) -> None: ...
     def suspect(self, accused: str, why: str) -> None: ...
@@ -151,7 +156,10 @@ class Node:
         self.reduced_norm = self.omega = 0.0
         self.tokens_per_second = 0.0
         self.trouble = ""  # with saving
+        self.memory = memory_of(place.device)
         self.leaving = False
+        self.measuring: asyncio.Task[None] | None = None
+        self.measured: tuple[int, list[registry.LinkReport]] = (0, [])
         self.wall = WallClock(time.monotonic())
         self.wall_told = time.monotonic()
         self.state_client = StateClient(self.send_message, self.compute.run)
@@ -192,7 +200,11 @@ class Node:
                 "joined", {"reason": reply.reason, "host": self.place.host, "pid": os.getpid()}
             )
             self.spawn(self._tick())
-            self.spawn(self.client.keep_membership(self.node, reply, self.viewed, self.evicted))
+            self.spawn(
+                self.client.keep_membership(
+                    self.node, reply, self.viewed, self.evicted, self.asked_to_measure
+                )
+            )
             self.viewed(reply.view)
             return await asyncio.shield(self.over)
         finally:
@@ -274,6 +286,29 @@ class Node:
         self.tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.crashed(error)
+
+    # --- how fast links are
+
+    def asked_to_measure(self, number: int) -> None:
+        if self.measuring is None or self.measuring.done():
+            self.measuring = self.spawn(self._measure_links(number))
+
+    async def _measure_links(self, number: int) -> None:
+        """One after the other, so that they don't get into each other's way here."""
+        found: list[registry.LinkReport] = []
+        for peer in self.links.peers[:MOST_MEASURED]:
+
+            async def send(size: int, peer: str = peer) -> None:
+                await self.links.deliver(peer, Frame("probe", NEVER, {}, [], bytes(size)))
+
+            try:
+                rtt, rate = await measure(send, time.perf_counter)
+            except ConnectionError as error:
+                log.warning("not measured: %s", error)
+                continue
+            found.append(registry.LinkReport(peer=peer, rtt_ms=rtt * 1e3, mbps=rate * 8 / 1e6))
+        self.measured = number, found
+        self._report()
 
     # --- membership
 
@@ -439,6 +474,8 @@ class Node:
             self.boundary_client.on_frame(peer, frame)
         elif frame.kind == "relearn":
             self.relearning.on_frame(peer, frame)
+        elif frame.kind == "probe":
+            return  # that it came is all there is to it
         elif self.member is None:
             return  # what it belongs to has begun without this node
         elif frame.kind == "follow":
@@ -453,6 +490,11 @@ class Node:
                     self.held.append((peer, frame))
 
     def on_link_up(self, peer: str) -> None:
+        if self.member is not None:
+            self._carry_out(self.driver.link_up(peer, self.loop.time()))
+        self._send_parked(peer)
+
+    def _send_parked(self, peer: str) -> None:
         for _, item in self.parked.pop(peer, []):
             if isinstance(item, Frame):
                 self.links.send_frame(peer, item)
@@ -506,7 +548,7 @@ class Node:
     def _forget_parked(self, now: float) -> None:
         for peer, parked in list(self.parked.items()):
             if self.links.linked(peer):
-                self.on_link_up(peer)
+                self._send_parked(peer)
                 continue
             late = [item for since, item in parked if now - since > LINK_PATIENCE]
             del parked[: len(late)]
@@ -848,12 +890,19 @@ class Node:
         return "send" if self.links.unacknowledged else "idle"
 
     def _report(self) -> None:
-        assert self.member is not None
+        number, links = self.measured
+        of_machine = registry.Report(memory=self.memory, measured=number, links=links)
+        if self.member is None:  # a spare, or one that still builds its stage
+            self.client.report(of_machine)
+            return
         member, halt = self.member, self.member.halt
         driving = self.driver.phase is not DriverPhase.INACTIVE
         explained = self.driver.explain() if driving else ""
         self.client.report(
             registry.Report(
+                memory=self.memory,
+                measured=number,
+                links=links,
                 committed=member.committed,
                 lineage=member.lineage,
                 phase=member.phase.value,
@@ -883,6 +932,13 @@ def measure_speed(device: torch.device) -> float:
         (a @ a).sum().item()
         best = max(best, 2 * 384**3 / (time.perf_counter() - started) / 1e9)
     return best
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes that it has in all."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def own_address(registry_address: str) -> str:

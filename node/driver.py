@@ -17,7 +17,7 @@ from typing import Any
 from bootstrap import registry_pb2 as registry
 from node import stage_pb2 as pb
 from node.effects import NEVER, Ballot, Effect, Event, Send, Suspect
-from node.routing import plan, share_out
+from node.routing import plan, share_out, stand_ins
 from recovery.decide import (
     INEXACT,
     Decision,
@@ -220,6 +220,13 @@ class Driver:
         if self._can_mask([peer]):
             return [lost, *self._mask([peer], f"the link to {peer} is lost: {reason}", now)]
         return [lost, *self._gather(f"the link to {peer} is lost: {reason}", now)]
+
+    def link_up(self, peer: str, now: float) -> list[Effect]:
+        """Who is masked and reached again was not lost: it is a member, without which nothing can
+        be committed."""
+        if peer in self.masked and self.phase in (Phase.RUNNING, Phase.REDUCING):
+            return self._gather(f"{peer} isn't lost: its link is up again", now)
+        return []
 
     def tick(self, now: float) -> list[Effect]:
         """Time has passed."""
@@ -949,8 +956,7 @@ class Driver:
         for stage in range(self.rules.stages + 1):
             served = [_server(before, microbatch, stage) for microbatch in before.plan]
             lost = [identity for identity, node in enumerate(served) if node in self.masked]
-            left = self._training_at(stage)
-            for identity, node in zip(lost, share_out(lost, left, self.seconds), strict=True):
+            for identity, node in zip(lost, self._successors(before, stage, lost), strict=True):
                 served[identity] = node
             moved += len(lost)
             for microbatch, node in zip(begin.plan, served, strict=True):
@@ -959,6 +965,20 @@ class Driver:
                 else:
                     microbatch.places[list(microbatch.order).index(stage)] = place[node]
         return begin, moved
+
+    def _successors(self, before: pb.Begin, stage: int, lost: Sequence[int]) -> list[str]:
+        """Who gets these microbatches of masked nodes: who has done a part of them ahead, if there
+        is somebody; else all who are left, by their speed."""
+        left = self._training_at(stage)
+        shared = share_out(lost, left, self.seconds)
+        if self.rules.masking != "spare":
+            return shared
+        ahead = stand_ins(before.members)
+        owners = [_server(before, before.plan[identity], stage) for identity in lost]
+        return [
+            ahead[owner] if ahead[owner] in left else other
+            for owner, other in zip(owners, shared, strict=True)
+        ]
 
     def _cut(self, peer: str, cut: pb.Cut, now: float) -> list[Effect]:
         """`peer` can't reach a node, which is lost, or will be found to be."""

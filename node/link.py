@@ -175,8 +175,8 @@ class _Link:
         self._messages.append(message)
         self._something_to_say.set()
 
-    def send_frame(self, frame: Frame) -> None:
-        self.outbox.push(frame)
+    def send_frame(self, frame: Frame, arrived: Callable[[], None] | None = None) -> None:
+        self.outbox.push(frame, arrived)
         self._something_to_carry.set()
 
     def end(self, reason: str, report: bool = True) -> None:
@@ -418,6 +418,28 @@ class Links:
             return False
         link.send_frame(frame)
         return True
+
+    async def deliver(self, peer: str, frame: Frame) -> None:
+        """Sends a frame and returns when the peer has all of it. Raises ConnectionError when there
+        is no link, or no more; WireError when it can't travel."""
+        link = self._links.get(peer)
+        if link is None:
+            raise ConnectionError(f"there is no link to {peer}")
+        arrived = asyncio.Event()
+        link.send_frame(frame, arrived.set)
+        waits = [asyncio.create_task(event.wait()) for event in (arrived, link.over)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if not arrived.is_set():
+            raise ConnectionError(f"the link to {peer} is lost: {link.reason}")
+
+    @property
+    def peers(self) -> list[str]:
+        """Those to which there is a link."""
+        return sorted(self._links)
 
     def linked(self, peer: str) -> bool:
         return peer in self._links

@@ -11,7 +11,8 @@ one doesn't), and the norm adds in an order that depends on the length alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import xxhash
@@ -43,13 +44,27 @@ class StageOptimizer:
         self.first_moment = torch.zeros_like(self.weights)
         self.second_moment = torch.zeros_like(self.weights)
         self.steps = 0
-        sizes = [p.numel() for p in parameters.values()]
-        views = zip(
-            torch.split(self.weights, sizes), torch.split(self.gradient, sizes), strict=True
-        )
-        for parameter, (weights, gradient) in zip(parameters.values(), views, strict=True):
+        self._parameters = list(parameters.values())
+        for parameter, weights in self._split(self.weights):
             parameter.data = weights.view_as(parameter)
+        self._accumulate_into(self.gradient)
+
+    def _split(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        parts = torch.split(flat, [parameter.numel() for parameter in self._parameters])
+        return zip(self._parameters, parts, strict=True)
+
+    def _accumulate_into(self, flat: Tensor) -> None:
+        for parameter, gradient in self._split(flat):
             parameter.grad = gradient.view_as(parameter)
+
+    @contextmanager
+    def accumulating_into(self, flat: Tensor) -> Iterator[None]:
+        """Backward adds into this float32 [n] meanwhile, and not into `gradient`."""
+        self._accumulate_into(flat)
+        try:
+            yield
+        finally:
+            self._accumulate_into(self.gradient)
 
     def zero_gradient(self) -> None:
         self.gradient.zero_()

@@ -6,7 +6,9 @@ backward. A node keeps what backward will need.
 Where a stage has replicas, its neighbours also keep what they have sent it, until the step is
 committed. When one of the replicas is lost, the attempt goes on by a new plan (docs/masking.md):
 what the lost one was sent is sent again to those that do its microbatches in its place. They redo
-what it had done, and only that; a neighbour that has their results already drops them.
+what it had done, and only that; a neighbour that has their results already drops them. With
+`masking = "spare"` a node's stand-in gets what the node gets from the start, and does it ahead when
+it has nothing else to do: what it makes is withheld until the node is lost.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import asyncio
 import statistics
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
@@ -31,7 +34,7 @@ from node.corpus import Corpus
 from node.effects import NEVER, Ballot
 from node.model import BodyStage, EmbeddingStage, ModelConfig
 from node.optimizer import StageOptimizer
-from node.routing import Route, routes
+from node.routing import Route, routes, stand_ins
 from node.run_file import RunFile
 from node.twin import Twin
 from node.windows import Windows, microbatch_ids, samples_hash
@@ -143,6 +146,13 @@ class Pipeline:
         self._done: set[Work] = set()
         self._early: dict[Work, list[tuple[str, Frame]]] = {}  # frames, by what comes before them
         self._sent: dict[Work, Frame] = {}  # to maskable nodes
+        self._stand_ins: dict[str, str] = {}  # by node
+        self._done_ahead: set[int] = set()  # microbatches that were others' when they were done
+        self._withheld: dict[Work, Frame] = {}  # made in another's place
+        self._homes_made: dict[int, pb.Home] = {}  # and not sent
+        # The compute thread's: gradients made in another node's place, and whose are the own now.
+        self._ahead: dict[str, torch.Tensor] = {}
+        self._inherited: set[str] = set()
         self._saved: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._homes: dict[int, pb.Home] = {}
         self._spent: defaultdict[int, float] = defaultdict(float)  # seconds, for a microbatch here
@@ -181,22 +191,42 @@ class Pipeline:
         """By a new plan, in which others have the microbatches of who was lost. Raises
         ValueError."""
         before = self.routes
+        lost = {place.node for place in self.begin.members}
+        lost -= {place.node for place in begin.members}
+        left = {node for node in lost if self._stand_ins.get(node) == self.node}
         self._follow(ballot, begin)
-        self._then(self.compute.run(self._restore_gradient), lambda _: None)
+        for microbatch, route in before.items():
+            if left & set(route.nodes) and self.node not in self.routes[microbatch].nodes:
+                raise ValueError(f"microbatch {microbatch} is not given to the lost one's stand-in")
+        self._then(self.compute.run(partial(self._inherit, left)), lambda _: None)
         for work, frame in list(self._sent.items()):
             node = self.routes[work.microbatch].nodes[work.position]
             if node != before[work.microbatch].nodes[work.position]:
                 self._send(node, work, frame)
+        self._release()
         self._waiting.extend(
-            m.id for m in begin.plan if m.source == self.node != before[m.id].nodes[0]
+            m.id
+            for m in begin.plan
+            if m.source == self.node != before[m.id].nodes[0] and m.id not in self.applied
         )
         self._inject()
+
+    def _release(self) -> None:
+        """What was done in the place of nodes that are lost now is this node's own."""
+        self.applied |= {m for m in self._done_ahead if self.node in self.routes[m].nodes}
+        self._note_if_complete()
+        for work, frame in list(self._withheld.items()):
+            del self._withheld[work]
+            self._send_or_withhold(work, frame)
+        self._send_homes()
 
     @property
     def most_kept(self) -> int:
         """Bytes, at the end of an attempt, of what might have had to be sent or averaged again."""
-        own = self._own_gradient
-        kept = sum(frame.size for frame in self._sent.values()) + (0 if own is None else own.nbytes)
+        frames = (*self._sent.values(), *self._withheld.values())
+        gradients = [*self._ahead.values()]
+        gradients += [] if self._own_gradient is None else [self._own_gradient]
+        kept = sum(frame.size for frame in frames) + sum(flat.nbytes for flat in gradients)
         return max(self._most_kept, kept)
 
     def drop(self, ballot: Ballot) -> None:
@@ -209,6 +239,7 @@ class Pipeline:
         self.began = ballot
         self.applied = set()
         self._seen, self._done, self._out = set(), set(), set()
+        self._done_ahead, self._withheld, self._homes_made = set(), {}, {}
         self._waiting, self._early, self._sent = deque(), {}, {}
         self._follow(ballot, begin)
 
@@ -218,6 +249,8 @@ class Pipeline:
             self._homes.clear()
             self._spent.clear()
             self._own_gradient = None
+            self._ahead.clear()
+            self._inherited.clear()
             self.optimizer.zero_gradient()
 
         self._then(self.compute.run(reset), lambda _: None)
@@ -231,6 +264,8 @@ class Pipeline:
         if self.run.recovery.masking != "abort" and begin.kind == pb.Begin.TRAIN:
             replicas = Counter(place.stage for place in begin.members)
             self._maskable = frozenset(p.node for p in begin.members if replicas[p.stage] > 1)
+        spare = self.run.recovery.masking == "spare" and begin.kind == pb.Begin.TRAIN
+        self._stand_ins = stand_ins(begin.members) if spare else {}
         self._note_if_complete()
 
     def _note_if_complete(self) -> None:
@@ -261,10 +296,15 @@ class Pipeline:
     def _keep_gradient(self) -> None:
         self._own_gradient = self.optimizer.gradient.clone()
 
-    def _restore_gradient(self) -> None:
+    def _inherit(self, lost: set[str]) -> None:
+        """In the compute thread: the gradient is of this node's own microbatches again, and what
+        was done ahead in the place of lost nodes belongs to it."""
         if self._own_gradient is not None:
             self.optimizer.gradient.copy_(self._own_gradient)
             self._own_gradient = None
+        for node in lost & self._ahead.keys():
+            self.optimizer.gradient.add_(self._ahead.pop(node))
+        self._inherited |= lost
 
     # --- the source
 
@@ -272,9 +312,14 @@ class Pipeline:
         while self._waiting and len(self._out) < self.in_flight:
             microbatch = self._waiting.popleft()
             self._out.add(microbatch)
+            self._embed_soon(microbatch, Priority.FORWARD)
+
+    def _embed_soon(self, microbatch: int, priority: Priority) -> None:
+        work = Work(microbatch, 0, "activation")
+        if work not in self._seen:  # else it was done ahead
+            self._seen.add(work)
             visit = Visit(microbatch, 0, self.routes[microbatch])
-            work = Work(microbatch, 0, "activation")
-            self._post(Priority.FORWARD, work, partial(self._embed_forward, visit))
+            self._post(priority, work, partial(self._embed_forward, visit))
 
     def _samples(self, microbatch: int) -> tuple[np.ndarray[Any, Any], torch.Tensor]:
         assert self.corpus is not None
@@ -313,14 +358,16 @@ class Pipeline:
             return partial(self._came_home, visit.microbatch, 0.0)
         # Each token weighs the same in the window, whoever computes it: gradients simply add up.
         window = self.run.training.batch * self.config.context
-        (loss / window).backward()  # type: ignore[no-untyped-call]
+        with self._into_gradient_of(visit):
+            (loss / window).backward()  # type: ignore[no-untyped-call]
         assert x.grad is not None
         return self._onward("gradient", visit, x.grad, started)
 
     def _embed_backward(self, visit: Visit, gradient: torch.Tensor) -> Callable[[], None]:
         started = time.perf_counter()
         _, x = self._saved.pop((visit.microbatch, 0))
-        x.backward(gradient)  # type: ignore[no-untyped-call]
+        with self._into_gradient_of(visit):
+            x.backward(gradient)  # type: ignore[no-untyped-call]
         self._spend(visit, started)
         return partial(self._came_home, visit.microbatch, self._spent.pop(visit.microbatch))
 
@@ -328,8 +375,14 @@ class Pipeline:
         if self.begin.kind == pb.Begin.TRAIN:
             self._count(microbatch, seconds)
         self._out.discard(microbatch)
-        self.events.microbatch_home(self.ballot, self._homes.pop(microbatch))
+        self._homes_made[microbatch] = self._homes.pop(microbatch)
+        self._send_homes()
         self._inject()
+
+    def _send_homes(self) -> None:
+        """Those that are this node's to send."""
+        for microbatch in [m for m in self._homes_made if self.routes[m].nodes[0] == self.node]:
+            self.events.microbatch_home(self.ballot, self._homes_made.pop(microbatch))
 
     # --- frames
 
@@ -346,12 +399,16 @@ class Pipeline:
         if work in self._seen:
             return
         before = visit.before(frame.kind)
-        if before is not None and before not in self._done:  # it is redone here
+        ahead = visit.node != self.node
+        if before is not None and before not in self._done:  # it is redone, or done ahead, here
             self._early.setdefault(before, []).append((peer, frame))
+            if ahead and before.position == 0:
+                self._embed_soon(visit.microbatch, Priority.BACKGROUND)
             return
         self._seen.add(work)
         forward = frame.kind == "activation"
         priority = Priority.FORWARD if forward and not visit.at_head else Priority.BACKWARD
+        priority = Priority.BACKGROUND if ahead else priority
         compute = self._forward if forward else self._backward
         self._post(priority, work, partial(self._compute, peer, frame, visit, compute))
 
@@ -374,7 +431,8 @@ class Pipeline:
     def _is_expected(self, peer: str, frame: Frame, visit: Visit) -> bool:
         """Who follows an older plan, from before a loss, may send what is another's by now."""
         sender = replace(visit, position=2 * visit.position - visit.after(frame.kind).position)
-        if visit.node == self.node and sender.node == peer:
+        here = self.node in (visit.node, self._stand_ins.get(visit.node))
+        if here and sender.node == peer:
             return True
         if frame.ballot == self.ballot:
             reason = (
@@ -401,7 +459,7 @@ class Pipeline:
         return compute(visit, tensor)
 
     def _keep(self, side: Side, visit: Visit, frame: Frame) -> None:
-        if self.boundary is not None:
+        if self.boundary is not None and self.node in visit.route.nodes:
             self.boundary.keep(side, frame, self.live, visit.route.stages)
 
     def _forward(self, visit: Visit, x: torch.Tensor) -> Callable[[], None]:
@@ -418,7 +476,8 @@ class Pipeline:
             return self._embed_backward(visit, gradient)
         started = time.perf_counter()
         x, y = self._saved.pop((visit.microbatch, visit.position))
-        y.backward(gradient)  # type: ignore[no-untyped-call]
+        with self._into_gradient_of(visit):
+            y.backward(gradient)  # type: ignore[no-untyped-call]
         assert x.grad is not None
         onward = self._onward("gradient", visit, x.grad, started)
         seconds = self._spent.pop(visit.microbatch)
@@ -444,21 +503,29 @@ class Pipeline:
             self._keep("sent", onward, frame)
 
         def send() -> None:
-            # By the plan as it is now: it may be another one than when this was computed.
-            node = self.routes[onward.microbatch].nodes[onward.position]
-            self._send(node, Work(onward.microbatch, onward.position, kind), frame)
+            self._send_or_withhold(Work(onward.microbatch, onward.position, kind), frame)
             if kind == "activation" and self.twin is not None:
                 self._post(Priority.BACKGROUND, None, partial(self._forward_twin, self.twin, frame))
 
         return send
 
+    def _send_or_withhold(self, work: Work, frame: Frame) -> None:
+        """By the plan as it is now: it may be another one than when this was computed."""
+        nodes = self.routes[work.microbatch].nodes
+        made_at = work.position - (1 if work.kind == "activation" else -1)
+        if nodes[made_at] == self.node:
+            self._send(nodes[work.position], work, frame)
+        else:
+            self._withheld[work] = frame
+
     def _send(self, node: str, work: Work, frame: Frame) -> None:
         frame = replace(frame, ballot=self.ballot)
         if node in self._maskable:
             self._sent[work] = frame
-        if not self.events.send_frame(node, frame):
-            reason = f"no link to {node} for microbatch {work.microbatch}"
-            self.events.cut_off(self.ballot, node, reason)
+        for to in filter(None, (node, self._stand_ins.get(node))):
+            if not self.events.send_frame(to, frame):
+                reason = f"no link to {to} for microbatch {work.microbatch}"
+                self.events.cut_off(self.ballot, to, reason)
 
     def _forward_twin(self, twin: Twin, frame: Frame) -> None:
         """Compute redundantly what the next stage makes of this very frame."""
@@ -488,8 +555,22 @@ class Pipeline:
         if not self._evaluating or visit.position == 0:
             self._saved[visit.microbatch, visit.position] = (x, y)
 
+    @contextmanager
+    def _into_gradient_of(self, visit: Visit) -> Iterator[None]:
+        """In the compute thread: what is done in another's place has a gradient of its own, until
+        it is inherited."""
+        owner = visit.node
+        if owner == self.node or owner in self._inherited:
+            yield
+            return
+        if owner not in self._ahead:
+            self._ahead[owner] = torch.zeros_like(self.optimizer.gradient)
+        with self.optimizer.accumulating_into(self._ahead[owner]):
+            yield
+
     def _count(self, microbatch: int, seconds: float) -> None:
-        self.applied.add(microbatch)
+        own = self.node in self.routes[microbatch].nodes
+        (self.applied if own else self._done_ahead).add(microbatch)
         self.computed += 1
         self._note_if_complete()
         self._seconds.append(seconds)

@@ -42,6 +42,7 @@ KINDS: Final = (
     "state",
     "boundary",
     "relearn",
+    "probe",
     "copy",
 )
 

@@ -9,9 +9,10 @@ from typing import Literal
 from recovery.orders import partner
 
 Policy = Literal["checkfree", "checkfree+", "snapshot", "checkpoint", "redundant"]
-Masking = Literal["abort", "reassign"]
+Masking = Literal["abort", "reassign", "spare"]
 """What to do when a node is lost in the middle of a step and its stage lives on: try the step again
-from the start, or have the others do what was that node's."""
+from the start; have the others do what was that node's; the same, and some of them have done a part
+of it ahead."""
 Kind = Literal["copy", "snapshot", "redundant", "checkpoint", "save"]
 Made = tuple[int, int]
 """View and attempt of the commit that made a step. One that only those knew who are gone now never

@@ -35,10 +35,10 @@ class Node:
         self.name, self.client, self.reply = name, client, reply
         self.views = [reply.view]
         self.evicted: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.measurements: asyncio.Queue[int] = asyncio.Queue()
         self._changed = asyncio.Event()
-        self.keeping = asyncio.create_task(
-            client.keep_membership(name, reply, self._viewed, self.evicted.set_result)
-        )
+        told = self._viewed, self.evicted.set_result, self.measurements.put_nowait
+        self.keeping = asyncio.create_task(client.keep_membership(name, reply, *told))
 
     @property
     def view(self) -> View:

@@ -20,6 +20,7 @@ from bootstrap.journal import Journal, JournalError
 from bootstrap.membership import PROTOCOL, Rules
 from bootstrap.registry_pb2 import (
     JoinRequest,
+    LinkReport,
     Renewal,
     Report,
     Suspicion,
@@ -342,3 +343,21 @@ async def test_another_service_is_no_registry() -> None:
 def test_addresses_are_checked(addresses: list[str]) -> None:
     with pytest.raises(ValueError, match="registry address"):
         RegistryClient(addresses)
+
+
+async def test_every_node_is_asked_to_measure_and_what_it_found_is_described(place: Any) -> None:
+    a, b = await place.node("a"), await place.node("b")
+    client = place.client()
+    reply = await client.measure()
+    assert reply.nodes == 2
+    async with asyncio.timeout(TIMEOUT):
+        assert await a.measurements.get() == await b.measurements.get() == reply.number
+    a.client.report(Report(measured=reply.number, links=[LinkReport(peer="b", mbps=90.0)]))
+    description = await until_described(
+        place, lambda d: any(m.report.measured == reply.number for m in d.members)
+    )
+    by_node = {m.member.node: m.report for m in description.members}
+    assert by_node["a"].links[0].mbps == 90.0
+    with pytest.raises(JoinRefused, match="being measured already; ask again in"):
+        await client.measure()
+    await client.close()

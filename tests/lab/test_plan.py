@@ -102,7 +102,8 @@ PROBE: dict[str, Any] = {
     "links": [
         {"a": "n0", "b": "n2", "rtt_ms": 2.0, "mbps": 900.0},
         {"a": "n1", "b": "n3", "rtt_ms": 4.0, "mbps": 800.0},
-        {"a": "n0", "b": "n1", "rtt_ms": 80.0, "mbps": 50.0},
+        {"a": "n0", "b": "n1", "rtt_ms": 80.0, "mbps": 70.0},
+        {"a": "n1", "b": "n0", "rtt_ms": 79.0, "mbps": 50.0},
     ],
 }
 NOTHING = Hardware(None, None, None, None, None, None, 0.25, cpu=False)

@@ -392,6 +392,7 @@ def test_flops_and_seconds_of_a_stage() -> None:
         (lambda: simulate_step(swarm(), steps=1), "take 2 or more"),
         (lambda: simulate_step(swarm().with_counts([1, 1, 0, 1, 1])), "stage 2 has no node"),
         (lambda: swarm(stages=2, policy="checkfree+"), "at least 4 body stages"),
+        (lambda: swarm(recovery__masking="spare"), 'masking = "spare" is not simulated'),
         (lambda: replace(swarm(), groups=(Group(7, 1, "anywhere", Seconds(1, 1)),)), "stage=7"),
         (lambda: replace(swarm(), groups=(Group(0, 1, "Mars", Seconds(1, 1)),)), "no site Mars"),
         (lambda: Seconds(-1, 1), "less than 0"),

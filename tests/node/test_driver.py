@@ -1024,6 +1024,15 @@ def test_a_node_that_is_not_lost_after_all_costs_the_attempt():
     assert sent(effects, "query").keys() == PAIRS.keys()
 
 
+def test_a_node_whose_link_is_up_again_was_not_lost():
+    told = on_the_way()
+    told.driver.link_lost("g", "dialled anew", told.now)
+    assert told.driver.link_up("b", told.now) == []
+    effects = told.driver.link_up("g", told.now)
+    assert "its link is up again" in events(effects, "aborted")[0].fields["reason"]
+    assert sent(effects, "query").keys() == PAIRS.keys()
+
+
 def test_what_a_lost_source_has_brought_home_is_to_come_home_again():
     told = on_the_way()
     plan = told.driver.begin.plan
@@ -1071,6 +1080,22 @@ def test_several_may_be_lost_one_after_the_other_and_at_once():
     assert Ballot.of(begin.since) == first
     assert told.driver.masked.keys() == {"g", "d", "z"}
     assert {server(begin, m, 3) for m in range(4)} == {"h"}
+
+
+def test_with_spares_the_stand_in_gets_all_that_the_lost_node_had():
+    told = on_the_way(replace(RULES, microbatches=9, masking="spare"), {**PAIRS, "m": 2, "n": 2})
+    first = told.driver.begin
+    begin = goes_on(told.driver.link_lost("g", "reset", told.now))  # of c, g, m, n
+    for microbatch in range(9):
+        before = server(first, microbatch, 2)
+        assert server(begin, microbatch, 2) == ("m" if before == "g" else before)
+
+
+def test_when_a_stand_in_is_lost_too_the_others_share():
+    told = on_the_way(replace(RULES, microbatches=9, masking="spare"), {**PAIRS, "m": 2, "n": 2})
+    left = {node: stage for node, stage in told.members.items() if node not in ("g", "m")}
+    begin = goes_on(told.views(left))
+    assert {server(begin, microbatch, 2) for microbatch in range(9)} == {"c", "n"}
 
 
 @pytest.mark.parametrize(

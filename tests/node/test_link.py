@@ -557,3 +557,23 @@ async def test_a_listening_node_answers_the_standard_health_check() -> None:
                 assert answer.status == health_pb2.HealthCheckResponse.SERVING
     finally:
         await node.stop()
+
+
+async def test_a_delivery_is_over_when_the_peer_has_it_or_the_link_is_lost() -> None:
+    a, b = Node("a"), Node("b")
+    async with started(a, b):
+        view(1, a, b)
+        await a.events.next("up")
+        assert a.links.peers == ["b"]
+        frame = Frame("probe", (0, 0), {}, [], bytes(10_000))
+        async with asyncio.timeout(DEADLINE):
+            await a.links.deliver("b", frame)
+        await b.events.next("up")
+        assert (await b.events.next("frame"))[1].size == 10_000
+        delivering = asyncio.create_task(a.links.deliver("b", frame))
+        await asyncio.sleep(0)
+        a.links.set_peers(2, [a.peer()], [])
+        with pytest.raises(ConnectionError, match="the link to b is lost: b is no member"):
+            await delivering
+        with pytest.raises(ConnectionError, match="no link to b"):
+            await a.links.deliver("b", frame)

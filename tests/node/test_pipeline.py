@@ -17,6 +17,7 @@ from node.effects import Ballot
 from node.model import build_stage, model_config
 from node.optimizer import StageOptimizer
 from node.pipeline import Pipeline
+from node.routing import stand_ins
 from node.run_file import ModelSection, RecoverySection, RunFile, TrainingSection
 from node.wire import Frame
 
@@ -124,12 +125,17 @@ class Swarm:
         stages = {node.stage for name, node in self.left().items() if name not in names}
         if len(stages) <= STAGES:
             return False
+        before = [pb.Place(node=name, stage=node.stage) for name, node in self.left().items()]
+        ahead = stand_ins(before) if self.run.recovery.masking == "spare" else {}
         self.lost |= names
         self.number += 1
         for (microbatch, stage), name in self.served.items():
             if name in names:
                 left = [other for other, node in self.left().items() if node.stage == stage]
-                self.served[microbatch, stage] = left[microbatch % len(left)]
+                heir = ahead.get(name)
+                self.served[microbatch, stage] = (
+                    heir if heir in left else left[microbatch % len(left)]
+                )
         begin = self.begin()
         begin.since.CopyFrom(Ballot(1, 1).message())
         self.plans += [(name, Ballot(1, self.number), begin) for name in self.left()]
@@ -197,13 +203,17 @@ async def undisturbed(corpus: Corpus) -> tuple[list[torch.Tensor], dict[int, pb.
 @given(
     seed=st.integers(0, 2**32),
     replicas=st.integers(2, 3),
+    masking=st.sampled_from(["reassign", "spare"]),
     losses=st.lists(st.tuples(st.integers(0, 80), st.integers(1, 2), st.booleans()), max_size=3),
 )
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-def test_whoever_is_lost_every_microbatch_is_in_each_gradient_once(corpus, seed, replicas, losses):
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+def test_whoever_is_lost_every_microbatch_is_in_each_gradient_once(
+    corpus, seed, replicas, masking, losses
+):
     async def run() -> None:
         chance = random.Random(seed)
-        swarm = Swarm(corpus, replicas, chance)
+        run = RUN.model_copy(update={"recovery": RecoverySection(masking=masking)})
+        swarm = Swarm(corpus, replicas, chance, run)
         swarm.starts()
         for after, count, mute in losses:
             for _ in range(after):
@@ -234,6 +244,23 @@ async def test_a_gradient_that_was_reduced_in_vain_is_the_nodes_own_again(corpus
     expected, _ = await undisturbed(corpus)
     torch.testing.assert_close(swarm.gradients()[1], expected[1], rtol=1e-4, atol=1e-7)
     assert not torch.equal(left.optimizer.gradient, own)
+
+
+async def test_what_was_done_ahead_is_not_done_again(corpus):
+    run = RUN.model_copy(update={"recovery": RecoverySection(masking="spare")})
+    swarm = Swarm(corpus, 2, random.Random(0), run)
+    swarm.starts()
+    await swarm.ends()
+    stand_in = swarm.nodes["1.0"].pipeline
+    assert stand_in.computed == MICROBATCHES  # its own, and the other's
+    assert len(stand_in.applied) < MICROBATCHES
+    computed = [node.pipeline.computed for node in swarm.nodes.values()]
+    swarm.loses({"1.1"}, mute=True)
+    await swarm.ends()
+    assert [node.pipeline.computed for node in swarm.nodes.values()] == computed
+    swarm.check_everything_is_there_once()
+    expected, _ = await undisturbed(corpus)
+    torch.testing.assert_close(swarm.gradients()[1], expected[1], rtol=1e-4, atol=1e-7)
 
 
 async def test_only_what_may_have_to_be_sent_again_is_kept(corpus):

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node import stage_pb2 as pb
-from node.routing import Route, earliest_finish, plan, routes, share_out
+from node.routing import Route, earliest_finish, plan, routes, share_out, stand_ins
 from recovery import masking
 
 
@@ -50,6 +50,12 @@ def test_a_plan_gives_each_visit_a_node_of_its_stage_by_speed():
         assert all(n in replicas[s] for n, s in zip(route.nodes, route.stages, strict=True))
     visited = [node for route in planned for node in route.nodes[:-1]]
     assert [visited.count(node) for node in "abcdefg"] == [3, 3, 6, 4, 2, 6, 6]
+
+
+def test_the_next_replica_stands_in():
+    places = [("b", 1), ("a", 0), ("d", 1), ("c", 1), ("e", 2), ("f", 2)]
+    members = [pb.Place(node=node, stage=stage) for node, stage in places]
+    assert stand_ins(members) == {"b": "c", "c": "d", "d": "b", "e": "f", "f": "e"}
 
 
 MEMBERS = [pb.Place(node=node, stage=stage) for node, stage in [("a", 0), ("b", 1), ("c", 2)]]

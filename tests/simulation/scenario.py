@@ -83,7 +83,7 @@ class Scenario:
             clip_scope=chosen.choice(["global", "stage"]),
             policy=policy or chosen.choice(policies),
             strict=chosen.random() < 0.3,
-            masking="abort" if self.seed % 4 == 3 else "reassign",
+            masking=("reassign", "reassign", "spare", "abort")[self.seed % 4],
             relearn=chosen.random() < 0.5,
             progress=chosen.choice([20.0, 40.0]),
             lr_scale=lambda step, boosted_at: 1.1 if boosted_at else 1.0,

@@ -339,6 +339,11 @@ class Node:
         if peer == "registry":
             self.client.on_link_up()
             return
+        if self.member is not None and not self.over:
+            self.carry_out(self.driver.link_up(peer, self.world.now))
+        self._send_parked(peer)
+
+    def _send_parked(self, peer: str) -> None:
         for _, item in self.parked.pop(peer, []):
             self._send(peer, item)
 
@@ -394,7 +399,7 @@ class Node:
     def _forget_parked(self, now: float) -> None:
         for peer, parked in list(self.parked.items()):
             if peer in self.links:
-                self.on_link_up(peer)
+                self._send_parked(peer)
                 continue
             late = [item for since, item in parked if now - since > LINK_PATIENCE]
             del parked[: len(late)]

@@ -67,7 +67,7 @@ class LocalClient:
         self.registry.carry_out(effects)
         return reply
 
-    async def keep_membership(self, node, reply, on_view, on_evicted) -> None:
+    async def keep_membership(self, node, reply, on_view, on_evicted, on_measure) -> None:
         self.on_view, self.on_evicted = on_view, on_evicted
         renewal = registry.Renewal(node=node)
         self.registry.carry_out(

@@ -380,3 +380,18 @@ async def test_strict_keeps_the_weights_and_stops(corpus, tmp_path):
         members = [node.member for (stage, _), (node, _) in swarm.nodes.items() if stage != 1]
         await swarm.until(lambda: all(member.halt is not None for member in members))
         assert "--strict" in members[0].halt.reason
+
+
+async def test_nodes_measure_their_links_while_they_train(corpus, tmp_path):
+    async with LocalSwarm(loads(SMALL.format(stages=2, replicas=1)), corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 1)
+        for node, _ in swarm.nodes.values():
+            node.asked_to_measure(7)
+        reports = [node.client for node, _ in swarm.nodes.values()]
+        await swarm.until(lambda: all(c.reported.measured == 7 for c in reports))
+        await swarm.until(swarm.finished)
+        for client in reports:
+            assert client.reported.memory > 2**30
+            assert {link.peer for link in client.reported.links} <= {c.node for c in reports}
+            assert all(link.rtt_ms > 0 and link.mbps > 1 for link in client.reported.links)
+        assert sum(len(client.reported.links) for client in reports) >= len(reports)
