@@ -6,8 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is loaded
+
+settings.register_profile("untimed", deadline=None)  # no test asserts how long something takes
+settings.load_profile("untimed")
 
 CORPUS = Path(__file__).parent.parent / "corpus" / "austen"
 

@@ -254,6 +254,7 @@ async def test_every_loss_is_survived_by_its_policy(corpus, tmp_path, policy, lo
         recovery__relearn_passes=2,
         recovery__relearn_steps=steps,
         recovery__relearn_seconds=60.0,  # so that the rate falls by passes alone
+        recovery__relearn_lr=0.01,  # weights are small after so few steps
         recovery__snapshot_fraction=1.0,
         recovery__snapshot_period=1,
         steps=12,
@@ -388,7 +389,7 @@ async def test_nodes_measure_their_links_while_they_train(corpus, tmp_path):
         for node, _ in swarm.nodes.values():
             node.asked_to_measure(7)
         reports = [node.client for node, _ in swarm.nodes.values()]
-        await swarm.until(lambda: all(c.reported.measured == 7 for c in reports))
+        await swarm.until(lambda: all(c.reported and c.reported.measured == 7 for c in reports))
         await swarm.until(swarm.finished)
         for client in reports:
             assert client.reported.memory > 2**30
