@@ -24,7 +24,7 @@ from node.run_file import RunFile, loads, override
 from tests.swarm.in_process import LocalSwarm
 
 RUN = """
-steps = 8
+steps = 6
 [model]
 preset = "tiny"
 dim = 32
@@ -36,7 +36,7 @@ batch = 12
 microbatch = 1
 validation_microbatches = 0
 [recovery]
-relearn_steps = 3
+relearn_steps = 2
 """
 
 
@@ -61,7 +61,7 @@ def allocated(task: Callable[[], object]) -> int:
     return most
 
 
-SHAPES = [(64, 4, 4, 2, 2, 128), (128, 4, 2, 1, 1, 256), (64, 8, 1, 3, 4, 64)]
+SHAPES = [(64, 4, 4, 2, 2, 128), (64, 8, 2, 3, 4, 64)]
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
@@ -152,8 +152,7 @@ async def kept(run: RunFile, corpus: Corpus, out: Path) -> dict[tuple[int, str],
 
 
 CASES: list[tuple[int, dict[str, Any]]] = [
-    (2, {"recovery__policy": "checkfree", "wire__activations": "bf16"}),
-    (1, {"recovery__policy": "checkfree+", "recovery__stage0_moments": True}),
+    (2, {"recovery__stage0_moments": True, "wire__activations": "bf16"}),
     (1, {"recovery__policy": "snapshot", "recovery__snapshot_fraction": 1.0}),
     (1, {"recovery__policy": "redundant", "recovery__relearn_passes": 0}),
 ]
@@ -202,7 +201,7 @@ POLICIES = ["checkfree", "checkfree+", "snapshot", "redundant", "checkpoint"]
 
 
 @given(st.sampled_from(POLICIES), st.integers(0, 4), st.integers(1, 3), st.booleans())
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 def test_more_of_anything_needs_no_less(
     policy: str, stage: int, replicas: int, recompute: bool
 ) -> None:

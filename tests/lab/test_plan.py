@@ -211,7 +211,7 @@ def test_a_trace_is_replayed_for_each_policy(tmp_path: Path) -> None:
 
 
 def test_curves_rise_with_the_rate(tmp_path: Path) -> None:
-    machines = tuple(Machine(f"n{i}", "anywhere", 5e10, 1e9, price=1.0) for i in range(6))
+    machines = tuple(Machine(f"n{i}", "anywhere", 5e10, 1e9, price=1.0) for i in range(5))
     asked = Question(loads(RUN), 512, machines, one_site(40, 100), 1e7, hourly=0.07)
     drawn = curves(asked)
     assert set(drawn) == {"checkfree", "checkfree+", "snapshot", "redundant", "checkpoint"}
