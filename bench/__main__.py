@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from bench import join, link, masking, pipeline, recovery, registry, replica_loss
+from bench import (
+    join,
+    link,
+    masking,
+    pipeline,
+    recovery,
+    registry,
+    replica_loss,
+    simulator,
+)
 
 
 def main() -> None:
@@ -14,6 +23,7 @@ def main() -> None:
         ("The stall when a replica joins", join.main),
         ("The loss of a replica in the middle of a step", replica_loss.main),
         ("Who computes what when 400 of 1000 groups are lost", masking.main),
+        ("100,000 nodes in simulated time", simulator.main),
     ):
         print(f"\n== {title}", flush=True)
         measure()

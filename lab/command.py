@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from lab import live, scar, spare
+from lab import live, plan, scar, simulate, spare
 from node import cli
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ cli.app.add_typer(lab_app, name="lab")
 lab_app.add_typer(scar.app, name="scar")
 lab_app.add_typer(spare.app, name="spare")
 lab_app.add_typer(live.app, name="live")
+lab_app.add_typer(simulate.app, name="simulate")
+cli.app.command("plan")(plan.plan)
 
 console = Console()
 

@@ -46,7 +46,8 @@ def refusing(*kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        errors.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+        text = f"[bold red]error:[/] {escape(str(error))}"
+        errors.print(text, soft_wrap=True, highlight=False, emoji=False)
         raise typer.Exit(1) from error
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from bootstrap import registry_pb2 as registry
 from node import stage_pb2 as pb
 from node.effects import NEVER, Ballot, Effect, Event, Send, Suspect
-from node.routing import share_out, stand_ins
+from node.routing import plan, share_out, stand_ins
 from recovery.decide import (
     INEXACT,
     Decision,
@@ -33,7 +33,7 @@ from recovery.decide import (
     decide,
     resume,
 )
-from recovery.orders import adjoining, all_orders, blocks, order
+from recovery.orders import adjoining, all_orders, blocks
 
 QUERY_AGAIN = 1.0
 """Seconds before a member that hasn't answered is asked once more."""
@@ -783,20 +783,18 @@ class Driver:
         return [pb.Place(node=node, stage=stage) for node, stage in self._training()]
 
     def _plan(self, count: int, swapped: bool) -> list[pb.Microbatch]:
-        """Each microbatch with a node for each visit, so that the replicas of a stage would finish
-        together."""
-        stages = range(self.rules.stages + 1)
-        nodes = [self._training_at(stage) for stage in stages]
-        served = [share_out(range(count), nodes[stage], self.seconds) for stage in stages]
+        """Each microbatch with a node for each visit."""
+        replicas = [self._training_at(stage) for stage in range(self.rules.stages + 1)]
         place = {place.node: index for index, place in enumerate(self._places())}
-        plan = []
-        for identity in range(count):
-            visits = order(identity, self.rules.stages, swapped)
-            places = [place[served[stage][identity]] for stage in visits]
-            plan.append(
-                pb.Microbatch(id=identity, source=served[0][identity], order=visits, places=places)
+        return [
+            pb.Microbatch(
+                id=identity,
+                source=route.nodes[0],
+                order=route.stages[1:-1],
+                places=[place[node] for node in route.nodes[1:-1]],
             )
-        return plan
+            for identity, route in enumerate(plan(count, replicas, self.seconds, swapped))
+        ]
 
     def _training_at(self, stage: int) -> list[str]:
         return [node for node, at in self._training() if at == stage]

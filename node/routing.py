@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from node import stage_pb2 as pb
+from recovery.orders import order
 
 
 def earliest_finish(
@@ -40,6 +41,23 @@ class Route(NamedTuple):
 
     nodes: tuple[str, ...]
     stages: tuple[int, ...]
+
+
+def plan(
+    count: int,
+    replicas: Sequence[Sequence[str]],
+    seconds: Mapping[str, float],
+    swapped: bool = False,
+) -> list[Route]:
+    """A route for each of `count` microbatches, so that the replicas of each stage would finish
+    together. `replicas`: the nodes of stages 0, 1, .., L; `swapped`: orders of CheckFree+."""
+    served = [share_out(range(count), nodes, seconds) for nodes in replicas]
+    planned = []
+    for identity in range(count):
+        visits = order(identity, len(replicas) - 1, swapped)
+        stages = (0, *visits, 0)
+        planned.append(Route(tuple(served[stage][identity] for stage in stages), stages))
+    return planned
 
 
 def stand_ins(members: Iterable[pb.Place]) -> dict[str, str]:

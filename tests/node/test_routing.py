@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node import stage_pb2 as pb
-from node.routing import Route, earliest_finish, routes, share_out, stand_ins
+from node.routing import Route, earliest_finish, plan, routes, share_out, stand_ins
 from recovery import masking
 
 
@@ -39,6 +39,17 @@ def test_where_all_are_alike_lost_microbatches_are_shared_out_as_the_controller_
     _, depth = masking.assign(stacks.without([1]), lost)
     shares = share_out(np.flatnonzero(lost), ["a", "c", "d"], {})
     assert max(map(shares.count, "acd")) == depth == 1
+
+
+def test_a_plan_gives_each_visit_a_node_of_its_stage_by_speed():
+    replicas = [["a", "b"], ["c"], ["d", "e"], ["f"], ["g"]]
+    planned = plan(6, replicas, {"d": 1.0, "e": 2.0}, swapped=True)
+    assert {route.stages for route in planned} == {(0, 1, 2, 3, 4, 0), (0, 2, 1, 4, 3, 0)}
+    for route in planned:
+        assert route.nodes[0] == route.nodes[-1]
+        assert all(n in replicas[s] for n, s in zip(route.nodes, route.stages, strict=True))
+    visited = [node for route in planned for node in route.nodes[:-1]]
+    assert [visited.count(node) for node in "abcdefg"] == [3, 3, 6, 4, 2, 6, 6]
 
 
 def test_the_next_replica_stands_in():

@@ -1,0 +1,128 @@
+"""How machines come and go, drawn from a seed: equal for all policies that are compared."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lab.schedule import Losses, schedule
+from lab.simulator.swarm import SwarmError
+
+HOUR: Final = 3600.0
+
+
+class Place(NamedTuple):
+    """A node's, or its replacement's; `number` None: all of the stage."""
+
+    stage: int
+    number: int | None
+
+
+class Row(NamedTuple):
+    """Of a spot trace."""
+
+    time: float  # seconds
+    added: bool  # else removed
+    node: str
+
+
+@dataclass(frozen=True)
+class Churn:
+    """Losses, and who takes a lost node's place. Seconds. Raises SwarmError."""
+
+    hourly: float = 0.0  # probability to be lost within an hour from the start
+    shape: float = 1.0  # of the Weibull distribution of lives; 1: exponential
+    of: Literal["node", "stage"] = "node"  # what is lost at that rate
+    stages: tuple[int, ...] | None = None  # whose nodes may be; None: all
+    at: Mapping[int, tuple[Place, ...]] = field(default_factory=dict)
+    """Losses besides: while this iteration, counted from 1, is under way."""
+    phase: float = 0.5  # of an iteration, when those come
+    trace: tuple[Row, ...] = ()  # instead of all nodes there from the start, and of any rate
+    silent: bool = False  # lost nodes fall silent; else their connections are reset
+    notice: float = 0.0  # that a node is given
+    replacement: float = 30.0  # until a machine is there in place of a lost one; inf: none comes
+    start: float = 5.0  # until the node on it, or on an added one, asks the registry to join
+    warm_up: float = 0.0  # by which its first step takes longer
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.hourly < 1:
+            raise SwarmError(f"hourly = {self.hourly:g} must be 0 or more and less than 1")
+        if not self.shape > 0:
+            raise SwarmError(f"shape = {self.shape:g} of the Weibull distribution must be above 0")
+        if not 0 <= self.phase < 1:
+            raise SwarmError(f"phase = {self.phase:g} must be 0 or more and less than 1")
+        waits = ("notice", "replacement", "start", "warm_up")
+        if short := [name for name in waits if not getattr(self, name) >= 0]:
+            raise SwarmError(f"{short[0]} = {getattr(self, short[0])} must be 0 s or more")
+        if self.trace and (self.hourly or self.at):
+            raise SwarmError("losses come from a trace or else from a rate and a list")
+        if any(iteration < 1 for iteration in self.at):
+            raise SwarmError(f"iteration {min(self.at)} has no loss: they are counted from 1")
+
+    @property
+    def scale(self) -> float:
+        """Of the Weibull distribution, seconds: after an hour `hourly` of all are lost."""
+        if not self.hourly:
+            return math.inf
+        return HOUR / math.pow(-math.log1p(-self.hourly), 1 / self.shape)
+
+    def may_lose(self, stage: int) -> bool:
+        return self.hourly > 0 and (self.stages is None or stage in self.stages)
+
+
+class Lives:
+    """Seconds from joining to being lost. Each follows from (seed, stage, number, how many have
+    been in this place before), whatever else happens."""
+
+    def __init__(self, churn: Churn, seed: int) -> None:
+        self.churn, self.seed = churn, seed
+        self._drawn = cache(self._draw)
+
+    def life(self, place: Place, before: int) -> float:
+        number = place.number or 0
+        size = 64
+        while size <= number:
+            size *= 2
+        return float(self._drawn(place.stage, before, size)[number])
+
+    def _draw(self, stage: int, before: int, size: int) -> NDArray[np.float64]:
+        """The first draws are the same for every size."""
+        random = np.random.default_rng([self.seed, stage, before])
+        lives: NDArray[np.float64] = self.churn.scale * random.weibull(self.churn.shape, size)
+        return lives
+
+
+def per_step(
+    losses: Losses, seed: int, iterations: int, stages: int
+) -> dict[int, tuple[Place, ...]]:
+    """Whole stages, as the lab's runs lose them: for `Churn.at`. Raises ScheduleError."""
+    listed = schedule(losses, seed, iterations, stages)
+    return {at: tuple(Place(stage, None) for stage in lost) for at, lost in listed.items()}
+
+
+def read_trace(path: Path) -> tuple[Row, ...]:
+    """A CSV of milliseconds, add or remove, node; in the order of time. Raises SwarmError."""
+    try:
+        rows = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SwarmError(f"can't read the trace {path}: {error}") from error
+    found = []
+    for line, row in enumerate(rows, 1):
+        if len(row) != 3 or row[1] not in ("add", "remove") or not row[0].isdecimal():
+            raise SwarmError(
+                f"{path}, line {line}: {','.join(row)!r} is not MILLISECONDS,add|remove,NODE"
+            )
+        found.append(Row(int(row[0]) / 1000, row[1] == "add", row[2]))
+        if len(found) > 1 and found[-1].time < found[-2].time:
+            raise SwarmError(f"{path}, line {line}: its time is before that of the line before")
+    if not any(row.added for row in found):
+        raise SwarmError(f"{path} adds no node, so there would be none")
+    return tuple(found)

@@ -1,0 +1,561 @@
+"""One step in simulated time, microbatch by microbatch, as node/pipeline.py runs it.
+
+The plan is the driver's, node/routing.py; each node has one compute thread that runs backward work
+before forward work; frames cross links; then the replicas of each stage average as in
+node/averaging.py, everyone says Ready, and the driver's commit begins the next step. What policies
+send competes for links and threads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final, Literal
+
+import torch
+
+from lab.links import Link
+from lab.simulator.clock import Clock, Cores, Then, Uplink, Wire, Worker
+from lab.simulator.swarm import (
+    HEAD,
+    VALUE,
+    Group,
+    Seconds,
+    Swarm,
+    SwarmError,
+    copy_bytes,
+    frame_bytes,
+    parameters,
+    snapshot_bytes,
+)
+from node.averaging import PIECE
+from node.compute import Priority
+from node.copies import FRAME, OUTSTANDING
+from node.routing import Route, plan
+from node.wire import KINDS, encoded_size
+from recovery.snapshot import route as route_of_copies
+
+URGENCY: Final = {kind: number for number, kind in enumerate(KINDS)}
+MOST_PIECES: Final = 8
+"""Of a replica's part of a gradient; those of a part of more than 64 MiB are larger here."""
+TWIN_PIECE: Final = 4 << 20  # bytes
+POOLED: Final = 256
+"""Nodes from which on one lane stands for all, where it may."""
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """What was busy for the largest share of a step."""
+
+    what: Literal["compute", "link", "uplink"]
+    where: str  # a node, FROM -> TO, or a site
+    share: float  # of the step's seconds
+
+    @property
+    def waits(self) -> bool:
+        """Nothing is busy for half of the time: delays, or the window, hold the step up."""
+        return self.share < 0.5
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step comes to, on average over the steps simulated but for the first."""
+
+    seconds: float  # from decision to decision
+    pipeline: float  # of these, until all microbatches were home
+    reduce: float  # and then until everyone was ready
+    busy: Mapping[str, float]  # node -> seconds of its compute thread
+    sent: Mapping[tuple[str, str], float]  # from, to -> bytes of frames
+    bottleneck: Bottleneck
+    pooled: bool  # one lane stands for all
+    events: int  # simulated in all
+
+    @property
+    def bytes(self) -> float:
+        """On all links."""
+        return sum(self.sent.values())
+
+
+def simulate_step(swarm: Swarm, steps: int = 3, pooled: bool | None = None) -> Step:
+    """Simulate `steps` steps in a row, none of which fails: the first finds empty links, the others
+    what the one before has left on them.
+
+    `pooled`: one lane stands for all sources, and a pool with the sum of their speeds for the
+    replicas of each stage; see `lane`. Left out: from `POOLED` nodes on, where it may be. Raises
+    SwarmError.
+    """
+    if steps < 2:
+        raise SwarmError(f"steps = {steps}: the first doesn't count, so take 2 or more")
+    if pooled is None:
+        pooled = sum(swarm.counts) >= POOLED and _why_not_pooled(swarm) is None
+    if pooled and (why := _why_not_pooled(swarm)):
+        raise SwarmError(f"one lane can't stand for all: {why}")
+    return _Training(lane(swarm) if pooled else _each(swarm), steps).run(pooled)
+
+
+# --- who takes part
+
+
+@dataclass(frozen=True)
+class Cast:
+    """The nodes that are simulated, and for how many each of them stands."""
+
+    swarm: Swarm
+    nodes: Mapping[str, Group]
+    microbatches: int
+    occupied: Mapping[int, float]  # stage -> share of a task for which a node is occupied by it
+    others: int  # nodes besides, with which the driver exchanges messages too
+    away: float  # seconds one way from the driver to the other sources that its node stands for
+    reduces: Mapping[int, float] | None  # stage -> seconds; None: simulated
+
+
+def _each(swarm: Swarm) -> Cast:
+    training = swarm.run.training
+    alone = dict.fromkeys(range(swarm.config.stages + 1), 1.0)
+    return Cast(swarm, swarm.nodes(), training.microbatches, alone, 0, 0.0, None)
+
+
+def _why_not_pooled(swarm: Swarm) -> str | None:
+    stages = [group.stage for group in swarm.groups if group.count]
+    if len(set(stages)) < len(stages):
+        return "nodes of a stage are not alike"
+    if swarm.cores:
+        return "nodes share the cores of a machine"
+    policy = swarm.run.recovery.policy
+    if policy in ("snapshot", "redundant") or (policy != "checkpoint" and swarm.network.uplinks):
+        return f"what {policy} sends besides does not come from all lanes alike"
+    return None
+
+
+def lane(swarm: Swarm) -> Cast:
+    """One source with its share of the window, rounded up, and one node a stage in its route. A
+    stage with R nodes for R_0 sources is occupied by a microbatch for R_0 / R of what it takes.
+
+    Exact where each source has nodes of its own and the window divides; else as if work were spread
+    evenly, without the queues that form when several sources choose the same node at once, and
+    with R_0 / R as a fluid would have it. Averaging takes `averaging_seconds`.
+    """
+    stages = range(swarm.config.stages + 1)
+    one = swarm.with_counts(min(1, count) for count in swarm.counts)
+    nodes = one.nodes()  # raises when a stage has none
+    sources = swarm.replicas(0)
+    uplinks = {site: mbps / sources for site, mbps in swarm.network.uplinks.items()}
+    one = replace(one, network=replace(swarm.network, uplinks=uplinks))
+    return Cast(
+        one,
+        nodes,
+        -(-swarm.run.training.microbatches // sources),
+        {stage: sources / swarm.replicas(stage) for stage in stages},
+        sum(swarm.counts) - len(stages),
+        one.link(0, 0).delay_ms / 1e3 if sources > 1 else 0.0,
+        {stage: averaging_seconds(swarm, stage) for stage in stages},
+    )
+
+
+def averaging_seconds(swarm: Swarm, stage: int, link: Link | None = None) -> float:
+    """Of equal replicas in closed form, with this link between any two of them; left out: the one
+    within the site of the first. If they aren't equal, as if all were like the slowest.
+
+    Each sends (R-1)/R of the gradient twice, over R-1 links at once, and passes over it three
+    times; the shorter of sending and passing over is hidden behind the longer but for a piece.
+    """
+    replicas = swarm.replicas(stage)
+    if replicas == 1:
+        return 0.0
+    groups = [group for group in swarm.groups if group.stage == stage and group.count]
+    link = link or swarm.network.between(groups[0].site, groups[0].site)
+    pieces, size = _pieces(swarm, stage, replicas)
+    sending = 2 * pieces * size * 8 / (link.mbps * 1e6)
+    computing = 3 * max(group.seconds.add for group in groups) * (replicas - 1) / replicas
+    frames = 4 * (replicas - 1) * pieces * swarm.transport.frame
+    short, _, long = sorted((sending, computing, frames))
+    return 2 * link.delay_ms / 1e3 + long + short / pieces
+
+
+def _pieces(swarm: Swarm, stage: int, replicas: int) -> tuple[int, int]:
+    """Of each replica's part: how many, and the bytes of each on a link."""
+    values = -(-parameters(swarm.config, stage) // replicas)
+    pieces = min(MOST_PIECES, -(-values // PIECE))
+    codec = swarm.run.wire.averaging
+    return pieces, HEAD + encoded_size(-(-values // pieces), torch.float32, codec)
+
+
+# --- a node's part
+
+
+class _Node:
+    def __init__(self, name: str, group: Group, thread: Worker, loop: Worker) -> None:
+        self.name, self.stage, self.site = name, group.stage, group.site
+        self.seconds: Seconds = group.seconds
+        self.thread, self.loop = thread, loop
+        self.step = 0  # that it has begun
+        self.held: list[Then] = []  # frames of the next one
+        self.waiting: deque[Route] = deque()  # microbatches to be injected here
+        self.out = 0  # injected, and not home
+        self.twin = 0.0  # seconds of a microbatch's forward pass of the next stage
+        self.twin_apply = 0.0
+        self.lacking = 0  # of the twin's gradient and its own, before it is ready
+
+
+class _Average:
+    """The reduction of one stage: counts what is where. A reduce-scatter, then an all-gather."""
+
+    def __init__(self, training: _Training, nodes: list[_Node]) -> None:
+        self.training, self.nodes = training, nodes
+        self.pieces, self.size = _pieces(training.swarm, nodes[0].stage, len(nodes))
+        self.contributions = {(n.name, k): len(nodes) - 1 for n in nodes for k in self._numbers}
+        self.sums = {n.name: len(nodes) * self.pieces for n in nodes}  # that it lacks
+
+    @property
+    def _numbers(self) -> range:
+        return range(self.pieces)
+
+    def _pass(self, node: _Node, parts: int) -> float:
+        """Seconds to go over a piece of so many parts."""
+        return node.seconds.add * parts / (len(self.nodes) * self.pieces)
+
+    def start(self, node: _Node) -> None:
+        others = len(self.nodes) - 1
+        for piece in self._numbers:
+            then = partial(self._contribute, node, piece)
+            node.thread.post(Priority.CONTROL, self._pass(node, others), then)
+
+    def _to_others(self, node: _Node, work: Callable[[_Node], None]) -> None:
+        rank = self.nodes.index(node)
+        for other in self.nodes[rank + 1 :] + self.nodes[:rank]:
+            self.training.frame("average", node, other, self.size, partial(work, other))
+
+    def _contribute(self, node: _Node, piece: int) -> None:
+        def come(owner: _Node) -> None:
+            seconds = self._pass(owner, 1)
+            owner.thread.post(Priority.CONTROL, seconds, partial(self._added, owner, piece))
+
+        self._to_others(node, come)
+
+    def _added(self, owner: _Node, piece: int) -> None:
+        self.contributions[owner.name, piece] -= 1
+        if self.contributions[owner.name, piece]:
+            return
+
+        def come(node: _Node) -> None:
+            node.thread.post(Priority.CONTROL, self._pass(node, 1), partial(self._has, node))
+
+        self._to_others(owner, come)
+        self._has(owner)
+
+    def _has(self, node: _Node) -> None:
+        self.sums[node.name] -= 1
+        if not self.sums[node.name]:
+            self.training.averaged(node)
+
+
+class _Updates:
+    """Copies or snapshots of a stage on their way to its holders: one at a time, each in frames of
+    which a holder has two at most to answer, at no more than a rate."""
+
+    def __init__(
+        self, training: _Training, sender: _Node, holders: list[_Node], size: int, period: int
+    ) -> None:
+        self.training, self.sender, self.holders = training, sender, holders
+        self.size, self.period = size, period
+        mbps = training.swarm.run.recovery.snapshot_mbps
+        snapshots = training.swarm.run.recovery.policy == "snapshot"
+        self.pace = 8 / (mbps * 1e6) if snapshots else 0.0  # seconds a byte
+        self.started = {holder.name: -period for holder in holders}  # in which step
+        self.rest = 0
+        self.outstanding = 0
+        self.free = 0.0  # when the rate allows the next frame
+
+    def committed(self) -> None:
+        """The weights of the step that has begun are in place."""
+        if self.rest or self.outstanding:
+            return
+        step = self.sender.step
+        due = [h for h in self.holders if step - self.started[h.name] >= self.period]
+        if due:
+            holder = min(due, key=lambda h: (self.started[h.name], h.name))
+            self.started[holder.name] = step
+            self.rest = self.size
+            self._send(holder)
+
+    def _send(self, holder: _Node) -> None:
+        clock = self.training.clock
+        while self.rest and self.outstanding < OUTSTANDING:
+            if self.free > clock.now:
+                clock.at(self.free, partial(self._send, holder))
+                return
+            size = min(self.rest, FRAME)
+            self.rest -= size
+            self.outstanding += 1
+            self.free = clock.now + size * self.pace
+            self.training.frame("copy", self.sender, holder, size, partial(self._kept, holder))
+
+    def _kept(self, holder: _Node) -> None:
+        self.training.message(holder, self.sender, partial(self._answered, holder))
+
+    def _answered(self, holder: _Node) -> None:
+        self.outstanding -= 1
+        if self.rest:
+            self._send(holder)
+        elif not self.outstanding:
+            self.committed()
+
+
+# --- all of it
+
+
+class _Training:
+    """Some steps in a row. Methods are events, in the order in which a microbatch meets them."""
+
+    def __init__(self, cast: Cast, steps: int) -> None:
+        swarm = cast.swarm
+        self.cast, self.swarm, self.transport, self.steps = cast, swarm, swarm.transport, steps
+        self.clock = Clock()
+        cores = Cores(self.clock, swarm.cores)
+        self.nodes = {
+            name: _Node(
+                name,
+                group,
+                Worker(self.clock, cores, cast.occupied[group.stage]),
+                Worker(self.clock, cores),
+            )
+            for name, group in cast.nodes.items()
+        }
+        self.stages = range(swarm.config.stages + 1)
+        self.by_stage: dict[int, list[_Node]] = {stage: [] for stage in self.stages}
+        for node in self.nodes.values():
+            self.by_stage[node.stage].append(node)
+        self.driver = self.by_stage[0][0]
+        replicas = [[node.name for node in self.by_stage[stage]] for stage in self.stages]
+        speeds = {name: node.seconds.microbatch for name, node in self.nodes.items()}
+        self.plan = plan(cast.microbatches, replicas, speeds, swarm.swapped)
+        self.sizes = {
+            kind: frame_bytes(swarm.run, swarm.config, kind) for kind in ("activation", "gradient")
+        }
+        self.uplinks = {site: Uplink(mbps) for site, mbps in swarm.network.uplinks.items()}
+        self.wires: dict[tuple[str, str], Wire] = {}
+        self.twins = swarm.run.recovery.policy == "redundant"
+        for node in self.nodes.values() if self.twins else ():
+            held = self.by_stage[(node.stage + 1) % len(self.stages)][0].seconds
+            node.twin = held.head / 3 if held.head else held.forward
+            node.twin_apply = held.apply
+        self.updates = dict(self._updates())
+        self.averages: dict[int, _Average] = {}
+        self.homes = self.ready = 0
+        self.decided: list[float] = []
+        self.all_home: list[float] = []
+
+    def _updates(self) -> Iterator[tuple[str, _Updates]]:
+        run, config = self.swarm.run, self.swarm.config
+        policy = run.recovery.policy
+        members = [(node.name, node.stage) for node in self.nodes.values()]
+        kind: Literal["copy", "snapshot"] = "snapshot" if policy == "snapshot" else "copy"
+        senders = self.stages if policy == "snapshot" else [0]
+        for stage in senders if policy in ("checkfree", "checkfree+", "snapshot") else ():
+            way = route_of_copies(kind, stage, members, config.stages)
+            if way is None or not way.holders:
+                continue
+            share = run.recovery.snapshot_fraction
+            size, period = copy_bytes(run, config), 1
+            if kind == "snapshot":
+                size = round(share * snapshot_bytes(run, config, stage))
+                period = max(1, round(share * run.recovery.snapshot_period))
+            holders = [self.nodes[name] for name in way.holders]
+            yield way.sender, _Updates(self, self.nodes[way.sender], holders, size, period)
+
+    def run(self, pooled: bool) -> Step:
+        self.begin()
+        self.clock.run(lambda: len(self.decided) > self.steps)
+        if len(self.decided) <= self.steps:
+            raise AssertionError(f"nothing is due after {len(self.decided) - 1} steps")
+        return self._measured(pooled)
+
+    def _measured(self, pooled: bool) -> Step:
+        count, whole = self.steps - 1, self.decided[-1]
+        seconds = (whole - self.decided[1]) / count
+        pipeline = sum(
+            home - begun for home, begun in zip(self.all_home[1:], self.decided[1:], strict=False)
+        )
+        busy = {name: node.thread.busy_seconds / self.steps for name, node in self.nodes.items()}
+        candidates = [Bottleneck("compute", n, of * self.steps / whole) for n, of in busy.items()]
+        candidates += [
+            Bottleneck("link", f"{a} -> {b}", wire.busy_seconds / whole)
+            for (a, b), wire in self.wires.items()
+        ]
+        candidates += [
+            Bottleneck("uplink", site, uplink.busy_seconds / whole)
+            for site, uplink in self.uplinks.items()
+        ]
+        return Step(
+            seconds=seconds,
+            pipeline=pipeline / count,
+            reduce=seconds - pipeline / count,
+            busy=busy,
+            sent={pair: wire.sent / self.steps for pair, wire in self.wires.items()},
+            bottleneck=max(candidates, key=lambda one: one.share),
+            pooled=pooled,
+            events=self.clock.events,
+        )
+
+    # --- what travels
+
+    def frame(self, kind: str, a: _Node, b: _Node, size: int, then: Then) -> None:
+        wire = self.wires.get((a.name, b.name))
+        if wire is None:
+            link = self.swarm.network.between(a.site, b.site)
+            uplink = self.uplinks.get(a.site) if a.site != b.site else None
+            wire = Wire(self.clock, link.delay_ms / 1e3, link.mbps, uplink)
+            self.wires[a.name, b.name] = wire
+        if not self.transport.frame:
+            wire.send(URGENCY[kind], size, then)
+            return
+        taken = partial(b.loop.post, 0, self.transport.frame, then)
+        sent = partial(wire.send, URGENCY[kind], size, taken)
+        a.loop.post(0, self.transport.frame, sent)
+
+    def message(self, a: _Node, b: _Node, then: Then) -> None:
+        """On a stream of its own, which no frame delays."""
+        if a is b:
+            self.clock.after(self.cast.away, then) if self.cast.away else then()
+            return
+        delay = self.swarm.network.between(a.site, b.site).delay_ms / 1e3
+        taken = partial(b.loop.post, 0, self.transport.message, then)
+        sent = partial(self.clock.after, delay, taken)
+        a.loop.post(0, self.transport.message, sent)
+
+    def speak_to_others(self, then: Then | None = None) -> None:
+        """What a message to or from each node that isn't simulated takes the driver; as if those
+        that are simulated were the last."""
+        if self.cast.others:
+            seconds = self.cast.others * self.transport.message
+            self.driver.loop.post(0, seconds, then or _nothing)
+        elif then is not None:
+            then()
+
+    # --- a step
+
+    def begin(self) -> None:
+        """The driver decides: commit, and begin the next step."""
+        self.decided.append(self.clock.now)
+        if len(self.decided) > self.steps:
+            return
+        self.homes = self.ready = 0
+        self.averages = {
+            stage: _Average(self, nodes) for stage, nodes in self.by_stage.items() if len(nodes) > 1
+        }
+        self.speak_to_others()
+        for node in self.nodes.values():
+            self.message(self.driver, node, partial(self.begun, node))
+
+    def begun(self, node: _Node) -> None:
+        """A node applies the commit, and begins."""
+        node.step += 1
+        node.lacking = 1 + self._twin_pieces((node.stage + 1) % len(self.stages))
+        apply = node.seconds.apply + (node.twin_apply if self.twins else 0.0)
+        updates = self.updates.get(node.name)
+        node.thread.post(Priority.CONTROL, apply, updates.committed if updates else _nothing)
+        if node.stage == 0:
+            node.waiting.extend(route for route in self.plan if route.nodes[0] == node.name)
+            self.inject(node)
+        held, node.held = node.held, []
+        for take in held:
+            take()
+
+    def inject(self, source: _Node) -> None:
+        while source.waiting and source.out < self.swarm.in_flight:
+            source.out += 1
+            then = partial(self.forward_done, source, source.waiting.popleft(), 0)
+            source.thread.post(Priority.FORWARD, source.seconds.forward, then)
+
+    def forward_done(self, node: _Node, route: Route, position: int) -> None:
+        to = self.nodes[route.nodes[position + 1]]
+        take = partial(self.take, to, node.step, route, position + 1, "activation")
+        self.frame("activation", node, to, self.sizes["activation"], take)
+        if self.twins:
+            node.thread.post(Priority.BACKGROUND, node.twin, _nothing)
+
+    def backward_done(self, node: _Node, route: Route, position: int) -> None:
+        if position == 0:
+            self.home(node)
+            return
+        to = self.nodes[route.nodes[position - 1]]
+        take = partial(self.take, to, node.step, route, position - 1, "gradient")
+        self.frame("gradient", node, to, self.sizes["gradient"], take)
+
+    def take(self, node: _Node, step: int, route: Route, position: int, kind: str) -> None:
+        """A frame has come."""
+        if node.step < step:
+            again = partial(self.take, node, step, route, position, kind)
+            node.held.append(again)
+            return
+        seconds = node.seconds
+        if kind == "gradient":
+            done = partial(self.backward_done, node, route, position)
+            node.thread.post(Priority.BACKWARD, seconds.backward, done)
+        elif position == len(route.nodes) - 1:
+            done = partial(self.backward_done, node, route, position)
+            node.thread.post(Priority.BACKWARD, seconds.head, done)
+        else:
+            done = partial(self.forward_done, node, route, position)
+            node.thread.post(Priority.FORWARD, seconds.forward, done)
+
+    def home(self, source: _Node) -> None:
+        source.out -= 1
+        self.message(source, self.driver, self.heard_of_home)
+        self.inject(source)
+
+    def heard_of_home(self) -> None:
+        self.homes += 1
+        if self.homes == self.cast.microbatches:
+            self.all_home.append(self.clock.now)
+            self.speak_to_others()
+            for node in self.nodes.values():
+                self.message(self.driver, node, partial(self.reduce, node))
+
+    def reduce(self, node: _Node) -> None:
+        if self.cast.reduces is not None:
+            self.clock.after(self.cast.reduces[node.stage], partial(self.averaged, node))
+        elif node.stage in self.averages:
+            self.averages[node.stage].start(node)
+        else:
+            self.averaged(node)
+
+    def averaged(self, node: _Node) -> None:
+        then = partial(self.exchange, node) if self.twins else partial(self.say_ready, node)
+        node.thread.post(Priority.CONTROL, node.seconds.norm, then)
+
+    def exchange(self, node: _Node) -> None:
+        """With redundant computation: the reduced gradient to those who hold this stage's twin
+        (node/twin.py, `servers`)."""
+        own = self.by_stage[node.stage]
+        holders = self.by_stage[(node.stage - 1) % len(self.stages)]
+        size = VALUE * parameters(self.swarm.config, node.stage)
+        pieces = self._twin_pieces(node.stage)
+        for holder in holders[own.index(node) :: len(own)]:
+            for _ in range(pieces):
+                come = partial(self.one_less_lacking, holder)
+                self.frame("twin", node, holder, HEAD + size // pieces, come)
+        self.one_less_lacking(node)
+
+    def _twin_pieces(self, stage: int) -> int:
+        return min(MOST_PIECES, -(-VALUE * parameters(self.swarm.config, stage) // TWIN_PIECE))
+
+    def one_less_lacking(self, node: _Node) -> None:
+        """A piece of its twin's gradient, or its own stage's gradient, is at the node."""
+        node.lacking -= 1
+        if not node.lacking:
+            node.thread.post(Priority.BACKGROUND, 0.0, partial(self.say_ready, node))
+
+    def say_ready(self, node: _Node) -> None:
+        self.message(node, self.driver, self.heard_of_ready)
+
+    def heard_of_ready(self) -> None:
+        self.ready += 1
+        if self.ready == len(self.nodes):
+            self.speak_to_others(self.begin)
+
+
+def _nothing() -> None:
+    pass
