@@ -329,8 +329,10 @@ def _print_plan(question: Question, found: Answer) -> None:
     plan = found.best
     training = plan.run.training
     sheet = Table(title="The plan", show_header=False)
-    sheet.add_row("stages x replicas", f"{described(plan)}; {sum(plan.counts)} nodes")
-    sheet.add_row("microbatches", f"{training.microbatches} of {training.microbatch} samples")
+    sheet.add_row("stages x replicas", f"{described(plan)}: {sum(plan.counts)} nodes")
+    sheet.add_row(
+        "microbatches", f"{training.microbatches}, samples in each: {training.microbatch}"
+    )
     sheet.add_row("in flight", f"{plan.swarm.in_flight} a source")
     sheet.add_row("recomputation", "yes" if training.recompute else "no")
     simulated = simulate_step(plan.swarm, steps=2).seconds
@@ -350,7 +352,7 @@ def _print_plan(question: Question, found: Answer) -> None:
     for stage, (of, need) in enumerate(zip(plan.nodes, plan.memory(), strict=True)):
         places = ", ".join(dict.fromkeys(machine.site for machine in of))
         memory = f"{need.device / 1e9:,.2f} GB on the device, {need.host / 1e9:,.2f} GB beside it"
-        sheet.add_row(f"stage {stage}", f"{len(of)} nodes at {places}; each needs {memory}")
+        sheet.add_row(f"stage {stage}", f"{len(of)} at {places}; a node needs {memory}")
     console.print(sheet)
 
 

@@ -397,7 +397,7 @@ def _nothing_fits(question: Question, refused: Iterable[str]) -> str:
 
 
 def described(plan: Plan) -> str:
-    text = f"{plan.shape} nodes with {plan.policy}"
+    text = f"{plan.shape}, {plan.policy}"
     if plan.policy == "checkpoint":
         text += f" every {plan.run.recovery.checkpoint_every}"
     return text

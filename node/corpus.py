@@ -59,6 +59,22 @@ class Index(BaseModel):
         fields = [self.format, self.vocabulary, self.dtype, self.end_of_document, shards]
         return xxhash.xxh3_128_hexdigest(json.dumps(fields).encode())
 
+    def misfit(self, content: str, vocabulary: int | None) -> str:
+        """Why a run that says this of its data and its model can't train on it, and what to do;
+        empty when it can. Unsaid: "" and None."""
+        if content and content != self.content:
+            return (
+                f"is other data than the run's: its content is {self.content}, the run file says "
+                f"data.content = {content}. Prepare the same text in the same way, copy the "
+                "folder, or take data.content out of the run file"
+            )
+        if vocabulary is not None and vocabulary < self.vocabulary:
+            return (
+                f"has {self.vocabulary} different tokens, more than model.vocabulary = {vocabulary}"
+                ": leave that out of the run file, or prepare the text with a smaller --vocabulary"
+            )
+        return ""
+
 
 class Corpus:
     """Prepared data, memory-mapped. Open it with `Corpus.open`.

@@ -30,12 +30,8 @@ def resolve(run: RunFile) -> RunFile:
     content, vocabulary = run.data.content, run.model.vocabulary
     if vocabulary is None or path.exists():
         index = read_index(path)
-        if content and content != index.content:
-            raise CorpusError(
-                f"{path} holds other data than the run's: its content is {index.content}, the run "
-                f"file says data.content = {content}. Prepare the same text in the same way, copy "
-                "the folder, or take data.content out of the run file"
-            )
+        if problem := index.misfit(content, vocabulary):
+            raise CorpusError(f"{path} {problem}")
         content, vocabulary = index.content, vocabulary or index.vocabulary
     run = override(run, data__path=str(path), data__content=content, model__vocabulary=vocabulary)
     run = override(run, model__stages=_stages(run))

@@ -136,14 +136,10 @@ def find_corpus(run: RunFile, options: Options) -> Corpus | None:
             raise NodeError(f"{error} (--data DIR says where the prepared data is)") from error
         log.warning("not fit for stage 0: %s", error)
         return None
-    if run.data.content and corpus.content != run.data.content:
-        problem = (
-            f"the data in {path} is not the run's: its content is {corpus.content}, the run's is "
-            f"{run.data.content}. Prepare the same inputs in the same way, or copy the folder."
-        )
+    if problem := corpus.index.misfit(run.data.content, run.model.vocabulary):
         if needed:
-            raise NodeError(problem)
-        log.warning("not fit for stage 0: %s", problem)
+            raise NodeError(f"{path} {problem}")
+        log.warning("not fit for stage 0: %s %s", path, problem)
         return None
     return corpus
 

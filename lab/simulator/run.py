@@ -91,8 +91,8 @@ def simulate_run(
 ) -> Outcome:
     """Until the run file's steps are committed, or for `limit` seconds.
 
-    `known`: steps simulated before, by the nodes of each group; new
-    ones are added. The same arguments give the same outcome. Raises SwarmError.
+    `known`: steps simulated before, by the nodes of each group; new ones are added. The same
+    arguments give the same outcome. Raises SwarmError.
     """
     if churn.stages is not None and (bad := set(churn.stages) - {*range(swarm.config.stages + 1)}):
         raise SwarmError(f"stage {min(bad)} can't be lost: there are 0 to {swarm.config.stages}")

@@ -147,8 +147,17 @@ def test_a_resolved_run_says_all_that_a_node_needs(data):
 
 def test_data_that_is_not_the_runs_is_refused(data):
     path, _ = data
-    with pytest.raises(CorpusError, match="holds other data than the run's"):
+    with pytest.raises(CorpusError, match="is other data than the run's"):
         resolve(loads(f'[data]\npath = "{path}"\ncontent = "{"0" * 32}"'))
+
+
+def test_data_with_more_tokens_than_the_model_knows_is_refused(data):
+    path, corpus = data
+    fewer = corpus.vocabulary - 1
+    with pytest.raises(CorpusError, match=f"more than model.vocabulary = {fewer}"):
+        resolve(loads(f'[data]\npath = "{path}"\n[model]\nvocabulary = {fewer}'))
+    more = resolve(loads(f'[data]\npath = "{path}"\n[model]\nvocabulary = {fewer + 2}'))
+    assert more.model.vocabulary == fewer + 2
 
 
 def test_data_may_be_elsewhere_when_the_run_file_says_the_vocabulary(tmp_path):
