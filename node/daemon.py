@@ -159,6 +159,7 @@ class Node:
         self.memory = memory_of(place.device)
         self.leaving = False
         self.measuring: asyncio.Task[None] | None = None
+        self.asked = 0  # number of the newest measurement that was asked for
         self.measured: tuple[int, list[registry.LinkReport]] = (0, [])
         self.wall = WallClock(time.monotonic())
         self.wall_told = time.monotonic()
@@ -290,10 +291,12 @@ class Node:
     # --- how fast links are
 
     def asked_to_measure(self, number: int) -> None:
+        """One that is under way serves for this, too."""
+        self.asked = number
         if self.measuring is None or self.measuring.done():
-            self.measuring = self.spawn(self._measure_links(number))
+            self.measuring = self.spawn(self._measure_links())
 
-    async def _measure_links(self, number: int) -> None:
+    async def _measure_links(self) -> None:
         """One after the other, so that they don't get into each other's way here."""
         found: list[registry.LinkReport] = []
         for peer in self.links.peers[:MOST_MEASURED]:
@@ -307,7 +310,7 @@ class Node:
                 log.warning("not measured: %s", error)
                 continue
             found.append(registry.LinkReport(peer=peer, rtt_ms=rtt * 1e3, mbps=rate * 8 / 1e6))
-        self.measured = number, found
+        self.measured = self.asked, found
         self._report()
 
     # --- membership
