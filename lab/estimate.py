@@ -136,12 +136,12 @@ def step_seconds(swarm: Swarm, reach: Reach) -> float:
     count = swarm.run.training.microbatches
     rounds = math.ceil(math.ceil(count / replicas[0]) / swarm.in_flight)
     computing = max(
-        (math.ceil(count / replicas[s]) - 1) * seconds[s].microbatch
+        _twice(swarm, s) * (math.ceil(count / replicas[s]) - 1) * seconds[s].microbatch
         + math.ceil(count / replicas[s]) * _twins_forward(swarm, seconds, s)
         for s in stages
     )
     sending = max(
-        (math.ceil(count / max(replicas[a], replicas[b])) - 1) * each
+        _twice(swarm, b) * (math.ceil(count / max(replicas[a], replicas[b])) - 1) * each
         for (a, b), each in frames.items()
     )
     leaving = max(_uplinks(swarm, count), default=0.0)
@@ -187,9 +187,17 @@ def _uplinks(swarm: Swarm, count: int) -> Iterator[float]:
     for site, mbps in swarm.network.uplinks.items():
         size = 0.0
         for stage in range(ring):
-            here, there = (_share_at(swarm, of % ring, site) for of in (stage, stage + 1))
-            size += sizes[0] * here * (1 - there) + sizes[1] * there * (1 - here)
+            onward = (stage + 1) % ring
+            here, there = (_share_at(swarm, of, site) for of in (stage, onward))
+            size += _twice(swarm, onward) * sizes[0] * here * (1 - there)
+            size += _twice(swarm, stage) * sizes[1] * there * (1 - here)
         yield count * size * ON_WIRE * BITS / mbps
+
+
+def _twice(swarm: Swarm, stage: int) -> int:
+    """How often what this stage is to do is sent and computed: with stand-ins twice, as if none of
+    it were done in time that nobody needs."""
+    return 2 if swarm.run.recovery.masking == "spare" and swarm.replicas(stage) > 1 else 1
 
 
 def _share_at(swarm: Swarm, stage: int, site: str) -> float:

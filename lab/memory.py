@@ -55,21 +55,25 @@ def needed(
     `replicas`: nodes of stages 0, 1, .., L, equally fast: one that is faster than the others of its
     stage gets more microbatches, and keeps more of what crosses. `saves`: the node is started with
     --save-dir. Not in it: a joiner's or a rebuild's transfer, frames that wait for a link (16 MiB
-    each at most), and what stand-ins do ahead (masking "spare").
+    each at most).
     """
     gradient = VALUE * parameters(config, stage)
+    spare = run.recovery.masking == "spare" and replicas[stage] > 1
+    under_way_here = under_way(run, config, stage, replicas) * (2 if spare else 1)
     found = {
         "model": Bytes(gradient + STATE * parameters(config, stage)),
-        "activations": Bytes(under_way(run, config, stage, replicas) * saved(run, config, stage)),
+        "activations": Bytes(under_way_here * saved(run, config, stage)),
         "working space": Bytes(working(run, config, stage)),
     }
     if replicas[stage] > 1:
         found["averaging"] = Bytes(host=2 * gradient)
         if run.recovery.masking != "abort":
-            found["masking"] = Bytes(gradient)
+            found["masking"] = Bytes(2 * gradient if spare else gradient)
     if run.recovery.masking != "abort":
-        frames = Bytes(host=_frames_kept(run, config, stage, replicas))
-        found["masking"] = found.get("masking", Bytes()) + frames
+        frames = _frames_kept(run, config, stage, replicas)
+        if spare:
+            frames += _share(run, replicas[stage]) * sum(_crossing(run, config))
+        found["masking"] = found.get("masking", Bytes()) + Bytes(host=frames)
     if run.recovery.relearn_passes and run.recovery.policy != "checkpoint":
         found["boundary"] = Bytes(host=_boundary(run, config, _share(run, replicas[stage])))
     found |= _policy(run, config, stage)
@@ -145,20 +149,28 @@ def working(run: RunFile, config: ModelConfig, stage: int) -> int:
 def _frames_kept(run: RunFile, config: ModelConfig, stage: int, replicas: Sequence[int]) -> int:
     """What was sent in a step to stages with replicas (node/pipeline.py): activations to the next
     stage, gradients to the one before; with swapped orders to any."""
-    ring, values = config.stages + 1, values_sent(run, config)
+    ring = config.stages + 1
     swapped = run.recovery.policy == "checkfree+" and max(replicas) > 1
     size = 0
-    for way, codec in ((1, run.wire.activations), (-1, run.wire.gradients)):
+    for way, each in zip((1, -1), _crossing(run, config), strict=True):
         if swapped or replicas[(stage + way) % ring] > 1:
-            size += encoded_size(values, torch.float32, codec)
+            size += each
     return size * _share(run, replicas[stage])
+
+
+def _crossing(run: RunFile, config: ModelConfig) -> tuple[int, int]:
+    """Bytes of an activation and of a gradient, as they cross."""
+    values = values_sent(run, config)
+    codecs = run.wire.activations, run.wire.gradients
+    activation, gradient = (encoded_size(values, torch.float32, codec) for codec in codecs)
+    return activation, gradient
 
 
 def _boundary(run: RunFile, config: ModelConfig, microbatches: int) -> int:
     """Both sides of what crossed (node/boundary.py): in two bytes a value at most of the last
     steps, as it crossed of the step under way."""
     values = values_sent(run, config)
-    crossed = encoded_size(values, torch.float32, run.wire.activations)
+    crossed, _ = _crossing(run, config)
     kept = min(crossed, HALF * values)
     return 2 * microbatches * (run.recovery.relearn_steps * kept + crossed)
 

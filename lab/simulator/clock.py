@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 Then = Callable[[], object]
+Wanted = Callable[[], bool]
 
 CHUNK: Final = 2 << 20
 """Bytes between which a more urgent frame overtakes (node/link.py)."""
@@ -19,6 +20,10 @@ MOST_CHUNKS: Final = 16
 """That a frame is cut into here; those of a frame of more than 32 MiB are larger."""
 ON_WIRE: Final = 1500 / 1448
 """Bytes on a wire for each of a payload: headers of TCP and IP."""
+
+
+def always() -> bool:
+    return True
 
 
 class Clock:
@@ -97,20 +102,23 @@ class Worker:
     def __init__(self, clock: Clock, cores: Cores, occupied: float = 1.0) -> None:
         self.clock, self.cores, self.occupied = clock, cores, occupied
         self.busy_seconds = 0.0
-        self._queue: list[tuple[int, int, float, Then]] = []
+        self._queue: list[tuple[int, int, float, Then, Wanted]] = []
         self._posted = 0
         self._busy = False
 
-    def post(self, priority: int, seconds: float, then: Then) -> None:
+    def post(self, priority: int, seconds: float, then: Then, wanted: Wanted = always) -> None:
+        """What isn't wanted any more when its turn has come is left undone."""
         self._posted += 1
-        heapq.heappush(self._queue, (priority, self._posted, seconds, then))
+        heapq.heappush(self._queue, (priority, self._posted, seconds, then, wanted))
         if not self._busy:
             self._next()
 
     def _next(self) -> None:
+        while self._queue and not self._queue[0][-1]():
+            heapq.heappop(self._queue)
         if not self._queue:
             return
-        _, _, seconds, then = heapq.heappop(self._queue)
+        _, _, seconds, then, _ = heapq.heappop(self._queue)
         self._busy = True
         self.busy_seconds += seconds * self.occupied
         if self.occupied == 1.0:

@@ -140,6 +140,7 @@ class _Run:
         self.begun = False  # every stage has had a node
         self.left = 1.0  # of the step under way, to be computed
         self.invested = 0.0  # seconds that its attempt has trained
+        self.ahead = 0.0  # what stand-ins get done of it (`Step.ahead`)
         self.vain = 0  # losses since the last commit
         self.iterations = self.aborts = self.joined = 0
         self.spent: list[float] = []  # seconds of each committed step
@@ -393,6 +394,7 @@ class _Run:
     def work(self) -> Events:
         """As many steps as there are until something happens."""
         duration, began = self._duration(), self.now
+        self.ahead = self._step().ahead
         ahead = self._ahead(duration) if self.left == 1.0 else 1
         end = began + duration * (ahead - 1 + self.left)
         while self.struck is None and self.now < end and not self.stopped:
@@ -498,9 +500,15 @@ class _Run:
             here = self._trained(stage)
             redone = (1 - self.left) * window * gone / (gone + here)
             groups = [group for group in present.groups if group.stage == stage]
+            told = reaction.told(present, self.churn, stage)
+            if self.masking == "spare":  # one does it all, but what it has done ahead
+                share = window / (gone + here)
+                microbatches = share * (2 * self.left + (1 - self.left) * (1 - self.ahead))
+                slowest = max(group.seconds.microbatch for group in groups if group.count)
+                longest = max(longest, told + microbatches * slowest + step.reduce)
+                continue
             speed = sum(group.count / group.seconds.microbatch for group in groups)
             computing = (redone + self.left * window) / speed
-            told = reaction.told(present, self.churn, stage)
             sending = reaction.sending_again(present, stage, redone / here)
             longest = max(longest, told + max(computing, sending) + step.reduce)
         return longest / step.seconds

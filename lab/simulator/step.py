@@ -33,7 +33,8 @@ from lab.simulator.swarm import (
 from node.averaging import PIECE
 from node.compute import Priority
 from node.copies import FRAME, OUTSTANDING
-from node.routing import Route, plan
+from node.routing import Route, plan, stand_ins
+from node.stage_pb2 import Place
 from node.wire import KINDS, encoded_size
 from recovery.snapshot import route as route_of_copies
 
@@ -69,6 +70,7 @@ class Step:
     busy: Mapping[str, float]  # node -> seconds of its compute thread
     sent: Mapping[tuple[str, str], float]  # from, to -> bytes of frames
     bottleneck: Bottleneck
+    ahead: float  # of what stand-ins would do in others' places, the share that they get done
     pooled: bool  # one lane stands for all
     events: int  # simulated in all
 
@@ -123,6 +125,8 @@ def _why_not_pooled(swarm: Swarm) -> str | None:
         return "nodes of a stage are not alike"
     if swarm.cores:
         return "nodes share the cores of a machine"
+    if swarm.run.recovery.masking == "spare" and max(map(swarm.replicas, stages)) > 1:
+        return "stand-ins do ahead what others are to do"
     policy = swarm.run.recovery.policy
     if policy in ("snapshot", "redundant") or (policy != "checkpoint" and swarm.network.uplinks):
         return f"what {policy} sends besides does not come from all lanes alike"
@@ -336,6 +340,11 @@ class _Training:
         }
         self.uplinks = {site: Uplink(mbps) for site, mbps in swarm.network.uplinks.items()}
         self.wires: dict[tuple[str, str], Wire] = {}
+        self.stand_ins: dict[str, str] = {}
+        if swarm.run.recovery.masking == "spare":
+            members = [Place(node=name, stage=node.stage) for name, node in self.nodes.items()]
+            self.stand_ins = stand_ins(members)
+        self.sent_ahead = self.done_ahead = 0  # frames to stand-ins, and what they have done
         self.twins = swarm.run.recovery.policy == "redundant"
         for node in self.nodes.values() if self.twins else ():
             held = self.by_stage[(node.stage + 1) % len(self.stages)][0].seconds
@@ -395,6 +404,7 @@ class _Training:
             busy=busy,
             sent={pair: wire.sent / self.steps for pair, wire in self.wires.items()},
             bottleneck=max(candidates, key=lambda one: one.share),
+            ahead=self.done_ahead / self.sent_ahead if self.sent_ahead else 0.0,
             pooled=pooled,
             events=self.clock.events,
         )
@@ -470,9 +480,7 @@ class _Training:
             source.thread.post(Priority.FORWARD, source.seconds.forward, then)
 
     def forward_done(self, node: _Node, route: Route, position: int) -> None:
-        to = self.nodes[route.nodes[position + 1]]
-        take = partial(self.take, to, node.step, route, position + 1, "activation")
-        self.frame("activation", node, to, self.sizes["activation"], take)
+        self.pass_on("activation", node, route, position + 1)
         if self.twins:
             node.thread.post(Priority.BACKGROUND, node.twin, _nothing)
 
@@ -480,9 +488,34 @@ class _Training:
         if position == 0:
             self.home(node)
             return
-        to = self.nodes[route.nodes[position - 1]]
-        take = partial(self.take, to, node.step, route, position - 1, "gradient")
-        self.frame("gradient", node, to, self.sizes["gradient"], take)
+        self.pass_on("gradient", node, route, position - 1)
+
+    def pass_on(self, kind: str, node: _Node, route: Route, position: int) -> None:
+        """To the node of that visit, and to its stand-in."""
+        name = route.nodes[position]
+        take = partial(self.take, self.nodes[name], node.step, route, position, kind)
+        self.frame(kind, node, self.nodes[name], self.sizes[kind], take)
+        if name in self.stand_ins:
+            self.sent_ahead += 1
+            other = self.nodes[self.stand_ins[name]]
+            take = partial(self.take_ahead, other, node.step, route, position, kind)
+            self.frame(kind, node, other, self.sizes[kind], take)
+
+    def take_ahead(self, node: _Node, step: int, route: Route, position: int, kind: str) -> None:
+        """A stand-in does it when it has nothing else to do, and until the step is over."""
+        if node.step < step:
+            node.held.append(partial(self.take_ahead, node, step, route, position, kind))
+            return
+        seconds = node.seconds.forward
+        if kind == "gradient":
+            seconds = node.seconds.backward
+        elif position == len(route.nodes) - 1:  # it has to embed first
+            seconds += node.seconds.head
+
+        def done() -> None:
+            self.done_ahead += 1
+
+        node.thread.post(Priority.BACKGROUND, seconds, done, lambda: node.step == step)
 
     def take(self, node: _Node, step: int, route: Route, position: int, kind: str) -> None:
         """A frame has come."""

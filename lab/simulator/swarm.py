@@ -93,8 +93,6 @@ class Swarm:
     registry: str = ""  # its site; empty: that of the first nodes of stage 0
 
     def __post_init__(self) -> None:
-        if self.run.recovery.masking == "spare":
-            raise SwarmError('recovery.masking = "spare" is not simulated: take "reassign"')
         if self.config.stages < 4 and self.swapped:
             raise SwarmError(f"checkfree+ needs at least 4 body stages, not {self.config.stages}")
         for group in self.groups:

@@ -153,6 +153,7 @@ async def kept(run: RunFile, corpus: Corpus, out: Path) -> dict[tuple[int, str],
 
 CASES: list[tuple[int, dict[str, Any]]] = [
     (2, {"recovery__stage0_moments": True, "wire__activations": "bf16"}),
+    (2, {"recovery__masking": "spare", "recovery__relearn_passes": 0}),
     (1, {"recovery__policy": "snapshot", "recovery__snapshot_fraction": 1.0}),
     (1, {"recovery__policy": "redundant", "recovery__relearn_passes": 0}),
 ]
