@@ -286,8 +286,6 @@ def _changed(run: RunFile, policy: Policy, size: int, window: int, recompute: bo
     """As `override`, quicker: these values are known to be good."""
     training = {"microbatch": size, "in_flight": window, "recompute": recompute}
     run = run.model_copy(update={"training": run.training.model_copy(update=training)})
-    if policy == "snapshot":  # in int8 they cost nothing that could be seen (cheapest-snapshot)
-        return _with_recovery(run, policy=policy, snapshot_codec="int8")
     return _with_recovery(run, policy=policy)
 
 

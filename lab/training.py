@@ -482,7 +482,8 @@ class Swarm:
         guessed = {of: State.of(self.stages[of]) for of in block}
         for of in block:
             self.stages[of].optimizer.load([("weights", guessed[of].tensors["weights"])], 0)
-        updates = recovery.relearn_passes * len(pieces)
+        passes = relearning.passes(recovery.relearn_passes, block)
+        updates = passes * len(pieces)
         for done in range(updates):
             a_pass, place = divmod(done, len(pieces))
             if place == 0 and not ablation.relearn_in_order:
@@ -506,7 +507,7 @@ class Swarm:
             "before": before,
             "after": after,
             "updates": updates,
-            "stage_tokens": recovery.relearn_passes * tokens,
+            "stage_tokens": passes * tokens,
             "undone": undone,
         }
 

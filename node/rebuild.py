@@ -26,6 +26,7 @@ from node.run_file import RunFile
 from node.transfer import FetchedState, StateClient
 from recovery import checkfree
 from recovery.decide import INEXACT
+from recovery.relearning import passes
 
 log = logging.getLogger("planaria")
 
@@ -224,7 +225,7 @@ class Rebuilding:
             log.warning("relearning without some boundary tensors: %s", complaint)
         terms = Terms(
             samples=recovery.relearn_samples,
-            passes=recovery.relearn_passes,
+            passes=passes(recovery.relearn_passes, joiners),
             seconds=recovery.relearn_seconds,
             lr=recovery.relearn_lr,
             bf16=training.precision == "bf16",

@@ -83,13 +83,13 @@ class RecoverySection(Section):
     relearn_steps: int = Field(default=10, ge=1, description="whose boundary tensors are kept")
     relearn_samples: int = Field(default=1, ge=0, description="at a time; 0: a microbatch")
     relearn_passes: int = Field(default=2, ge=0, description="0: as the papers have it")
-    relearn_seconds: float = Field(default=5.0, ge=0, description="at most")
+    relearn_seconds: float = Field(default=20.0, ge=0, description="at most")
     relearn_lr: float = Field(default=0.05, gt=0, description="Muon's, at first; it falls to 0")
     stage0_moments: bool = Field(default=False, description="copies of stage 0 with Adam's moments")
     snapshot_choice: Literal["priority", "round", "random"] = "priority"
     snapshot_fraction: float = Field(default=0.125, gt=0, le=1, description="r: blocks a time")
     snapshot_period: int = Field(default=8, ge=1, description="steps in which all could be sent")
-    snapshot_codec: Literal["int8", "none"] = "none"
+    snapshot_codec: Literal["int8", "none"] = "int8"
     snapshot_moments: bool = Field(default=True, description="with Adam's moments")
     snapshot_mbps: float = Field(default=200.0, gt=0, description="Mbit/s a stage sends at most")
     checkpoint_dir: str = Field(default="", description="folder that all nodes share")

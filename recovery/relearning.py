@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import Final, Protocol
 
@@ -21,6 +21,9 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+FIRST: Final = 4
+"""Times as many passes where the first body stage is learned, alone or with others. It makes of
+embeddings what all others read, so half learned it costs ten times as much as any other."""
 MOMENTUM: Final = 0.8
 PULL: Final = 0.1
 """Share of the way back to the guess that each update goes, times the learning rate."""
@@ -36,6 +39,11 @@ def parts(samples: int, at_a_time: int) -> list[slice]:
     size, larger = divmod(samples, count)
     ends = [number * size + min(number, larger) for number in range(count + 1)]
     return [slice(start, end) for start, end in pairwise(ends)]
+
+
+def passes(wanted: int, stages: Collection[int]) -> int:
+    """Over the pairs of these stages, where `wanted` are enough for others than the first."""
+    return wanted * FIRST if 1 in stages else wanted
 
 
 def shuffled(count: int, a_pass: int) -> list[int]:

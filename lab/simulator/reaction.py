@@ -22,6 +22,7 @@ from lab.simulator.swarm import (
     values_sent,
 )
 from recovery.decide import INEXACT
+from recovery.relearning import passes
 
 _REGISTRY: Final = Rules("simulated", stages=1)
 JOINING: Final = 4
@@ -145,7 +146,7 @@ def relearning(swarm: Swarm, stage: int, method: str) -> float:
     if method not in INEXACT or not recovery.relearn_passes or stage == 0:
         return 0.0
     seconds = next(group.seconds for group in swarm.groups if group.stage == stage)
-    updates = recovery.relearn_passes * recovery.relearn_steps * training.batch
+    updates = passes(recovery.relearn_passes, (stage,)) * recovery.relearn_steps * training.batch
     training_alone = updates / relearned_at_a_time(run) * seconds.relearn
     crossed = recovery.relearn_steps * training.microbatches * values_sent(run, config) * BOUNDARY
     around = [swarm.link(stage - 1, stage), swarm.link((stage + 1) % (config.stages + 1), stage)]

@@ -249,8 +249,9 @@ def test_a_lost_stage_is_rebuilt_as_the_policy_has_it(policy: str, stage: int) -
 
 def test_relearning_and_bytes_to_fetch_make_a_rebuild_longer() -> None:
     quick = run(swarm(), Churn(at=at("2@25"))).losses[0].recovered
-    relearned = run(swarm(recovery__relearn_passes=100), Churn(at=at("2@25"))).losses[0].recovered
-    assert relearned - quick == pytest.approx(5.5, abs=0.1)  # relearn_seconds, and its pairs
+    bounded = swarm(recovery__relearn_passes=100, recovery__relearn_seconds=5.0)
+    relearned = run(bounded, Churn(at=at("2@25"))).losses[0].recovered
+    assert relearned - quick == pytest.approx(5.5, abs=0.1)  # and its pairs
     large = run(swarm(model__hidden=4096), Churn(at=at("2@25"))).losses[0].recovered
     assert large > quick
 

@@ -102,4 +102,4 @@ def test_results_were_made_with_these_defaults() -> None:
         for section in (RunFile, Losses, Ablation)
     ]
     digest = hashlib.sha256(json.dumps(defaults, sort_keys=True).encode()).hexdigest()[:16]
-    assert (FORMAT, digest) == (1, "21babb55a9d662c9")
+    assert (FORMAT, digest) == (2, "50f3b27832cd5c06")

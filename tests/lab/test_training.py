@@ -89,7 +89,7 @@ def test_relearning_brings_the_residual_down_and_the_loss_with_it(corpus: Corpus
     after: dict[int, float] = {}
     for passes in (0, 10):
         swarm = Swarm(run_with(policy="checkfree", relearn_passes=passes), corpus)
-        for _ in range(25):
+        for _ in range(50):
             swarm.step()
         (line,) = swarm.lose([3])
         after[passes] = swarm.validate()
@@ -175,7 +175,9 @@ def test_a_snapshot_goes_with_its_holder(corpus: Corpus) -> None:
 @pytest.mark.parametrize("by", ["row", "stage"])
 def test_a_share_of_all_comes_back_from_storage(corpus: Corpus, by: str) -> None:
     """With whole snapshots every 4 steps, as old at each block."""
-    run = run_with(policy="snapshot", snapshot_fraction=1.0, snapshot_period=4)
+    run = run_with(
+        policy="snapshot", snapshot_fraction=1.0, snapshot_period=4, snapshot_codec="none"
+    )
     moved = {}
     for share in (0.5, 1.0):
         swarm = Swarm(run, corpus, Ablation(lost_share=share, lost_by=by))

@@ -121,7 +121,7 @@ class World:
         holders: tuple[str, ...] = ("h",),
         **recovery: Any,
     ) -> None:
-        section = RecoverySection(**{"snapshot_mbps": 1e6, **recovery})
+        section = RecoverySection(**{"snapshot_mbps": 1e6, "snapshot_codec": "none", **recovery})
         self.kind, self.stage = kind, STAGE[kind]
         self.outgoing = (
             Outgoing.copies(LAYOUT, section)

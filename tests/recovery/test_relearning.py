@@ -18,6 +18,7 @@ from recovery.relearning import (
     learn,
     orthogonalized,
     parts,
+    passes,
     rate,
     residual_error,
     shuffled,
@@ -271,3 +272,9 @@ def test_a_pair_to_which_nothing_was_added_teaches_nothing() -> None:
     x = torch.ones(1, 2, 3)
     assert torch.equal(error_gradient(x + 1, x, squared_distance(x, x)), torch.zeros_like(x))
     assert residual_error(learners([Residual(0)]), []) == float("inf")
+
+
+def test_the_first_body_stage_is_learned_for_longer() -> None:
+    assert passes(2, [3]) == passes(2, [2, 3]) == 2
+    assert passes(2, [1]) == passes(2, [1, 2]) == 8
+    assert passes(0, [1]) == 0
