@@ -55,7 +55,7 @@ LEARNING: Final[Mapping[str, Learning]] = {
     "checkfree": Learning(
         23, 0.31, "failure-rates: 162 of 600 behind after 7 losses, 187 after 25"
     ),
-    "relearned": Learning(11.4, 0.16, "failure-rates: 80 of 600 after 7, 97 after 25"),
+    "relearned": Learning(7.0, 0.15, "failure-rates: 49 of 600 after 7, 90 after 25"),
     "snapshot": Learning(2.5, 0.9, "failure-rates: 17, 33, 64 of 600 behind after 7, 13, 25"),
     "exact": Learning(0, 0.0, "redundant computation and checkpoints lose nothing"),
 }
