@@ -62,9 +62,9 @@ LEARNING: Final[Mapping[str, Learning]] = {
 """All of one model of 0.4 M parameters with 1,024 tokens a step, two or three seeds, losses up to
 a hundred times as frequent as real ones. They rank policies; for another model they may be several
 times off."""
-SWAPPED: Final = 130.0
-"""Steps by which a run with swapped orders is behind with nothing lost (swapped-order: +0.129 nats
-after 600 steps, where +0.161 are 162). What it is in a longer run isn't known."""
+SWAPPED: Final = 127.0
+"""Steps of 600 by which a run with swapped orders is behind with nothing lost (swapped-order). What
+it is in a longer run isn't known."""
 
 
 @dataclass(frozen=True)
