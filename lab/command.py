@@ -93,6 +93,27 @@ def _prepare(asked: Study, wanted: Sequence[Job]) -> None:
                 prepare(Recipe([asked.text], vocabulary=asked.vocabulary), path, track=track)
 
 
+@lab_app.command("times")
+def lab_times(
+    study: Annotated[
+        Path, typer.Option(metavar="STUDY.toml", help="Of failure rates, with its runs.")
+    ] = Path("docs/results/failure-rates/study.toml"),
+    swarms: Annotated[
+        Path, typer.Option(metavar="DIR", help="Results of `planaria lab live`.")
+    ] = Path("docs/results/live"),
+) -> None:
+    """CheckFree's Table 2: iterations to a loss, by the study, by the seconds of live swarms."""
+    from lab import times
+    from lab.live_study import FIGURES
+    from lab.study import RESULTS, StudyError
+
+    with cli.refusing(StudyError, OSError):
+        live = times.read_live(swarms / FIGURES)
+        text = times.table(times.read_runs(study.with_name(RESULTS)), live)
+        (swarms / "times.md").write_text(text, encoding="utf-8")
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 @contextmanager
 def _progress(iterations: int, runs: int) -> Iterator[Callable[[int, int], None]]:
     from rich.progress import (

@@ -17,13 +17,13 @@ from typing import Final
 
 import numpy as np
 
-from lab.compare import cost
 from lab.links import Link
 from lab.simulator.churn import HOUR, Churn
 from lab.simulator.run import simulate_run
 from lab.simulator.step import simulate_step
 from lab.simulator.swarm import Swarm, seconds_at, sites, uniform
-from lab.study import read_results
+from lab.times import RATES as LAB_RATES
+from lab.times import more_iterations, read_runs
 from node.model import model_config
 from node.run_file import RunFile, loads, override
 
@@ -43,8 +43,6 @@ PAPER_TRAIN: Final[Mapping[str, Sequence[float]]] = {
 }
 """Hours, by rate."""
 TARGET: Final = PAPER_ITERATION["checkpoint"][0]
-LAB_RATES: Final = ("low", "middle", "high")
-"""What a study of failure rates calls them."""
 
 MICROBATCH: Final = 4
 """Samples; half of it with redundant computation, as in the paper."""
@@ -92,21 +90,12 @@ def iterations(policy: str) -> tuple[int, ...]:
 
 
 def lab_factors(results: Path) -> dict[str, tuple[float, ...]]:
-    """Policy -> by rate, iterations to a loss for each that a run without losses takes: the mean
-    over the seeds of a study's runs, by how many iterations a run is behind at its end."""
-    by_run = {(line["variant"], line["seed"]): line for line in read_results(results).values()}
+    """Policy -> by rate, iterations to a loss for each that a run without losses takes. Raises
+    StudyError."""
+    by_run = read_runs(results)
     found: dict[str, tuple[float, ...]] = {"redundant": (1.0,) * len(LAB_RATES)}
     for policy in ("checkpoint", "checkfree", "checkfree+"):
-        factors = []
-        for rate in LAB_RATES:
-            runs = [line for (name, _), line in by_run.items() if name == f"{policy}, {rate}"]
-            shares = []
-            for line in runs:
-                other = by_run["none", line["seed"]]
-                steps = other["validation"][-1][0]
-                shares.append(steps / (steps - cost(line, other, steps).behind))
-            factors.append(statistics.fmean(shares))
-        found[policy] = tuple(factors)
+        found[policy] = tuple(more_iterations(by_run, f"{policy}, {rate}") for rate in LAB_RATES)
     return found
 
 
