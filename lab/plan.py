@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from node.cli import console, refusing
+from node.cli import console, errors, refusing
 
 if TYPE_CHECKING:
     from lab.planner import Answer, Plan, Question
@@ -228,13 +228,15 @@ def replay(question: Question, rows: tuple[Row, ...]) -> dict[str, tuple[Plan, O
     PlanError."""
     from dataclasses import replace
 
+    from rich.progress import track
+
     from lab.planner import PlanError, answer
     from lab.simulator.churn import Churn
     from lab.simulator.run import simulate_run
     from node.run_file import override
 
     found: dict[str, tuple[Plan, Outcome]] = {}
-    for policy in question.policies:
+    for policy in track(question.policies, "policies", console=errors, transient=True):
         try:
             best = answer(replace(question, policies=(policy,))).best
         except PlanError:
@@ -443,10 +445,13 @@ def curves(question: Question) -> dict[str, list[tuple[float, float, float]]]:
     """By policy: probability an hour, hours of its fastest plan, money of its cheapest."""
     from dataclasses import replace
 
+    from rich.progress import track
+
     from lab.planner import Plan, candidates
 
     found: dict[str, list[tuple[float, float, float]]] = {}
-    for rate in sorted({*RATES, question.hourly}):
+    rates = sorted({*RATES, question.hourly})
+    for rate in track(rates, "failure rates", console=errors, transient=True):
         plans = [p for p in candidates(replace(question, hourly=rate)) if isinstance(p, Plan)]
         for policy in question.policies:
             of = [plan for plan in plans if plan.policy == policy]
