@@ -172,7 +172,8 @@ def test_what_is_written_down_names_no_path_of_the_machine(tmp_path):
 
 @pytest.mark.parametrize("policy", list(POLICIES))
 def test_each_policy_makes_a_run_of_its_own(policy, tmp_path):
-    run = loads("[model]\nstages = 4\nvocabulary = 512")
+    elsewhere = f'[data]\npath = "{tmp_path / "none"}"\n'
+    run = loads(elsewhere + "[model]\nstages = 4\nvocabulary = 512")
     recovery = plan_run(run, policy, tmp_path).recovery
     assert recovery.policy == ("checkpoint" if policy == "plain" else policy)
     assert bool(recovery.relearn_passes) == (policy != "plain")
