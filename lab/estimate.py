@@ -26,14 +26,12 @@ from lab.simulator.swarm import (
     fetched_bytes,
     frame_bytes,
     parameters,
-    relearned_at_a_time,
     snapshot_bytes,
 )
 from node.run_file import RunFile
 from recovery.decide import Policy
 from recovery.endurance import availability
 from recovery.orders import all_orders
-from recovery.relearning import passes
 
 LEVELS: Final = 8
 """Replicas of a stage that may be missing at once, at most, of which a step's time is looked at."""
@@ -400,9 +398,7 @@ def _relearning(swarm: Swarm, stage: int, link: Link) -> float:
         return 0.0
     values = training.batch * swarm.config.context * swarm.config.dim
     pairs = transfer(reaction.BOUNDARY * recovery.relearn_steps * values, link)
-    updates = passes(recovery.relearn_passes, (stage,)) * recovery.relearn_steps * training.batch
-    alone = updates / relearned_at_a_time(swarm.run) * _slowest(swarm, stage).relearn
-    return pairs + min(recovery.relearn_seconds, alone)
+    return pairs + reaction.training_alone(swarm.run, stage, _slowest(swarm, stage))
 
 
 def _learning(swarm: Swarm, reach: Reach, lost: float, usual: float) -> tuple[float, float]:

@@ -32,7 +32,8 @@ INTERVALS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 ALIKE: Final = 0.005
 """Share of the time by which plans differ that are as good as each other."""
 FRAME: Final = 1.5e-3
-"""Seconds of a node's event loop for each frame that it sends or takes (results/simulator)."""
+"""Seconds of a node's event loop for each frame that it sends or takes; 1.24 ms were measured, with
+nothing else on the machine (results/simulator)."""
 POLICIES: Final[tuple[Policy, ...]] = (
     "checkfree",
     "checkfree+",

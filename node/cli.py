@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -14,6 +14,8 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 if TYPE_CHECKING:
+    from bootstrap.client import RegistryClient
+    from bootstrap.credentials import Credentials
     from node.corpus import Corpus
     from node.prepare import Track
     from node.run_file import RunFile
@@ -419,21 +421,12 @@ def status_command(
     token: Token = "",
 ) -> None:
     """Show a run: its members, its steps, and why the registry did what."""
-    from bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
     from bootstrap.credentials import Credentials, CredentialsError
     from node.status_page import status
 
-    async def look() -> None:
-        client = RegistryClient(join.split(","), credentials)
-        try:
-            await status(client, console, watch, as_json)
-        finally:
-            await client.close()
-
-    with refusing(RegistryUnreachable, JoinRefused, CredentialsError, ValueError):
+    with refusing(CredentialsError, ValueError):
         credentials = Credentials.load(ca, certificate, key, token)
-        with suppress(KeyboardInterrupt):
-            _run(look())
+        _ask(join, credentials, lambda client: status(client, console, watch, as_json))
 
 
 @app.command("probe")
@@ -452,16 +445,11 @@ def probe_command(
     """Measure the nodes of a swarm and the links between them, while it trains or waits."""
     import json
 
-    from bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
     from bootstrap.credentials import Credentials, CredentialsError
     from node.probe import ProbeError, probe, table
 
-    async def look() -> None:
-        client = RegistryClient(join.split(","), credentials)
-        try:
-            found = await probe(client, wait, lambda text: console.print(text, style="dim"))
-        finally:
-            await client.close()
+    async def look(client: RegistryClient) -> None:
+        found = await probe(client, wait, lambda text: console.print(text, style="dim"))
         if out is not None:
             out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         if as_json:
@@ -470,12 +458,27 @@ def probe_command(
             for part in table(found):
                 console.print(part)
 
-    with refusing(
-        RegistryUnreachable, JoinRefused, CredentialsError, ProbeError, ValueError, OSError
-    ):
-        credentials = Credentials.load(ca, certificate, key, token)
-        with suppress(KeyboardInterrupt):
-            _run(look())
+    with refusing(CredentialsError, ProbeError, ValueError, OSError):
+        _ask(join, Credentials.load(ca, certificate, key, token), look)
+
+
+def _ask(
+    join: str,
+    credentials: Credentials,
+    question: Callable[[RegistryClient], Coroutine[object, object, None]],
+) -> None:
+    """Of the registry, until it is answered or Ctrl-C."""
+    from bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
+
+    async def ask() -> None:
+        client = RegistryClient(join.split(","), credentials)
+        try:
+            await question(client)
+        finally:
+            await client.close()
+
+    with refusing(RegistryUnreachable, JoinRefused), suppress(KeyboardInterrupt):
+        _run(ask())
 
 
 def _run(work: Coroutine[object, object, T]) -> T:

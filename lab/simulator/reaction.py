@@ -14,6 +14,7 @@ from lab.simulator.churn import Churn
 from lab.simulator.swarm import (
     STATE,
     Group,
+    Seconds,
     Swarm,
     fetched_bytes,
     frame_bytes,
@@ -21,6 +22,7 @@ from lab.simulator.swarm import (
     relearned_at_a_time,
     values_sent,
 )
+from node.run_file import RunFile
 from recovery.decide import INEXACT
 from recovery.relearning import passes
 
@@ -146,15 +148,21 @@ def relearning(swarm: Swarm, stage: int, method: str) -> float:
     if method not in INEXACT or not recovery.relearn_passes or stage == 0:
         return 0.0
     seconds = next(group.seconds for group in swarm.groups if group.stage == stage)
-    updates = passes(recovery.relearn_passes, (stage,)) * recovery.relearn_steps * training.batch
-    training_alone = updates / relearned_at_a_time(run) * seconds.relearn
     crossed = recovery.relearn_steps * training.microbatches * values_sent(run, config) * BOUNDARY
     around = [swarm.link(stage - 1, stage), swarm.link((stage + 1) % (config.stages + 1), stage)]
     fetch = max(
         crossed * 8 / (link.mbps * 1e6) + 2 * link.delay_ms / 1e3 + slow_start(link, crossed)
         for link in around
     )
-    return fetch + min(recovery.relearn_seconds, training_alone)
+    return fetch + training_alone(run, stage, seconds)
+
+
+def training_alone(run: RunFile, stage: int, seconds: Seconds) -> float:
+    """A rebuilt stage's, until all its updates are made or its time is over."""
+    recovery = run.recovery
+    of_pairs = passes(recovery.relearn_passes, (stage,)) * recovery.relearn_steps
+    updates = of_pairs * run.training.batch / relearned_at_a_time(run)
+    return min(recovery.relearn_seconds, updates * seconds.relearn)
 
 
 def following(swarm: Swarm, stage: int) -> float:
