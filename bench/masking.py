@@ -47,7 +47,7 @@ def endurable(stacks: Stacks) -> list[int]:
     """Groups drawn at random that may all be lost without a wipe-out."""
     rng = np.random.default_rng(0)
     while True:
-        lost = rng.permutation(GROUPS)[:LOST].tolist()
+        lost: list[int] = rng.permutation(GROUPS)[:LOST].tolist()
         if not isinstance(reorder(stacks, lost), WipedOut):
             return lost
 

@@ -59,7 +59,7 @@ def swarm(run: RunFile, out: Path) -> float:
     lines = [json.loads(line) for line in (out / "ledger.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "step" in line]
     tokens = sum(line["tokens"] for line in steps[1:])
-    return tokens / (steps[-1]["time"] - steps[0]["time"])
+    return float(tokens / (steps[-1]["time"] - steps[0]["time"]))
 
 
 def main() -> None:

@@ -8,25 +8,22 @@ Each block of steps is compared with the block before it, so the machine's moods
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
-import time
-from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from bench.swarm import train
 from node.prepare import Recipe, prepare
-from node.processes import Processes, run_planaria
+from node.processes import run_planaria
 from node.resolve import resolve
-from node.run_file import dumps, loads, override
+from node.run_file import loads, override
 
 TEXT = Path(__file__).parent.parent / "corpus" / "austen"
 GOALS = {"checkfree": 0.99, "checkfree+": 0.97}
 STAGES = 4
 BLOCK = 5  # steps, of which the first of each block doesn't count: it ends what the last has begun
-DEADLINE = 900.0  # seconds
 RUN = f"""
 name = "bench"
 steps = {40 * BLOCK}
@@ -74,44 +71,6 @@ def run_alternating(arguments: list[str]) -> None:
     run_planaria(arguments)
 
 
-def train(policy: str, data: Path, out: Path) -> list[dict[str, Any]]:
-    """The lines of the ledger."""
-    (out / "logs").mkdir(parents=True)
-    run = resolve(override(loads(RUN), data__path=str(data), recovery__policy=policy))
-    (out / "run.toml").write_text(dumps(run))
-    processes = Processes(
-        out / "logs",
-        {"OMP_NUM_THREADS": "1"},
-        ["node.serve", "bootstrap.service"],
-        run_alternating,
-    )
-    deadline = time.monotonic() + DEADLINE
-    try:
-        address = out / "address"
-        registry = ["--run", str(out / "run.toml"), "--address-file", str(address)]
-        processes.start("registry", ["bootstrap", "--listen", "127.0.0.1:0", *registry])
-        while not address.exists():
-            time.sleep(0.05)
-        for stage in range(STAGES + 1):
-            where = ["--join", address.read_text().strip(), "--stage", str(stage)]
-            files = ["--out", str(out / "logs"), "--threads", "1"]
-            processes.start(f"{stage}.0", ["node", *where, "--listen", "127.0.0.1:0", *files])
-        lines: list[dict[str, Any]] = []
-        while not lines or lines[-1]["step"] < run.steps:
-            if time.monotonic() > deadline or (ended := processes.ended()):
-                raise SystemExit(f"no end after {DEADLINE:.0f} s, or ended: {ended}")
-            time.sleep(0.2)
-            lines = read_ledger((out / "logs").glob("ledger-*.jsonl"))
-        return lines
-    finally:
-        processes.kill_all()
-
-
-def read_ledger(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    text = "\n".join(path.read_text().rpartition("\n")[0] for path in paths)
-    return [line for line in map(json.loads, text.splitlines()) if "step" in line]
-
-
 def ratios(lines: list[dict[str, Any]]) -> list[float]:
     """Tokens/s of each ready block against those of the block before it, which is not."""
     blocks: dict[int, list[float]] = {}
@@ -127,7 +86,8 @@ def main() -> None:
         data = Path(directory) / "data"
         prepare(Recipe([str(TEXT)]), data)
         for number, (policy, goal) in enumerate(GOALS.items()):
-            found = ratios(train(policy, data, Path(directory) / str(number)))
+            run = resolve(override(loads(RUN), data__path=str(data), recovery__policy=policy))
+            found = ratios(train(run, run_alternating, Path(directory) / str(number), {}))
             low, middle, high = statistics.quantiles(found, n=4)
             print(
                 f"ratio {policy} ready / off: {middle:.3f} (quartiles {low:.3f} to {high:.3f}, "

@@ -14,20 +14,19 @@ import os
 import signal
 import statistics
 import tempfile
-import time
 from pathlib import Path
 
-from bench.recovery import read_ledger
+from bench.swarm import train
 from node.prepare import Recipe, prepare
-from node.processes import Processes, run_planaria
+from node.processes import run_planaria
 from node.resolve import resolve
-from node.run_file import dumps, loads, override
+from node.run_file import loads, override
 
 TEXT = Path(__file__).parent.parent / "corpus" / "austen"
 STAGES, REPLICAS = 2, 3
 LOST = {"1.1": 6, "2.0": 12, "1.0": 18}  # at which step
 AROUND = 4  # steps before and after
-DEADLINE, GOAL = 900.0, 1.5
+GOAL = 1.5
 RUN = f"""
 name = "loss"
 steps = 24
@@ -64,35 +63,11 @@ def run_half(arguments: list[str]) -> None:
 
 def costs(masking: str, data: Path, out: Path) -> tuple[list[float], int]:
     """Of each loss, in steps; and how many attempts were aborted."""
-    logs = out / "logs"
-    logs.mkdir(parents=True)
     run = resolve(override(loads(RUN), data__path=str(data), recovery__masking=masking))
-    (out / "run.toml").write_text(dumps(run))
-    environment = {"OMP_NUM_THREADS": "1"}
-    processes = Processes(logs, environment, ["node.serve", "bootstrap.service"], run_half)
-    deadline = time.monotonic() + DEADLINE
-    try:
-        address = out / "address"
-        registry = ["--run", str(out / "run.toml"), "--address-file", str(address)]
-        processes.start("registry", ["bootstrap", "--listen", "127.0.0.1:0", *registry])
-        while not address.exists():
-            time.sleep(0.05)
-        for slot in [f"{s}.{r}" for s in range(STAGES + 1) for r in range(REPLICAS)]:
-            death = [str(LOST[slot])] if slot in LOST else []
-            where = ["--join", address.read_text().strip(), "--stage", slot[0]]
-            files = ["--listen", "127.0.0.1:0", "--out", str(logs), "--threads", "1"]
-            processes.start(slot, [*death, "node", *where, *files])
-        times: dict[int, float] = {}
-        while run.steps not in times:
-            if time.monotonic() > deadline:
-                raise SystemExit(f"no end after {DEADLINE:.0f} s")
-            time.sleep(0.2)
-            lines = read_ledger(logs.glob("ledger-*.jsonl"))
-            times = {line["step"]: line["time"] for line in lines}
-    finally:
-        processes.kill_all()
+    lines = train(run, run_half, out, {slot: [str(step)] for slot, step in LOST.items()})
+    times = {line["step"]: line["time"] for line in lines}
     took = {step: times[step] - times[step - 1] for step in times if step - 1 in times}
-    events = [json.loads(line) for path in logs.glob("events-*") for line in path.open()]
+    events = [json.loads(line) for path in (out / "logs").glob("events-*") for line in path.open()]
     return [cost(took, step) for step in LOST.values()], sum(
         event["kind"] == "aborted" for event in events
     )

@@ -12,6 +12,7 @@ from collections.abc import Generator
 from typing import Any
 
 import simpy
+from simpy.resources.resource import PriorityRequest
 
 from lab.simulator.churn import Churn
 from lab.simulator.run import simulate_run
@@ -118,7 +119,7 @@ class _Pipeline:
         yield self.window.put(1)
 
     def compute(self, stage: int, priority: int, seconds: float) -> Generator[Any, Any, None]:
-        with self.threads[stage].request(priority=priority) as turn:
+        with PriorityRequest(self.threads[stage], priority) as turn:
             yield turn
             yield self.environment.timeout(seconds)
 
@@ -126,7 +127,7 @@ class _Pipeline:
         link = self.swarm.link(a, b)
         wire = self.wires.setdefault((a, b), simpy.PriorityResource(self.environment))
         size = frame_bytes(self.swarm.run, self.swarm.config, kind)
-        with wire.request(priority=0 if kind == "gradient" else 1) as turn:
+        with PriorityRequest(wire, 0 if kind == "gradient" else 1) as turn:
             yield turn
             yield self.environment.timeout(size * ON_WIRE * 8 / (link.mbps * 1e6))
         yield self.environment.timeout(link.delay_ms / 1e3)
