@@ -53,7 +53,7 @@ LEARNING: Final[Mapping[str, Learning]] = {
     "checkfree": Learning(
         23, 0.31, "failure-rates: 162 of 600 behind after 7 losses, 187 after 25"
     ),
-    "relearned": Learning(7.0, 0.15, "failure-rates: 49 of 600 after 7, 90 after 25"),
+    "relearned": Learning(4.5, 0.15, "failure-rates: 30, 72, 92 of 600 behind after 7, 13, 25"),
     "snapshot": Learning(2.5, 0.9, "failure-rates: 17, 33, 64 of 600 behind after 7, 13, 25"),
     "exact": Learning(0, 0.0, "redundant computation and checkpoints lose nothing"),
 }

@@ -17,7 +17,7 @@ from lab.training import Ablation
 from node.run_file import RunFile, RunFileError, Section, from_fields
 
 RESULTS = "runs.jsonl"
-FORMAT = 2
+FORMAT = 3
 """Grows when the same study gives other results than before: with a default that matters, too."""
 
 

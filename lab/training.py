@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import model_validator
 from torch import Tensor
 
 from node.corpus import Corpus
@@ -46,7 +47,8 @@ class Ablation(Section):
     relearn_codec: Literal["none", "bf16", "int8"] = "bf16"
     relearn_constant: bool = False  # the learning rate of relearning doesn't fall
     relearn_in_order: bool = False  # every pass takes its parts as they crossed, oldest first
-    relearn_pull: bool = True  # back to the guess
+    relearn_pull: Literal["first", "all", "none"] = "first"  # body stages drawn back to the guess
+    relearn_young: bool = True  # the rate is less in the first steps
     relearn_adam: float = 0.0  # not 0: relearning with Adam, at this rate
     relearn_moments: bool = False  # training goes on with those of Adam that relearning has made
     alone_steps: int = 0  # after a guess, in which only the guessed stages are trained
@@ -54,6 +56,14 @@ class Ablation(Section):
     """Instead of stages this share of all is lost, drawn anew each time, and restored from running
     snapshots that outlive every node, as if they were in SCAR's storage."""
     lost_by: Literal["row", "stage"] = "row"
+
+    @model_validator(mode="after")
+    def moments_are_adams(self) -> Ablation:
+        if self.relearn_moments and not self.relearn_adam:
+            raise ValueError(
+                "relearn_moments goes with relearning by Adam: give relearn_adam its rate"
+            )
+        return self
 
 
 @dataclass
@@ -468,11 +478,14 @@ class Swarm:
         """As the daemon does it: measure, train on one piece at a time, keep the result or undo."""
         recovery, ablation = self.run.recovery, self.ablation
         lr = ablation.relearn_adam or recovery.relearn_lr
+        if ablation.relearn_young:
+            lr = relearning.peak(lr, self.committed)
+        pull = {"first": relearning.pull(block), "all": PULL, "none": 0.0}[ablation.relearn_pull]
         bf16 = self.run.training.precision == "bf16"
         learners = {}
         for of in block:
             stage = self.stages[of]
-            update: Update = Muon(stage.module, PULL if ablation.relearn_pull else 0.0)
+            update: Update = Muon(stage.module, pull)
             if ablation.relearn_adam:
                 update = Adam(stage.optimizer)
             learners[of] = Learner(stage.module, lr, bf16, update)

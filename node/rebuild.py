@@ -26,7 +26,7 @@ from node.run_file import RunFile
 from node.transfer import FetchedState, StateClient
 from recovery import checkfree
 from recovery.decide import INEXACT
-from recovery.relearning import passes
+from recovery.relearning import passes, peak
 
 log = logging.getLogger("planaria")
 
@@ -227,7 +227,7 @@ class Rebuilding:
             samples=recovery.relearn_samples,
             passes=passes(recovery.relearn_passes, joiners),
             seconds=recovery.relearn_seconds,
-            lr=recovery.relearn_lr,
+            lr=peak(recovery.relearn_lr, sync.step),
             bf16=training.precision == "bf16",
             patience=self.run.swarm.progress / 4,
         )

@@ -30,8 +30,10 @@ from node.transfer import InComputeThread
 from node.wire import Frame, WireError, decode, encode
 from recovery.relearning import (
     Learner,
+    Muon,
     error_gradient,
     parts,
+    pull,
     rate,
     ratio,
     shuffled,
@@ -126,7 +128,7 @@ class Relearning:
         compute thread may be at.
         """
         mailbox = self._mailbox_of(block.ballot) or _Mailbox(block.ballot)
-        learner = Learner(stage, terms.lr, terms.bf16)
+        learner = Learner(stage, terms.lr, terms.bf16, Muon(stage, pull(block.joiners)))
         device = optimizer.weights.device
         joiner = _Joiner(self, block, learner, device, fetched, terms, mailbox)
         started = self.now()

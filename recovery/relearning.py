@@ -5,8 +5,7 @@ Stages lost next to each other are learned as one: the input of the first, the o
 
 What teaches most in a given time (docs/results/relearning): many tokens, few passes over them in
 ever new order, small updates (each pair is cut into parts of a few samples, and each part makes an
-update), a rate that falls to 0, and updates that move a matrix in all its directions alike, but for
-a pull back to the guess where the pairs don't say anything.
+update), a rate that falls to 0, and updates that move a matrix in all its directions alike.
 """
 
 from __future__ import annotations
@@ -26,7 +25,10 @@ FIRST: Final = 4
 embeddings what all others read, so half learned it costs ten times as much as any other."""
 MOMENTUM: Final = 0.8
 PULL: Final = 0.1
-"""Share of the way back to the guess that each update goes, times the learning rate."""
+"""Share of the way back to the guess that each update goes, times the learning rate, where the
+first body stage is learned."""
+YOUNG: Final = 100
+"""Steps of training after which relearning has its whole rate."""
 ROUNDS: Final = 5
 QUINTIC: Final = (3.4445, -4.7750, 2.0315)
 
@@ -44,6 +46,20 @@ def parts(samples: int, at_a_time: int) -> list[slice]:
 def passes(wanted: int, stages: Collection[int]) -> int:
     """Over the pairs of these stages, where `wanted` are enough for others than the first."""
     return wanted * FIRST if 1 in stages else wanted
+
+
+def pull(stages: Collection[int]) -> float:
+    """Back to the guess, for Muon's updates of these stages. The first body stage's guess is a copy
+    of the second; relearned without a pull, with so many updates, it comes out twice as large, and
+    the next guess of the second, most of it made of the first, far off."""
+    return PULL if 1 in stages else 0.0
+
+
+def peak(lr: float, step: int) -> float:
+    """Learning rate of the first update, after so many steps of training. Weights that have hardly
+    moved yet are small. Moved by `lr` an update they come out many times too large, and what is
+    lost by that isn't made up for until the end of the run."""
+    return lr * min(1.0, step / YOUNG)
 
 
 def shuffled(count: int, a_pass: int) -> list[int]:
@@ -73,9 +89,8 @@ class Muon:
     """Momentum, orthogonalized (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
 
     A matrix moves by lr sqrt(max(1, rows / columns)) times the orthogonal matrix that is nearest to
-    its Nesterov momentum, and by lr PULL of the way back to what it was at first. In directions
-    that no pair tells anything about, updates would otherwise add up to a random walk: weights that
-    are larger than those that were lost, and that make the next guess next to them larger still.
+    its Nesterov momentum, and by lr times `pull` of the way back to what it was at first. In
+    directions that no pair tells anything about, updates otherwise add up to a random walk.
 
     Vectors, the weights of norms, stay: the matrix behind a norm can do all that they do, and when
     both move, the one shrinks, the other grows, and training goes on with large weights that it
@@ -85,7 +100,7 @@ class Muon:
     swarm waits, and it computes in bfloat16, which differs from one processor to the next.
     """
 
-    def __init__(self, stage: nn.Module, pull: float = PULL) -> None:
+    def __init__(self, stage: nn.Module, pull: float = 0.0) -> None:
         self._pull = pull
         matrices = [p for p in stage.parameters() if p.dim() == 2]
         self._matrices = [(p, p.detach().clone(), torch.zeros_like(p)) for p in matrices]

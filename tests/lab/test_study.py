@@ -64,6 +64,7 @@ def test_a_key_changes_with_all_that_the_result_depends_on(tmp_path: Path) -> No
     [
         ("steps = 8", "steps = 0", "variant 'none'.*\n.*steps"),
         ("relearn_share", "relearn_part", "relearn_part"),
+        ("relearn_share = 0.5", "relearn_moments = true", "give relearn_adam its rate"),
         ('baseline = "none"', 'baseline = "nobody"', "no variant is named 'nobody'"),
         ('name = "relearned"', 'name = "none"', "same name"),
         ("[losses]", "[losses", "not valid TOML"),
@@ -102,4 +103,4 @@ def test_results_were_made_with_these_defaults() -> None:
         for section in (RunFile, Losses, Ablation)
     ]
     digest = hashlib.sha256(json.dumps(defaults, sort_keys=True).encode()).hexdigest()[:16]
-    assert (FORMAT, digest) == (2, "50f3b27832cd5c06")
+    assert (FORMAT, digest) == (3, "9acc5d3da1034294")

@@ -106,6 +106,7 @@ def test_relearning_brings_the_residual_down_and_the_loss_with_it(corpus: Corpus
         Ablation(relearn_share=0.5),
         Ablation(relearn_in_order=True),
         Ablation(relearn_codec="int8"),
+        Ablation(relearn_pull="all"),
         Ablation(relearn_adam=3e-3, relearn_constant=True),
         Ablation(relearn_codec="none", relearn_adam=3e-3, relearn_moments=True),
         Ablation(start="random"),
@@ -123,6 +124,18 @@ def test_whatever_is_varied_relearning_helps(corpus: Corpus, ablation: Ablation)
     steps = {"fresh": 0, "averaged": 6}[ablation.second_moment]
     updates = line["relearned"]["updates"]
     assert swarm.stages[3].optimizer.steps == (updates if ablation.relearn_moments else steps)
+
+
+def test_weights_lost_in_the_first_steps_come_back_about_as_large(corpus: Corpus) -> None:
+    grown = {}
+    for young in (True, False):
+        swarm = Swarm(run_with(), corpus, Ablation(relearn_young=young))
+        for _ in range(12):
+            swarm.step()
+        before = swarm.stages[3].optimizer.weights.norm().item()
+        swarm.lose([3])
+        grown[young] = swarm.stages[3].optimizer.weights.norm().item() / before
+    assert grown[True] < 1.1 < 1.5 < grown[False]
 
 
 def test_two_in_a_row_relearn_as_one(corpus: Corpus) -> None:

@@ -21,7 +21,7 @@ from node.run_file import ModelSection
 from node.wire import Frame
 from recovery.checkfree import average
 from recovery.orders import order, runs
-from recovery.relearning import Learner, learn, parts, rate, residual_error, shuffled
+from recovery.relearning import Learner, Muon, learn, parts, pull, rate, residual_error, shuffled
 
 T = TypeVar("T")
 BALLOT = Ballot(3, 5)
@@ -182,7 +182,10 @@ def test_joiners_do_what_one_process_would_do(
     results = relearn_all(students, fetched, replace(TERMS, samples=samples))
 
     reference = {stage: student(stage) for stage in lost}
-    learners = {s: Learner(one.module, TERMS.lr) for s, one in reference.items()}
+    learners = {
+        s: Learner(one.module, TERMS.lr, update=Muon(one.module, pull(lost)))
+        for s, one in reference.items()
+    }
     floats = {pair: (x.float(), y.float()) for pair, (x, y) in sorted(pairs.items())}
     a_pass = [
         (pair, x[part], y[part])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from recovery.orders import Run, adjoining, blocks, order, runs
 from recovery.relearning import (
     PULL,
+    YOUNG,
     Learner,
     Muon,
     error_gradient,
@@ -19,6 +20,8 @@ from recovery.relearning import (
     orthogonalized,
     parts,
     passes,
+    peak,
+    pull,
     rate,
     residual_error,
     shuffled,
@@ -163,12 +166,12 @@ def test_a_matrix_moves_alike_in_all_directions_and_a_vector_stays() -> None:
 
 
 def test_directions_that_nothing_is_learned_about_stay_near_the_guess() -> None:
-    """Their gradients are noise; without the pull it adds up."""
+    """With a pull. Their gradients are noise; without it that adds up."""
     spread = []
-    for pull in (PULL, 0.0):
+    for strength in (PULL, 0.0):
         stage = nn.Linear(8, 8)
         guess = stage.weight.detach().clone()
-        update = Muon(stage, pull)
+        update = Muon(stage, strength)
         generator = torch.Generator().manual_seed(0)
         for number in range(400):
             stage.weight.grad = torch.randn(8, 8, generator=generator)
@@ -278,3 +281,13 @@ def test_the_first_body_stage_is_learned_for_longer() -> None:
     assert passes(2, [3]) == passes(2, [2, 3]) == 2
     assert passes(2, [1]) == passes(2, [1, 2]) == 8
     assert passes(0, [1]) == 0
+
+
+def test_only_the_first_body_stage_and_what_is_learned_with_it_is_drawn_back() -> None:
+    assert pull([2]) == pull([2, 3]) == pull([6]) == 0
+    assert pull([1]) == pull([1, 2]) == PULL
+
+
+def test_weights_that_have_hardly_been_trained_are_moved_by_less() -> None:
+    rates = [peak(0.05, step) for step in (0, 1, YOUNG // 2, YOUNG, 10 * YOUNG)]
+    assert rates == pytest.approx([0, 0.05 / YOUNG, 0.025, 0.05, 0.05])

@@ -255,7 +255,6 @@ async def test_every_loss_is_survived_by_its_policy(corpus, tmp_path, policy, lo
         recovery__relearn_passes=2,
         recovery__relearn_steps=steps,
         recovery__relearn_seconds=60.0,  # so that the rate falls by passes alone
-        recovery__relearn_lr=0.01,  # weights are small after so few steps
         recovery__snapshot_fraction=1.0,
         recovery__snapshot_period=1,
         steps=12,

@@ -191,8 +191,7 @@ def test_what_checkfree_cannot_rebuild_is_interpolated_and_relearned(up):
     """An end stage; then two in a row, which relearn together."""
     swarm = up(
         SMALL.format(steps=18, stages=5)
-        + "[recovery]\nrelearn_passes = 5\nrelearn_steps = 2\nrelearn_seconds = 60.0\n"
-        + "relearn_lr = 0.01\n",  # weights are small after so few steps
+        + "[recovery]\nrelearn_passes = 5\nrelearn_steps = 2\nrelearn_seconds = 60.0\n",
         *("--policy", "checkfree", "--kill", "1@6", "--kill", "3@12", "--kill", "4@12"),
     )
     status, output = swarm.finish()
