@@ -103,7 +103,9 @@ class Muon:
     def __init__(self, stage: nn.Module, pull: float = 0.0) -> None:
         self._pull = pull
         matrices = [p for p in stage.parameters() if p.dim() == 2]
-        self._matrices = [(p, p.detach().clone(), torch.zeros_like(p)) for p in matrices]
+        self._matrices = [
+            (p, p.detach().clone() if pull else None, torch.zeros_like(p)) for p in matrices
+        ]
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -114,7 +116,9 @@ class Muon:
             rows, columns = weights.shape
             scale = math.sqrt(max(1.0, rows / columns))
             direction = orthogonalized(gradient.lerp(momentum, MOMENTUM))
-            weights.lerp_(guess, self._pull * lr).sub_(direction, alpha=lr * scale)
+            if guess is not None:
+                weights.lerp_(guess, self._pull * lr)
+            weights.sub_(direction, alpha=lr * scale)
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
