@@ -2,6 +2,10 @@
 PYTHON ?= python3
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt
 PROTOS = bootstrap/registry.proto node/stage.proto
+LEAST = $(shell sed -n 's/^requires-python = ">=3\.\(.*\)"/\1/p' pyproject.toml)
+CHECK = 'import sys; v = tuple(sys.version_info[:3]); v >= (3, $(LEAST)) or sys.exit( \
+	"%s is Python %d.%d.%d, and planaria needs 3.$(LEAST) or newer. Name another: \
+	rm -rf .venv; make PYTHON=python3.12 $(MAKECMDGOALS)" % ((sys.argv[1],) + v))'
 
 .PHONY: demo test bench lint proto clean
 
@@ -24,9 +28,11 @@ proto: .venv/installed-dev
 	.venv/bin/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
 
 .venv/bin/pip:
+	@$(PYTHON) -c $(CHECK) $(PYTHON)
 	$(PYTHON) -m venv .venv
 
 .venv/installed: .venv/bin/pip pyproject.toml constraints.txt
+	@.venv/bin/python -c $(CHECK) .venv/bin/python
 	$(PIP_INSTALL) -e .
 	touch $@
 
