@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 from urllib.parse import quote, unquote
@@ -322,6 +323,7 @@ class Links:
         self._links: dict[str, _Link] = {}
         self._halves: dict[tuple[str, str], _Half] = {}
         self._handshakes = 0
+        self._settling: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by peer
         self._stopping = False
         self._dialling: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -518,28 +520,23 @@ class Links:
             del self._dialling[node]
 
     async def _dial(self, peer: Peer) -> None:
-        """Returns when the link has been up and is over. Raises AioRpcError or _Refused."""
-        metadata = (
-            ("planaria-run", quote(self.run)),
-            ("planaria-node", self.node),
-            ("planaria-peer", peer.node),
-            ("planaria-protocol", str(PROTOCOL)),
-            ("planaria-link", secrets.token_hex(8)),
-            *self._credentials.metadata,
-        )
-        channels = [
-            open_channel(peer.address, self._credentials, self._options()) for _ in _STREAMS
-        ]
-        calls: dict[str, Any] = {
-            name: channel.stream_stream(f"/{_SERVICE}/{name}")(metadata=metadata)
-            for name, channel in zip(_STREAMS, channels, strict=True)
-        }
+        """Returns when the link has been up and is over, or at once when there is one by the other
+        side's dial. Raises AioRpcError or _Refused."""
+        calls: dict[str, Any] = {}
+        channels: list[grpc.aio.Channel] = []
         try:
-            async with asyncio.timeout(self.settings.handshake):
-                for call in calls.values():
-                    await _accepted(call, peer.node)
-            link = _Link(self, peer.node, self.node, calls)
-            self._adopt(link)
+            async with self._settling[peer.node]:
+                if peer.node in self._links:
+                    return
+                channels += [
+                    open_channel(peer.address, self._credentials, self._options()) for _ in _STREAMS
+                ]
+                calls |= self._call(peer, channels)
+                async with asyncio.timeout(self.settings.handshake):
+                    for call in calls.values():
+                        await _accepted(call, peer.node)
+                link = _Link(self, peer.node, self.node, calls)
+                self._adopt(link)
             await link.over.wait()
         except TimeoutError:
             raise _Refused(
@@ -551,6 +548,32 @@ class Links:
                 call.cancel()
             for channel in channels:
                 await channel.close()
+
+    def _call(self, peer: Peer, channels: Iterable[grpc.aio.Channel]) -> dict[str, Any]:
+        """The streams of a new link, each on a connection of its own."""
+        metadata = (
+            ("planaria-run", quote(self.run)),
+            ("planaria-node", self.node),
+            ("planaria-peer", peer.node),
+            ("planaria-protocol", str(PROTOCOL)),
+            ("planaria-link", secrets.token_hex(8)),
+            *self._credentials.metadata,
+        )
+        return {
+            name: channel.stream_stream(f"/{_SERVICE}/{name}")(metadata=metadata)
+            for name, channel in zip(_STREAMS, channels, strict=True)
+        }
+
+    @asynccontextmanager
+    async def _after_own_dial(self, dialler: str) -> AsyncIterator[None]:
+        """Of two dials that cross the one by the smaller id becomes the link. So that side lets the
+        other's dial wait until its own has come to something: else a link would come up only to be
+        replaced, and what it carries would be lost."""
+        if self.node > dialler:
+            yield
+        else:
+            async with self._settling[dialler]:
+                yield
 
     def _check_room(self, peer: str, dialler: str) -> None:
         """Of two links to a peer the one dialled by the smaller id stays, of two by the same the
@@ -620,11 +643,12 @@ class Links:
         try:
             if half.name == name:
                 raise _Refused(StatusCode.INVALID_ARGUMENT, f"a second {name} stream for one link")
-            self._check_room(dialler, dialler)
-            for stream in (half.stream, context):
-                await stream.send_initial_metadata((("planaria-node", self.node),))
-            link = _Link(self, dialler, dialler, {half.name: half.stream, name: context})
-            self._adopt(link)
+            async with self._after_own_dial(dialler):
+                self._check_room(dialler, dialler)
+                for stream in (half.stream, context):
+                    await stream.send_initial_metadata((("planaria-node", self.node),))
+                link = _Link(self, dialler, dialler, {half.name: half.stream, name: context})
+                self._adopt(link)
         except _Refused as refused:
             if not half.link.done():
                 half.link.set_exception(refused)

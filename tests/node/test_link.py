@@ -203,20 +203,38 @@ async def test_a_link_that_is_demanded_is_dialled_by_whoever_demands_it() -> Non
         assert b.links.linked("a")
 
 
-async def test_if_both_dial_one_link_stays() -> None:
-    class Greeter(Recorder):
-        def on_link_up(self, peer: str) -> None:
-            assert b.links.send(peer, message(1))
-
+async def test_if_both_dial_one_link_comes_up_and_none_is_lost() -> None:
     a, b = Node("a"), Node("b")
-    b.links.events = Greeter()
-    async with started(a, b):
-        a.links.set_peers(1, [a.peer(), b.peer()], ["b"])
+    async with started(a, b), Wire(b.address) as wire:
+        wire.passing.clear()
+        a.links.set_peers(1, [a.peer(), Peer("b", wire.address)], ["b"])
         b.links.set_peers(1, [a.peer(), Peer("b", "")], ["a"])  # thinks that it has to dial
         async with asyncio.timeout(DEADLINE):
-            # one link may still replace the other, then both are told again
-            while (await a.events.queue.get())[0] != "message":
-                pass
+            while a.links._handshakes < 2 and a.events.queue.empty():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        wire.passing.set()
+        await up(a, b)
+        for one, other in ((a, b), (b, a)):
+            assert one.links._links[other.name].dialler == "a", "by the smaller id, from the start"
+            assert one.links.send(other.name, message(1))
+            assert await other.events.next("message") == (one.name, message(1))
+
+
+async def test_if_the_other_side_cannot_be_reached_its_dial_is_taken() -> None:
+    a, b = Node("a"), Node("b")
+    async with started(a, b), Wire(b.address) as wire:
+        wire.passing.clear()
+        a.links.set_peers(1, [a.peer(), Peer("b", wire.address)], ["b"])
+        b.links.set_peers(1, [a.peer(), Peer("b", "")], ["a"])
+        async with asyncio.timeout(DEADLINE):
+            while a.links._handshakes < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            while a.events.queue.empty():
+                wire.cut()
+                await asyncio.sleep(0)
+        await up(a, b)
+        assert b.links.send("a", message(1))
+        assert await a.events.next("message") == ("b", message(1))
 
 
 async def test_of_two_links_by_one_dialler_the_newer_one_stays() -> None:
