@@ -1,0 +1,75 @@
+"""Exchanges in virtual time, for tests: the clock jumps as soon as nobody has anything to do."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from node.exchange import Exchange, Exchanges
+from node.ports import Priority
+
+T = TypeVar("T")
+
+
+class AtOnce:
+    """In place of the compute thread: works when it is asked to."""
+
+    def post(
+        self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
+    ) -> None:
+        try:
+            result: T | Exception = work()
+        except Exception as error:  # noqa: BLE001 (whatever it is, it belongs to who waits)
+            result = error
+        then(result)
+
+
+class Nodes:
+    """The exchanges of several nodes, and one clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._all: list[Exchanges] = []
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+
+    def new(self, compute: Any = None) -> Exchanges:
+        """Of one more node."""
+        exchanges = Exchanges(compute or AtOnce(), soon=_nothing, crashed=_nothing)
+        exchanges.run(self.now)
+        self._all.append(exchanges)
+        return exchanges
+
+    def after(self, seconds: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (self.now + seconds, len(self._timers), call))
+
+    def step(self) -> bool:
+        """Everything that can happen now does; then the clock jumps. False: nothing is left."""
+        for exchanges in self._all:
+            exchanges.run(self.now)
+        if not all(exchanges.idle for exchanges in self._all):
+            return True
+        due = min((exchanges.wake for exchanges in self._all), default=math.inf)
+        if self._timers and self._timers[0][0] <= due:
+            self.now, _, call = heapq.heappop(self._timers)
+            call()
+            return True
+        if due == math.inf:
+            return False
+        self.now = max(self.now, due)
+        return True
+
+    def outcome(self, exchange: Exchange[T]) -> T:
+        """Raises what the exchange raised, or AssertionError when it waits for ever."""
+        while not exchange.done:
+            went_on = self.step()
+            assert went_on or exchange.done, "everybody waits, and nothing will come"
+        return exchange.result()
+
+    def run(self, exchanges: Exchanges, work: Coroutine[Any, Any, T]) -> T:
+        return self.outcome(exchanges.start(work))
+
+
+def _nothing(*_: object) -> None:
+    """What an exchange raises is raised again by `outcome`."""
