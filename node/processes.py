@@ -45,7 +45,8 @@ class Processes:
 
     They are forked from one process that has loaded the modules `preload` (torch takes seconds of a
     core to load, too long for a swarm that waits for a replacement). Each is in a session of its
-    own, so that a Ctrl-C reaches this process only, and gets SIGKILL should this process vanish.
+    own, so that a Ctrl-C reaches this process only, has the signals' defaults, whatever this one
+    ignores, and gets SIGKILL should this process vanish.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ def tail(log: Path, lines: int = 12) -> str:
 def _begin(log: Path, namespace: Path | None, work: Work, arguments: list[str]) -> None:
     """What a child does first."""
     os.setsid()
+    heed_signals()
     die_with_parent()
     with log.open("wb") as file:
         for output in (sys.stdout, sys.stderr):
@@ -156,6 +158,14 @@ def _begin(log: Path, namespace: Path | None, work: Work, arguments: list[str]) 
     if namespace is not None:
         enter_network(namespace)
     work(arguments)
+
+
+def heed_signals() -> None:
+    """This process no longer ignores what those before it were started to ignore: SIGINT in the
+    background of a script, SIGHUP by nohup."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def die_with_parent() -> None:

@@ -120,7 +120,7 @@ async def up(plan: Plan, kills: Sequence[Kill], console: Console, resume: bool =
     else:
         claim(plan)
         write_plan(plan)
-    stop = _stop_signals()
+    stop = stop_signals()
     with Screen(console, run.steps) as screen:
         swarm = _Swarm(plan, kills, screen)
         try:
@@ -211,8 +211,9 @@ def empty_registry(plan: Plan) -> None:
         raise SwarmError(f"the run can't be resumed: {error}") from error
 
 
-def _stop_signals() -> asyncio.Future[int]:
-    """Done with the number of the first signal that asks this process to end."""
+def stop_signals() -> asyncio.Future[int]:
+    """Done with the number of the first signal that asks this process to end. Ctrl-C and hangup
+    don't ask who was started to ignore them, in the background of a script or by nohup."""
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[int] = loop.create_future()
 
@@ -220,7 +221,8 @@ def _stop_signals() -> asyncio.Future[int]:
         if not stop.done():
             stop.set_result(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    heeded = [n for n in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    for number in (signal.SIGTERM, *heeded):
         loop.add_signal_handler(number, asked, number)
     return stop
 

@@ -1,14 +1,20 @@
-"""One thread for torch, here and in child processes: the models are tiny and the cores are few."""
+"""What all tests and their child processes have: one thread for torch, for the models are tiny and
+the cores are few, and signals that work."""
 
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is loaded
+
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) == signal.SIG_IGN:  # in the background of a script, or by nohup
+        signal.signal(number, lambda *_: None)  # here still, but not in what is started from here
 
 settings.register_profile("untimed", deadline=None)  # no test asserts how long something takes
 settings.load_profile("untimed")

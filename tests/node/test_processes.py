@@ -16,6 +16,7 @@ import pytest
 
 from node.processes import Processes, describe_status, tail
 
+ROOT = Path(__file__).parent.parent.parent
 FOREVER = "import signal; print('up', flush=True); signal.pause()"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {FOREVER}"
 
@@ -74,18 +75,32 @@ def test_a_network_that_cannot_be_entered_ends_the_process_with_its_name(process
     assert "no-network" in tail(processes.log("1.0"))
 
 
-async def test_stop_ends_the_willing_and_the_stubborn(processes, monkeypatch):
-    monkeypatch.setattr("node.processes.GRACE", 0.1)
+async def test_stop_ends_the_willing_and_the_stubborn(processes):
     pids = [
         processes.start("registry", [FOREVER]),
         processes.start("0.0", [FOREVER]),
         processes.start("1.0", [STUBBORN]),
     ]
     until(lambda: has_said(processes.log("1.0"), "up"))
-    await processes.stop()
+    await processes.stop(grace=0.1)
     assert processes.running() == {}
     for pid in pids:
         assert_gone(pid)
+
+
+def test_children_end_by_a_signal_that_their_parent_was_started_to_ignore(tmp_path):
+    parent = (
+        "import os, signal; from pathlib import Path; from node.processes import Processes;"
+        "from tests.node.test_processes import FOREVER, has_said, run_python, until;"
+        f"processes = Processes(Path({str(tmp_path)!r}), {{}}, work=run_python);"
+        "pid = processes.start('1.0', [FOREVER]);"
+        "until(lambda: has_said(processes.log('1.0'), 'up'));"
+        "os.kill(pid, signal.SIGINT);"
+        "print(until(processes.ended)[0].status)"
+    )
+    ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-c", parent]
+    status = subprocess.run(ignoring, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    assert int(status.stdout) == -signal.SIGINT
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is needed")
@@ -96,9 +111,8 @@ def test_children_die_with_their_parent_even_by_sigkill(tmp_path):
         f"processes = Processes(Path({str(tmp_path)!r}), {{}}, work=run_python);"
         "print(processes.start('1.0', [FOREVER]), flush=True); signal.pause()"
     )
-    root = Path(__file__).parent.parent.parent
     process = subprocess.Popen(
-        [sys.executable, "-c", parent], cwd=root, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", parent], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     pid = int(process.stdout.readline())
     until(lambda: has_said(tmp_path / "node-1.0.log", "up"))

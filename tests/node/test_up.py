@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
+import signal
 
 import pytest
 from typer.testing import CliRunner
@@ -21,6 +24,7 @@ from node.swarm import (
     read_events,
     read_plan,
     shortcomings,
+    stop_signals,
     write_plan,
 )
 
@@ -101,6 +105,22 @@ def test_events_are_sorted_and_half_written_ones_left_out(tmp_path):
     (tmp_path / "events-a.jsonl").write_text('{"time": 2.0, "kind": "b"}\n{"time": 9.0, "ki')
     (tmp_path / "events-b.jsonl").write_text('{"time": 1.0, "kind": "a"}\n')
     assert [event["kind"] for event in read_events(tmp_path)] == ["a", "b"]
+
+
+async def test_up_is_not_ended_by_what_it_was_started_to_ignore():
+    """As nohup does SIGHUP, and a script SIGINT for what it runs in the background."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    for number in before:
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        stop = stop_signals()
+        for number in (*before, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        assert await stop == signal.SIGTERM
+    finally:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 CLEAN = {
