@@ -25,8 +25,9 @@ import torch
 from google.protobuf.message import DecodeError
 
 from node import stage_pb2 as pb
-from node.effects import NEVER
+from node.effects import NEVER, Ballot
 from node.run_file import RecoverySection
+from node.stage_state import StateId
 from node.transfer import InComputeThread, ServedState
 from node.wire import NAME_LIMIT, Frame, WireError, decode, encode
 from recovery import snapshot
@@ -45,7 +46,7 @@ PACE: Final = 0.1  # seconds of the budget that a frame takes, as long as it has
 OUTSTANDING: Final = 2  # frames that a holder hasn't answered
 SILENCE: Final = 15.0  # seconds in which a holder has to answer
 COMMIT_LIMIT: Final = 1 << 20  # bytes of the record that goes along
-BALLOTS: Final = 16  # of own commits, remembered
+REMEMBERED: Final = 16  # of this node's own states
 REASON_LIMIT: Final = 200  # characters
 
 
@@ -446,7 +447,7 @@ class Holder:
         self._waiting: dict[tuple[str, int], _Arriving] = {}  # whole, for this node's own commit
         self._held: dict[tuple[str, int], _Held] = {}
         self._applied = (0, 0)  # lineage, step
-        self._ballots: deque[tuple[int, int, pb.Ballot]] = deque(maxlen=BALLOTS)
+        self._own: deque[StateId] = deque(maxlen=REMEMBERED)
         self.bytes_received = 0
         self.critical_seconds = 0.0  # in the compute thread
 
@@ -462,7 +463,7 @@ class Holder:
     def holdings(self) -> list[pb.Holding]:
         """What a stage could be rebuilt from; no part of it is newer than this node's own step."""
         return [
-            pb.Holding(kind=kind, stage=stage, step=held.header.step, lineage=held.header.lineage)
+            StateId.after(held.last, stage, held.header.lineage, held.header.step).holding(kind)
             for (kind, stage), held in sorted(self._held.items())
             if not held.state.missing
         ]
@@ -497,15 +498,15 @@ class Holder:
             if update.peer == peer:
                 del self._arriving[key]
 
-    def committed(self, last: pb.Commit, lineage: int = 0) -> None:
-        """This node has the state after the commit `last`: applied, fetched or loaded."""
-        if lineage != self._applied[0]:
-            self._ballots.clear()
+    def committed(self, own: StateId) -> None:
+        """This node has that state of its own stage: applied, fetched or loaded."""
+        if own.lineage != self._applied[0]:
+            self._own.clear()
             for key, held in list(self._held.items()):
-                if held.header.lineage < lineage:
+                if held.header.lineage < own.lineage:
                     del self._held[key]
-        self._applied = (lineage, last.step)
-        self._ballots.append((lineage, last.step, last.ballot))
+        self._applied = (own.lineage, own.step)
+        self._own.append(own)
         for key, update in list(self._waiting.items()):
             if update.header.at <= self._applied:
                 del self._waiting[key]
@@ -605,8 +606,8 @@ class Holder:
         if lineage < self._applied[0]:
             self._refuse(update, f"it is of lineage {lineage}, the run is at {self._applied[0]}")
             return
-        own = [ballot for *at, ballot in self._ballots if at == [lineage, step]]
-        if (own and own[-1] != update.last.ballot) or (waited and not own):
+        made = [own.made for own in self._own if (own.lineage, own.step) == update.header.at]
+        if (made and made[-1] != Ballot.of(update.last.ballot)) or (waited and not made):
             self._refuse(update, f"step {step} was committed otherwise here")
             return
         self._spawn(self._count_in(key, update))

@@ -168,7 +168,7 @@ class Node:
             self.send_message, self.links.send_frame, self._served_state, self.compute.run
         )
         self.pins = Pins()
-        self.based_on = pb.Commit()  # what the attempt's weights come from
+        self.based_on = (0, pb.Commit())  # step of the attempt's weights, newest commit in them
         self.boundary_client = BoundaryClient(self.send_message, self.compute.run)
         self.boundary_server: BoundaryServer | None = None
         self.relearning = Relearning(
@@ -388,7 +388,7 @@ class Node:
             self.ledger = None
         self.driver = Driver(self.node, self._rules())
         member = Member(self.node, stage)
-        member.holdings = lambda: holdings.listed(member.lineage)
+        member.holdings = holdings.listed
         member.digest = await self.compute.run(self.optimizer.digest)
         if holdings.boundary is not None:
             self.boundary_server = BoundaryServer(
@@ -591,7 +591,7 @@ class Node:
                 self.send_message(to, message)
             case StartAttempt(ballot, begin):
                 assert self.member is not None
-                self.based_on = self.member.last
+                self.based_on = self.member.committed, self.member.last
                 self._abandon(ballot)
                 self.holdings.attempted(ballot, begin)
                 self._follow_plan(self.pipeline.start, ballot, begin)
@@ -732,7 +732,7 @@ class Node:
         first = self.node == min(replicas, default="")
         self.holdings.committing(commit.step, lineage)
         fetched = {joiner.step for joiner in begin.joining if joiner.stage == stage}
-        keep = self.pins.keep(fetched, self._state(self.based_on, boosted_at))
+        keep = self.pins.keep(fetched, self._state(*self.based_on, boosted_at))
         self.gradients.forget(Ballot.of(commit.ballot))
 
         def apply() -> bytes:
@@ -743,7 +743,7 @@ class Node:
             self.holdings.apply(commit, lr)
             self.optimizer.zero_gradient()
             digest = self.optimizer.digest()
-            self.holdings.save(self._state(commit, boosted_at), lineage, first)
+            self.holdings.save(self._state(commit.step, commit, boosted_at), lineage, first)
             return digest
 
         return self.compute.run(apply)
@@ -809,11 +809,11 @@ class Node:
             return None
         if member.following is not None and member.following.state is None:
             return None
-        return self._state(member.last, member.boosted_at)
+        return self._state(member.committed, member.last, member.boosted_at)
 
-    def _state(self, last: pb.Commit, boosted_at: int) -> ServedState:
+    def _state(self, step: int, last: pb.Commit, boosted_at: int) -> ServedState:
         return ServedState(
-            step=last.step,
+            step=step,
             tensors=self.optimizer.state(optimizer=True),
             omega=self.omega,
             boosted_at=boosted_at,

@@ -25,6 +25,7 @@ from node.link import Links
 from node.model import ModelConfig, parameter_shapes
 from node.run_file import RunFile
 from node.saves import SavedState, SaveError, SaveId, Saves, Writer
+from node.stage_state import StateId
 from node.transfer import FetchedState, ServedState
 from node.twin import Twin
 from node.wire import Frame
@@ -80,11 +81,14 @@ class Files:
         except OSError as error:
             log.error("can't list the saves in %s: %s", self.saves.folder, error.strerror)
             return []
-        return [
-            pb.Holding(kind=self.kind, stage=self.saves.stage, step=save.step, lineage=save.lineage)
-            for save in listed
-            if save not in self.refused
-        ]
+        found = []
+        for save in listed:
+            try:
+                if save not in self.refused:
+                    found.append(self.saves.id_of(save).holding(self.kind))
+            except SaveError as error:  # damaged meanwhile, or gone: a newer one took its place
+                log.warning("not offered: %s", error)
+        return found
 
     def load(self, source: pb.Source) -> FetchedState:
         """Raises SaveError; what can't be loaded is offered no more."""
@@ -238,13 +242,14 @@ class Holdings:
                 )
 
     def in_place(self, last: pb.Commit, step: int, lineage: int) -> None:
-        """This node has the state after `step`: applied, fetched or loaded."""
+        """This node has the state after `step`: applied, fetched or loaded. `last`: the newest
+        commit in it, an older one where the run was resumed with an older state."""
         if self.boundary is not None:
             self.boundary.stand_at(step, lineage)
         if self.sender is not None:
             self.sender.committed(step, lineage)
         if self.holder is not None:
-            self.holder.committed(last, lineage)
+            self.holder.committed(StateId.after(last, self.stage, lineage, step))
 
     # --- what others say
 
@@ -268,8 +273,8 @@ class Holdings:
 
     # --- what there is
 
-    def listed(self, lineage: int) -> list[pb.Holding]:
-        """For the driver; `lineage` is of the node's own state."""
+    def listed(self) -> list[pb.Holding]:
+        """For the driver."""
         found = self.holder.holdings() if self.holder is not None else []
         for one in found:
             if one.kind == "snapshot" and self.holder is not None:
@@ -278,8 +283,7 @@ class Holdings:
                 one.mean_step, one.oldest_step = fidelity.staleness.mean, fidelity.staleness.oldest
                 one.perturbation = fidelity.perturbation
         if self.twin is not None:
-            stage, step = self.twin.holding()
-            found.append(pb.Holding(kind="redundant", stage=stage, step=step, lineage=lineage))
+            found.append(self.twin.id.holding("redundant"))
         return found + [one for files in self.files for one in files.holdings()]
 
     def served(self, kind: str, stage: int) -> ServedState | None:

@@ -42,7 +42,7 @@ class Rebuilt:
     """What came of it."""
 
     synced: pb.Synced
-    last: pb.Commit  # that made the step
+    last: pb.Commit  # the newest in it
     boosted_at: int
     omega: float
 
@@ -98,9 +98,8 @@ class Rebuilding:
             digest=digest,
             relearned=relearned,
         )
-        last = pb.Commit()
-        last.CopyFrom(sync.last if sync.HasField("last") else states[0].last)
-        last.step = sync.step  # the state may be older, and counts as of this step from now on
+        # The state may be older; it counts as of the step of `sync` from now on.
+        last = sync.last if sync.HasField("last") else states[0].last
         boosted_at = sync.step if sync.method in INEXACT else states[0].boosted_at
         return Rebuilt(synced, last, boosted_at, omega)
 
@@ -111,7 +110,7 @@ class Rebuilding:
         (state,) = await self._fetch(ballot, sync)
         if not self.member.arrived(ballot):
             return None
-        await self.compute.run(partial(twin.load, state))
+        await self.compute.run(partial(twin.load, state, sync.lineage, sync.step))
         digest = await self.compute.run(self.optimizer.digest)
         return pb.Synced(
             step=sync.step,

@@ -42,6 +42,7 @@ from torch import Tensor
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from node import stage_pb2 as pb
+from node.stage_state import StateId
 
 log = logging.getLogger(__name__)
 
@@ -177,14 +178,15 @@ class Saves:
                 sound.append(save)
         return sound
 
-    def commit_of(self, save: SaveId) -> pb.Commit:
-        """The record of the commit that made it, from the header alone. Raises SaveError."""
+    def id_of(self, save: SaveId) -> StateId:
+        """Which state it is, from the header alone. Raises SaveError."""
         path = self.folder / save.name
         try:
             with path.open("rb", buffering=0) as file:
-                return _state(_read_header(path, file)).last
+                last = _state(_read_header(path, file)).last
         except OSError as error:
             raise SaveError(f"{path} can't be read: {error.strerror}") from error
+        return StateId.after(last, self.stage, save.lineage, save.step)
 
     def load(self, lineage: int, step: int) -> SavedState:
         """Raises SaveError: not there, not to be read, damaged, of another run or stage. The

@@ -28,6 +28,7 @@ from node.effects import NEVER, Ballot
 from node.model import EmbeddingStage, ModelConfig, build_stage
 from node.optimizer import StageOptimizer
 from node.run_file import RunFile
+from node.stage_state import StateId
 from node.transfer import FetchedState, ServedState
 from node.wire import Frame, WireError, decode, encode
 
@@ -95,7 +96,8 @@ class Twin:
         self._forward = module.logits if isinstance(module, EmbeddingStage) else module
         if run.training.compile:
             self._forward = torch.compile(self._forward)
-        self.step = 0  # which its weights are of; not the node's committed one: it is stale
+        # Which state its weights are; not of the node's committed step: it is stale.
+        self.id = StateId(self.stage, lineage=0, step=0, made=NEVER)
         self.omega = 0.0
         self.boosted_at = 0
         self.last = pb.Commit()
@@ -258,7 +260,7 @@ class Twin:
 
         `lr` is the step's, before the stage's scale.
         """
-        if commit.step != self.step + 1:
+        if commit.step != self.id.step + 1:
             return
         started = time.perf_counter()
         ballot, squared_norm = self._reduced
@@ -266,28 +268,25 @@ class Twin:
         if not commit.skipped:
             self.optimizer.step(lr * commit.lr_scale[self.stage], commit.clip_scale[self.stage])
             self.omega = squared_norm
-        self.step, self.last = commit.step, commit
+        self.id = StateId.after(commit, self.stage, self.id.lineage, commit.step)
+        self.last = commit
         self.critical_seconds += time.perf_counter() - started
 
     # --- the state
 
-    def load(self, state: FetchedState) -> None:
+    def load(self, state: FetchedState, lineage: int, step: int) -> None:
         """Take over what a replica of the next stage has served: the twin is of that step then.
 
         Raises ValueError when it isn't a state of that stage; nothing changes then.
         """
         self.optimizer.load(state.tensors.items(), state.optimizer_step)
-        self.step, self.last = state.last.step, state.last
+        self.id, self.last = StateId.after(state.last, self.stage, lineage, step), state.last
         self.omega, self.boosted_at = state.omega, state.boosted_at
-
-    def holding(self) -> tuple[int, int]:
-        """Whose twin it is, and of which step."""
-        return self.stage, self.step
 
     def served(self) -> ServedState:
         """The state for a node that takes over the next stage, as one of its replicas has it."""
         return ServedState(
-            step=self.step,
+            step=self.id.step,
             tensors=self.optimizer.state(optimizer=True),
             omega=self.omega,
             boosted_at=self.boosted_at,

@@ -20,6 +20,7 @@ from node import copies
 from node import stage_pb2 as pb
 from node.copies import Budget, Holder, Kind, Outgoing, Sender
 from node.run_file import RecoverySection
+from node.stage_state import StateId
 from node.transfer import ServedState, StateClient, StateServer
 from node.wire import Frame
 from recovery.snapshot import Layout
@@ -71,6 +72,11 @@ def values_at(step: int, seed: int) -> list[torch.Tensor]:
 def commit_of(step: int, attempt: int = 0) -> pb.Commit:
     ballot = pb.Ballot(view=1, attempt=attempt or step)
     return pb.Commit(step=step, ballot=ballot, loss=0.5, microbatches=[pb.Home(microbatch=7)])
+
+
+def having(step: int, attempt: int = 0, lineage: int = 0) -> StateId:
+    """What a holder that serves stage 1 has after that commit."""
+    return StateId.after(commit_of(step, attempt), 1, lineage, step)
 
 
 class Training:
@@ -238,14 +244,18 @@ class World:
         """Everybody commits it."""
         await self.training.commit(step, attempt)
         for holder in self.holders.values():
-            holder.committed(commit_of(step, attempt))
+            holder.committed(having(step, attempt))
 
     # --- what is held
 
     def step_held(self, holder: str = "h") -> int | None:
         state = self.holders[holder].state(self.kind, self.stage)
-        found = [(h.kind, h.stage, h.step) for h in self.holders[holder].holdings()]
-        assert found == ([(self.kind, self.stage, state.step)] if state else [])
+        found = self.holders[holder].holdings()
+        for one in found:
+            assert state is not None
+            assert (one.kind, one.stage, one.step) == (self.kind, self.stage, state.step)
+            assert one.made == state.last.ballot
+        assert len(found) == (state is not None)
         return state.step if state else None
 
     def assert_true(self, holder: str = "h", exact: bool = True) -> None:
@@ -347,7 +357,7 @@ def test_a_holder_has_the_copy_before_until_its_node_has_committed_the_new_one()
         await world.moment()
         assert world.step_held() == 1
         assert not [k for _, k in world.kept if k.step == 2 and not k.received]
-        world.holder.committed(commit_of(2))
+        world.holder.committed(having(2))
         await world.settle()
         assert world.step_held() == 2
         world.assert_true()
@@ -363,7 +373,7 @@ def test_what_was_committed_by_nobody_who_is_left_is_forgotten(kind: Kind) -> No
         await world.settle()
         await world.training.commit(2)
         await world.moment()
-        world.holder.committed(commit_of(2, attempt=9))
+        world.holder.committed(having(2, attempt=9))
         await world.settle()
         assert world.step_held() == 1
         assert "committed otherwise" in world.kept[-1][1].error
@@ -377,7 +387,7 @@ def test_a_holder_that_went_past_a_step_does_not_trust_its_update() -> None:
         world = World("copy")
         await world.training.commit(2)
         await world.moment()
-        world.holder.committed(commit_of(3))  # it was not there, and has fetched its state
+        world.holder.committed(having(3))  # it was not there, and has fetched its state
         await world.settle()
         assert world.step_held() is None
         await world.training.commit(3)
@@ -391,7 +401,7 @@ def test_a_late_copy_of_the_same_commits_counts_at_once() -> None:
     async def work() -> None:
         world = World("copy")
         for step in (1, 2, 3):
-            world.holder.committed(commit_of(step))
+            world.holder.committed(having(step))
         await world.training.commit(2)
         await world.settle()
         assert world.step_held() == 2
@@ -503,7 +513,7 @@ def test_another_sender_overlays_what_the_first_had_sent() -> None:
         second = world.train("t")
         second.sender.set_holders(["h"])
         await second.commit(5)
-        world.holder.committed(commit_of(5))
+        world.holder.committed(having(5))
         await world.settle()
         assert world.step_held() == 5
         world.assert_true()
@@ -548,7 +558,7 @@ def test_a_run_that_goes_back_to_its_saves_starts_its_snapshots_again() -> None:
         world.training.lineage = 1
         for step in (2, 3):
             await world.training.commit(step, attempt=50 + step)
-            world.holder.committed(commit_of(step, 50 + step), lineage=1)
+            world.holder.committed(having(step, 50 + step, lineage=1))
             assert world.step_held() is None
             await world.settle()
         (holding,) = world.holder.holdings()
@@ -781,7 +791,7 @@ def test_an_update_of_a_past_that_is_given_up_meanwhile_does_not_count() -> None
         await world.step(5)
         await world.moment()
         assert world.computes["h"].posted
-        world.holder.committed(commit_of(3, 70), lineage=1)
+        world.holder.committed(having(3, 70, lineage=1))
         world.computes["h"].held = False
         world.computes["h"].work()
         await world.settle()
@@ -823,7 +833,7 @@ def test_what_is_held_is_true_whatever_happens(
                     for holder in committed:
                         if committed[holder] < step and timing.random() < 0.7:
                             committed[holder] = step
-                            world.holders[holder].committed(commit_of(step))
+                            world.holders[holder].committed(having(step))
                 case 4:
                     world.lose_link(training.name, timing.choice("hi"))
                 case 5:
@@ -842,14 +852,14 @@ def test_what_is_held_is_true_whatever_happens(
                 world.assert_true(holder, exact=codec == "none" or kind == "copy")
         world.release()
         for holder in committed:
-            world.holders[holder].committed(commit_of(step))
+            world.holders[holder].committed(having(step))
         training.sender.set_holders(["h", "i"])
         await world.settle()
         for _ in range(12):
             step += 1
             await training.commit(step)
             for holder in world.holders.values():
-                holder.committed(commit_of(step))
+                holder.committed(having(step))
             await world.settle()
         for holder in "hi":
             assert step - 4 <= (world.step_held(holder) or 0) <= step

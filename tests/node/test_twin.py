@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -14,11 +15,12 @@ from hypothesis import strategies as st
 from node import stage_pb2 as pb
 from node.averaging import Abandoned, ReplicaLostError
 from node.compute import ComputeThread, Priority
-from node.effects import Ballot
+from node.effects import NEVER, Ballot
 from node.model import EmbeddingStage, ModelConfig, build_stage, model_config
 from node.optimizer import StageOptimizer
 from node.pipeline import Pipeline
 from node.run_file import RunFile, loads, override
+from node.stage_state import StateId
 from node.transfer import FetchedState, ServedState
 from node.twin import Twin, TwinError, next_stage, servers
 from node.wire import Frame, buffers_of, decode, encode
@@ -214,19 +216,20 @@ def test_after_each_commit_stage_and_twin_are_bit_identical(
 ) -> None:
     async def live() -> None:
         swarm = Swarm(places(*replicas), seed)
-        applied = dict.fromkeys(range(len(replicas)), 0.0)
+        applied, made = dict.fromkeys(range(len(replicas)), 0.0), NEVER
         for event in story:
             if event == "abort":
                 await swarm.abort()
             else:
                 await swarm.commit(skipped=event == "skip")
+                made = swarm.ballot
                 if event == "commit":
                     applied = dict(swarm.norms)
             for node, optimizer in swarm.own.items():
                 for twin in swarm.holders(stage := swarm.stage_of[node]):
                     assert same(twin.optimizer, optimizer)
                     assert twin.optimizer.digest() == optimizer.digest()
-                    assert twin.holding() == (stage, swarm.step)
+                    assert twin.id == StateId(stage, 0, swarm.step, made)
                     assert twin.omega == applied[stage]
 
     asyncio.run(live())
@@ -489,7 +492,7 @@ async def test_a_commit_of_another_attempt_than_the_gradients_is_refused() -> No
     commit = pb.Commit(step=1, ballot=Ballot(3, 0).message(), clip_scale=[1] * 4, lr_scale=[1] * 4)
     with pytest.raises(AssertionError):
         twin.apply(commit, 0.1)
-    assert twin.step == 0
+    assert twin.id.step == 0
     assert all(map(torch.equal, before[1], state_of(twin.optimizer)[1]))
 
 
@@ -508,21 +511,21 @@ async def test_a_twin_that_comes_later_is_stale_until_it_has_the_stages_state() 
     swarm = Swarm(places(2, 2, 2), seed=1)
     await swarm.commit()
     late = swarm.twins["1.0"]
-    late.step = 0  # as one that has missed a step
+    late.id = replace(late.id, step=0)  # as one that has missed a step
     before = state_of(late.optimizer)
     await swarm.commit()
-    assert late.holding() == (2, 0)
+    assert late.id.step == 0
     assert all(map(torch.equal, before[1], state_of(late.optimizer)[1]))
     boosted = ServedState(
         swarm.step, swarm.own["2.1"].state(optimizer=True), 7.5, 1, swarm.record(), 2
     )
     tasks = swarm.start()  # it comes while the next attempt runs
-    late.load(fetched(boosted))
+    late.load(fetched(boosted), lineage=1, step=2)
     await asyncio.gather(*tasks)
-    assert late.holding() == (2, 2)
+    assert late.id == StateId(2, 1, 2, Ballot.of(boosted.last.ballot))
     assert (late.omega, late.boosted_at) == (7.5, 1)
     await swarm.commit()
-    assert late.holding() == (2, 3)
+    assert late.id == StateId(2, 1, 3, swarm.ballot)
     assert same(late.optimizer, swarm.own["2.0"])
 
 
@@ -546,10 +549,10 @@ async def test_a_state_of_another_stage_changes_nothing() -> None:
     (of_embedding,) = swarm.holders(0)
     (of_body,) = swarm.holders(1)
     before = state_of(of_body.optimizer)
-    of_body.step = 0
+    one = of_body.id
     with pytest.raises(ValueError, match="this stage needs"):
-        of_body.load(fetched(of_embedding.served()))
-    assert of_body.step == 0
+        of_body.load(fetched(of_embedding.served()), lineage=1, step=5)
+    assert of_body.id == one
     assert all(map(torch.equal, before[1], state_of(of_body.optimizer)[1]))
 
 
@@ -629,7 +632,7 @@ async def pass_through(
             node = f"{stage}.0"
             module = build_stage(config, stage, run.seed)
             twin = Recording(node, stage, config, run, CPU, outgoing.send_frame, compute.run)
-            twin.step = twin_step
+            twin.id = replace(twin.id, step=twin_step)
             pipeline = Pipeline(
                 *(node, stage, module, StageOptimizer(module, CPU), run, config, None, CPU),
                 *(compute, outgoing, twin if stage < 3 else None),

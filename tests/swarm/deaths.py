@@ -20,10 +20,18 @@ DEADLINE = 180.0  # seconds; only a hanging swarm gets there
 
 class Swarm:
     """A registry, and `swarm.replicas` nodes of each stage of the run. `deaths`: by slot, what
-    each of its processes, one after the other, is to die of."""
+    each of its processes, one after the other, is to die of. `saves`: a folder in which each slot
+    has its disk."""
 
-    def __init__(self, out: Path, data: Path, toml: str, deaths: dict[str, list[str]]) -> None:
-        self.out, self.deaths = out, deaths
+    def __init__(
+        self,
+        out: Path,
+        data: Path,
+        toml: str,
+        deaths: dict[str, list[str]],
+        saves: Path | None = None,
+    ) -> None:
+        self.out, self.deaths, self.saves = out, deaths, saves
         self.deadline = time.monotonic() + DEADLINE
         self.run = run = loads(toml + f'[data]\npath = "{data}"')
         (out / "run.toml").write_text(dumps(resolve(run)))
@@ -70,6 +78,7 @@ class Swarm:
             [
                 *(*death, "node", "--join", address.strip(), "--stage", slot.partition(".")[0]),
                 *("--listen", "127.0.0.1:0", "--out", str(self.out / "logs"), "--threads", "1"),
+                *(["--save-dir", str(self.saves / slot)] if self.saves else []),
             ],
         )
 
@@ -87,11 +96,13 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
     """By name: the method at whose call a node dies, and the step that the call is about."""
     from node import stage_pb2 as pb
     from node.averaging import Averaging
+    from node.daemon import Node
     from node.driver import Driver
     from node.driver import Phase as DriverPhase
     from node.member import Member, Phase
     from node.pipeline import Pipeline
     from node.rebuild import Rebuilding
+    from node.saves import SaveId
     from node.transfer import StateServer
 
     def trained(pipeline: Pipeline, *_: Any) -> int:
@@ -103,6 +114,15 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
     def averaged(averaging: Any, peer: str, frame: Any) -> int:
         member = averaging._send_frame.__self__.member
         return member.step if member.phase is Phase.REDUCING else 0
+
+    def saved(node: Any, ballot: Any) -> int:
+        (files,) = node.holdings.files
+        before = node.member.step - 1
+        if before == 0 or before % files.every:
+            return 0
+        while files.saves.listed()[:1] < [SaveId(node.member.lineage, before)]:
+            time.sleep(0.001)
+        return node.member.step
 
     return {
         # between Ready and Commit: a member that has the commit in its hands, the driver that has
@@ -120,6 +140,8 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
         "average": (Averaging, "on_frame", averaged),
         "source": (Pipeline, "_came_home", lambda p, *_: 0 if drives(p) else trained(p)),
         "patch": (Pipeline, "go_on", lambda pipeline, ballot, begin: begin.step),
+        # when the step before is on its disk, and before it is ready for another
+        "saved": (Node, "_reduce", saved),
         "sync": (Driver, "_synced", lambda driver, peer, synced, now: synced.step),
     }
 

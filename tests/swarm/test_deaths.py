@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from lab.training import train
+from node.corpus import Corpus
 from node.ledger import audit
 from tests.swarm.deaths import Swarm
 
@@ -34,12 +36,12 @@ relearn_passes = 2
 def swarm(data: Path, tmp_path: Path) -> Iterator[Any]:
     started: list[Swarm] = []
 
-    def start(steps: int, **deaths: str) -> Swarm:
+    def start(steps: int, more: str = "", saves: Path | None = None, **deaths: str) -> Swarm:
         """Deaths by slot: `_2_0="commit@4"`; those of later processes behind a comma."""
         by_slot = {
             slot[1:].replace("_", "."): planned.split(",") for slot, planned in deaths.items()
         }
-        started.append(Swarm(tmp_path, data, RUN.format(steps=steps), by_slot))
+        started.append(Swarm(tmp_path, data, RUN.format(steps=steps) + more, by_slot, saves))
         started[0].train()
         return started[0]
 
@@ -69,3 +71,25 @@ def test_deaths_in_the_middle_of_a_rebuild(swarm, tmp_path):
     assert found.steps == 16
     lines = (tmp_path / "logs").glob("ledger-*.jsonl")
     assert max(json.loads(line).get("step", 0) for p in lines for line in p.open()) == 16
+
+
+def test_a_death_right_after_a_save(swarm, data, tmp_path):
+    """The only node of a body stage, then that of stage 0 with the driver: each comes back on its
+    disk, which has the very step that the others stand at, and nothing is guessed."""
+    every = "[saves]\nevery = 4\n"
+    done = swarm(16, every, tmp_path / "saves", _2_0="saved@5", _0_0="saved@9")
+    assert sorted(done.killed) == ["0.0", "2.0"]
+    found = {event["stage"]: event for event in done.read("rebuilding")}
+    assert {(of, e["method"], e["exact"]) for of, e in found.items()} == {
+        (2, "save", True),
+        (0, "save", True),
+    }
+    for event in done.read("rebuilt"):
+        assert event["step"] == {2: 4, 0: 8}[event["stage"]]
+        assert [source["step"] for source in event["sources"]] == [event["step"]]
+    assert audit(tmp_path / "logs").exact
+    ledgers = (tmp_path / "logs").glob("ledger-*.jsonl")
+    lines = [json.loads(line) for path in ledgers for line in path.open()]
+    losses = {line["step"]: line["loss"] for line in lines if "step" in line}
+    undisturbed = train(done.run, Corpus.open(data))
+    assert [losses[step] for step in sorted(losses)] == pytest.approx(list(undisturbed), rel=1e-5)

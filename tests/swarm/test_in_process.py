@@ -222,7 +222,7 @@ async def test_a_replica_that_comes_back_gets_the_twin_too(corpus, tmp_path):
         digest_of = {node.stage: node.member.digest for node in nodes}
         for node in nodes:
             twin = node.holdings.twin
-            assert twin.holding() == (twin.stage, run.steps)
+            assert (twin.id.stage, twin.id.step) == (twin.stage, run.steps)
             assert twin.optimizer.digest() == digest_of[twin.stage]
     assert audit(tmp_path).exact
 
@@ -326,7 +326,7 @@ async def test_a_gradient_for_a_twin_that_is_lost_with_its_link_is_sent_again(co
         node.links.send_frame = send_or_lose
         await swarm.until(swarm.finished)
         holder, _ = swarm.nodes[1, 0]
-        assert holder.holdings.twin.step == run.steps
+        assert holder.holdings.twin.id.step == run.steps
         assert holder.holdings.twin.optimizer.digest() == node.member.digest
     assert lost
     assert audit(tmp_path).exact
