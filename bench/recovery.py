@@ -63,7 +63,7 @@ def run_alternating(arguments: list[str]) -> None:
         start(self, ballot, begin)
 
     def plan_step(self: Driver, count: int, swapped: bool) -> Any:
-        return plan(self, count, swapped and is_ready(self.committed + 1))
+        return plan(self, count, swapped and is_ready(self.standing.committed + 1))
 
     Holdings.attempted = attempt  # type: ignore[method-assign]
     Pipeline.start = begin_pipeline  # type: ignore[method-assign]

@@ -31,7 +31,7 @@ from node.averaging import Abandoned, Averaging, AveragingError, ReplicaLostErro
 from node.boundary import BoundaryClient, BoundaryServer
 from node.compute import ComputeThread
 from node.corpus import Corpus
-from node.driver import Driver, Rules
+from node.driver import Driver
 from node.driver import Phase as DriverPhase
 from node.effects import (
     NEVER,
@@ -63,6 +63,7 @@ from node.optimizer import StageOptimizer
 from node.pipeline import Pipeline
 from node.rebuild import Rebuilding
 from node.relearn import RelearnError, Relearning
+from node.rules import Rules
 from node.run_file import RunFile
 from node.saves import SaveError, SaveId
 from node.transfer import ServedState, StateClient, StateServer, TransferError

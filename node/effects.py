@@ -22,6 +22,13 @@ class Ballot(NamedTuple):
     def message(self) -> pb.Ballot:
         return pb.Ballot(view=self.view, attempt=self.attempt)
 
+    def next(self) -> Ballot:
+        return Ballot(self.view, self.attempt + 1)
+
+    def send(self, to: str, **body: Any) -> Send:
+        """A message under this ballot. `body`: one field of `Message`."""
+        return Send(to, pb.Message(ballot=self.message(), **body))
+
 
 NEVER = Ballot(0, 0)
 

@@ -8,17 +8,11 @@ from hypothesis import strategies as st
 
 from bootstrap import registry_pb2 as registry
 from node import stage_pb2 as pb
-from node.driver import (
-    ANSWER,
-    EVICTED,
-    LONGEST_PAUSE,
-    QUERY_AGAIN,
-    UNREACHED,
-    Driver,
-    Phase,
-    Rules,
-)
+from node.attempting import UNREACHED, Attempting
+from node.driver import EVICTED, LONGEST_PAUSE, Driver, Phase
 from node.effects import Ballot, Effect, Event, Send, Suspect
+from node.gathering import ANSWER, QUERY_AGAIN, Gathering
+from node.rules import Rules
 
 RULES = Rules(
     stages=4,
@@ -61,6 +55,11 @@ class Told:
         self.number = 0
         self.now = 100.0
 
+    @property
+    def attempt(self) -> Attempting:
+        assert isinstance(self.driver.current, Attempting)
+        return self.driver.current
+
     def views(
         self, members: dict[str, int] | None = None, driver: str = "a", committed: int = 0
     ) -> list[Effect]:
@@ -97,14 +96,14 @@ class Told:
 
     def comes_home(self) -> list[Effect]:
         effects: list[Effect] = []
-        for microbatch in range(len(self.driver.begin.plan)):
+        for microbatch in range(len(self.attempt.begin.plan)):
             home = pb.Home(microbatch=microbatch, loss=4.0, tokens=2)
-            effects = self.hears(self.driver.begin.plan[microbatch].source, home=home)
+            effects = self.hears(self.attempt.begin.plan[microbatch].source, home=home)
         return effects
 
     def ready(self, node: str, squared_norm: float = 1.0, finite: bool = True) -> list[Effect]:
         ready = pb.Ready(
-            step=self.driver.begin.step, squared_norm=squared_norm, finite=finite, digest=b"same"
+            step=self.attempt.begin.step, squared_norm=squared_norm, finite=finite, digest=b"same"
         )
         return self.hears(node, ready=ready)
 
@@ -176,7 +175,7 @@ def test_no_commit_without_all(ready: set[str]):
     told.begins()
     told.comes_home()
     assert all(told.ready(node) == [] for node in ready)
-    assert told.driver.committed == 0
+    assert told.driver.standing.committed == 0
 
 
 def test_the_clip_scale_is_that_of_the_whole_models_norm_replicas_counted_once():
@@ -374,8 +373,8 @@ class Joined(Told):
 
     def gathered(self, **status: object) -> list[Effect]:
         """Everybody answers; `new` with that status."""
-        step = self.driver.last.step
-        has = pb.Status(committed=step, last=self.driver.last)
+        step = self.driver.standing.last.step
+        has = pb.Status(committed=step, last=self.driver.standing.last)
         known = dict.fromkeys(self.members, has) | {"newer": pb.Status()}
         return self.statuses(**{**known, "new": pb.Status(**status)})
 
@@ -406,7 +405,8 @@ def test_a_newcomer_that_does_not_answer_is_asked_with_all_others_in_the_end():
     told.views({**SWARM, "new": 2})
     told.now += RULES.progress
     assert not told.commits()["b"].step.HasField("begin")
-    assert told.driver._unheard() == sorted([*SWARM, "new"])
+    assert isinstance(told.driver.current, Gathering)
+    assert told.driver.current.unheard() == sorted([*SWARM, "new"])
 
 
 def test_a_newcomer_at_the_very_end_is_not_forgotten():
@@ -445,7 +445,7 @@ def test_who_has_caught_up_votes_and_enters_with_the_commit():
     assert (rebuilt.fields["node"], rebuilt.fields["method"]) == ("new", "replica")
     assert (rebuilt.fields["bytes"], rebuilt.fields["stall_seconds"]) == (8, 0.0)
     told.comes_home()
-    assert "new" in told.driver.awaited
+    assert "new" in told.attempt.awaited
 
 
 def test_a_commit_waits_for_a_joiners_vote_a_short_while_and_longer_the_next_time():
@@ -515,7 +515,7 @@ def test_a_gather_does_not_disturb_who_follows_and_tells_it_the_commit_it_doubts
     assert [(step.commit.step, step.begin.step) for step in resent] == [(2, 0), (0, 3)]
     told.hears("b", failed=pb.Failed(reason="x"))
     told.gathered(committed=1, following=1, heard=2)
-    assert told.driver.joining["new"].step == 1
+    assert told.driver.joining.joiners["new"].step == 1
 
 
 @pytest.mark.parametrize("heard", [0, 3])
@@ -541,7 +541,7 @@ def test_who_is_caught_up_at_a_gather_is_a_member_and_can_stand_for_its_stage():
     told.trains()
     without = {node: stage for node, stage in SWARM.items() if node != "c"} | {"new": 2}
     told.views(without)
-    effects = told.gathered(committed=2, following=1, heard=2, last=told.driver.last)
+    effects = told.gathered(committed=2, following=1, heard=2, last=told.driver.standing.last)
     assert members(sent(effects, "step")["new"]) == without.keys()
     (rebuilt,) = events(effects, "rebuilt")
     assert rebuilt.fields["node"] == "new"
@@ -753,7 +753,7 @@ def test_who_missed_the_end_is_told_when_the_link_is_back():
     told.begins()
     ballot = told.driver.ballot
     told.commits()
-    last = told.driver.last
+    last = told.driver.standing.last
     effects = told.driver.link_lost("c", "reset", told.now)
     assert sent(effects, "query").keys() == SWARM.keys()
     has = pb.Status(committed=1, last=last)
@@ -972,14 +972,14 @@ def test_a_plan_has_a_node_for_each_visit_and_shares_them_out_by_speed():
     told.views()
     fast = pb.Status(seconds_per_microbatch=1.0)
     told.statuses(c=fast, g=pb.Status(seconds_per_microbatch=2.0))
-    begin = told.driver.begin
+    begin = told.attempt.begin
     assert [server(begin, i, 2) for i in range(6)].count("c") == 4
     assert [server(begin, i, 1) for i in range(6)].count("b") == 3
 
 
 def test_the_loss_of_a_replica_does_not_end_the_attempt():
     told = on_the_way()
-    before, first = told.driver.ballot, told.driver.begin
+    before, first = told.driver.ballot, told.attempt.begin
     effects = told.driver.link_lost("g", "reset", told.now)
     begin = goes_on(effects)
     assert (Ballot.of(begin.since), begin.step) == (before, 1)
@@ -1035,7 +1035,7 @@ def test_a_node_whose_link_is_up_again_was_not_lost():
 
 def test_what_a_lost_source_has_brought_home_is_to_come_home_again():
     told = on_the_way()
-    plan = told.driver.begin.plan
+    plan = told.attempt.begin.plan
     for microbatch in plan:
         told.hears(microbatch.source, home=pb.Home(microbatch=microbatch.id, loss=4.0, tokens=2))
     assert told.driver.phase is Phase.REDUCING
@@ -1045,14 +1045,14 @@ def test_what_a_lost_source_has_brought_home_is_to_come_home_again():
     assert told.driver.phase is Phase.RUNNING
     assert not sent(effects, "reduce")
     told.hears("z", home=pb.Home(microbatch=1, loss=9.0, tokens=2))
-    assert 1 not in told.driver.homes
+    assert 1 not in told.attempt.homes
     told.hears("a", home=pb.Home(microbatch=1, loss=4.0, tokens=2))
     assert sent(told.hears("a", home=pb.Home(microbatch=3, loss=4.0, tokens=2)), "reduce")
 
 
 def test_when_all_is_home_it_is_reduced_anew_and_votes_from_before_do_not_count():
     told = on_the_way()
-    for microbatch in told.driver.begin.plan:
+    for microbatch in told.attempt.begin.plan:
         told.hears(microbatch.source, home=pb.Home(microbatch=microbatch.id, loss=4.0, tokens=2))
     before = told.driver.ballot
     for node in "abcdefhiz":
@@ -1060,7 +1060,8 @@ def test_when_all_is_home_it_is_reduced_anew_and_votes_from_before_do_not_count(
     reduces = sent(told.driver.link_lost("g", "reset", told.now), "reduce")
     assert reduces.keys() == PAIRS.keys() - {"g"}
     told.hears("b", ballot=before, ready=pb.Ready(step=1, squared_norm=9.0, finite=True))
-    assert told.driver.ready == {}
+    assert told.attempt.vote is not None
+    assert told.attempt.vote.ready == {}
 
 
 def test_homes_that_were_sent_before_the_new_plan_was_heard_of_count():
@@ -1068,7 +1069,7 @@ def test_homes_that_were_sent_before_the_new_plan_was_heard_of_count():
     before = told.driver.ballot
     told.driver.link_lost("g", "reset", told.now)
     told.hears("a", ballot=before, home=pb.Home(microbatch=0, loss=4.0, tokens=2))
-    assert told.driver.homes.keys() == {0}
+    assert told.attempt.homes.keys() == {0}
 
 
 def test_several_may_be_lost_one_after_the_other_and_at_once():
@@ -1078,13 +1079,13 @@ def test_several_may_be_lost_one_after_the_other_and_at_once():
     left = {node: stage for node, stage in PAIRS.items() if node not in ("g", "d", "z")}
     begin = goes_on(told.views(left))
     assert Ballot.of(begin.since) == first
-    assert told.driver.masked.keys() == {"g", "d", "z"}
+    assert told.attempt.masked == {"g", "d", "z"}
     assert {server(begin, m, 3) for m in range(4)} == {"h"}
 
 
 def test_with_spares_the_stand_in_gets_all_that_the_lost_node_had():
     told = on_the_way(replace(RULES, microbatches=9, masking="spare"), {**PAIRS, "m": 2, "n": 2})
-    first = told.driver.begin
+    first = told.attempt.begin
     begin = goes_on(told.driver.link_lost("g", "reset", told.now))  # of c, g, m, n
     for microbatch in range(9):
         before = server(first, microbatch, 2)
@@ -1115,7 +1116,7 @@ def test_where_nobody_can_take_over_or_nobody_is_to_the_attempt_ends(rules: Rule
 def test_an_evaluation_begins_again():
     told = on_the_way(replace(FOUR, steps=1, validation_microbatches=2))
     told.commits()
-    assert told.driver.begin.kind == pb.Begin.EVALUATE
+    assert told.attempt.begin.kind == pb.Begin.EVALUATE
     assert sent(told.driver.link_lost("g", "reset", told.now), "query")
 
 
@@ -1163,7 +1164,7 @@ def test_joiners_hear_of_the_new_plan_and_are_fed_by_who_is_left():
     told.hears("j", ballot=Ballot(2, 0), status=pb.Status())
     told.commits()
     told.statuses(1, j=pb.Status())
-    assert told.driver.joining.keys() == {"j"}
+    assert told.driver.joining.joiners.keys() == {"j"}
     effects = told.driver.link_lost("g", "reset", told.now)
     begin = sent(effects, "step")["j"].step.begin
     assert [joiner.node for joiner in begin.joining] == ["j"]

@@ -30,10 +30,11 @@ from typing import Any
 
 from bootstrap import registry_pb2 as registry
 from node import stage_pb2 as pb
-from node.driver import Driver, Rules
+from node.driver import Driver
 from node.driver import Phase as DriverPhase
 from node.effects import NEVER, Ballot
 from node.member import Member
+from node.rules import Rules
 from recovery.decide import INEXACT, UNKNOWN, Decision, Held, Left, Source, Stop, decide, resume
 from simulation.holdings import Files, Holder, State
 from simulation.registry import Client, Registry
@@ -342,7 +343,7 @@ class Cluster:
 
     def check_back(self, node: Node, kind: str, fields: Mapping[str, Any]) -> None:
         """The driver opens a new lineage."""
-        lineage, step = node.driver.lineage, int(fields["step"])
+        lineage, step = node.driver.standing.lineage, int(fields["step"])
         who = f"{node.name} goes to step {step} of lineage {lineage}: {fields['reason']}"
         mixed = kind == "resuming" and not fields["exact"]
         # A lineage that nobody has lived to tell of may be opened a second time.

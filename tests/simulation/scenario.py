@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from node.driver import Rules
 from node.member import Phase
+from node.rules import Rules
 from recovery.decide import Policy
 from simulation.cluster import Cluster, Host, InvariantError, Machines, Trap
 from simulation.holdings import Files

@@ -1,10 +1,13 @@
 """Whole clusters under faults; `--seeds N` for more of them, `--seed S` for one."""
 
+from dataclasses import replace
+
 import pytest
 
 from node import stage_pb2 as pb
 from node.driver import Driver
 from node.effects import Adopt, Ballot, Effect, Send
+from node.gathering import QUERY_AGAIN, Gathering
 from node.member import Member, Phase
 from recovery.decide import Policy
 from simulation.cluster import Machines
@@ -26,17 +29,22 @@ class Forgetful(Member):
 class Oblivious(Driver):
     """Begins anew as if nobody had committed what only some have."""
 
-    def _can_follow(self, status: pb.Status) -> bool:
-        return False
+    def _resolve(self, gathering: Gathering, now: float) -> list[Effect]:
+        gathering.behind = lambda: []
+        return super()._resolve(gathering, now)
 
 
 class Presumptuous(Driver):
     """Takes the silence of a member for consent."""
 
-    def _ask_again(self, now: float) -> list[Effect]:
-        for node in self._unheard():
-            del self.members[node]
-        return self._resolve(now) if self.statuses else super()._ask_again(now)
+    def tick(self, now: float) -> list[Effect]:
+        match self.current:
+            case Gathering() as gathering if now - gathering.asked >= QUERY_AGAIN:
+                for node in gathering.unheard():
+                    del self.members[node]
+                if gathering.statuses:
+                    return self._resolve(gathering, now)
+        return super().tick(now)
 
 
 class DoubleCounting(Member):
@@ -56,8 +64,8 @@ class Hasty(Holder):
 class Timeless(Driver):
     """Goes back without saying that what is committed from then on is another thing."""
 
-    def _open_lineage(self, step: int) -> None:
-        self.committed = step
+    def _open_lineage(self, gathering: Gathering, step: int) -> None:
+        self.standing = replace(self.standing, committed=step)
 
 
 class Reckless(Driver):

@@ -128,7 +128,7 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
         # between Ready and Commit: a member that has the commit in its hands, the driver that has
         # decided and told nobody
         "commit": (Member, "_commit", lambda member, commit: commit.step),
-        "decide": (Driver, "_decide", lambda driver, now: driver.begin.step),
+        "decide": (Driver, "_decide", lambda driver, attempt, *_: attempt.begin.step),
         # in a rebuild: the joiner with all it has fetched, a source, the driver that has sent Sync
         "place": (Rebuilding, "_put_in_place", lambda self, sync, states: sync.step),
         "serve": (StateServer, "_send_manifest", lambda s, p, message: message.state_request.step),
@@ -142,7 +142,7 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
         "patch": (Pipeline, "go_on", lambda pipeline, ballot, begin: begin.step),
         # when the step before is on its disk, and before it is ready for another
         "saved": (Node, "_reduce", saved),
-        "sync": (Driver, "_synced", lambda driver, peer, synced, now: synced.step),
+        "sync": (Driver, "_synced", lambda driver, syncing, peer, synced, now: synced.step),
     }
 
 
