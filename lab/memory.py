@@ -132,13 +132,19 @@ def _matrices(config: ModelConfig) -> int:
 
 def working(run: RunFile, config: ModelConfig, stage: int) -> int:
     """Bytes of a backward pass while it goes: gradients of what was saved, and of a matrix; with
-    recomputation a block's activations. At stage 0: of the head, and its loss."""
+    recomputation a block's activations. At stage 0: of the head, and its loss.
+
+    Under autocast a matrix's gradient is there twice, half as wide and as float32: one is made of
+    the other. A processor without bfloat16 instructions computes it in float32, while the cast of
+    the matrix is still kept; others take less.
+    """
     tokens, half = run.training.microbatch * config.context, run.training.precision == "bf16"
-    matrix = VALUE * config.dim * (config.hidden if stage else config.vocabulary)
+    values = config.dim * (config.hidden if stage else config.vocabulary)
+    matrix = (VALUE + HALF if half else VALUE) * values
     if stage == 0:
         logits = VALUE * tokens * config.vocabulary
-        cast = HALF * config.dim * config.vocabulary if half else 0
-        return max(3 * logits, logits + matrix) + cast + 4 * VALUE * tokens * config.dim
+        kept, cast = (logits // 2, HALF * values) if half else (logits, 0)
+        return max(3 * logits, kept + matrix) + cast + 4 * VALUE * tokens * config.dim
     again = _block(run, config) if run.training.recompute else 0
     return VALUE * tokens * (2 * config.hidden + config.dim) + matrix + again
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +26,7 @@ from node.pipeline import Pipeline
 from node.run_file import RunFile, loads, override
 from tests.swarm.in_process import LocalSwarm
 
+ROOT = Path(__file__).parent.parent.parent
 RUN = """
 steps = 6
 [model]
@@ -61,7 +65,7 @@ def allocated(task: Callable[[], object]) -> int:
     return most
 
 
-SHAPES = [(64, 4, 4, 2, 2, 128), (64, 8, 2, 3, 4, 64)]
+SHAPES = [(64, 4, 4, 2, 2, 128), (64, 8, 2, 3, 4, 64), (256, 4, 4, 1, 1, 16)]
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
@@ -117,7 +121,22 @@ def test_the_head_takes_what_torch_allocates(
         loss.backward()  # type: ignore[no-untyped-call]
 
     found = allocated(train)
-    assert 0.99 * found <= working(run, config, 0) <= 1.35 * found
+    assert 0.99 * found <= working(run, config, 0) <= 1.45 * found
+
+
+def test_it_is_so_on_a_processor_without_bfloat16_instructions() -> None:
+    """Which takes more for bf16 than one that has them; of the two, one is tested above."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
+    tests = "what_torch_allocates and bf16"
+    tested = subprocess.run(
+        [*command, "-k", tests],
+        cwd=ROOT,
+        env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert tested.returncode == 0, tested.stdout
 
 
 @pytest.mark.parametrize("stage", [0, 1])
