@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 import heapq
 import itertools
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
+from node.ports import Priority
+
 T = TypeVar("T")
-
-
-class Priority(enum.IntEnum):
-    """Backward before forward, so that 1F1B emerges; what everybody waits for before both, and what
-    fills the bubbles behind them."""
-
-    CONTROL = 0
-    BACKWARD = 1
-    FORWARD = 2
-    BACKGROUND = 3
 
 
 class ComputeThread:
@@ -38,23 +30,29 @@ class ComputeThread:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def run(
-        self, task: Callable[[], T], priority: Priority = Priority.CONTROL
-    ) -> asyncio.Future[T]:
-        """The future has the task's result or exception; call it on the event loop."""
-        future: asyncio.Future[T] = self.loop.create_future()
+    def post(
+        self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
+    ) -> None:
+        """`then` gets what the work returned or raised, on the event loop."""
 
-        def work() -> None:
+        def task() -> None:
             try:
-                result = task()
+                result: T | Exception = work()
             except Exception as error:  # noqa: BLE001 (whatever it is, it belongs to who waits)
-                self._tell(_fail, future, error)
-            else:
-                self._tell(_fulfil, future, result)
+                result = error
+            if not self.loop.is_closed():
+                self.loop.call_soon_threadsafe(then, result)
 
         with self._wake:
-            heapq.heappush(self._tasks, (priority, next(self._numbers), work))
+            heapq.heappush(self._tasks, (priority, next(self._numbers), task))
             self._wake.notify()
+
+    def run(
+        self, work: Callable[[], T], priority: Priority = Priority.CONTROL
+    ) -> asyncio.Future[T]:
+        """The future has the work's result or exception; call it on the event loop."""
+        future: asyncio.Future[T] = self.loop.create_future()
+        self.post(work, partial(_settle, future), priority)
         return future
 
     def stop(self) -> None:
@@ -64,10 +62,6 @@ class ComputeThread:
             self._tasks.clear()
             self._wake.notify()
         self._thread.join()
-
-    def _tell(self, call: Callable[..., None], *arguments: object) -> None:
-        if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(call, *arguments)
 
     def _work(self) -> None:
         while True:
@@ -83,11 +77,10 @@ class ComputeThread:
             self.busy_since = None
 
 
-def _fail(future: asyncio.Future[T], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
-
-
-def _fulfil(future: asyncio.Future[T], result: T) -> None:
-    if not future.done():
+def _settle(future: asyncio.Future[T], result: T | Exception) -> None:
+    if future.done():
+        return
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
         future.set_result(result)

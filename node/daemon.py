@@ -56,6 +56,7 @@ from node.following import feeders
 from node.holdings import Cost, Holdings
 from node.ledger import Header, Ledger, line
 from node.link import Links, LinkSettings, Peer
+from node.looped import LoopedExchanges
 from node.measuring import measure
 from node.member import Frames, Member, Phase
 from node.model import BodyStage, ModelConfig, build_stage
@@ -141,6 +142,7 @@ class Node:
         self.over: asyncio.Future[str] = self.loop.create_future()
         self.tasks: set[asyncio.Task[None]] = set()
         self.compute = ComputeThread(f"compute-{self.node}", self.loop)
+        self.exchanges = LoopedExchanges(self.compute, self.loop, self.crashed)
         self.links = Links(
             *(run_id, self.node, self, LinkSettings(silence=run.swarm.silence)),
             *(place.credentials, place.insecure),
@@ -269,6 +271,7 @@ class Node:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
+        self.exchanges.close()
         await self.state_server.close()
         await self.links.stop()
         await asyncio.to_thread(self.compute.stop)
@@ -322,6 +325,7 @@ class Node:
     def viewed(self, view: registry.View) -> None:
         if view.number <= self.view.number:
             return
+        self.exchanges.at(self.loop.time())
         self.view = view
         log.info("view %d: %s", view.number, view.reason)
         own = next((member for member in view.members if member.node == self.node), None)
@@ -448,6 +452,7 @@ class Node:
     # --- links
 
     def on_message(self, peer: str, message: pb.Message) -> None:
+        self.exchanges.at(self.loop.time())
         if self.member is None:
             self.early.append((peer, message))
             return
@@ -470,6 +475,7 @@ class Node:
             self.relearning.on_message(peer, message)
 
     def on_frame(self, peer: str, frame: Frame) -> None:
+        self.exchanges.at(self.loop.time())
         if frame.kind == "state":
             self.state_client.on_frame(peer, frame)
         elif frame.kind == "average":
@@ -494,6 +500,7 @@ class Node:
                     self.held.append((peer, frame))
 
     def on_link_up(self, peer: str) -> None:
+        self.exchanges.at(self.loop.time())
         if self.member is not None:
             self._carry_out(self.driver.link_up(peer, self.loop.time()))
         self._send_parked(peer)
@@ -506,6 +513,7 @@ class Node:
                 self.links.send(peer, item)
 
     def on_link_lost(self, peer: str, reason: str, unacknowledged: list[Frame]) -> None:
+        self.exchanges.at(self.loop.time())
         self.averaging.on_peer_lost(peer, reason)
         self.state_client.on_peer_lost(peer, reason)
         self.boundary_client.on_peer_lost(peer, reason)
@@ -861,6 +869,7 @@ class Node:
         while True:
             await asyncio.sleep(TICK)
             now = self.loop.time()
+            self.exchanges.at(now)
             if self.member is None:
                 continue
             self._carry_out(self.driver.tick(now))

@@ -163,7 +163,7 @@ class Exchanges:
         soon: Callable[[], None],
         crashed: Callable[[BaseException], None],
     ) -> None:
-        self.now = 0.0  # seconds of any one clock, when `run` was last called
+        self.now = 0.0  # seconds of any one clock, when something last happened
         self.crashed = crashed
         self._compute, self._soon = compute, soon
         self._ready: deque[Callable[[], None]] = deque()
@@ -184,9 +184,13 @@ class Exchanges:
         """Nobody can go on before something comes, or `wake`."""
         return not self._ready
 
+    def at(self, now: float) -> None:
+        """Something comes, and it is this late."""
+        self.now = max(self.now, now)
+
     def run(self, now: float) -> None:
         """Everything that can go on does; who waits for this time or an earlier one is told."""
-        self.now = max(self.now, now)
+        self.at(now)
         self._run_ready()  # what has come in time
         while self.wake <= self.now:
             _, _, exchange, wait = heapq.heappop(self._deadlines)

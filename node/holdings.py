@@ -18,11 +18,12 @@ import torch
 
 from node import stage_pb2 as pb
 from node.boundary import BoundaryKeeper
-from node.compute import ComputeThread, Priority
+from node.compute import ComputeThread
 from node.copies import Holder, Outgoing, Sender
 from node.effects import Ballot
 from node.link import Links
 from node.model import ModelConfig, parameter_shapes
+from node.ports import Priority
 from node.run_file import RunFile
 from node.saves import SavedState, SaveError, SaveId, Saves, Writer
 from node.stage_state import StateId

@@ -29,11 +29,12 @@ import torch
 from node import stage_pb2 as pb
 from node.averaging import AveragingError
 from node.boundary import BoundaryKeeper, Side
-from node.compute import ComputeThread, Priority, T
+from node.compute import ComputeThread, T
 from node.corpus import Corpus
 from node.effects import NEVER, Ballot
 from node.model import BodyStage, EmbeddingStage, ModelConfig
 from node.optimizer import StageOptimizer
+from node.ports import Priority
 from node.routing import Route, routes, stand_ins
 from node.run_file import RunFile
 from node.twin import Twin

@@ -23,10 +23,10 @@ import torch
 
 from node import stage_pb2 as pb
 from node.averaging import Abandoned, AveragingError, ReplicaLostError
-from node.compute import Priority
 from node.effects import NEVER, Ballot
 from node.model import EmbeddingStage, ModelConfig, build_stage
 from node.optimizer import StageOptimizer
+from node.ports import Priority
 from node.run_file import RunFile
 from node.stage_state import StateId
 from node.transfer import FetchedState, ServedState

@@ -31,8 +31,8 @@ from lab.simulator.swarm import (
     snapshot_bytes,
 )
 from node.averaging import PIECE
-from node.compute import Priority
 from node.copies import FRAME, OUTSTANDING
+from node.ports import Priority
 from node.routing import Route, plan, stand_ins
 from node.stage_pb2 import Place
 from node.wire import KINDS, encoded_size

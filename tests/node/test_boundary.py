@@ -22,11 +22,12 @@ from node.boundary import (
     Side,
     Wanted,
 )
-from node.compute import ComputeThread, Priority
+from node.compute import ComputeThread
 from node.effects import Ballot
 from node.model import build_stage, model_config
 from node.optimizer import StageOptimizer
 from node.pipeline import Pipeline
+from node.ports import Priority
 from node.run_file import ModelSection, RunFile, WireSection
 from node.wire import Codec, Frame, decode, encode
 from recovery.orders import adjoining, order, runs

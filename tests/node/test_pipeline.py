@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from node import stage_pb2 as pb
-from node.compute import Priority
 from node.corpus import Corpus
 from node.effects import Ballot
 from node.model import build_stage, model_config
 from node.optimizer import StageOptimizer
 from node.pipeline import Pipeline
+from node.ports import Priority
 from node.routing import stand_ins
 from node.run_file import ModelSection, RecoverySection, RunFile, TrainingSection
 from node.wire import Frame

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from node import stage_pb2 as pb
 from node.averaging import Abandoned, ReplicaLostError
-from node.compute import ComputeThread, Priority
+from node.compute import ComputeThread
 from node.effects import NEVER, Ballot
 from node.model import EmbeddingStage, ModelConfig, build_stage, model_config
 from node.optimizer import StageOptimizer
 from node.pipeline import Pipeline
+from node.ports import Priority
 from node.run_file import RunFile, loads, override
 from node.stage_state import StateId
 from node.transfer import FetchedState, ServedState

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from bootstrap import registry_pb2 as registry
 from bootstrap.membership import related
 from node import stage_pb2 as pb
-from node.compute import Priority
 from node.driver import Driver
 from node.effects import (
     NEVER,
@@ -40,6 +39,7 @@ from node.effects import (
 from node.following import feeders
 from node.member import Frames, Member, Phase
 from node.pipeline import Visit, Work
+from node.ports import Priority
 from node.routing import Route, routes
 from recovery.decide import INEXACT
 from simulation.holdings import Holdings, State
