@@ -15,7 +15,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,7 +40,6 @@ from node.effects import (
     Ballot,
     DropAttempt,
     Effect,
-    Event,
     Fetch,
     GoOn,
     Halted,
@@ -51,9 +50,26 @@ from node.effects import (
     Suspect,
 )
 from node.event_log import EventLog
+from node.events import (
+    Applied,
+    Cost,
+    CostSoFar,
+    Event,
+    Finished,
+    HandedOver,
+    Joined,
+    LinkLost,
+    Preempted,
+    RelearningRound,
+    Saved,
+    SaveFailed,
+    Serving,
+    Stopped,
+    Wall,
+)
 from node.feeding import Gradients, Pins, backlog, gradient_frame, no_gradient
 from node.following import feeders
-from node.holdings import Cost, Holdings
+from node.holdings import Holdings
 from node.ledger import Header, Ledger, line
 from node.link import Links, LinkSettings, Peer
 from node.looped import LoopedExchanges
@@ -199,10 +215,7 @@ class Node:
                     device=str(self.place.device),
                 )
             )
-            log.info("joined as %s: %s", self.node, reply.reason)
-            self.events.write(
-                "joined", {"reason": reply.reason, "host": self.place.host, "pid": os.getpid()}
-            )
+            self.tell(Joined(reason=reply.reason, host=self.place.host, pid=os.getpid()))
             self.spawn(self._tick())
             self.spawn(
                 self.client.keep_membership(
@@ -218,8 +231,7 @@ class Node:
         """Save, let a standby take over where there is one, and leave, all within `grace` seconds:
         what a spot instance does when it is told that its time is over."""
         deadline = self.loop.time() + grace - FAREWELL
-        self.events.write("preempted", {"grace": grace})
-        log.warning("asked to end: leaving within %g s", grace)
+        self.tell(Preempted(grace=grace))
         if self.member is not None:
             await self._save_now()
             await self._hand_over(deadline)
@@ -238,6 +250,7 @@ class Node:
 
     async def _hand_over(self, deadline: float) -> None:
         """Nobody but a standby could miss this node: a stage with replicas lives on."""
+        assert self.stage is not None
         own = [m.node for m in self.view.members if m.stage == self.stage and not m.spare]
         if own != [self.node] or not any(member.spare for member in self.view.members):
             return
@@ -247,8 +260,7 @@ class Node:
             members = self.pipeline.begin.members
             heirs = [m.node for m in members if m.stage == self.stage and m.node != self.node]
             if heirs:
-                log.info("%s has taken over stage %s", heirs[0], self.stage)
-                self.events.write("handed over", {"to": heirs[0], "stage": self.stage})
+                self.tell(HandedOver(to=heirs[0], stage=self.stage))
                 return
             await asyncio.sleep(TICK)
         log.warning("no standby has taken over stage %s in time", self.stage)
@@ -275,7 +287,7 @@ class Node:
         await self.state_server.close()
         await self.links.stop()
         await asyncio.to_thread(self.compute.stop)
-        self.events.write("wall", self.wall.report())
+        self.tell(Wall(**self.wall.report()))
         if self.member is not None:
             await asyncio.to_thread(self.holdings.finish_saves)
             self._write_cost()
@@ -403,8 +415,7 @@ class Node:
             *(stage, run, self.config, module, self.optimizer, member, holdings, self.compute),
             *(self.state_client, self.boundary_client, self.relearning, self.events),
         )
-        log.info("serving stage %d of %d on %s", stage, self.config.stages, device)
-        self.events.write("serving", {"stage": stage})
+        self.tell(Serving(stage=stage, device=str(device)))
         self.member = member  # from here on it answers
         early, self.early = self.early, []
         self._tell_machines(self.view)
@@ -520,8 +531,7 @@ class Node:
         self.relearning.on_peer_lost(peer, reason)
         if all(member.node != peer for member in self.view.members):
             return
-        log.info("lost the link to %s: %s", peer, reason)
-        self.events.write("link lost", {"peer": peer, "reason": reason})
+        self.tell(LinkLost(peer=peer, reason=reason))
         self.client.suspect(peer, reason)
         if self.member is None:
             return
@@ -630,9 +640,12 @@ class Node:
                 self.stop(f"rejoin: {reason}")
             case Halted(halt):
                 self._halted(halt)
-            case Event(kind, fields):
-                log.info("%s: %s", kind, fields.get("reason", dict(fields)))
-                self.events.write(kind, fields)
+            case Event():
+                self.tell(effect)
+
+    def tell(self, event: Event) -> None:
+        log.log(event.severity.log_level, "%s", event.sentence(self.node))
+        self.events.write(event)
 
     def _follow_plan(
         self, follow: Callable[[Ballot, pb.Begin], None], ballot: Ballot, begin: pb.Begin
@@ -764,9 +777,7 @@ class Node:
         if commit.seconds:
             self.tokens_per_second = commit.tokens / commit.seconds
         lineage = self.member.lineage
-        self.events.write(
-            "applied", {"lineage": lineage, "step": commit.step, "digest": digest.hex()}
-        )
+        self.tell(Applied(lineage=lineage, step=commit.step, digest=digest.hex()))
         self._carry_out(self.member.applied(digest))
         self.holdings.in_place(commit, commit.step, self.member.lineage)
         self._report()
@@ -806,8 +817,8 @@ class Node:
         self.holdings.in_place(rebuilt.last, sync.step, sync.lineage)
 
     def _relearning(self, round: int, residual: float) -> None:
-        fields = {"stage": self.stage, "round": round, "residual": residual}
-        self.events.write("relearning", fields)
+        assert self.stage is not None
+        self.tell(RelearningRound(stage=self.stage, round=round, residual=residual))
 
     # --- the state
 
@@ -839,28 +850,21 @@ class Node:
 
     def saved(self, kind: Kind, save: SaveId) -> None:
         self.trouble = ""
-        log.info("step %d is on disk (%s)", save.step, kind)
-        self.events.write("saved", {"holding": kind, "step": save.step})
+        self.tell(Saved(holding=kind, step=save.step))
 
     def save_failed(self, reason: str) -> None:
         self.trouble = reason
-        log.error("%s", reason)
-        self.events.write("save failed", {"reason": reason})
+        self.tell(SaveFailed(reason=reason))
         self._report()
 
     def _halted(self, halt: pb.Halt) -> None:
-        fields = {"step": halt.step, "reason": halt.reason, "validation": halt.validation_loss}
+        step, reason, validation = halt.step, halt.reason, halt.validation_loss
         if halt.finished:
-            log.info("all %d steps are committed; weights are kept until Ctrl-C", halt.step)
             self.spawn(self._save_now())
-            self.events.write("finished", fields)
+            self.tell(Finished(step=step, reason=reason, validation=validation))
         else:
-            log.error(
-                "the run is stopped at step %d: %s. This node keeps the weights of stage %s until "
-                "Ctrl-C.",
-                *(halt.step, halt.reason, self.stage),
-            )
-            self.events.write("stopped", fields)
+            self.tell(Stopped(step=step, reason=reason, validation=validation))
+        log.info("the weights of stage %s are kept until Ctrl-C", self.stage)
         self._report()
 
     # --- the clock
@@ -877,7 +881,7 @@ class Node:
             self.wall.sample(time.monotonic(), self._busy_seconds(), self._doing())
             if time.monotonic() - self.wall_told > 2.0:
                 self.wall_told = time.monotonic()
-                self.events.write("wall", self.wall.report())
+                self.tell(Wall(**self.wall.report()))
                 self._write_cost()
                 self._report()
 
@@ -885,10 +889,7 @@ class Node:
         """What keeping things for the day of a loss has cost."""
         parts = self.holdings.costs()
         parts["masking"] = Cost(memory_bytes=self.pipeline.most_kept)
-        whole = asdict(sum(parts.values(), Cost()))
-        self.events.write(
-            "cost", {**whole, "parts": {name: asdict(cost) for name, cost in parts.items()}}
-        )
+        self.tell(CostSoFar.of(parts))
 
     def _busy_seconds(self) -> float:
         since = self.compute.busy_since

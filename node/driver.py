@@ -19,7 +19,19 @@ from typing import Any
 from bootstrap import registry_pb2 as registry
 from node import stage_pb2 as pb
 from node.attempting import Attempting, Vote, planned
-from node.effects import NEVER, Ballot, Effect, Event, Send, Suspect
+from node.effects import NEVER, Ballot, Effect, Send, Suspect
+from node.events import (
+    Aborted,
+    AttemptMasked,
+    Committed,
+    Diverged,
+    NodeLost,
+    RebuildFailed,
+    Resuming,
+    RolledBack,
+    Validated,
+    Waiting,
+)
 from node.gathering import Coming, Gathering, Standing, active
 from node.joining import FOLLOWED, FOLLOWS, Joining
 from node.rules import Rules
@@ -151,7 +163,7 @@ class Driver:
             return [self.coming.greeting(peer)]  # its link may only have been dialled anew
         if peer not in self.members or peer in self._masked():
             return []
-        lost = Event("lost", {"node": peer, "stage": self.members[peer], "reason": reason})
+        lost = NodeLost(node=peer, stage=self.members[peer], reason=reason)
         if peer in self.joining.joiners and isinstance(self.current, Attempting):
             self.joining.joiners[peer].caught_up = None
             self.current.forget(peer)
@@ -215,8 +227,8 @@ class Driver:
         )
         return effects + gathering.ask()
 
-    def _aborted(self, step: int, why: str) -> Event:
-        return Event("aborted", {"step": step, "view": self.ballot.view, "reason": why})
+    def _aborted(self, step: int, why: str) -> Aborted:
+        return Aborted(step=step, view=self.ballot.view, reason=why)
 
     def _resolve(self, gathering: Gathering, now: float) -> list[Effect]:
         """Everybody has answered: agree on the committed step, then get state to who lacks it."""
@@ -289,14 +301,12 @@ class Driver:
         stages = ", ".join(map(str, vacant))
         why = f"waiting for a node to join stage {stages}: planaria node --join ..."
         self.current = Resting(Phase.WAITING, why)
-        return [Event("waiting", {"stages": list(vacant), "reason": why})]
+        return [Waiting(stages=tuple(vacant), reason=why)]
 
     def _roll_back(self, gathering: Gathering, to: RollBack, now: float) -> list[Effect]:
         """All stages go back, as the checkpoint policy has it."""
         step = self.standing.committed
-        effects: list[Effect] = [
-            Event("rolled back", {"from": step, "step": to.step, "reason": to.reason})
-        ]
+        effects: list[Effect] = [RolledBack(lost=step, step=to.step, reason=to.reason)]
         self._open_lineage(gathering, to.step)
         for node, stage in sorted(self.members.items()):
             source = Source(node, stage, to.step, to.lineage)
@@ -308,8 +318,7 @@ class Driver:
         """Nothing is left but files: whoever has one that fits loads it, the others copy later."""
         if vacant := gathering.vacant():
             return self._wait_for_nodes(vacant)
-        fields = {"step": found.step, "exact": found.exact, "reason": found.reason}
-        effects: list[Effect] = [Event("resuming", fields)]
+        effects: list[Effect] = [Resuming(step=found.step, exact=found.exact, reason=found.reason)]
         self._open_lineage(gathering, found.step)
         for source in chain.from_iterable(found.sources.values()):
             sync = self.standing.sync("save", found.reason, [source])
@@ -337,7 +346,7 @@ class Driver:
         redundant computation all are, for a node needs its twin, too, before it can train."""
         stage, rebuilt = decision.stage, self.rebuilds.rebuilt
         tried = any(self.joining.failures[node] >= FOLLOWS for node in lacking[stage])
-        new = any(r["stage"] == stage and r["method"] != "replica" for r in rebuilt)
+        new = any(r.stage == stage and r.method != "replica" for r in rebuilt)
         copied = decision.method == "replica" and self.rules.policy != "redundant"
         return copied and not (tried or new or self._is_over())
 
@@ -366,7 +375,7 @@ class Driver:
         if not self.joining.gives_up(peer):
             return []
         why = f"{peer} can't follow: {reason}"
-        failed = Event("rebuild failed", {"node": peer, "reason": why})
+        failed = RebuildFailed(node=peer, reason=why)
         match self.current:
             case Attempting() as attempt:
                 attempt.forget(peer)
@@ -433,7 +442,7 @@ class Driver:
         if attempt.begin.kind == pb.Begin.EVALUATE:
             step, loss = self.standing.committed, attempt.mean_loss()
             self.validated = step, loss
-            event = Event("validated", {"step": step, "loss": loss})
+            event = Validated(step=step, loss=loss)
             return [event, *self._after_step(attempt, pb.Step(), now)]
         attempt.vote = Vote(self._training())
         asked = attempt.vote.stages.keys() | self.joining.caught_up().keys()
@@ -467,7 +476,7 @@ class Driver:
         commit = attempt.commit(vote, self.ballot, self.rules, now)
         self.standing = replace(self.standing, committed=commit.step, last=commit)
         self.failures = 0
-        effects.append(Event("committed", {"step": commit.step, "loss": commit.loss}))
+        effects.append(Committed(step=commit.step, loss=commit.loss))
         return effects + self._after_step(attempt, pb.Step(commit=commit), now)
 
     def _let_in(self, vote: Vote, now: float) -> list[Effect]:
@@ -485,9 +494,8 @@ class Driver:
                 self.rebuilds.rebuilt.append(joiner.entered(node, now))
         return effects
 
-    def _diverged(self, stage: int, replica: str, node: str) -> Event:
-        fields = {"stage": stage, "nodes": [replica, node], "step": self.standing.committed}
-        return Event("diverged", fields)
+    def _diverged(self, stage: int, replica: str, node: str) -> Diverged:
+        return Diverged(stage=stage, nodes=(replica, node), step=self.standing.committed)
 
     def _after_step(self, attempt: Attempting, step: pb.Step, now: float) -> list[Effect]:
         """A step boundary: a newer view is adopted here, if there is one."""
@@ -526,9 +534,10 @@ class Driver:
         """The attempt goes on, by a plan in which others have the microbatches of these nodes."""
         attempt, moved = attempt.without(nodes, self.rules, self.seconds, now)
         self.current, self.ballot = attempt, self.ballot.next()
-        step = attempt.begin.step
-        fields = {"step": step, "nodes": sorted(nodes), "microbatches": moved, "reason": why}
-        effects: list[Effect] = [Event("masked", fields)]
+        step, names = attempt.begin.step, tuple(sorted(nodes))
+        effects: list[Effect] = [
+            AttemptMasked(step=step, nodes=names, microbatches=moved, reason=why)
+        ]
         effects += self._to_rest(step=pb.Step(begin=attempt.begin))
         return effects + self._if_all_home(attempt, now)
 
@@ -550,7 +559,7 @@ class Driver:
             self.pause_until = now + min(LONGEST_PAUSE, 0.1 * 2.0 ** min(self.failures, 10))
         effects: list[Effect] = [Suspect(node, failed.reason) for node in failed.accused]
         if isinstance(self.current, Syncing):
-            effects.append(Event("rebuild failed", {"node": peer, "reason": failed.reason}))
+            effects.append(RebuildFailed(node=peer, reason=failed.reason))
         return effects + self._gather(f"{peer} says: {failed.reason}", now)
 
     def _out_of_patience(self, current: Attempting | Syncing, now: float) -> list[Effect]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from node import stage_pb2 as pb
+from node.events import Event
 
 
 class Ballot(NamedTuple):
@@ -116,14 +116,6 @@ class Halted:
     halt: pb.Halt
 
 
-@dataclass(frozen=True)
-class Event:
-    """A line of the event log."""
-
-    kind: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
-
-
 Effect = (
     Send
     | StartAttempt
@@ -136,5 +128,5 @@ Effect = (
     | Suspect
     | Rejoin
     | Halted
-    | Event
+    | Event  # to be written to the event log
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
+
+from node import events
 
 
 class EventLog:
@@ -23,10 +24,11 @@ class EventLog:
             _drop_half_line(path)
             self._file = path.open("a", encoding="utf-8")
 
-    def write(self, kind: str, fields: Mapping[str, Any]) -> None:
+    def write(self, event: events.Event, at: float | None = None) -> None:
+        """`at`: when it happened, in Unix seconds; None: now."""
         if self._file is not None:
-            line = {"time": time.time(), "node": self.node, "kind": kind, **fields}
-            self._file.write(json.dumps(_finite(line)) + "\n")
+            written = events.line(event, self.node, time.time() if at is None else at)
+            self._file.write(json.dumps(written) + "\n")
             self._file.flush()
 
     def close(self) -> None:
@@ -62,12 +64,3 @@ def _drop_half_line(path: Path) -> None:
     if path.exists():
         content = path.read_bytes()
         os.truncate(path, content.rfind(b"\n") + 1)
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return value

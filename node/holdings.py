@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -21,6 +20,7 @@ from node.boundary import BoundaryKeeper
 from node.compute import ComputeThread
 from node.copies import Holder, Outgoing, Sender
 from node.effects import Ballot
+from node.events import Cost
 from node.link import Links
 from node.model import ModelConfig, parameter_shapes
 from node.ports import Priority
@@ -51,22 +51,6 @@ class Host(Protocol):
     def own_state(self) -> ServedState | None: ...
     def saved(self, kind: Kind, save: SaveId) -> None: ...
     def save_failed(self, reason: str) -> None: ...
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What keeping something has cost so far, or takes now."""
-
-    extra_bytes: int = 0  # sent or written
-    memory_bytes: int = 0
-    critical_seconds: float = 0.0  # of the compute thread, or waited for by it
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.extra_bytes + other.extra_bytes,
-            self.memory_bytes + other.memory_bytes,
-            self.critical_seconds + other.critical_seconds,
-        )
 
 
 class Files:

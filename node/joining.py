@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 from node import stage_pb2 as pb
 from node.attempting import Vote
 from node.effects import Effect, Send
+from node.events import StageRebuilt
 from node.gathering import Gathering
-from node.syncing import described
+from node.syncing import rebuilt
 
 FOLLOWS = 2
 """Times that a joiner may try to follow before everybody waits for it."""
@@ -38,12 +38,10 @@ class Joiner:
     vain: int = 0  # attempts that have waited in vain for its vote
     failed: bool = False
 
-    def entered(self, node: str, now: float) -> dict[str, Any]:
+    def entered(self, node: str, now: float) -> StageRebuilt:
         """What is to be told of it."""
         synced = self.caught_up or pb.Synced(step=self.step, method="replica")
-        who = {"node": node, "stage": self.stage}
-        seconds = {"rebuild_seconds": now - self.began, "stall_seconds": self.stall}
-        return {**who, **described(synced), **seconds}
+        return rebuilt(node, self.stage, synced, now - self.began, self.stall)
 
 
 class Joining:

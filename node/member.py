@@ -18,7 +18,6 @@ from node.effects import (
     Ballot,
     DropAttempt,
     Effect,
-    Event,
     Fetch,
     GoOn,
     Halted,
@@ -27,6 +26,7 @@ from node.effects import (
     Send,
     StartAttempt,
 )
+from node.events import MessageRefused
 from node.following import Following
 
 
@@ -91,7 +91,7 @@ class Member:
         ballot = Ballot.of(message.ballot)
         body = message.WhichOneof("body")
         if self.view.number == ballot.view and self.view.driver not in ("", peer):
-            return [Event("refused", {"peer": peer, "body": body, "why": "not the driver"})]
+            return [MessageRefused(peer=peer, body=body, why="not the driver")]
         if ballot < self.promised or (body == "query" and ballot == self.promised != NEVER):
             if body == "query" and ballot == self.promised and peer == self.driver:
                 return self._answer(peer, ballot)
@@ -109,7 +109,7 @@ class Member:
                 self._promise(peer, ballot)
                 return self._halt(message.halt)
             case _:
-                return [Event("refused", {"peer": peer, "body": body, "why": "unexpected"})]
+                return [MessageRefused(peer=peer, body=body, why="unexpected")]
 
     def reduced(
         self, ballot: Ballot, squared_norm: float, finite: bool, seconds_per_microbatch: float

@@ -17,6 +17,7 @@ from node.boundary import BoundaryClient, Wanted
 from node.compute import ComputeThread
 from node.effects import Ballot
 from node.event_log import EventLog
+from node.events import Fetching, Origin
 from node.holdings import Holdings
 from node.member import Member
 from node.model import BodyStage, EmbeddingStage, ModelConfig, build_stage
@@ -164,18 +165,21 @@ class Rebuilding:
         """Takes the bytes that are there; says so now and then, for whoever watches."""
         now = asyncio.get_running_loop().time
         started, written = now(), -math.inf
-        fields = {
-            "stage": self.stage,
-            "method": sync.method,
-            "sources": [{"node": source.node, "stage": source.stage} for source in sync.sources],
-        }
+        sources = tuple(Origin(node=source.node, stage=source.stage) for source in sync.sources)
 
         def tell(size: int) -> None:
             nonlocal written
             if now() - written >= TELL_AGAIN:
                 written = now()
-                seconds = written - started
-                self.events.write("fetching", {**fields, "bytes": size, "seconds": seconds})
+                self.events.write(
+                    Fetching(
+                        stage=self.stage,
+                        method=sync.method,
+                        sources=sources,
+                        bytes=size,
+                        seconds=written - started,
+                    )
+                )
 
         return tell
 

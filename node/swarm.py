@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
 from bootstrap.journal import Journal, JournalError
 from bootstrap.registry_pb2 import Description, View
 from node.event_log import EventLog, Tail
+from node.events import Exited, Killed, Started, SwarmEnding
 from node.ledger import MERGED, Audit, Ledger, LedgerError, Line, check, merge
 from node.live_view import Screen, Story
 from node.processes import GRACE, Ended, Processes, describe_status
@@ -296,7 +297,7 @@ class _Swarm:
 
     async def end(self) -> None:
         """End every process, and hear what they said last."""
-        self.events.write("ending", {})
+        self.events.write(SwarmEnding())
         if self.describing is not None:
             self.describing.cancel()
         try:
@@ -391,7 +392,7 @@ class _Swarm:
             pid = self.processes.start(slot, self._command(slot), namespace)
         except OSError as error:
             raise SwarmError(f"can't start a process for {slot}: {error}") from error
-        self.events.write("started", {"slot": slot, "pid": pid})
+        self.events.write(Started(slot=slot, pid=pid))
 
     def _command(self, slot: str) -> list[str]:
         home = self.homes.get(slot)
@@ -436,8 +437,8 @@ class _Swarm:
             now = time.time()
             pid = self.processes.kill(slot)
             if pid is not None:
-                fields = {"time": now, "slot": slot, "pid": pid, "step": kill.step}
-                self.events.write("killed", {**fields, **self._victim(slot, pid)})
+                victim = self._victim(slot, pid)
+                self.events.write(Killed(slot=slot, pid=pid, step=kill.step, **victim), now)
         for slot in slots:
             self._start(slot)
 
@@ -450,10 +451,16 @@ class _Swarm:
         for ended in self.processes.ended():
             slot = ended.slot
             log = self.processes.log(slot)
-            fields: dict[str, Any] = {"slot": slot, "pid": ended.pid, "node": None, "log": str(log)}
+            exited = Exited(
+                slot=slot,
+                pid=ended.pid,
+                node=None,
+                log=str(log),
+                how=describe_status(ended.status),
+            )
             if slot != "registry":
-                fields |= self._victim(slot, ended.pid)
-            self.events.write("exited", {**fields, "how": describe_status(ended.status)})
+                exited = replace(exited, **self._victim(slot, ended.pid))
+            self.events.write(exited)
             self._read()
             self.restarts[slot] += 1
             if self.restarts[slot] > MOST_RESTARTS:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from node import stage_pb2 as pb
-from node.effects import Effect, Event
+from node.effects import Effect
+from node.events import Origin, RebuildOrdered, RelearningResult, StageRebuilt
 from node.gathering import Gathering
 from node.rules import Rules
 from recovery.decide import INEXACT, Decision, Rebuild, Source, decide
@@ -28,29 +28,30 @@ class Syncing:
         why, awaited = self.gathering.why, ", ".join(sorted(self.awaited))
         return f"{why}; waiting for the state of {awaited}"
 
-    def came(self, peer: str, synced: pb.Synced, now: float) -> list[dict[str, Any]]:
+    def came(self, peer: str, synced: pb.Synced, now: float) -> list[StageRebuilt]:
         """The state is in place there; returns what is to be told of its rebuild."""
         self.awaited.discard(peer)
         self.progressed = now
         if synced.method == "twin":
             return []
-        who = {"node": peer, "stage": self.gathering.members[peer]}
-        stale = self._staleness(synced) if synced.method == "snapshot" else {}
-        return [{**who, **described(synced), **stale, "rebuild_seconds": now - self.began}]
+        stage = self.gathering.members[peer]
+        told = rebuilt(peer, stage, synced, now - self.began, math.nan)
+        return [self._with_staleness(told, synced) if synced.method == "snapshot" else told]
 
-    def _staleness(self, synced: pb.Synced) -> dict[str, Any]:
-        """Of a snapshot that was used, as its holder has told."""
+    def _with_staleness(self, told: StageRebuilt, synced: pb.Synced) -> StageRebuilt:
+        """Of the snapshot that was used, as its holder has told."""
         source = synced.sources[0]
         held = next(
             one
             for one in self.gathering.statuses[source.node].holdings
             if (one.kind, one.stage) == ("snapshot", source.stage)
         )
-        return {
-            "oldest_step": held.oldest_step,
-            "mean_step": held.mean_step,
-            "perturbation": None if math.isnan(held.perturbation) else held.perturbation,
-        }
+        return replace(
+            told,
+            oldest_step=held.oldest_step,
+            mean_step=held.mean_step,
+            perturbation=held.perturbation,
+        )
 
 
 @dataclass
@@ -58,35 +59,42 @@ class Rebuilds:
     """What is to be told of rebuilds once the run goes on, and for how long nothing trained."""
 
     stalled: float | None = None  # since when
-    rebuilt: list[dict[str, Any]] = field(default_factory=list)
+    rebuilt: list[StageRebuilt] = field(default_factory=list)
 
     def told(self, now: float) -> list[Effect]:
         stall = 0.0 if self.stalled is None else now - self.stalled
-        return [Event("rebuilt", {"stall_seconds": stall, **fields}) for fields in self.rebuilt]
+        return [
+            replace(one, stall_seconds=stall) if math.isnan(one.stall_seconds) else one
+            for one in self.rebuilt
+        ]
 
 
-def described(synced: pb.Synced) -> dict[str, Any]:
-    """What a node says of its rebuild, for the events."""
-    fields: dict[str, Any] = {
-        "method": synced.method,
-        "step": synced.step,
-        "sources": [{"node": s.node, "stage": s.stage, "step": s.step} for s in synced.sources],
-        "bytes": synced.fetched_bytes,
-        "fetch_seconds": synced.seconds,
-    }
-    if synced.HasField("relearned"):
-        relearned = synced.relearned
-        fields["relearned"] = {
-            "residual_before": relearned.residual_before,
-            "residual_after": relearned.residual_after,
-            "passes": relearned.passes,
-            "seconds": relearned.seconds,
-            "bytes": relearned.fetched_bytes,
-            "pairs": relearned.pairs,
-            "left_out": relearned.left_out,
-            "undone": relearned.undone,
-        }
-    return fields
+def rebuilt(node: str, stage: int, synced: pb.Synced, seconds: float, stall: float) -> StageRebuilt:
+    """What a node says of its rebuild, for the events. `stall`: the seconds in which nothing
+    trained because of it; NaN: those until all go on."""
+    relearned = synced.relearned
+    result = RelearningResult(
+        residual_before=relearned.residual_before,
+        residual_after=relearned.residual_after,
+        passes=relearned.passes,
+        seconds=relearned.seconds,
+        bytes=relearned.fetched_bytes,
+        pairs=relearned.pairs,
+        left_out=relearned.left_out,
+        undone=relearned.undone,
+    )
+    return StageRebuilt(
+        stall_seconds=stall,
+        node=node,
+        stage=stage,
+        method=synced.method,
+        step=synced.step,
+        sources=tuple(Origin(node=s.node, stage=s.stage, step=s.step) for s in synced.sources),
+        bytes=synced.fetched_bytes,
+        fetch_seconds=synced.seconds,
+        relearned=result if synced.HasField("relearned") else None,
+        rebuild_seconds=seconds,
+    )
 
 
 # --- who fetches what
@@ -138,7 +146,7 @@ def rebuild(
                 if gathering.members[node] == of
             )
         for node in joiners[stage]:
-            effects.append(Event("rebuilding", {"node": node, **_announced(decision)}))
+            effects.append(_ordered(node, decision))
             effects.append(gathering.ballot.send(node, sync=sync))
     return effects
 
@@ -161,12 +169,13 @@ def copy_twins(gathering: Gathering, rules: Rules) -> list[Effect]:
     return effects
 
 
-def _announced(decision: Rebuild) -> dict[str, Any]:
-    return {
-        "stage": decision.stage,
-        "method": decision.method,
-        "sources": [source.node for source in decision.sources],
-        "exact": decision.exact,
-        "fallback": decision.fallback,
-        "reason": decision.reason,
-    }
+def _ordered(node: str, decision: Rebuild) -> RebuildOrdered:
+    return RebuildOrdered(
+        node=node,
+        stage=decision.stage,
+        method=decision.method,
+        sources=tuple(source.node for source in decision.sources),
+        exact=decision.exact,
+        fallback=decision.fallback,
+        reason=decision.reason,
+    )

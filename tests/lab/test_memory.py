@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lab.memory import Bytes, needed, saved, under_way, whole, working
 from node.corpus import Corpus
-from node.holdings import Cost
+from node.events import Cost
 from node.model import BodyStage, EmbeddingStage, ModelConfig, build_stage, model_config
 from node.optimizer import StageOptimizer
 from node.pipeline import Pipeline

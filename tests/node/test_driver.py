@@ -1,6 +1,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,19 @@ from bootstrap import registry_pb2 as registry
 from node import stage_pb2 as pb
 from node.attempting import UNREACHED, Attempting
 from node.driver import EVICTED, LONGEST_PAUSE, Driver, Phase
-from node.effects import Ballot, Effect, Event, Send, Suspect
+from node.effects import Ballot, Effect, Send, Suspect
+from node.events import (
+    Aborted,
+    AttemptMasked,
+    Diverged,
+    Event,
+    NodeLost,
+    RebuildFailed,
+    RebuildOrdered,
+    RolledBack,
+    StageRebuilt,
+    Waiting,
+)
 from node.gathering import ANSWER, QUERY_AGAIN, Gathering
 from node.rules import Rules
 
@@ -29,6 +42,7 @@ RULES = Rules(
     progress=60.0,
     lr_scale=lambda step, boosted_at: 1.1 if boosted_at else 1.0,
 )
+Happened = TypeVar("Happened", bound=Event)
 SWARM = {"a": 0, "b": 1, "c": 2, "d": 3, "e": 4}  # a drives
 
 
@@ -38,8 +52,8 @@ def sent(effects: Sequence[Effect], body: str) -> dict[str, pb.Message]:
     return {s.to: s.message for s in sends if s.message.WhichOneof("body") == body}
 
 
-def events(effects: Sequence[Effect], kind: str) -> list[Event]:
-    return [e for e in effects if isinstance(e, Event) and e.kind == kind]
+def events(effects: Sequence[Effect], kind: type[Happened]) -> list[Happened]:
+    return [effect for effect in effects if isinstance(effect, kind)]
 
 
 def suspected(effects: Sequence[Effect]) -> list[str]:
@@ -260,8 +274,8 @@ def test_what_nobody_has_committed_is_tried_again():
     told.views()
     ready = pb.Status(committed=2, ready=3, ready_ballot=Ballot(7, 5).message(), attempting=3)
     effects = told.statuses(a=ready, b=ready, c=ready, d=ready, e=ready)
-    (aborted,) = events(effects, "aborted")
-    assert aborted.fields["step"] == 3
+    (aborted,) = events(effects, Aborted)
+    assert aborted.step == 3
     assert sent(effects, "step")["a"].step.begin.step == 3
 
 
@@ -325,8 +339,8 @@ def test_a_vacant_stage_is_waited_for():
     told = Told(members={"a": 0, "b": 1, "c": 2, "e": 4})
     told.views()
     effects = told.statuses(0)
-    (waiting,) = events(effects, "waiting")
-    assert waiting.fields["stages"] == [3]
+    (waiting,) = events(effects, Waiting)
+    assert waiting.stages == (3,)
     assert told.waits(1000) == []
     assert "join stage 3" in told.driver.explain()
     assert sent(told.views(SWARM), "query").keys() == SWARM.keys()
@@ -441,9 +455,9 @@ def test_who_has_caught_up_votes_and_enters_with_the_commit():
     steps = sent(effects, "step")
     assert members(steps["c"]) == {*SWARM, "new"}
     assert joining(steps["c"]) == []
-    (rebuilt,) = events(effects, "rebuilt")
-    assert (rebuilt.fields["node"], rebuilt.fields["method"]) == ("new", "replica")
-    assert (rebuilt.fields["bytes"], rebuilt.fields["stall_seconds"]) == (8, 0.0)
+    (rebuilt,) = events(effects, StageRebuilt)
+    assert (rebuilt.node, rebuilt.method) == ("new", "replica")
+    assert (rebuilt.bytes, rebuilt.stall_seconds) == (8, 0.0)
     told.comes_home()
     assert "new" in told.attempt.awaited
 
@@ -462,8 +476,8 @@ def test_a_commit_waits_for_a_joiners_vote_a_short_while_and_longer_the_next_tim
     assert waits == pytest.approx([0.1, 0.2, 0.4], abs=0.02)
     told.trains()
     told.now += 0.3
-    (rebuilt,) = events(told.ready("new"), "rebuilt")
-    assert rebuilt.fields["stall_seconds"] == pytest.approx(sum(waits) + 0.3), "all of it is told"
+    (rebuilt,) = events(told.ready("new"), StageRebuilt)
+    assert rebuilt.stall_seconds == pytest.approx(sum(waits) + 0.3), "all of it is told"
 
 
 def test_a_vote_of_another_attempt_is_none():
@@ -481,7 +495,7 @@ def test_a_joiner_with_other_weights_does_not_enter():
     told.catches_up()
     told.trains()
     effects = told.ready("new", squared_norm=2.0)
-    assert events(effects, "diverged")[0].fields["nodes"] == ["c", "new"]
+    assert events(effects, Diverged)[0].nodes == ("c", "new")
     assert not sent(effects, "step")["c"].step.HasField("begin")
     assert sent(effects, "query").keys() == {*SWARM, "new"}
     assert sent(told.gathered(committed=2), "step")["c"].step.begin.step == 3
@@ -491,7 +505,7 @@ def test_a_joiner_that_is_lost_costs_no_attempt():
     told = Joined()
     told.catches_up()
     effects = told.driver.link_lost("new", "reset", told.now)
-    assert [type(effect) for effect in effects] == [Event]
+    assert [type(effect) for effect in effects] == [NodeLost]
     assert told.views(SWARM) == []
     assert sent(told.trains(), "query").keys() == SWARM.keys()
     assert sent(told.statuses(2), "step")["c"].step.begin.step == 3
@@ -543,8 +557,8 @@ def test_who_is_caught_up_at_a_gather_is_a_member_and_can_stand_for_its_stage():
     told.views(without)
     effects = told.gathered(committed=2, following=1, heard=2, last=told.driver.standing.last)
     assert members(sent(effects, "step")["new"]) == without.keys()
-    (rebuilt,) = events(effects, "rebuilt")
-    assert rebuilt.fields["node"] == "new"
+    (rebuilt,) = events(effects, StageRebuilt)
+    assert rebuilt.node == "new"
 
 
 def test_joiners_alone_do_not_go_on_where_the_others_may_have_gone_further():
@@ -572,8 +586,8 @@ def test_who_fails_to_follow_twice_is_waited_for():
     told = Joined()
     for _ in range(2):
         effects = told.hears("new", failed=pb.Failed(reason="too slow"), ballot=Ballot(2, 1))
-        (failed,) = events(effects, "rebuild failed")
-        assert "too slow" in failed.fields["reason"]
+        (failed,) = events(effects, RebuildFailed)
+        assert "too slow" in failed.reason
         assert told.hears("new", failed=pb.Failed(reason="too slow")) == [], "said once"
         assert sent(told.trains(), "query"), "it is told what to do at the step boundary"
         effects = told.gathered()
@@ -588,8 +602,8 @@ def test_who_never_catches_up_is_given_up():
     told.comes_home()
     for node in "abcd":
         told.ready(node)
-    (failed, *_) = events(told.waits(0.2), "rebuild failed")
-    assert failed.fields["node"] == "new"
+    (failed, *_) = events(told.waits(0.2), RebuildFailed)
+    assert failed.node == "new"
 
 
 def test_at_the_end_joiners_get_the_last_state_before_all_is_over():
@@ -630,7 +644,7 @@ def test_a_loss_ends_the_attempt_at_once():
     assert sent(told.views({**SWARM, "new": 2}), "step") == {}
     without = {node: stage for node, stage in SWARM.items() if node != "c"} | {"new": 2}
     effects = told.views(without)
-    assert len(events(effects, "aborted")) == 1
+    assert len(events(effects, Aborted)) == 1
     assert sent(effects, "query").keys() == without.keys()
 
 
@@ -638,7 +652,7 @@ def test_a_lost_link_ends_the_attempt_at_once():
     told = Told()
     told.begins()
     effects = told.driver.link_lost("c", "reset", told.now)
-    assert [e.fields["stage"] for e in events(effects, "lost")] == [2]
+    assert [e.stage for e in events(effects, NodeLost)] == [2]
     assert sent(effects, "query").keys() == SWARM.keys()
     assert told.driver.link_lost("stranger", "reset", told.now) == []
 
@@ -676,7 +690,7 @@ def test_who_is_not_ready_in_time_is_suspected():
     assert told.waits(RULES.progress - 1) == []
     effects = told.waits(1)
     assert suspected(effects) == ["c"]
-    assert "waiting for c" in events(effects, "aborted")[0].fields["reason"]
+    assert "waiting for c" in events(effects, Aborted)[0].reason
 
 
 def test_the_first_failure_is_retried_at_once_later_ones_after_longer_pauses():
@@ -742,7 +756,7 @@ def test_validation_comes_at_its_steps_and_aborts_nothing():
     assert told.commits()["a"].step.begin.kind == pb.Begin.TRAIN
     assert told.commits()["a"].step.begin.kind == pb.Begin.EVALUATE
     effects = told.hears("c", failed=pb.Failed(reason="x"))
-    assert events(effects, "aborted") == []
+    assert events(effects, Aborted) == []
     begin = sent(told.statuses(2), "step")["a"].step.begin
     assert begin.kind == pb.Begin.EVALUATE
     assert sent(told.comes_home(), "step")["a"].step.begin.step == 3
@@ -801,8 +815,8 @@ def test_an_end_stage_is_interpolated_and_said_to_be_a_fallback():
     effects = at_step_5(LOOSE, **lost("b"))
     sync = sent(effects, "sync")["b"].sync
     assert (sync.method, [s.stage for s in sync.sources]) == ("interpolate", [2])
-    (event,) = events(effects, "rebuilding")
-    assert event.fields["fallback"]
+    (event,) = events(effects, RebuildOrdered)
+    assert event.fallback
     assert sync.last.step == 5
 
 
@@ -863,8 +877,8 @@ def test_a_roll_back_takes_everybody_to_the_newest_common_checkpoint():
     assert syncs.keys() == SWARM.keys()
     assert {m.sync.step for m in syncs.values()} == {4}
     assert {m.sync.lineage for m in syncs.values()} == {1}
-    (event,) = events(effects, "rolled back")
-    assert (event.fields["from"], event.fields["step"]) == (5, 4)
+    (event,) = events(effects, RolledBack)
+    assert (event.lost, event.step) == (5, 4)
     told.hears_all(synced=pb.Synced(step=4, method="checkpoint"))
     begins = sent(
         told.statuses(**{n: checkpoints(4, 2, 4, stage=s, lineage=1) for n, s in SWARM.items()}),
@@ -984,8 +998,8 @@ def test_the_loss_of_a_replica_does_not_end_the_attempt():
     begin = goes_on(effects)
     assert (Ballot.of(begin.since), begin.step) == (before, 1)
     assert told.driver.ballot > before
-    assert not events(effects, "aborted")
-    assert events(effects, "masked")[0].fields["microbatches"] == 2
+    assert not events(effects, Aborted)
+    assert events(effects, AttemptMasked)[0].microbatches == 2
     for microbatch in range(4):
         assert server(begin, microbatch, 2) == "c"
         for stage in (0, 1, 3, 4):
@@ -1020,7 +1034,7 @@ def test_a_node_that_is_not_lost_after_all_costs_the_attempt():
     assert not told.commits()
     assert told.waits(EVICTED - 0.1) == []
     effects = told.waits(0.2)
-    assert "isn't lost after all" in events(effects, "aborted")[0].fields["reason"]
+    assert "isn't lost after all" in events(effects, Aborted)[0].reason
     assert sent(effects, "query").keys() == PAIRS.keys()
 
 
@@ -1029,7 +1043,7 @@ def test_a_node_whose_link_is_up_again_was_not_lost():
     told.driver.link_lost("g", "dialled anew", told.now)
     assert told.driver.link_up("b", told.now) == []
     effects = told.driver.link_up("g", told.now)
-    assert "its link is up again" in events(effects, "aborted")[0].fields["reason"]
+    assert "its link is up again" in events(effects, Aborted)[0].reason
     assert sent(effects, "query").keys() == PAIRS.keys()
 
 
@@ -1109,7 +1123,7 @@ def test_when_a_stand_in_is_lost_too_the_others_share():
 def test_where_nobody_can_take_over_or_nobody_is_to_the_attempt_ends(rules: Rules, lost: list[str]):
     told = on_the_way(rules)
     effects = [told.driver.link_lost(node, "reset", told.now) for node in lost][-1]
-    assert events(effects, "aborted")
+    assert events(effects, Aborted)
     assert sent(effects, "query")
 
 
@@ -1136,13 +1150,13 @@ def test_who_stays_out_of_reach_for_some_costs_the_attempt():
     told = on_the_way()
     told.hears("b", cut=pb.Cut(node="g", reason="reset"))
     effects = told.waits(UNREACHED)
-    assert "b can't reach g: reset" in events(effects, "aborted")[0].fields["reason"]
+    assert "b can't reach g: reset" in events(effects, Aborted)[0].reason
 
 
 def test_a_node_without_which_it_can_not_go_on_need_not_be_waited_for():
     told = on_the_way(members=SWARM)
     effects = told.hears("b", cut=pb.Cut(node="c", reason="reset"))
-    assert events(effects, "aborted")
+    assert events(effects, Aborted)
     assert suspected(effects) == ["c"]
 
 

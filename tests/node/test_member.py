@@ -14,7 +14,6 @@ from node.effects import (
     Ballot,
     DropAttempt,
     Effect,
-    Event,
     Fetch,
     GoOn,
     Reduce,
@@ -22,6 +21,7 @@ from node.effects import (
     Send,
     StartAttempt,
 )
+from node.events import MessageRefused
 from node.member import Frames, Member, Phase
 
 SWARM = {"driver": 0, "self": 1, "other": 2}
@@ -116,8 +116,7 @@ def test_a_commit_of_an_older_driver_has_no_effect_once_a_newer_has_asked(told: 
 
 def test_only_the_driver_of_the_view_is_obeyed(told: Told):
     (event,) = told.hears(Ballot(1, 1), peer="other", step=begin(1))
-    assert isinstance(event, Event)
-    assert event.kind == "refused"
+    assert isinstance(event, MessageRefused)
     assert told.member.promised == NEVER
 
 

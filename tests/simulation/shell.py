@@ -26,7 +26,6 @@ from node.effects import (
     Ballot,
     DropAttempt,
     Effect,
-    Event,
     Fetch,
     GoOn,
     Halted,
@@ -36,6 +35,7 @@ from node.effects import (
     StartAttempt,
     Suspect,
 )
+from node.events import Event, fields
 from node.following import feeders
 from node.member import Frames, Member, Phase
 from node.pipeline import Visit, Work
@@ -476,10 +476,11 @@ class Node:
                 self.world.say(self.name, f"halted at {halt.step}: {halt.reason or 'finished'}")
                 self.cluster.check_halt(self, halt)
                 self._report()
-            case Event(kind, fields):
-                self.world.say(self.name, f"{kind} {dict(fields)}")
-                self.cluster.on_event(self, kind, fields)
-                self.cluster.check_patience(self, str(fields.get("reason")))
+            case Event():
+                told = fields(effect)
+                self.world.say(self.name, f"{effect.kind} {told}")
+                self.cluster.on_event(self, effect.kind, told)
+                self.cluster.check_patience(self, str(told.get("reason")))
 
     def _take_held(self) -> None:
         held, self.held = self.held, []

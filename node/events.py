@@ -1,0 +1,656 @@
+"""What happens in a run, as event logs have it: a class for each kind of event, with how grave it
+is and its sentence for people.
+
+A log has one JSON object a line (`line`): `time`, `node`, `kind` and the event's fields. A float
+that isn't finite is null there, and an optional field that says nothing isn't there at all. `parse`
+makes an `Entry` of a line again, whatever version wrote it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import logging
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, ClassVar
+
+from rich.filesize import decimal
+
+
+class Severity(enum.IntEnum):
+    """How much an event matters to a person; from NOTICE on it is news."""
+
+    DEBUG = enum.auto()  # too often for a log that people read
+    INFO = enum.auto()  # as usual
+    NOTICE = enum.auto()
+    GOOD = enum.auto()  # a loss is made good
+    WARNING = enum.auto()  # work is lost, or something is done second best
+    ERROR = enum.auto()  # it needs somebody
+
+    @property
+    def log_level(self) -> int:
+        """As `logging` has them."""
+        levels = {
+            Severity.DEBUG: logging.DEBUG,
+            Severity.WARNING: logging.WARNING,
+            Severity.ERROR: logging.ERROR,
+        }
+        return levels.get(self, logging.INFO)
+
+
+class Event:
+    """Something that happened. The fields of a kind are those of its JSON, in the same order."""
+
+    kind: ClassVar[str]
+    _severity: ClassVar[Severity]
+
+    def __init_subclass__(cls, kind: str, severity: Severity) -> None:
+        cls.kind, cls._severity = kind, severity
+
+    @property
+    def severity(self) -> Severity:
+        return self._severity
+
+    def sentence(self, node: str | None) -> str:
+        """`node`: by which the event was written, or which it is about, where it says so."""
+        raise NotImplementedError
+
+
+# --- a node's life
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined(Event, kind="joined", severity=Severity.INFO):
+    reason: str
+    host: str
+    pid: int
+
+    def sentence(self, node: str | None) -> str:
+        return f"joined as {node}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving(Event, kind="serving", severity=Severity.INFO):
+    """The node has built its stage and answers."""
+
+    stage: int
+    device: str | None = None
+
+    def sentence(self, node: str | None) -> str:
+        return f"{node} serves stage {self.stage}" + (f" on {self.device}" if self.device else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preempted(Event, kind="preempted", severity=Severity.WARNING):
+    grace: float  # seconds
+
+    def sentence(self, node: str | None) -> str:
+        return f"{node} has to end within {self.grace:g} s: it saves and hands over its state"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandedOver(Event, kind="handed over", severity=Severity.NOTICE):
+    to: str  # node
+    stage: int
+
+    def sentence(self, node: str | None) -> str:
+        return f"{node} has handed its state over to {self.to}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkLost(Event, kind="link lost", severity=Severity.INFO):
+    """Of any two members; only the driver's own ones are news (`NodeLost`)."""
+
+    peer: str
+    reason: str
+
+    def sentence(self, node: str | None) -> str:
+        return f"lost the link to {self.peer}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageRefused(Event, kind="refused", severity=Severity.INFO):
+    """A control message that its sender had no right to send."""
+
+    peer: str
+    body: str | None
+    why: str
+
+    def sentence(self, node: str | None) -> str:
+        return f"refused {self.body} of {self.peer}: {self.why}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wall(Event, kind="wall", severity=Severity.DEBUG):
+    """Where the node's time went so far, in seconds, as `WallClock` has it."""
+
+    compute: float
+    average: float
+    rebuild: float
+    send: float
+    idle: float
+    total: float
+
+    def sentence(self, node: str | None) -> str:
+        return f"{node} computed {self.compute:.1f} of {self.total:.1f} s"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What keeping something for the day of a loss has cost so far, or takes now."""
+
+    extra_bytes: int = 0  # sent or written
+    memory_bytes: int = 0
+    critical_seconds: float = 0.0  # of the compute thread, or waited for by it
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.extra_bytes + other.extra_bytes,
+            self.memory_bytes + other.memory_bytes,
+            self.critical_seconds + other.critical_seconds,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostSoFar(Event, kind="cost", severity=Severity.DEBUG):
+    """Of all that a node keeps, and of each part of it."""
+
+    extra_bytes: int
+    memory_bytes: int
+    critical_seconds: float
+    parts: Mapping[str, Cost]
+
+    @staticmethod
+    def of(parts: Mapping[str, Cost]) -> CostSoFar:
+        whole = sum(parts.values(), Cost())
+        return CostSoFar(
+            extra_bytes=whole.extra_bytes,
+            memory_bytes=whole.memory_bytes,
+            critical_seconds=whole.critical_seconds,
+            parts=parts,
+        )
+
+    def sentence(self, node: str | None) -> str:
+        return f"{node} keeps {decimal(self.memory_bytes)} in case of losses"
+
+
+# --- steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed(Event, kind="committed", severity=Severity.INFO):
+    step: int
+    loss: float  # nats a token
+
+    def sentence(self, node: str | None) -> str:
+        return f"step {self.step} is committed, loss {figure(self.loss)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applied(Event, kind="applied", severity=Severity.DEBUG):
+    """A node has the weights after a step; replicas have the same digest."""
+
+    lineage: int
+    step: int
+    digest: str
+
+    def sentence(self, node: str | None) -> str:
+        return f"{node} is at step {self.step}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validated(Event, kind="validated", severity=Severity.NOTICE):
+    step: int
+    loss: float  # nats a token
+
+    def sentence(self, node: str | None) -> str:
+        return f"validation loss {figure(self.loss)} at step {self.step}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aborted(Event, kind="aborted", severity=Severity.WARNING):
+    step: int
+    view: int
+    reason: str
+
+    def sentence(self, node: str | None) -> str:
+        return f"an attempt at step {self.step} is aborted: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptMasked(Event, kind="masked", severity=Severity.NOTICE):
+    """An attempt goes on without lost nodes."""
+
+    step: int
+    nodes: tuple[str, ...]
+    microbatches: int  # theirs, counted at each stage
+    reason: str
+
+    def sentence(self, node: str | None) -> str:
+        count = self.microbatches
+        others = f"others redo {count} microbatches" if count else "nothing was its own"
+        return f"step {self.step} goes on without {', '.join(self.nodes)}: {others}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diverged(Event, kind="diverged", severity=Severity.ERROR):
+    stage: int
+    nodes: tuple[str, ...]
+    step: int
+
+    def sentence(self, node: str | None) -> str:
+        return f"replicas of stage {self.stage} differ after step {self.step}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished(Event, kind="finished", severity=Severity.INFO):
+    step: int
+    reason: str
+    validation: float  # nats a token
+
+    def sentence(self, node: str | None) -> str:
+        return f"all {self.step} steps are committed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopped(Event, kind="stopped", severity=Severity.ERROR):
+    """The run can't go on."""
+
+    step: int
+    reason: str
+    validation: float  # nats a token
+
+    def sentence(self, node: str | None) -> str:
+        return f"the run is stopped at step {self.step}: {self.reason}"
+
+
+# --- losses and what is done about them
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLost(Event, kind="lost", severity=Severity.NOTICE):
+    """The driver's link to a member broke."""
+
+    node: str
+    stage: int
+    reason: str
+
+    def sentence(self, node: str | None) -> str:
+        return f"noticed: no link to {self.node} of stage {self.stage} any more"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting(Event, kind="waiting", severity=Severity.NOTICE):
+    """Nothing goes on until each of these stages has a node."""
+
+    stages: tuple[int, ...]
+    reason: str
+
+    def sentence(self, node: str | None) -> str:
+        return f"waiting for a node to join stage {', '.join(map(str, self.stages))}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RebuildOrdered(Event, kind="rebuilding", severity=Severity.NOTICE):
+    """The driver has told a node to get its stage's state."""
+
+    node: str
+    stage: int
+    method: str
+    sources: tuple[str, ...]  # nodes
+    exact: bool
+    fallback: bool  # the policy can't serve
+    reason: str
+
+    @property
+    def severity(self) -> Severity:
+        return Severity.WARNING if self.fallback else Severity.NOTICE
+
+    def sentence(self, node: str | None) -> str:
+        told = f"rebuilding stage {self.stage} by {self.method} from {', '.join(self.sources)}"
+        return f"fallback: {told}: {self.reason}" if self.fallback else told
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Whose state was taken."""
+
+    node: str
+    stage: int
+    step: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetching(Event, kind="fetching", severity=Severity.DEBUG):
+    """How much a node has of the state that it gets, told now and then."""
+
+    stage: int
+    method: str
+    sources: tuple[Origin, ...]
+    bytes: int
+    seconds: float
+
+    @property
+    def so_far(self) -> str:
+        rate = decimal(round(self.bytes / max(1e-3, self.seconds)))
+        return f"{decimal(self.bytes)} in {self.seconds:.1f} s, {rate}/s"
+
+    def sentence(self, node: str | None) -> str:
+        whom = ", ".join(source.node for source in self.sources)
+        return f"stage {self.stage} fetches from {whom}: {self.so_far}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelearningRound(Event, kind="relearning", severity=Severity.DEBUG):
+    stage: int
+    round: int
+    residual: float  # relative
+
+    def sentence(self, node: str | None) -> str:
+        when = f"in round {self.round}" if self.round else "at first"
+        return f"stage {self.stage} relearns, residual {self.residual:.3g} {when}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelearningResult:
+    """What became of a guess that was trained on boundary tensors."""
+
+    residual_before: float
+    residual_after: float
+    passes: int
+    seconds: float
+    bytes: int
+    pairs: int
+    left_out: int
+    undone: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRebuilt(Event, kind="rebuilt", severity=Severity.GOOD):
+    """A node has its stage's state, and trains. The steps and the perturbation are of a running
+    snapshot that was used, relative to the weights that it is of."""
+
+    stall_seconds: float  # in which nothing was trained; the driver's count
+    node: str
+    stage: int
+    method: str
+    step: int
+    sources: tuple[Origin, ...]
+    bytes: int
+    fetch_seconds: float
+    relearned: RelearningResult | None = None
+    oldest_step: int | None = None
+    mean_step: float | None = None
+    perturbation: float | None = None
+    rebuild_seconds: float
+
+    def sentence(self, node: str | None) -> str:
+        return (
+            f"rebuilt: stage {self.stage} by {self.method} at step {self.step}, "
+            f"{decimal(self.bytes)} in {self.rebuild_seconds:.1f} s, "
+            f"stalled {self.stall_seconds:.1f} s{quality(fields(self))}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RebuildFailed(Event, kind="rebuild failed", severity=Severity.WARNING):
+    node: str
+    reason: str
+
+    def sentence(self, node: str | None) -> str:
+        return f"a rebuild failed and is tried again: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolledBack(Event, kind="rolled back", severity=Severity.WARNING):
+    """All stages go back to a checkpoint, as the policy has it."""
+
+    lost: int = field(metadata={"key": "from"})  # the newest step
+    step: int
+    reason: str
+
+    def sentence(self, node: str | None) -> str:
+        return f"rolled back from step {self.lost} to {self.step}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resuming(Event, kind="resuming", severity=Severity.NOTICE):
+    """Nothing was left but files, from which all stages go on."""
+
+    step: int
+    exact: bool  # all files are of this step
+    reason: str
+
+    @property
+    def severity(self) -> Severity:
+        return Severity.NOTICE if self.exact else Severity.WARNING
+
+    def sentence(self, node: str | None) -> str:
+        return f"{'' if self.exact else 'fallback: '}resuming at step {self.step}: {self.reason}"
+
+
+# --- files
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved(Event, kind="saved", severity=Severity.INFO):
+    holding: str  # "save" or "checkpoint"
+    step: int
+
+    def sentence(self, node: str | None) -> str:
+        return f"step {self.step} is on disk ({self.holding})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveFailed(Event, kind="save failed", severity=Severity.ERROR):
+    reason: str
+
+    def sentence(self, node: str | None) -> str:
+        return f"save failed at {node}, training goes on: {self.reason}"
+
+
+# --- processes of a local swarm, as `planaria up` sees them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started(Event, kind="started", severity=Severity.INFO):
+    slot: str  # STAGE.REPLICA, or "registry"
+    pid: int
+
+    def sentence(self, node: str | None) -> str:
+        return f"{_process(self.slot)} started as process {self.pid}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Killed(Event, kind="killed", severity=Severity.WARNING):
+    """On purpose, by `--kill`."""
+
+    slot: str
+    pid: int
+    step: int  # that was under way
+    node: str | None  # None: it had not joined yet
+    stage: int
+    left: int  # other processes of the stage
+
+    @property
+    def severity(self) -> Severity:
+        return Severity.NOTICE if self.left else Severity.WARNING
+
+    def sentence(self, node: str | None) -> str:
+        return f"node-{self.slot} killed during step {self.step}; {_rest(self.stage, self.left)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exited(Event, kind="exited", severity=Severity.WARNING):
+    """A process ended by itself, and gets another in its place."""
+
+    slot: str
+    pid: int
+    node: str | None
+    log: str  # its path
+    stage: int | None = None  # None: the registry
+    left: int | None = None  # other processes of the stage
+    how: str
+
+    @property
+    def severity(self) -> Severity:
+        return Severity.NOTICE if self.stage is None or self.left else Severity.WARNING
+
+    def sentence(self, node: str | None) -> str:
+        if self.stage is None:
+            return f"the registry {self.how}; training goes on, a new one starts from its journal"
+        return f"node-{self.slot} {self.how}; {_rest(self.stage, self.left or 0)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwarmEnding(Event, kind="ending", severity=Severity.INFO):
+    """From here on processes end because they are told to."""
+
+    def sentence(self, node: str | None) -> str:
+        return "the swarm is being ended"
+
+
+# --- parts of sentences
+
+
+def figure(loss: float) -> str:
+    """A loss in nats a token, for people."""
+    return f"{loss:.4f}" if math.isfinite(loss) else "-"
+
+
+def quality(rebuilt: Mapping[str, Any]) -> str:
+    """How near a rebuild came to what was lost, as far as that is known: the end of a sentence.
+    `rebuilt`: the fields of the event, or a row of `summary.json` made of them."""
+    parts = []
+    if "oldest_step" in rebuilt:
+        parts.append(f"oldest block of step {rebuilt['oldest_step']}")
+    if rebuilt.get("perturbation") is not None:
+        parts.append(f"perturbation {rebuilt['perturbation']:.3g}")
+    if relearned := rebuilt.get("relearned"):
+        parts.append(_relearned(relearned))
+    return "".join(f"; {part}" for part in parts)
+
+
+def _relearned(result: Mapping[str, Any]) -> str:
+    before, after = result["residual_before"], result["residual_after"]
+    if before is None:
+        return "not relearned: no boundary tensors were whole"
+    passes, seconds = result["passes"], result["seconds"]
+    now = "-" if after is None else f"{after:.3g}"
+    undone = ", which is worse and undone" if result.get("undone") else ""
+    return f"relearned: residual {before:.3g} -> {now} in {passes} passes, {seconds:.1f} s{undone}"
+
+
+def _rest(stage: int, left: int) -> str:
+    if not left:
+        return f"stage {stage} is lost"
+    return f"{left} node{'s' if left != 1 else ''} of stage {stage} left"
+
+
+def _process(slot: str) -> str:
+    return f"the {slot}" if slot == "registry" else f"node-{slot}"
+
+
+# --- as JSON
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of an event log."""
+
+    time: float  # Unix seconds
+    node: str | None  # that wrote it, or that it is about, where the event says so
+    event: Event
+
+    @property
+    def sentence(self) -> str:
+        return self.event.sentence(self.node)
+
+
+def line(event: Event, node: str, time: float) -> dict[str, Any]:
+    """What `node` writes of the event; `time` in Unix seconds."""
+    return {"time": time, "node": node, "kind": event.kind, **fields(event)}
+
+
+def fields(event: Event) -> dict[str, Any]:
+    """An event's fields, as JSON has them."""
+    found = _plain(event)
+    assert isinstance(found, dict)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None  # JSON has no NaN
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            one.metadata.get("key", one.name): _plain(getattr(value, one.name))
+            for one in dataclasses.fields(value)
+            if not (one.default is None and getattr(value, one.name) is None)
+        }
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+def entries(lines: Iterable[Mapping[str, Any]]) -> list[Entry]:
+    """Those of the lines that say something this version knows."""
+    return [entry for line in lines if (entry := parse(line)) is not None]
+
+
+def parse(line: Mapping[str, Any]) -> Entry | None:
+    """None: of a kind that this version doesn't know. A field that the line lacks is None where
+    that is allowed, else zero or empty."""
+    kind = _kinds().get(str(line.get("kind")))
+    if kind is None or "time" not in line:
+        return None
+    return Entry(float(line["time"]), line.get("node"), _read(kind, line))
+
+
+@cache
+def _kinds() -> dict[str, type[Event]]:
+    return {kind.kind: kind for kind in Event.__subclasses__()}
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+_ABSENT = object()
+
+
+def _read(hint: Any, value: Any) -> Any:
+    """`value`, as JSON has it, as the type `hint`."""
+    origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
+    absent = value is _ABSENT
+    if origin is types.UnionType:  # T | None; null is a float that isn't finite
+        none = absent or (value is None and arguments[0] is not float)
+        return None if none else _read(arguments[0], value)
+    if origin is tuple:
+        return () if absent else tuple(_read(arguments[0], inner) for inner in value)
+    if origin is Mapping:
+        return {} if absent else {key: _read(arguments[1], value[key]) for key in value}
+    if dataclasses.is_dataclass(origin):
+        return _read_fields(hint, {} if absent else value)
+    if absent:
+        return origin()
+    return math.nan if value is None and origin is float else value
+
+
+def _read_fields(kind: type, values: Mapping[str, Any]) -> Any:
+    return kind(
+        **{
+            one.name: _read(
+                _hints(kind)[one.name], values.get(one.metadata.get("key", one.name), _ABSENT)
+            )
+            for one in dataclasses.fields(kind)
+        }
+    )
