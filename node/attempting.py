@@ -77,7 +77,10 @@ class Attempting:
     def _tokens(self) -> int:
         return sum(home.tokens for home in self.homes.values())
 
-    def ready(self, vote: Vote, peer: str, ready: pb.Ready, now: float) -> None:
+    def heard(self, vote: Vote, peer: str, ready: pb.Ready, now: float) -> None:
+        if peer not in vote.stages:
+            vote.joiners[peer] = ready
+            return
         vote.ready[peer] = ready
         self.progressed = now
         if not vote.awaited:

@@ -131,10 +131,14 @@ class Driver:
             return self._superseded(peer, ballot, now)
         if peer in self._masked():
             return []
-        if peer in self.joining.joiners and body in ("synced", "ready", "failed"):
-            return self._heard_of_joiner(peer, ballot, message, now)
         is_current = ballot == self.ballot
+        joiner = self.joining.joiners.get(peer)
         match body, self.current:
+            case "synced", _ if joiner is not None:
+                joiner.caught_up = message.synced
+            case "failed", _ if joiner is not None:  # it may not have heard of this ballot yet
+                gave_up = self._give_up_following(peer, message.failed.reason, now)
+                return gave_up + self._if_all_ready(now)
             case "cut", Attempting() as attempt if attempt.since <= ballot:
                 return self._cut(attempt, peer, message.cut, now)
             case "home", Attempting(vote=None) as attempt if attempt.since <= ballot:
@@ -148,8 +152,9 @@ class Driver:
             case "synced", Syncing() as syncing if is_current:
                 return self._synced(syncing, peer, message.synced, now)
             case "ready", Attempting(vote=Vote() as vote) as attempt if is_current:
-                self.seconds[peer] = message.ready.seconds_per_microbatch
-                attempt.ready(vote, peer, message.ready, now)
+                if joiner is None:
+                    self.seconds[peer] = message.ready.seconds_per_microbatch
+                attempt.heard(vote, peer, message.ready, now)
                 return self._if_all_ready(now)
             case "failed", Attempting() | Syncing() if is_current:
                 return self._failed(peer, message.failed, now)
@@ -354,21 +359,6 @@ class Driver:
         unsure, entered = self.joining.go_on(gathering, self._is_over(), now)
         self.rebuilds.rebuilt += [joiner.entered(n, now) for n, joiner in entered.items()]
         return [self.ballot.send(n, step=pb.Step(commit=self.standing.last)) for n in unsure]
-
-    def _heard_of_joiner(
-        self, peer: str, ballot: Ballot, message: pb.Message, now: float
-    ) -> list[Effect]:
-        """Under whatever ballot: a joiner may not have heard of this one yet."""
-        match message.WhichOneof("body"), self.current:
-            case "synced", _:
-                self.joining.joiners[peer].caught_up = message.synced
-            case "ready", Attempting(vote=Vote() as vote) if ballot == self.ballot:
-                vote.joiners[peer] = message.ready
-                return self._if_all_ready(now)
-            case "failed", _:
-                gave_up = self._give_up_following(peer, message.failed.reason, now)
-                return gave_up + self._if_all_ready(now)
-        return []
 
     def _give_up_following(self, peer: str, reason: str, now: float) -> list[Effect]:
         """It is told what to do at the next step boundary."""
