@@ -11,6 +11,7 @@ from typing import NoReturn, TypeVar
 import grpc
 from grpc import StatusCode
 
+from bootstrap.address import Address
 from bootstrap.credentials import PLAIN, Credentials, channel
 from bootstrap.registry_pb2 import (
     DescribeRequest,
@@ -59,13 +60,12 @@ class RegistryClient:
         credentials: Credentials = PLAIN,
         renew: float = 1.0,
     ) -> None:
-        """`addresses`: HOST:PORT each; `renew`: seconds between renewals. Raises ValueError."""
-        for address in addresses:
-            if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdigit():
-                raise ValueError(f"registry address {address!r}: give it as HOST:PORT")
+        """`addresses`: HOST:PORT each; `renew`: seconds between renewals. Raises AddressError,
+        and ValueError for none."""
+        self._addresses = [str(Address.to_dial(address)) for address in addresses]
         if not addresses:
             raise ValueError("no registry address; give one with --join HOST:PORT")
-        self._addresses, self._credentials, self._renew = list(addresses), credentials, renew
+        self._credentials, self._renew = credentials, renew
         self._at = 0  # index of the address in use
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._report = Report()

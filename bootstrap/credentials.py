@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+
+from bootstrap.address import Address
 
 log = logging.getLogger(__name__)
 
@@ -89,10 +90,11 @@ def add_port(
 ) -> int:
     """Binds the server to HOST:PORT (port 0: any) and returns the port.
 
-    Raises CredentialsError for plain text beyond this machine without `insecure`, and OSError when
-    the address can't be had.
+    Raises AddressError, CredentialsError for plain text beyond this machine without `insecure`, and
+    OSError when the address can't be had.
     """
-    if credentials.server is None and not is_loopback(listen):
+    address = Address.parse(listen)
+    if credentials.server is None and not address.is_loopback:
         if not insecure:
             raise CredentialsError(
                 f"{listen} can be reached from other machines, and there is no TLS; give CA, "
@@ -112,15 +114,6 @@ def add_port(
             f"can't listen on {listen}: the address is in use, or not this machine's; "
             "stop what listens there, or choose another with --listen HOST:PORT"
         ) from error
-
-
-def is_loopback(address: str) -> bool:
-    """Whether HOST:PORT can be reached from this machine only."""
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or address.startswith("unix:")
 
 
 def _read(what: str, path: Path) -> bytes:

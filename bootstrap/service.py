@@ -15,6 +15,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from bootstrap.address import Address
 from bootstrap.credentials import PLAIN, Credentials, add_port
 from bootstrap.journal import Journal, JournalError
 from bootstrap.membership import Effect, Evict, Issue, Membership, Probe, Refused, Rules, Settle
@@ -90,8 +91,9 @@ class Registry(RegistryServicer):
         credentials: Credentials = PLAIN,
         insecure: bool = False,
     ) -> int:
-        """Serves on HOST:PORT (port 0: any) and returns the port. Raises CredentialsError,
-        OSError (see credentials.add_port), ValueError (see Membership.restore)."""
+        """Serves on HOST:PORT (port 0: any) and returns the port. Raises AddressError,
+        CredentialsError, OSError (see credentials.add_port), ValueError (see
+        Membership.restore)."""
         loop = self._loop = asyncio.get_running_loop()
         self._started = loop.time()
         self._failed: asyncio.Future[None] = loop.create_future()
@@ -423,11 +425,11 @@ async def serve(
     """A process's main: serves until SIGINT or SIGTERM. `address_file` gets HOST:PORT once it
     listens, whole or not at all. Raises what `start` and `wait` raise, and OSError."""
     port = await registry.start(listen, credentials, insecure)
-    address = f"{listen.rpartition(':')[0]}:{port}"
+    address = Address.parse(listen)._replace(port=port)
     log.info("the registry listens on %s", address)
     if address_file is not None:
         new = address_file.with_name(address_file.name + ".new")
-        new.write_text(address + "\n", encoding="utf-8")
+        new.write_text(f"{address}\n", encoding="utf-8")
         new.replace(address_file)
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()

@@ -325,6 +325,7 @@ def bootstrap_command(
     token: Token = "",
 ) -> None:
     """Run the registry: who serves what."""
+    from bootstrap.address import Address
     from bootstrap.credentials import Credentials, CredentialsError
     from bootstrap.journal import Journal, JournalError
     from bootstrap.service import Registry, serve
@@ -334,13 +335,14 @@ def bootstrap_command(
 
     _begin_service()
     with refusing(RunFileError, CorpusError, CredentialsError, JournalError, OSError, ValueError):
+        address = str(Address.parse(listen))
         text = dumps(resolve(load(run_file)))
         rules = registry_rules(loads(text), text)
         credentials = Credentials.load(ca, certificate, key, token)
         log = Journal(journal, rules.run, text) if journal is not None else None
         try:
             registry = Registry(rules, text, log)
-            _run(serve(registry, listen, credentials, insecure, address_file))
+            _run(serve(registry, address, credentials, insecure, address_file))
         finally:
             if log is not None:
                 log.close()
@@ -381,6 +383,7 @@ def node_command(
     token: Token = "",
 ) -> None:
     """Join a run, and serve a stage of its model."""
+    from bootstrap.address import Address
     from bootstrap.client import JoinRefused, RegistryUnreachable
     from bootstrap.credentials import Credentials, CredentialsError
     from node.corpus import CorpusError
@@ -395,8 +398,9 @@ def node_command(
         options = Options(
             join=tuple(join.split(",")),
             stage=stage,
-            listen=listen,
-            advertise=advertise,
+            listen=Address.parse(listen),
+            advertise=None if advertise in (None, "none") else Address.parse(advertise),
+            dials_only=advertise == "none",
             device=device,
             data=data,
             out=out,

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from bootstrap import registry_pb2 as registry
+from bootstrap.address import Address
 from bootstrap.credentials import PLAIN, Credentials
 from bootstrap.membership import PROTOCOL, related
 from node import optimizer as schedule
@@ -207,7 +208,7 @@ class Node:
                 registry.JoinRequest(
                     protocol=PROTOCOL,
                     node=self.node,
-                    address=self.place.advertise.replace(":0", f":{port}"),
+                    address=self._address(port),
                     stage=self.place.stage,
                     data=self.corpus.content if self.corpus else "",
                     speed=self.speed,
@@ -226,6 +227,13 @@ class Node:
             return await asyncio.shield(self.over)
         finally:
             await self._clean_up()
+
+    def _address(self, port: int) -> str:
+        """What peers dial; `port` is the one that this node listens on."""
+        if not self.place.advertise:
+            return ""
+        address = Address.parse(self.place.advertise)
+        return str(address if address.port else address._replace(port=port))
 
     async def retire(self, grace: float) -> None:
         """Save, let a standby take over where there is one, and leave, all within `grace` seconds:
@@ -957,7 +965,8 @@ def memory_of(device: torch.device) -> int:
 
 def own_address(registry_address: str) -> str:
     """The address by which this machine reaches the registry, and so probably its peers."""
-    host, _, port = registry_address.rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host.strip("[]"), int(port)))
+    host, port = Address.to_dial(registry_address)
+    family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)
         return str(probe.getsockname()[0])

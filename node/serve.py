@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from bootstrap.address import Address
 from bootstrap.client import RegistryClient
 from bootstrap.credentials import Credentials
 from node.corpus import Corpus, CorpusError
@@ -36,8 +37,9 @@ class Options:
 
     join: tuple[str, ...]
     stage: int | None
-    listen: str
-    advertise: str | None  # HOST:PORT or "none"
+    listen: Address
+    advertise: Address | None  # None: whatever peers can be expected to dial
+    dials_only: bool  # can't be dialled
     device: str
     data: Path | None
     out: Path | None
@@ -50,6 +52,7 @@ class Options:
 
 async def serve(options: Options) -> int:
     """Returns the exit status. Raises NodeError, RegistryUnreachable, JoinRefused."""
+    check_reachable(options)
     device = pick_device(options.device)
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -152,8 +155,8 @@ def find_place(options: Options, device: torch.device) -> Place:
             log.info("asking for stage %d, of which %s has saves", stage, options.save_dir)
     place = Place(
         stage=stage,
-        listen=options.listen,
-        advertise=options.advertise or options.listen,
+        listen=str(options.listen),
+        advertise=str(options.advertise or options.listen),
         device=device,
         out=options.out,
         host=socket.gethostname(),
@@ -161,9 +164,21 @@ def find_place(options: Options, device: torch.device) -> Place:
         credentials=options.credentials,
         insecure=options.insecure,
     )
-    listen_host, _, port = options.listen.rpartition(":")
-    if options.advertise == "none":
+    if options.dials_only:
         return replace(place, listen=None, advertise="")
-    if not options.advertise and listen_host in ("0.0.0.0", "[::]"):
-        return replace(place, advertise=f"{own_address(options.join[0])}:{port}")
+    if options.advertise is None and options.listen.is_any:
+        host = own_address(options.join[0])
+        return replace(place, advertise=str(options.listen._replace(host=host)))
     return place
+
+
+def check_reachable(options: Options) -> None:
+    """Raises NodeError when nobody but this machine could dial a node of a run on several."""
+    remote = [join for join in options.join if not Address.to_dial(join).is_loopback]
+    if remote and not (options.advertise or options.dials_only) and options.listen.is_loopback:
+        raise NodeError(
+            f"--listen {options.listen} can be reached from this machine only, and the registry at "
+            f"{remote[0]} is for others, too: give --listen 0.0.0.0:PORT (and --advertise "
+            "HOST:PORT, if others know this machine under another address), or --advertise none "
+            "for a node that only dials out"
+        )

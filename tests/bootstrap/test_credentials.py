@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bootstrap.client import RegistryClient, RegistryUnreachable
-from bootstrap.credentials import PLAIN, Credentials, CredentialsError, is_loopback
+from bootstrap.credentials import PLAIN, Credentials, CredentialsError
 
 TLS = Path(__file__).parent / "tls"
 CA = TLS / "ca.pem"
@@ -53,20 +53,3 @@ def test_tokens() -> None:
         Credentials(token="sécret")
     assert "asks for a join token" in (secret.check({}) or "")
     assert "not this run's" in (secret.check({"planaria-token": "guess"}) or "")
-
-
-@pytest.mark.parametrize(
-    ("address", "local"),
-    [
-        ("127.0.0.1:1", True),
-        ("[::1]:1", True),
-        ("localhost:1", True),
-        ("unix:/tmp/socket", True),
-        ("0.0.0.0:1", False),
-        ("[::]:1", False),
-        ("10.1.2.3:1", False),
-        ("example.org:1", False),
-    ],
-)
-def test_loopback(address: str, local: bool) -> None:
-    assert is_loopback(address) is local

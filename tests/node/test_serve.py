@@ -1,0 +1,86 @@
+"""What `planaria node` and `planaria bootstrap` say of addresses before they do anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from bootstrap.address import Address
+from bootstrap.credentials import PLAIN
+from node.cli import app
+from node.serve import NodeError, Options, check_reachable, find_place
+
+CPU = torch.device("cpu")
+
+
+def options(
+    join: str = "127.0.0.1:7400",
+    listen: str = "127.0.0.1:0",
+    advertise: str | None = None,
+    dials_only: bool = False,
+) -> Options:
+    return Options(
+        join=(join,),
+        stage=1,
+        listen=Address.parse(listen),
+        advertise=None if advertise is None else Address.parse(advertise),
+        dials_only=dials_only,
+        device="cpu",
+        data=None,
+        out=None,
+        threads=None,
+        save_dir=None,
+        grace=1.0,
+        credentials=PLAIN,
+        insecure=False,
+    )
+
+
+@pytest.mark.parametrize("join", ["registry.example.org:7400", "10.0.0.1:7400", "[2001:db8::1]:1"])
+def test_a_node_on_loopback_is_none_for_a_registry_that_is_not(join: str) -> None:
+    with pytest.raises(NodeError, match=r"from this machine only.*--listen 0\.0\.0\.0:PORT"):
+        check_reachable(options(join))
+    check_reachable(options(join, listen="0.0.0.0:7401"))
+    check_reachable(options(join, advertise="tunnel.example.org:7401"))
+    check_reachable(options(join, dials_only=True))
+
+
+@pytest.mark.parametrize("join", ["127.0.0.1:7400", "localhost:7400", "[::1]:7400"])
+def test_on_one_machine_loopback_will_do(join: str) -> None:
+    check_reachable(options(join))
+
+
+def test_peers_are_told_an_address_that_they_can_dial() -> None:
+    assert find_place(options(), CPU).advertise == "127.0.0.1:0"
+    assert find_place(options(listen="0.0.0.0:7401"), CPU).advertise == "127.0.0.1:7401"
+    assert find_place(options(advertise="my.host:7401"), CPU).advertise == "my.host:7401"
+    hidden = find_place(options(dials_only=True), CPU)
+    assert (hidden.listen, hidden.advertise) == (None, "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "node --join 127.0.0.1:7400 --listen {}",
+        "node --join 127.0.0.1:7400 --advertise {}",
+        "node --join 127.0.0.1:1,{}",
+        "bootstrap --run {run} --listen {}",
+        "status --join {}",
+        "probe --join {}",
+    ],
+)
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [("127.0.0.1:99999", "port 99999"), ("127.0.0.1", "has no port: give it as HOST:PORT")],
+)
+def test_an_address_that_is_none_is_said_at_once(
+    arguments: str, address: str, problem: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run.toml"
+    result = CliRunner().invoke(app, arguments.format(address, run=run).split())
+    assert result.exit_code == 1
+    assert f"error: the address '{address}'" in result.output
+    assert problem in result.output
