@@ -17,9 +17,11 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from rich.filesize import decimal
+
+Read = TypeVar("Read")
 
 
 class Severity(enum.IntEnum):
@@ -369,6 +371,16 @@ class RelearningResult:
     left_out: int
     undone: bool
 
+    def __str__(self) -> str:
+        if math.isnan(self.residual_before):
+            return "not relearned: no boundary tensors were whole"
+        after = "-" if math.isnan(self.residual_after) else f"{self.residual_after:.3g}"
+        undone = ", which is worse and undone" if self.undone else ""
+        return (
+            f"relearned: residual {self.residual_before:.3g} -> {after} in {self.passes} passes, "
+            f"{self.seconds:.1f} s{undone}"
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageRebuilt(Event, kind="rebuilt", severity=Severity.GOOD):
@@ -393,8 +405,20 @@ class StageRebuilt(Event, kind="rebuilt", severity=Severity.GOOD):
         return (
             f"rebuilt: stage {self.stage} by {self.method} at step {self.step}, "
             f"{decimal(self.bytes)} in {self.rebuild_seconds:.1f} s, "
-            f"stalled {self.stall_seconds:.1f} s{quality(fields(self))}"
+            f"stalled {self.stall_seconds:.1f} s{self.quality}"
         )
+
+    @property
+    def quality(self) -> str:
+        """How near it came to what was lost, as far as that is known: the end of a sentence."""
+        parts = []
+        if self.oldest_step is not None:
+            parts.append(f"oldest block of step {self.oldest_step}")
+        if self.perturbation is not None and not math.isnan(self.perturbation):
+            parts.append(f"perturbation {self.perturbation:.3g}")
+        if self.relearned is not None:
+            parts.append(str(self.relearned))
+        return "".join(f"; {part}" for part in parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -523,29 +547,6 @@ def figure(loss: float) -> str:
     return f"{loss:.4f}" if math.isfinite(loss) else "-"
 
 
-def quality(rebuilt: Mapping[str, Any]) -> str:
-    """How near a rebuild came to what was lost, as far as that is known: the end of a sentence.
-    `rebuilt`: the fields of the event, or a row of `summary.json` made of them."""
-    parts = []
-    if "oldest_step" in rebuilt:
-        parts.append(f"oldest block of step {rebuilt['oldest_step']}")
-    if rebuilt.get("perturbation") is not None:
-        parts.append(f"perturbation {rebuilt['perturbation']:.3g}")
-    if relearned := rebuilt.get("relearned"):
-        parts.append(_relearned(relearned))
-    return "".join(f"; {part}" for part in parts)
-
-
-def _relearned(result: Mapping[str, Any]) -> str:
-    before, after = result["residual_before"], result["residual_after"]
-    if before is None:
-        return "not relearned: no boundary tensors were whole"
-    passes, seconds = result["passes"], result["seconds"]
-    now = "-" if after is None else f"{after:.3g}"
-    undone = ", which is worse and undone" if result.get("undone") else ""
-    return f"relearned: residual {before:.3g} -> {now} in {passes} passes, {seconds:.1f} s{undone}"
-
-
 def _rest(stage: int, left: int) -> str:
     if not left:
         return f"stage {stage} is lost"
@@ -606,12 +607,11 @@ def entries(lines: Iterable[Mapping[str, Any]]) -> list[Entry]:
 
 
 def parse(line: Mapping[str, Any]) -> Entry | None:
-    """None: of a kind that this version doesn't know. A field that the line lacks is None where
-    that is allowed, else zero or empty."""
+    """None: of a kind that this version doesn't know."""
     kind = _kinds().get(str(line.get("kind")))
     if kind is None or "time" not in line:
         return None
-    return Entry(float(line["time"]), line.get("node"), _read(kind, line))
+    return Entry(float(line["time"]), line.get("node"), read(kind, line))
 
 
 @cache
@@ -627,6 +627,16 @@ def _hints(kind: type) -> dict[str, Any]:
 _ABSENT = object()
 
 
+def read(kind: type[Read], fields: Mapping[str, Any]) -> Read:
+    """A dataclass of this module, by its fields as JSON has them. One that isn't there is None
+    where that is allowed, else zero or empty."""
+    assert dataclasses.is_dataclass(kind)
+    keys = {one.name: one.metadata.get("key", one.name) for one in dataclasses.fields(kind)}
+    return kind(
+        **{name: _read(_hints(kind)[name], fields.get(key, _ABSENT)) for name, key in keys.items()}
+    )
+
+
 def _read(hint: Any, value: Any) -> Any:
     """`value`, as JSON has it, as the type `hint`."""
     origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
@@ -639,18 +649,7 @@ def _read(hint: Any, value: Any) -> Any:
     if origin is Mapping:
         return {} if absent else {key: _read(arguments[1], value[key]) for key in value}
     if dataclasses.is_dataclass(origin):
-        return _read_fields(hint, {} if absent else value)
+        return read(hint, {} if absent else value)
     if absent:
         return origin()
     return math.nan if value is None and origin is float else value
-
-
-def _read_fields(kind: type, values: Mapping[str, Any]) -> Any:
-    return kind(
-        **{
-            one.name: _read(
-                _hints(kind)[one.name], values.get(one.metadata.get("key", one.name), _ABSENT)
-            )
-            for one in dataclasses.fields(kind)
-        }
-    )
