@@ -14,7 +14,7 @@ demo: .venv/installed
 	.venv/bin/planaria up demo.toml --kill 2@60 --out out/demo
 
 test: .venv/installed-dev
-	.venv/bin/pytest
+	.venv/bin/pytest -n auto --dist worksteal
 
 bench: .venv/installed-dev
 	.venv/bin/python -m bench

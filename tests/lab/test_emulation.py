@@ -10,7 +10,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -34,14 +35,21 @@ def links() -> Iterator[Emulation]:
         pytest.skip(str(error))
 
 
-def namespace_of(path: Path) -> str:
-    return f"net:[{path.stat().st_ino}]"
+@contextmanager
+def held(places: Iterable[Path]) -> Iterator[set[str]]:
+    """These network namespaces' names, which no others get meanwhile, for they are held open."""
+    descriptors = [os.open(place, os.O_RDONLY | os.O_CLOEXEC) for place in places]
+    try:
+        yield {f"net:[{os.fstat(descriptor).st_ino}]" for descriptor in descriptors}
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def processes_with(namespaces: set[str]) -> list[str]:
-    """Of all processes that are in one of them, or hold it open."""
+    """Of all other processes that are in one of them, or hold it open."""
     found = []
-    for process in Path("/proc").glob("[0-9]*"):
+    for process in {*Path("/proc").glob("[0-9]*")} - {Path(f"/proc/{os.getpid()}")}:
         for link in (process / "ns/net", *process.glob("fd/*")):
             try:
                 if str(link.readlink()) in namespaces:
@@ -103,14 +111,16 @@ def test_a_machine_sees_its_own_network_only(links):
 
 
 def test_nothing_is_left_when_the_block_ends():
-    try:
-        with emulate(all_alike(["a", "b"], 1, 100)) as links:
-            made = {namespace_of(home.namespace) for home in links.homes.values()}
-            assert len(made) == 2
-            assert processes_with(made)
-    except EmulationError as error:
-        pytest.skip(str(error))
-    assert processes_with(made) == []
+    with ExitStack() as holding:
+        try:
+            with emulate(all_alike(["a", "b"], 1, 100)) as links:
+                places = [home.namespace for home in links.homes.values()]
+                made = holding.enter_context(held(places))
+                assert len(made) == 2
+                assert processes_with(made)
+        except EmulationError as error:
+            pytest.skip(str(error))
+        assert processes_with(made) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -133,14 +143,14 @@ def test_nothing_is_left_when_the_command_is_ended_by(number, links):
     )
     assert process.stdout is not None
     relay, places = json.loads(process.stdout.readline())
-    made = {namespace_of(Path(place)) for place in places}
-    handle = os.pidfd_open(relay)
-    process.send_signal(number)
-    process.communicate()
-    gone, _, _ = select.select([handle], [], [], DEADLINE)
-    os.close(handle)
-    assert gone
-    assert processes_with(made) == []
+    with held(map(Path, places)) as made:
+        handle = os.pidfd_open(relay)
+        process.send_signal(number)
+        process.communicate()
+        gone, _, _ = select.select([handle], [], [], DEADLINE)
+        os.close(handle)
+        assert gone
+        assert processes_with(made) == []
 
 
 def test_a_relay_that_is_gone_is_named(links):
