@@ -17,8 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from node.prepare import Recipe, prepare
-from node.run_file import dumps, loads, override
+from planaria.node.data.prepare import Recipe, prepare
+from planaria.node.run_file import dumps, loads, override
 
 TEXT = Path(__file__).parent.parent / "corpus" / "austen"
 GOAL = 0.10  # of a step
@@ -44,7 +44,15 @@ def main() -> None:
         prepare(Recipe([str(TEXT)]), data)
         run_file = Path(directory) / "join.toml"
         run_file.write_text(dumps(override(loads(RUN), data__path=str(data))))
-        command = [sys.executable, "-m", "node.cli", "up", str(run_file), "--out", str(out)]
+        command = [
+            sys.executable,
+            "-m",
+            "planaria",
+            "up",
+            str(run_file),
+            "--out",
+            str(out),
+        ]
         subprocess.run([*command, "--kill", "1.1@5"], check=True, stdout=subprocess.DEVNULL)
         summary = json.loads((out / "summary.json").read_text())
         lines = [json.loads(line) for line in (out / "ledger.jsonl").read_text().splitlines()]

@@ -15,8 +15,8 @@ from typing import TypeVar
 import networkx as nx
 import numpy as np
 
-from recovery.golomb import place
-from recovery.masking import Masked, Stacks, WipedOut, reorder, stack
+from planaria.recovery.golomb import place
+from planaria.recovery.masking import Masked, Stacks, WipedOut, reorder, stack
 
 T = TypeVar("T")
 GROUPS, REDUNDANCY, LOST = 1000, 9, 400

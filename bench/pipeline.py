@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
-from lab.training import train
-from node.corpus import Corpus
-from node.prepare import Recipe, prepare
-from node.run_file import RunFile, dumps, loads, override
+from planaria.lab.convergence.training import train
+from planaria.node.data.corpus import Corpus
+from planaria.node.data.prepare import Recipe, prepare
+from planaria.node.run_file import RunFile, dumps, loads, override
 
 TEXT = Path(__file__).parent.parent / "corpus" / "austen"
 STAGES, CONTEXT = 4, 256
@@ -54,7 +54,7 @@ def swarm(run: RunFile, out: Path) -> float:
     """Tokens per second of `planaria up`, from its ledger."""
     run_file = out.with_suffix(".toml")
     run_file.write_text(dumps(run))
-    command = [sys.executable, "-m", "node.cli", "up", str(run_file), "--out", str(out)]
+    command = [sys.executable, "-m", "planaria", "up", str(run_file), "--out", str(out)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in (out / "ledger.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "step" in line]

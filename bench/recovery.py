@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.swarm import train
-from node.prepare import Recipe, prepare
-from node.processes import run_planaria
-from node.resolve import resolve
-from node.run_file import loads, override
+from planaria.node.data.prepare import Recipe, prepare
+from planaria.node.local.processes import run_planaria
+from planaria.node.resolve import resolve
+from planaria.node.run_file import loads, override
 
 TEXT = Path(__file__).parent.parent / "corpus" / "austen"
 GOALS = {"checkfree": 0.99, "checkfree+": 0.97}
@@ -45,9 +45,9 @@ def is_ready(step: int) -> bool:
 
 def run_alternating(arguments: list[str]) -> None:
     """`planaria ARGUMENTS...`, with readiness by `is_ready`."""
-    from node.driver import Driver
-    from node.holdings import Holdings
-    from node.pipeline import Pipeline
+    from planaria.node.stage.pipeline import Pipeline
+    from planaria.node.state.holdings import Holdings
+    from planaria.node.transaction.driver import Driver
 
     attempted, start, plan = Holdings.attempted, Pipeline.start, Driver._plan
     kept: dict[int, Any] = {}

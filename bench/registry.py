@@ -16,11 +16,18 @@ from pathlib import Path
 import grpc
 import uvloop
 
-from bootstrap.journal import Journal
-from bootstrap.membership import Rules
-from bootstrap.registry_pb2 import DescribeRequest, Description, Member, Renewal, Report, View
-from bootstrap.registry_pb2_grpc import RegistryStub
-from bootstrap.service import Registry
+from planaria.bootstrap.journal import Journal
+from planaria.bootstrap.membership import Rules
+from planaria.bootstrap.registry_pb2 import (
+    DescribeRequest,
+    Description,
+    Member,
+    Renewal,
+    Report,
+    View,
+)
+from planaria.bootstrap.registry_pb2_grpc import RegistryStub
+from planaria.bootstrap.service import Registry
 
 NODES = 5_000
 PERIOD = 1.0  # seconds between a node's renewals

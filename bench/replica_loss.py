@@ -17,10 +17,10 @@ import tempfile
 from pathlib import Path
 
 from bench.swarm import train
-from node.prepare import Recipe, prepare
-from node.processes import run_planaria
-from node.resolve import resolve
-from node.run_file import loads, override
+from planaria.node.data.prepare import Recipe, prepare
+from planaria.node.local.processes import run_planaria
+from planaria.node.resolve import resolve
+from planaria.node.run_file import loads, override
 
 TEXT = Path(__file__).parent.parent / "corpus" / "austen"
 STAGES, REPLICAS = 2, 3
@@ -45,7 +45,7 @@ replicas = {REPLICAS}
 
 def run_half(arguments: list[str]) -> None:
     """`planaria ARGUMENTS...`; a number in front of them: dies in the middle of that step."""
-    from node.pipeline import Pipeline
+    from planaria.node.stage.pipeline import Pipeline
 
     if not arguments[0].isdigit():
         run_planaria(arguments)

@@ -14,10 +14,10 @@ from typing import Any
 import simpy
 from simpy.resources.resource import PriorityRequest
 
-from lab.simulator.churn import Churn
-from lab.simulator.run import simulate_run
-from lab.simulator.step import simulate_step
-from lab.simulator.swarm import (
+from planaria.lab.simulator.churn import Churn
+from planaria.lab.simulator.run import simulate_run
+from planaria.lab.simulator.step import simulate_step
+from planaria.lab.simulator.swarm import (
     Seconds,
     Swarm,
     frame_bytes,
@@ -25,8 +25,8 @@ from lab.simulator.swarm import (
     seconds_at,
     uniform,
 )
-from node.model import model_config
-from node.run_file import loads
+from planaria.node.run_file import loads
+from planaria.node.stage.model import model_config
 
 STAGES, REPLICAS, STEPS = 19, 5000, 100
 HOURLY = (0.0, 0.0005, 0.005)

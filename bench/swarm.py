@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from node.processes import Processes, Work
-from node.run_file import RunFile, dumps
+from planaria.node.local.processes import Processes, Work
+from planaria.node.run_file import RunFile, dumps
 
 DEADLINE = 900.0  # seconds
 
@@ -22,7 +22,7 @@ def train(
     logs = out / "logs"
     logs.mkdir(parents=True)
     (out / "run.toml").write_text(dumps(run))
-    preload = ["node.serve", "bootstrap.service"]
+    preload = ["planaria.node.serve", "planaria.bootstrap.service"]
     processes = Processes(logs, {"OMP_NUM_THREADS": "1"}, preload, work)
     deadline = time.monotonic() + DEADLINE
     try:

@@ -11,9 +11,9 @@ from typing import NoReturn, TypeVar
 import grpc
 from grpc import StatusCode
 
-from bootstrap.address import Address
-from bootstrap.credentials import PLAIN, Credentials, channel
-from bootstrap.registry_pb2 import (
+from planaria.bootstrap.address import Address
+from planaria.bootstrap.credentials import PLAIN, Credentials, channel
+from planaria.bootstrap.registry_pb2 import (
     DescribeRequest,
     Description,
     JoinReply,
@@ -27,7 +27,7 @@ from bootstrap.registry_pb2 import (
     View,
     WatchRequest,
 )
-from bootstrap.registry_pb2_grpc import RegistryStub
+from planaria.bootstrap.registry_pb2_grpc import RegistryStub
 
 log = logging.getLogger(__name__)
 

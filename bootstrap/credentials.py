@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 
-from bootstrap.address import Address
+from planaria.bootstrap.address import Address
 
 log = logging.getLogger(__name__)
 

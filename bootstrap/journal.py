@@ -19,7 +19,7 @@ from zlib import crc32
 
 from google.protobuf.message import DecodeError
 
-from bootstrap.registry_pb2 import View
+from planaria.bootstrap.registry_pb2 import View
 
 FORMAT = 1
 COMPACT_ABOVE = 64 * 2**20  # bytes, and at least 8 times what compacting leaves

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from bootstrap.registry_pb2 import (
+from planaria.bootstrap.registry_pb2 import (
     Description,
     JoinReply,
     JoinRequest,

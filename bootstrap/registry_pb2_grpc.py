@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from bootstrap import registry_pb2 as bootstrap_dot_registry__pb2
+from planaria.bootstrap import registry_pb2 as planaria_dot_bootstrap_dot_registry__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in bootstrap/registry_pb2_grpc.py depends on'
+        + ' but the generated code in planaria/bootstrap/registry_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,38 +37,38 @@ class RegistryStub:
         """
         self.Join = channel.unary_unary(
                 '/planaria.bootstrap.Registry/Join',
-                request_serializer=bootstrap_dot_registry__pb2.JoinRequest.SerializeToString,
-                response_deserializer=bootstrap_dot_registry__pb2.JoinReply.FromString,
+                request_serializer=planaria_dot_bootstrap_dot_registry__pb2.JoinRequest.SerializeToString,
+                response_deserializer=planaria_dot_bootstrap_dot_registry__pb2.JoinReply.FromString,
                 _registered_method=True)
         self.KeepAlive = channel.stream_stream(
                 '/planaria.bootstrap.Registry/KeepAlive',
-                request_serializer=bootstrap_dot_registry__pb2.Renewal.SerializeToString,
-                response_deserializer=bootstrap_dot_registry__pb2.Notice.FromString,
+                request_serializer=planaria_dot_bootstrap_dot_registry__pb2.Renewal.SerializeToString,
+                response_deserializer=planaria_dot_bootstrap_dot_registry__pb2.Notice.FromString,
                 _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/planaria.bootstrap.Registry/Watch',
-                request_serializer=bootstrap_dot_registry__pb2.WatchRequest.SerializeToString,
-                response_deserializer=bootstrap_dot_registry__pb2.View.FromString,
+                request_serializer=planaria_dot_bootstrap_dot_registry__pb2.WatchRequest.SerializeToString,
+                response_deserializer=planaria_dot_bootstrap_dot_registry__pb2.View.FromString,
                 _registered_method=True)
         self.Suspect = channel.unary_unary(
                 '/planaria.bootstrap.Registry/Suspect',
-                request_serializer=bootstrap_dot_registry__pb2.Suspicion.SerializeToString,
-                response_deserializer=bootstrap_dot_registry__pb2.Verdict.FromString,
+                request_serializer=planaria_dot_bootstrap_dot_registry__pb2.Suspicion.SerializeToString,
+                response_deserializer=planaria_dot_bootstrap_dot_registry__pb2.Verdict.FromString,
                 _registered_method=True)
         self.Leave = channel.unary_unary(
                 '/planaria.bootstrap.Registry/Leave',
-                request_serializer=bootstrap_dot_registry__pb2.LeaveRequest.SerializeToString,
-                response_deserializer=bootstrap_dot_registry__pb2.LeaveReply.FromString,
+                request_serializer=planaria_dot_bootstrap_dot_registry__pb2.LeaveRequest.SerializeToString,
+                response_deserializer=planaria_dot_bootstrap_dot_registry__pb2.LeaveReply.FromString,
                 _registered_method=True)
         self.Measure = channel.unary_unary(
                 '/planaria.bootstrap.Registry/Measure',
-                request_serializer=bootstrap_dot_registry__pb2.MeasureRequest.SerializeToString,
-                response_deserializer=bootstrap_dot_registry__pb2.MeasureReply.FromString,
+                request_serializer=planaria_dot_bootstrap_dot_registry__pb2.MeasureRequest.SerializeToString,
+                response_deserializer=planaria_dot_bootstrap_dot_registry__pb2.MeasureReply.FromString,
                 _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/planaria.bootstrap.Registry/Describe',
-                request_serializer=bootstrap_dot_registry__pb2.DescribeRequest.SerializeToString,
-                response_deserializer=bootstrap_dot_registry__pb2.Description.FromString,
+                request_serializer=planaria_dot_bootstrap_dot_registry__pb2.DescribeRequest.SerializeToString,
+                response_deserializer=planaria_dot_bootstrap_dot_registry__pb2.Description.FromString,
                 _registered_method=True)
 
 
@@ -129,38 +129,38 @@ def add_RegistryServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Join': grpc.unary_unary_rpc_method_handler(
                     servicer.Join,
-                    request_deserializer=bootstrap_dot_registry__pb2.JoinRequest.FromString,
-                    response_serializer=bootstrap_dot_registry__pb2.JoinReply.SerializeToString,
+                    request_deserializer=planaria_dot_bootstrap_dot_registry__pb2.JoinRequest.FromString,
+                    response_serializer=planaria_dot_bootstrap_dot_registry__pb2.JoinReply.SerializeToString,
             ),
             'KeepAlive': grpc.stream_stream_rpc_method_handler(
                     servicer.KeepAlive,
-                    request_deserializer=bootstrap_dot_registry__pb2.Renewal.FromString,
-                    response_serializer=bootstrap_dot_registry__pb2.Notice.SerializeToString,
+                    request_deserializer=planaria_dot_bootstrap_dot_registry__pb2.Renewal.FromString,
+                    response_serializer=planaria_dot_bootstrap_dot_registry__pb2.Notice.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
-                    request_deserializer=bootstrap_dot_registry__pb2.WatchRequest.FromString,
-                    response_serializer=bootstrap_dot_registry__pb2.View.SerializeToString,
+                    request_deserializer=planaria_dot_bootstrap_dot_registry__pb2.WatchRequest.FromString,
+                    response_serializer=planaria_dot_bootstrap_dot_registry__pb2.View.SerializeToString,
             ),
             'Suspect': grpc.unary_unary_rpc_method_handler(
                     servicer.Suspect,
-                    request_deserializer=bootstrap_dot_registry__pb2.Suspicion.FromString,
-                    response_serializer=bootstrap_dot_registry__pb2.Verdict.SerializeToString,
+                    request_deserializer=planaria_dot_bootstrap_dot_registry__pb2.Suspicion.FromString,
+                    response_serializer=planaria_dot_bootstrap_dot_registry__pb2.Verdict.SerializeToString,
             ),
             'Leave': grpc.unary_unary_rpc_method_handler(
                     servicer.Leave,
-                    request_deserializer=bootstrap_dot_registry__pb2.LeaveRequest.FromString,
-                    response_serializer=bootstrap_dot_registry__pb2.LeaveReply.SerializeToString,
+                    request_deserializer=planaria_dot_bootstrap_dot_registry__pb2.LeaveRequest.FromString,
+                    response_serializer=planaria_dot_bootstrap_dot_registry__pb2.LeaveReply.SerializeToString,
             ),
             'Measure': grpc.unary_unary_rpc_method_handler(
                     servicer.Measure,
-                    request_deserializer=bootstrap_dot_registry__pb2.MeasureRequest.FromString,
-                    response_serializer=bootstrap_dot_registry__pb2.MeasureReply.SerializeToString,
+                    request_deserializer=planaria_dot_bootstrap_dot_registry__pb2.MeasureRequest.FromString,
+                    response_serializer=planaria_dot_bootstrap_dot_registry__pb2.MeasureReply.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
-                    request_deserializer=bootstrap_dot_registry__pb2.DescribeRequest.FromString,
-                    response_serializer=bootstrap_dot_registry__pb2.Description.SerializeToString,
+                    request_deserializer=planaria_dot_bootstrap_dot_registry__pb2.DescribeRequest.FromString,
+                    response_serializer=planaria_dot_bootstrap_dot_registry__pb2.Description.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -189,8 +189,8 @@ class Registry:
             request,
             target,
             '/planaria.bootstrap.Registry/Join',
-            bootstrap_dot_registry__pb2.JoinRequest.SerializeToString,
-            bootstrap_dot_registry__pb2.JoinReply.FromString,
+            planaria_dot_bootstrap_dot_registry__pb2.JoinRequest.SerializeToString,
+            planaria_dot_bootstrap_dot_registry__pb2.JoinReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -216,8 +216,8 @@ class Registry:
             request_iterator,
             target,
             '/planaria.bootstrap.Registry/KeepAlive',
-            bootstrap_dot_registry__pb2.Renewal.SerializeToString,
-            bootstrap_dot_registry__pb2.Notice.FromString,
+            planaria_dot_bootstrap_dot_registry__pb2.Renewal.SerializeToString,
+            planaria_dot_bootstrap_dot_registry__pb2.Notice.FromString,
             options,
             channel_credentials,
             insecure,
@@ -243,8 +243,8 @@ class Registry:
             request,
             target,
             '/planaria.bootstrap.Registry/Watch',
-            bootstrap_dot_registry__pb2.WatchRequest.SerializeToString,
-            bootstrap_dot_registry__pb2.View.FromString,
+            planaria_dot_bootstrap_dot_registry__pb2.WatchRequest.SerializeToString,
+            planaria_dot_bootstrap_dot_registry__pb2.View.FromString,
             options,
             channel_credentials,
             insecure,
@@ -270,8 +270,8 @@ class Registry:
             request,
             target,
             '/planaria.bootstrap.Registry/Suspect',
-            bootstrap_dot_registry__pb2.Suspicion.SerializeToString,
-            bootstrap_dot_registry__pb2.Verdict.FromString,
+            planaria_dot_bootstrap_dot_registry__pb2.Suspicion.SerializeToString,
+            planaria_dot_bootstrap_dot_registry__pb2.Verdict.FromString,
             options,
             channel_credentials,
             insecure,
@@ -297,8 +297,8 @@ class Registry:
             request,
             target,
             '/planaria.bootstrap.Registry/Leave',
-            bootstrap_dot_registry__pb2.LeaveRequest.SerializeToString,
-            bootstrap_dot_registry__pb2.LeaveReply.FromString,
+            planaria_dot_bootstrap_dot_registry__pb2.LeaveRequest.SerializeToString,
+            planaria_dot_bootstrap_dot_registry__pb2.LeaveReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -324,8 +324,8 @@ class Registry:
             request,
             target,
             '/planaria.bootstrap.Registry/Measure',
-            bootstrap_dot_registry__pb2.MeasureRequest.SerializeToString,
-            bootstrap_dot_registry__pb2.MeasureReply.FromString,
+            planaria_dot_bootstrap_dot_registry__pb2.MeasureRequest.SerializeToString,
+            planaria_dot_bootstrap_dot_registry__pb2.MeasureReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -351,8 +351,8 @@ class Registry:
             request,
             target,
             '/planaria.bootstrap.Registry/Describe',
-            bootstrap_dot_registry__pb2.DescribeRequest.SerializeToString,
-            bootstrap_dot_registry__pb2.Description.FromString,
+            planaria_dot_bootstrap_dot_registry__pb2.DescribeRequest.SerializeToString,
+            planaria_dot_bootstrap_dot_registry__pb2.Description.FromString,
             options,
             channel_credentials,
             insecure,

@@ -15,11 +15,20 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from bootstrap.address import Address
-from bootstrap.credentials import PLAIN, Credentials, add_port
-from bootstrap.journal import Journal, JournalError
-from bootstrap.membership import Effect, Evict, Issue, Membership, Probe, Refused, Rules, Settle
-from bootstrap.registry_pb2 import (
+from planaria.bootstrap.address import Address
+from planaria.bootstrap.credentials import PLAIN, Credentials, add_port
+from planaria.bootstrap.journal import Journal, JournalError
+from planaria.bootstrap.membership import (
+    Effect,
+    Evict,
+    Issue,
+    Membership,
+    Probe,
+    Refused,
+    Rules,
+    Settle,
+)
+from planaria.bootstrap.registry_pb2 import (
     DESCRIPTOR,
     DescribeRequest,
     Description,
@@ -36,7 +45,7 @@ from bootstrap.registry_pb2 import (
     View,
     WatchRequest,
 )
-from bootstrap.registry_pb2_grpc import RegistryServicer, add_RegistryServicer_to_server
+from planaria.bootstrap.registry_pb2_grpc import RegistryServicer, add_RegistryServicer_to_server
 
 log = logging.getLogger(__name__)
 

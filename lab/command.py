@@ -1,4 +1,4 @@
-"""`planaria lab`, and the whole command: what node/cli.py has, and what is built on it."""
+"""`planaria lab` and `planaria plan`, which pyproject.toml adds to the commands of node/cli.py."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from lab import live, plan, scar, simulate, spare
-from node import cli
+from planaria.lab.emulation import live
+from planaria.lab.planning import plan
+from planaria.lab.scar import command as scar
+from planaria.lab.simulator import simulate
+from planaria.lab.spare import command as spare
+from planaria.node import cli
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from lab.study import Job, Study
+    from planaria.lab.convergence.study import Job, Study
 
 lab_app = typer.Typer(
     no_args_is_help=True, help="What losses cost in learning: many runs in one process each."
 )
-cli.app.add_typer(lab_app, name="lab")
 lab_app.add_typer(scar.app, name="scar")
 lab_app.add_typer(spare.app, name="spare")
 lab_app.add_typer(live.app, name="live")
 lab_app.add_typer(simulate.app, name="simulate")
-cli.app.command("plan")(plan.plan)
+plan_app = typer.Typer()
+plan_app.command()(plan.plan)
 
 console = Console()
 
 StudyFile = Annotated[Path, typer.Argument(metavar="STUDY.toml", help="The study.")]
-
-
-def main() -> None:
-    cli.main()
 
 
 @lab_app.command("run")
@@ -50,10 +50,10 @@ def lab_run(
     seeds: Annotated[int, typer.Option(min=0, help="Of the study's seeds the first N.")] = 0,
 ) -> None:
     """Run what a study lacks; results are kept run by run, so it can be stopped and started."""
-    from lab import runner, study
-    from lab.schedule import ScheduleError
-    from node.corpus import CorpusError
-    from node.run_file import RunFileError
+    from planaria.lab.convergence import runner, study
+    from planaria.lab.convergence.schedule import ScheduleError
+    from planaria.node.data.corpus import CorpusError
+    from planaria.node.run_file import RunFileError
 
     with cli.refusing(study.StudyError, ScheduleError, RunFileError, CorpusError):
         asked = study.load(study_file)
@@ -84,7 +84,7 @@ def lab_run(
 
 def _prepare(asked: Study, wanted: Sequence[Job]) -> None:
     """Makes the data of these runs where it is not there yet. Raises CorpusError."""
-    from node.prepare import Recipe, prepare
+    from planaria.node.data.prepare import Recipe, prepare
 
     for path in sorted({Path(job.run.data.path) for job in wanted}):
         if not path.exists():
@@ -97,15 +97,15 @@ def _prepare(asked: Study, wanted: Sequence[Job]) -> None:
 def lab_times(
     study: Annotated[
         Path, typer.Option(metavar="STUDY.toml", help="Of failure rates, with its runs.")
-    ] = Path("docs/results/failure-rates/study.toml"),
+    ],
     swarms: Annotated[
-        Path, typer.Option(metavar="DIR", help="Results of `planaria lab live`.")
-    ] = Path("docs/results/live"),
+        Path, typer.Option(metavar="DIR", help="Results of `planaria lab live`; gets times.md.")
+    ],
 ) -> None:
     """CheckFree's Table 2: iterations to a loss, by the study, by the seconds of live swarms."""
-    from lab import times
-    from lab.live_study import FIGURES
-    from lab.study import RESULTS, StudyError
+    from planaria.lab.convergence import times
+    from planaria.lab.convergence.study import RESULTS, StudyError
+    from planaria.lab.emulation.live_study import FIGURES
 
     with cli.refusing(StudyError, OSError):
         live = times.read_live(swarms / FIGURES)
@@ -147,9 +147,9 @@ def _progress(iterations: int, runs: int) -> Iterator[Callable[[int, int], None]
 @lab_app.command("report")
 def lab_report(study_file: StudyFile) -> None:
     """Write table.md, curves.png and costs.png beside the study, from the results there are."""
-    from lab import report, runner, study
-    from node.corpus import CorpusError
-    from node.run_file import RunFileError
+    from planaria.lab.convergence import report, runner, study
+    from planaria.node.data.corpus import CorpusError
+    from planaria.node.run_file import RunFileError
 
     with cli.refusing(study.StudyError, RunFileError, CorpusError):
         asked = study.load(study_file)
@@ -174,7 +174,3 @@ def lab_report(study_file: StudyFile) -> None:
     report.plot_curves(asked, made, study_file.with_name("curves.png"))
     report.plot_costs(asked, made, study_file.with_name("costs.png"))
     console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-if __name__ == "__main__":
-    main()

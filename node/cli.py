@@ -5,25 +5,49 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
+from typer.core import TyperGroup
+from typer.main import get_command
 
 if TYPE_CHECKING:
-    from bootstrap.client import RegistryClient
-    from bootstrap.credentials import Credentials
-    from node.corpus import Corpus
-    from node.prepare import Track
-    from node.run_file import RunFile
-    from node.swarm import Plan
+    from planaria.bootstrap.client import RegistryClient
+    from planaria.bootstrap.credentials import Credentials
+    from planaria.node.data.corpus import Corpus
+    from planaria.node.data.prepare import Track
+    from planaria.node.local.swarm import Plan
+    from planaria.node.run_file import RunFile
 
 T = TypeVar("T")
 
+ADDED = "planaria.commands"
+"""The group of entry points through which other packages add commands."""
+
+
+class _Commands(TyperGroup):
+    """The commands of this file, and those added to it, which are loaded when asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *sorted(entry_points(group=ADDED).names)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in self.commands:
+            return self.commands[cmd_name]
+        for added in entry_points(group=ADDED, name=cmd_name):
+            command = get_command(added.load())
+            command.name = cmd_name
+            return command
+        return None
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -80,8 +104,8 @@ def data_prepare(
     force: Annotated[bool, typer.Option("--force", help="Replace other prepared data.")] = False,
 ) -> None:
     """Turn text into tokens that training reads."""
-    from node.corpus import CorpusError
-    from node.prepare import Recipe, prepare
+    from planaria.node.data.corpus import CorpusError
+    from planaria.node.data.prepare import Recipe, prepare
 
     with refusing(CorpusError):
         recipe = Recipe(inputs, tokenizer, vocabulary, validation, text_field, document_separator)
@@ -127,7 +151,7 @@ def data_inspect(
     context: Annotated[int, typer.Option(min=1, help="Tokens of the sample to show.")] = 128,
 ) -> None:
     """Show what prepared data holds, and its first sample."""
-    from node.corpus import TRAIN, Corpus, CorpusError
+    from planaria.node.data.corpus import TRAIN, Corpus, CorpusError
 
     with refusing(CorpusError):
         corpus = Corpus.open(path, verify)
@@ -168,7 +192,7 @@ def audit_command(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that a run wrote.")],
 ) -> None:
     """Compare what a run trained on with what it should have."""
-    from node.ledger import LedgerError, audit
+    from planaria.node.report.ledger import LedgerError, audit
 
     with refusing(LedgerError):
         found = audit(directory)
@@ -246,9 +270,9 @@ def up_command(
     """Train with a whole swarm on this machine."""
     import asyncio
 
-    from node.corpus import CorpusError
-    from node.run_file import RunFile, RunFileError, load, override
-    from node.swarm import SwarmError, parse_kill, read_plan, up
+    from planaria.node.data.corpus import CorpusError
+    from planaria.node.local.swarm import SwarmError, parse_kill, read_plan, up
+    from planaria.node.run_file import RunFile, RunFileError, load, override
 
     with refusing(RunFileError, CorpusError, SwarmError):
         if resume is not None:
@@ -282,9 +306,9 @@ def _plan_run(run: RunFile, out: Path | None, save_dir: Path | None, device: str
     """Fills in what the run file leaves open. Raises RunFileError, CorpusError."""
     from datetime import datetime
 
-    from node.resolve import resolve
-    from node.run_file import override
-    from node.swarm import Plan
+    from planaria.node.local.swarm import Plan
+    from planaria.node.resolve import resolve
+    from planaria.node.run_file import override
 
     _prepare_shipped_text(run)
     folder = out or Path("out") / f"{run.name}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -296,8 +320,8 @@ def _plan_run(run: RunFile, out: Path | None, save_dir: Path | None, device: str
 
 def _prepare_shipped_text(run: RunFile) -> None:
     """Makes the default data of a run that says nothing else."""
-    from node.prepare import Recipe, prepare
-    from node.resolve import text_to_prepare
+    from planaria.node.data.prepare import Recipe, prepare
+    from planaria.node.resolve import text_to_prepare
 
     text = text_to_prepare(run)
     if text is not None:
@@ -325,13 +349,13 @@ def bootstrap_command(
     token: Token = "",
 ) -> None:
     """Run the registry: who serves what."""
-    from bootstrap.address import Address
-    from bootstrap.credentials import Credentials, CredentialsError
-    from bootstrap.journal import Journal, JournalError
-    from bootstrap.service import Registry, serve
-    from node.corpus import CorpusError
-    from node.resolve import registry_rules, resolve
-    from node.run_file import RunFileError, dumps, load, loads
+    from planaria.bootstrap.address import Address
+    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.bootstrap.journal import Journal, JournalError
+    from planaria.bootstrap.service import Registry, serve
+    from planaria.node.data.corpus import CorpusError
+    from planaria.node.resolve import registry_rules, resolve
+    from planaria.node.run_file import RunFileError, dumps, load, loads
 
     _begin_service()
     with refusing(RunFileError, CorpusError, CredentialsError, JournalError, OSError, ValueError):
@@ -383,13 +407,13 @@ def node_command(
     token: Token = "",
 ) -> None:
     """Join a run, and serve a stage of its model."""
-    from bootstrap.address import Address
-    from bootstrap.client import JoinRefused, RegistryUnreachable
-    from bootstrap.credentials import Credentials, CredentialsError
-    from node.corpus import CorpusError
-    from node.ledger import LedgerError
-    from node.run_file import RunFileError
-    from node.serve import NodeError, Options, serve
+    from planaria.bootstrap.address import Address
+    from planaria.bootstrap.client import JoinRefused, RegistryUnreachable
+    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.node.data.corpus import CorpusError
+    from planaria.node.report.ledger import LedgerError
+    from planaria.node.run_file import RunFileError
+    from planaria.node.serve import NodeError, Options, serve
 
     _begin_service()
     kinds = (RegistryUnreachable, JoinRefused, NodeError, CorpusError, LedgerError, RunFileError)
@@ -425,8 +449,8 @@ def status_command(
     token: Token = "",
 ) -> None:
     """Show a run: its members, its steps, and why the registry did what."""
-    from bootstrap.credentials import Credentials, CredentialsError
-    from node.status_page import status
+    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.node.report.status_page import status
 
     with refusing(CredentialsError, ValueError):
         credentials = Credentials.load(ca, certificate, key, token)
@@ -449,8 +473,8 @@ def probe_command(
     """Measure the nodes of a swarm and the links between them, while it trains or waits."""
     import json
 
-    from bootstrap.credentials import Credentials, CredentialsError
-    from node.probe import ProbeError, probe, table
+    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.node.report.probe import ProbeError, probe, table
 
     async def look(client: RegistryClient) -> None:
         found = await probe(client, wait, lambda text: console.print(text, style="dim"))
@@ -472,7 +496,7 @@ def _ask(
     question: Callable[[RegistryClient], Coroutine[object, object, None]],
 ) -> None:
     """Of the registry, until it is answered or Ctrl-C."""
-    from bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
+    from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
 
     async def ask() -> None:
         client = RegistryClient(join.split(","), credentials)
@@ -502,7 +526,3 @@ def _begin_service() -> None:
     import logging
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-
-
-if __name__ == "__main__":
-    main()

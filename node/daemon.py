@@ -22,36 +22,13 @@ from typing import Any, Protocol
 
 import torch
 
-from bootstrap import registry_pb2 as registry
-from bootstrap.address import Address
-from bootstrap.credentials import PLAIN, Credentials
-from bootstrap.membership import PROTOCOL, related
-from node import optimizer as schedule
-from node import stage_pb2 as pb
-from node.averaging import Abandoned, Averaging, AveragingError, ReplicaLostError
-from node.boundary import BoundaryClient, BoundaryServer
-from node.compute import ComputeThread
-from node.corpus import Corpus
-from node.driver import Driver
-from node.driver import Phase as DriverPhase
-from node.effects import (
-    NEVER,
-    Adopt,
-    Apply,
-    Ballot,
-    DropAttempt,
-    Effect,
-    Fetch,
-    GoOn,
-    Halted,
-    Reduce,
-    Rejoin,
-    Send,
-    StartAttempt,
-    Suspect,
-)
-from node.event_log import EventLog
-from node.events import (
+from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.address import Address
+from planaria.bootstrap.credentials import PLAIN, Credentials
+from planaria.bootstrap.membership import PROTOCOL, related
+from planaria.node.data.corpus import Corpus
+from planaria.node.report.event_log import EventLog
+from planaria.node.report.events import (
     Applied,
     Cost,
     CostSoFar,
@@ -68,26 +45,54 @@ from node.events import (
     Stopped,
     Wall,
 )
-from node.feeding import Gradients, Pins, backlog, gradient_frame, no_gradient
-from node.following import feeders
-from node.holdings import Holdings
-from node.ledger import Header, Ledger, line
-from node.link import Links, LinkSettings, Peer
-from node.looped import LoopedExchanges
-from node.measuring import measure
-from node.member import Frames, Member, Phase
-from node.model import BodyStage, ModelConfig, build_stage
-from node.optimizer import StageOptimizer
-from node.pipeline import Pipeline
-from node.rebuild import Rebuilding
-from node.relearn import RelearnError, Relearning
-from node.rules import Rules
-from node.run_file import RunFile
-from node.saves import SaveError, SaveId
-from node.transfer import ServedState, StateClient, StateServer, TransferError
-from node.wall_clock import WallClock
-from node.wire import Frame
-from recovery.decide import Kind
+from planaria.node.report.ledger import Header, Ledger, line
+from planaria.node.report.wall_clock import WallClock
+from planaria.node.run_file import RunFile
+from planaria.node.stage import optimizer as schedule
+from planaria.node.stage.compute import ComputeThread
+from planaria.node.stage.model import BodyStage, ModelConfig, build_stage
+from planaria.node.stage.optimizer import StageOptimizer
+from planaria.node.stage.pipeline import Pipeline
+from planaria.node.state.boundary import BoundaryClient, BoundaryServer
+from planaria.node.state.feeding import Gradients, Pins, backlog, gradient_frame, no_gradient
+from planaria.node.state.holdings import Holdings
+from planaria.node.state.looped import LoopedExchanges
+from planaria.node.state.rebuild import Rebuilding
+from planaria.node.state.relearn import RelearnError, Relearning
+from planaria.node.state.saves import SaveError, SaveId
+from planaria.node.state.transfer import ServedState, StateClient, StateServer, TransferError
+from planaria.node.transaction.averaging import (
+    Abandoned,
+    Averaging,
+    AveragingError,
+    ReplicaLostError,
+)
+from planaria.node.transaction.driver import Driver
+from planaria.node.transaction.driver import Phase as DriverPhase
+from planaria.node.transaction.effects import (
+    NEVER,
+    Adopt,
+    Apply,
+    Ballot,
+    DropAttempt,
+    Effect,
+    Fetch,
+    GoOn,
+    Halted,
+    Reduce,
+    Rejoin,
+    Send,
+    StartAttempt,
+    Suspect,
+)
+from planaria.node.transaction.following import feeders
+from planaria.node.transaction.member import Frames, Member, Phase
+from planaria.node.transaction.rules import Rules
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.link import Links, LinkSettings, Peer
+from planaria.node.wire.measuring import measure
+from planaria.node.wire.wire import Frame
+from planaria.recovery.decide import Kind
 
 log = logging.getLogger("planaria")
 
@@ -123,7 +128,7 @@ class Place:
 
 
 class Registry(Protocol):
-    """What a node needs of the registry; `bootstrap.client` has it over gRPC."""
+    """What a node needs of the registry; `planaria.bootstrap.client` has it over gRPC."""
 
     async def join(self, request: registry.JoinRequest) -> registry.JoinReply: ...
     async def keep_membership(

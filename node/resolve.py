@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from bootstrap.membership import Rules
-from node.corpus import CorpusError, read_index
-from node.run_file import DataSection, RunFile, RunFileError, override
+from planaria.bootstrap.membership import Rules
+from planaria.node.data.corpus import CorpusError, read_index
+from planaria.node.run_file import DataSection, RunFile, RunFileError, override
 
-SHIPPED = Path(__file__).parent.parent / "corpus" / "austen"
+SHIPPED = Path(__file__).resolve().parents[1] / "corpus" / "austen"
 """Prose that comes with the project's source."""
 
 
@@ -56,7 +56,9 @@ def _check_policy(run: RunFile) -> None:
 def _stages(run: RunFile) -> int:
     if run.model.stages is not None:
         return run.model.stages
-    from node.model import model_config  # brings torch, which a registry can do without
+    from planaria.node.stage.model import (
+        model_config,  # brings torch, which a registry can do without
+    )
 
     assert run.model.vocabulary is not None
     try:

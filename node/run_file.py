@@ -9,7 +9,7 @@ from typing import Any, Literal
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from recovery.decide import Masking, Policy
+from planaria.recovery.decide import Masking, Policy
 
 Codec = Literal["none", "bf16", "fp16", "int8"]
 Writes = Literal["blocking", "overlapped"]

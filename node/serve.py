@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 
-from bootstrap.address import Address
-from bootstrap.client import RegistryClient
-from bootstrap.credentials import Credentials
-from node.corpus import Corpus, CorpusError
-from node.daemon import Node, Place, measure_speed, own_address
-from node.model import model_config
-from node.run_file import RunFile, loads
-from node.saves import newest_saved_stage
+from planaria.bootstrap.address import Address
+from planaria.bootstrap.client import RegistryClient
+from planaria.bootstrap.credentials import Credentials
+from planaria.node.daemon import Node, Place, measure_speed, own_address
+from planaria.node.data.corpus import Corpus, CorpusError
+from planaria.node.run_file import RunFile, loads
+from planaria.node.stage.model import model_config
+from planaria.node.state.saves import newest_saved_stage
 
 log = logging.getLogger("planaria")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from recovery.orders import partner
+from planaria.recovery.orders import partner
 
 Policy = Literal["checkfree", "checkfree+", "snapshot", "checkpoint", "redundant"]
 Masking = Literal["abort", "reassign", "spare"]

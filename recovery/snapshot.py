@@ -7,7 +7,7 @@ checkpoint is in the memory of a peer, which starts with nothing; so whatever th
 that were never sent go first.
 
 A block is a row of a parameter. `weights`, `first_moment` and `second_moment` are the flat float32
-tensors of node/optimizer.py, parameter after parameter. An update is the same rows of each.
+tensors of node/stage/optimizer.py, parameter after parameter. An update is the same rows of each.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shipped prose, prepared once for all the tests."""
-    from node.prepare import Recipe, prepare
+    from planaria.node.data.prepare import Recipe, prepare
 
     path = tmp_path_factory.mktemp("data") / "prose"
     prepare(Recipe([str(CORPUS)], vocabulary=512), path)

@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from node.exchange import Exchange, Exchanges
-from node.ports import Priority
+from planaria.node.ports import Priority
+from planaria.node.state.exchange import Exchange, Exchanges
 
 T = TypeVar("T")
 

@@ -24,14 +24,14 @@ from typing import Any, Final
 import torch
 from pydantic import TypeAdapter
 
-from lab.emulation import emulate
-from lab.links import WAN_LINKS, Network, all_alike, read_links
-from lab.live_study import POLICIES, at_sites, machine, plan_run, with_data
-from lab.live_swarm import LiveError, machines, measure, train
-from lab.simulator.churn import Churn, Place
-from lab.simulator.run import simulate_run
-from lab.simulator.step import simulate_step
-from lab.simulator.swarm import (
+from planaria.lab.emulation.emulation import emulate
+from planaria.lab.emulation.links import WAN_LINKS, Network, all_alike, read_links
+from planaria.lab.emulation.live_study import POLICIES, at_sites, machine, plan_run, with_data
+from planaria.lab.emulation.live_swarm import LiveError, machines, measure, train
+from planaria.lab.simulator.churn import Churn, Place
+from planaria.lab.simulator.run import simulate_run
+from planaria.lab.simulator.step import simulate_step
+from planaria.lab.simulator.swarm import (
     Group,
     Seconds,
     Swarm,
@@ -39,11 +39,17 @@ from lab.simulator.swarm import (
     relearned_at_a_time,
     sites,
 )
-from node.model import BodyStage, EmbeddingStage, ModelConfig, build_stage, model_config
-from node.optimizer import StageOptimizer
-from node.run_file import RunFile, loads, override
-from node.swarm import Kill, Plan, parse_kill
-from recovery.relearning import Learner, learn
+from planaria.node.local.swarm import Kill, Plan, parse_kill
+from planaria.node.run_file import RunFile, loads, override
+from planaria.node.stage.model import (
+    BodyStage,
+    EmbeddingStage,
+    ModelConfig,
+    build_stage,
+    model_config,
+)
+from planaria.node.stage.optimizer import StageOptimizer
+from planaria.recovery.relearning import Learner, learn
 
 SAMPLES, TABLE = "check.jsonl", "check.md"
 SCRATCH: Final = Path("out/check")
@@ -60,7 +66,7 @@ class Case:
     """A live swarm. All links are alike, or those between sites."""
 
     name: str
-    policy: str = "plain"  # of lab/live_study.py
+    policy: str = "plain"  # of lab/emulation/live_study.py
     preset: str = "tiny"
     stages: int = 4
     replicas: int = 1

@@ -13,8 +13,8 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lab.schedule import Losses, schedule
-from lab.simulator.swarm import SwarmError
+from planaria.lab.convergence.schedule import Losses, schedule
+from planaria.lab.simulator.swarm import SwarmError
 
 HOUR: Final = 3600.0
 

@@ -15,7 +15,7 @@ Then = Callable[[], object]
 Wanted = Callable[[], bool]
 
 CHUNK: Final = 2 << 20
-"""Bytes between which a more urgent frame overtakes (node/link.py)."""
+"""Bytes between which a more urgent frame overtakes (node/wire/link.py)."""
 MOST_CHUNKS: Final = 16
 """That a frame is cut into here; those of a frame of more than 32 MiB are larger."""
 ON_WIRE: Final = 1500 / 1448

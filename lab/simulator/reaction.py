@@ -8,10 +8,10 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from bootstrap.membership import Rules
-from lab.links import Link
-from lab.simulator.churn import Churn
-from lab.simulator.swarm import (
+from planaria.bootstrap.membership import Rules
+from planaria.lab.emulation.links import Link
+from planaria.lab.simulator.churn import Churn
+from planaria.lab.simulator.swarm import (
     STATE,
     Group,
     Seconds,
@@ -22,9 +22,9 @@ from lab.simulator.swarm import (
     relearned_at_a_time,
     values_sent,
 )
-from node.run_file import RunFile
-from recovery.decide import INEXACT
-from recovery.relearning import passes
+from planaria.node.run_file import RunFile
+from planaria.recovery.decide import INEXACT
+from planaria.recovery.relearning import passes
 
 _REGISTRY: Final = Rules("simulated", stages=1)
 JOINING: Final = 4

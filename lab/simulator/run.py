@@ -17,12 +17,12 @@ from typing import Final
 
 import simpy
 
-from lab.simulator import reaction
-from lab.simulator.churn import Churn, Lives, Place
-from lab.simulator.step import Step, simulate_step
-from lab.simulator.swarm import Group, Swarm, SwarmError
-from recovery.decide import Decision, Held, Left, Rebuild, RollBack, Source, Stop, decide
-from recovery.snapshot import held_at
+from planaria.lab.simulator import reaction
+from planaria.lab.simulator.churn import Churn, Lives, Place
+from planaria.lab.simulator.step import Step, simulate_step
+from planaria.lab.simulator.swarm import Group, Swarm, SwarmError
+from planaria.recovery.decide import Decision, Held, Left, Rebuild, RollBack, Source, Stop, decide
+from planaria.recovery.snapshot import held_at
 
 Events = Generator[simpy.Event, object, None]
 IN_VAIN: Final = 10_000

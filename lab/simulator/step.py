@@ -1,9 +1,9 @@
-"""One step in simulated time, microbatch by microbatch, as node/pipeline.py runs it.
+"""One step in simulated time, microbatch by microbatch, as node/stage/pipeline.py runs it.
 
-The plan is the driver's, node/routing.py; each node has one compute thread that runs backward work
-before forward work; frames cross links; then the replicas of each stage average as in
-node/averaging.py, everyone says Ready, and the driver's commit begins the next step. What policies
-send competes for links and threads.
+The plan is the driver's, node/transaction/routing.py; each node has one compute thread that runs
+backward work before forward work; frames cross links; then the replicas of each stage average as in
+node/transaction/averaging.py, everyone says Ready, and the driver's commit begins the next step.
+What policies send competes for links and threads.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Final, Literal
 
 import torch
 
-from lab.links import Link
-from lab.simulator.clock import Clock, Cores, Then, Uplink, Wire, Worker
-from lab.simulator.swarm import (
+from planaria.lab.emulation.links import Link
+from planaria.lab.simulator.clock import Clock, Cores, Then, Uplink, Wire, Worker
+from planaria.lab.simulator.swarm import (
     HEAD,
     VALUE,
     Group,
@@ -30,13 +30,13 @@ from lab.simulator.swarm import (
     parameters,
     snapshot_bytes,
 )
-from node.averaging import PIECE
-from node.copies import FRAME, OUTSTANDING
-from node.ports import Priority
-from node.routing import Route, plan, stand_ins
-from node.stage_pb2 import Place
-from node.wire import KINDS, encoded_size
-from recovery.snapshot import route as route_of_copies
+from planaria.node.ports import Priority
+from planaria.node.state.copies import FRAME, OUTSTANDING
+from planaria.node.transaction.averaging import PIECE
+from planaria.node.transaction.routing import Route, plan, stand_ins
+from planaria.node.wire.stage_pb2 import Place
+from planaria.node.wire.wire import KINDS, encoded_size
+from planaria.recovery.snapshot import route as route_of_copies
 
 URGENCY: Final = {kind: number for number, kind in enumerate(KINDS)}
 MOST_PIECES: Final = 8
@@ -561,7 +561,7 @@ class _Training:
 
     def exchange(self, node: _Node) -> None:
         """With redundant computation: the reduced gradient to those who hold this stage's twin
-        (node/twin.py, `servers`)."""
+        (node/state/twin.py, `servers`)."""
         own = self.by_stage[node.stage]
         holders = self.by_stage[(node.stage - 1) % len(self.stages)]
         size = VALUE * parameters(self.swarm.config, node.stage)

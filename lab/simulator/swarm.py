@@ -13,11 +13,11 @@ from math import prod
 
 import torch
 
-from lab.links import Link, Network
-from node.model import ModelConfig, parameter_shapes
-from node.run_file import Codec, RunFile
-from node.wire import encoded_size
-from recovery.relearning import ROUNDS
+from planaria.lab.emulation.links import Link, Network
+from planaria.node.run_file import Codec, RunFile
+from planaria.node.stage.model import ModelConfig, parameter_shapes
+from planaria.node.wire.wire import encoded_size
+from planaria.recovery.relearning import ROUNDS
 
 VALUE = torch.float32.itemsize
 """Bytes of a weight, of a gradient's value, and of each of Adam's moments."""

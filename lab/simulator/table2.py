@@ -17,15 +17,15 @@ from typing import Final
 
 import numpy as np
 
-from lab.links import Link
-from lab.simulator.churn import HOUR, Churn
-from lab.simulator.run import simulate_run
-from lab.simulator.step import simulate_step
-from lab.simulator.swarm import Swarm, seconds_at, sites, uniform
-from lab.times import RATES as LAB_RATES
-from lab.times import more_iterations, read_runs
-from node.model import model_config
-from node.run_file import RunFile, loads, override
+from planaria.lab.convergence.times import RATES as LAB_RATES
+from planaria.lab.convergence.times import more_iterations, read_runs
+from planaria.lab.emulation.links import Link
+from planaria.lab.simulator.churn import HOUR, Churn
+from planaria.lab.simulator.run import simulate_run
+from planaria.lab.simulator.step import simulate_step
+from planaria.lab.simulator.swarm import Swarm, seconds_at, sites, uniform
+from planaria.node.run_file import RunFile, loads, override
+from planaria.node.stage.model import model_config
 
 RATES: Final = {"5 %": 0.05, "10 %": 0.10, "16 %": 0.16}
 PAPER_ITERATION: Final[Mapping[str, Sequence[float]]] = {

@@ -10,12 +10,12 @@ from typing import TypeVar
 
 import pytest
 
-from bootstrap.client import RegistryClient
-from bootstrap.credentials import PLAIN, Credentials
-from bootstrap.journal import Journal
-from bootstrap.membership import PROTOCOL, Rules
-from bootstrap.registry_pb2 import JoinReply, JoinRequest, View
-from bootstrap.service import Limits, Registry
+from planaria.bootstrap.client import RegistryClient
+from planaria.bootstrap.credentials import PLAIN, Credentials
+from planaria.bootstrap.journal import Journal
+from planaria.bootstrap.membership import PROTOCOL, Rules
+from planaria.bootstrap.registry_pb2 import JoinReply, JoinRequest, View
+from planaria.bootstrap.service import Limits, Registry
 
 DEADLINE = 30.0  # seconds; only a hanging test gets there
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootstrap.address import Address, AddressError
+from planaria.bootstrap.address import Address, AddressError
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from bootstrap.client import RegistryClient, RegistryUnreachable
-from bootstrap.credentials import PLAIN, Credentials, CredentialsError
+from planaria.bootstrap.client import RegistryClient, RegistryUnreachable
+from planaria.bootstrap.credentials import PLAIN, Credentials, CredentialsError
 
 TLS = Path(__file__).parent / "tls"
 CA = TLS / "ca.pem"

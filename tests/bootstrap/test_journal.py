@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap import journal as module
-from bootstrap.journal import Journal, JournalError
-from bootstrap.registry_pb2 import Member, View
+from planaria.bootstrap import journal as module
+from planaria.bootstrap.journal import Journal, JournalError
+from planaria.bootstrap.registry_pb2 import Member, View
 
 
 def view(number: int) -> View:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bootstrap.membership import (
+from planaria.bootstrap.membership import (
     PROTOCOL,
     Effect,
     Evict,
@@ -13,7 +13,7 @@ from bootstrap.membership import (
     Rules,
     Settle,
 )
-from bootstrap.registry_pb2 import (
+from planaria.bootstrap.registry_pb2 import (
     JoinReply,
     JoinRequest,
     Member,

@@ -4,8 +4,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from bootstrap.membership import PROTOCOL, Effect, Issue, Membership, Refused, Rules
-from bootstrap.registry_pb2 import JoinRequest, Renewal, Report, Suspicion, View
+from planaria.bootstrap.membership import PROTOCOL, Effect, Issue, Membership, Refused, Rules
+from planaria.bootstrap.registry_pb2 import JoinRequest, Renewal, Report, Suspicion, View
 
 RULES = Rules(
     run="r",

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from bootstrap.client import RegistryClient
-from bootstrap.membership import PROTOCOL
-from bootstrap.registry_pb2 import JoinRequest, View
+from planaria.bootstrap.client import RegistryClient
+from planaria.bootstrap.membership import PROTOCOL
+from planaria.bootstrap.registry_pb2 import JoinRequest, View
 
 TIMEOUT = 60.0  # seconds; only a hanging test gets there
 
@@ -19,9 +19,9 @@ PROGRAM = """
 import logging, sys
 from pathlib import Path
 import uvloop
-from bootstrap.journal import Journal
-from bootstrap.membership import Rules
-from bootstrap.service import Registry, serve
+from planaria.bootstrap.journal import Journal
+from planaria.bootstrap.membership import Rules
+from planaria.bootstrap.service import Registry, serve
 
 logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
 path, listen = Path(sys.argv[1]), sys.argv[2]

@@ -14,11 +14,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
-from bootstrap.credentials import Credentials, CredentialsError
-from bootstrap.journal import Journal, JournalError
-from bootstrap.membership import PROTOCOL, Rules
-from bootstrap.registry_pb2 import (
+from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
+from planaria.bootstrap.credentials import Credentials, CredentialsError
+from planaria.bootstrap.journal import Journal, JournalError
+from planaria.bootstrap.membership import PROTOCOL, Rules
+from planaria.bootstrap.registry_pb2 import (
     JoinRequest,
     LinkReport,
     Renewal,
@@ -27,8 +27,8 @@ from bootstrap.registry_pb2 import (
     View,
     WatchRequest,
 )
-from bootstrap.registry_pb2_grpc import RegistryStub
-from bootstrap.service import NAME_BYTES, RENEWAL_BYTES, SERVICE, Limits, Registry
+from planaria.bootstrap.registry_pb2_grpc import RegistryStub
+from planaria.bootstrap.service import NAME_BYTES, RENEWAL_BYTES, SERVICE, Limits, Registry
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 TIMEOUT = 30.0  # seconds; only a hanging test gets there
@@ -234,7 +234,7 @@ async def test_a_newer_stream_takes_the_place_of_an_older_one(place: Any) -> Non
 async def test_the_swarm_outlives_the_registry(
     serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "bootstrap.client")
+    caplog.set_level(logging.INFO, "planaria.bootstrap.client")
     with Journal(tmp_path / "journal", "r", "toml") as journal:
         async with serve(journal=journal) as place:
             a = await place.node("a")

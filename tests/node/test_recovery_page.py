@@ -9,8 +9,8 @@ from typing import Any, get_args
 import pytest
 import tomli_w
 
-from node.run_file import RecoverySection, SavesSection
-from recovery.decide import Policy
+from planaria.node.run_file import RecoverySection, SavesSection
+from planaria.recovery.decide import Policy
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recovery.md").read_text(encoding="utf-8")
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bootstrap.address import Address
-from bootstrap.credentials import PLAIN
-from node.cli import app
-from node.serve import NodeError, Options, check_reachable, find_place
+from planaria.bootstrap.address import Address
+from planaria.bootstrap.credentials import PLAIN
+from planaria.node.cli import app
+from planaria.node.serve import NodeError, Options, check_reachable, find_place
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recovery import checkfree
-from recovery.checkfree import average, weights_of
+from planaria.recovery import checkfree
+from planaria.recovery.checkfree import average, weights_of
 
 omegas = st.floats(0, allow_infinity=False, allow_nan=False)
 values = st.floats(width=32, allow_infinity=False, allow_nan=False)

@@ -2,7 +2,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recovery.decide import Held, Left, Rebuild, RollBack, Source, Stop, decide, nearest, resume
+from planaria.recovery.decide import (
+    Held,
+    Left,
+    Rebuild,
+    RollBack,
+    Source,
+    Stop,
+    decide,
+    nearest,
+    resume,
+)
 
 STEP = 40
 POLICIES = ["checkfree", "checkfree+", "snapshot", "checkpoint", "redundant"]

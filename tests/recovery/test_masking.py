@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from recovery.golomb import place
-from recovery.masking import (
+from planaria.recovery.golomb import place
+from planaria.recovery.masking import (
     NONE,
     Masked,
     Stacks,

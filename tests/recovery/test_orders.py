@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recovery.orders import order, partner
+from planaria.recovery.orders import order, partner
 
 
 @given(st.integers(0, 100), st.integers(1, 20), st.booleans())

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from recovery.orders import Run, adjoining, blocks, order, runs
-from recovery.relearning import (
+from planaria.recovery.orders import Run, adjoining, blocks, order, runs
+from planaria.recovery.relearning import (
     PULL,
     YOUNG,
     Learner,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from recovery.snapshot import (
+from planaria.recovery.snapshot import (
     NEVER,
     PIECE,
     Choice,

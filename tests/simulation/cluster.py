@@ -28,14 +28,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bootstrap import registry_pb2 as registry
-from node import stage_pb2 as pb
-from node.driver import Driver
-from node.driver import Phase as DriverPhase
-from node.effects import NEVER, Ballot
-from node.member import Member
-from node.rules import Rules
-from recovery.decide import INEXACT, UNKNOWN, Decision, Held, Left, Source, Stop, decide, resume
+from planaria.bootstrap import registry_pb2 as registry
+from planaria.node.transaction.driver import Driver
+from planaria.node.transaction.driver import Phase as DriverPhase
+from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.transaction.member import Member
+from planaria.node.transaction.rules import Rules
+from planaria.node.wire import stage_pb2 as pb
+from planaria.recovery.decide import (
+    INEXACT,
+    UNKNOWN,
+    Decision,
+    Held,
+    Left,
+    Source,
+    Stop,
+    decide,
+    resume,
+)
 from simulation.holdings import Files, Holder, State
 from simulation.registry import Client, Registry
 from simulation.shell import Node, fingerprint

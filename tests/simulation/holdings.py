@@ -1,7 +1,7 @@
 """What a node keeps for the day when a stage is lost, and how that gets there.
 
-Copies and running snapshots travel as node/copies.py sends them, twins are kept equal as in
-node/twin.py, files are there whole or not at all. A state is a digest, a chain and a step.
+Copies and running snapshots travel as node/state/copies.py sends them, twins are kept equal as in
+node/state/twin.py, files are there whole or not at all. A state is a digest, a chain and a step.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from node import stage_pb2 as pb
-from node.effects import NEVER, Ballot
+from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.wire import stage_pb2 as pb
 
 if TYPE_CHECKING:
     from simulation.shell import Node

@@ -6,8 +6,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from bootstrap import registry_pb2 as pb
-from bootstrap.membership import (
+from planaria.bootstrap import registry_pb2 as pb
+from planaria.bootstrap.membership import (
     PROTOCOL,
     Effect,
     Evict,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from node import stage_pb2 as pb
-from node.effects import NEVER, Ballot
+from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.wire import stage_pb2 as pb
 
 if TYPE_CHECKING:
     from simulation.shell import Node

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from node.member import Phase
-from node.rules import Rules
-from recovery.decide import Policy
+from planaria.node.transaction.member import Phase
+from planaria.node.transaction.rules import Rules
+from planaria.recovery.decide import Policy
 from simulation.cluster import Cluster, Host, InvariantError, Machines, Trap
 from simulation.holdings import Files
 from simulation.shell import Node

@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from bootstrap import registry_pb2 as registry
-from bootstrap.membership import related
-from node import stage_pb2 as pb
-from node.driver import Driver
-from node.effects import (
+from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.membership import related
+from planaria.node.ports import Priority
+from planaria.node.report.events import Event, fields
+from planaria.node.stage.pipeline import Visit, Work
+from planaria.node.transaction.driver import Driver
+from planaria.node.transaction.effects import (
     NEVER,
     Adopt,
     Apply,
@@ -35,13 +37,11 @@ from node.effects import (
     StartAttempt,
     Suspect,
 )
-from node.events import Event, fields
-from node.following import feeders
-from node.member import Frames, Member, Phase
-from node.pipeline import Visit, Work
-from node.ports import Priority
-from node.routing import Route, routes
-from recovery.decide import INEXACT
+from planaria.node.transaction.following import feeders
+from planaria.node.transaction.member import Frames, Member, Phase
+from planaria.node.transaction.routing import Route, routes
+from planaria.node.wire import stage_pb2 as pb
+from planaria.recovery.decide import INEXACT
 from simulation.holdings import Holdings, State
 from simulation.relearning import BODIES as RELEARNING
 from simulation.relearning import Relearning
@@ -587,7 +587,7 @@ class Node:
 
 
 class Pipeline:
-    """node/pipeline.py: the microbatches of one attempt at one node."""
+    """node/stage/pipeline.py: the microbatches of one attempt at one node."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -762,7 +762,7 @@ class Pipeline:
 
 
 class Averaging:
-    """node/averaging.py: the replicas of a stage tell each other what they have accumulated."""
+    """averaging.py: the replicas of a stage tell each other what they have accumulated."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -868,7 +868,7 @@ HELD = {"stage0-copy": "copy", "snapshot": "snapshot", "redundant": "redundant",
 
 
 class Transfers:
-    """node/transfer.py: state from peers in shards, each retried elsewhere when a source fails."""
+    """transfer.py: state from peers in shards, each retried elsewhere when a source fails."""
 
     def __init__(self, node: Node) -> None:
         self.node = node

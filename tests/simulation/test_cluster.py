@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from node import stage_pb2 as pb
-from node.driver import Driver
-from node.effects import Adopt, Ballot, Effect, Send
-from node.gathering import QUERY_AGAIN, Gathering
-from node.member import Member, Phase
-from recovery.decide import Policy
+from planaria.node.transaction.driver import Driver
+from planaria.node.transaction.effects import Adopt, Ballot, Effect, Send
+from planaria.node.transaction.gathering import QUERY_AGAIN, Gathering
+from planaria.node.transaction.member import Member, Phase
+from planaria.node.wire import stage_pb2 as pb
+from planaria.recovery.decide import Policy
 from simulation.cluster import Machines
 from simulation.holdings import Holder
 from simulation.scenario import Halved, Orphaned, ScenarioError, run

@@ -1,8 +1,8 @@
 """Virtual time, processes and the links between them, all from one seed, in one thread.
 
-A link is what node/link.py makes of two gRPC streams: reliable and in order in each of its channels
-while it is up, and lost as a whole. Messages on different links, and on the channels of one link,
-overtake each other.
+A link is what node/wire/link.py makes of two gRPC streams: reliable and in order in each of its
+channels while it is up, and lost as a whole. Messages on different links, and on the channels of
+one link, overtake each other.
 """
 
 from __future__ import annotations

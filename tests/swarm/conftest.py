@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from node.run_file import RunFile, dumps, loads
+from planaria.node.run_file import RunFile, dumps, loads
 
 DEADLINE = 240.0  # seconds; only a hanging swarm gets there
 
@@ -25,7 +25,15 @@ class Up:
         self.out = out
         run_file = out.parent / f"{out.name}.toml"
         run_file.write_text(dumps(run))
-        command = [sys.executable, "-m", "node.cli", "up", str(run_file), "--out", str(out)]
+        command = [
+            sys.executable,
+            "-m",
+            "planaria",
+            "up",
+            str(run_file),
+            "--out",
+            str(out),
+        ]
         self.process = subprocess.Popen(
             [*command, *arguments],
             stdin=subprocess.DEVNULL,

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from node.event_log import Tail
-from node.processes import Processes
-from node.resolve import resolve
-from node.run_file import dumps, loads
+from planaria.node.local.processes import Processes
+from planaria.node.report.event_log import Tail
+from planaria.node.resolve import resolve
+from planaria.node.run_file import dumps, loads
 
 DEADLINE = 180.0  # seconds; only a hanging swarm gets there
 
@@ -39,7 +39,7 @@ class Swarm:
         self.processes = Processes(
             out / "logs",
             {"OMP_NUM_THREADS": "1"},
-            ["node.serve", "bootstrap.service"],
+            ["planaria.node.serve", "planaria.bootstrap.service"],
             run_planaria_until,
         )
         self.tails: dict[Path, Tail] = {}
@@ -94,16 +94,16 @@ class Swarm:
 
 def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
     """By name: the method at whose call a node dies, and the step that the call is about."""
-    from node import stage_pb2 as pb
-    from node.averaging import Averaging
-    from node.daemon import Node
-    from node.driver import Driver
-    from node.driver import Phase as DriverPhase
-    from node.member import Member, Phase
-    from node.pipeline import Pipeline
-    from node.rebuild import Rebuilding
-    from node.saves import SaveId
-    from node.transfer import StateServer
+    from planaria.node.daemon import Node
+    from planaria.node.stage.pipeline import Pipeline
+    from planaria.node.state.rebuild import Rebuilding
+    from planaria.node.state.saves import SaveId
+    from planaria.node.state.transfer import StateServer
+    from planaria.node.transaction.averaging import Averaging
+    from planaria.node.transaction.driver import Driver
+    from planaria.node.transaction.driver import Phase as DriverPhase
+    from planaria.node.transaction.member import Member, Phase
+    from planaria.node.wire import stage_pb2 as pb
 
     def trained(pipeline: Pipeline, *_: Any) -> int:
         return pipeline.begin.step if pipeline.begin.kind == pb.Begin.TRAIN else 0
@@ -151,7 +151,7 @@ def run_planaria_until(arguments: list[str]) -> None:
     while "@" in arguments[0]:
         point, _, step = arguments.pop(0).partition("@")
         _arm(*_points()[point], int(step))
-    from node.processes import run_planaria
+    from planaria.node.local.processes import run_planaria
 
     run_planaria(arguments)
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from bootstrap import registry_pb2 as registry
-from bootstrap.membership import Evict, Issue, Membership, Probe, Rules
-from node.corpus import Corpus
-from node.daemon import Node, Place
-from node.model import model_config
-from node.run_file import RunFile
+from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.membership import Evict, Issue, Membership, Probe, Rules
+from planaria.node.daemon import Node, Place
+from planaria.node.data.corpus import Corpus
+from planaria.node.run_file import RunFile
+from planaria.node.stage.model import model_config
 
 
 class LocalRegistry:

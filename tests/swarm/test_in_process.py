@@ -8,15 +8,15 @@ import json
 
 import pytest
 
-from lab.training import State, Swarm, train
-from node import stage_pb2 as pb
-from node.corpus import Corpus
-from node.ledger import audit, merge
-from node.run_file import loads, override
-from node.saves import SavedState, Saves
-from node.twin import Twin
-from node.wire import Frame
-from recovery.relearning import passes
+from planaria.lab.convergence.training import State, Swarm, train
+from planaria.node.data.corpus import Corpus
+from planaria.node.report.ledger import audit, merge
+from planaria.node.run_file import loads, override
+from planaria.node.state.saves import SavedState, Saves
+from planaria.node.state.twin import Twin
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.wire import Frame
+from planaria.recovery.relearning import passes
 from tests.swarm.in_process import LocalSwarm
 
 SMALL = """
@@ -118,7 +118,7 @@ async def test_a_joiner_that_cannot_keep_up_is_waited_for(corpus, tmp_path, monk
         await swarm.until(lambda: swarm.committed() >= 3)
         await swarm.kill(1, 1)
         await swarm.until(lambda: swarm.committed() >= 6)
-        monkeypatch.setattr("node.feeding.Gradients.put", lambda *_: False)
+        monkeypatch.setattr("planaria.node.state.feeding.Gradients.put", lambda *_: False)
         joined = swarm.start(1, 1)
         await swarm.until(lambda: joined.member and joined.member.phase.value == "running")
         await swarm.until(swarm.finished)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from lab.training import train
-from node.corpus import Corpus
-from node.ledger import audit
+from planaria.lab.convergence.training import train
+from planaria.node.data.corpus import Corpus
+from planaria.node.report.ledger import audit
 from tests.swarm.deaths import Swarm
 
 RUN = """

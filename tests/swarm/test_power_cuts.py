@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from node.corpus import Corpus
-from node.ledger import audit
-from node.processes import die_with_parent
-from node.run_file import loads
-from node.saves import SaveId, Saves
+from planaria.node.data.corpus import Corpus
+from planaria.node.local.processes import die_with_parent
+from planaria.node.report.ledger import audit
+from planaria.node.run_file import loads
+from planaria.node.state.saves import SaveId, Saves
 from tests.swarm.in_process import LocalSwarm
 
 CUTS = 50
@@ -73,7 +73,9 @@ def saved(out: Path) -> list[list[SaveId]]:
 @pytest.mark.filterwarnings("error")
 def test_whatever_was_saved_survives_power_cuts(data, tmp_path):
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["node.fork_server", "node.serve", "tests.swarm.in_process"])
+    context.set_forkserver_preload(
+        ["planaria.node.local.fork_server", "planaria.node.serve", "tests.swarm.in_process"]
+    )
     chance = random.Random(0)
     logs = tmp_path / "logs"
     newest = (0, 0)  # lineage and step that every stage has on disk

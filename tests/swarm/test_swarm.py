@@ -12,9 +12,9 @@ import time
 
 import pytest
 
-from lab.training import train
-from node.corpus import Corpus
-from node.run_file import loads
+from planaria.lab.convergence.training import train
+from planaria.node.data.corpus import Corpus
+from planaria.node.run_file import loads
 
 SMALL = """
 steps = {steps}
@@ -220,7 +220,7 @@ def test_after_a_power_cut_the_run_is_resumed(up, tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     resumed = subprocess.run(
-        [sys.executable, "-m", "node.cli", "up", "--resume", str(saves)],
+        [sys.executable, "-m", "planaria", "up", "--resume", str(saves)],
         capture_output=True,
         text=True,
         timeout=200,

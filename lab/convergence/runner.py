@@ -1,0 +1,162 @@
+"""Runs what a study lacks: several runs at once, each in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import torch
+
+from planaria.lab.convergence.schedule import schedule
+from planaria.lab.convergence.study import Job, StudyError, append_result
+from planaria.lab.convergence.training import LostError, Swarm
+from planaria.node.data.corpus import Corpus
+from planaria.node.resolve import resolve
+from planaria.node.run_file import override
+
+TICK = 0.5  # seconds
+SAMPLES = 256  # of another text, at most
+
+
+def resolved(jobs: Sequence[Job]) -> list[tuple[str, Job]]:
+    """Each with its key and with what follows from the data. Raises RunFileError, CorpusError."""
+    found = []
+    for job in jobs:
+        run = job.run
+        if run.recovery.policy == "checkpoint":  # kept in memory here
+            run = override(run, recovery__checkpoint_dir="memory")
+        run = resolve(run)
+        whole = Job(job.variant, job.seed, run, job.losses, job.ablation, job.texts)
+        found.append((whole.key(run.data.content), whole))
+    return found
+
+
+def run_all(
+    todo: Sequence[tuple[str, Job]],
+    results: Path,
+    device: str,
+    at_once: int,
+    tell: Callable[[int, int], None],
+) -> None:
+    """Appends each result as it comes. `tell(iterations, runs)` hears how many are done.
+
+    Raises StudyError for a run that can't be; the others' results are kept.
+    """
+    context = multiprocessing.get_context("spawn")
+    counter = context.Value("Q", 0)
+    threads = max(1, (os.cpu_count() or 1) // at_once)
+    pool = ProcessPoolExecutor(at_once, context, _begin, (counter, threads))
+    runs = 0
+    futures = {pool.submit(run_one, key, job, device): job for key, job in todo}
+    try:
+        pending = set(futures)
+        while pending:
+            try:
+                for future in as_completed(pending, timeout=TICK):
+                    pending.discard(future)
+                    runs += 1
+                    append_result(results, future.result())
+                    tell(counter.value, runs)
+            except TimeoutError:
+                tell(counter.value, runs)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():
+            process.terminate()
+
+
+_counter: Synchronized[int] | None = None
+"""Of the worker's process: iterations that all workers have done."""
+
+
+def _begin(counter: Synchronized[int], threads: int) -> None:
+    global _counter  # noqa: PLW0603  the pool has no other way to hand it over
+    _counter = counter
+    torch.set_num_threads(threads)
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def run_one(key: str, job: Job, device: str) -> dict[str, Any]:
+    """One line of the results. Raises StudyError."""
+    started = time.perf_counter()
+    run = job.run
+    corpus = Corpus.open(Path(run.data.path))
+    swarm = Swarm(run, corpus, job.ablation, torch.device(device))
+    curve: list[tuple[int, int, float]] = [(0, 0, swarm.validate())]
+    rebuilds: list[dict[str, Any]] = []
+    try:
+        for iteration, lost in _iterations(job, swarm):
+            swarm.step()
+            if lost:
+                rebuilds += [{"iteration": iteration, **line} for line in swarm.lose(lost)]
+            every = run.training.validate_every
+            if (every and iteration % every == 0) or swarm.committed == run.steps:
+                curve.append((iteration, swarm.committed, swarm.validate()))
+            if _counter is not None:
+                with _counter.get_lock():
+                    _counter.value += 1
+    except (LostError, ValueError) as error:
+        where = f"{job.variant}, seed {job.seed}, step {swarm.committed}"
+        raise StudyError(f"{where}: {error}") from error
+    return {
+        "key": key,
+        "variant": job.variant,
+        "seed": job.seed,
+        "validation": [(i, s, round(loss, 6)) for i, s, loss in curve],
+        "rebuilds": rebuilds,
+        "texts": {name: _other(swarm, Path(path)) for name, path in job.texts.items()},
+        "bytes": sum(running.bytes for running in swarm.snapshots.values()),
+        "window": swarm.window_tokens,
+        "share": swarm.share_of_a_stage,
+        "seconds": round(time.perf_counter() - started, 1),
+        "machine": _machine(device),
+    }
+
+
+def _iterations(job: Job, swarm: Swarm) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Counted from 1, with the stages that are lost after each, until all steps are committed. Who
+    loses more than it gains is stopped at three times as many."""
+    steps = job.run.steps
+    planned = schedule(job.losses, job.seed, 3 * steps, swarm.config.stages)
+    for iteration in range(1, 3 * steps + 1):
+        if swarm.committed >= steps:
+            return
+        last = swarm.committed + 1 >= steps
+        yield iteration, () if last else planned.get(iteration, ())
+
+
+def _other(swarm: Swarm, folder: Path) -> float:
+    """Mean loss, nats a token, on the text files of `folder`. Raises StudyError."""
+    files = sorted(folder.glob("*.txt"))
+    if not files:
+        raise StudyError(f"there is no text (*.txt) in {folder}")
+    text = "\n\n".join(file.read_text(encoding="utf-8") for file in files)
+    ids = np.array(swarm.corpus.tokenizer().encode(text).ids, np.int64)
+    context = swarm.config.context
+    count = (len(ids) - 1) // context
+    starts = np.linspace(0, count - 1, min(SAMPLES, count)).astype(np.int64) * context
+    samples = np.stack([ids[start : start + context + 1] for start in starts])
+    return swarm.validate(torch.from_numpy(samples))
+
+
+def _machine(device: str) -> str:
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(torch.device(device))
+    return f"{platform.machine()}, {os.cpu_count()} cores"

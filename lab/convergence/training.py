@@ -1,0 +1,587 @@
+"""A whole swarm in one process, without a network: the daemon's model, windows and recovery.
+
+One node a stage. A loss falls between two steps, and everything that travels in the background has
+arrived by then: copies of stage 0 are of the last step, a running snapshot has all its updates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import model_validator
+from torch import Tensor
+
+from planaria.node.data.corpus import Corpus
+from planaria.node.data.windows import Windows, microbatch_ids
+from planaria.node.run_file import RunFile, Section
+from planaria.node.stage.model import (
+    BodyStage,
+    EmbeddingStage,
+    ModelConfig,
+    build_stage,
+    model_config,
+)
+from planaria.node.stage.optimizer import StageOptimizer, boost, learning_rate
+from planaria.node.wire.wire import decode, encode
+from planaria.recovery import relearning
+from planaria.recovery.checkfree import Trained, guess
+from planaria.recovery.decide import (
+    INEXACT,
+    Held,
+    Kind,
+    Left,
+    Rebuild,
+    RollBack,
+    Source,
+    Stop,
+    decide,
+)
+from planaria.recovery.orders import all_orders, blocks, order, runs
+from planaria.recovery.relearning import (
+    PULL,
+    Learner,
+    Muon,
+    Update,
+    parts,
+    rate,
+    residual_error,
+    shuffled,
+)
+from planaria.recovery.snapshot import HeldSnapshot, Layout, SentSnapshot, holder_stage
+from planaria.recovery.snapshot import decode as decode_update
+
+
+class LostError(Exception):
+    """The run can't go on; the message says what is lost."""
+
+
+class Ablation(Section):
+    """What can be varied here beyond what the daemon can do."""
+
+    start: Literal["policy", "copy", "random"] = "policy"
+    """Weights that a guess starts from: the policy's, the stage before, or new random ones."""
+    second_moment: Literal["fresh", "averaged"] = "fresh"  # Adam's, after a guess
+    relearn_share: float = 1.0  # of the samples of each boundary tensor
+    relearn_codec: Literal["none", "bf16", "int8"] = "bf16"
+    relearn_constant: bool = False  # the learning rate of relearning doesn't fall
+    relearn_in_order: bool = False  # every pass takes its parts as they crossed, oldest first
+    relearn_pull: Literal["first", "all", "none"] = "first"  # body stages drawn back to the guess
+    relearn_young: bool = True  # the rate is less in the first steps
+    relearn_adam: float = 0.0  # not 0: relearning with Adam, at this rate
+    relearn_moments: bool = False  # training goes on with those of Adam that relearning has made
+    alone_steps: int = 0  # after a guess, in which only the guessed stages are trained
+    lost_share: float = 0.0
+    """Instead of stages this share of all is lost, drawn anew each time, and restored from running
+    snapshots that outlive every node, as if they were in SCAR's storage."""
+    lost_by: Literal["row", "stage"] = "row"
+
+    @model_validator(mode="after")
+    def moments_are_adams(self) -> Ablation:
+        if self.relearn_moments and not self.relearn_adam:
+            raise ValueError(
+                "relearn_moments goes with relearning by Adam: give relearn_adam its rate"
+            )
+        return self
+
+
+@dataclass
+class Stage:
+    """A stage and what belongs to its state."""
+
+    module: EmbeddingStage | BodyStage
+    optimizer: StageOptimizer
+    omega: float = 0.0  # squared norm of the last gradient
+    boosted_at: int = 0
+
+
+class State(NamedTuple):
+    """All of it, copied."""
+
+    tensors: dict[str, Tensor]
+    optimizer_step: int
+    omega: float
+    boosted_at: int
+
+    @classmethod
+    def of(cls, stage: Stage) -> State:
+        optimizer = stage.optimizer
+        tensors = {name: flat.clone() for name, flat in optimizer.state(optimizer=True)}
+        return cls(tensors, optimizer.steps, stage.omega, stage.boosted_at)
+
+    def put(self, stage: Stage) -> None:
+        stage.optimizer.load(self.tensors.items(), self.optimizer_step)
+        stage.omega, stage.boosted_at = self.omega, self.boosted_at
+
+
+@dataclass
+class Adam:
+    """Updates of relearning by the stage's own optimizer, gradients clipped to 1."""
+
+    optimizer: StageOptimizer
+
+    def step(self, lr: float) -> None:
+        norm = math.sqrt(self.optimizer.squared_norm())
+        self.optimizer.step(lr, min(1.0, 1 / (norm + 1e-6)))
+
+
+class Crossings(NamedTuple):
+    """What a microbatch carried in one step: before its first visit, after it, and so on."""
+
+    order: tuple[int, ...]
+    tensors: list[Tensor]
+
+
+class Piece(NamedTuple):
+    """What is learned at a time: some samples of what went into a run of lost stages and out."""
+
+    step: int
+    stages: tuple[int, ...]
+    x: Tensor
+    y: Tensor
+
+
+@dataclass
+class Running:
+    """A running snapshot of a stage in the memory of its holder."""
+
+    layout: Layout
+    sent: SentSnapshot
+    held: HeldSnapshot
+    taken_at: int = -1
+    bytes: int = 0
+    state: tuple[int, float, int] = (0, 0.0, 0)  # Adam's steps, ω, boosted_at
+
+
+@dataclass
+class Swarm:
+    """Trains step after step; `lose` takes stages away, and rebuilds them."""
+
+    run: RunFile  # resolved
+    corpus: Corpus
+    ablation: Ablation = field(default_factory=Ablation)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self) -> None:
+        run = self.run
+        self.config: ModelConfig = model_config(run.model, self.corpus.vocabulary)
+        self.policy = run.recovery.policy
+        self.swapped = self.policy == "checkfree+"
+        self.stages = [self._new(stage) for stage in range(self.config.stages + 1)]
+        count = self.corpus.count("train", self.config.context)
+        self.windows = Windows(run.seed, count, run.training.batch)
+        self.committed = 0
+        self.lineage = 0
+        self.alone: tuple[int, frozenset[int]] = (0, frozenset())  # until which step, which stages
+        self.boundary: deque[tuple[int, list[Crossings]]] = deque(maxlen=run.recovery.relearn_steps)
+        self.since = [0] * len(self.stages)  # the step after which each stage's node is there
+        self.checkpoints: dict[tuple[int, int], list[State]] = {}
+        self.snapshots: dict[int, Running] = {}
+        if self.policy == "snapshot":
+            everyone = range(len(self.stages))
+            self.snapshots = {stage: self._new_snapshot(stage) for stage in everyone}
+
+    def _new(self, stage: int, seed: int | None = None) -> Stage:
+        module = build_stage(self.config, stage, self.run.seed if seed is None else seed)
+        return Stage(module, StageOptimizer(module, self.device))
+
+    # --- training
+
+    def step(self) -> float:
+        """Trains the next step; returns its mean loss, nats a token."""
+        training = self.run.training
+        step = self.committed + 1
+        ids = self.windows.ids(step)
+        losses, crossed = [], []
+        for microbatch in range(training.microbatches):
+            chosen = microbatch_ids(ids, microbatch, training.microbatch)
+            visits = order(microbatch, self.config.stages, self.swapped)
+            loss, tensors = self._forward(self._samples("train", chosen), visits)
+            (loss / self.window_tokens).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.item())
+            crossed.append(Crossings(visits, tensors))
+        self._commit(step)
+        if self.relearns:
+            self.boundary.append((step, crossed))
+        self._keep_ready()
+        return math.fsum(losses) / self.window_tokens
+
+    @property
+    def window_tokens(self) -> int:
+        return self.run.training.batch * self.config.context
+
+    @property
+    def share_of_a_stage(self) -> float:
+        """A body stage's part in the computing of a step, by weights; embedding costs nothing."""
+        sizes = [len(stage.optimizer.weights) for stage in self.stages]
+        head = sizes[0] - self.config.vocabulary * self.config.dim
+        return sizes[1] / (head + sum(sizes[1:]))
+
+    @property
+    def relearns(self) -> bool:
+        return self.run.recovery.relearn_passes > 0
+
+    def _samples(self, split: str, ids: Iterable[int]) -> Tensor:
+        samples = self.corpus.samples(split, self.config.context, ids)
+        return torch.from_numpy(samples).to(self.device)
+
+    def _forward(self, tokens: Tensor, visits: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+        """The sum of the tokens' losses, and what crossed from stage to stage."""
+        ends = self.stages[0].module
+        assert isinstance(ends, EmbeddingStage)
+        crossed = []
+        with self._precision():
+            x = ends.embed(tokens[:, :-1])
+            for stage in visits:
+                crossed.append(self._packed(x))
+                x = self.stages[stage].module(x)
+            crossed.append(self._packed(x))
+            return ends.loss(x, tokens[:, 1:]), crossed
+
+    def _packed(self, x: Tensor) -> Tensor:
+        if not self.relearns or not torch.is_grad_enabled():
+            return torch.empty(0)
+        if self.ablation.relearn_codec == "int8":
+            cpu = x.detach().float().cpu()
+            return decode(*encode([cpu], "int8"))[0].to(x.device, torch.bfloat16)
+        return x.detach().to(torch.float32 if self._exact else torch.bfloat16, copy=True)
+
+    @property
+    def _exact(self) -> bool:
+        return self.ablation.relearn_codec == "none"
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        bf16 = self.run.training.precision == "bf16"
+        return torch.autocast(self.device.type, torch.bfloat16) if bf16 else nullcontext()
+
+    def _commit(self, step: int) -> None:
+        training, recovery = self.run.training, self.run.recovery
+        for stage in self.stages:
+            stage.omega = stage.optimizer.squared_norm()
+        each = [math.sqrt(stage.omega) for stage in self.stages]
+        whole = math.sqrt(math.fsum(stage.omega for stage in self.stages))
+        norms = [whole] * len(each) if training.clip_scope == "global" else each
+        peak = training.lr or self.config.learning_rate
+        lr = learning_rate(step, self.run.steps, peak, training.warmup, training.lr_floor)
+        until, alone = self.alone
+        for number, (stage, norm) in enumerate(zip(self.stages, norms, strict=True)):
+            scale = boost(step, stage.boosted_at, recovery.lr_boost, recovery.lr_boost_steps)
+            if step > until or number in alone:
+                stage.optimizer.step(lr * scale, min(1.0, training.clip / (norm + 1e-6)))
+            stage.optimizer.zero_gradient()
+        self.committed = step
+
+    @torch.no_grad()
+    def validate(self, samples: Tensor | None = None) -> float:
+        """Mean loss, nats a token, of the run's validation microbatches, as the daemon takes them,
+        or of these samples, int64 [n, context + 1]."""
+        if samples is None:
+            training = self.run.training
+            count = self.corpus.count("validation", self.config.context)
+            wanted = training.validation_microbatches * training.microbatch
+            samples = self._samples("validation", [i % count for i in range(wanted)])
+        natural = order(0, self.config.stages, swapped=False)
+        parts = torch.split(samples, 64)
+        losses = [self._forward(part.to(self.device), natural)[0].item() for part in parts]
+        return math.fsum(losses) / samples[:, 1:].numel()
+
+    # --- what is kept for the day of a loss
+
+    def _keep_ready(self) -> None:
+        recovery = self.run.recovery
+        if self.policy == "checkpoint" and self.committed % recovery.checkpoint_every == 0:
+            state = [State.of(stage) for stage in self.stages]
+            self.checkpoints = {(self.lineage, self.committed): state}
+        period = max(1, round(recovery.snapshot_fraction * recovery.snapshot_period))
+        for number, running in self.snapshots.items():
+            if running.taken_at < 0 or self.committed - running.taken_at >= period:
+                self._send(number, running)
+
+    def _new_snapshot(self, number: int) -> Running:
+        recovery = self.run.recovery
+        layout = Layout(p.shape for p in self.stages[number].module.parameters())
+        sent = SentSnapshot(
+            layout,
+            recovery.snapshot_choice,
+            recovery.snapshot_fraction,
+            recovery.snapshot_codec,
+            recovery.snapshot_moments,
+            (self.run.seed, number),
+        )
+        held = HeldSnapshot(layout, 3 if recovery.snapshot_moments else 1)
+        return Running(layout, sent, held)
+
+    def _send(self, number: int, running: Running) -> None:
+        stage = self.stages[number]
+        tensors = [flat for _, flat in stage.optimizer.state(optimizer=True)]
+        update = running.sent.take((self.lineage, self.committed), tensors)
+        payload = (update.payload, update.blocks, update.tensors, update.codec)
+        running.held.overlay(self.committed, *decode_update(running.layout, *payload))
+        running.taken_at = self.committed
+        running.bytes += update.payload.nbytes
+        running.state = stage.optimizer.steps, stage.omega, stage.boosted_at
+
+    def _held(self, lost: frozenset[int]) -> list[Held]:
+        """What the survivors hold. Each node is named by its stage; files outlive their node."""
+
+        def held(kind: Kind, at: int, stage: int, step: int, lineage: int) -> Held:
+            return Held(kind, Source(str(at), stage, step, lineage))
+
+        now = self.committed, self.lineage
+        last, found = self.config.stages, []
+        for stage in range(last + 1):
+            if (
+                stage in lost
+                and self.policy == "redundant"
+                and (stage - 1) % (last + 1) not in lost
+            ):
+                found.append(held("redundant", (stage - 1) % (last + 1), stage, *now))
+            running, holder = self.snapshots.get(stage), holder_stage(stage, last)
+            if running is not None and holder not in lost and not running.held.missing:
+                step = running.held.staleness().newest
+                found.append(held("snapshot", holder, stage, step, self.lineage))
+            for lineage, step in self.checkpoints:
+                found.append(held("checkpoint", stage, stage, step, lineage))
+        if self.policy in ("checkfree", "checkfree+"):
+            found += [held("copy", at, 0, *now) for at in (1, last) if at not in lost]
+        return found
+
+    # --- losses
+
+    def lose(self, stages: Sequence[int]) -> list[dict[str, Any]]:
+        """All nodes of these stages are lost at once; a line for each rebuild, of which
+        `perturbation` is ||weights after it - weights before it||. Raises LostError."""
+        if self.ablation.lost_share:
+            return [self._lose_share(self.ablation.lost_share)]
+        lost = frozenset(stages)
+        before = {stage: self.stages[stage].optimizer.weights.clone() for stage in lost}
+        guessed = {of for of, s in enumerate(self.stages) if s.boosted_at == self.committed}
+        survivors = {of: [str(of)] for of in range(len(self.stages)) if of not in lost}
+        left = Left(
+            self.config.stages,
+            self.committed,
+            survivors,
+            self.lineage,
+            self._held(lost),
+            frozenset(guessed - lost) if self.committed else frozenset(),
+        )
+        decisions = {
+            stage: decide(stage, left, self.policy, self.run.recovery.strict)
+            for stage in sorted(lost)
+        }
+        for decision in decisions.values():
+            if isinstance(decision, Stop):
+                raise LostError(decision.reason)
+            if isinstance(decision, RollBack):
+                return [self._roll_back(sorted(lost), decision)]
+        rebuilds = {of: d for of, d in decisions.items() if isinstance(d, Rebuild)}
+        lines = {of: self._rebuild(decision) for of, decision in rebuilds.items()}
+        self._forget(lost)
+        for stage in lost:
+            self.since[stage] = self.committed
+        inexact = [of for of, decision in rebuilds.items() if decision.method in INEXACT]
+        if self.relearns:
+            for block in blocks(all_orders(self.config.stages, self.swapped), inexact):
+                relearned = self._relearn(block)
+                for stage in block:
+                    lines[stage]["relearned"] = relearned
+        if self.ablation.alone_steps and inexact:
+            self.alone = self.committed + self.ablation.alone_steps, frozenset(inexact)
+        for stage, line in lines.items():
+            moved = self.stages[stage].optimizer.weights - before[stage]
+            line["perturbation"] = torch.linalg.vector_norm(moved).item()
+        return list(lines.values())
+
+    def _lose_share(self, share: float) -> dict[str, Any]:
+        """SCAR's experiment (section 5): partial recovery, full recovery for a share of 1."""
+        drawn = np.random.default_rng([self.run.seed, self.committed])
+        squared, ages = 0.0, []
+        whole = drawn.permutation(len(self.stages))[: round(share * len(self.stages))]
+        for number, stage in enumerate(self.stages):
+            running, optimizer = self.snapshots[number], stage.optimizer
+            layout, taken = running.layout, running.held.taken
+            count = round(share * layout.blocks)
+            if self.ablation.lost_by == "stage":
+                count = layout.blocks if number in whole else 0
+            lost = torch.from_numpy(np.sort(drawn.permutation(layout.blocks)[:count]))
+            if (taken[lost] < 0).any():
+                raise LostError(f"the snapshot of stage {number} is not whole yet")
+            before = optimizer.weights.clone()
+            tensors = [flat for _, flat in optimizer.state(optimizer=True)]
+            for flat, held in zip(tensors, running.held.tensors, strict=False):
+                layout.scatter(flat, lost, layout.gather(held, lost))
+            moved = torch.linalg.vector_norm(optimizer.weights - before, dtype=torch.float64)
+            squared += moved.item() ** 2
+            ages += (self.committed - taken[lost]).tolist()
+        return {
+            "stage": None,
+            "method": "snapshot",
+            "step": self.committed,
+            "share": share,
+            "staleness": sum(ages) / max(1, len(ages)),
+            "perturbation": math.sqrt(squared),
+        }
+
+    def _roll_back(self, lost: Sequence[int], to: RollBack) -> dict[str, Any]:
+        before, self.committed = self.committed, to.step
+        self.boundary.clear()
+        state = self.checkpoints.get((to.lineage, to.step))
+        for number, stage in enumerate(self.stages):
+            if state is not None:
+                state[number].put(stage)
+            else:
+                self.stages[number] = self._new(number)
+        self.lineage += 1
+        return {"stage": list(lost), "method": "checkpoint", "step": to.step, "from": before}
+
+    def _rebuild(self, decision: Rebuild) -> dict[str, Any]:
+        """From what the survivors had before any of this loss's rebuilds."""
+        number = decision.stage
+        stage = self.stages[number]
+        line: dict[str, Any] = {
+            "stage": number,
+            "method": decision.method,
+            "step": self.committed,
+            "fallback": decision.fallback,
+        }
+        match decision.method:
+            case "redundant":
+                pass  # the twin is equal
+            case "stage0-copy":
+                if not self.run.recovery.stage0_moments:
+                    stage.optimizer.load([("weights", stage.optimizer.weights.clone())], 0)
+            case "snapshot":
+                running = self.snapshots[number]
+                line["staleness"] = self.committed - running.held.staleness().mean
+                names = ("weights", "first_moment", "second_moment")
+                steps, stage.omega, stage.boosted_at = running.state
+                tensors = list(zip(names, running.held.tensors, strict=False))
+                stage.optimizer.load(tensors, steps if len(tensors) > 1 else 0)
+            case _:
+                self._guess(decision)
+        return line
+
+    def _guess(self, decision: Rebuild) -> None:
+        number, ablation = decision.stage, self.ablation
+        stage = self.stages[number]
+        sources = [
+            Trained(s.stage, self.stages[s.stage].optimizer.weights, self.stages[s.stage].omega)
+            for s in decision.sources
+        ]
+        kind = self.run.recovery.omega
+        weights, stage.omega = guess(number, decision.method, sources, kind)
+        if ablation.start == "random":
+            weights = self._new(number, self.run.seed + self.committed + 1).optimizer.weights
+        elif ablation.start == "copy":
+            weights = self.stages[number - 1 if number > 1 else 2].optimizer.weights
+        of = [self.stages[source.stage].optimizer for source in decision.sources]
+        state, steps = [("weights", weights.clone())], 0
+        if ablation.second_moment == "averaged":
+            moment = torch.stack([optimizer.second_moment for optimizer in of]).mean(dim=0)
+            steps = min(optimizer.steps for optimizer in of)
+            state += [("first_moment", torch.zeros_like(moment)), ("second_moment", moment)]
+        stage.optimizer.load(state, steps)
+        stage.boosted_at = self.committed
+
+    def _forget(self, lost: frozenset[int]) -> None:
+        """What the lost nodes held of others is gone, and what they were sending begins anew."""
+        for number in self.snapshots:
+            if holder_stage(number, self.config.stages) in lost:
+                self.snapshots[number] = self._new_snapshot(number)
+            elif number in lost:
+                self.snapshots[number].sent = self._new_snapshot(number).sent
+
+    # --- relearning
+
+    def _relearn(self, block: Sequence[int]) -> dict[str, Any]:
+        """As the daemon does it: measure, train on one piece at a time, keep the result or undo."""
+        recovery, ablation = self.run.recovery, self.ablation
+        lr = ablation.relearn_adam or recovery.relearn_lr
+        if ablation.relearn_young:
+            lr = relearning.peak(lr, self.committed)
+        pull = {"first": relearning.pull(block), "all": PULL, "none": 0.0}[ablation.relearn_pull]
+        bf16 = self.run.training.precision == "bf16"
+        learners = {}
+        for of in block:
+            stage = self.stages[of]
+            update: Update = Muon(stage.module, pull)
+            if ablation.relearn_adam:
+                update = Adam(stage.optimizer)
+            learners[of] = Learner(stage.module, lr, bf16, update)
+        pieces = self._pieces(block)
+        measured = [piece for piece in pieces if piece.step == pieces[-1].step]
+        before = self._residual(learners, measured)
+        guessed = {of: State.of(self.stages[of]) for of in block}
+        for of in block:
+            self.stages[of].optimizer.load([("weights", guessed[of].tensors["weights"])], 0)
+        passes = relearning.passes(recovery.relearn_passes, block)
+        updates = passes * len(pieces)
+        for done in range(updates):
+            a_pass, place = divmod(done, len(pieces))
+            if place == 0 and not ablation.relearn_in_order:
+                turns = shuffled(len(pieces), a_pass)
+            _, visited, x, y = pieces[place if ablation.relearn_in_order else turns[place]]
+            if not ablation.relearn_constant:
+                for learner in learners.values():
+                    learner.lr = rate(lr, done / updates)
+            relearning.learn([learners[of] for of in visited], x.float(), y.float())
+        after = self._residual(learners, measured)
+        undone = not (math.isfinite(after) and after <= before)
+        for of in block:
+            optimizer = self.stages[of].optimizer
+            optimizer.zero_gradient()
+            if not undone and not ablation.relearn_moments:
+                guessed[of].tensors["weights"].copy_(optimizer.weights)
+            if undone or not ablation.relearn_moments:
+                guessed[of].put(self.stages[of])
+        tokens = sum(x.shape[0] * x.shape[1] * len(visited) for _, visited, x, _ in pieces)
+        return {
+            "before": before,
+            "after": after,
+            "updates": updates,
+            "stage_tokens": passes * tokens,
+            "undone": undone,
+        }
+
+    def _residual(self, learners: Mapping[int, Learner], pieces: Iterable[Piece]) -> float:
+        """Over all of them, whichever run they belong to."""
+        chains: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
+        for _, visited, x, y in pieces:
+            chains.setdefault(visited, []).append((x, y))
+        error = norm = 0.0
+        for visited, pairs in chains.items():
+            wide = [(x.float(), y.float()) for x, y in pairs]
+            of_chain = math.fsum(relearning.squared_distance(y, x) for x, y in wide)
+            error += residual_error([learners[of] for of in visited], wide) * of_chain
+            norm += of_chain
+        return relearning.ratio(error, norm)
+
+    def _pieces(self, block: Sequence[int]) -> list[Piece]:
+        """Of the oldest step first. Both ends of a pair were kept by the nodes before and behind,
+        unless these are lost too, or came later."""
+        found = []
+        for step, crossed in self.boundary:
+            for visits, tensors in crossed:
+                route = (0, *visits, 0)
+                some = max(1, round(self.ablation.relearn_share * len(tensors[0])))
+                for run in runs(visits, block):
+                    if step <= max(self.since[route[run.start]], self.since[route[run.end + 1]]):
+                        continue
+                    found += [
+                        Piece(step, run.stages, tensors[run.start][part], tensors[run.end][part])
+                        for part in parts(some, self.run.recovery.relearn_samples)
+                    ]
+        return found
+
+
+def train(run: RunFile, corpus: Corpus) -> Iterator[float]:
+    """The losses of a run without failures, step by step."""
+    swarm = Swarm(run, corpus)
+    for _ in range(run.steps):
+        yield swarm.step()

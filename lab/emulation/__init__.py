@@ -1,0 +1,1 @@
+"""Live swarms behind emulated links."""

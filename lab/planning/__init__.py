@@ -1,0 +1,1 @@
+"""What to rent, and how to run it: `planaria plan`."""

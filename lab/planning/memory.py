@@ -1,0 +1,221 @@
+"""What a node of a stage has in memory, at most, by what it is for.
+
+Follows from the run file, the model's shape and the nodes of each stage. Activations are those that
+autograd keeps for the daemon's blocks (tests hold them against what torch allocates), the rest is
+what the daemon's own parts say that they keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from planaria.lab.simulator.swarm import (
+    STATE,
+    VALUE,
+    copy_bytes,
+    parameters,
+    snapshot_bytes,
+    values_sent,
+)
+from planaria.node.run_file import RunFile
+from planaria.node.stage.model import ModelConfig, parameter_shapes
+from planaria.node.state.twin import next_stage
+from planaria.node.wire.wire import encoded_size
+from planaria.recovery.snapshot import Layout, held_at
+
+TAKEN = torch.int64.itemsize
+"""Bytes for each row of a snapshot: the step that it is of."""
+HALF = torch.bfloat16.itemsize
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """On the device, and in the machine's memory. A node that computes on a CPU has both there."""
+
+    device: float = 0.0
+    host: float = 0.0
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(self.device + other.device, self.host + other.host)
+
+    @property
+    def both(self) -> float:
+        return self.device + self.host
+
+
+def needed(
+    run: RunFile, config: ModelConfig, stage: int, replicas: Sequence[int], saves: bool = False
+) -> dict[str, Bytes]:
+    """By what it is for; the sum is what a node of `stage` needs, but for the libraries' own.
+
+    `replicas`: nodes of stages 0, 1, .., L, equally fast: one that is faster than the others of its
+    stage gets more microbatches, and keeps more of what crosses. `saves`: the node is started with
+    --save-dir. Not in it: a joiner's or a rebuild's transfer, frames that wait for a link (16 MiB
+    each at most).
+    """
+    gradient = VALUE * parameters(config, stage)
+    spare = run.recovery.masking == "spare" and replicas[stage] > 1
+    under_way_here = under_way(run, config, stage, replicas) * (2 if spare else 1)
+    found = {
+        "model": Bytes(gradient + STATE * parameters(config, stage)),
+        "activations": Bytes(under_way_here * saved(run, config, stage)),
+        "working space": Bytes(working(run, config, stage)),
+    }
+    if replicas[stage] > 1:
+        found["averaging"] = Bytes(host=2 * gradient)
+        if run.recovery.masking != "abort":
+            found["masking"] = Bytes(2 * gradient if spare else gradient)
+    if run.recovery.masking != "abort":
+        frames = _frames_kept(run, config, stage, replicas)
+        if spare:
+            frames += _share(run, replicas[stage]) * sum(_crossing(run, config))
+        found["masking"] = found.get("masking", Bytes()) + Bytes(host=frames)
+    if run.recovery.relearn_passes and run.recovery.policy != "checkpoint":
+        found["boundary"] = Bytes(host=_boundary(run, config, _share(run, replicas[stage])))
+    found |= _policy(run, config, stage)
+    if saves:
+        found["saves"] = Bytes(host=_writes(run, config, stage, run.saves.writes))
+    return {name: size for name, size in found.items() if size.both}
+
+
+def whole(parts: Mapping[str, Bytes]) -> Bytes:
+    return sum(parts.values(), Bytes())
+
+
+# --- a step
+
+
+def _share(run: RunFile, replicas: int) -> int:
+    """Microbatches of a step that one of equal replicas computes, at most."""
+    return -(-run.training.microbatches // replicas)
+
+
+def under_way(run: RunFile, config: ModelConfig, stage: int, replicas: Sequence[int]) -> int:
+    """Microbatches whose activations a node holds at a time, at most: all that sources have out may
+    wait for their backward pass at one stage."""
+    out = replicas[0] * (run.training.in_flight or config.stages + 1)
+    return min(_share(run, replicas[stage]), -(-out // replicas[stage]))
+
+
+def saved(run: RunFile, config: ModelConfig, stage: int) -> int:
+    """Bytes from a microbatch's forward to its backward pass."""
+    row = VALUE * values_sent(run, config)
+    if stage == 0:  # tokens, and what was made of them
+        return row + run.training.microbatch * (config.context + 1) * torch.int64.itemsize
+    if run.training.recompute:
+        return row * (config.layers_per_stage + 1)
+    return config.layers_per_stage * _block(run, config) + row
+
+
+def _block(run: RunFile, config: ModelConfig) -> int:
+    """Bytes that autograd keeps of one block: inputs of norms and matrices, q, k, v, what attention
+    and the SwiGLU make of them. Under autocast, half as wide, and a cast of each matrix besides."""
+    tokens = run.training.microbatch * config.context
+    keys = config.kv_heads * config.head_dim
+    small = config.heads + 2
+    if run.training.precision == "float32":
+        return VALUE * tokens * (8 * config.dim + 2 * keys + 4 * config.hidden + small)
+    whole_width = VALUE * tokens * (4 * config.dim + small)
+    cast = HALF * _matrices(config) // config.layers_per_stage
+    return whole_width + HALF * tokens * (7 * config.dim + 2 * keys + 4 * config.hidden) + cast
+
+
+@cache
+def _matrices(config: ModelConfig) -> int:
+    """Values of a body stage's."""
+    return sum(shape.numel() for shape in parameter_shapes(config, 1) if len(shape) == 2)
+
+
+def working(run: RunFile, config: ModelConfig, stage: int) -> int:
+    """Bytes of a backward pass while it goes: gradients of what was saved, and of a matrix; with
+    recomputation a block's activations. At stage 0: of the head, and its loss.
+
+    Under autocast a matrix's gradient is there twice, half as wide and as float32: one is made of
+    the other. A processor without bfloat16 instructions computes it in float32, while the cast of
+    the matrix is still kept; others take less.
+    """
+    tokens, half = run.training.microbatch * config.context, run.training.precision == "bf16"
+    values = config.dim * (config.hidden if stage else config.vocabulary)
+    matrix = (VALUE + HALF if half else VALUE) * values
+    if stage == 0:
+        logits = VALUE * tokens * config.vocabulary
+        kept, cast = (logits // 2, HALF * values) if half else (logits, 0)
+        return max(3 * logits, kept + matrix) + cast + 4 * VALUE * tokens * config.dim
+    again = _block(run, config) if run.training.recompute else 0
+    return VALUE * tokens * (2 * config.hidden + config.dim) + matrix + again
+
+
+# --- for the day of a loss
+
+
+def _frames_kept(run: RunFile, config: ModelConfig, stage: int, replicas: Sequence[int]) -> int:
+    """What was sent in a step to stages with replicas (node/stage/pipeline.py): activations to the
+    next stage, gradients to the one before; with swapped orders to any."""
+    ring = config.stages + 1
+    swapped = run.recovery.policy == "checkfree+" and max(replicas) > 1
+    size = 0
+    for way, each in zip((1, -1), _crossing(run, config), strict=True):
+        if swapped or replicas[(stage + way) % ring] > 1:
+            size += each
+    return size * _share(run, replicas[stage])
+
+
+def _crossing(run: RunFile, config: ModelConfig) -> tuple[int, int]:
+    """Bytes of an activation and of a gradient, as they cross."""
+    values = values_sent(run, config)
+    codecs = run.wire.activations, run.wire.gradients
+    activation, gradient = (encoded_size(values, torch.float32, codec) for codec in codecs)
+    return activation, gradient
+
+
+def _boundary(run: RunFile, config: ModelConfig, microbatches: int) -> int:
+    """Both sides of what crossed (node/state/boundary.py): in two bytes a value at most of the last
+    steps, as it crossed of the step under way."""
+    values = values_sent(run, config)
+    crossed, _ = _crossing(run, config)
+    kept = min(crossed, HALF * values)
+    return 2 * microbatches * (run.recovery.relearn_steps * kept + crossed)
+
+
+def _policy(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]:
+    """What a node holds of others and for others: in node/state/, copies, twin and saves."""
+    policy, stages = run.recovery.policy, config.stages
+    if policy == "checkpoint":
+        writes = run.recovery.checkpoint_writes
+        return {"checkpoint": Bytes(host=_writes(run, config, stage, writes))}
+    if policy == "redundant":
+        of = next_stage(stage, stages)
+        gradient = VALUE * parameters(config, of)
+        widest = config.vocabulary if of == 0 else 3 * config.hidden
+        forward = VALUE * run.training.microbatch * config.context * widest
+        return {"redundant": Bytes(gradient + STATE * parameters(config, of) + forward, gradient)}
+    if policy == "snapshot":
+        fraction, rows = run.recovery.snapshot_fraction, _rows(config, stage)
+        update = fraction * snapshot_bytes(run, config, stage)
+        size = Bytes(VALUE * parameters(config, stage) + TAKEN * rows, update)
+        tensors = 3 if run.recovery.snapshot_moments else 1
+        for kind, of in held_at(stage, stages):
+            if kind == "snapshot":
+                held = VALUE * tensors * parameters(config, of) + TAKEN * _rows(config, of)
+                size += Bytes(host=held + fraction * snapshot_bytes(run, config, of))
+        return {"snapshot": size}
+    copies = Bytes(host=copy_bytes(run, config) if stage == 0 else 0)
+    if ("copy", 0) in held_at(stage, stages):  # with one that is arriving
+        copies += Bytes(host=2 * copy_bytes(run, config))
+    return {"copies": copies}
+
+
+@cache
+def _rows(config: ModelConfig, stage: int) -> int:
+    """Blocks of a snapshot."""
+    return Layout(parameter_shapes(config, stage)).blocks
+
+
+def _writes(run: RunFile, config: ModelConfig, stage: int, writes: str) -> int:
+    """Saves on their way to the disk."""
+    at_once = run.saves.in_flight if writes == "overlapped" else 1
+    return at_once * STATE * parameters(config, stage)

@@ -1,0 +1,462 @@
+"""`planaria plan`: what to rent, and how to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from planaria.node.cli import console, errors, refusing
+
+if TYPE_CHECKING:
+    from planaria.lab.planning.planner import Answer, Plan, Question
+    from planaria.lab.simulator.churn import Row
+    from planaria.lab.simulator.run import Outcome
+    from planaria.node.run_file import RunFile
+
+HOUR: Final = 3600.0
+RATES: Final = (0.0, 0.01, 0.02, 0.05, 0.1, 0.16, 0.25, 0.4)
+"""An hour, of the picture."""
+TOKENS_A_STEP: Final = 2**18
+"""About as many, of a preset whose batch isn't given."""
+
+
+def plan(
+    run_file: Annotated[
+        Path | None, typer.Argument(metavar="RUN.toml", help="What is to be trained.")
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Instead of a run file: tiny, .., small, medium, large.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples a step.")] = None,
+    tokens: Annotated[
+        float | None, typer.Option(help="To train on. Default: the run file's steps.")
+    ] = None,
+    vocabulary: Annotated[int, typer.Option(help="If the run file names none.")] = 50_257,
+    nodes: Annotated[int | None, typer.Option(min=2, help="That are to be had.")] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(help="Of GPU, as a100 or rtx4090; 40 % of its peak is sustained."),
+    ] = None,
+    tflops: Annotated[
+        float | None, typer.Option(help="TFLOP/s that a node sustains in the model.")
+    ] = None,
+    memory: Annotated[float | None, typer.Option(help="GB of a node's device.")] = None,
+    host_memory: Annotated[
+        float | None, typer.Option(help="GB of a node's machine. Default: enough.")
+    ] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option(help="GB/s that a node's device moves in its memory.")
+    ] = None,
+    cpu: Annotated[
+        bool, typer.Option("--cpu", help="Nodes compute on CPUs: both memories are one.")
+    ] = False,
+    price: Annotated[float, typer.Option(min=0, help="Of a node, an hour.")] = 0.0,
+    site: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME[:NODES]", help="Repeatable: where nodes are; links by --table."),
+    ] = None,
+    table: Annotated[
+        Path | None,
+        typer.Option(metavar="CSV", help="Links between sites. Default: twelve cloud sites."),
+    ] = None,
+    delay: Annotated[float, typer.Option(help="Without --site: of all links, ms one way.")] = 40.0,
+    mbps: Annotated[float, typer.Option(help="Without --site: of all links, Mbit/s.")] = 100.0,
+    uplink: Annotated[
+        float | None, typer.Option(help="Mbit/s that a site's nodes together send to others.")
+    ] = None,
+    probe: Annotated[
+        Path | None,
+        typer.Option(metavar="JSON", help="Nodes and links as measured, instead of all these."),
+    ] = None,
+    hourly: Annotated[
+        float, typer.Option(help="Probability that a node is lost within an hour: 0.1 is 10 %.")
+    ] = 0.0,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CSV", help="A spot trace (milliseconds, add or remove, node), to be replayed."
+        ),
+    ] = None,
+    replacement: Annotated[
+        float, typer.Option(help="Seconds until a machine is there in a lost one's place.")
+    ] = 120.0,
+    start: Annotated[
+        float, typer.Option(help="Seconds until the node on a machine asks to join.")
+    ] = 30.0,
+    storage: Annotated[float, typer.Option(help="Mbit/s to the folder of checkpoints.")] = 1000.0,
+    deadline: Annotated[
+        float | None, typer.Option(help="Hours: the cheapest plan that meets it.")
+    ] = None,
+    budget: Annotated[float | None, typer.Option(help="Money: the fastest plan within it.")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Repeatable: choose among these. Default: all.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="PLAN.toml", help="Gets the plan as a run file.")
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="PNG", help="Gets time and cost by failure rate and policy."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Which stages, replicas and policy for these nodes, and what it will take and cost."""
+    import math
+
+    from planaria.lab.emulation.links import LinkError
+    from planaria.lab.planning.machines import Hardware, probed, told
+    from planaria.lab.planning.planner import PlanError, Question, answer
+    from planaria.lab.simulator.churn import read_trace
+    from planaria.lab.simulator.swarm import SwarmError
+    from planaria.node.run_file import RunFileError, dumps
+
+    with refusing(RunFileError, LinkError, SwarmError, PlanError, OSError, ValueError):
+        run, wanted = _asked(run_file, preset, batch, tokens, vocabulary)
+        rows = read_trace(trace) if trace else ()
+        if rows:
+            mean, rate = figures(rows)
+            hourly, nodes = hourly or rate, nodes or max(2, round(mean))
+        hardware = Hardware(nodes, kind, tflops, memory, host_memory, bandwidth, price, cpu)
+        if probe is not None:
+            machines, network = probed(probe, hardware)
+        else:
+            machines, network = told(hardware, site or [], table, delay, mbps, uplink)
+        question = Question(
+            run=run,
+            vocabulary=run.model.vocabulary or vocabulary,
+            machines=machines,
+            network=network,
+            tokens=wanted,
+            hourly=hourly,
+            replacement=replacement,
+            start=start,
+            storage_mbps=storage,
+            deadline=math.inf if deadline is None else deadline,
+            budget=math.inf if budget is None else budget,
+            policies=_policies(policy),
+        )
+        found = answer(question)
+        replayed = replay(question, rows) if rows else {}
+        if plot is not None:
+            draw(question, plot)
+        if out is not None:
+            out.write_text(dumps(found.best.run), encoding="utf-8")
+    if as_json:
+        console.print_json(data=as_data(found, replayed))
+        return
+    _print_plan(question, found)
+    _print_others(found)
+    if replayed:
+        _print_replayed(replayed)
+    if out is not None:
+        said = f"{out}: planaria up {out}, or planaria bootstrap --run {out} ..."
+        console.print(said, soft_wrap=True, markup=False, emoji=False)
+
+
+# --- what is asked
+
+
+def _asked(
+    run_file: Path | None,
+    preset: str | None,
+    batch: int | None,
+    tokens: float | None,
+    vocabulary: int,
+) -> tuple[RunFile, float]:
+    """What is trained, and on how many tokens. Raises RunFileError, PlanError, ValueError."""
+    from planaria.lab.planning.planner import PlanError
+    from planaria.node.run_file import RunFile, load, override
+    from planaria.node.stage.model import PRESETS, model_config
+
+    if (run_file is None) == (preset is None):
+        raise PlanError("give a run file or else a --preset: that is what is planned for")
+    if run_file is not None:
+        run = override(load(run_file), training__batch=batch)
+    else:
+        assert preset is not None
+        if preset not in PRESETS:
+            raise PlanError(f"there is no preset {preset}; there are {', '.join(sorted(PRESETS))}")
+        size = batch or max(1, TOKENS_A_STEP // PRESETS[preset].context)
+        run = override(
+            RunFile(),
+            model__preset=preset,
+            training__batch=size,
+            training__microbatch=1,
+            training__precision="bf16",
+            wire__activations="bf16",
+            wire__gradients="bf16",
+        )
+        if tokens is None:
+            raise PlanError("a preset says nothing of how much to train: give --tokens")
+    config = model_config(run.model, run.model.vocabulary or vocabulary)
+    return run, tokens or float(run.steps * run.training.batch * config.context)
+
+
+def _policies(names: list[str] | None) -> Any:
+    """Raises PlanError."""
+    from planaria.lab.planning.planner import POLICIES, PlanError
+
+    if unknown := set(names or ()) - {*POLICIES}:
+        raise PlanError(f"--policy {min(unknown)}: there are {', '.join(POLICIES)}")
+    return tuple(names) if names else POLICIES
+
+
+# --- traces
+
+
+def figures(rows: Iterable[Row]) -> tuple[float, float]:
+    """Nodes on average, and the probability that one is lost within an hour, of a trace."""
+    import math
+
+    nodes, seconds, lost, there, last = 0.0, 0.0, 0, 0, 0.0
+    for row in rows:
+        nodes += there * (row.time - last)
+        seconds += row.time - last
+        last = row.time
+        there += 1 if row.added else -1
+        lost += not row.added
+    if not nodes:
+        return float(there), 0.0
+    return nodes / seconds, -math.expm1(-lost * HOUR / nodes)
+
+
+def replay(question: Question, rows: tuple[Row, ...]) -> dict[str, tuple[Plan, Outcome]]:
+    """By policy: its best plan, simulated on the trace from its first row to its last. Raises
+    PlanError."""
+    from dataclasses import replace
+
+    from rich.progress import track
+
+    from planaria.lab.planning.planner import PlanError, answer
+    from planaria.lab.simulator.churn import Churn
+    from planaria.lab.simulator.run import simulate_run
+    from planaria.node.run_file import override
+
+    found: dict[str, tuple[Plan, Outcome]] = {}
+    for policy in track(question.policies, "policies", console=errors, transient=True):
+        try:
+            best = answer(replace(question, policies=(policy,))).best
+        except PlanError:
+            continue  # the answer to the question itself says why
+        run = override(best.run, steps=max(best.run.steps, 10**7))
+        churn = Churn(trace=rows, start=question.start)
+        swarm = replace(best.swarm, run=run)
+        found[policy] = best, simulate_run(swarm, churn, limit=rows[-1].time - rows[0].time)
+    return found
+
+
+# --- what is printed
+
+
+def as_data(found: Answer, replayed: Mapping[str, tuple[Plan, Outcome]]) -> dict[str, Any]:
+    """For machines. Seconds, bytes; null: never."""
+    data: dict[str, Any] = {
+        "plan": plan_data(found.best),
+        "others": [{**plan_data(plan), "why": why} for plan, why in found.others],
+        "refused": list(found.refused),
+    }
+    if replayed:
+        data["trace"] = {name: replay_data(*one) for name, one in replayed.items()}
+    return data
+
+
+def plan_data(plan: Plan) -> dict[str, Any]:
+    import math
+
+    def figure(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    training, recovery = plan.run.training, plan.run.recovery
+    return {
+        "stages": len(plan.counts),
+        "replicas": list(plan.counts),
+        "policy": plan.policy,
+        "checkpoint_every": recovery.checkpoint_every if plan.policy == "checkpoint" else None,
+        "microbatch": training.microbatch,
+        "microbatches": training.microbatches,
+        "in_flight": plan.swarm.in_flight,
+        "recompute": training.recompute,
+        "steps": plan.run.steps,
+        "step_seconds": plan.estimate.step,
+        "usual_step_seconds": plan.estimate.usual,
+        "tokens_per_second": plan.tokens_per_second,
+        "seconds": figure(plan.seconds),
+        "money": figure(plan.money),
+        "spent": {name: figure(seconds) for name, seconds in plan.estimate.spent.items()},
+        "lost_nodes": figure(plan.estimate.lost_nodes),
+        "lost_stages": figure(plan.estimate.lost_stages),
+        "memory": [{"device": of.device, "host": of.host} for of in plan.memory()],
+        "nodes": [[machine.name for machine in of] for of in plan.nodes],
+    }
+
+
+def replay_data(plan: Plan, outcome: Outcome) -> dict[str, Any]:
+    batch = plan.run.training.batch * plan.swarm.config.context
+    return {
+        "replicas": list(plan.counts),
+        "steps": outcome.steps,
+        "iterations": outcome.iterations,
+        "seconds": outcome.seconds,
+        "tokens_per_second": outcome.steps * batch / outcome.seconds,
+        "goodput": outcome.steps / outcome.seconds,
+        "losses": len(outcome.losses),
+        "masked": sum(loss.masked for loss in outcome.losses),
+        "rebuilt": sum(len(loss.rebuilt) for loss in outcome.losses),
+        "behind": behind(plan, outcome),
+        "training": outcome.kept / outcome.seconds,
+        "node_hours": outcome.node_seconds / HOUR,
+        "money": outcome.node_seconds / HOUR * plan.nodes[0][0].price,
+        "stopped": outcome.stopped,
+    }
+
+
+def behind(plan: Plan, outcome: Outcome) -> float:
+    """Steps that the rebuilt stages cost in learning, by LEARNING of estimate.py."""
+    from planaria.lab.planning.estimate import LEARNING, lesson
+
+    cost = LEARNING[lesson(plan.run)]
+    guessed = sum(not one.exact for loss in outcome.losses for one in loss.rebuilt)
+    return min(cost.behind * guessed, cost.most * outcome.steps)
+
+
+def _print_plan(question: Question, found: Answer) -> None:
+    from rich.table import Table
+
+    from planaria.lab.planning.planner import described
+    from planaria.lab.simulator.step import simulate_step
+
+    plan = found.best
+    training = plan.run.training
+    sheet = Table(title="The plan", show_header=False)
+    sheet.add_row("stages x replicas", f"{described(plan)}: {sum(plan.counts)} nodes")
+    sheet.add_row(
+        "microbatches", f"{training.microbatches}, samples in each: {training.microbatch}"
+    )
+    sheet.add_row("in flight", f"{plan.swarm.in_flight} a source")
+    sheet.add_row("recomputation", "yes" if training.recompute else "no")
+    simulated = simulate_step(plan.swarm, steps=2).seconds
+    sheet.add_row("a step", f"{plan.estimate.step:.3g} s (simulated: {simulated:.3g} s)")
+    sheet.add_row("tokens a second", f"{plan.tokens_per_second:,.0f}, while no node is missing")
+    target = f"{question.tokens:,.0f} tokens, {plan.run.steps:,} steps"
+    sheet.add_row("time", f"{_duration(plan.seconds)} to {target}")
+    if plan.price:
+        sheet.add_row("money", f"{plan.money:,.2f} at {plan.price:,.2f} an hour")
+    for name, seconds in plan.estimate.spent.items():
+        if seconds >= 0.0005 * plan.seconds:
+            sheet.add_row(f"  {name}", f"{seconds / plan.seconds:.1%} of the time")
+    sheet.add_row(
+        "losses",
+        f"{plan.estimate.lost_nodes:,.1f} nodes, {plan.estimate.lost_stages:,.2f} whole stages",
+    )
+    for stage, (of, need) in enumerate(zip(plan.nodes, plan.memory(), strict=True)):
+        places = ", ".join(dict.fromkeys(machine.site for machine in of))
+        memory = f"{need.device / 1e9:,.2f} GB on the device, {need.host / 1e9:,.2f} GB beside it"
+        sheet.add_row(f"stage {stage}", f"{len(of)} at {places}; a node needs {memory}")
+    console.print(sheet)
+
+
+def _print_others(found: Answer) -> None:
+    from rich.table import Table
+
+    from planaria.lab.planning.planner import described
+
+    sheet = Table(title="What loses, and why")
+    for column in ("plan", "a step", "time", "money", "why"):
+        sheet.add_column(column, justify="left" if column in ("plan", "why") else "right")
+    for plan, why in found.others:
+        money = f"{plan.money:,.2f}" if plan.price else "-"
+        sheet.add_row(
+            described(plan), f"{plan.estimate.step:.3g} s", _duration(plan.seconds), money, why
+        )
+    console.print(sheet)
+    for line in found.refused[:3]:
+        console.print(f"doesn't fit: {line}", soft_wrap=True, markup=False, emoji=False)
+    if len(found.refused) > 3:
+        console.print(f"nor do {len(found.refused) - 3} more")
+
+
+def _print_replayed(replayed: Mapping[str, tuple[Plan, Outcome]]) -> None:
+    from rich.table import Table
+
+    from planaria.lab.planning.planner import described
+
+    sheet = Table(title="On the trace, simulated")
+    for column in ("plan", "steps", "tokens/s", "training", "losses", "stages", "behind", "money"):
+        sheet.add_column(column, justify="left" if column == "plan" else "right")
+    for plan, outcome in replayed.values():
+        data = replay_data(plan, outcome)
+        sheet.add_row(
+            described(plan),
+            f"{data['steps']:,}",
+            f"{data['tokens_per_second']:,.0f}",
+            f"{data['training']:.1%}",
+            f"{data['losses']:,}",
+            f"{data['rebuilt']:,}",
+            f"{data['behind']:,.0f}",
+            f"{data['money']:,.2f}",
+        )
+    console.print(sheet)
+    for name, (_, outcome) in replayed.items():
+        if outcome.steps == 0 or not outcome.stopped.endswith("are over"):
+            console.print(f"{name} stopped after {outcome.steps:,} steps: {outcome.stopped}")
+
+
+def _duration(seconds: float) -> str:
+    import math
+
+    if seconds < HOUR:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / HOUR:,.1f} h" if math.isfinite(seconds) else "never"
+
+
+def draw(question: Question, path: Path) -> None:
+    """Time of the fastest and money of the cheapest plan of each policy, by failure rate. Raises
+    OSError."""
+    import math
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drawn = curves(question)
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2))
+    for policy, points in drawn.items():
+        rates = [100 * rate for rate, _, _ in points]
+        for column, axis in enumerate(axes, 1):
+            values = [point[column] for point in points]
+            known = [value if math.isfinite(value) else math.nan for value in values]
+            axis.plot(rates, known, marker=".", label=policy)
+    for axis, label in zip(axes, ("hours, the fastest plan", "money, the cheapest"), strict=True):
+        axis.set_xlabel("nodes lost, % an hour")
+        axis.set_ylabel(label)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def curves(question: Question) -> dict[str, list[tuple[float, float, float]]]:
+    """By policy: probability an hour, hours of its fastest plan, money of its cheapest."""
+    from dataclasses import replace
+
+    from rich.progress import track
+
+    from planaria.lab.planning.planner import Plan, candidates
+
+    found: dict[str, list[tuple[float, float, float]]] = {}
+    rates = sorted({*RATES, question.hourly})
+    for rate in track(rates, "failure rates", console=errors, transient=True):
+        plans = [p for p in candidates(replace(question, hourly=rate)) if isinstance(p, Plan)]
+        for policy in question.policies:
+            of = [plan for plan in plans if plan.policy == policy]
+            if of:
+                fastest = min(plan.seconds for plan in of) / HOUR
+                cheapest = min(plan.money for plan in of)
+                found.setdefault(policy, []).append((rate, fastest, cheapest))
+    return found

@@ -1,0 +1,1 @@
+"""SCAR's experiments on convex problems."""

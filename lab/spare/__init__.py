@@ -1,0 +1,1 @@
+"""SPARe: what masking losses endures and costs."""

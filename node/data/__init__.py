@@ -1,0 +1,1 @@
+"""Text to tokens, tokens to samples, samples to the windows of steps."""

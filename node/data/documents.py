@@ -1,0 +1,162 @@
+"""Documents, one after the other, from text files, JSONL, Parquet, folders and `datasets`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from planaria.node.data.corpus import CorpusError
+
+TEXT_SUFFIXES = (".txt", ".text")
+JSONL_SUFFIXES = (".jsonl", ".ndjson")
+PARQUET_SUFFIXES = (".parquet",)
+SUFFIXES = TEXT_SUFFIXES + JSONL_SUFFIXES + PARQUET_SUFFIXES
+
+CHAPTER = re.compile(r"(?=\s*(CHAPTER\b|Chapter\s+(\d+|[IVXLCDM]+)\b))")
+LINES_PER_DOCUMENT = 200
+LINES_AT_MOST = 2000
+
+
+def documents(
+    source: str, text_field: str = "text", separator: re.Pattern[str] | None = None
+) -> Iterator[str]:
+    """The documents of a file, of a folder's files in the order of their paths, or of a dataset
+    `hf:NAME[:CONFIG][@SPLIT]`; none of them blank. Memory holds one at a time. Raises CorpusError.
+
+    `text_field` names the text of a record; `separator` is for text files, see lines_to_documents.
+    """
+    if source.startswith("hf:"):
+        texts = _from_records(_dataset_records(source), text_field)
+        yield from (text for text in texts if text.strip())
+        return
+    for file in _files(Path(source)):
+        try:
+            for text in _file_documents(file, text_field, separator):
+                if text.strip():
+                    yield text
+        except UnicodeDecodeError as error:
+            raise CorpusError(
+                f"{file} is not UTF-8 (byte {error.object[error.start]:#04x}): convert it first"
+            ) from error
+        except (OSError, pyarrow.ArrowException) as error:
+            raise CorpusError(f"can't read {file}: {error}") from error
+
+
+def lines_to_documents(
+    lines: Iterable[str], separator: re.Pattern[str] | None = None
+) -> Iterator[str]:
+    """Cut a text into documents at its lines.
+
+    A line whose beginning matches `separator` begins a document; what matched is left out (so a
+    lookahead keeps it: `(?=Act )`). Without a separator, documents begin at chapter headings; as
+    long as there was none, at the first blank line after LINES_PER_DOCUMENT lines.
+    """
+    document: list[str] = []
+    headings = False
+    for line in lines:
+        match = (separator or CHAPTER).match(line)
+        headings = headings or match is not None
+        full = len(document) >= LINES_PER_DOCUMENT and not line.strip()
+        full = (full and not headings) or len(document) >= LINES_AT_MOST
+        if match is not None or (full and separator is None):
+            yield "".join(document).strip("\n")
+            document = []
+        document.append(line[match.end() :] if match else line)
+    yield "".join(document).strip("\n")
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        files = sorted(f for f in path.rglob("*") if f.suffix.lower() in SUFFIXES and f.is_file())
+        if not files:
+            raise CorpusError(f"the folder {path} has no file that ends in {', '.join(SUFFIXES)}")
+        return files
+    if not path.exists():
+        raise CorpusError(
+            f"there is no file or folder {path}: check the path, or write hf:{path} for a dataset"
+        )
+    if path.suffix.lower() not in SUFFIXES:
+        raise CorpusError(f"{path} does not end in {', '.join(SUFFIXES)}: rename or convert it")
+    return [path]
+
+
+def _file_documents(
+    file: Path, text_field: str, separator: re.Pattern[str] | None
+) -> Iterator[str]:
+    suffix = file.suffix.lower()
+    if suffix in TEXT_SUFFIXES:
+        with file.open(encoding="utf-8-sig") as lines:
+            yield from lines_to_documents(lines, separator)
+    elif suffix in JSONL_SUFFIXES:
+        yield from _from_records(_jsonl_records(file), text_field)
+    else:
+        yield from _from_records(_parquet_records(file, text_field), text_field)
+
+
+# A record comes with the words that say where it was.
+Record = tuple[str, Any]
+
+
+def _from_records(records: Iterable[Record], text_field: str) -> Iterator[str]:
+    for place, record in records:
+        if not isinstance(record, dict) or text_field not in record:
+            fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+            raise CorpusError(
+                f"{place} has no field {text_field!r} but {fields}: name one with --text-field"
+            )
+        text = record[text_field]
+        if not isinstance(text, str):
+            raise CorpusError(f"{place}: {text_field!r} is no text but {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise CorpusError(
+                f"{place}: {text_field!r} is not valid Unicode, half a surrogate pair at "
+                f"character {error.start}"
+            ) from error
+        yield text
+
+
+def _jsonl_records(file: Path) -> Iterator[Record]:
+    with file.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                yield f"{file}, line {number}", json.loads(line)
+            except json.JSONDecodeError as error:
+                raise CorpusError(f"{file}, line {number} is not JSON: {error}") from error
+
+
+def _parquet_records(file: Path, text_field: str) -> Iterator[Record]:
+    with pyarrow.parquet.ParquetFile(file) as table:
+        names = table.schema_arrow.names
+        columns = [text_field] if text_field in names else names
+        row = 0
+        for batch in table.iter_batches(batch_size=256, columns=columns):
+            for record in batch.to_pylist():
+                row += 1
+                yield f"{file}, row {row}", record
+
+
+def _dataset_records(source: str) -> Iterator[Record]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise CorpusError(
+            f"{source} needs the datasets library: pip install 'planaria[datasets]'"
+        ) from error
+    name, _, split = source.removeprefix("hf:").partition("@")
+    name, _, config = name.partition(":")
+    try:
+        rows = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
+        for number, row in enumerate(rows):
+            yield f"{source}, row {number}", row
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise CorpusError(f"can't read the dataset {source}: {error}") from error

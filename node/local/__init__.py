@@ -1,0 +1,1 @@
+"""A whole swarm as processes of this machine: `planaria up`."""

@@ -1,0 +1,542 @@
+"""`planaria up`: a whole swarm on this machine, as processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
+from planaria.bootstrap.journal import Journal, JournalError
+from planaria.bootstrap.registry_pb2 import Description, View
+from planaria.node.local.processes import GRACE, Ended, Processes, describe_status
+from planaria.node.local.processes import tail as end_of
+from planaria.node.report.event_log import EventLog, Tail
+from planaria.node.report.events import Exited, Killed, Started, SwarmEnding
+from planaria.node.report.ledger import MERGED, Audit, Ledger, LedgerError, Line, check, merge
+from planaria.node.report.live_view import Screen, Story
+from planaria.node.report.summary import draw_loss, summarize, tell
+from planaria.node.resolve import registry_rules
+from planaria.node.run_file import RunFile, dumps, load
+
+RUN_FILE, PLAN, ADDRESS, JOURNAL = "run.toml", "up.json", "registry.address", "registry.journal"
+SAVING_GRACE = 30.0
+"""Seconds that nodes with saves have to end after SIGTERM."""
+POLL = 0.02
+"""Seconds between two looks at event logs, ledgers and processes."""
+DESCRIBE = 0.25
+"""Seconds between two questions to the registry, for the page."""
+REGISTRY_START = 60.0
+"""Seconds that the registry has to listen."""
+LAST_NODES = 60.0
+"""Seconds that nodes, replacements too, have to get the last state once the run is finished."""
+PATIENCE = 5
+"""How often `swarm.progress` may go by without a committed step."""
+MOST_RESTARTS = 3
+"""How often a slot's process may end by itself."""
+
+NOTHING = Audit(expected=0, duplicates=0, missing=0, extra=0, steps=0, superseded=0)
+
+
+class SwarmError(Exception):
+    """The swarm can't be started or can't go on; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL for every node of a stage, or for one replica of it, while `step` is under way."""
+
+    stage: int
+    replica: int | None
+    step: int
+
+    def slots(self, replicas: int) -> list[str]:
+        found = range(replicas) if self.replica is None else [self.replica]
+        return [f"{self.stage}.{replica}" for replica in found]
+
+
+def parse_kill(text: str, run: RunFile) -> Kill:
+    """STAGE@STEP or STAGE.REPLICA@STEP, for a resolved run. Raises SwarmError."""
+    place, _, step = text.partition("@")
+    stage, dot, replica = place.partition(".")
+    figures = [stage, step, *([replica] if dot else [])]
+    if not all(figure.isascii() and figure.isdigit() for figure in figures):
+        raise SwarmError(
+            f"--kill {text}: write STAGE@STEP or STAGE.REPLICA@STEP, as in --kill 2@15 or "
+            "--kill 3.1@25"
+        )
+    kill = Kill(int(stage), int(replica) if dot else None, int(step))
+    stages, replicas = run.model.stages or 0, run.swarm.replicas
+    _within(text, "stage", kill.stage, 0, stages)
+    _within(text, "replica", kill.replica or 0, 0, replicas - 1)
+    _within(text, "step", kill.step, 1, run.steps)
+    return kill
+
+
+def _within(kill: str, what: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise SwarmError(f"--kill {kill}: there is no {what} {value}, choose {low} to {high}")
+
+
+class Ending(NamedTuple):
+    status: int
+    reason: str  # empty: the run is finished
+
+
+class Home(NamedTuple):
+    """Where a process listens, when it has a network of its own."""
+
+    host: str  # address in that network
+    namespace: Path  # the network, as in /proc/PID/ns/net
+
+
+class Plan(NamedTuple):
+    """What to train, and where."""
+
+    run: RunFile  # resolved
+    out: Path
+    save_dir: Path | None  # for nodes' saves
+    device: str
+    homes: Mapping[str, Home] = {}  # slot -> home: of all, and `up` runs where it reaches them
+
+
+async def up(plan: Plan, kills: Sequence[Kill], console: Console, resume: bool = False) -> int:
+    """Train a resolved run (see `resolve`) with a swarm of processes; the folder `out` gets what it
+    came to. With `resume` it goes on from what the run has saved. Returns the exit status: 0 only
+    if every step is committed, the audit is all zero and replicas are identical. Raises SwarmError
+    when it can't be started."""
+    run, out = plan.run, plan.out
+    if resume:
+        empty_registry(plan)
+    else:
+        claim(plan)
+        write_plan(plan)
+    stop = stop_signals()
+    with Screen(console, run.steps) as screen:
+        swarm = _Swarm(plan, kills, screen)
+        try:
+            ending = await swarm.train(stop)
+        except SwarmError as error:
+            ending = Ending(1, str(error))
+        finally:
+            await swarm.end()
+    return _wrap_up(run, out, console, ending)
+
+
+def claim(plan: Plan) -> None:
+    """Make the folder for a run. Raises SwarmError when it, or the one for saves, is taken."""
+    out, save_dir = plan.out, plan.save_dir
+    if save_dir is not None and any(save_dir.glob("*/stage-*/step-*")):
+        raise SwarmError(
+            f"{save_dir} holds saves of a run already: go on with that run by --resume {save_dir}, "
+            "or choose another --save-dir"
+        )
+    for name in ("summary.json", MERGED, "logs"):
+        if (out / name).exists():
+            raise SwarmError(
+                f"{out} holds a run already ({name}): choose another folder with --out, or remove "
+                "this one"
+            )
+    try:
+        (out / "logs").mkdir(parents=True)
+    except OSError as error:
+        raise SwarmError(f"can't make the folder {out}: {error.strerror}") from error
+
+
+def write_plan(plan: Plan) -> None:
+    """What `--resume` needs, in the run's folder and beside the saves. Raises SwarmError."""
+    (plan.out / RUN_FILE).write_text(dumps(plan.run), encoding="utf-8")
+    folders = [plan.out]
+    if plan.save_dir is not None:
+        folders.append(plan.save_dir)
+    saves = None if plan.save_dir is None else str(plan.save_dir.absolute())
+    fields = {"out": str(plan.out.absolute()), "save_dir": saves, "device": plan.device}
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / PLAN).write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise SwarmError(f"can't write in {folder}: {error.strerror}") from error
+
+
+def read_plan(folder: Path) -> Plan:
+    """Of the run that wrote `folder`, or whose saves are there. Raises SwarmError."""
+    try:
+        fields = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+        out, saves, device = Path(fields["out"]), fields["save_dir"], str(fields["device"])
+        run = load(out / RUN_FILE)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SwarmError(
+            f"nothing can be resumed from {folder}: {PLAN} there, or the run file that it names, "
+            f"can't be read ({error}). Name the folder that `planaria up` wrote (--out), or its "
+            "--save-dir"
+        ) from error
+    plan = Plan(run, out, None if saves is None else Path(saves), device)
+    if saves is None and not run.recovery.checkpoint_dir:
+        raise SwarmError(
+            f"nothing can be resumed from {folder}: the run was started without --save-dir, and "
+            "its policy writes no checkpoints"
+        )
+    return plan
+
+
+def empty_registry(plan: Plan) -> None:
+    """All the processes are gone: nobody is to wait for them. Views go on counting, so that what
+    is trained from now on counts more than what was not saved. Raises SwarmError."""
+    text = dumps(plan.run)
+    rules = registry_rules(plan.run, text)
+    try:
+        with Journal(plan.out / "logs" / JOURNAL, rules.run, text) as journal:
+            last = journal.view or View(run=rules.run)
+            journal.append(
+                View(
+                    run=rules.run,
+                    number=last.number + 1,
+                    reason="the run is resumed",
+                    committed=last.committed,
+                    lineage=last.lineage,
+                )
+            )
+        (plan.out / ADDRESS).unlink(missing_ok=True)
+    except JournalError as error:
+        raise SwarmError(f"the run can't be resumed: {error}") from error
+
+
+def stop_signals() -> asyncio.Future[int]:
+    """Done with the number of the first signal that asks this process to end. Ctrl-C and hangup
+    don't ask who was started to ignore them, in the background of a script or by nohup."""
+    loop = asyncio.get_running_loop()
+    stop: asyncio.Future[int] = loop.create_future()
+
+    def asked(number: int) -> None:
+        if not stop.done():
+            stop.set_result(number)
+
+    heeded = [n for n in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    for number in (signal.SIGTERM, *heeded):
+        loop.add_signal_handler(number, asked, number)
+    return stop
+
+
+class _Swarm:
+    """The processes, what they tell, and the kills that are still to come."""
+
+    def __init__(self, plan: Plan, kills: Sequence[Kill], screen: Screen) -> None:
+        self.run, self.kills, self.screen = plan.run, list(kills), screen
+        self.device, self.save_dir, self.homes = plan.device, plan.save_dir, plan.homes
+        self.out, run = plan.out.absolute(), plan.run
+        self.logs = self.out / "logs"
+        self.stages, self.replicas = run.model.stages or 0, run.swarm.replicas
+        nodes = (self.stages + 1) * self.replicas
+        self.threads = max(1, len(os.sched_getaffinity(0)) // nodes)
+        environment = {"OMP_NUM_THREADS": str(self.threads)}
+        self.processes = Processes(
+            self.logs, environment, ["planaria.node.serve", "planaria.bootstrap.service"]
+        )
+        self.events = EventLog(self.logs, "up")
+        self.story = Story(run.steps)
+        self.tails: dict[Path, Tail] = {}
+        for path in self.logs.glob("*.jsonl"):  # of the run that goes on
+            tail = self.tails[path] = Tail(path)
+            tail.skip()
+        self.restarts: Counter[str] = Counter()
+        self.address = ""  # of the registry
+        self.description: Description | None = None
+        self.describing: asyncio.Task[None] | None = None
+        self.client: RegistryClient | None = None
+
+    # --- the run
+
+    async def train(self, stop: asyncio.Future[int]) -> Ending:
+        """Returns when the run is over one way or the other. Raises SwarmError."""
+        self.screen.say(f"starting; logs are in {self.logs}")
+        self._start("registry")
+        self.address = await self._registry_address(stop)
+        if not stop.done():
+            self._start_nodes()
+        progressed, committed, kept = time.monotonic(), 0, False
+        patience = PATIENCE * self.run.swarm.progress
+        while not stop.done():
+            self._read()
+            self._kill_what_is_due()
+            if self.story.finished is not None:
+                await self._last_nodes(stop)
+                return Ending(0, "")
+            self._replace_ended()
+            self.screen.show(self.story, self.description, self.stages)
+            if self.story.committed > committed:
+                progressed, committed = time.monotonic(), self.story.committed
+            if self.story.stopped is not None:
+                if not self.screen.interactive:
+                    return Ending(1, self.story.stopped["reason"])
+                if not kept:
+                    self.screen.say("the nodes keep their weights; Ctrl-C ends them")
+                kept = True
+            elif time.monotonic() - progressed > patience:
+                raise SwarmError(
+                    f"no step was committed for {patience:.0f} s (step {committed} was the last); "
+                    f"{self._awaited()}. The logs are in {self.logs}"
+                )
+            await _pause(stop, POLL)
+        if kept:
+            return Ending(1, f"the run was stopped: {(self.story.stopped or {})['reason']}")
+        name = signal.Signals(stop.result()).name
+        saved = (
+            "" if self.save_dir is None else f"; planaria up --resume {self.out} goes on from there"
+        )
+        reason = f"ended by {name} at step {self.story.committed}{saved}"
+        return Ending(128 + stop.result(), reason)
+
+    async def end(self) -> None:
+        """End every process, and hear what they said last."""
+        self.events.write(SwarmEnding())
+        if self.describing is not None:
+            self.describing.cancel()
+        try:
+            await self.processes.stop(GRACE if self.save_dir is None else SAVING_GRACE)
+        finally:
+            self.processes.kill_all()
+        if self.client is not None:
+            await self.client.close()
+        self.events.close()
+
+    async def _registry_address(self, stop: asyncio.Future[int]) -> str:
+        """Where the registry listens, once it does."""
+        file = self.out / ADDRESS
+        deadline = time.monotonic() + REGISTRY_START
+        while not file.exists() and not stop.done():
+            for ended in self.processes.ended():
+                raise SwarmError(self._failure(ended))
+            if time.monotonic() > deadline:
+                log = self.processes.log("registry")
+                raise SwarmError(
+                    f"the registry doesn't listen after {REGISTRY_START:.0f} s; its log {log} ends:"
+                    f"\n{end_of(log)}"
+                )
+            await _pause(stop, POLL)
+        return "" if stop.done() else file.read_text().strip()
+
+    def _start_nodes(self) -> None:
+        self.client = RegistryClient([self.address])
+        self.describing = asyncio.get_running_loop().create_task(self._describe())
+        for replica in range(self.replicas):
+            for stage in range(self.stages + 1):
+                self._start(f"{stage}.{replica}")
+
+    async def _describe(self) -> None:
+        assert self.client is not None
+        while True:
+            with suppress(RegistryUnreachable, JoinRefused):  # the page shows the last answer
+                self.description = await self.client.describe(deadline=1.0)
+            await asyncio.sleep(DESCRIBE)
+
+    def _awaited(self) -> str:
+        reports = [one.report for one in self.description.members] if self.description else []
+        messages = {report.message for report in reports if report.message}
+        return "; ".join(sorted(messages)) or "no node says what it waits for"
+
+    async def _last_nodes(self, stop: asyncio.Future[int]) -> None:
+        """Let every node get the state of the last step: the swarm ends whole, and a replacement
+        that was slow to start shows that it heals."""
+        deadline = time.monotonic() + LAST_NODES
+        while not stop.done():
+            self._read()
+            self.screen.show(self.story, self.description, self.stages)
+            for ended in self.processes.ended():
+                self.screen.say(self._failure(ended))
+            behind = [
+                slot
+                for slot, pid in self.processes.running().items()
+                if slot != "registry"
+                and self.story.holds.get(self.story.node_of(pid)) != self.run.steps
+            ]
+            if not behind:
+                return
+            if time.monotonic() > deadline:
+                names = ", ".join(f"node-{slot}" for slot in behind)
+                self.screen.say(f"not waiting any longer for {names} to get the last state")
+                return
+            await _pause(stop, POLL)
+
+    # --- what they tell
+
+    def _read(self) -> None:
+        for path in self.logs.glob("*.jsonl"):
+            if path not in self.tails:
+                self.tails[path] = Tail(path)
+        lines = [line for tail in self.tails.values() for line in tail.lines() if "time" in line]
+        for line in sorted(lines, key=lambda line: float(line["time"])):
+            if "kind" in line:
+                self._say(self.story.hear(line))
+            else:
+                self.story.record(line)
+
+    def _say(self, sentence: str | None) -> None:
+        if sentence is not None:
+            self.screen.say(sentence)
+
+    # --- processes
+
+    def _start(self, slot: str) -> None:
+        try:
+            home = self.homes.get(slot)
+            namespace = home.namespace if home else None
+            pid = self.processes.start(slot, self._command(slot), namespace)
+        except OSError as error:
+            raise SwarmError(f"can't start a process for {slot}: {error}") from error
+        self.events.write(Started(slot=slot, pid=pid))
+
+    def _command(self, slot: str) -> list[str]:
+        home = self.homes.get(slot)
+        host, plain = (home.host, ["--insecure"]) if home else ("127.0.0.1", [])
+        if slot == "registry":
+            return [
+                *("bootstrap", "--run", str(self.out / RUN_FILE), *plain),
+                *("--listen", self.address or f"{host}:0"),
+                *("--address-file", str(self.out / ADDRESS)),
+                *("--journal", str(self.logs / JOURNAL)),
+            ]
+        saves = [] if self.save_dir is None else ["--save-dir", str(self.save_dir / slot)]
+        return [
+            *("node", "--join", self.address, "--stage", slot.partition(".")[0]),
+            *("--listen", f"{host}:0", *plain, "--device", self.device),
+            *("--out", str(self.logs), "--threads", str(self.threads), *saves),
+        ]
+
+    def _kill_what_is_due(self) -> None:
+        due = [kill for kill in self.kills if self._under_way(kill.step)]
+        for kill in due:
+            self.kills.remove(kill)
+            if self.story.finished is not None:
+                self.screen.say(f"too late to kill at step {kill.step}: the run is over")
+                continue
+            self._carry_out(kill)
+
+    def _under_way(self, step: int) -> bool:
+        if step > 1:
+            return self.story.committed >= step - 1
+        # A driver begins as soon as it is named and everybody has built a stage.
+        running = [pid for slot, pid in self.processes.running().items() if slot != "registry"]
+        return (
+            self.description is not None
+            and bool(self.description.view.driver)
+            and all(self.story.node_of(pid) in self.story.serving for pid in running)
+        )
+
+    def _carry_out(self, kill: Kill) -> None:
+        slots = kill.slots(self.replicas)
+        for slot in slots:
+            now = time.time()
+            pid = self.processes.kill(slot)
+            if pid is not None:
+                victim = self._victim(slot, pid)
+                self.events.write(Killed(slot=slot, pid=pid, step=kill.step, **victim), now)
+        for slot in slots:
+            self._start(slot)
+
+    def _victim(self, slot: str, pid: int) -> dict[str, Any]:
+        stage = slot.partition(".")[0]
+        left = sum(other.startswith(f"{stage}.") for other in self.processes.running())
+        return {"node": self.story.node_of(pid), "stage": int(stage), "left": left}
+
+    def _replace_ended(self) -> None:
+        for ended in self.processes.ended():
+            slot = ended.slot
+            log = self.processes.log(slot)
+            exited = Exited(
+                slot=slot,
+                pid=ended.pid,
+                node=None,
+                log=str(log),
+                how=describe_status(ended.status),
+            )
+            if slot != "registry":
+                exited = replace(exited, **self._victim(slot, ended.pid))
+            self.events.write(exited)
+            self._read()
+            self.restarts[slot] += 1
+            if self.restarts[slot] > MOST_RESTARTS:
+                raise SwarmError(self._failure(ended))
+            self.screen.say(f"the log {log} ends:\n{end_of(log, 4)}")
+            self._start(slot)
+
+    def _failure(self, ended: Ended) -> str:
+        who = "the registry" if ended.slot == "registry" else f"node-{ended.slot}"
+        log = self.processes.log(ended.slot)
+        often = f", {self.restarts[ended.slot]} times by now" if self.restarts[ended.slot] else ""
+        return f"{who} {describe_status(ended.status)}{often}; its log {log} ends:\n{end_of(log)}"
+
+
+async def _pause(stop: asyncio.Future[int], seconds: float) -> None:
+    await asyncio.wait([stop], timeout=seconds)
+
+
+# --- what it came to
+
+
+def _wrap_up(run: RunFile, out: Path, console: Console, ending: Ending) -> int:
+    """Write the merged files, the summary and the picture; tell the essence. Returns the status."""
+    problems = [ending.reason] if ending.reason else []
+    events = list(read_events(out / "logs"))
+    with (out / "events.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(event) + "\n" for event in events)
+    lines, audit = _merge_ledgers(out, problems)
+    summary = summarize(run, lines, audit, events)
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    draw_loss(run, lines, events, out / "loss.png")
+    if not ending.reason:
+        problems += shortcomings(run, summary)
+    for sentence in tell(summary):
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+    written = ", ".join(sorted(path.name for path in out.iterdir()))
+    console.print(f"{out} has {written}", markup=False, highlight=False, soft_wrap=True)
+    for problem in problems:
+        console.print("error:", style="bold red", end=" ")
+        console.print(problem, markup=False, highlight=False, soft_wrap=True)
+    return ending.status or (1 if problems else 0)
+
+
+def read_events(logs: Path) -> Iterator[dict[str, Any]]:
+    """All the events in a folder, sorted by time."""
+    events = [event for path in logs.glob("events-*.jsonl") for event in Tail(path).lines()]
+    yield from sorted(events, key=lambda event: float(event["time"]))
+
+
+def _merge_ledgers(out: Path, problems: list[str]) -> tuple[list[Line], Audit]:
+    paths = sorted(path for path in (out / "logs").glob("ledger-*.jsonl") if path.stat().st_size)
+    if not paths:
+        return [], NOTHING
+    try:
+        merged = merge(paths)
+        audit = check(merged)
+    except LedgerError as error:
+        problems.append(str(error))
+        return [], NOTHING
+    (out / MERGED).unlink(missing_ok=True)  # of the first part of a run that went on
+    with Ledger(out / MERGED, merged.header) as ledger:
+        for line in merged.lines:
+            ledger.append(line)
+    return merged.lines, audit
+
+
+def shortcomings(run: RunFile, summary: dict[str, Any]) -> list[str]:
+    """Why a finished run is no success, in sentences."""
+    found = []
+    if summary["steps"] != run.steps:
+        found.append(f"{summary['steps']} of {run.steps} steps are in the ledger")
+    audit = {k: v for k, v in summary["audit"].items() if k != "expected" and v}
+    if audit:
+        found.append(f"the audit found samples that should not be so: {audit}")
+    if not summary["replicas_identical"]:
+        found.append("the replicas of a stage are not identical; don't trust these weights")
+    return found

@@ -1,0 +1,1 @@
+"""What a run tells of itself: events, ledger, summary, and the views of them."""

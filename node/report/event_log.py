@@ -1,0 +1,66 @@
+"""A node's event log: one JSON object a line, flushed as it happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from planaria.node.report import events
+
+
+class EventLog:
+    """Without a directory nothing is kept."""
+
+    def __init__(self, directory: Path | None, node: str) -> None:
+        self.node = node
+        self._file: TextIO | None = None
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            path = directory / f"events-{node}.jsonl"
+            _drop_half_line(path)
+            self._file = path.open("a", encoding="utf-8")
+
+    def write(self, event: events.Event, at: float | None = None) -> None:
+        """`at`: when it happened, in Unix seconds; None: now."""
+        if self._file is not None:
+            written = events.line(event, self.node, time.time() if at is None else at)
+            self._file.write(json.dumps(written) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class Tail:
+    """What has been added to a file of JSON lines since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._position = 0
+
+    def skip(self) -> None:
+        """What is there now is old."""
+        self._position = self.path.stat().st_size
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Complete lines only: the last one may still be on its way."""
+        with self.path.open("rb") as file:
+            file.seek(self._position)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._position += len(line)
+                yield json.loads(line)
+
+
+def _drop_half_line(path: Path) -> None:
+    """What a process that was killed while it wrote has left at the end."""
+    if path.exists():
+        content = path.read_bytes()
+        os.truncate(path, content.rfind(b"\n") + 1)

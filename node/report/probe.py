@@ -1,0 +1,88 @@
+"""`planaria probe`: what the nodes of a swarm are, and how fast their links."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from rich.table import Table
+
+from planaria.bootstrap.client import RegistryClient
+from planaria.bootstrap.registry_pb2 import Description
+
+LOOK: Final = 0.5  # seconds between two looks
+
+
+class ProbeError(Exception):
+    """Nothing can be measured; the message says what to do."""
+
+
+async def probe(client: RegistryClient, wait: float, say: Callable[[str], None]) -> dict[str, Any]:
+    """`{"nodes": [..], "links": [..]}`, ready for JSON: nodes with `node`, `stage` (None: a
+    standby), `device`, `memory` (bytes), `tflops` (of a float32 matrix product); links with `a`,
+    which sends, `b`, `rtt_ms`, `mbps`. Nodes have `wait` seconds; `say` hears of those that haven't
+    measured by then, whose links are left out.
+
+    Raises ProbeError when there is no node, and what the client raises.
+    """
+    asked = await client.measure()
+    if not asked.nodes:
+        raise ProbeError("no node is connected to the registry: start some with planaria node")
+    deadline = asyncio.get_running_loop().time() + wait
+    while True:
+        description = await client.describe()
+        late = [m.member.node for m in description.members if m.report.measured < asked.number]
+        if not late:
+            break
+        if asyncio.get_running_loop().time() >= deadline:
+            say(f"after {wait:g} s nothing is measured by {', '.join(late)}")
+            break
+        await asyncio.sleep(LOOK)
+    return found(description, asked.number)
+
+
+def found(description: Description, number: int) -> dict[str, Any]:
+    """Of the measurement of that number, and later ones."""
+    members = {m.member.node for m in description.members}
+    return {
+        "nodes": [
+            {
+                "node": m.member.node,
+                "stage": None if m.member.spare else m.member.stage,
+                "device": m.member.device,
+                "memory": m.report.memory,
+                "tflops": m.member.speed / 1e3,
+            }
+            for m in description.members
+        ],
+        "links": [
+            {
+                "a": m.member.node,
+                "b": link.peer,
+                "rtt_ms": round(link.rtt_ms, 3),
+                "mbps": round(link.mbps, 3),
+            }
+            for m in description.members
+            if m.report.measured >= number
+            for link in m.report.links
+            if link.peer in members
+        ],
+    }
+
+
+def table(probed: dict[str, Any]) -> Iterator[Table]:
+    nodes = Table(title="Nodes")
+    for column in ("node", "stage", "device", "memory, GiB", "TFLOP/s"):
+        nodes.add_column(column, justify="left" if column in ("node", "device") else "right")
+    for node in probed["nodes"]:
+        stage = "standby" if node["stage"] is None else str(node["stage"])
+        memory, speed = f"{node['memory'] / 2**30:.1f}", f"{node['tflops']:.3f}"
+        nodes.add_row(node["node"], stage, node["device"], memory, speed)
+    yield nodes
+    links = Table(title="Links")
+    for column in ("from", "to", "round trip, ms", "Mbit/s"):
+        links.add_column(column, justify="left" if column in ("from", "to") else "right")
+    for link in probed["links"]:
+        links.add_row(link["a"], link["b"], f"{link['rtt_ms']:.1f}", f"{link['mbps']:.0f}")
+    yield links

@@ -1,0 +1,156 @@
+"""`planaria status`: what the registry knows, for people or as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from google.protobuf.json_format import MessageToJson
+from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
+from rich.live import Live
+from rich.markup import escape
+from rich.rule import Rule
+from rich.table import Column, Table
+from rich.text import Text
+
+from planaria.bootstrap.client import RegistryClient, RegistryUnreachable
+from planaria.bootstrap.registry_pb2 import Description, MemberDescription
+from planaria.node.report.live_view import progress, stage_table, state, styled
+from planaria.node.run_file import RunFile, RunFileError, loads
+
+PATIENCE = 5.0
+"""Seconds to wait for the registry's answer."""
+REFRESH = 1.0
+"""Seconds between two looks with --watch."""
+DECISIONS_SHOWN = 10
+
+
+async def status(client: RegistryClient, console: Console, watch: bool, as_json: bool) -> None:
+    """Until Ctrl-C with `watch`, else once. Raises RegistryUnreachable, when watching only if
+    the first look fails, and JoinRefused."""
+    description = await client.describe(PATIENCE)
+    if not watch:
+        if as_json:
+            console.out(as_text(description), highlight=False)
+        else:
+            console.print(page(description))
+        return
+    with Live(page(description), console=console, auto_refresh=False, screen=False) as live:
+        while True:
+            await asyncio.sleep(REFRESH)
+            try:
+                description = await client.describe(PATIENCE)
+                live.update(page(description), refresh=True)
+            except RegistryUnreachable as error:
+                stale = Text(f"as last heard; {error}", style="bold red")
+                live.update(Group(page(description), stale), refresh=True)
+
+
+def as_text(description: Description) -> str:
+    """The Describe message as JSON, with the names of the .proto file."""
+    return MessageToJson(
+        description, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+
+
+def page(description: Description) -> RenderableType:
+    view = description.view
+    reports = [one.report for one in description.members]
+    # A run that has gone back to files stands at an older step, of a newer lineage.
+    newest = max(reports, key=lambda report: (report.lineage, report.committed), default=None)
+    run = _run_file(description)
+    told = (newest.lineage, newest.committed) if newest else (0, 0)
+    _, committed = max(told, (view.lineage, view.committed))
+    stages = max([one.member.stage for one in description.members], default=0)
+    if run is not None and run.model.stages is not None:
+        stages = run.model.stages
+    parts: list[RenderableType] = [_head(description)]
+    if run is not None:
+        loss = newest.loss if newest and newest.committed else None
+        rate = max((report.tokens_per_second for report in reports), default=0.0)
+        parts += [progress(committed, run.steps, loss, rate)]
+    parts += [Rule(style="dim"), stage_table(description, stages)]
+    parts += [Rule(style="dim"), _members(description), Rule("decisions", style="dim")]
+    parts += [
+        Text(decision, no_wrap=True, overflow="ellipsis")
+        for decision in description.decisions[-DECISIONS_SHOWN:]
+    ]
+    return Group(*parts)
+
+
+def _run_file(description: Description) -> RunFile | None:
+    try:
+        return loads(description.run_file)
+    except RunFileError:
+        return None  # of a newer planaria; the rest of the page says enough
+
+
+def _head(description: Description) -> RenderableType:
+    view = description.view
+    grid = Table.grid(padding=(0, 2))
+    rows = [
+        ("run", f"[bold]{escape(description.run)}[/], registry up {_span(description.uptime)}"),
+        ("view", f"{view.number}: {escape(view.reason)}"),
+        ("driver", escape(view.driver) or "none yet"),
+    ]
+    for name, text in rows:
+        grid.add_row(Text(name, style="dim"), text)
+    for message, members in _news(description).items():
+        grid.add_row(Text("news", style="dim"), _told_by(message, members, view.driver))
+    return grid
+
+
+def _news(description: Description) -> dict[str, list[MemberDescription]]:
+    """Messages, with those who say so."""
+    news: dict[str, list[MemberDescription]] = {}
+    for one in description.members:
+        if one.report.message:
+            news.setdefault(one.report.message, []).append(one)
+    return dict(sorted(news.items()))
+
+
+def _told_by(message: str, members: Sequence[MemberDescription], driver: str) -> Text:
+    """The driver tells how the run goes, all of them tell that it is stopped; else a node speaks
+    when something is wrong with it."""
+    if any(one.report.stopped for one in members):
+        return Text(message, style="bold red")
+    if any(one.member.node == driver for one in members):
+        return Text(message, style=styled(message).style)
+    who = ", ".join(f"{one.member.node} of stage {one.member.stage}" for one in members)
+    return Text(f"{who}: {message}", style="bold red")
+
+
+def _members(description: Description) -> Table:
+    table = Table(
+        Column("stage", justify="right", no_wrap=True),
+        Column("node", no_wrap=True),
+        Column("state", no_wrap=True),
+        *(Column(name, justify="right", no_wrap=True) for name in ("step", "silence", "in", "out")),
+        "address, device",
+        box=None,
+        header_style="bold",
+        pad_edge=False,
+    )
+    by_stage = sorted(
+        description.members, key=lambda m: (m.member.spare, m.member.stage, m.member.joined)
+    )
+    for one in by_stage:
+        member, report = one.member, one.report
+        table.add_row(
+            "spare" if member.spare else str(member.stage),
+            escape(member.node),
+            state([one]),
+            str(report.committed),
+            f"{one.since_renewal:.1f} s",
+            decimal(report.bytes_in, separator="").removesuffix("ytes"),
+            decimal(report.bytes_out, separator="").removesuffix("ytes"),
+            escape(f"{member.address or 'dials out'}, {member.device} on {member.host}"),
+        )
+    return table
+
+
+def _span(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

@@ -1,0 +1,349 @@
+"""LLaMA, cut into stages.
+
+Stage 0 holds both ends of the model: token embedding, final norm and LM head. Body stages 1..L hold
+the same number of transformer blocks each, under the same names. Weights map one to one to Hugging
+Face's `LlamaForCausalLM`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import xxhash
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from planaria.node.run_file import ModelSection
+
+StateDict = dict[str, Tensor]
+
+
+class Preset(NamedTuple):
+    dim: int
+    heads: int
+    layers: int
+    stages: int
+    context: int
+    learning_rate: float
+
+
+PRESETS = {
+    "tiny": Preset(64, 4, 4, 4, 64, 1e-3),
+    "mini": Preset(128, 4, 8, 4, 128, 1e-3),
+    "midi": Preset(256, 8, 8, 4, 256, 6e-4),
+    # CheckFree, Table 4. It gives neither vocabulary nor hidden width: with the width of LLaMA's
+    # rule the parameters it counts (124M, 500M, 1.5B) take vocabularies of 81k, 94k and 65k; with
+    # GPT-2's 50,257 they are 92M, 411M and 1.44B.
+    "small": Preset(512, 8, 12, 4, 512, 6e-4),
+    "medium": Preset(1024, 16, 24, 6, 1024, 3e-4),
+    "large": Preset(2048, 16, 24, 6, 4096, 3e-4),
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of the whole model. Raises ValueError if it can't be built."""
+
+    vocabulary: int
+    dim: int
+    heads: int
+    kv_heads: int
+    layers: int  # blocks in the whole model
+    stages: int  # body stages, L
+    context: int  # tokens a sample
+    hidden: int  # width of the SwiGLU
+    rope_theta: float
+    norm_eps: float
+    learning_rate: float  # peak
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value <= 0:
+                raise ValueError(f"model: {name} = {value} must be greater than 0")
+        for whole, part in (("layers", "stages"), ("dim", "heads"), ("heads", "kv_heads")):
+            a, b = getattr(self, whole), getattr(self, part)
+            if a % b:
+                raise ValueError(f"model: {whole} = {a} must be a multiple of {part} = {b}")
+        if self.head_dim % 2:
+            raise ValueError(
+                f"model: dim / heads = {self.head_dim} must be even: RoPE turns pairs of features"
+            )
+
+    @property
+    def layers_per_stage(self) -> int:
+        return self.layers // self.stages
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+
+def model_config(section: ModelSection, vocabulary: int) -> ModelConfig:
+    """The preset with the section's overrides, for data with `vocabulary` token ids.
+
+    What follows from an overridden figure follows it: `layers` keeps the preset's layers a stage,
+    `kv_heads` the number of heads, `hidden` is 8/3 dim rounded up to 256s (LLaMA's rule).
+    Raises ValueError.
+    """
+    if section.preset not in PRESETS:
+        raise ValueError(
+            f"model: no preset {section.preset!r}; there are {', '.join(sorted(PRESETS))}"
+        )
+    if section.vocabulary is not None and section.vocabulary < vocabulary:
+        raise ValueError(
+            f"model: vocabulary = {section.vocabulary} is less than the {vocabulary} of the data"
+        )
+    preset = PRESETS[section.preset]
+    dim = section.dim or preset.dim
+    heads = section.heads or preset.heads
+    stages = section.stages or preset.stages
+    return ModelConfig(
+        vocabulary=section.vocabulary or vocabulary,
+        dim=dim,
+        heads=heads,
+        kv_heads=section.kv_heads or heads,
+        layers=section.layers or stages * (preset.layers // preset.stages),
+        stages=stages,
+        context=section.context or preset.context,
+        hidden=section.hidden or -(-8 * dim // (3 * 256)) * 256,
+        rope_theta=section.rope_theta,
+        norm_eps=1e-5,
+        learning_rate=preset.learning_rate,
+    )
+
+
+def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, float32 [context, head_dim] on the CPU; feature i is paired with
+    i + head_dim / 2."""
+    with torch.device("cpu"):
+        halves = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+        positions = torch.arange(config.context).float()
+        angles = torch.outer(positions, config.rope_theta**-halves).repeat(1, 2)
+        return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE (arXiv 2104.09864): x [B, heads, T, head_dim], tables [T, head_dim]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim, self.grouped = config.head_dim, config.kv_heads < config.heads
+        kv_dim = config.kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
+        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        def heads(projected: Tensor) -> Tensor:  # [B, T, n * head_dim] -> [B, n, T, head_dim]
+            return projected.view(*projected.shape[:2], -1, self.head_dim).transpose(1, 2)
+
+        q = rotate(heads(self.q_proj(x)), cos, sin)
+        k = rotate(heads(self.k_proj(x)), cos, sin)
+        v = heads(self.v_proj(x))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        out: Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
+        return out
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.dim, config.hidden, bias=False)
+        self.up_proj = nn.Linear(config.dim, config.hidden, bias=False)
+        self.down_proj = nn.Linear(config.hidden, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.mlp = SwiGLU(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class BodyStage(nn.Module):
+    """Blocks of one body stage. All body stages have the same names and shapes."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers_per_stage))
+        self.recompute = False  # drop the blocks' activations and compute them again in backward
+        cos, sin = rope_tables(config)
+        self.cos = nn.Buffer(cos, persistent=False)
+        self.sin = nn.Buffer(sin, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Float [B, T, dim] to the same, T at most the context. Raises ValueError."""
+        length = x.shape[1]
+        if length > len(self.cos):
+            raise ValueError(f"{length} tokens don't fit in the context of {len(self.cos)}")
+        cos, sin = self.cos[:length], self.sin[:length]
+        for block in self.layers:
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, cos, sin, use_reentrant=False)
+            else:
+                x = block(x, cos, sin)
+        return x
+
+
+class EmbeddingStage(nn.Module):
+    """Stage 0: where a microbatch starts and where its loss is."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        weights = torch.empty(config.vocabulary, config.dim)
+        self.embed_tokens = nn.Embedding(config.vocabulary, config.dim, _weight=weights)
+        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.lm_head = nn.Linear(config.dim, config.vocabulary, bias=False)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """int64 [B, T] to float [B, T, dim]."""
+        return F.embedding(tokens, self.embed_tokens.weight)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Float [B, T, dim] to [B, T, vocabulary]."""
+        return F.linear(self.norm(x), self.lm_head.weight)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Sum of the tokens' losses in nats, float32 scalar; x [B, T, dim], targets int64 [B, T].
+
+        A sum, so that microbatches of any size add up to the window's.
+        """
+        logits = self.logits(x).float().flatten(0, 1)
+        return F.cross_entropy(logits, targets.flatten(), reduction="sum")
+
+
+Stage = EmbeddingStage | BodyStage
+
+
+def parameter_shapes(config: ModelConfig, stage: int) -> list[torch.Size]:
+    """Of the stage's parameters, in their order; nothing is computed."""
+    with torch.device("meta"):  # arithmetic there would load torch's compiler, which takes seconds
+        return [parameter.shape for parameter in _stage(config, stage).parameters()]
+
+
+def _stage(config: ModelConfig, stage: int) -> Stage:
+    """Its weights are nothing yet."""
+    return EmbeddingStage(config) if stage == 0 else BodyStage(config)
+
+
+def build_stage(config: ModelConfig, stage: int, seed: int) -> Stage:
+    """A stage on the CPU in float32; its initial weights follow from (seed, stage, layer).
+
+    Normal(0, 0.02), the two projections into the residual stream by 1/sqrt(2 layers) smaller
+    (GPT-2, section 2.3). Every replica makes the same ones; the global random state is neither
+    used nor changed. Raises ValueError for a stage that isn't there.
+    """
+    if not 0 <= stage <= config.stages:
+        raise ValueError(f"no stage {stage}: the model has stages 0 to {config.stages}")
+    with torch.random.fork_rng(devices=[]):  # torch's own layers draw initial weights of theirs
+        module = _stage(config, stage)
+    parts = module.layers if isinstance(module, BodyStage) else [module]
+    for layer, part in enumerate(parts):
+        key = struct.pack("<QQQ", seed, stage, layer)
+        generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(key))
+        for name, parameter in part.named_parameters():
+            if parameter.dim() == 1:  # the weight of a norm, which starts at one
+                continue
+            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            std = 0.02 / (2 * config.layers) ** 0.5 if residual else 0.02
+            # float32 normals differ from one instruction set to the next; float64 ones, rounded,
+            # agree but for rare last bits
+            drawn = torch.empty(parameter.shape, dtype=torch.float64)
+            parameter.data.copy_(drawn.normal_(0, std, generator=generator))
+    return module
+
+
+def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
+    """Arguments of `transformers.LlamaConfig`."""
+    return {
+        "vocab_size": config.vocabulary,
+        "hidden_size": config.dim,
+        "intermediate_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "max_position_embeddings": config.context,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
+
+
+def _layout(config: ModelConfig) -> dict[str, tuple[int, str, torch.Size]]:
+    """Hugging Face's name of each tensor -> stage, name in the stage, shape."""
+    with torch.device("meta"):
+        ends, body = EmbeddingStage(config).state_dict(), BodyStage(config).state_dict()
+    layout = {}
+    for name, tensor in ends.items():
+        full = name if name.startswith("lm_head.") else f"model.{name}"
+        layout[full] = (0, name, tensor.shape)
+    for layer in range(config.layers):
+        stage, local = divmod(layer, config.layers_per_stage)
+        for name, tensor in body.items():
+            if name.startswith(f"layers.{local}."):
+                full = name.replace(f"layers.{local}.", f"model.layers.{layer}.", 1)
+                layout[full] = (stage + 1, name, tensor.shape)
+    return layout
+
+
+def _check(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    wrong = [f"{name} is missing" for name in sorted(shapes.keys() - tensors.keys())]
+    wrong += [f"{name} is not part of it" for name in sorted(tensors.keys() - shapes.keys())]
+    wrong += [
+        f"{name} has shape {list(tensors[name].shape)} instead of {list(shape)}"
+        for name, shape in shapes.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    if wrong:
+        more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        raise ValueError(f"these tensors aren't this model's: {'; '.join(wrong[:4])}{more}")
+
+
+def to_hugging_face(stages: Mapping[int, Mapping[str, Tensor]], config: ModelConfig) -> StateDict:
+    """The stages' state dicts as one for `LlamaForCausalLM`; tensors are shared, not copied.
+
+    Raises ValueError for missing and unexpected tensors and for wrong shapes.
+    """
+    layout = _layout(config)
+    names = {(stage, name): full for full, (stage, name, _) in layout.items()}
+    tensors = {
+        names.get((stage, name), f"{name} of stage {stage}"): tensor
+        for stage, state in stages.items()
+        for name, tensor in state.items()
+    }
+    _check(tensors, {full: shape for full, (_, _, shape) in layout.items()})
+    return tensors
+
+
+def from_hugging_face(
+    state_dict: Mapping[str, Tensor], config: ModelConfig
+) -> dict[int, StateDict]:
+    """The inverse of `to_hugging_face`."""
+    layout = _layout(config)
+    _check(state_dict, {full: shape for full, (_, _, shape) in layout.items()})
+    stages: dict[int, StateDict] = {stage: {} for stage in range(config.stages + 1)}
+    for full, (stage, name, _) in layout.items():
+        stages[stage][name] = state_dict[full]
+    return stages

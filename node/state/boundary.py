@@ -1,0 +1,469 @@
+"""Boundary tensors: what crossed from stage to stage in the last committed steps.
+
+Sender and receiver both keep them, in host memory: whichever stage is lost, the nodes around it
+have what went in and what came out. Who rebuilds the stage fetches them to relearn. A few steps of
+them, since more tokens teach more than more passes over the same ones do.
+
+While a step runs, keeping is but to hold on to frames that exist anyway. Once it is committed, what
+takes more than two bytes a value is narrowed to bf16, when the compute thread has nothing to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+import torch
+
+from planaria.node.state.transfer import InComputeThread
+from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.wire import Descriptor, Frame, Payload, WireError, decode, encode
+from planaria.recovery.orders import runs
+
+log = logging.getLogger(__name__)
+
+BATCH: Final = 16  # frames sent at a request
+LOST_LIMIT: Final = 4096  # stages that a request may name
+PIECE: Final = 1 << 20  # bytes narrowed at a time
+REASON_LIMIT: Final = 200  # characters of what a neighbour says
+
+Side = Literal["sent", "received"]
+
+
+# Keeping
+
+
+class Crossing(NamedTuple):
+    """A microbatch's way from the visit before `position` to the one there."""
+
+    microbatch: int
+    position: int  # on its route
+    side: Side  # of this node
+
+
+class Kept(NamedTuple):
+    """A tensor as it crossed, or narrowed."""
+
+    stages: Sequence[int]  # of the route
+    descriptors: list[Descriptor]
+    payload: Payload
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(descriptor.size for descriptor in self.descriptors)
+
+    @property
+    def narrow(self) -> bool:
+        return all(map(_is_narrow, self.descriptors))
+
+    def narrowed(self) -> Kept:
+        if self.narrow:
+            return self
+        descriptors, payload = encode(decode(self.descriptors, self.payload), "bf16")
+        return Kept(self.stages, descriptors, payload)
+
+
+def _narrowed(kept: Sequence[Kept]) -> list[Kept]:
+    return [one.narrowed() for one in kept]
+
+
+def _is_narrow(descriptor: Descriptor) -> bool:
+    return descriptor.size <= 2 * descriptor.values
+
+
+@dataclass
+class _Step:
+    """What is kept of one attempt at a step. Filled in the compute thread, then only read."""
+
+    ballot: tuple[int, int]
+    step: int
+    kept: dict[Crossing, Kept] = field(default_factory=dict)
+    size: int = 0
+
+    def add(self, crossing: Crossing, kept: Kept) -> None:
+        before = self.kept.get(crossing)
+        self.kept[crossing] = kept
+        self.size += kept.size - (before.size if before else 0)
+
+
+class BoundaryKeeper:
+    """What this node sent and received in the running attempt, and in the last committed steps.
+
+    Those steps are consecutive and of one history: none that the run has gone back behind, none
+    from before a gap. All but `keep` belongs to the event loop. A commit is only decided when all
+    of the step has been computed, so nothing is added to a step that has been committed.
+    """
+
+    def __init__(self, when_idle: InComputeThread, steps: int) -> None:
+        """`when_idle` runs work in the compute thread that nobody waits for; at most `steps`
+        committed ones are kept."""
+        self._when_idle = when_idle
+        self._attempt = _Step(NEVER, 0)
+        self._committed: deque[_Step] = deque(maxlen=steps)
+        self._at = (0, 0)  # lineage and number of the newest committed step
+        self._narrowings = 0
+        self.critical_seconds = 0.0  # spent by `keep`, in the compute thread
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._attempt.size + sum(step.size for step in self._committed)
+
+    def start(self, ballot: Ballot, step: int) -> None:
+        """An attempt at training `step`: what an older one has left is dropped."""
+        self._attempt = _Step(ballot, step)
+
+    def commit(self, step: int, lineage: int) -> None:
+        """The attempt's tensors are now the last committed step's. If it was not at `step`, there
+        are none. `lineage`: how often the run has gone back to files."""
+        attempt, self._attempt = self._attempt, _Step(NEVER, 0)
+        self.stand_at(step - 1, lineage)
+        self._at = lineage, step
+        if attempt.step == step:
+            self._committed.append(attempt)
+        else:
+            self._committed.clear()
+
+    def stand_at(self, step: int, lineage: int) -> None:
+        """This node's state is of that step: what leads to another one is dropped."""
+        if self._at != (lineage, step):
+            self._committed.clear()
+            self._at = lineage, step
+
+    def drop(self) -> None:
+        """The attempt has failed."""
+        self._attempt = _Step(NEVER, 0)
+
+    async def narrow(self) -> None:
+        """After a commit: bring what is kept down to bf16, until the next commit does so."""
+        self._narrowings += 1
+        this = self._narrowings
+        wide = [
+            (step, crossing, kept)
+            for step in reversed(self._committed)  # the oldest come last, and so are taken first
+            for crossing, kept in step.kept.items()
+            if not kept.narrow
+        ]
+        while wide and this == self._narrowings:
+            piece: list[tuple[_Step, Crossing, Kept]] = []
+            while wide and sum(kept.size for _, _, kept in piece) < PIECE:
+                piece.append(wide.pop())
+            narrowed = await self._when_idle(partial(_narrowed, [kept for _, _, kept in piece]))
+            for (step, crossing, _), kept in zip(piece, narrowed, strict=True):
+                step.add(crossing, kept)
+
+    def keep(
+        self, side: Side, frame: Frame, ballot: tuple[int, int], stages: Sequence[int]
+    ) -> None:
+        """An activation's frame that is being sent, or has been received and found good, in the
+        attempt that began under `ballot`, on a route of these stages. Called in the compute thread;
+        frames of other attempts, and of evaluations, are not kept."""
+        attempt = self._attempt
+        if ballot != attempt.ballot:
+            return
+        started = time.perf_counter()
+        fields = frame.fields
+        crossing = Crossing(int(fields["microbatch"]), int(fields["position"]), side)
+        attempt.add(crossing, Kept(stages, frame.descriptors, frame.payload))
+        self.critical_seconds += time.perf_counter() - started
+
+    def sides(self, step: int, stage: int, lost: frozenset[int]) -> list[tuple[Pair, str, Kept]]:
+        """What a joiner of `stage` needs of the steps up to `step`: the pairs, which side of them,
+        and the tensor; the newest step first, each in order. Raises ValueError that says why there
+        is nothing."""
+        _, newest = self._at
+        if newest != step:
+            raise ValueError(
+                f"boundary tensors of step {step} are asked for, of step {newest} are kept"
+            )
+        found = []
+        for committed in reversed(self._committed):
+            for crossing, kept in sorted(committed.kept.items(), key=lambda item: item[0]):
+                for run in runs([int(of) for of in kept.stages], lost):
+                    pair = Pair(committed.step, crossing.microbatch, run.stages)
+                    here = crossing.position, crossing.side
+                    if stage == run.stages[0] and here == (run.start, "sent"):
+                        found.append((pair, "input", kept))
+                    if stage == run.stages[-1] and here == (run.end, "received"):
+                        found.append((pair, "output", kept))
+        return found
+
+
+class Pair(NamedTuple):
+    """What went into and came out of consecutive lost stages in a microbatch."""
+
+    step: int
+    microbatch: int
+    stages: tuple[int, ...]  # in the order of the visits
+
+
+# The neighbour's side
+
+
+class BoundaryServer:
+    """Answers joiners; it remembers nothing about them, since each request says where to go on."""
+
+    def __init__(
+        self,
+        keeper: BoundaryKeeper,
+        send: Callable[[str, pb.Message], bool],
+        send_frame: Callable[[str, Frame], bool],
+    ) -> None:
+        self._keeper = keeper
+        self._send = send
+        self._send_frame = send_frame
+
+    def on_message(self, peer: str, message: pb.Message) -> None:
+        """A BoundaryRequest has come."""
+        request = message.boundary_request
+        manifest = pb.BoundaryManifest(transfer=request.transfer, step=request.step)
+        ballot = message.ballot.view, message.ballot.attempt
+        try:
+            if request.stage not in request.lost or len(request.lost) > LOST_LIMIT:
+                raise ValueError(
+                    f"stage {request.stage} is not among the {len(request.lost)} lost stages "
+                    f"(at most {LOST_LIMIT})"
+                )
+            sides = self._keeper.sides(request.step, request.stage, frozenset(request.lost))
+        except ValueError as error:
+            manifest.error = str(error)
+            sides = []
+        for pair, side, kept in sides[request.offset : request.offset + BATCH]:
+            fields = {
+                "transfer": request.transfer,
+                "step": pair.step,
+                "microbatch": pair.microbatch,
+                "stages": list(pair.stages),
+                "side": side,
+            }
+            _, descriptors, payload = kept.narrowed()
+            self._send_frame(peer, Frame("boundary", ballot, fields, descriptors, payload))
+        manifest.count = len(sides)
+        self._send(peer, pb.Message(ballot=message.ballot, boundary_manifest=manifest))
+
+
+# The joiner's side
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a joiner wants."""
+
+    step: int  # the newest
+    steps: int  # as many, up to that one
+    stage: int  # its own
+    lost: frozenset[int]
+    microbatches: int  # of a window
+    shape: tuple[int, int, int]  # of each tensor: samples, tokens, dim
+
+
+@dataclass
+class Fetched:
+    """What it got: tensors of `shape`, bf16 on the CPU, without any that is not finite."""
+
+    shape: tuple[int, int, int]
+    inputs: dict[Pair, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[Pair, torch.Tensor] = field(default_factory=dict)
+    bytes: int = 0
+    complaints: list[str] = field(default_factory=list)  # what did not come, and why
+
+
+_Answer: TypeAlias = pb.BoundaryManifest | Frame | str  # str: why the peer is lost
+
+
+class BoundaryClient:
+    """Fetches boundary tensors, for one joiner at a time or several."""
+
+    def __init__(
+        self, send: Callable[[str, pb.Message], bool], in_compute_thread: InComputeThread
+    ) -> None:
+        self._send = send
+        self._in_compute_thread = in_compute_thread
+        self._numbers = count(1)
+        self._inboxes: dict[int, asyncio.Queue[tuple[str, _Answer]]] = {}
+
+    async def fetch(
+        self, ballot: Ballot, wanted: Wanted, neighbours: Sequence[str], deadline: float
+    ) -> Fetched:
+        """All that `neighbours` have of it within `deadline` seconds.
+
+        Who has none of it, is lost or silent, or sends what is damaged, costs only its own tensors;
+        the complaints name it. Raises nothing of its own.
+        """
+        number = next(self._numbers)
+        inbox = self._inboxes[number] = asyncio.Queue()
+        try:
+            fetch = _Fetch(number, ballot, wanted, self._send, self._in_compute_thread)
+            return await fetch.run(inbox, neighbours, deadline)
+        finally:
+            del self._inboxes[number]
+
+    def on_message(self, peer: str, message: pb.Message) -> None:
+        """A BoundaryManifest has come."""
+        manifest = message.boundary_manifest
+        self._put(manifest.transfer, peer, manifest)
+
+    def on_frame(self, peer: str, frame: Frame) -> None:
+        """A frame of kind "boundary" has come."""
+        self._put(frame.fields.get("transfer"), peer, frame)
+
+    def on_peer_lost(self, peer: str, reason: str) -> None:
+        for inbox in self._inboxes.values():
+            inbox.put_nowait((peer, reason))
+
+    def _put(self, number: Any, peer: str, answer: _Answer) -> None:
+        """What is late has no effect."""
+        if isinstance(number, int) and (inbox := self._inboxes.get(number)) is not None:
+            inbox.put_nowait((peer, answer))
+
+
+@dataclass
+class _Neighbour:
+    """Where a neighbour stands."""
+
+    asked: int = 0  # frames before this one
+    received: int = 0
+    count: int | None = None  # in all; None: no manifest yet
+
+
+class _Fetch:
+    def __init__(
+        self,
+        number: int,
+        ballot: Ballot,
+        wanted: Wanted,
+        send: Callable[[str, pb.Message], bool],
+        in_compute_thread: InComputeThread,
+    ) -> None:
+        self._number, self._ballot, self._wanted = number, ballot, wanted
+        self._send, self._in_compute_thread = send, in_compute_thread
+        self._waiting: dict[str, _Neighbour] = {}  # for these
+        self._fetched = Fetched(wanted.shape)
+
+    async def run(
+        self,
+        inbox: asyncio.Queue[tuple[str, _Answer]],
+        neighbours: Sequence[str],
+        deadline: float,
+    ) -> Fetched:
+        self._waiting = {node: _Neighbour() for node in neighbours}
+        for node in neighbours:
+            self._ask(node)
+        try:
+            async with asyncio.timeout(deadline):
+                while self._waiting:
+                    peer, answer = await inbox.get()
+                    if peer in self._waiting:
+                        await self._take(peer, answer)
+        except TimeoutError:
+            for node in list(self._waiting):
+                self._give_up(node, f"waited {deadline:g} s for it")
+        return self._fetched
+
+    def _ask(self, node: str) -> None:
+        state, wanted = self._waiting[node], self._wanted
+        request = pb.BoundaryRequest(
+            transfer=self._number,
+            step=wanted.step,
+            lost=sorted(wanted.lost),
+            stage=wanted.stage,
+            offset=state.asked,
+        )
+        state.asked += BATCH
+        if not self._send(
+            node, pb.Message(ballot=self._ballot.message(), boundary_request=request)
+        ):
+            self._give_up(node, "there is no link to it")
+
+    def _give_up(self, node: str, why: str) -> None:
+        state = self._waiting.pop(node)
+        of = "any" if state.count is None else f"{state.count - state.received} of {state.count}"
+        self._complain(f"{node} did not send {of} boundary tensors: {why}")
+
+    def _complain(self, what: str) -> None:
+        log.warning("step %d, stage %d: %s", self._wanted.step, self._wanted.stage, what)
+        self._fetched.complaints.append(what)
+
+    async def _take(self, peer: str, answer: _Answer) -> None:
+        state = self._waiting[peer]
+        match answer:
+            case str():
+                self._give_up(peer, f"lost: {answer}")
+                return
+            case pb.BoundaryManifest():
+                if answer.error:
+                    self._give_up(peer, answer.error[:REASON_LIMIT])
+                    return
+                state.count = answer.count
+            case Frame():
+                state.received += 1
+                if state.received > state.asked:
+                    self._give_up(peer, f"it sent {state.received}, more than were asked for")
+                    return
+                await self._take_frame(peer, answer)
+        if state.count is None:
+            return
+        if state.received >= state.count:
+            del self._waiting[peer]
+        elif state.received == state.asked:
+            self._ask(peer)
+
+    async def _take_frame(self, peer: str, frame: Frame) -> None:
+        fetched = self._fetched
+        try:
+            pair, side = self._expect(frame)
+            tensors = fetched.inputs if side == "input" else fetched.outputs
+            if any(pair[:2] == other[:2] for other in tensors):
+                what = f"microbatch {pair.microbatch} in step {pair.step}"
+                raise WireError(f"the {side} of {what} is here already")
+            tensor = await self._in_compute_thread(partial(_decode, frame))
+        except WireError as error:
+            self._complain(f"{peer} sent a bad boundary tensor: {error}")
+            return
+        tensors[pair] = tensor
+        fetched.bytes += frame.size
+
+    def _expect(self, frame: Frame) -> tuple[Pair, str]:
+        """Whose it is and which side. Raises WireError for what is not wanted."""
+        wanted = self._wanted
+        match frame.fields:
+            case {
+                "step": int(step),
+                "microbatch": int(microbatch),
+                "stages": [*stages],
+                "side": str(side),
+            }:
+                pair = Pair(step, microbatch, tuple(stages))
+            case _:
+                raise WireError(f"the fields {sorted(frame.fields)} are not those of a pair")
+        if not wanted.step - wanted.steps < step <= wanted.step:
+            raise WireError(f"step {step} is none of the {wanted.steps} up to {wanted.step}")
+        if not 0 <= microbatch < wanted.microbatches:
+            raise WireError(f"microbatch {microbatch} is none of {wanted.microbatches}")
+        at = {"input": 0, "output": -1}.get(side)
+        if at is None or not stages or not all(type(stage) is int for stage in stages):
+            raise WireError(f"{side!r} is no side of stages {stages[:9]}")
+        twice = len(set(stages)) < len(stages)
+        if twice or not wanted.lost.issuperset(stages) or stages[at] != wanted.stage:
+            raise WireError(f"the {side} of stages {stages[:9]} is not wanted here")
+        if len(frame.descriptors) != 1 or not _is_narrow(frame.descriptors[0]):
+            raise WireError("it is not one tensor of at most two bytes a value")
+        if frame.descriptors[0].shape != wanted.shape:
+            raise WireError(f"its shape is {frame.descriptors[0].shape}, not {wanted.shape}")
+        return pair, side
+
+
+def _decode(frame: Frame) -> torch.Tensor:
+    """Raises WireError."""
+    (tensor,) = decode(frame.descriptors, frame.payload)
+    if not torch.isfinite(tensor).all():
+        raise WireError("it is not finite")
+    return tensor.to(torch.bfloat16)

@@ -1,0 +1,670 @@
+"""State that travels to peers in the background: copies of stage 0, and running snapshots.
+
+An update is one stage's state, or some blocks of it, of one step; recovery/snapshot.py says which,
+and as which bytes. It crosses a link in frames of kind "copy", a few at a time: the holder answers
+each, and then, when the update is whole and counts, with one more `Kept`.
+
+A holder counts an update only once its own node has committed that very step: what was committed
+by nobody who is left never happened, and a stage must not come back from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
+from itertools import count
+from typing import Any, Final, Literal, NamedTuple, TypeVar
+
+import torch
+from google.protobuf.message import DecodeError
+
+from planaria.node.run_file import RecoverySection
+from planaria.node.state.stage_state import StateId
+from planaria.node.state.transfer import InComputeThread, ServedState
+from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.wire import NAME_LIMIT, Frame, WireError, decode, encode
+from planaria.recovery import snapshot
+from planaria.recovery.snapshot import (
+    HeldSnapshot,
+    Layout,
+    Sent,
+    SentCopy,
+    SentSnapshot,
+    UpdateError,
+)
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Kind = Literal["copy", "snapshot"]
+Spawn = Callable[[Coroutine[Any, Any, None]], object]
+"""Runs it as a task, and makes its crash known."""
+
+FRAME: Final = 1 << 20  # bytes of payload, at most
+LEAST_FRAME: Final = 16 << 10
+PACE: Final = 0.1  # seconds of the budget that a frame takes, as long as it has LEAST_FRAME
+OUTSTANDING: Final = 2  # frames that a holder hasn't answered
+SILENCE: Final = 15.0  # seconds in which a holder has to answer
+COMMIT_LIMIT: Final = 1 << 20  # bytes of the record that goes along
+REMEMBERED: Final = 16  # of this node's own states
+REASON_LIMIT: Final = 200  # characters
+
+
+class Budget:
+    """A token bucket as deep as one item: what leaves in any time is at most its share of the rate,
+    and one item. Pure; `now` is in seconds of any one clock."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._rate = bytes_per_second
+        self._free = -math.inf  # when the next item may leave
+
+    def wait(self, now: float) -> float:
+        """Seconds until an item may leave."""
+        return max(0.0, self._free - now)
+
+    def spend(self, size: int, now: float) -> None:
+        """An item of `size` bytes leaves now."""
+        self._free = max(self._free, now) + size / self._rate
+
+
+# What is sent, and when
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """What a stage sends to its holders."""
+
+    kind: Kind
+    stage: int
+    period: int  # steps from one update to the next, at least
+    bytes_per_second: float
+    new_sent: Callable[[], Sent]  # for a holder that has nothing yet
+
+    @classmethod
+    def copies(cls, layout: Layout, recovery: RecoverySection) -> Outgoing:
+        """Stage 0, whole, after each commit."""
+        sent = SentCopy(layout, recovery.stage0_moments)
+        return cls("copy", 0, 1, math.inf, lambda: sent)
+
+    @classmethod
+    def snapshots(
+        cls, stage: int, layout: Layout, recovery: RecoverySection, seed: int
+    ) -> Outgoing:
+        """A running snapshot: the fraction r of the blocks every rC steps."""
+        fraction = recovery.snapshot_fraction
+        new_sent = partial(
+            SentSnapshot,
+            layout,
+            recovery.snapshot_choice,
+            fraction,
+            recovery.snapshot_codec,
+            recovery.snapshot_moments,
+            (seed, stage),
+        )
+        period = max(1, round(fraction * recovery.snapshot_period))
+        return cls("snapshot", stage, period, recovery.snapshot_mbps * 1e6 / 8, new_sent)
+
+
+@dataclass(frozen=True)
+class Header:
+    """The fields of each frame of an update."""
+
+    kind: str
+    stage: int
+    step: int
+    lineage: int
+    transfer: int  # number of the update, of its sender
+    size: int  # bytes: the blocks', then the commit's
+    commit: int  # bytes of the step's record, a serialised pb.Commit
+    blocks: int
+    tensors: int  # 1: weights, 3: with both moments
+    codec: str
+    omega: float
+    boosted_at: int
+    optimizer_step: int
+    perturbation: float = field(compare=False)  # may be NaN
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any]) -> Header:
+        """Raises UpdateError for fields that are missing, or of a wrong type or range."""
+        found: dict[str, Any] = {}
+        for one in fields(cls):
+            value = raw.get(one.name)
+            if type(value).__name__ != one.type or (type(value) is int and value < 0):
+                raise UpdateError(f"its {one.name} is {_shorten(repr(value))}, no {one.type}")
+            found[one.name] = value
+        header = cls(**found)
+        if header.codec not in snapshot.CODECS or header.tensors not in (1, 3):
+            raise UpdateError(f"it has {header.tensors} tensors in codec {header.codec!r}")
+        if not (math.isfinite(header.omega) and header.omega >= 0):
+            raise UpdateError(f"its gradient's squared norm, {header.omega}, is none")
+        return header
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """What orders updates: a run that goes back to its saves counts steps anew."""
+        return self.lineage, self.step
+
+
+class _LostError(Exception):
+    """An update can't be brought to its holder; the message says why."""
+
+
+@dataclass
+class _Recipient:
+    """What the sender knows of a holder."""
+
+    sent: Sent
+    started: int = -1  # step of the newest update that was begun
+
+
+@dataclass
+class _Update:
+    """The one that is under way."""
+
+    holder: str
+    transfer: int
+    step: int
+    kept: bool = False
+    lost: str = ""  # why
+    memory_bytes: int = 0  # kept for this one alone
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Sender:
+    """Sends the state of this node's stage to its holders, to one at a time.
+
+    `state` is called on the event loop, as StateServer calls it: a commit must change its step no
+    later than it posts its work to the compute thread. The values of an update are all of the step
+    for which `committed` was called last: they are taken in the compute thread, behind that step
+    and before the next. An update that doesn't arrive is forgotten, and its blocks count as never
+    sent; the holder is tried again when the next one is due.
+    """
+
+    def __init__(
+        self,
+        outgoing: Outgoing,
+        state: Callable[[], ServedState | None],
+        send_frame: Callable[[str, Frame], bool],
+        in_compute_thread: InComputeThread,
+        spawn: Spawn,
+        silence: float = SILENCE,
+    ) -> None:
+        self._outgoing = outgoing
+        self._state = state
+        self._send_frame = send_frame
+        self._in_compute_thread = in_compute_thread
+        self._spawn = spawn
+        self._silence = silence
+        self._budget = Budget(outgoing.bytes_per_second)
+        paced = min(FRAME, max(LEAST_FRAME, PACE * outgoing.bytes_per_second))
+        self._frame = int(paced) // 4 * 4
+        self._recipients: dict[str, _Recipient] = {}
+        self._outstanding: Counter[str] = Counter()  # frames without an answer, of any update
+        self._transfers = count(1)
+        self._update: _Update | None = None
+        self._applied = (0, -1)  # lineage, step
+        self.bytes_sent = 0
+        self.critical_seconds = 0.0  # in the compute thread
+
+    @property
+    def memory_bytes(self) -> int:
+        """What is kept here for the holders."""
+        kept = {id(one.sent): one.sent for one in self._recipients.values()}
+        underway = self._update.memory_bytes if self._update else 0
+        return sum(sent.memory_bytes for sent in kept.values()) + underway
+
+    # --- events
+
+    def set_holders(self, nodes: Iterable[str]) -> None:
+        """To whom it goes from now on; none: this node doesn't send."""
+        wanted = set(nodes)
+        for node in self._recipients.keys() - wanted:
+            del self._recipients[node]
+            self._lose(node, "it is to hold it no longer")
+        for node in wanted - self._recipients.keys():
+            self._recipients[node] = _Recipient(self._outgoing.new_sent())
+        self._start()
+
+    def committed(self, step: int, lineage: int = 0) -> None:
+        """The state after `step` is in place: applied, fetched or loaded."""
+        given_up, self._applied = lineage != self._applied[0], (lineage, step)
+        if given_up:
+            nodes = list(self._recipients)
+            self.set_holders([])  # what they have is of a past that counts no longer
+            self.set_holders(nodes)
+        self._start()
+
+    def on_kept(self, peer: str, kept: pb.Kept) -> None:
+        """A holder has answered."""
+        update = self._update
+        if kept.received:
+            self._outstanding[peer] = max(0, self._outstanding[peer] - 1)
+        if update is None or peer != update.holder:
+            return
+        if kept.transfer == update.transfer:
+            if kept.error:
+                update.lost = update.lost or f"it says: {_shorten(kept.error)}"
+            update.kept = not kept.received
+        update.news.set()  # if it was another's frame: there may be room for this one's now
+
+    def on_peer_lost(self, peer: str, reason: str) -> None:
+        """The link to a peer is gone, with what was under way on it."""
+        self._outstanding.pop(peer, None)
+        self._lose(peer, f"the link is lost: {reason}")
+
+    # --- an update
+
+    def _lose(self, holder: str, reason: str) -> None:
+        if self._update is not None and self._update.holder == holder:
+            self._update.lost = self._update.lost or reason
+            self._update.news.set()
+
+    def _start(self) -> None:
+        """Begin the next update, if one is due and none is under way."""
+        state = self._state()
+        if self._update is not None or state is None or state.step != self._applied[1]:
+            return  # a later step is being applied: it will be heard of
+        if state.last.step != state.step:
+            return  # rebuilt from an older state, whose commit says nothing of this step's
+        due = [
+            (recipient.started, node)
+            for node, recipient in self._recipients.items()
+            if recipient.started < 0 or state.step - recipient.started >= self._outgoing.period
+        ]
+        if not due:
+            return
+        _, holder = min(due)
+        recipient = self._recipients[holder]
+        sent, recipient.started = recipient.sent, state.step
+        self._update = _Update(holder, next(self._transfers), state.step)
+        # Posted now, before a later step can be.
+        lineage = self._applied[0]
+        taking = self._in_compute_thread(partial(self._take, sent, lineage, state))
+        self._spawn(self._bring(self._update, sent, state, lineage, taking))
+
+    def _take(self, sent: Sent, lineage: int, state: ServedState) -> snapshot.Update:
+        started = time.perf_counter()
+        update = sent.take((lineage, state.step), [tensor for _, tensor in state.tensors])
+        self.critical_seconds += time.perf_counter() - started
+        return update
+
+    async def _bring(
+        self,
+        update: _Update,
+        sent: Sent,
+        state: ServedState,
+        lineage: int,
+        taking: Awaitable[snapshot.Update],
+    ) -> None:
+        try:
+            content = await taking
+            if self._outgoing.kind == "snapshot":  # a copy is its `Sent`'s
+                update.memory_bytes = content.payload.nbytes
+            header, payload = self._compose(update, state, lineage, content)
+            await self._transfer(update, header, payload)
+            await self._wait(update, lambda: update.kept, "that it counts")
+        except _LostError as lost:
+            sent.lost(update.step)
+            log.warning(
+                "the %s of stage %d at step %d didn't get to %s: %s",
+                *(self._outgoing.kind, self._outgoing.stage, update.step, update.holder, lost),
+            )
+        finally:
+            self._update = None
+        self._start()
+
+    def _compose(
+        self, update: _Update, state: ServedState, lineage: int, content: snapshot.Update
+    ) -> tuple[Header, list[torch.Tensor]]:
+        commit = state.last.SerializeToString()
+        payload = [content.payload]
+        if commit:
+            payload.append(torch.frombuffer(bytearray(commit), dtype=torch.uint8))
+        header = Header(
+            kind=self._outgoing.kind,
+            stage=self._outgoing.stage,
+            step=state.step,
+            lineage=lineage,
+            transfer=update.transfer,
+            size=sum(part.nbytes for part in payload),
+            commit=len(commit),
+            blocks=content.blocks,
+            tensors=content.tensors,
+            codec=content.codec,
+            omega=float(state.omega),
+            boosted_at=state.boosted_at,
+            optimizer_step=state.optimizer_step if content.tensors > 1 else 0,
+            perturbation=content.perturbation,
+        )
+        return header, payload
+
+    async def _transfer(
+        self,
+        update: _Update,
+        header: Header,
+        payload: list[torch.Tensor],
+    ) -> None:
+        """Raises _LostError."""
+        holder = update.holder
+        now = asyncio.get_running_loop().time
+        told = vars(header)
+        for offset in range(0, header.size, self._frame):
+            end = min(offset + self._frame, header.size)
+            parts = _slice(payload, offset, end)
+            frame = Frame("copy", NEVER, told | {"offset": offset}, *encode(parts, "none"))
+            size = frame.size + len(frame.head())
+            await self._wait(
+                update,
+                lambda: self._outstanding[holder] < OUTSTANDING,
+                f"{offset} of {header.size} B",
+            )
+            await asyncio.sleep(self._budget.wait(now()))
+            self._check(update)
+            if not self._send_frame(holder, frame):
+                raise _LostError("there is no link to it")
+            self._budget.spend(size, now())
+            self._outstanding[holder] += 1
+            self.bytes_sent += size
+
+    async def _wait(self, update: _Update, done: Callable[[], bool], what: str) -> None:
+        """Raises _LostError, also when the holder is silent."""
+        self._check(update)
+        while not done():
+            update.news.clear()
+            try:
+                async with asyncio.timeout(self._silence):
+                    await update.news.wait()
+            except TimeoutError:
+                raise _LostError(f"waited {self._silence:g} s for it to answer ({what})") from None
+            self._check(update)
+
+    @staticmethod
+    def _check(update: _Update) -> None:
+        if update.lost:
+            raise _LostError(update.lost)
+
+
+def _slice(payload: list[torch.Tensor], start: int, end: int) -> list[torch.Tensor]:
+    """Bytes [start, end) of these, as views."""
+    parts = []
+    for part in payload:
+        found = part[max(start, 0) : max(end, 0)]
+        if len(found):
+            parts.append(found)
+        start, end = start - len(part), end - len(part)
+    return parts
+
+
+# The holder's side
+
+
+@dataclass
+class _Arriving:
+    """An update, until it counts."""
+
+    peer: str
+    header: Header
+    payload: torch.Tensor  # uint8 [size]
+    received: int = 0
+    last: pb.Commit = field(default_factory=pb.Commit)  # once it is whole
+
+
+@dataclass
+class _Held:
+    header: Header  # of the newest update
+    last: pb.Commit
+    state: HeldSnapshot
+
+
+class Fidelity(NamedTuple):
+    """How good a held state is."""
+
+    staleness: snapshot.Staleness
+    perturbation: float  # ||x - held|| of the weights when the newest update was taken, int8's
+    # rounding included; NaN: not known
+
+
+class Holder:
+    """Holds what other stages' nodes send.
+
+    `holds` says what may be held here, and how it lies in memory: nothing else is taken. Each is
+    held once, with an update that is arriving or waits for this node's commit beside it.
+    """
+
+    def __init__(
+        self,
+        holds: Mapping[tuple[Kind, int], Layout],
+        send: Callable[[str, pb.Message], bool],
+        in_compute_thread: InComputeThread,
+        spawn: Spawn,
+    ) -> None:
+        self._layouts: dict[tuple[str, int], Layout] = dict(holds.items())
+        self._send = send
+        self._in_compute_thread = in_compute_thread
+        self._spawn = spawn
+        self._arriving: dict[tuple[str, int], _Arriving] = {}
+        self._waiting: dict[tuple[str, int], _Arriving] = {}  # whole, for this node's own commit
+        self._held: dict[tuple[str, int], _Held] = {}
+        self._applied = (0, 0)  # lineage, step
+        self._own: deque[StateId] = deque(maxlen=REMEMBERED)
+        self.bytes_received = 0
+        self.critical_seconds = 0.0  # in the compute thread
+
+    # --- what there is
+
+    @property
+    def memory_bytes(self) -> int:
+        underway = [*self._arriving.values(), *self._waiting.values()]
+        return sum(held.state.memory_bytes for held in self._held.values()) + sum(
+            update.payload.nbytes for update in underway
+        )
+
+    def holdings(self) -> list[pb.Holding]:
+        """What a stage could be rebuilt from; no part of it is newer than this node's own step."""
+        return [
+            StateId.after(held.last, stage, held.header.lineage, held.header.step).holding(kind)
+            for (kind, stage), held in sorted(self._held.items())
+            if not held.state.missing
+        ]
+
+    def state(self, kind: Kind, stage: int) -> ServedState | None:
+        """What is held, for StateServer; None: nothing, or blocks are missing."""
+        held = self._held.get((kind, stage))
+        if held is None or held.state.missing:
+            return None
+        names = ("weights", "first_moment", "second_moment")
+        return ServedState(
+            step=held.header.step,
+            tensors=list(zip(names, held.state.tensors, strict=False)),
+            omega=held.header.omega,
+            boosted_at=held.header.boosted_at,
+            last=held.last,
+            optimizer_step=held.header.optimizer_step,
+        )
+
+    def fidelity(self, kind: Kind, stage: int) -> Fidelity | None:
+        """Of what `state` gives."""
+        held = self._held.get((kind, stage))
+        if held is None or held.state.missing:
+            return None
+        return Fidelity(held.state.staleness(), held.header.perturbation)
+
+    # --- events
+
+    def on_peer_lost(self, peer: str) -> None:
+        """The link to a peer is gone: what came by halves from it is of no use."""
+        for key, update in list(self._arriving.items()):
+            if update.peer == peer:
+                del self._arriving[key]
+
+    def committed(self, own: StateId) -> None:
+        """This node has that state of its own stage: applied, fetched or loaded."""
+        if own.lineage != self._applied[0]:
+            self._own.clear()
+            for key, held in list(self._held.items()):
+                if held.header.lineage < own.lineage:
+                    del self._held[key]
+        self._applied = (own.lineage, own.step)
+        self._own.append(own)
+        for key, update in list(self._waiting.items()):
+            if update.header.at <= self._applied:
+                del self._waiting[key]
+                self._judge(key, update, waited=True)
+
+    def on_frame(self, peer: str, frame: Frame) -> None:
+        """A frame of kind "copy" has come. One that can't be is answered, and changes nothing."""
+        self.bytes_received += frame.size
+        raw = frame.fields
+        try:
+            header = Header.parse(raw)
+            key = header.kind, header.stage
+            update = self._place(peer, key, header, raw.get("offset"), frame)
+        except (UpdateError, WireError) as error:
+            reason = _shorten(str(error))
+            log.warning("refused part of an update from %s: %s", peer, reason)
+            self._answer(peer, raw, received=1, error=reason)
+            return
+        self._answer(peer, raw, received=update.received)
+        if update.received == header.size:
+            del self._arriving[key]
+            self._take_up(key, update)
+
+    def _answer(
+        self, peer: str, raw: Mapping[str, Any], received: int = 0, error: str = ""
+    ) -> None:
+        """To a frame, or (nothing received) on the update as a whole."""
+        numbers = {name: raw.get(name) for name in ("stage", "step", "transfer")}
+        valid = {
+            name: value
+            for name, value in numbers.items()
+            if type(value) is int and 0 <= value < 1 << (32 if name == "stage" else 64)
+        }
+        kind = str(raw.get("kind"))[:NAME_LIMIT]
+        kept = pb.Kept(kind=kind, received=received, error=_shorten(error), **valid)
+        self._send(peer, pb.Message(kept=kept))
+
+    # --- an update
+
+    def _place(
+        self, peer: str, key: tuple[str, int], header: Header, offset: Any, frame: Frame
+    ) -> _Arriving:
+        """Put the frame's bytes where they belong. Raises UpdateError or WireError."""
+        update = self._arriving.get(key)
+        if offset == 0:
+            update = self._arriving[key] = self._begin(peer, key, header)
+        elif update is None or (update.peer, update.header) != (peer, header):
+            raise UpdateError(f"bytes at {_shorten(repr(offset))} of an update that isn't known")
+        try:
+            if offset != update.received:
+                raise UpdateError(f"bytes at {_shorten(repr(offset))}, not at {update.received}")
+            for part in decode(frame.descriptors, frame.payload):
+                end = update.received + part.numel()
+                if part.dtype != torch.uint8 or end > header.size:
+                    raise UpdateError(f"{part.dtype} up to {end} of {header.size} bytes")
+                update.payload[update.received : end] = part.view(-1)
+                update.received = end
+            if update.received == offset:
+                raise UpdateError("a frame without bytes")
+        except (UpdateError, WireError):
+            del self._arriving[key]
+            raise
+        return update
+
+    def _begin(self, peer: str, key: tuple[str, int], header: Header) -> _Arriving:
+        layout = self._layouts.get(key)
+        if layout is None:
+            raise UpdateError(f"no {header.kind} of stage {header.stage} is held here")
+        most = snapshot.largest_update(layout, header.tensors) + COMMIT_LIMIT
+        if not 0 < header.size <= most or header.commit > min(header.size, COMMIT_LIMIT):
+            raise UpdateError(f"it is of {header.size} bytes, {header.commit} of them its record")
+        if header.kind == "copy" and (header.blocks, header.codec) != (layout.blocks, "none"):
+            raise UpdateError(f"a copy of {header.blocks} blocks in codec {header.codec}")
+        return _Arriving(peer, header, torch.empty(header.size, dtype=torch.uint8))
+
+    def _take_up(self, key: tuple[str, int], update: _Arriving) -> None:
+        """It is whole: count it when this node has committed its step."""
+        split = update.header.size - update.header.commit
+        try:
+            update.last.ParseFromString(update.payload[split:].numpy().tobytes())
+        except DecodeError as error:
+            self._refuse(update, f"its record is no commit: {error}")
+            return
+        update.payload = update.payload[:split]
+        if update.last.step != update.header.step:
+            self._refuse(update, f"its record is of step {update.last.step}")
+        elif update.header.at > self._applied:
+            if (older := self._waiting.pop(key, None)) is not None:
+                self._refuse(older, "a newer one has come before its step was committed here")
+            self._waiting[key] = update
+        else:
+            self._judge(key, update, waited=False)
+
+    def _judge(self, key: tuple[str, int], update: _Arriving, waited: bool) -> None:
+        """Its step is not after this node's own: was it the same commit?"""
+        lineage, step = update.header.at
+        if lineage < self._applied[0]:
+            self._refuse(update, f"it is of lineage {lineage}, the run is at {self._applied[0]}")
+            return
+        made = [own.made for own in self._own if (own.lineage, own.step) == update.header.at]
+        if (made and made[-1] != Ballot.of(update.last.ballot)) or (waited and not made):
+            self._refuse(update, f"step {step} was committed otherwise here")
+            return
+        self._spawn(self._count_in(key, update))
+
+    def _refuse(self, update: _Arriving, reason: str) -> None:
+        log.warning("refused an update from %s: %s", update.peer, reason)
+        self._answer(update.peer, vars(update.header), error=reason)
+
+    async def _count_in(self, key: tuple[str, int], update: _Arriving) -> None:
+        """Check the values, then let them count: at once for whoever asks, and in the compute
+        thread before what those who ask then post there."""
+        header, layout = update.header, self._layouts[key]
+        codec: Any = header.codec
+        try:
+            blocks, values = await self._in_compute_thread(
+                lambda: self._timed(
+                    partial(
+                        snapshot.decode,
+                        *(layout, update.payload, header.blocks, header.tensors, codec),
+                    )
+                )
+            )
+        except UpdateError as error:
+            self._refuse(update, str(error))
+            return
+        held = self._held.get(key)
+        if header.lineage < self._applied[0] or (held and held.header.at > header.at):
+            self._refuse(update, "a newer one counts already")
+            return
+        if header.kind == "copy":
+            state = HeldSnapshot.whole(layout, header.step, update.payload, header.tensors)
+            self._held[key] = _Held(header, update.last, state)
+        else:
+            if held is not None and held.header.tensors == header.tensors:
+                state = held.state
+            else:
+                state = HeldSnapshot(layout, header.tensors)
+            self._held[key] = _Held(header, update.last, state)
+            await self._in_compute_thread(
+                lambda: self._timed(partial(state.overlay, header.step, blocks, values))
+            )
+        self._answer(update.peer, vars(header))
+
+    def _timed(self, work: Callable[[], T]) -> T:
+        started = time.perf_counter()
+        try:
+            return work()
+        finally:
+            self.critical_seconds += time.perf_counter() - started
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= REASON_LIMIT else text[:REASON_LIMIT] + "..."

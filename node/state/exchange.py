@@ -1,0 +1,381 @@
+"""Conversations with peers, written from top to bottom, without a loop, a clock or a thread.
+
+An *exchange* is a coroutine that waits for an `Outcome` and for nothing else: of work in the
+compute thread, of another exchange, of what a peer sends, or of time that passes. `Exchanges` are
+all of a node's. Their owner calls `run` when it was asked to, and at `wake` at the latest: the
+daemon from its event loop, the simulation in virtual time.
+
+An exchange runs at once up to its first wait, so that what it posts there stands in the compute
+thread before whatever its starter posts next. It goes on in `run`, never inside of the call that
+has brought what it waits for.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Coroutine, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from planaria.node.ports import Compute, Priority
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Key = TypeVar("Key", bound="Comparable")
+
+
+class Comparable(Protocol):
+    """A transfer's number, or a ballot."""
+
+    def __lt__(self, other: Any, /) -> bool: ...
+
+
+class ComplaintError(Exception):
+    """An exchange has failed; the message says why. `accused`: the nodes that were waited for in
+    vain, or that sent what can't be right."""
+
+    def __init__(self, reason: str, accused: Collection[str] = ()) -> None:
+        super().__init__(reason)
+        self.accused = sorted(accused)
+
+
+class PeerLostError(ComplaintError):
+    """The accused can't be reached. Without them, or with what they did done by others, what the
+    exchange was for may still be had."""
+
+
+class Outcome(Generic[T]):
+    """What will have come of something. At most one exchange waits for it."""
+
+    def __init__(self, exchanges: Exchanges) -> None:
+        self.exchanges = exchanges
+        self.done = False
+        self._value: T
+        self._error: BaseException | None = None
+        self._waiting: Exchange[Any] | None = None
+
+    def fulfil(self, value: T) -> None:
+        """Without effect once it is done."""
+        if not self.done:
+            self._value, self.done = value, True
+            self._tell()
+
+    def fail(self, error: BaseException) -> None:
+        """Raised at whoever waits. Without effect once it is done."""
+        if not self.done:
+            self._error, self.done = error, True
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._waiting is not None:
+            waiting, self._waiting = self._waiting, None
+            self.exchanges._resume(waiting)
+
+    def __await__(self) -> Generator[_Wait, None, T]:
+        return self.within(math.inf).__await__()
+
+    async def within(self, until: float) -> T:
+        """Raises TimeoutError at the time `until`."""
+        if not self.done:
+            await _Wait(self, until)
+        return self.result()
+
+    def result(self) -> T:
+        """Once it is done. Raises what it failed with."""
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class _Wait(NamedTuple):
+    """What an exchange hands to its runner."""
+
+    outcome: Outcome[Any]
+    until: float
+
+    def __await__(self) -> Generator[_Wait, None, None]:
+        yield self
+
+
+class Exchange(Outcome[T]):
+    """One that runs, or is over."""
+
+    def __init__(self, exchanges: Exchanges, work: Coroutine[Any, Any, T]) -> None:
+        super().__init__(exchanges)
+        self._work = work
+        self._running = False
+        self._waits: _Wait | None = None
+
+    def cancel(self) -> None:
+        """It goes no further than the place where it waits. What it has posted still runs."""
+        self.done = True
+        self._leave()
+        if not self._running:  # else it is closed when it waits next
+            self._work.close()
+
+    def _leave(self) -> None:
+        if self._waits is not None:
+            self._waits.outcome._waiting = None
+            self._waits = None
+
+    def _step(self, error: BaseException | None = None) -> None:
+        self._leave()
+        self._running = True
+        try:
+            wait = self._work.send(None) if error is None else self._work.throw(error)
+        except StopIteration as stop:
+            self.fulfil(stop.value)
+        except Exception as raised:  # noqa: BLE001 (it is told on)
+            self.exchanges.crashed(raised)
+            self.fail(raised)
+        else:
+            self._pause(wait)
+        finally:
+            self._running = False
+
+    def _pause(self, wait: _Wait) -> None:
+        if self.done:  # cancelled by what it has called itself
+            self._running = False
+            self._work.close()
+            return
+        self._waits = wait
+        if wait.outcome.done:
+            self.exchanges._resume(self)
+            return
+        assert wait.outcome._waiting is None, "two exchanges wait for one outcome"
+        wait.outcome._waiting = self
+        self.exchanges._watch(self, wait)
+
+
+class Exchanges:
+    """All of a node's. `soon` is called when there is something to `run`; `crashed` gets what an
+    exchange has raised."""
+
+    def __init__(
+        self,
+        compute: Compute,
+        soon: Callable[[], None],
+        crashed: Callable[[BaseException], None],
+    ) -> None:
+        self.now = 0.0  # seconds of any one clock, when something last happened
+        self.crashed = crashed
+        self._compute, self._soon = compute, soon
+        self._ready: deque[Callable[[], None]] = deque()
+        self._deadlines: list[tuple[float, int, Exchange[Any], _Wait]] = []
+        self._numbers = itertools.count()
+
+    # --- for the owner
+
+    @property
+    def wake(self) -> float:
+        """When `run` is due at the latest; inf: nobody waits for time to pass."""
+        while self._deadlines and self._deadlines[0][2]._waits is not self._deadlines[0][3]:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else math.inf
+
+    @property
+    def idle(self) -> bool:
+        """Nobody can go on before something comes, or `wake`."""
+        return not self._ready
+
+    def at(self, now: float) -> None:
+        """Something comes, and it is this late."""
+        self.now = max(self.now, now)
+
+    def run(self, now: float) -> None:
+        """Everything that can go on does; who waits for this time or an earlier one is told."""
+        self.at(now)
+        self._run_ready()  # what has come in time
+        while self.wake <= self.now:
+            _, _, exchange, wait = heapq.heappop(self._deadlines)
+            exchange._step(TimeoutError(f"nothing until {wait.until:g}"))
+            self._run_ready()
+
+    def _run_ready(self) -> None:
+        while self._ready:
+            self._ready.popleft()()
+
+    # --- for who converses
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Exchange[T]:
+        """Runs it up to its first wait. What it raises, the node crashes with."""
+        exchange = Exchange(self, work)
+        exchange._step()
+        return exchange
+
+    async def together(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """What comes of all of them, in their order. With the first that fails the others are given
+        up, and it is raised."""
+        results: dict[int, T] = {}
+        over: Outcome[None] = Outcome(self)
+
+        async def part(number: int, work: Coroutine[Any, Any, T]) -> None:
+            try:
+                results[number] = await work
+            except Exception as error:  # noqa: BLE001 (raised again by who waits for all)
+                over.fail(error)
+            if len(results) == len(works):
+                over.fulfil(None)
+
+        parts = [self.start(part(number, work)) for number, work in enumerate(works)]
+        try:
+            if parts:
+                await over
+        finally:
+            for one in parts:
+                one.cancel()
+        return [results[number] for number in range(len(works))]
+
+    async def compute(self, work: Callable[[], T], priority: Priority = Priority.CONTROL) -> T:
+        """In the compute thread. Raises what the work raises."""
+        outcome: Outcome[T] = Outcome(self)
+
+        def then(result: T | Exception) -> None:
+            if isinstance(result, Exception):
+                outcome.fail(result)
+            else:
+                outcome.fulfil(result)
+
+        self._compute.post(work, then, priority)
+        return await outcome
+
+    async def sleep(self, seconds: float) -> None:
+        if seconds > 0:
+            try:
+                await Outcome[None](self).within(self.now + seconds)
+            except TimeoutError:
+                return
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """In the next `run`, behind what is ready before."""
+        if not self._ready:
+            self._soon()
+        self._ready.append(call)
+
+    # --- for exchanges
+
+    def _resume(self, exchange: Exchange[Any]) -> None:
+        self.call_soon(partial(self._go_on, exchange, exchange._waits))
+
+    def _go_on(self, exchange: Exchange[Any], wait: _Wait | None) -> None:
+        if not exchange.done and exchange._waits is wait:  # else it was told of its deadline first
+            exchange._step()
+
+    def _watch(self, exchange: Exchange[Any], wait: _Wait) -> None:
+        if wait.until < math.inf:
+            entry = (wait.until, next(self._numbers), exchange, wait)
+            if wait.until < self.wake:
+                self._soon()
+            heapq.heappush(self._deadlines, entry)
+
+
+class Lost(NamedTuple):
+    """In place of a peer's next item: the link to it is gone, and why."""
+
+    reason: str
+
+
+class Letter(NamedTuple, Generic[T]):
+    """What has come for an exchange."""
+
+    peer: str
+    item: T | Lost
+
+
+class Inbox(Generic[T]):
+    """What has come for one exchange, in the order in which it came."""
+
+    def __init__(self, exchanges: Exchanges) -> None:
+        self._exchanges = exchanges
+        self._letters: deque[Letter[T]] = deque()
+        self._news: Outcome[None] | None = None
+
+    @property
+    def empty(self) -> bool:
+        return not self._letters
+
+    def put(self, peer: str, item: T | Lost) -> None:
+        self._letters.append(Letter(peer, item))
+        if self._news is not None:
+            self._news.fulfil(None)
+
+    async def take(self, until: float = math.inf) -> Letter[T]:
+        """The next one. Raises TimeoutError at the time `until`."""
+        if not self._letters:
+            self._news = Outcome(self._exchanges)
+            try:
+                await self._news.within(until)
+            finally:
+                self._news = None
+        return self._letters.popleft()
+
+
+class _Early(NamedTuple, Generic[Key, T]):
+    key: Key
+    items: list[T]
+    sizes: list[int]
+
+
+class Inboxes(Generic[Key, T]):
+    """The inboxes of exchanges of one kind, by what they are about: a transfer's number, a ballot.
+
+    What comes for an exchange that is over has no effect. What comes before it has begun is kept,
+    up to `early_limit` bytes of a peer, of the newest key that it has used: who has begun something
+    newer has given up what is older.
+    """
+
+    def __init__(self, exchanges: Exchanges, oldest: Key, early_limit: int = 0) -> None:
+        self._exchanges = exchanges
+        self._oldest = oldest
+        self._early_limit = early_limit
+        self._open: dict[Key, Inbox[T]] = {}
+        self._early: dict[str, _Early[Key, T]] = {}
+
+    @contextmanager
+    def open(self, key: Key) -> Iterator[Inbox[T]]:
+        """For as long as the exchange runs. Afterwards nothing up to this key has an effect."""
+        inbox = self._open[key] = Inbox(self._exchanges)
+        for peer, early in list(self._early.items()):
+            if early.key == key:
+                for item in early.items:
+                    inbox.put(peer, item)
+                del self._early[peer]
+        try:
+            yield inbox
+        finally:
+            del self._open[key]
+
+    def put(self, key: Key, peer: str, item: T, size: int = 0) -> None:
+        """Something of `size` bytes has come from `peer`."""
+        if (inbox := self._open.get(key)) is not None:
+            inbox.put(peer, item)
+        elif not key < self._oldest and self._early_limit:
+            self._keep(key, peer, item, size)
+
+    def _keep(self, key: Key, peer: str, item: T, size: int) -> None:
+        early = self._early.get(peer)
+        if early is not None and key < early.key:
+            return
+        if early is None or early.key < key:
+            early = self._early[peer] = _Early(key, [], [])
+        if sum(early.sizes) + size > self._early_limit:
+            log.warning("dropped %d bytes from %s: too many wait here already", size, peer)
+            return
+        early.items.append(item)
+        early.sizes.append(size)
+
+    def lost(self, peer: str, reason: str) -> None:
+        """The link to `peer` is gone. What has come from it before is still good."""
+        for inbox in self._open.values():
+            inbox.put(peer, Lost(reason))
+
+    def forget(self, before: Key) -> None:
+        """What comes for an older key has no effect from now on."""
+        self._oldest = max(self._oldest, before)
+        self._early = {p: e for p, e in self._early.items() if not e.key < self._oldest}

@@ -1,0 +1,108 @@
+"""The tensors of joiners that follow: states of past steps, and reduced gradients.
+
+A source keeps a copy of the state that a joiner was told to fetch, from the first commit that
+changes its own. The feeder of a joiner sends it the reduced gradient of each attempt, exactly.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Final
+
+import torch
+
+from planaria.node.state.transfer import ServedState
+from planaria.node.transaction.effects import Ballot
+from planaria.node.wire.wire import Frame, WireError, decode, encode
+
+log = logging.getLogger(__name__)
+
+BACKLOG: Final = 4 << 30
+"""Bytes of gradients that wait, at the feeder to be sent, or at the joiner to be applied."""
+FEWEST: Final = 4
+"""Gradients that may wait, however large they are."""
+
+
+def backlog(gradient: torch.Tensor) -> int:
+    """Bytes of such gradients that may wait."""
+    return max(BACKLOG, FEWEST * gradient.nbytes)
+
+
+class Pins:
+    """Copies of this stage's past states, for joiners that still fetch them."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, ServedState] = {}
+
+    def get(self, step: int) -> ServedState | None:
+        return self._states.get(step)
+
+    def keep(self, steps: Collection[int], state: ServedState) -> Callable[[], None]:
+        """`state` is about to change: forget the pins of steps other than `steps`, and pin it if
+        its own is among them. The copy is made, on the CPU, by the function returned; it is to be
+        run in the compute thread, before the change and before anything is sent of the pin."""
+        self._states = {step: pin for step, pin in self._states.items() if step in steps}
+        if state.step not in steps:
+            return lambda: None
+        copies = [(name, torch.empty_like(t, device="cpu")) for name, t in state.tensors]
+        self._states[state.step] = replace(state, tensors=copies)
+
+        def copy() -> None:
+            for (_, to), (_, tensor) in zip(copies, state.tensors, strict=True):
+                to.copy_(tensor)
+
+        return copy
+
+
+def gradient_frame(ballot: Ballot, gradient: torch.Tensor) -> Frame:
+    """A copy of the reduced gradient, exact, as it is sent to a joiner. Compute thread."""
+    descriptors, payload = encode([gradient.detach().to("cpu", copy=True)], "none")
+    return Frame("follow", (ballot.view, ballot.attempt), {}, descriptors, payload)
+
+
+def no_gradient(ballot: Ballot) -> Frame:
+    """In its place when too many wait to be sent."""
+    return Frame("follow", (ballot.view, ballot.attempt), {}, [], b"")
+
+
+class Gradients:
+    """Reduced gradients at the joiner, by ballot: those that aren't applied yet.
+
+    `like` is the stage's own gradient, float32 [n].
+    """
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self._like = like
+        self._waiting: dict[Ballot, torch.Tensor] = {}
+
+    def parse(self, frame: Frame) -> torch.Tensor | None:
+        """float32 [n] on the CPU; None, with a line in the log, when it can't be used."""
+        if not frame.descriptors:
+            log.warning("no gradient of %s to follow with: too many wait", frame.ballot)
+            return None
+        try:
+            (gradient,) = decode(frame.descriptors, frame.payload)
+        except (WireError, ValueError) as error:
+            log.warning("no gradient of %s to follow with: %s", frame.ballot, error)
+            return None
+        if (gradient.dtype, gradient.shape) != (self._like.dtype, self._like.shape):
+            log.warning("a gradient of %s %s to follow with", gradient.dtype, gradient.shape)
+            return None
+        return gradient
+
+    def put(self, ballot: Ballot, gradient: torch.Tensor) -> bool:
+        """False: too many wait already."""
+        waiting = (len(self._waiting) + 1) * gradient.nbytes
+        if waiting > backlog(gradient):
+            return False
+        self._waiting[ballot] = gradient
+        return True
+
+    def get(self, ballot: Ballot) -> torch.Tensor:
+        return self._waiting[ballot]
+
+    def forget(self, through: Ballot) -> None:
+        """Those of that ballot, and of older ones."""
+        self._waiting = {b: g for b, g in self._waiting.items() if b > through}

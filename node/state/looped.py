@@ -1,0 +1,47 @@
+"""A node's exchanges on its event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+
+from planaria.node.ports import Compute
+from planaria.node.state.exchange import Exchanges
+
+
+class LoopedExchanges(Exchanges):
+    """They run when there is something to run; the loop's clock is theirs."""
+
+    def __init__(
+        self,
+        compute: Compute,
+        loop: asyncio.AbstractEventLoop,
+        crashed: Callable[[BaseException], None],
+    ) -> None:
+        super().__init__(compute, self._run_soon, crashed)
+        self._loop = loop
+        self._closed = False
+        self._soon_handle: asyncio.Handle | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        self.at(loop.time())
+
+    def close(self) -> None:
+        """None of them goes on."""
+        self._closed = True
+        for handle in (self._soon_handle, self._alarm):
+            if handle is not None:
+                handle.cancel()
+
+    def _run_soon(self) -> None:
+        if self._soon_handle is None and not self._closed:
+            self._soon_handle = self._loop.call_soon(self._run)
+
+    def _run(self) -> None:
+        self._soon_handle = None
+        self.run(self._loop.time())
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        if self.wake < math.inf and not self._closed:
+            self._alarm = self._loop.call_at(self.wake, self._run)

@@ -1,0 +1,517 @@
+"""Relearning at the joiners: one alone, or those of neighbouring lost stages together.
+
+Together, they are a small pipeline of their own. The joiner of the lowest stage leads: it hears
+which boundary tensors the others have, and orders rounds: measure the error over the pairs of the
+newest step, train on the next few pieces, keep the result or undo it. A piece is some samples of a
+pair. Within a round everyone takes the pieces in the same order, so nobody waits in a circle. One
+piece is under way at a time: it updates every stage that it passes, and the next one needs the
+updated weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Final, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from planaria.node.stage.optimizer import StageOptimizer
+from planaria.node.state.boundary import Fetched, Pair
+from planaria.node.state.transfer import InComputeThread
+from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.wire import Frame, WireError, decode, encode
+from planaria.recovery.relearning import (
+    Learner,
+    Muon,
+    error_gradient,
+    parts,
+    pull,
+    rate,
+    ratio,
+    shuffled,
+    squared_distance,
+)
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Way = Literal["forward", "backward"]
+
+TOGETHER: Final = 8
+"""Pieces in a training round of several joiners: so often they ask whether the time is over."""
+HELD: Final = 8
+"""Messages and frames of one joiner that may wait here. In step, it sends two at a time."""
+
+
+class RelearnError(Exception):
+    """Relearning can't go on, and the stage's weights are void. `accused`: whose fault it is."""
+
+    def __init__(self, reason: str, accused: Sequence[str] = ()) -> None:
+        super().__init__(reason)
+        self.accused = list(accused)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How long, and how."""
+
+    samples: int  # trained on at a time; 0: as they crossed
+    passes: int  # over all pairs, at most
+    seconds: float  # at most, with the measuring before and after; 0: no training
+    lr: float  # at first
+    bf16: bool  # autocast
+    patience: float  # seconds that one wait for another joiner may take
+
+
+@dataclass(frozen=True)
+class Block:
+    """Who relearns together: a node for each stage, this node among them."""
+
+    ballot: Ballot
+    stage: int  # this node's
+    joiners: Mapping[int, str]  # by stage
+
+    @property
+    def leader(self) -> int:
+        """Its stage."""
+        return min(self.joiners)
+
+    @property
+    def others(self) -> dict[int, str]:
+        return {stage: node for stage, node in self.joiners.items() if stage != self.stage}
+
+
+class Relearning:
+    """A node's side of it, for one block at a time. All methods belong to one event loop."""
+
+    def __init__(
+        self,
+        send: Callable[[str, pb.Message], bool],
+        send_frame: Callable[[str, Frame], bool],
+        in_compute_thread: InComputeThread,
+        now: Callable[[], float],
+        measured: Callable[[int, float], None] = lambda round, residual: None,
+    ) -> None:
+        """`measured` is told of each residual error that this node, leading a block, finds."""
+        self.measured = measured
+        self.send = send
+        self.send_frame = send_frame
+        self.in_compute_thread = in_compute_thread
+        self.now = now  # seconds
+        self._mailbox = _Mailbox(NEVER)
+
+    async def run(
+        self,
+        block: Block,
+        stage: nn.Module,
+        optimizer: StageOptimizer,
+        fetched: Fetched,
+        terms: Terms,
+    ) -> pb.Relearned:
+        """Train `stage`, a float32 [B, T, dim] to the same, whose weights are `optimizer`'s.
+
+        Adam's moments stay as they are. When the error over the newest step's pairs is not finite
+        or has grown, the weights are again those before, with a fresh Adam, and `undone` says so.
+        The residuals are those of the whole block: the same at every joiner, like all of
+        the result but `seconds` and `fetched_bytes`.
+
+        Raises RelearnError when another joiner is lost, late or wrong. Then, and when this is
+        cancelled, the weights are void, and nothing runs on but the one piece of work that the
+        compute thread may be at.
+        """
+        mailbox = self._mailbox_of(block.ballot) or _Mailbox(block.ballot)
+        learner = Learner(stage, terms.lr, terms.bf16, Muon(stage, pull(block.joiners)))
+        device = optimizer.weights.device
+        joiner = _Joiner(self, block, learner, device, fetched, terms, mailbox)
+        started = self.now()
+        try:
+            before = await joiner.compute(optimizer.weights.clone)
+            leads = block.leader == block.stage
+            result = await (joiner.lead() if leads else joiner.follow())
+            if result.undone:
+                await joiner.compute(lambda: optimizer.load([("weights", before)], 0))
+            await joiner.compute(optimizer.zero_gradient)
+        finally:
+            joiner.over = True
+            if self._mailbox is mailbox:
+                self._mailbox = _Mailbox(NEVER)
+        result.seconds = self.now() - started
+        result.fetched_bytes = fetched.bytes
+        log.info("stage %d relearned: %s", block.stage, explain(result))
+        return result
+
+    def on_message(self, peer: str, message: pb.Message) -> None:
+        """A Relearn has come. It waits if this node is to begin yet; an older one has no effect."""
+        if (mailbox := self._mailbox_of(Ballot.of(message.ballot))) is not None:
+            mailbox.put(peer, message.relearn.round, message.relearn)
+
+    def on_frame(self, peer: str, frame: Frame) -> None:
+        """A frame of kind "relearn" has come."""
+        if (mailbox := self._mailbox_of(Ballot(*frame.ballot))) is None:
+            return
+        match frame.fields:
+            case {"round": int(number), "piece": int(place), "way": str(way)}:
+                mailbox.put(peer, (number, place, way), frame)
+            case fields:
+                mailbox.lose(peer, f"it sent a frame with the fields {sorted(fields)}")
+
+    def on_peer_lost(self, peer: str, reason: str) -> None:
+        """What it has sent before is still good."""
+        self._mailbox.lose(peer, f"lost: {reason}")
+
+    def _mailbox_of(self, ballot: Ballot) -> _Mailbox | None:
+        if ballot > self._mailbox.ballot:
+            self._mailbox = _Mailbox(ballot)
+        return self._mailbox if ballot == self._mailbox.ballot else None
+
+
+def explain(result: pb.Relearned) -> str:
+    if not result.pairs:
+        return f"not at all: none of {result.left_out} pairs is whole"
+    left_out = f" ({result.left_out} left out)" if result.left_out else ""
+    undone = ", which is worse: undone" if result.undone else ""
+    return (
+        f"residual error {result.residual_before:.4f} before, {result.residual_after:.4f} after "
+        f"{result.passes} passes over {result.pairs} pairs{left_out}{undone}; "
+        f"{result.seconds:.2f} s, {result.fetched_bytes} bytes"
+    )
+
+
+def whole_pairs(
+    reports: Mapping[int, Sequence[pb.BoundaryPair]],
+) -> tuple[list[Pair], int]:
+    """From what each stage's joiner has: the pairs to train on, in order, and how many of which
+    only one side is there."""
+    inputs, outputs = set(), set()
+    for stage, report in reports.items():
+        for said in report:
+            pair = _pair(said)
+            if not pair.stages or not reports.keys() >= set(pair.stages):
+                continue
+            if said.input and stage == pair.stages[0]:
+                inputs.add(pair)
+            if said.output and stage == pair.stages[-1]:
+                outputs.add(pair)
+    return sorted(inputs & outputs), len(inputs ^ outputs)
+
+
+def _pair(said: pb.BoundaryPair) -> Pair:
+    return Pair(said.step, said.microbatch, tuple(said.stages))
+
+
+def _said(pair: Pair, **sides: bool) -> pb.BoundaryPair:
+    return pb.BoundaryPair(step=pair.step, microbatch=pair.microbatch, stages=pair.stages, **sides)
+
+
+class _Piece(NamedTuple):
+    """Samples [first, end) of a pair."""
+
+    pair: Pair
+    first: int
+    end: int
+
+
+class _Joiner:
+    """One block's relearning at one node."""
+
+    def __init__(
+        self,
+        node: Relearning,
+        block: Block,
+        learner: Learner,
+        device: torch.device,
+        fetched: Fetched,
+        terms: Terms,
+        mailbox: _Mailbox,
+    ) -> None:
+        self.node, self.block, self.learner, self.device = node, block, learner, device
+        self.fetched, self.terms, self.mailbox = fetched, terms, mailbox
+        self.over = False
+        self.round = 0
+        self.newest: list[_Piece] = []  # the pairs of the newest step
+        self.pieces: list[_Piece] = []  # of a pass
+        self.order: list[int] = []  # in which the running pass takes them
+        self.updates = 0
+        # Of pieces that end here: the residual's denominator, and the error when last measured.
+        self.norms: dict[_Piece, float] = {}
+        self.errors: dict[_Piece, float] = {}
+
+    # --- who says what is done
+
+    async def lead(self) -> pb.Relearned:
+        now = self.node.now
+        reports: dict[int, Sequence[pb.BoundaryPair]] = {self.block.stage: self._report()}
+        for stage, node in self.block.others.items():
+            reports[stage] = (await self._hear(node, 0)).pairs
+        pairs, left_out = whole_pairs(reports)
+        result = pb.Relearned(
+            residual_before=math.nan, residual_after=math.nan, pairs=len(pairs), left_out=left_out
+        )
+        if pairs:
+            named = list(map(_said, pairs))
+            started = now()
+            before = await self._measure(pb.Relearn(work=pb.Relearn.MEASURE, pairs=named))
+            begin = now()
+            # Measuring afterwards will take as long again.
+            end = started + self.terms.seconds - (begin - started)
+            result.passes = await self._train(begin, end)
+            after = await self._measure(pb.Relearn(work=pb.Relearn.MEASURE))
+            result.residual_before, result.residual_after = before, after
+            result.undone = not (math.isfinite(after) and after <= before)
+        work = pb.Relearn.UNDO if result.undone else pb.Relearn.KEEP
+        self._order(pb.Relearn(work=work, result=result))
+        return result
+
+    async def _train(self, begin: float, end: float) -> int:
+        """Returns the whole passes."""
+        at_a_time = TOGETHER if self.block.others else 1
+        wanted = self.terms.passes * len(self.pieces)
+        while self.updates < wanted and (now := self.node.now()) < end:
+            order = pb.Relearn(
+                work=pb.Relearn.TRAIN,
+                first=self.updates,
+                count=min(at_a_time, wanted - self.updates),
+                time_gone=(now - begin) / (end - begin),
+            )
+            await self._round(order)
+        return self.updates // len(self.pieces)
+
+    async def _measure(self, order: pb.Relearn) -> float:
+        answers = await self._round(order)
+        residual = ratio(
+            math.fsum(answer.squared_error for answer in answers),
+            math.fsum(answer.squared_norm for answer in answers),
+        )
+        self.node.measured(self.round, residual)
+        return residual
+
+    async def _round(self, order: pb.Relearn) -> list[pb.Relearn]:
+        """Everybody's answer, when everybody is through: nobody may run ahead of the others."""
+        self._order(order)
+        await self._obey(order)
+        others = [await self._hear(node, self.round) for node in self.block.others.values()]
+        return [self._answer(), *others]
+
+    def _order(self, order: pb.Relearn) -> None:
+        self.round += 1
+        order.round = self.round
+        for node in self.block.others.values():
+            self._tell(node, order)
+
+    async def follow(self) -> pb.Relearned:
+        leader = self.block.joiners[self.block.leader]
+        self._tell(leader, pb.Relearn(work=pb.Relearn.ANSWER, pairs=self._report()))
+        for self.round in count(1):
+            order = await self._hear(leader, self.round)
+            if order.work in (pb.Relearn.KEEP, pb.Relearn.UNDO):
+                return order.result
+            await self._obey(order)
+            self._tell(leader, self._answer())
+        raise AssertionError("rounds end with the leader's last")
+
+    async def _obey(self, order: pb.Relearn) -> None:
+        if order.pairs:
+            self._take_pairs([_pair(said) for said in order.pairs])
+        if order.work == pb.Relearn.TRAIN:
+            await self._update(order)
+            return
+        for place, piece in enumerate(self.newest):
+            # When they first measure, the run's input comes along: the end needs it for the norm.
+            await self._visit(piece, place, train=False, with_start=self.round == 1)
+
+    async def _update(self, order: pb.Relearn) -> None:
+        wanted = self.terms.passes * len(self.pieces)
+        if order.first != self.updates or order.count > wanted - self.updates:
+            leader = self.block.joiners[self.block.leader]
+            what = f"{order.count} updates after {order.first}"
+            reason = f"{leader} wants {what}, after {self.updates} of {wanted}"
+            raise RelearnError(reason, [leader])
+        for _ in range(order.count):
+            share = self.updates / wanted
+            self.learner.lr = rate(self.terms.lr, share, order.time_gone)
+            a_pass, place = divmod(self.updates, len(self.pieces))
+            if place == 0:
+                self.order = shuffled(len(self.pieces), a_pass)
+            # In the first pass the run's input comes along, too: not all of it has been measured.
+            piece = self.pieces[self.order[place]]
+            await self._visit(piece, place, train=True, with_start=a_pass == 0)
+            self.updates += 1
+
+    def _report(self) -> list[pb.BoundaryPair]:
+        inputs, outputs = self.fetched.inputs, self.fetched.outputs
+        return [
+            _said(pair, input=pair in inputs, output=pair in outputs)
+            for pair in sorted(inputs.keys() | outputs.keys())
+        ]
+
+    def _answer(self) -> pb.Relearn:
+        return pb.Relearn(
+            round=self.round,
+            work=pb.Relearn.ANSWER,
+            squared_error=math.fsum(self.errors.values()),
+            squared_norm=math.fsum(self.norms[piece] for piece in self.errors),
+        )
+
+    def _take_pairs(self, pairs: Sequence[Pair]) -> None:
+        """What the leader wants measured and trained on."""
+        for pair in pairs:
+            ends = pair.stages[:1], pair.stages[-1:]
+            here = (self.block.stage,)
+            if (
+                not pair.stages
+                or not self.block.joiners.keys() >= set(pair.stages)
+                or (ends[0] == here and pair not in self.fetched.inputs)
+                or (ends[1] == here and pair not in self.fetched.outputs)
+            ):
+                leader = self.block.joiners[self.block.leader]
+                raise RelearnError(f"{leader} wants {pair} trained on, which can't be", [leader])
+        samples = self.fetched.shape[0]
+        newest = max(pair.step for pair in pairs)
+        self.newest = [_Piece(pair, 0, samples) for pair in pairs if pair.step == newest]
+        self.pieces = [
+            _Piece(pair, part.start, part.stop)
+            for pair in pairs
+            for part in parts(samples, self.terms.samples)
+        ]
+
+    # --- one piece
+
+    async def _visit(self, piece: _Piece, place: int, train: bool, with_start: bool) -> None:
+        """Forward to the end of the run, and back: with gradients, or empty when measuring. What
+        came in at the run's start goes along if so wanted."""
+        stages = piece.pair.stages
+        if self.block.stage not in stages:
+            return
+        at = stages.index(self.block.stage)
+        before = stages[at - 1] if at > 0 else None
+        behind = stages[at + 1] if at + 1 < len(stages) else None
+        shape = (piece.end - piece.first, *self.fetched.shape[1:])
+        if before is None:
+            given = await self.compute(partial(self._start, piece, with_start))
+        else:
+            given = await self._receive(before, place, "forward", [shape] * (1 + with_start))
+        if behind is None:
+            back = await self.compute(partial(self._end, piece, given, train))
+        else:
+            onward = await self.compute(partial(self._pass_on, given, train))
+            await self._send(behind, place, "forward", onward)
+            back = await self._receive(behind, place, "backward", [shape] * train)
+            if train:
+                back = await self.compute(partial(self._pass_back, back))
+        if before is not None:
+            await self._send(before, place, "backward", back)
+
+    def _start(self, piece: _Piece, with_start: bool) -> list[torch.Tensor]:
+        x = self._part(self.fetched.inputs, piece)
+        return [x, x] if with_start else [x]
+
+    def _pass_on(self, given: list[torch.Tensor], train: bool) -> list[torch.Tensor]:
+        x, *start = given
+        return [self.learner.forward(x) if train else self.learner.measure(x), *start]
+
+    def _pass_back(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
+        (gradient,) = given
+        return [self.learner.backward(gradient)]
+
+    def _end(self, piece: _Piece, given: list[torch.Tensor], train: bool) -> list[torch.Tensor]:
+        x, *start = given
+        output = self._part(self.fetched.outputs, piece)
+        if start:
+            self.norms[piece] = squared_distance(output, start[0])
+        if train:
+            gradient = error_gradient(self.learner.forward(x), output, self.norms[piece])
+            return [self.learner.backward(gradient)]
+        self.errors[piece] = squared_distance(self.learner.measure(x), output)
+        return []
+
+    def _part(self, tensors: Mapping[Pair, torch.Tensor], piece: _Piece) -> torch.Tensor:
+        return tensors[piece.pair][piece.first : piece.end].to(self.device).float()
+
+    # --- the compute thread and the others
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        def unless_over() -> T:
+            if self.over:
+                raise RelearnError("this relearning is over")
+            return work()
+
+        return await self.node.in_compute_thread(unless_over)
+
+    def _tell(self, node: str, relearn: pb.Relearn) -> None:
+        if not self.node.send(
+            node, pb.Message(ballot=self.block.ballot.message(), relearn=relearn)
+        ):
+            raise RelearnError(f"there is no link to {node} to relearn with", [node])
+
+    async def _hear(self, node: str, number: int) -> pb.Relearn:
+        what = f"its word in round {number} of relearning"
+        heard = await self.mailbox.take(node, number, what, self.terms.patience)
+        assert isinstance(heard, pb.Relearn)
+        return heard
+
+    async def _send(self, stage: int, place: int, way: Way, tensors: list[torch.Tensor]) -> None:
+        node = self.block.joiners[stage]
+        fields = {"round": self.round, "piece": place, "way": way}
+        descriptors, payload = await self.compute(lambda: encode(tensors, "none"))
+        frame = Frame("relearn", self.block.ballot, fields, descriptors, payload)
+        if not self.node.send_frame(node, frame):
+            raise RelearnError(f"there is no link to {node} to relearn with", [node])
+
+    async def _receive(
+        self, stage: int, place: int, way: Way, shapes: Sequence[tuple[int, ...]]
+    ) -> list[torch.Tensor]:
+        node = self.block.joiners[stage]
+        what = f"piece {place} on its way {way} in round {self.round} of relearning"
+        frame = await self.mailbox.take(node, (self.round, place, way), what, self.terms.patience)
+        assert isinstance(frame, Frame)
+        try:
+            wanted = [("float32", shape, "none") for shape in shapes]
+            found = [(d.dtype, d.shape, d.codec) for d in frame.descriptors]
+            if found != wanted:
+                raise WireError(f"its tensors are {found}, not {wanted}")
+            return await self.compute(lambda: decode(frame.descriptors, frame.payload, self.device))
+        except WireError as error:
+            raise RelearnError(f"{node} sent a bad {what}: {error}", [node]) from error
+
+
+class _Mailbox:
+    """What the others have sent under one ballot and nobody has asked for yet."""
+
+    def __init__(self, ballot: Ballot) -> None:
+        self.ballot = ballot
+        self._held: dict[tuple[str, object], pb.Relearn | Frame] = {}
+        self._lost: dict[str, str] = {}  # by node: why nothing more comes from it
+        self._changed = asyncio.Event()
+
+    def put(self, peer: str, key: object, item: pb.Relearn | Frame) -> None:
+        if sum(sender == peer for sender, _ in self._held) >= HELD:
+            self.lose(peer, f"it sent more than {HELD} things that nobody asked for")
+            return
+        self._held[peer, key] = item
+        self._changed.set()
+
+    def lose(self, peer: str, reason: str) -> None:
+        self._lost.setdefault(peer, reason)
+        self._changed.set()
+
+    async def take(self, peer: str, key: object, what: str, patience: float) -> pb.Relearn | Frame:
+        """Raises RelearnError that names whom it waited for."""
+        try:
+            async with asyncio.timeout(patience):
+                while (peer, key) not in self._held:
+                    if peer in self._lost:
+                        reason = f"{peer} did not send {what}: {self._lost[peer]}"
+                        raise RelearnError(reason, [peer])
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise RelearnError(f"waited {patience:g} s for {peer} to send {what}", [peer]) from None
+        return self._held.pop((peer, key))

@@ -1,0 +1,560 @@
+"""A node's saves of its stage: files that are there whole or not at all.
+
+A folder holds `stage-K/step-00000040-0.safetensors` (committed step, lineage) and beside them
+`latest`, the name of the newest, for people and scripts: nothing here trusts it. A file is written
+under a temporary name, flushed, renamed, and the folder flushed (ECRL, section 4.3), so what
+has a save's name was complete when it got it. What happens to it later is found out by checksums.
+
+Several processes may share a folder, replicas of one stage too: they write the same states under
+the same names, and whoever renames last replaces equals by equals.
+
+The format is safetensors, any reader of which takes the files, written and read here because a
+node needs what the library doesn't give: flushing before the rename, an errno for a full disk,
+temporary files that can be told from those of a live writer, and reading that neither holds the
+interpreter for seconds (as its `pread` does) nor dies of a bad sector (as a mapped file does).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import json
+import logging
+import math
+import os
+import re
+import time
+from base64 import b64decode, b64encode
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import Empty, Queue
+from secrets import token_hex
+from threading import Thread
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from xxhash import xxh3_64, xxh3_64_hexdigest
+
+from planaria.node.state.stage_state import StateId
+from planaria.node.wire import stage_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+FORMAT: Final = "planaria-save-1"
+LATEST: Final = "latest"
+CHUNK: Final = 16 << 20  # bytes read at a time
+HEADER_LIMIT: Final = 64 << 20  # bytes
+VALUE: Final = torch.float32.itemsize  # bytes
+PATIENCE: Final = 30.0  # seconds that training waits for the disk before it goes on without a save
+
+_NAME: Final = re.compile(r"step-(\d{8,19})-(\d{1,9})\.safetensors", re.ASCII)
+_REMEDIES: Final = {
+    errno.ENOSPC: "free space there",
+    errno.EDQUOT: "free space there, or raise the quota",
+    errno.EACCES: "let this user write there",
+    errno.EPERM: "let this user write there",
+    errno.EROFS: "mount it writable",
+}
+
+Mode: TypeAlias = Literal["blocking", "overlapped"]
+Fields: TypeAlias = dict[str, str]
+Bytes: TypeAlias = NDArray[np.uint8]
+
+
+class SaveError(Exception):
+    """A save that can't be used; the message names the file and what is wrong with it."""
+
+
+class SaveId(NamedTuple):
+    """Which save; the greater is the newer."""
+
+    lineage: int  # how often the run had gone back to saves when the state was made
+    step: int
+
+    @property
+    def name(self) -> str:
+        return f"step-{self.step:08d}-{self.lineage}.safetensors"
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """A stage's state after the committed step `step`.
+
+    `tensors`: name and values, flat, float32, contiguous; of any device when given, on the CPU
+    when loaded. Raises ValueError for others, for a name given twice, a negative number or an
+    omega that is not finite.
+    """
+
+    run: str
+    stage: int
+    step: int
+    lineage: int
+    omega: float  # squared norm of the last committed gradient
+    boosted_at: int  # step after which the stage was rebuilt inexactly; 0: never
+    optimizer_step: int
+    last: pb.Commit
+    tensors: Sequence[tuple[str, Tensor]]
+
+    def __post_init__(self) -> None:
+        for field in ("stage", "step", "lineage", "omega", "boosted_at", "optimizer_step"):
+            value = getattr(self, field)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{self.id.name}: {field} {value}; a number from 0 on is saved")
+        names = [name for name, _ in self.tensors]
+        if len(set(names)) < len(names) or "__metadata__" in names:
+            raise ValueError(f"{self.id.name}: tensors named {names}; each name once")
+        for name, tensor in self.tensors:
+            if tensor.dtype != torch.float32 or tensor.dim() != 1 or not tensor.is_contiguous():
+                raise ValueError(
+                    f"{self.id.name}: {name} is {tensor.dtype} {tuple(tensor.shape)}; only flat, "
+                    "contiguous torch.float32 is saved"
+                )
+
+    @property
+    def id(self) -> SaveId:
+        return SaveId(self.lineage, self.step)
+
+    @property
+    def bytes(self) -> int:
+        """Of the tensors."""
+        return VALUE * sum(tensor.numel() for _, tensor in self.tensors)
+
+
+class Saves:
+    """The saves of one stage in `folder`, of which the newest `keep` are kept.
+
+    Opening makes the folder and removes what writers that died left behind. Raises SaveError when
+    it can't be used, or holds saves of another run: nobody means to mix them. Has no state but the
+    folder's, so any thread may use it, while another one writes too.
+
+    Stages save the same steps, but not at the same time. While no write fails, a `keep` of 2, and
+    1 more for each write that may be in flight, leaves a step that all of them have.
+    """
+
+    def __init__(self, folder: Path, run: str, stage: int, keep: int) -> None:
+        if keep < 1:
+            raise ValueError(f"{keep} saves to keep; at least 1")
+        self.folder = folder / f"stage-{stage}"
+        self.run, self.stage, self.keep = run, stage, keep
+        try:
+            _make_folder(self.folder)
+            _remove_leftovers(self.folder)
+            saves = self.listed()
+        except OSError as error:
+            raise SaveError(
+                f"can't use {self.folder} for saves: {error.strerror}; "
+                f"{_remedy(error)}, or name another folder"
+            ) from error
+        for save in saves:
+            other = self._run_of(save)
+            if other not in (None, run):
+                raise SaveError(
+                    f"{self.folder / save.name} is of the run {other}, this is {run}: name another "
+                    "folder for its saves, or move those away"
+                )
+
+    def listed(self) -> list[SaveId]:
+        """The saves that are there, newest first, unread. Raises OSError."""
+        with os.scandir(self.folder) as entries:
+            found = [_parse(entry.name) for entry in entries if entry.is_file()]
+        return sorted((save for save in found if save is not None), reverse=True)
+
+    def sound(self) -> list[SaveId]:
+        """The saves that `load` takes, newest first; the log names the others. Reads them all,
+        holding no more than a chunk. Raises OSError when the folder can't be read."""
+        sound = []
+        for save in self.listed():
+            try:
+                self._read(save, keep_tensors=False)
+            except SaveError as error:
+                log.warning("refused a save: %s", error)
+            else:
+                sound.append(save)
+        return sound
+
+    def id_of(self, save: SaveId) -> StateId:
+        """Which state it is, from the header alone. Raises SaveError."""
+        path = self.folder / save.name
+        try:
+            with path.open("rb", buffering=0) as file:
+                last = _state(_read_header(path, file)).last
+        except OSError as error:
+            raise SaveError(f"{path} can't be read: {error.strerror}") from error
+        return StateId.after(last, self.stage, save.lineage, save.step)
+
+    def load(self, lineage: int, step: int) -> SavedState:
+        """Raises SaveError: not there, not to be read, damaged, of another run or stage. The
+        tensors' names and sizes are as saved; whether they fit is for the caller to see."""
+        return self._read(SaveId(lineage, step), keep_tensors=True)
+
+    def check(self, state: SavedState) -> None:
+        """Raises ValueError for a state of another run or stage."""
+        if (state.run, state.stage) != (self.run, self.stage):
+            raise ValueError(
+                f"stage {state.stage} of {state.run} is not saved in {self.folder}, which is for "
+                f"stage {self.stage} of {self.run}"
+            )
+
+    def write(self, state: SavedState) -> None:
+        """On disk when this returns. What was there before stays until then. Raises OSError, and
+        ValueError for a state of another run or stage."""
+        self.check(state)
+        tensors = [(name, _bytes(tensor.detach().cpu())) for name, tensor in state.tensors]
+        header = _encode(_fields(state, tensors))
+        self._put(state.id.name, [header, *(values for _, values in tensors)])
+        try:
+            # The newest of all: a replica may have been faster.
+            self._put(LATEST, [_as_bytes(self.listed()[0].name.encode() + b"\n")])
+        finally:
+            self._prune()
+
+    def _put(self, name: str, parts: Iterable[Bytes]) -> None:
+        """All of the file or nothing, for other processes and after a power cut."""
+        temporary = self.folder / f".{name}.{token_hex(8)}.tmp"
+        try:
+            with temporary.open("xb", buffering=0) as file:
+                # Says that its writer lives. A process that opens the folder in the moment before
+                # removes the file; then `replace` fails, and the next save is another try.
+                fcntl.flock(file, fcntl.LOCK_EX)
+                for part in parts:
+                    while part.size:
+                        part = part[file.write(part.data) :]
+                os.fsync(file.fileno())
+                temporary.replace(self.folder / name)
+        finally:
+            temporary.unlink(missing_ok=True)  # there only after an error
+        _flush_folder(self.folder)
+
+    def _prune(self) -> None:
+        kept: list[SaveId] = []
+        for save in self.listed():
+            # Saves that the run went back over don't count: were they kept, the one that it went
+            # back to would go first, and other stages may have no newer one yet. (One from between
+            # two regular saves can't be told, and takes a place until it is the oldest.)
+            if len(kept) < self.keep and (not kept or save.step < kept[-1].step):
+                kept.append(save)
+            elif self._run_of(save) in (None, self.run):
+                (self.folder / save.name).unlink(missing_ok=True)  # a replica may have been faster
+
+    def _run_of(self, save: SaveId) -> str | None:
+        """None: its header can't be read."""
+        path = self.folder / save.name
+        try:
+            with path.open("rb", buffering=0) as file:
+                return _read_header(path, file)["run"]
+        except (OSError, SaveError):
+            return None  # `load` says why
+
+    def _read(self, save: SaveId, keep_tensors: bool) -> SavedState:
+        """Without its tensors if not `keep_tensors`. Raises SaveError."""
+        path = self.folder / save.name
+        try:
+            with path.open("rb", buffering=0) as file:
+                fields = _read_header(path, file)
+                state = _state(fields)
+                expected = self.run, self.stage, save
+                if (state.run, state.stage, state.id) != expected:
+                    raise SaveError(
+                        f"{path} is step {state.step}, lineage {state.lineage} of stage "
+                        f"{state.stage} of the run {state.run}; its place is that of step "
+                        f"{save.step}, lineage {save.lineage} of stage {self.stage} of {self.run}"
+                    )
+                return replace(state, tensors=list(_tensors(path, file, fields, keep_tensors)))
+        except OSError as error:
+            raise SaveError(f"{path} can't be read: {error.strerror}") from error
+
+
+class Writer:
+    """Writes saves for training, which no error of the disk may stop.
+
+    `save` belongs to the compute thread, right after a commit was applied. `blocking` writes there
+    and then. `overlapped` copies the state to host memory, in buffers that are kept and used again
+    (fresh memory costs many times the copy), and a thread writes it; `in_flight` of these may not
+    be on disk yet, then `save` waits for one.
+
+    `on_saved(save)` and `on_error(sentence)` are called from the thread that writes: the compute
+    thread or, if `overlapped`, the writing thread. `on_error` is also called from the compute
+    thread, when a save is given up, and from `close`.
+
+    Raises ValueError when `saves` keeps too few for stages to meet again (see `Saves`).
+    """
+
+    def __init__(
+        self,
+        saves: Saves,
+        mode: Mode,
+        in_flight: int,
+        on_error: Callable[[str], None],
+        on_saved: Callable[[SaveId], None],
+    ) -> None:
+        if in_flight < 1:
+            raise ValueError(f"{in_flight} writes in flight; at least 1")
+        needed = 2 + (in_flight if mode == "overlapped" else 0)
+        if saves.keep < needed:
+            raise ValueError(
+                f"{saves.keep} saves are kept, but {needed} are needed ({mode}, {in_flight} in "
+                "flight) for the stages to have one of the same step"
+            )
+        self.critical_seconds = 0.0  # that `save` took from the compute thread
+        self.bytes_written = 0
+        self._saves, self._on_error, self._on_saved = saves, on_error, on_saved
+        self._waiting: deque[SaveId] = deque()  # not on disk, in the order of their writing
+        self._stuck = self._closed = False
+        self._slots: Queue[dict[str, Tensor]] = Queue()  # buffers by name
+        self._states: Queue[tuple[SavedState, dict[str, Tensor]] | None] = Queue()
+        self._thread: Thread | None = None
+        if mode == "overlapped":
+            for _ in range(in_flight):
+                self._slots.put({})
+            # A daemon: a hung disk must not keep the process from leaving.
+            self._thread = Thread(target=self._write_all, name="saves", daemon=True)
+            self._thread.start()
+
+    def save(self, state: SavedState) -> None:
+        """Raises nothing but ValueError, for a state of another run or stage."""
+        began = time.perf_counter()
+        self._saves.check(state)
+        if self._closed:
+            self._on_error(f"{self._what(state.id)} failed: the writer is closed")
+        elif self._thread is None:
+            self._write(state)
+        else:
+            self._hand_over(state)
+        self.critical_seconds += time.perf_counter() - began
+
+    def close(self, seconds: float) -> list[SaveId]:
+        """Wait, blocking, for the writes in flight; returns those not on disk in time. What is
+        saved after this is an error."""
+        self._closed = True
+        if self._thread is not None:
+            self._states.put(None)
+            self._thread.join(seconds)
+        missing = list(self._waiting)
+        for save in missing:
+            self._on_error(f"{self._what(save)} failed: it was not on disk within {seconds:g} s")
+        return missing
+
+    def _hand_over(self, state: SavedState) -> None:
+        try:
+            # Once the disk has let us wait in vain, training doesn't wait for it at every save.
+            buffers = self._slots.get(timeout=0.0 if self._stuck else PATIENCE)
+        except Empty:
+            self._stuck = True
+            waiting = ", ".join(str(save.step) for save in list(self._waiting))
+            self._on_error(
+                f"{self._what(state.id)} is given up: the disk has not taken the saves of steps "
+                f"{waiting} for {PATIENCE:g} s; check it, or save less often"
+            )
+            return
+        self._stuck = False
+        for name, tensor in state.tensors:
+            if name not in buffers or buffers[name].shape != tensor.shape:
+                buffers[name] = torch.empty(tensor.shape, pin_memory=tensor.is_cuda)
+            buffers[name].copy_(tensor.detach())
+        self._waiting.append(state.id)
+        copies = [(name, buffers[name]) for name, _ in state.tensors]
+        self._states.put((replace(state, tensors=copies), buffers))
+
+    def _write_all(self) -> None:
+        while item := self._states.get():
+            state, buffers = item
+            try:
+                self._write(state)
+            finally:
+                self._waiting.popleft()
+                self._slots.put(buffers)
+
+    def _write(self, state: SavedState) -> None:
+        try:
+            self._saves.write(state)
+        except OSError as error:
+            self._on_error(
+                f"{self._what(state.id)} failed: {error.strerror}; {_remedy(error)}. The saves "
+                "before it stay, and the next one is tried"
+            )
+        else:
+            self.bytes_written += state.bytes
+            self._on_saved(state.id)
+
+    def _what(self, save: SaveId) -> str:
+        return f"saving step {save.step} of stage {self._saves.stage} in {self._saves.folder}"
+
+
+# The file: 8 bytes, the length of the header; the header, JSON; the tensors, end to end. What is
+# ours is in the header's "__metadata__", text by name.
+
+
+def _fields(state: SavedState, tensors: Sequence[tuple[str, Bytes]]) -> Fields:
+    return {
+        "format": FORMAT,
+        "run": state.run,
+        "stage": str(state.stage),
+        "step": str(state.step),
+        "lineage": str(state.lineage),
+        "omega": repr(state.omega),
+        "boosted_at": str(state.boosted_at),
+        "optimizer_step": str(state.optimizer_step),
+        "last": b64encode(state.last.SerializeToString()).decode(),
+        "tensors": json.dumps(
+            [[name, len(part) // VALUE, xxh3_64_hexdigest(part.data)] for name, part in tensors]
+        ),
+    }
+
+
+def _state(fields: Fields) -> SavedState:
+    return SavedState(
+        run=fields["run"],
+        stage=int(fields["stage"]),
+        step=int(fields["step"]),
+        lineage=int(fields["lineage"]),
+        omega=float(fields["omega"]),
+        boosted_at=int(fields["boosted_at"]),
+        optimizer_step=int(fields["optimizer_step"]),
+        last=pb.Commit.FromString(b64decode(fields["last"])),
+        tensors=[],
+    )
+
+
+def _encode(fields: Fields) -> Bytes:
+    header: dict[str, object] = {"__metadata__": {**fields, "xxh3": _checksum(fields)}}
+    at = 0
+    for name, values, _ in json.loads(fields["tensors"]):
+        end = at + VALUE * values
+        header[name] = {"dtype": "F32", "shape": [values], "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
+    return _as_bytes(len(text).to_bytes(8, "little") + text)
+
+
+def _checksum(fields: Fields) -> str:
+    return xxh3_64_hexdigest(json.dumps(fields).encode())
+
+
+def _read_header(path: Path, file: io.FileIO) -> Fields:
+    """Checked, and the file's size with it; the tensors are next. Raises SaveError, OSError."""
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if 8 + length > size or length > HEADER_LIMIT:
+        raise SaveError(
+            f"{path} is damaged: its {size} bytes have no room for a header of {length}"
+        )
+    text = np.empty(length, np.uint8)
+    _fill(path, file, text)
+    try:
+        fields: Fields = json.loads(text.tobytes())["__metadata__"]
+        checksum = fields.pop("xxh3")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SaveError(f"{path} is damaged, or no save: its header can't be read") from error
+    if checksum != _checksum(fields):
+        raise SaveError(f"{path} is damaged: its header's checksum is not {checksum}")
+    if fields.get("format") != FORMAT:
+        raise SaveError(f"{path} is in the format {fields.get('format')}; {FORMAT} is read here")
+    if not np.array_equal(_encode(fields)[8:], text):
+        raise SaveError(f"{path} is damaged: its header contradicts itself")
+    expected = 8 + length + VALUE * sum(values for _, values, _ in json.loads(fields["tensors"]))
+    if size != expected:
+        raise SaveError(f"{path} is damaged: it has {size} bytes instead of {expected}")
+    return fields
+
+
+def _tensors(
+    path: Path, file: io.FileIO, fields: Fields, keep: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Each with the right checksum; none at all if not `keep`. Raises SaveError, OSError."""
+    scratch = np.empty(CHUNK, np.uint8)
+    for name, values, checksum in json.loads(fields["tensors"]):
+        size = VALUE * values
+        tensor = torch.empty(values if keep else 0)
+        digest = xxh3_64()
+        for at in range(0, size, CHUNK):
+            chunk = _bytes(tensor)[at : at + CHUNK] if keep else scratch[: size - at]
+            _fill(path, file, chunk)
+            digest.update(chunk.data)
+        if digest.hexdigest() != checksum:
+            raise SaveError(
+                f"{path} is damaged: the checksum of {name} is {digest.hexdigest()}, not {checksum}"
+            )
+        if keep:
+            yield name, tensor
+
+
+def _fill(path: Path, file: io.FileIO, chunk: Bytes) -> None:
+    while chunk.size:
+        read = file.readinto(chunk.data)
+        if not read:
+            raise SaveError(f"{path} is damaged: it ends {chunk.size} bytes too early")
+        chunk = chunk[read:]
+
+
+def _bytes(tensor: Tensor) -> Bytes:
+    """A view."""
+    view: Bytes = tensor.numpy().view(np.uint8)
+    return view
+
+
+def _as_bytes(text: bytes) -> Bytes:
+    return np.frombuffer(text, np.uint8)
+
+
+# The folder
+
+
+def newest_saved_stage(folder: Path) -> int | None:
+    """Of the stages that a node's folder has saves of the one saved last; None: there are none.
+    Raises OSError."""
+    found = [
+        (save, int(path.name.removeprefix("stage-")))
+        for path in folder.glob("stage-*")
+        if path.name.removeprefix("stage-").isdecimal()
+        for entry in os.scandir(path)
+        if (save := _parse(entry.name)) is not None
+    ]
+    return max(found)[1] if found else None
+
+
+def _parse(name: str) -> SaveId | None:
+    """None: this is no save's name."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    save = SaveId(step=int(match[1]), lineage=int(match[2]))
+    return save if save.name == name else None  # no zeros in front: a save has one name
+
+
+def _make_folder(folder: Path) -> None:
+    """With its parents, and so that a power cut doesn't take it away again."""
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _flush_folder(folder.parent)
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Temporary files whose lock nobody holds: their writers are dead."""
+    for path in folder.glob(".*.tmp"):
+        try:
+            with path.open("r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+        except (FileNotFoundError, BlockingIOError):
+            continue  # renamed or removed meanwhile; or its writer lives
+        log.info("removed %s, which a writer left half-written", path)
+
+
+def _remedy(error: OSError) -> str:
+    return _REMEDIES.get(error.errno or 0, "check the disk")

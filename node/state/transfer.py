@@ -1,0 +1,679 @@
+"""A stage's state from peers: pinned to a step, sharded, checksummed, from all sources at once.
+
+The state is a few flat float32 tensors; its bytes, end to end, are cut into shards. A joiner asks
+every replica of the source stage for a manifest, then the sources that agree on it for shards, two
+at a time each, so that a fast source serves more of them. A shard that doesn't come is asked for
+elsewhere. Sources keep nothing about a transfer: each request names the step, and a source that has
+committed another one refuses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
+
+import msgpack
+import torch
+
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.wire import Frame, WireError, decode, encode
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SHARD: Final = 4 << 20  # bytes
+SHARD_LIMIT: Final = 16 << 20  # bytes that a source serves at a time
+SILENCE: Final = 15.0  # seconds in which a source that was asked has to answer
+OUTSTANDING: Final = 2  # shards asked of a source and not there yet
+FAILURES: Final = 3  # that a source may have; with the last one it is dropped
+REQUESTS: Final = 16  # of one joiner that a source works on at a time
+STATE_LIMIT: Final = 256 << 30  # bytes
+MANIFEST_LIMIT: Final = 16 << 10  # bytes of the list of tensors
+TENSORS_LIMIT: Final = 64
+NAME_LIMIT: Final = 64  # characters
+REASON_LIMIT: Final = 200  # characters of what a source says
+WEIGHTS: Final = "weights"  # the tensor that goes without the optimizer
+VALUE: Final = torch.float32.itemsize  # bytes
+
+
+class TransferError(Exception):
+    """The state can't be had; the message names every source and what was wrong with it."""
+
+
+class InComputeThread(Protocol):
+    """Posts work at once; what is posted runs in order."""
+
+    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
+
+
+# What is transferred
+
+
+@dataclass(frozen=True)
+class ServedState:
+    """A stage's state after `step`, as a source offers it.
+
+    The tensors, in the order of the bytes: flat, float32, contiguous, on any device; "weights", and
+    the optimizer's "first_moment" and "second_moment".
+    """
+
+    step: int
+    tensors: Sequence[tuple[str, torch.Tensor]]
+    omega: float  # squared norm of the last committed gradient
+    boosted_at: int
+    last: pb.Commit
+    optimizer_step: int
+
+
+@dataclass(frozen=True)
+class FetchedState:
+    """A stage's state as a joiner has it: `tensors` by name, float32 [n] on the CPU."""
+
+    tensors: dict[str, torch.Tensor]
+    omega: float
+    boosted_at: int
+    last: pb.Commit
+    optimizer_step: int
+    bytes: int
+    seconds: float
+    served: dict[str, int]  # bytes by source; 0 for one that helped nothing
+
+
+class Shard(NamedTuple):
+    """Bytes [offset, offset + size) of the state."""
+
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a source's StateManifest says, checked."""
+
+    tensors: tuple[tuple[str, int], ...]  # name, values
+    size: int  # bytes
+    optimizer_step: int
+    message: pb.StateManifest = field(compare=False)  # the rest, which says nothing of the layout
+
+    @classmethod
+    def parse(cls, message: pb.StateManifest, step: int, optimizer: bool, limit: int) -> Manifest:
+        """Raises ValueError that says what is wrong."""
+        if message.error:
+            raise ValueError(_shorten(message.error))
+        if message.step != step:
+            raise ValueError(f"its manifest is of step {message.step}, not {step}")
+        tensors = _parse_tensors(message.tensors)
+        names = [name for name, _ in tensors]
+        if WEIGHTS not in names or len(set(names)) < len(names):
+            raise ValueError(f"its manifest names the tensors {names}, not {WEIGHTS} and others")
+        if not optimizer and names != [WEIGHTS]:
+            raise ValueError(f"its manifest offers {names}, but only {WEIGHTS} was asked for")
+        size = VALUE * sum(values for _, values in tensors)
+        if message.size != size:
+            raise ValueError(f"its manifest says {message.size} bytes; its tensors have {size}")
+        if size > limit:
+            raise ValueError(f"its state is of {size} bytes; at most {limit} are taken")
+        if not (math.isfinite(message.omega) and message.omega >= 0):
+            raise ValueError(f"its gradient's squared norm, {message.omega}, is none")
+        return cls(tensors, size, message.optimizer_step, message)
+
+
+def _parse_tensors(packed: bytes) -> tuple[tuple[str, int], ...]:
+    if len(packed) > MANIFEST_LIMIT:
+        raise ValueError(f"its manifest takes {len(packed)} bytes; at most {MANIFEST_LIMIT}")
+    try:
+        entries = msgpack.unpackb(packed)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ValueError(f"its manifest is not msgpack: {error}") from error
+    if not isinstance(entries, list) or len(entries) > TENSORS_LIMIT:
+        raise ValueError(f"its manifest is no list of at most {TENSORS_LIMIT} tensors")
+    return tuple(_parse_tensor(entry) for entry in entries)
+
+
+def _parse_tensor(entry: Any) -> tuple[str, int]:
+    match entry:
+        case [str(name), "float32", [int(values)]] if (
+            0 < len(name) <= NAME_LIMIT and type(values) is int and values >= 0
+        ):
+            return name, values
+    raise ValueError(
+        f"its manifest has the tensor {_shorten(repr(entry))}, no [name, float32, [n]]"
+    )
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= REASON_LIMIT else text[:REASON_LIMIT] + "..."
+
+
+# The source's side
+
+
+class StateServer:
+    """Answers joiners that ask for a state that this node has.
+
+    `state`, of (kind, stage, step) as in StateRequest, is called on the event loop, and returns the
+    state of that step, or else the newest one. A commit must change the newest one's `step` no
+    later than it posts its work to the compute thread: then what is posted while the step is the
+    pinned one finds the pinned weights. None: there is no such state.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[str, pb.Message], bool],
+        send_frame: Callable[[str, Frame], bool],
+        state: Callable[[str, int, int], ServedState | None],
+        in_compute_thread: InComputeThread,
+    ) -> None:
+        self._send = send
+        self._send_frame = send_frame
+        self._state = state
+        self._in_compute_thread = in_compute_thread
+        self._serving: dict[asyncio.Task[None], str] = {}
+
+    def on_message(self, peer: str, message: pb.Message) -> None:
+        """A StateRequest or a ShardRequest has come; other messages have no effect."""
+        match message.WhichOneof("body"):
+            case "state_request":
+                self._serve(peer, self._send_manifest(peer, message))
+            case "shard_request":
+                self._serve(peer, self._send_shard(peer, message))
+
+    async def close(self) -> None:
+        """Leave what is being served."""
+        serving = list(self._serving)
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
+
+    def _serve(self, peer: str, work: Coroutine[Any, Any, None]) -> None:
+        if sum(other == peer for other in self._serving.values()) >= REQUESTS:
+            log.warning("dropped a request for state from %s: %d are being served", peer, REQUESTS)
+            work.close()
+            return
+        task = asyncio.get_running_loop().create_task(work)
+        self._serving[task] = peer
+        task.add_done_callback(self._serving.pop)
+
+    def _pinned(self, request: pb.StateRequest | pb.ShardRequest) -> ServedState:
+        """Raises ValueError that says why not."""
+        state = self._state(request.kind, request.stage, request.step)
+        if state is None:
+            what = f"{request.kind} of stage {request.stage}" if request.kind else "state"
+            raise ValueError(f"there is no {what} here")
+        if state.step != request.step:
+            how = "held" if request.kind else "committed"
+            raise ValueError(f"step {request.step} is asked for, but {state.step} is {how} here")
+        return state
+
+    async def _send_manifest(self, peer: str, message: pb.Message) -> None:
+        request = message.state_request
+        manifest = pb.StateManifest(transfer=request.transfer, step=request.step)
+        try:
+            self._pinned(request)
+            # Behind this, the pinned step is applied. If it is then still the committed one, all
+            # the figures are of this step.
+            await self._in_compute_thread(lambda: None)
+            state = self._pinned(request)
+        except ValueError as error:
+            manifest.error = str(error)
+        else:
+            tensors = _offered(state, request.optimizer)
+            manifest.tensors = msgpack.packb(
+                [[name, "float32", [tensor.numel()]] for name, tensor in tensors]
+            )
+            manifest.size = VALUE * sum(tensor.numel() for _, tensor in tensors)
+            manifest.omega = state.omega
+            manifest.boosted_at = state.boosted_at
+            manifest.last.CopyFrom(state.last)
+            manifest.optimizer_step = state.optimizer_step
+        self._send(peer, pb.Message(ballot=message.ballot, state_manifest=manifest))
+
+    async def _send_shard(self, peer: str, message: pb.Message) -> None:
+        request = message.shard_request
+        shard = Shard(request.offset, request.size)
+        try:
+            tensors = _offered(self._pinned(request), request.optimizer)
+            values = _values_of([tensor for _, tensor in tensors], shard)
+        except ValueError as error:
+            refusal = pb.ShardRefusal(
+                transfer=request.transfer, offset=request.offset, reason=str(error)
+            )
+            self._send(peer, pb.Message(ballot=message.ballot, shard_refusal=refusal))
+            return
+        descriptors, payload = await self._in_compute_thread(
+            # Copies: the next commit must not change what waits to be sent.
+            lambda: encode([part.clone() for part in values], "none")
+        )
+        fields = {"transfer": request.transfer, "offset": shard.offset, "size": shard.size}
+        ballot = message.ballot.view, message.ballot.attempt
+        self._send_frame(peer, Frame("state", ballot, fields, descriptors, payload))
+
+
+def _offered(state: ServedState, optimizer: bool) -> list[tuple[str, torch.Tensor]]:
+    return [(name, tensor) for name, tensor in state.tensors if optimizer or name == WEIGHTS]
+
+
+def _values_of(tensors: Sequence[torch.Tensor], shard: Shard) -> list[torch.Tensor]:
+    """The shard's part of each tensor, as views. Raises ValueError for no shard of theirs."""
+    total = VALUE * sum(tensor.numel() for tensor in tensors)
+    if not 0 < shard.size <= SHARD_LIMIT or shard.offset + shard.size > total:
+        raise ValueError(
+            f"bytes [{shard.offset}, {shard.offset + shard.size}) are no shard of {total} bytes "
+            f"(a shard has 1 to {SHARD_LIMIT})"
+        )
+    if shard.offset % VALUE or shard.size % VALUE:
+        raise ValueError(f"offset {shard.offset} or size {shard.size} is no multiple of {VALUE}")
+    parts = []
+    start, stop = shard.offset // VALUE, (shard.offset + shard.size) // VALUE
+    for tensor in tensors:
+        part = tensor.detach()[max(start, 0) : max(stop, 0)]
+        if part.numel():
+            parts.append(part)
+        start, stop = start - tensor.numel(), stop - tensor.numel()
+    return parts
+
+
+# The joiner's side
+
+
+@dataclass
+class _Source:
+    """What ShardPlan knows of a source."""
+
+    heard: float = 0.0  # when it was last heard of, or asked after it owed nothing
+    outstanding: dict[int, Shard] = field(default_factory=dict)  # by offset
+    failed: set[int] = field(default_factory=set)  # offsets
+    failures: list[str] = field(default_factory=list)
+
+
+class ShardPlan:
+    """Which shard to ask of which source. Pure; `now` is in seconds of any one clock.
+
+    The shards cover [0, size) without overlap. A shard is asked of one source at a time, and again,
+    of a source that hasn't failed it where there is one, when it was not had. A source is dropped
+    with its third failure, so the plan comes to an end: `done`, or no `sources`.
+    """
+
+    def __init__(self, size: int, shard_size: int, silence: float) -> None:
+        if shard_size <= 0 or shard_size % VALUE:
+            raise ValueError(f"shards of {shard_size} bytes; a positive multiple of {VALUE} it is")
+        self._silence = silence
+        self._sources: dict[str, _Source] = {}
+        self._pending = deque(
+            Shard(offset, min(shard_size, size - offset)) for offset in range(0, size, shard_size)
+        )
+        self.missing = len(self._pending)  # shards, asked for or not
+        self.dropped: dict[str, str] = {}  # by source: why
+
+    @property
+    def done(self) -> bool:
+        return not self.missing
+
+    @property
+    def sources(self) -> list[str]:
+        """In use."""
+        return list(self._sources)
+
+    @property
+    def wake(self) -> float:
+        """When to call `expire` next; inf: nothing is outstanding."""
+        owing = [source.heard for source in self._sources.values() if source.outstanding]
+        return min(owing, default=math.inf) + self._silence
+
+    def add(self, source: str) -> None:
+        """One that has been there before stays as it is."""
+        if source not in self.dropped:
+            self._sources.setdefault(source, _Source())
+
+    def ask(self, now: float) -> list[tuple[str, Shard]]:
+        """What to ask now, of whom."""
+        asked = []
+        while chosen := self._choose():
+            source, shard = chosen
+            self._pending.remove(shard)
+            state = self._sources[source]
+            if not state.outstanding:
+                state.heard = now
+            state.outstanding[shard.offset] = shard
+            asked.append((source, shard))
+        return asked
+
+    def _choose(self) -> tuple[str, Shard] | None:
+        if not self._pending:
+            return None
+        free = [s for s, state in self._sources.items() if len(state.outstanding) < OUTSTANDING]
+        for source in sorted(free, key=self._load):
+            for shard in self._pending:
+                if self._suits(source, shard):
+                    return source, shard
+        return None
+
+    def _load(self, source: str) -> tuple[int, int]:
+        state = self._sources[source]
+        return len(state.outstanding), len(state.failures)
+
+    def _suits(self, source: str, shard: Shard) -> bool:
+        """It hasn't failed this shard, or all have."""
+        return shard.offset not in self._sources[source].failed or all(
+            shard.offset in other.failed for other in self._sources.values()
+        )
+
+    def outstanding(self, source: str, offset: int) -> Shard | None:
+        """The shard that `source` owes; None: what comes was not asked for, or is late."""
+        state = self._sources.get(source)
+        return state.outstanding.get(offset) if state else None
+
+    def received(self, source: str, offset: int, now: float) -> None:
+        """An outstanding shard is there."""
+        del self._sources[source].outstanding[offset]
+        self._sources[source].heard = now
+        self.missing -= 1
+
+    def failed(self, source: str, offset: int, reason: str, now: float) -> None:
+        """An outstanding shard is not to be had from `source`."""
+        state = self._sources[source]
+        self._pending.appendleft(state.outstanding.pop(offset))
+        state.failed.add(offset)
+        state.failures.append(reason)
+        state.heard = now
+        if len(state.failures) >= FAILURES:
+            self.drop(source, "; ".join(dict.fromkeys(state.failures)))
+
+    def drop(self, source: str, reason: str) -> None:
+        """Nothing more is asked of `source`; what it owes is asked of others."""
+        if (state := self._sources.pop(source, None)) is not None:
+            self._pending.extendleft(state.outstanding.values())
+            self.dropped[source] = reason
+
+    def expire(self, now: float) -> None:
+        """Whoever has been silent for too long has failed all it owes."""
+        for source, state in list(self._sources.items()):
+            if state.outstanding and now >= state.heard + self._silence:
+                for offset in list(state.outstanding):
+                    if source in self._sources:
+                        self.failed(source, offset, f"silent for {self._silence:g} s", now)
+
+
+_Answer: TypeAlias = pb.StateManifest | pb.ShardRefusal | Frame | str  # str: why the peer is lost
+
+
+class StateClient:
+    """Fetches states, several at a time if need be. `limit`: bytes of a state that are taken."""
+
+    def __init__(
+        self,
+        send: Callable[[str, pb.Message], bool],
+        in_compute_thread: InComputeThread,
+        *,
+        shard_size: int = SHARD,
+        silence: float = SILENCE,
+        limit: int = STATE_LIMIT,
+    ) -> None:
+        self.send = send
+        self.in_compute_thread = in_compute_thread
+        self.shard_size = shard_size
+        self.silence = silence
+        self.limit = limit
+        self._numbers = count(1)
+        self._inboxes: dict[int, asyncio.Queue[tuple[str, _Answer]]] = {}  # by transfer
+
+    async def fetch(
+        self,
+        step: int,
+        sources: Sequence[str],
+        optimizer: bool,
+        deadline: float,
+        on_progress: Callable[[int], None] | None = None,
+        ballot: tuple[int, int] = (0, 0),
+        kind: str = "",
+        stage: int = 0,
+    ) -> FetchedState:
+        """The state of `step` from `sources`, replicas of one stage or, with a `kind` of Holding,
+        holders of `stage`; with `optimizer`, Adam's moments too. `deadline`: seconds, for all of
+        it. `on_progress` gets the number of bytes that are there. `ballot` goes with every request.
+        Raises TransferError.
+        """
+        transfer = next(self._numbers)
+        inbox = self._inboxes[transfer] = asyncio.Queue()
+        request = _Request(transfer, step, optimizer, ballot, kind, stage)
+        fetch = _Fetch(self, request, list(dict.fromkeys(sources)), deadline, on_progress)
+        try:
+            return await fetch.run(inbox)
+        finally:
+            del self._inboxes[transfer]
+
+    def on_message(self, peer: str, message: pb.Message) -> None:
+        """A StateManifest or a ShardRefusal has come; other messages have no effect."""
+        match message.WhichOneof("body"):
+            case "state_manifest":
+                self._put(message.state_manifest.transfer, peer, message.state_manifest)
+            case "shard_refusal":
+                self._put(message.shard_refusal.transfer, peer, message.shard_refusal)
+
+    def on_frame(self, peer: str, frame: Frame) -> None:
+        """A frame of kind "state" has come."""
+        self._put(frame.fields.get("transfer"), peer, frame)
+
+    def on_peer_lost(self, peer: str, reason: str) -> None:
+        for inbox in self._inboxes.values():
+            inbox.put_nowait((peer, reason))
+
+    def _put(self, transfer: Any, peer: str, answer: _Answer) -> None:
+        # One that is over has no inbox: what comes late has no effect.
+        if type(transfer) is int and (inbox := self._inboxes.get(transfer)) is not None:
+            inbox.put_nowait((peer, answer))
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What all requests of a transfer say."""
+
+    transfer: int
+    step: int
+    optimizer: bool
+    ballot: tuple[int, int]
+    kind: str
+    stage: int
+
+    def manifest(self) -> pb.Message:
+        request = pb.StateRequest(
+            transfer=self.transfer,
+            step=self.step,
+            optimizer=self.optimizer,
+            kind=self.kind,
+            stage=self.stage,
+        )
+        return pb.Message(ballot=self._ballot(), state_request=request)
+
+    def shard(self, shard: Shard) -> pb.Message:
+        request = pb.ShardRequest(
+            transfer=self.transfer,
+            step=self.step,
+            optimizer=self.optimizer,
+            offset=shard.offset,
+            size=shard.size,
+            kind=self.kind,
+            stage=self.stage,
+        )
+        return pb.Message(ballot=self._ballot(), shard_request=request)
+
+    def _ballot(self) -> pb.Ballot:
+        view, attempt = self.ballot
+        return pb.Ballot(view=view, attempt=attempt)
+
+
+class _Fetch:
+    """One transfer at the joiner.
+
+    The first good manifest is the one that the others have to agree with; shards are asked for from
+    then on, and a source whose manifest comes later joins in.
+    """
+
+    def __init__(
+        self,
+        client: StateClient,
+        request: _Request,
+        sources: Sequence[str],
+        deadline: float,
+        on_progress: Callable[[int], None] | None,
+    ) -> None:
+        self.client = client
+        self.request = request
+        self.deadline = deadline
+        self.on_progress = on_progress
+        self.clock = asyncio.get_running_loop().time
+        self.started = self.clock()
+        self.silent: list[str] = list(sources)  # no manifest yet
+        self.given_up: dict[str, str] = {}  # by source: why, before the plan knew it
+        self.manifest: Manifest | None = None
+        self.plan = ShardPlan(0, client.shard_size, client.silence)
+        self.values = torch.empty(0)
+        self.served = dict.fromkeys(sources, 0)
+
+    async def run(self, inbox: asyncio.Queue[tuple[str, _Answer]]) -> FetchedState:
+        for source in list(self.silent):
+            if not self.client.send(source, self.request.manifest()):
+                self._give_up(source, "there is no link to it")
+        while self.manifest is None or not self.plan.done:
+            if inbox.empty():  # else who seems silent may just be unheard
+                self._expire(self.clock())
+            self._ask_shards()
+            if not (self.silent or self.plan.sources):
+                raise TransferError(f"{self._what()} is not to be had: {self._complaints()}")
+            try:
+                async with asyncio.timeout_at(self._wake()):
+                    peer, answer = await inbox.get()
+            except TimeoutError:
+                self._check_deadline()
+                continue
+            await self._take(peer, answer)
+        return self._fetched(self.manifest)
+
+    def _what(self) -> str:
+        return f"the state of step {self.request.step}"
+
+    def _complaints(self) -> str:
+        said = self.given_up | self.plan.dropped
+        return "; ".join(f"{source}: {why}" for source, why in said.items()) or "no source is named"
+
+    def _wake(self) -> float:
+        patience = self.started + self.client.silence if self.silent else math.inf
+        return min(self.started + self.deadline, patience, self.plan.wake)
+
+    def _check_deadline(self) -> None:
+        if self.clock() >= self.started + self.deadline:
+            waited_for = ", ".join(self.silent + self.plan.sources)
+            missing = f"{self.plan.missing} shards" if self.manifest else "every manifest"
+            gone = self.given_up or self.plan.dropped
+            raise TransferError(
+                f"{self._what()} is not there after {self.deadline:g} s: {missing} missing, "
+                f"waited for {waited_for}" + (f"; {self._complaints()}" if gone else "")
+            )
+
+    def _give_up(self, source: str, reason: str) -> None:
+        log.warning("no more of %s from %s: %s", self._what(), source, reason)
+        if source in self.silent:
+            self.silent.remove(source)
+            self.given_up[source] = reason
+        else:
+            self.plan.drop(source, reason)
+
+    def _expire(self, now: float) -> None:
+        self.plan.expire(now)
+        if now >= self.started + self.client.silence:
+            for source in list(self.silent):
+                self._give_up(source, f"no manifest in {self.client.silence:g} s")
+
+    def _ask_shards(self) -> None:
+        while asked := self.plan.ask(self.clock()):
+            for source, shard in asked:
+                if not self.client.send(source, self.request.shard(shard)):
+                    self._give_up(source, "there is no link to it")
+
+    async def _take(self, peer: str, answer: _Answer) -> None:
+        match answer:
+            case str(reason) if peer in self.silent or peer in self.plan.sources:
+                self._give_up(peer, f"lost: {reason}")
+            case pb.StateManifest() if peer in self.silent:
+                self._take_manifest(peer, answer)
+            case pb.ShardRefusal() if self.plan.outstanding(peer, answer.offset):
+                self._shard_failed(peer, answer.offset, _shorten(answer.reason))
+            case Frame():
+                await self._take_shard(peer, answer)
+
+    def _take_manifest(self, peer: str, message: pb.StateManifest) -> None:
+        request, client = self.request, self.client
+        try:
+            manifest = Manifest.parse(message, request.step, request.optimizer, client.limit)
+        except ValueError as error:
+            self._give_up(peer, str(error))
+            return
+        if self.manifest is None:
+            self.manifest = manifest
+            self.plan = ShardPlan(manifest.size, client.shard_size, client.silence)
+            try:
+                self.values = torch.empty(manifest.size // VALUE)
+            except RuntimeError as error:
+                raise TransferError(
+                    f"there is no memory for {self._what()}, {manifest.size} bytes"
+                ) from error
+        elif manifest != self.manifest:
+            self._give_up(peer, "its manifest is not that of the others")
+            return
+        self.silent.remove(peer)
+        self.plan.add(peer)
+
+    async def _take_shard(self, peer: str, frame: Frame) -> None:
+        offset = frame.fields.get("offset")
+        shard = self.plan.outstanding(peer, offset) if type(offset) is int else None
+        if shard is None:
+            return  # late: by now it is asked of another
+        try:
+            await self.client.in_compute_thread(partial(_place, frame, shard, self.values))
+        except WireError as error:
+            self._shard_failed(peer, shard.offset, str(error))
+            return
+        self.plan.received(peer, shard.offset, self.clock())
+        self.served[peer] += shard.size
+        if self.on_progress is not None:
+            self.on_progress(sum(self.served.values()))
+
+    def _shard_failed(self, peer: str, offset: int, reason: str) -> None:
+        log.warning("no shard at %d of %s from %s: %s", offset, self._what(), peer, reason)
+        self.plan.failed(peer, offset, reason, self.clock())
+
+    def _fetched(self, manifest: Manifest) -> FetchedState:
+        sizes = [values for _, values in manifest.tensors]
+        parts = self.values.split_with_sizes(sizes)
+        return FetchedState(
+            tensors={name: part for (name, _), part in zip(manifest.tensors, parts, strict=True)},
+            omega=manifest.message.omega,
+            boosted_at=manifest.message.boosted_at,
+            last=manifest.message.last,
+            optimizer_step=manifest.optimizer_step,
+            bytes=manifest.size,
+            seconds=self.clock() - self.started,
+            served=self.served,
+        )
+
+
+def _place(frame: Frame, shard: Shard, values: torch.Tensor) -> None:
+    """Put a shard where it belongs. Raises WireError when it is damaged, or not what was asked."""
+    if any((d.dtype, d.codec) != ("float32", "none") for d in frame.descriptors):
+        raise WireError("a shard that isn't exact float32")
+    parts = decode(frame.descriptors, frame.payload)
+    size = VALUE * sum(part.numel() for part in parts)
+    if size != shard.size:
+        raise WireError(f"a shard of {size} bytes, not {shard.size}")
+    position = shard.offset // VALUE
+    for part in parts:
+        values[position : position + part.numel()] = part.view(-1)
+        position += part.numel()

@@ -1,0 +1,1 @@
+"""The step transaction: who does what for a step, and whether it is committed."""

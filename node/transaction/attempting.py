@@ -1,0 +1,202 @@
+"""An attempt as its driver sees it: its plan, what is home, who is ready, who is lost in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from planaria.node.transaction.effects import Ballot
+from planaria.node.transaction.routing import plan, share_out, stand_ins
+from planaria.node.transaction.rules import Rules
+from planaria.node.wire import stage_pb2 as pb
+
+UNREACHED = 2.0
+"""Seconds in which a node that a member can't reach must turn out to be lost; then the attempt is
+given up."""
+
+
+@dataclass
+class Vote:
+    """All is home, and who trains is asked to reduce; so are joiners that have caught up."""
+
+    stages: Mapping[str, int]  # of those who train
+    ready: dict[str, pb.Ready] = field(default_factory=dict)
+    complete: float = 0.0  # when the last of them was ready
+    joiners: dict[str, pb.Ready] = field(default_factory=dict)
+    """Who has the attempt's gradient, so it can enter with the commit."""
+
+    @property
+    def awaited(self) -> list[str]:
+        return sorted(self.stages.keys() - self.ready.keys())
+
+    def dissents_from(self, stage: int, ready: pb.Ready) -> str:
+        """The replica that has other weights, or another gradient, if that counts; empty: none."""
+        replica = next(node for node in sorted(self.ready) if self.stages[node] == stage)
+        other = self.ready[replica]
+        same = (ready.squared_norm, ready.digest) == (other.squared_norm, other.digest)
+        return "" if same or not ready.finite else replica
+
+
+@dataclass
+class Attempting:
+    """One attempt, from its `Begin` until it is decided or given up."""
+
+    begin: pb.Begin
+    since: Ballot  # under which it began
+    began: float
+    progressed: float
+    masked: frozenset[str]  # lost members without which it goes on
+    unreached: dict[str, tuple[float, str]] = field(default_factory=dict)
+    """By some member: since when, and why."""
+    homes: dict[int, pb.Home] = field(default_factory=dict)
+    vote: Vote | None = None
+    regather: str = ""  # why to gather when it is over
+
+    def explain(self) -> str:
+        if self.vote is not None:
+            return f"step {self.begin.step}: waiting for {', '.join(self.awaited)}"
+        home = f"step {self.begin.step}: {len(self.homes)} of {len(self.begin.plan)} home"
+        return home + "".join(f"; {joiner.node} follows" for joiner in self.begin.joining)
+
+    @property
+    def awaited(self) -> list[str]:
+        return self.vote.awaited if self.vote is not None else []
+
+    def came_home(self, peer: str, home: pb.Home, now: float) -> None:
+        if any((m.id, m.source) == (home.microbatch, peer) for m in self.begin.plan):
+            self.homes[home.microbatch] = home  # else it is another's by now
+            self.progressed = now
+
+    def is_home(self) -> bool:
+        return len(self.homes) == len(self.begin.plan)
+
+    def mean_loss(self) -> float:
+        return math.fsum(home.loss for home in self.homes.values()) / self._tokens()
+
+    def _tokens(self) -> int:
+        return sum(home.tokens for home in self.homes.values())
+
+    def heard(self, vote: Vote, peer: str, ready: pb.Ready, now: float) -> None:
+        if peer not in vote.stages:
+            vote.joiners[peer] = ready
+            return
+        vote.ready[peer] = ready
+        self.progressed = now
+        if not vote.awaited:
+            vote.complete = vote.complete or now
+
+    def forget(self, joiner: str) -> None:
+        if self.vote is not None:
+            self.vote.joiners.pop(joiner, None)
+
+    def commit(self, vote: Vote, ballot: Ballot, rules: Rules, now: float) -> pb.Commit:
+        finite = all(ready.finite for ready in vote.ready.values())
+        squared = {vote.stages[node]: vote.ready[node].squared_norm for node in sorted(vote.ready)}
+        total = math.sqrt(math.fsum(squared.values())) if finite else math.nan
+        each = [math.sqrt(squared[stage]) if finite else math.nan for stage in sorted(squared)]
+        clipped = [total] * len(each) if rules.clip_scope == "global" else each
+        return pb.Commit(
+            step=self.begin.step,
+            ballot=ballot.message(),
+            skipped=not finite,
+            clip_scale=[min(1.0, rules.clip / (n + 1e-6)) if finite else 0.0 for n in clipped],
+            lr_scale=self.begin.lr_scale,
+            loss=self.mean_loss(),
+            tokens=self._tokens(),
+            gradient_norm=total,
+            microbatches=[self.homes[identity] for identity in sorted(self.homes)],
+            seconds=now - self.began,
+        )
+
+    # --- it goes on without lost nodes
+
+    def can_do_without(self, nodes: Collection[str], rules: Rules) -> bool:
+        """Whether all of them train, and each of their stages has others that do."""
+        if rules.masking == "abort" or self.begin.kind != pb.Begin.TRAIN:
+            return False
+        trains = {place.node for place in self.begin.members}
+        left = {place.stage for place in self.begin.members if place.node not in nodes}
+        return trains.issuperset(nodes) and len(left) > rules.stages
+
+    def without(
+        self, nodes: Collection[str], rules: Rules, seconds: Mapping[str, float], now: float
+    ) -> tuple[Attempting, int]:
+        """The attempt by a plan in which others have the microbatches of these nodes, and how many
+        those are, counted at each stage. Whoever was ready has to reduce again."""
+        masked = self.masked.union(nodes)
+        begin, moved = self._plan_without(masked, rules, seconds)
+        homes = {
+            identity: home
+            for identity, home in self.homes.items()
+            if begin.plan[identity].source == self.begin.plan[identity].source
+        }
+        kept = replace(self, begin=begin, masked=masked, homes=homes, progressed=now, vote=None)
+        return kept, moved
+
+    def _plan_without(
+        self, masked: Collection[str], rules: Rules, seconds: Mapping[str, float]
+    ) -> tuple[pb.Begin, int]:
+        begin = pb.Begin()
+        begin.CopyFrom(self.begin)
+        begin.since.CopyFrom(self.since.message())
+        del begin.members[:]
+        begin.members.extend(place for place in self.begin.members if place.node not in masked)
+        index = {place.node: index for index, place in enumerate(begin.members)}
+        moved = 0
+        for stage in range(rules.stages + 1):
+            served = [_server(self.begin, microbatch, stage) for microbatch in self.begin.plan]
+            lost = [identity for identity, node in enumerate(served) if node in masked]
+            owners = [served[identity] for identity in lost]
+            left = [place.node for place in begin.members if place.stage == stage]
+            successors = share_out(lost, left, seconds)
+            if rules.masking == "spare":  # who has done a part of it ahead, if there is somebody
+                ahead = stand_ins(self.begin.members)
+                successors = [
+                    ahead[owner] if ahead[owner] in left else other
+                    for owner, other in zip(owners, successors, strict=True)
+                ]
+            for identity, node in zip(lost, successors, strict=True):
+                served[identity] = node
+            moved += len(lost)
+            for microbatch, node in zip(begin.plan, served, strict=True):
+                if stage == 0:
+                    microbatch.source = node
+                else:
+                    microbatch.places[list(microbatch.order).index(stage)] = index[node]
+        return begin, moved
+
+    def unreachable(self, now: float) -> str:
+        """Why the attempt has to be given up although all links of the driver are up."""
+        for node, (since, why) in self.unreached.items():
+            if node not in self.masked and now - since >= UNREACHED:
+                return why
+        return ""
+
+
+def _server(begin: pb.Begin, microbatch: pb.Microbatch, stage: int) -> str:
+    """The node that has this microbatch at that stage."""
+    if stage == 0:
+        return microbatch.source
+    return begin.members[microbatch.places[list(microbatch.order).index(stage)]].node
+
+
+def planned(
+    members: Sequence[pb.Place],
+    stages: int,
+    count: int,
+    seconds: Mapping[str, float],
+    swapped: bool,
+) -> list[pb.Microbatch]:
+    """Each of `count` microbatches with a node for each visit."""
+    replicas = [[p.node for p in members if p.stage == stage] for stage in range(stages + 1)]
+    index = {place.node: index for index, place in enumerate(members)}
+    return [
+        pb.Microbatch(
+            id=identity,
+            source=route.nodes[0],
+            order=route.stages[1:-1],
+            places=[index[node] for node in route.nodes[1:-1]],
+        )
+        for identity, route in enumerate(plan(count, replicas, seconds, swapped))
+    ]

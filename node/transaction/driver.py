@@ -1,0 +1,587 @@
+"""The driver's side of the step transaction: a machine without clock, socket or tensor.
+
+One procedure serves every new view, lost link, failed attempt and rebuild: *gather* asks all active
+members what they have, commits the step that somebody has committed already, gets state to those
+without it, and begins the next step. A commit needs `Ready` from every active member.
+
+Whatever goes on is one object, made when it begins: `Gathering`, `Syncing` or `Attempting`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+from planaria.bootstrap import registry_pb2 as registry
+from planaria.node.report.events import (
+    Aborted,
+    AttemptMasked,
+    Committed,
+    Diverged,
+    NodeLost,
+    RebuildFailed,
+    Resuming,
+    RolledBack,
+    Validated,
+    Waiting,
+)
+from planaria.node.transaction.attempting import Attempting, Vote, planned
+from planaria.node.transaction.effects import NEVER, Ballot, Effect, Send, Suspect
+from planaria.node.transaction.gathering import Coming, Gathering, Standing, active
+from planaria.node.transaction.joining import FOLLOWED, FOLLOWS, Joining
+from planaria.node.transaction.rules import Rules
+from planaria.node.transaction.syncing import Rebuilds, Syncing, copy_twins, decide_each, rebuild
+from planaria.node.wire import stage_pb2 as pb
+from planaria.recovery.decide import Rebuild, Resume, RollBack, Source, Stop, resume
+
+LONGEST_PAUSE = 5.0
+"""Seconds between attempts at most, after many failed in a row."""
+EVICTED = 3.0
+"""Seconds that an attempt that goes on without a lost node waits, once it is complete, for the view
+without that node; then the node isn't lost, and the attempt is given up."""
+
+
+class Phase(enum.Enum):
+    INACTIVE = "not the driver"
+    GATHERING = "gathering"
+    SYNCING = "syncing"
+    RUNNING = "running"
+    REDUCING = "reducing"
+    WAITING = "waiting"
+    PAUSING = "pausing"
+    HALTED = "halted"
+
+
+@dataclass(frozen=True)
+class Resting:
+    """Nothing is asked of any member."""
+
+    phase: Phase
+    why: str = ""
+
+    def explain(self) -> str:
+        return self.why or self.phase.value
+
+
+class Driver:
+    """Every event method returns the effects to carry out, in order."""
+
+    def __init__(self, node: str, rules: Rules) -> None:
+        self.node = node
+        self.rules = rules
+        self.current: Gathering | Syncing | Attempting | Resting = Resting(Phase.INACTIVE)
+        self.view = registry.View()
+        self.coming: Coming | None = None
+        self.members: dict[str, int] = {}  # active members of the ballot's view: node -> stage
+        self.ballot = NEVER
+        self.standing = Standing()
+        self.joining = Joining()
+        self.rebuilds = Rebuilds()  # since the last attempt began
+        self.seconds: dict[str, float] = {}  # per microbatch, by node
+        self.failures = 0  # attempts in a row that failed
+        self.pause_until = 0.0
+        self.validated: tuple[int, float] = (0, math.nan)  # step, loss
+        self.finished = False  # and stays so, whoever is lost afterwards
+
+    @property
+    def phase(self) -> Phase:
+        match self.current:
+            case Gathering():
+                return Phase.GATHERING
+            case Syncing():
+                return Phase.SYNCING
+            case Attempting(vote=vote):
+                return Phase.RUNNING if vote is None else Phase.REDUCING
+            case Resting(phase):
+                return phase
+
+    # --- events
+
+    def viewed(self, view: registry.View, now: float) -> list[Effect]:
+        """The registry has issued `view`."""
+        if view.number <= max(self.view.number, self.coming.view.number if self.coming else 0):
+            return []
+        if view.driver != self.node:
+            self.current, self.view, self.coming = Resting(Phase.INACTIVE), view, None
+            return []
+        if isinstance(self.current, Attempting | Syncing):
+            stay = active(view)
+            gone = [node for node, stage in self._training().items() if stay.get(node) != stage]
+            if not gone:
+                return self._greet(view, now)
+            if (attempt := self._can_mask(gone)) is not None:
+                return self._greet(view, now) + self._mask(attempt, gone, view.reason, now)
+        taken_over = self.phase is Phase.INACTIVE
+        self.coming = Coming(view, now, set())
+        return self._gather(f"view {view.number}: {view.reason}", now, taken_over)
+
+    def received(self, peer: str, message: pb.Message, now: float) -> list[Effect]:
+        """A control message for this machine has come from `peer`."""
+        body = message.WhichOneof("body")
+        ballot = Ballot.of(message.ballot)
+        if body == "status" and self.coming is not None:
+            self.coming.unanswered.discard(peer)
+        if self.phase is Phase.INACTIVE or peer not in self.members:
+            return []
+        if body == "stale":
+            return self._superseded(peer, ballot, now)
+        if peer in self._masked():
+            return []
+        is_current = ballot == self.ballot
+        joiner = self.joining.joiners.get(peer)
+        match body, self.current:
+            case "synced", _ if joiner is not None:
+                joiner.caught_up = message.synced
+            case "failed", _ if joiner is not None:  # it may not have heard of this ballot yet
+                gave_up = self._give_up_following(peer, message.failed.reason, now)
+                return gave_up + self._if_all_ready(now)
+            case "cut", Attempting() as attempt if attempt.since <= ballot:
+                return self._cut(attempt, peer, message.cut, now)
+            case "home", Attempting(vote=None) as attempt if attempt.since <= ballot:
+                attempt.came_home(peer, message.home, now)
+                return self._if_all_home(attempt, now)
+            case "status", Gathering() as gathering if is_current:
+                gathering.statuses[peer] = message.status
+                if message.status.seconds_per_microbatch:
+                    self.seconds[peer] = message.status.seconds_per_microbatch
+                return [] if gathering.unheard() else self._resolve(gathering, now)
+            case "synced", Syncing() as syncing if is_current:
+                return self._synced(syncing, peer, message.synced, now)
+            case "ready", Attempting(vote=Vote() as vote) as attempt if is_current:
+                if joiner is None:
+                    self.seconds[peer] = message.ready.seconds_per_microbatch
+                attempt.heard(vote, peer, message.ready, now)
+                return self._if_all_ready(now)
+            case "failed", Attempting() | Syncing() if is_current:
+                return self._failed(peer, message.failed, now)
+        return []
+
+    def link_lost(self, peer: str, reason: str, now: float) -> list[Effect]:
+        """Messages to or from `peer` may be lost: nothing that waits for it can be trusted."""
+        if self.phase is Phase.INACTIVE:
+            return []
+        if self.coming is not None and peer in self.coming.unanswered:
+            return [self.coming.greeting(peer)]  # its link may only have been dialled anew
+        if peer not in self.members or peer in self._masked():
+            return []
+        lost = NodeLost(node=peer, stage=self.members[peer], reason=reason)
+        if peer in self.joining.joiners and isinstance(self.current, Attempting):
+            self.joining.joiners[peer].caught_up = None
+            self.current.forget(peer)
+            return [lost, *self._if_all_ready(now)]
+        why = f"the link to {peer} is lost: {reason}"
+        if (attempt := self._can_mask([peer])) is not None:
+            return [lost, *self._mask(attempt, [peer], why, now)]
+        return [lost, *self._gather(why, now)]
+
+    def link_up(self, peer: str, now: float) -> list[Effect]:
+        """Who is masked and reached again was not lost: it is a member, without which nothing can
+        be committed."""
+        if peer in self._masked():
+            return self._gather(f"{peer} isn't lost: its link is up again", now)
+        return []
+
+    def tick(self, now: float) -> list[Effect]:
+        """Time has passed."""
+        match self.current:
+            case Gathering() as gathering:
+                return gathering.ask_again(now)
+            case Resting(Phase.PAUSING) if now >= self.pause_until:
+                return self._next(now)
+            case Attempting(vote=Vote(awaited=[])):
+                return self._if_all_ready(now)
+            case Attempting() as attempt:
+                effects: list[Effect] = []
+                limit = FOLLOWED * self.rules.progress
+                for node in self.joining.too_slow(now, limit):
+                    effects += self._give_up_following(node, f"not even in {limit:.0f} s", now)
+                if why := attempt.unreachable(now):
+                    effects += self._gather(why, now)
+                return effects or self._out_of_patience(attempt, now)
+            case Syncing() as syncing:
+                return self._out_of_patience(syncing, now)
+        return []
+
+    def explain(self) -> str:
+        """What is going on, or awaited, in words."""
+        return self.current.explain()
+
+    # --- gather: who has what
+
+    def _greet(self, view: registry.View, now: float) -> list[Effect]:
+        self.coming = coming = Coming(view, now, active(view).keys() - self.members.keys())
+        return [coming.greeting(node) for node in sorted(coming.unanswered)]
+
+    def _gather(self, why: str, now: float, taken_over: bool = False) -> list[Effect]:
+        effects: list[Effect] = []
+        if isinstance(self.current, Attempting) and self.current.begin.kind == pb.Begin.TRAIN:
+            effects.append(self._aborted(self.current.begin.step, why))
+        if self.rebuilds.stalled is None:
+            self.rebuilds.stalled = now
+        if self.coming is not None:
+            self.view, self.coming = self.coming.view, None
+            self.members = active(self.view)
+            self.ballot = Ballot(self.view.number, 0)
+        self.ballot = self.ballot.next()
+        self.current = gathering = Gathering(
+            why, self.ballot, self.members, self.rules.stages, now, now, now, taken_over
+        )
+        return effects + gathering.ask()
+
+    def _aborted(self, step: int, why: str) -> Aborted:
+        return Aborted(step=step, view=self.ballot.view, reason=why)
+
+    def _resolve(self, gathering: Gathering, now: float) -> list[Effect]:
+        """Everybody has answered: agree on the committed step, then get state to who lacks it."""
+        self.standing = standing = gathering.standing()
+        effects: list[Effect] = []
+        tried = {status.attempting for status in gathering.statuses.values()}
+        if gathering.taken_over and standing.committed + 1 in tried:
+            effects.append(self._aborted(standing.committed + 1, "its driver is gone"))
+        all_lost = gathering.all_lost(self.view)
+        if all_lost or (standing.lineage, standing.committed) == (0, 0):
+            found = resume(gathering.held(), self.rules.stages)
+            if found is not None:
+                return effects + self._resume(gathering, found, now)
+        if all_lost and self.rules.policy == "checkpoint":
+            if vacant := gathering.vacant():
+                return effects + self._wait_for_nodes(vacant)
+            reason = "everything is lost, and no checkpoint is whole yet: back to initial weights"
+            return effects + self._roll_back(gathering, RollBack(0, 0, reason), now)
+        if all_lost:
+            halt = pb.Halt(reason=all_lost, step=standing.committed)
+            return effects + self._halt(halt, now)
+        if behind := gathering.behind():
+            commit = pb.Step(commit=standing.last)
+            effects += [self.ballot.send(node, step=commit) for node in behind]
+            return effects + self._gather(f"step {standing.committed} is committed by some", now)
+        return effects + self._sync(gathering, now)
+
+    # --- sync: state for those without it
+
+    def _sync(self, gathering: Gathering, now: float) -> list[Effect]:
+        vacant, decisions = gathering.vacant(), decide_each(gathering, self.rules)
+        for decision in decisions.values():
+            if isinstance(decision, Stop):
+                halt = pb.Halt(reason=decision.reason, step=self.standing.committed)
+                return self._finish(now) if self.finished else self._halt(halt, now)
+        effects = self._go_on_following(gathering, now)
+        rebuilds = {of: d for of, d in decisions.items() if isinstance(d, Rebuild)}
+        if vacant:  # who comes yet may tell more; replicas need not wait for that
+            rebuilds = {of: d for of, d in rebuilds.items() if d.method == "replica"}
+        elif len(rebuilds) < len(decisions) and not self.finished:
+            back = next(d for d in decisions.values() if isinstance(d, RollBack))
+            return self._roll_back(gathering, back, now)
+        lacking = self.joining.lacking(gathering)
+        follow = not vacant and all(self._may_follow(d, lacking) for d in rebuilds.values())
+        syncs = rebuild(gathering, rebuilds, lacking, self.rules, follow)
+        if follow:
+            self.joining.begin(syncs, gathering, now)
+            effects, syncs = effects + syncs, []
+        if not vacant:
+            syncs = syncs or copy_twins(gathering, self.rules)
+        if syncs:
+            return effects + self._wait_for_state(gathering, syncs, now)
+        if vacant and not self.finished:
+            return effects + self._wait_for_nodes(vacant)
+        if now < self.pause_until:
+            self.current = Resting(Phase.PAUSING, gathering.why)
+            return effects
+        return effects + self._next(now)
+
+    def _wait_for_state(
+        self, gathering: Gathering, effects: list[Effect], now: float
+    ) -> list[Effect]:
+        awaited = {effect.to for effect in effects if isinstance(effect, Send)}
+        for node in awaited:
+            self.joining.joiners.pop(node, None)
+        self.current = Syncing(gathering, awaited, now, now)
+        return effects
+
+    def _wait_for_nodes(self, vacant: Sequence[int]) -> list[Effect]:
+        stages = ", ".join(map(str, vacant))
+        why = f"waiting for a node to join stage {stages}: planaria node --join ..."
+        self.current = Resting(Phase.WAITING, why)
+        return [Waiting(stages=tuple(vacant), reason=why)]
+
+    def _roll_back(self, gathering: Gathering, to: RollBack, now: float) -> list[Effect]:
+        """All stages go back, as the checkpoint policy has it."""
+        step = self.standing.committed
+        effects: list[Effect] = [RolledBack(lost=step, step=to.step, reason=to.reason)]
+        self._open_lineage(gathering, to.step)
+        for node, stage in sorted(self.members.items()):
+            source = Source(node, stage, to.step, to.lineage)
+            sync = self.standing.sync("checkpoint", to.reason, [source])
+            effects.append(self.ballot.send(node, sync=sync))
+        return self._wait_for_state(gathering, effects, now)
+
+    def _resume(self, gathering: Gathering, found: Resume, now: float) -> list[Effect]:
+        """Nothing is left but files: whoever has one that fits loads it, the others copy later."""
+        if vacant := gathering.vacant():
+            return self._wait_for_nodes(vacant)
+        effects: list[Effect] = [Resuming(step=found.step, exact=found.exact, reason=found.reason)]
+        self._open_lineage(gathering, found.step)
+        for source in chain.from_iterable(found.sources.values()):
+            sync = self.standing.sync("save", found.reason, [source])
+            effects.append(self.ballot.send(source.node, sync=sync))
+        return self._wait_for_state(gathering, effects, now)
+
+    def _open_lineage(self, gathering: Gathering, step: int) -> None:
+        """What is committed after `step` from now on is another thing than what was before."""
+        held = [one.source.lineage for one in gathering.held()]
+        lineage = 1 + max(self.standing.lineage, self.view.lineage, *held)
+        self.standing = replace(self.standing, lineage=lineage, committed=step)
+
+    def _synced(self, syncing: Syncing, peer: str, synced: pb.Synced, now: float) -> list[Effect]:
+        self.rebuilds.rebuilt += syncing.came(peer, synced, now)
+        return [] if syncing.awaited else self._gather("state is in place", now)
+
+    # --- joiners that follow while the others train
+
+    def _training(self) -> dict[str, int]:
+        without = self.joining.joiners.keys() | self._masked()
+        return {n: stage for n, stage in sorted(self.members.items()) if n not in without}
+
+    def _may_follow(self, decision: Rebuild, lacking: Mapping[int, list[str]]) -> bool:
+        """The replicas of a stage that has just been rebuilt are waited for, as was the first. With
+        redundant computation all are, for a node needs its twin, too, before it can train."""
+        stage, rebuilt = decision.stage, self.rebuilds.rebuilt
+        tried = any(self.joining.failures[node] >= FOLLOWS for node in lacking[stage])
+        new = any(r.stage == stage and r.method != "replica" for r in rebuilt)
+        copied = decision.method == "replica" and self.rules.policy != "redundant"
+        return copied and not (tried or new or self._is_over())
+
+    def _go_on_following(self, gathering: Gathering, now: float) -> list[Effect]:
+        unsure, entered = self.joining.go_on(gathering, self._is_over(), now)
+        self.rebuilds.rebuilt += [joiner.entered(n, now) for n, joiner in entered.items()]
+        return [self.ballot.send(n, step=pb.Step(commit=self.standing.last)) for n in unsure]
+
+    def _give_up_following(self, peer: str, reason: str, now: float) -> list[Effect]:
+        """It is told what to do at the next step boundary."""
+        if not self.joining.gives_up(peer):
+            return []
+        why = f"{peer} can't follow: {reason}"
+        failed = RebuildFailed(node=peer, reason=why)
+        match self.current:
+            case Attempting() as attempt:
+                attempt.forget(peer)
+                attempt.regather = why
+            case Resting(Phase.PAUSING | Phase.WAITING):
+                return [failed, *self._gather(why, now)]
+        return [failed]
+
+    # --- attempt
+
+    def _next(self, now: float) -> list[Effect]:
+        """Begin what comes next: the next step, a validation, or the end."""
+        begin = self._what_next()
+        return self._finish(now) if begin is None else self._send_step(pb.Step(begin=begin), now)
+
+    def _is_over(self) -> bool:
+        step = self.standing.committed
+        validated = not self.rules.validation_microbatches or self.validated[0] == step
+        return step >= self.rules.steps and validated
+
+    def _what_next(self) -> pb.Begin | None:
+        if self._is_over():
+            return None
+        rules, standing, places = self.rules, self.standing, self._places()
+        step, every = standing.committed, rules.validate_every
+        due = step >= rules.steps or (every and step and step % every == 0)
+        if due and rules.validation_microbatches and self.validated[0] != step:
+            plan = self._plan(rules.validation_microbatches, swapped=False)
+            begin = pb.Begin(step=step, kind=pb.Begin.EVALUATE, plan=plan)
+        else:
+            plan = self._plan(rules.microbatches, rules.swapped)
+            begin = pb.Begin(step=step + 1, plan=plan)
+            begin.lr_scale.extend(
+                rules.lr_scale(step + 1, standing.boosted_at.get(stage, 0))
+                for stage in range(rules.stages + 1)
+            )
+        begin.members.extend(places)
+        begin.joining.extend(self.joining.listed())
+        return begin
+
+    def _places(self) -> list[pb.Place]:
+        return [pb.Place(node=node, stage=stage) for node, stage in self._training().items()]
+
+    def _plan(self, count: int, swapped: bool) -> list[pb.Microbatch]:
+        return planned(self._places(), self.rules.stages, count, self.seconds, swapped)
+
+    def _send_step(self, step: pb.Step, now: float) -> list[Effect]:
+        if not step.ByteSize():
+            return []
+        self.ballot = self.ballot.next()
+        effects = self._to_rest(step=step)
+        if step.HasField("begin"):
+            self.current = Attempting(step.begin, self.ballot, now, now, self._masked())
+            effects += self._report_rebuilds(now)
+        return effects
+
+    def _report_rebuilds(self, now: float) -> list[Effect]:
+        rebuilds, self.rebuilds = self.rebuilds, Rebuilds()
+        return rebuilds.told(now)
+
+    def _if_all_home(self, attempt: Attempting, now: float) -> list[Effect]:
+        if not attempt.is_home():
+            return []
+        if attempt.begin.kind == pb.Begin.EVALUATE:
+            step, loss = self.standing.committed, attempt.mean_loss()
+            self.validated = step, loss
+            event = Validated(step=step, loss=loss)
+            return [event, *self._after_step(attempt, pb.Step(), now)]
+        attempt.vote = Vote(self._training())
+        asked = attempt.vote.stages.keys() | self.joining.caught_up().keys()
+        return [self.ballot.send(node, reduce=pb.Reduce()) for node in sorted(asked)]
+
+    def _if_all_ready(self, now: float) -> list[Effect]:
+        """Decide when all who train are ready, and, for a short while, who would like to enter.
+
+        Not while somebody without whom the attempt goes on is still a member: others may train with
+        that node, and without this one, in a view that this node doesn't know."""
+        match self.current:
+            case Attempting(vote=Vote(awaited=[]) as vote) as attempt:
+                pass
+            case _:
+                return []
+        if members := self._masked_members():
+            if now - vote.complete < EVICTED:
+                return []
+            return self._gather(f"{', '.join(members)} isn't lost after all", now)
+        if self.joining.hold_up(vote, attempt.began, now):
+            return []
+        return self._decide(attempt, vote, now)
+
+    def _decide(self, attempt: Attempting, vote: Vote, now: float) -> list[Effect]:
+        """All are ready: commit, and begin what comes next in the same message."""
+        effects = self._let_in(vote, now)
+        for node in sorted(vote.ready):
+            stage = self.members[node]
+            if other := vote.dissents_from(stage, vote.ready[node]):
+                effects.append(self._diverged(stage, other, node))
+        commit = attempt.commit(vote, self.ballot, self.rules, now)
+        self.standing = replace(self.standing, committed=commit.step, last=commit)
+        self.failures = 0
+        effects.append(Committed(step=commit.step, loss=commit.loss))
+        return effects + self._after_step(attempt, pb.Step(commit=commit), now)
+
+    def _let_in(self, vote: Vote, now: float) -> list[Effect]:
+        """Who has the attempt's gradient, and agrees with a replica on it, trains from now on."""
+        effects: list[Effect] = []
+        for node, joiner in list(self.joining.joiners.items()):
+            if node not in vote.joiners:
+                continue
+            if other := vote.dissents_from(joiner.stage, vote.joiners[node]):
+                effects.append(self._diverged(joiner.stage, other, node))
+                why = f"its weights are not those of {other}"
+                effects += self._give_up_following(node, why, now)
+            else:
+                del self.joining.joiners[node]
+                self.rebuilds.rebuilt.append(joiner.entered(node, now))
+        return effects
+
+    def _diverged(self, stage: int, replica: str, node: str) -> Diverged:
+        return Diverged(stage=stage, nodes=(replica, node), step=self.standing.committed)
+
+    def _after_step(self, attempt: Attempting, step: pb.Step, now: float) -> list[Effect]:
+        """A step boundary: a newer view is adopted here, if there is one."""
+        coming, why = self.coming, attempt.regather
+        if coming is not None and coming.is_due(now, self.rules.progress):
+            why = f"view {coming.view.number}: {coming.view.reason}"
+        begin = None if why else self._what_next()
+        if begin is not None:
+            step.begin.CopyFrom(begin)
+            return self._send_step(step, now)
+        if self.joining.joiners or coming is not None:
+            why = why or "all shall have the end"
+        effects = self._send_step(step, now)
+        self.current = Resting(Phase.WAITING)  # the attempt is over
+        return effects + (self._gather(why, now) if why else self._finish(now))
+
+    # --- an attempt that goes on without lost nodes
+
+    def _masked(self) -> frozenset[str]:
+        return self.current.masked if isinstance(self.current, Attempting) else frozenset()
+
+    def _masked_members(self) -> list[str]:
+        view = self.coming.view if self.coming is not None else self.view
+        return sorted(self._masked() & active(view).keys())
+
+    def _can_mask(self, nodes: Collection[str]) -> Attempting | None:
+        """The attempt, if it can do without these."""
+        attempt = self.current
+        if not isinstance(attempt, Attempting) or self.node in nodes:
+            return None
+        return attempt if attempt.can_do_without(nodes, self.rules) else None
+
+    def _mask(
+        self, attempt: Attempting, nodes: Sequence[str], why: str, now: float
+    ) -> list[Effect]:
+        """The attempt goes on, by a plan in which others have the microbatches of these nodes."""
+        attempt, moved = attempt.without(nodes, self.rules, self.seconds, now)
+        self.current, self.ballot = attempt, self.ballot.next()
+        step, names = attempt.begin.step, tuple(sorted(nodes))
+        effects: list[Effect] = [
+            AttemptMasked(step=step, nodes=names, microbatches=moved, reason=why)
+        ]
+        effects += self._to_rest(step=pb.Step(begin=attempt.begin))
+        return effects + self._if_all_home(attempt, now)
+
+    def _cut(self, attempt: Attempting, peer: str, cut: pb.Cut, now: float) -> list[Effect]:
+        """`peer` can't reach a node, which is lost, or will be found to be."""
+        if cut.node in attempt.masked:
+            return []
+        if self._can_mask([cut.node]) is None:
+            return self._failed(peer, pb.Failed(reason=cut.reason, accused=[cut.node]), now)
+        why = f"{peer} can't reach {cut.node}: {cut.reason}"
+        attempt.unreached.setdefault(cut.node, (now, why))
+        return [Suspect(cut.node, cut.reason)]
+
+    # --- what goes wrong
+
+    def _failed(self, peer: str, failed: pb.Failed, now: float) -> list[Effect]:
+        self.failures += 1
+        if self.failures > 1:
+            self.pause_until = now + min(LONGEST_PAUSE, 0.1 * 2.0 ** min(self.failures, 10))
+        effects: list[Effect] = [Suspect(node, failed.reason) for node in failed.accused]
+        if isinstance(self.current, Syncing):
+            effects.append(RebuildFailed(node=peer, reason=failed.reason))
+        return effects + self._gather(f"{peer} says: {failed.reason}", now)
+
+    def _out_of_patience(self, current: Attempting | Syncing, now: float) -> list[Effect]:
+        seconds = now - current.progressed
+        if seconds < self.rules.progress:
+            return []
+        self.failures += 1
+        waited = f"no progress for {seconds:.0f} s: {current.explain()}"
+        effects: list[Effect] = [Suspect(node, waited) for node in sorted(current.awaited)]
+        return effects + self._gather(waited, now)
+
+    def _superseded(self, peer: str, newer: Ballot, now: float) -> list[Effect]:
+        """`peer` has promised itself to a newer ballot."""
+        if newer.view > self.ballot.view or newer <= self.ballot:
+            return []  # the registry's next view tells who drives
+        self.ballot = newer
+        return self._gather(f"{peer} has heard of attempt {newer.attempt}", now)
+
+    # --- the end
+
+    def _finish(self, now: float) -> list[Effect]:
+        self.finished = True
+        step, loss = self.standing.committed, self.validated[1]
+        return self._halt(pb.Halt(finished=True, step=step, validation_loss=loss), now)
+
+    def _halt(self, halt: pb.Halt, now: float) -> list[Effect]:
+        why = "all steps are committed" if halt.finished else halt.reason
+        self.current = Resting(Phase.HALTED, why)
+        effects = [self.ballot.send(node, halt=halt) for node in sorted(self.members)]
+        return effects + self._report_rebuilds(now)
+
+    def _to_rest(self, **body: Any) -> list[Effect]:
+        """A message to all members but those that are lost."""
+        nodes = sorted(self.members.keys() - self._masked())
+        return [self.ballot.send(node, **body) for node in nodes]

@@ -1,0 +1,132 @@
+"""What the machines of the step transaction ask the daemon to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from planaria.node.report.events import Event
+from planaria.node.wire import stage_pb2 as pb
+
+
+class Ballot(NamedTuple):
+    """One try at one thing in one view. Ordered; older ones have no effect."""
+
+    view: int
+    attempt: int
+
+    @staticmethod
+    def of(message: pb.Ballot) -> Ballot:
+        return Ballot(message.view, message.attempt)
+
+    def message(self) -> pb.Ballot:
+        return pb.Ballot(view=self.view, attempt=self.attempt)
+
+    def next(self) -> Ballot:
+        return Ballot(self.view, self.attempt + 1)
+
+    def send(self, to: str, **body: Any) -> Send:
+        """A message under this ballot. `body`: one field of `Message`."""
+        return Send(to, pb.Message(ballot=self.message(), **body))
+
+
+NEVER = Ballot(0, 0)
+
+
+@dataclass(frozen=True)
+class Send:
+    """A control message on the link to `to`, which may be this node itself."""
+
+    to: str
+    message: pb.Message
+
+
+@dataclass(frozen=True)
+class StartAttempt:
+    """Zero the gradient, forget older work, inject the microbatches that start here."""
+
+    ballot: Ballot
+    begin: pb.Begin
+
+
+@dataclass(frozen=True)
+class GoOn:
+    """The attempt goes on by a new plan, without nodes that were lost; it is not reduced yet."""
+
+    ballot: Ballot
+    begin: pb.Begin
+
+
+@dataclass(frozen=True)
+class DropAttempt:
+    """The attempt leaves no trace: zero the gradient, forget the work."""
+
+    ballot: Ballot
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Average the gradient with the stage's other replicas; `Member.reduced` gets the result."""
+
+    ballot: Ballot
+    step: int
+
+
+@dataclass(frozen=True)
+class Apply:
+    """Apply the optimizer as the commit says; `Member.applied` gets the digest."""
+
+    commit: pb.Commit
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """Take the gradient that a replica has sent of that attempt; `Member.reduced` gets the norm."""
+
+    ballot: Ballot
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Get the state from peers; then `Member.arrived`, or `Member.failed`, is told."""
+
+    ballot: Ballot
+    sync: pb.Sync
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """Tell the registry that this node was waited for in vain."""
+
+    node: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Rejoin:
+    """This node is a member no longer: it drops everything and joins again as a new one."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Halted:
+    """The run is over, or can't go on; the weights are kept."""
+
+    halt: pb.Halt
+
+
+Effect = (
+    Send
+    | StartAttempt
+    | GoOn
+    | DropAttempt
+    | Reduce
+    | Apply
+    | Adopt
+    | Fetch
+    | Suspect
+    | Rejoin
+    | Halted
+    | Event  # to be written to the event log
+)

@@ -1,0 +1,104 @@
+"""What a joiner keeps in mind while it follows: it copies a state while the others train.
+
+Between the state's step and the newest one lie commits. The driver tells them, in order; a replica
+of the stage, the joiner's *feeder*, sends the reduced gradient of each attempt. A commit is applied
+when its gradient is there; gradients of attempts that were not committed come to nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.wire import stage_pb2 as pb
+
+NOBODY = ""
+"""In place of a feeder whose gradient won't come."""
+
+
+def feeders(begin: pb.Begin) -> dict[str, str]:
+    """Who sends the attempt's reduced gradient to whom: joiner -> replica of its stage."""
+    found: dict[str, str] = {}
+    for stage in {joiner.stage for joiner in begin.joining}:
+        replicas = sorted(place.node for place in begin.members if place.stage == stage)
+        joiners = sorted(joiner.node for joiner in begin.joining if joiner.stage == stage)
+        for i, joiner in enumerate(joiners):
+            found[joiner] = replicas[i % len(replicas)] if replicas else NOBODY
+    return found
+
+
+@dataclass
+class Following:
+    """A joiner's way from the state of `step` to the newest one."""
+
+    ballot: Ballot  # of the Sync that began it
+    step: int
+    heard: int  # step of the newest commit heard of: none before it was missed
+    state: pb.Synced | None = None  # how the state came, once it is in place
+    told: bool = False  # the driver knows that it has caught up
+    attempt: tuple[Ballot, int] = (NEVER, 0)  # the newest begun, and its step
+    vote: Ballot = NEVER  # the attempt after which the driver would let it in
+    commits: deque[pb.Commit] = field(default_factory=deque)  # not applied yet
+    gradients: set[Ballot] = field(default_factory=set)  # that are here
+    feeders: dict[Ballot, str] = field(default_factory=dict)  # by attempt, until its gradient comes
+
+    def begun(self, ballot: Ballot, begin: pb.Begin, node: str) -> None:
+        self.attempt = ballot, begin.step
+        self.feeders[ballot] = feeders(begin).get(node, NOBODY)
+
+    def came(self, ballot: Ballot, feeder: str) -> None:
+        """A gradient is here. What a node sends keeps its order: what it sent before is here too,
+        or lost."""
+        for earlier, by in self.feeders.items():
+            if by == feeder and earlier < ballot:
+                self.feeders[earlier] = NOBODY
+        self.feeders.pop(ballot, None)
+        self.gradients.add(ballot)
+
+    def missed(self, ballot: Ballot) -> None:
+        """A gradient was dropped: too many wait."""
+        self.feeders[ballot] = NOBODY
+
+    def lost(self, peer: str) -> None:
+        """What `peer` was sending won't come."""
+        self.feeders = {b: NOBODY if by == peer else by for b, by in self.feeders.items()}
+
+    def hear(self, commit: pb.Commit) -> None:
+        """The commit after `heard`."""
+        self.commits.append(commit)
+        self.heard = commit.step
+
+    def doubt(self) -> None:
+        """A new ballot: the newest commit heard of may be void, unless it is applied. Those before
+        it are not, since all have applied them who were ready for the newest."""
+        self.vote = NEVER
+        if self.commits:
+            self.heard = self.commits.pop().step - 1
+
+    def due(self) -> pb.Commit | None:
+        """The next commit to apply, if its gradient is here."""
+        commit = self.commits[0] if self.commits else None
+        return commit if commit and Ballot.of(commit.ballot) in self.gradients else None
+
+    def applied(self, commit: pb.Commit) -> None:
+        """Nothing of this attempt, or an older one, is of use any more."""
+        if self.commits:
+            self.commits.popleft()
+        self.heard = max(self.heard, commit.step)
+        ballot = Ballot.of(commit.ballot)
+        self.gradients = {other for other in self.gradients if other > ballot}
+        self.feeders = {other: by for other, by in self.feeders.items() if other > ballot}
+
+    def may_vote(self, committed: int) -> bool:
+        """All it lacks is the commit of the attempt that it is asked to vote for."""
+        ballot, step = self.attempt
+        ready = not self.commits and step == committed + 1
+        return ready and ballot == self.vote and ballot in self.gradients
+
+    def broken(self) -> str:
+        """Why it can't go on; empty: it can."""
+        for commit in self.commits:
+            if self.feeders.get(Ballot.of(commit.ballot)) == NOBODY:
+                return f"the gradient of step {commit.step} won't come"
+        return ""

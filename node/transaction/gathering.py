@@ -1,0 +1,179 @@
+"""The query round of a view: who has what, and what that leaves of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from planaria.bootstrap import registry_pb2 as registry
+from planaria.node.transaction.effects import Ballot, Effect, Send, Suspect
+from planaria.node.wire import stage_pb2 as pb
+from planaria.recovery.decide import Held, Left, Source
+
+QUERY_AGAIN = 1.0
+"""Seconds before a member that hasn't answered is asked once more."""
+ANSWER = 4.0
+"""Seconds that a member has to answer before the registry is told."""
+
+
+def active(view: registry.View) -> dict[str, int]:
+    """The stages of the members that aren't spares, by node."""
+    return {member.node: member.stage for member in view.members if not member.spare}
+
+
+@dataclass
+class Coming:
+    """A newer view, which is adopted at a step boundary. A newcomer in it that is still building
+    its stage can't answer, so nobody waits for it yet."""
+
+    view: registry.View
+    since: float
+    unanswered: set[str]  # newcomers
+
+    def greeting(self, newcomer: str) -> Send:
+        return Ballot(self.view.number, 0).send(newcomer, query=pb.Query())
+
+    def is_due(self, now: float, patience: float) -> bool:
+        return not self.unanswered or now - self.since >= patience
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where the run stands: at the newest state that a member has, or has to go back to."""
+
+    lineage: int = 0  # how often the run has gone back to files
+    committed: int = 0
+    last: pb.Commit = field(default_factory=pb.Commit)
+    boosted_at: Mapping[int, int] = field(default_factory=dict)
+    """By stage: after which step it was guessed; 0: never."""
+
+    def sync(self, method: str, reason: str, sources: Iterable[Source], **more: Any) -> pb.Sync:
+        """How a node is to get there."""
+        named = [
+            pb.Source(node=s.node, stage=s.stage, step=s.step, lineage=s.lineage) for s in sources
+        ]
+        at = self.committed
+        return pb.Sync(
+            step=at, lineage=self.lineage, method=method, reason=reason, sources=named, **more
+        )
+
+
+@dataclass
+class Gathering:
+    """All active members are asked what they have."""
+
+    why: str
+    ballot: Ballot
+    members: Mapping[str, int]  # node -> stage
+    stages: int  # body stages
+    began: float
+    asked: float
+    suspected: float  # when the registry was told who is silent
+    taken_over: bool  # the first one after another driver
+    statuses: dict[str, pb.Status] = field(default_factory=dict)
+
+    def explain(self) -> str:
+        return f"{self.why}; waiting for the status of {', '.join(self.unheard())}"
+
+    def unheard(self) -> list[str]:
+        return sorted(self.members.keys() - self.statuses.keys())
+
+    def ask(self) -> list[Effect]:
+        return [self.ballot.send(node, query=pb.Query()) for node in self.members]
+
+    def ask_again(self, now: float) -> list[Effect]:
+        if now - self.asked < QUERY_AGAIN:
+            return []
+        self.asked = now
+        effects: list[Effect] = []
+        if now - self.suspected >= ANSWER:
+            self.suspected = now
+            why = f"no answer to the driver's query for {ANSWER:.0f} s"
+            effects += [Suspect(node, why) for node in self.unheard()]
+        return effects + [self.ballot.send(node, query=pb.Query()) for node in self.unheard()]
+
+    # --- once everybody has answered
+
+    @property
+    def newest(self) -> pb.Status:
+        return max(self.statuses.values(), key=_age)
+
+    def having(self) -> dict[str, pb.Status]:
+        """Of those who have the newest state."""
+        age = _age(self.newest)
+        return {node: status for node, status in self.statuses.items() if _age(status) == age}
+
+    def standing(self) -> Standing:
+        newest = self.newest
+        boosted_at = {self.members[n]: status.boosted_at for n, status in self.having().items()}
+        return Standing(newest.lineage, newest.committed, newest.last, boosted_at)
+
+    def all_lost(self, view: registry.View) -> str:
+        """Why the run can't go on from the newest state; empty: it can."""
+        newest = self.newest
+        if self._only_joiners():
+            return (
+                "everything is lost: none of those who trained is left, and they may have gone on "
+                f"after step {newest.committed} without the joiners that have its state"
+            )
+        if (newest.lineage, newest.committed + 1) < (view.lineage, view.committed):
+            return (
+                f"everything is lost: step {view.committed} was committed once, but the "
+                f"newest state that is left is of step {newest.committed}"
+            )
+        return ""
+
+    def _only_joiners(self) -> bool:
+        """Whether all who have the newest state only follow: no commit has needed their vote."""
+        having = [*self.having(), *self.behind()]
+        return self.newest.committed > 0 and all(self.statuses[n].following for n in having)
+
+    def behind(self) -> list[str]:
+        """Who was ready for the very attempt that others have committed."""
+        newest = self.newest
+        return [
+            node
+            for node, status in self.statuses.items()
+            if status.committed + 1 == newest.committed == status.ready
+            and status.ready_ballot == newest.last.ballot
+        ]
+
+    def held(self) -> list[Held]:
+        return [
+            Held(
+                one.kind,  # type: ignore[arg-type]
+                Source(node, one.stage, one.step, one.lineage),
+                (one.made.view, one.made.attempt),
+            )
+            for node, status in sorted(self.statuses.items())
+            for one in status.holdings
+        ]
+
+    def left(self) -> Left:
+        newest = self.newest
+        survivors: dict[int, list[str]] = {}
+        trained = set()
+        for node, status in self.having().items():
+            survivors.setdefault(self.members[node], []).append(node)
+            if status.boosted_at < newest.committed:
+                trained.add(self.members[node])
+        return Left(
+            self.stages,
+            newest.committed,
+            survivors,
+            newest.lineage,
+            self.held(),
+            untrained=frozenset(survivors.keys() - trained),
+            made=Ballot.of(newest.last.ballot),
+        )
+
+    def nodes_of(self, stage: int) -> list[str]:
+        return sorted(node for node, at in self.members.items() if at == stage)
+
+    def vacant(self) -> list[int]:
+        return [stage for stage in range(self.stages + 1) if not self.nodes_of(stage)]
+
+
+def _age(status: pb.Status) -> tuple[int, int]:
+    return status.lineage, status.committed

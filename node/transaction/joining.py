@@ -1,0 +1,129 @@
+"""Joiners as their driver sees them: members that copy their stage's state while the others train.
+
+`following.py` is the joiner's side of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from planaria.node.report.events import StageRebuilt
+from planaria.node.transaction.attempting import Vote
+from planaria.node.transaction.effects import Effect, Send
+from planaria.node.transaction.gathering import Gathering
+from planaria.node.transaction.syncing import rebuilt
+from planaria.node.wire import stage_pb2 as pb
+
+FOLLOWS = 2
+"""Times that a joiner may try to follow before everybody waits for it."""
+FOLLOWED = 2.0
+"""A try is given up after so many times the deadline for progress."""
+ENTERING = 0.1
+"""Seconds that a commit waits for the vote of a joiner that has caught up; twice that in the next
+step, and so on."""
+ENTERING_SHARE = 0.05
+"""And at least this share of the step's duration."""
+
+
+@dataclass
+class Joiner:
+    """One try to follow."""
+
+    stage: int
+    step: int  # of the state that it copies
+    began: float
+    stall: float = 0.0  # seconds in which nothing trained because of it
+    caught_up: pb.Synced | None = None
+    vain: int = 0  # attempts that have waited in vain for its vote
+    failed: bool = False
+
+    def entered(self, node: str, now: float) -> StageRebuilt:
+        """What is to be told of it."""
+        synced = self.caught_up or pb.Synced(step=self.step, method="replica")
+        return rebuilt(node, self.stage, synced, now - self.began, self.stall)
+
+
+class Joining:
+    """The members that don't train yet, and how often each has failed to follow."""
+
+    def __init__(self) -> None:
+        self.joiners: dict[str, Joiner] = {}
+        self.failures: Counter[str] = Counter()
+
+    def listed(self) -> list[pb.Joiner]:
+        return [
+            pb.Joiner(node=node, stage=joiner.stage, step=joiner.step)
+            for node, joiner in sorted(self.joiners.items())
+        ]
+
+    # --- when everybody has answered
+
+    def go_on(
+        self, gathering: Gathering, is_over: bool, now: float
+    ) -> tuple[list[str], dict[str, Joiner]]:
+        """Who has the newest state is in, who is on the way to it goes on, and all others have to
+        begin anew. Returns who on the way lacks the last commit, and who is in."""
+        before, self.joiners = self.joiners, {}
+        newest, having = gathering.newest, gathering.having()
+        alive = {gathering.members[node] for node in having}
+        unsure = []
+        for node, status in gathering.statuses.items():
+            stage, joiner = gathering.members[node], before.get(node)
+            if joiner is None or joiner.step != status.following:
+                joiner = Joiner(stage, status.following, now)
+            missed = newest.committed - status.heard
+            on_the_way = status.following and status.following_lineage == newest.lineage
+            fed = on_the_way and stage in alive and missed in (0, 1)
+            if node in having or not fed or joiner.failed or is_over:
+                continue
+            if missed:
+                unsure.append(node)
+            self.joiners[node] = joiner
+        return unsure, {node: before[node] for node in having if node in before}
+
+    def lacking(self, gathering: Gathering) -> dict[int, list[str]]:
+        """By stage, who has neither the newest state nor, since it follows, a way to it."""
+        on_the_way = gathering.having().keys() | self.joiners.keys()
+        return {
+            stage: [node for node in gathering.nodes_of(stage) if node not in on_the_way]
+            for stage in range(gathering.stages + 1)
+        }
+
+    def begin(self, syncs: list[Effect], gathering: Gathering, now: float) -> None:
+        """These are told to follow; until now all have waited for them."""
+        for node in [effect.to for effect in syncs if isinstance(effect, Send)]:
+            stage, step = gathering.members[node], gathering.newest.committed
+            self.joiners[node] = Joiner(stage, step, now, now - gathering.began)
+
+    # --- while the others train
+
+    def caught_up(self) -> dict[str, Joiner]:
+        return {n: joiner for n, joiner in self.joiners.items() if joiner.caught_up is not None}
+
+    def gives_up(self, node: str) -> bool:
+        """Whether that is news."""
+        joiner = self.joiners[node]
+        if joiner.failed:
+            return False
+        joiner.failed, joiner.caught_up = True, None
+        self.failures[node] += 1
+        return True
+
+    def too_slow(self, now: float, limit: float) -> list[str]:
+        return [node for node, joiner in self.joiners.items() if now - joiner.began >= limit]
+
+    def hold_up(self, vote: Vote, began: float, now: float) -> bool:
+        """Whether the commit is to wait for joiners' votes; if not, what it has waited is put down
+        to them. `began`: the attempt."""
+        entering = self.caught_up()
+        late = [joiner for node, joiner in entering.items() if node not in vote.joiners]
+        usual = max(ENTERING, ENTERING_SHARE * (vote.complete - began))
+        waited = now - vote.complete
+        if any(waited < usual * 2.0 ** min(joiner.vain, 10) for joiner in late):
+            return True
+        for joiner in entering.values():
+            joiner.stall += waited
+        for joiner in late:
+            joiner.vain += 1
+        return False

@@ -1,0 +1,405 @@
+"""The member's side of the step transaction: a machine without clock, socket or tensor.
+
+It promises itself to the newest ballot that it has heard of, and nothing older has an effect on it
+from then on. What it has reduced it keeps until the driver decides, or a newer driver asks.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+
+from planaria.bootstrap import registry_pb2 as registry
+from planaria.node.report.events import MessageRefused
+from planaria.node.transaction.effects import (
+    NEVER,
+    Adopt,
+    Apply,
+    Ballot,
+    DropAttempt,
+    Effect,
+    Fetch,
+    GoOn,
+    Halted,
+    Reduce,
+    Rejoin,
+    Send,
+    StartAttempt,
+)
+from planaria.node.transaction.following import Following
+from planaria.node.wire import stage_pb2 as pb
+
+
+class Phase(enum.Enum):
+    IDLE = "idle"
+    SYNCING = "syncing"
+    FOLLOWING = "following"
+    RUNNING = "running"
+    REDUCING = "reducing"
+    READY = "ready"
+    HALTED = "halted"
+
+
+class Frames(enum.Enum):
+    """What to do with a frame that belongs to some ballot."""
+
+    TAKE = enum.auto()
+    HOLD = enum.auto()
+    DROP = enum.auto()
+
+
+class Member:
+    """One node's part in the transaction. Every event method returns the effects to carry out."""
+
+    def __init__(self, node: str, stage: int) -> None:
+        self.node = node
+        self.stage = stage
+        self.phase = Phase.IDLE
+        self.view = registry.View()
+        self.promised = NEVER
+        self.driver = ""
+        self.began = NEVER  # the ballot under which the attempt that runs or is ready began
+        self.attempt = NEVER  # and the one under which it goes on, by a newer plan
+        self.step = 0  # which it tries
+        self.lineage = 0  # how often the run had gone back to files before that step
+        self.committed = 0
+        self.last = pb.Commit()
+        self.boosted_at = 0
+        self.digest = b""
+        self.changing = False  # the weights are, so nothing is said of them
+        self.void = False  # the weights are fit for nothing, not even for a start
+        self.sync = pb.Sync()
+        self.following: Following | None = None
+        self.holdings: Callable[[], Sequence[pb.Holding]] = lambda: ()
+        self.unanswered: tuple[str, Ballot] | None = None
+        self.seconds_per_microbatch = 0.0
+        self.halt: pb.Halt | None = None
+
+    # --- events
+
+    def viewed(self, view: registry.View) -> list[Effect]:
+        """The registry has issued `view`."""
+        if view.number <= self.view.number:
+            return []
+        self.view = view
+        if all(member.node != self.node for member in view.members):
+            return [Rejoin(f"view {view.number} is without this node: {view.reason}")]
+        return []
+
+    def received(self, peer: str, message: pb.Message) -> list[Effect]:
+        """A control message for this machine has come from `peer`."""
+        ballot = Ballot.of(message.ballot)
+        body = message.WhichOneof("body")
+        if self.view.number == ballot.view and self.view.driver not in ("", peer):
+            return [MessageRefused(peer=peer, body=body, why="not the driver")]
+        if ballot < self.promised or (body == "query" and ballot == self.promised != NEVER):
+            if body == "query" and ballot == self.promised and peer == self.driver:
+                return self._answer(peer, ballot)
+            return [Send(peer, pb.Message(ballot=self.promised.message(), stale=pb.Stale()))]
+        match body:
+            case "query":
+                return self._queried(peer, ballot)
+            case "step":
+                return self._stepped(peer, ballot, message.step)
+            case "sync":
+                return self._synced(peer, ballot, message.sync)
+            case "reduce":
+                return self._reduce(ballot)
+            case "halt":
+                self._promise(peer, ballot)
+                return self._halt(message.halt)
+            case _:
+                return [MessageRefused(peer=peer, body=body, why="unexpected")]
+
+    def reduced(
+        self, ballot: Ballot, squared_norm: float, finite: bool, seconds_per_microbatch: float
+    ) -> list[Effect]:
+        """The stage's gradient is averaged and every microbatch is in it once."""
+        if self.phase is not Phase.REDUCING or ballot != self.attempt:
+            return []
+        self.phase = Phase.READY
+        self.seconds_per_microbatch = seconds_per_microbatch
+        ready = pb.Ready(
+            step=self.step,
+            squared_norm=squared_norm,
+            finite=finite,
+            digest=self.digest,
+            seconds_per_microbatch=seconds_per_microbatch,
+        )
+        return [self._to_driver(pb.Message(ready=ready))]
+
+    def applied(self, digest: bytes) -> list[Effect]:
+        """The optimizer has applied the last commit."""
+        return self._changed(digest) + self._follow_on()
+
+    def voided(self, ballot: Ballot) -> bool:
+        """The state is about to be overwritten by what isn't fit to train yet; True: it is still
+        wanted. Until `fetched` this node has nothing to offer."""
+        wanted = self.phase is Phase.SYNCING and ballot == self.promised
+        if wanted:
+            self.lineage = self.committed = 0
+            self.void = True
+        return wanted
+
+    def arrived(self, ballot: Ballot) -> bool:
+        """The state has come; True: it is still wanted, put it in place and call `fetched`."""
+        following = self.following
+        wanted = self.phase is Phase.SYNCING and ballot == self.promised
+        if following is not None and self.phase is Phase.FOLLOWING:
+            wanted = ballot == following.ballot and following.state is None
+        self.changing = self.changing or wanted
+        return wanted
+
+    def fetched(self, synced: pb.Synced, last: pb.Commit, boosted_at: int) -> list[Effect]:
+        """The state of `synced.step` is in place; `last` is the commit that made it."""
+        self.lineage, self.committed = self.sync.lineage, synced.step
+        self.void = False
+        self.last = last
+        self.boosted_at = boosted_at
+        answer = self._changed(synced.digest)
+        if self.following is not None:
+            self.following.state = synced
+            return answer + self._follow_on()
+        if self.phase is not Phase.SYNCING:
+            return answer  # asked in the meantime: the status tells
+        self.phase = Phase.IDLE
+        return [self._to_driver(pb.Message(synced=synced))]
+
+    def failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> list[Effect]:
+        """This node's part in what runs under `ballot` can't be done."""
+        if self.following is not None:
+            return self._unfollow(reason) if ballot == self.following.ballot else []
+        running = self.phase in (Phase.RUNNING, Phase.REDUCING) and self._is_of_attempt(ballot)
+        syncing = self.phase is Phase.SYNCING and ballot == self.promised
+        if not running and not syncing:
+            return []
+        self.phase = Phase.IDLE
+        failed = pb.Failed(reason=reason, accused=accused)
+        drop: list[Effect] = [DropAttempt(self.attempt)] if running else []
+        return [*drop, self._to_driver(pb.Message(failed=failed))]
+
+    def cut_off(self, ballot: Ballot, node: str, reason: str) -> list[Effect]:
+        """What the attempt needs of `node`, or has for it, can't get through. The driver decides
+        whether the attempt can do without that node."""
+        running = self.phase in (Phase.RUNNING, Phase.REDUCING)
+        if not running or not self._is_of_attempt(ballot):
+            return []
+        return [self._to_driver(pb.Message(cut=pb.Cut(node=node, reason=reason)))]
+
+    def gradient_came(self, ballot: Ballot, feeder: str) -> list[Effect]:
+        """The reduced gradient of an attempt is here, from a replica of this node's stage."""
+        if self.following is None:
+            return []
+        self.following.came(ballot, feeder)
+        return self._follow_on()
+
+    def gradient_missed(self, ballot: Ballot) -> list[Effect]:
+        """It won't come: too many of them wait."""
+        if self.following is None:
+            return []
+        self.following.missed(ballot)
+        return self._follow_on()
+
+    def link_lost(self, peer: str) -> list[Effect]:
+        """What `peer` was sending is lost, and what it was to be told."""
+        if self.following is None:
+            return []
+        self.following.lost(peer)
+        self.following.told = self.following.told and peer != self.driver
+        return self._follow_on()
+
+    def frames(self, ballot: Ballot) -> Frames:
+        """What to do with a frame that was sent by the plan of `ballot`."""
+        if self._is_of_attempt(ballot) and self.phase in (Phase.RUNNING, Phase.REDUCING):
+            return Frames.TAKE
+        if self.phase is not Phase.HALTED and ballot > max(self.promised, self.attempt):
+            return Frames.HOLD
+        return Frames.DROP
+
+    # --- transitions
+
+    def _promise(self, driver: str, ballot: Ballot) -> None:
+        self.promised = ballot
+        self.driver = driver
+
+    def _to_driver(self, message: pb.Message) -> Send:
+        message.ballot.CopyFrom(self.promised.message())
+        return Send(self.driver, message)
+
+    def _queried(self, peer: str, ballot: Ballot) -> list[Effect]:
+        attempting = self.step if self._attempting() else 0
+        self._promise(peer, ballot)
+        self.halt = None  # the driver looks again
+        effects: list[Effect] = []
+        if self.phase in (Phase.RUNNING, Phase.REDUCING):
+            effects.append(DropAttempt(self.attempt))
+        if self.phase is not Phase.READY:
+            self.phase = Phase.FOLLOWING if self.following is not None else Phase.IDLE
+        if self.following is not None:
+            self.following.doubt()
+            self.following.told = False
+        return effects + self._answer(peer, ballot, attempting)
+
+    def _changed(self, digest: bytes) -> list[Effect]:
+        self.digest = digest
+        self.changing = False
+        if self.unanswered is None:
+            return []
+        (peer, ballot), self.unanswered = self.unanswered, None
+        return self._answer(peer, ballot) if ballot == self.promised else []
+
+    def _is_of_attempt(self, ballot: Ballot) -> bool:
+        return self.began <= ballot <= self.attempt
+
+    def _attempting(self) -> bool:
+        return self.phase in (Phase.RUNNING, Phase.REDUCING, Phase.READY)
+
+    def _answer(self, peer: str, ballot: Ballot, attempting: int = 0) -> list[Effect]:
+        if self.changing:
+            self.unanswered = (peer, ballot)
+            return []
+        is_ready = self.phase is Phase.READY
+        status = pb.Status(
+            committed=self.committed,
+            ready=self.step if is_ready else 0,
+            ready_ballot=self.attempt.message() if is_ready else None,
+            last=self.last,
+            boosted_at=self.boosted_at,
+            digest=self.digest,
+            seconds_per_microbatch=self.seconds_per_microbatch,
+            attempting=attempting,
+            lineage=self.lineage,
+            holdings=self.holdings(),
+            following=self.following.step if self.following is not None else 0,
+            following_lineage=self.sync.lineage,
+            heard=self.following.heard if self.following is not None else 0,
+        )
+        return [Send(peer, pb.Message(ballot=ballot.message(), status=status))]
+
+    def _stepped(self, peer: str, ballot: Ballot, step: pb.Step) -> list[Effect]:
+        self._promise(peer, ballot)
+        effects: list[Effect] = []
+        if step.HasField("commit"):
+            effects += self._commit(step.commit)
+        if any(joiner.node == self.node for joiner in step.begin.joining):
+            return effects + self._begun_without(ballot, step.begin)
+        if step.HasField("begin") and ballot > self.attempt:
+            if step.begin.HasField("since"):
+                return effects + self._went_on(ballot, step.begin)
+            if self.void:  # the run starts over, since nobody has anything
+                return [*effects, Rejoin("its weights went with a rebuild that was given up")]
+            if step.begin.step != self.committed + (step.begin.kind == pb.Begin.TRAIN):
+                reason = (
+                    f"asked to begin step {step.begin.step}, but step {self.committed} is the last "
+                    "one committed here"
+                )
+                return [*effects, self._to_driver(pb.Message(failed=pb.Failed(reason=reason)))]
+            self.following = None
+            self.phase = Phase.RUNNING
+            self.began = self.attempt = ballot
+            self.step = step.begin.step
+            effects.append(StartAttempt(ballot, step.begin))
+        return effects
+
+    def _went_on(self, ballot: Ballot, begin: pb.Begin) -> list[Effect]:
+        """Who was ready is so no more: its gradient lacks what others have to do again."""
+        since = Ballot.of(begin.since)
+        if not self._attempting() or since != self.began:
+            reason = f"asked to go on with an attempt that is not under way here, {since}"
+            return [self._to_driver(pb.Message(failed=pb.Failed(reason=reason)))]
+        self.phase = Phase.RUNNING
+        self.attempt = ballot
+        return [GoOn(ballot, begin)]
+
+    def _commit(self, commit: pb.Commit) -> list[Effect]:
+        ready = self.phase is Phase.READY and self.attempt == Ballot.of(commit.ballot)
+        if self.following is not None and not ready:
+            return self._hear(commit)
+        if commit.step != self.committed + 1 or not ready:
+            return []  # a repetition, or not for this node: the next query finds out
+        self.phase = Phase.IDLE
+        if self.following is not None:
+            self.following.applied(commit)
+            self.phase = Phase.FOLLOWING
+        self.committed = commit.step
+        self.last = commit
+        self.changing = True
+        return [Apply(commit)]
+
+    def _reduce(self, ballot: Ballot) -> list[Effect]:
+        if self.following is not None:
+            self.following.vote = ballot
+            return self._follow_on()
+        if self.phase is not Phase.RUNNING or ballot != self.attempt:
+            return []
+        self.phase = Phase.REDUCING
+        return [Reduce(ballot, self.step)]
+
+    def _synced(self, peer: str, ballot: Ballot, sync: pb.Sync) -> list[Effect]:
+        self._promise(peer, ballot)
+        effects: list[Effect] = [DropAttempt(self.attempt)] if self._attempting() else []
+        self.phase = Phase.FOLLOWING if sync.follow else Phase.SYNCING
+        self.following = Following(ballot, sync.step, sync.step) if sync.follow else None
+        self.sync = sync
+        return [*effects, Fetch(ballot, sync)]
+
+    def _halt(self, halt: pb.Halt) -> list[Effect]:
+        self.halt = halt
+        self.following = None
+        if self.phase is Phase.READY:  # a driver that comes yet may want it committed
+            return [Halted(halt)]
+        effects: list[Effect] = [DropAttempt(self.attempt)] if self._attempting() else []
+        self.phase = Phase.HALTED
+        return [*effects, Halted(halt)]
+
+    # --- following
+
+    def _begun_without(self, ballot: Ballot, begin: pb.Begin) -> list[Effect]:
+        """The others begin an attempt, in which this node is a joiner."""
+        if self.following is None:
+            return [self._to_driver(pb.Message(failed=pb.Failed(reason="it doesn't follow")))]
+        self.phase = Phase.FOLLOWING
+        self.following.begun(ballot, begin, self.node)
+        return self._follow_on()
+
+    def _hear(self, commit: pb.Commit) -> list[Effect]:
+        assert self.following is not None
+        expected = self.following.heard + 1
+        if commit.step < expected:
+            return []
+        if commit.step > expected:
+            return self._unfollow(f"the commit of step {expected} was missed")
+        self.phase = Phase.FOLLOWING  # if it was about to vote: the others didn't wait
+        self.following.hear(commit)
+        return self._follow_on()
+
+    def _follow_on(self) -> list[Effect]:
+        """Apply the next commit; else vote, if asked to; else tell that this node has caught up."""
+        following = self.following
+        if following is None or self.phase is not Phase.FOLLOWING:
+            return []
+        if reason := following.broken():
+            return self._unfollow(reason)
+        if self.changing or following.state is None:
+            return []
+        if (commit := following.due()) is not None:
+            following.applied(commit)
+            self.committed, self.last, self.changing = commit.step, commit, True
+            return [Adopt(Ballot.of(commit.ballot)), Apply(commit)]
+        if following.may_vote(self.committed):
+            self.phase = Phase.REDUCING
+            self.attempt, self.step = following.attempt
+            self.began = self.attempt
+            return [Adopt(self.attempt)]
+        if following.commits or following.told:
+            return []
+        following.told = True
+        synced = pb.Synced()
+        synced.CopyFrom(following.state)
+        synced.digest = self.digest
+        return [self._to_driver(pb.Message(synced=synced))]
+
+    def _unfollow(self, reason: str) -> list[Effect]:
+        self.following = None
+        self.phase = Phase.IDLE
+        return [self._to_driver(pb.Message(failed=pb.Failed(reason=reason)))]

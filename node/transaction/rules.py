@@ -1,0 +1,32 @@
+"""What the run file says to the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from planaria.recovery.decide import Masking, Policy
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How far to train, by which steps, and what to do about a loss."""
+
+    stages: int  # body stages, L
+    steps: int
+    microbatches: int
+    validation_microbatches: int
+    validate_every: int  # steps; 0: only at the end
+    clip: float
+    clip_scope: str  # "global" or "stage"
+    policy: Policy
+    strict: bool  # stop where the policy can't serve
+    masking: Masking
+    relearn: bool  # what was rebuilt inexactly
+    progress: float  # seconds without any before an attempt is given up
+    lr_scale: Callable[[int, int], float]  # (step, boosted_at) -> factor
+
+    @property
+    def swapped(self) -> bool:
+        """Half of the microbatches visit the end stages in swapped order."""
+        return self.policy == "checkfree+"

@@ -1,0 +1,181 @@
+"""Rebuilds and copies: who fetches what from whom, and what is told of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from planaria.node.report.events import Origin, RebuildOrdered, RelearningResult, StageRebuilt
+from planaria.node.transaction.effects import Effect
+from planaria.node.transaction.gathering import Gathering
+from planaria.node.transaction.rules import Rules
+from planaria.node.wire import stage_pb2 as pb
+from planaria.recovery.decide import INEXACT, Decision, Rebuild, Source, decide
+from planaria.recovery.orders import adjoining, all_orders, blocks
+
+
+@dataclass
+class Syncing:
+    """Some nodes fetch a state, and nothing trains until all of them have it."""
+
+    gathering: Gathering
+    awaited: set[str]
+    began: float
+    progressed: float
+
+    def explain(self) -> str:
+        why, awaited = self.gathering.why, ", ".join(sorted(self.awaited))
+        return f"{why}; waiting for the state of {awaited}"
+
+    def came(self, peer: str, synced: pb.Synced, now: float) -> list[StageRebuilt]:
+        """The state is in place there; returns what is to be told of its rebuild."""
+        self.awaited.discard(peer)
+        self.progressed = now
+        if synced.method == "twin":
+            return []
+        stage = self.gathering.members[peer]
+        told = rebuilt(peer, stage, synced, now - self.began, math.nan)
+        return [self._with_staleness(told, synced) if synced.method == "snapshot" else told]
+
+    def _with_staleness(self, told: StageRebuilt, synced: pb.Synced) -> StageRebuilt:
+        """Of the snapshot that was used, as its holder has told."""
+        source = synced.sources[0]
+        held = next(
+            one
+            for one in self.gathering.statuses[source.node].holdings
+            if (one.kind, one.stage) == ("snapshot", source.stage)
+        )
+        return replace(
+            told,
+            oldest_step=held.oldest_step,
+            mean_step=held.mean_step,
+            perturbation=held.perturbation,
+        )
+
+
+@dataclass
+class Rebuilds:
+    """What is to be told of rebuilds once the run goes on, and for how long nothing trained."""
+
+    stalled: float | None = None  # since when
+    rebuilt: list[StageRebuilt] = field(default_factory=list)
+
+    def told(self, now: float) -> list[Effect]:
+        stall = 0.0 if self.stalled is None else now - self.stalled
+        return [
+            replace(one, stall_seconds=stall) if math.isnan(one.stall_seconds) else one
+            for one in self.rebuilt
+        ]
+
+
+def rebuilt(node: str, stage: int, synced: pb.Synced, seconds: float, stall: float) -> StageRebuilt:
+    """What a node says of its rebuild, for the events. `stall`: the seconds in which nothing
+    trained because of it; NaN: those until all go on."""
+    relearned = synced.relearned
+    result = RelearningResult(
+        residual_before=relearned.residual_before,
+        residual_after=relearned.residual_after,
+        passes=relearned.passes,
+        seconds=relearned.seconds,
+        bytes=relearned.fetched_bytes,
+        pairs=relearned.pairs,
+        left_out=relearned.left_out,
+        undone=relearned.undone,
+    )
+    return StageRebuilt(
+        stall_seconds=stall,
+        node=node,
+        stage=stage,
+        method=synced.method,
+        step=synced.step,
+        sources=tuple(Origin(node=s.node, stage=s.stage, step=s.step) for s in synced.sources),
+        bytes=synced.fetched_bytes,
+        fetch_seconds=synced.seconds,
+        relearned=result if synced.HasField("relearned") else None,
+        rebuild_seconds=seconds,
+    )
+
+
+# --- who fetches what
+
+
+def decide_each(gathering: Gathering, rules: Rules) -> dict[int, Decision]:
+    """About the stages of which nobody has the newest state, or not every node."""
+    left = gathering.left()
+    if (left.lineage, left.step) == (0, 0):
+        return {}
+    having = {stage: len(left.survivors.get(stage, ())) for stage in range(rules.stages + 1)}
+    return {
+        stage: decide(stage, left, rules.policy, rules.strict)
+        for stage, count in having.items()
+        if not count or count < len(gathering.nodes_of(stage))
+    }
+
+
+def rebuild(
+    gathering: Gathering,
+    rebuilds: Mapping[int, Rebuild],
+    lacking: Mapping[int, list[str]],
+    rules: Rules,
+    follow: bool = False,
+) -> list[Effect]:
+    """One node rebuilds a lost stage; its replicas copy from it later, so that they are
+    identical. `lacking`: who has no state, by stage; `follow`: nobody waits for them."""
+    to, joiners = gathering.standing(), {}
+    for stage, decision in rebuilds.items():
+        nodes = lacking[stage]
+        if decision.method == "save":  # read by who has it
+            nodes = [source.node for source in decision.sources]
+        joiners[stage] = nodes if decision.method == "replica" else nodes[:1]
+    orders = all_orders(rules.stages, rules.swapped)
+    guessed = [stage for stage, decision in rebuilds.items() if decision.method in INEXACT]
+    together = {stage: block for block in blocks(orders, guessed) for stage in block}
+    effects: list[Effect] = []
+    for stage, decision in rebuilds.items():
+        said = decision.method, decision.reason, decision.sources
+        sync = to.sync(*said, last=to.last, follow=follow)
+        if rules.relearn and stage in together:
+            block = together[stage]
+            having = sorted(gathering.having())
+            sync.lost.extend(pb.Place(node=joiners[of][0], stage=of) for of in block)
+            sync.neighbours.extend(  # whom microbatches come from, and go to
+                pb.Place(node=node, stage=of)
+                for of in adjoining(orders, block)
+                for node in having
+                if gathering.members[node] == of
+            )
+        for node in joiners[stage]:
+            effects.append(_ordered(node, decision))
+            effects.append(gathering.ballot.send(node, sync=sync))
+    return effects
+
+
+def copy_twins(gathering: Gathering, rules: Rules) -> list[Effect]:
+    """With redundant computation, who lacks a twin of this very step copies the next stage."""
+    to = gathering.standing()
+    if rules.policy != "redundant" or (to.lineage, to.committed) == (0, 0):
+        return []
+    effects: list[Effect] = []
+    for node, stage in sorted(gathering.members.items()):
+        of = (stage + 1) % (rules.stages + 1)
+        wanted = ("redundant", of, to.committed, to.lineage)
+        held = gathering.statuses[node].holdings
+        if wanted not in [(one.kind, one.stage, one.step, one.lineage) for one in held]:
+            sources = [Source(n, of, to.committed, to.lineage) for n in gathering.nodes_of(of)]
+            reason = f"{node} lacks a twin of stage {of}"
+            sync = to.sync("twin", reason, sources, last=to.last)
+            effects.append(gathering.ballot.send(node, sync=sync))
+    return effects
+
+
+def _ordered(node: str, decision: Rebuild) -> RebuildOrdered:
+    return RebuildOrdered(
+        node=node,
+        stage=decision.stage,
+        method=decision.method,
+        sources=tuple(source.node for source in decision.sources),
+        exact=decision.exact,
+        fallback=decision.fallback,
+        reason=decision.reason,
+    )

@@ -1,0 +1,1 @@
+"""Everything between nodes: messages, frames, and the links that carry them."""

@@ -1,0 +1,200 @@
+"""Frames as chunks, for one direction of a link: order, window, acknowledgements, reassembly.
+
+Pure: chunks in, chunks out. A frame gets its number when its first chunk leaves, so at the other
+end new numbers come one after the other. A more urgent kind overtakes between two chunks; within a
+kind frames keep their order, so at most one frame of each kind is under way.
+
+Copies travel in the background: a chunk of theirs leaves only when nothing else is under way, and
+is acknowledged at once, so that a gradient is never behind more than one of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from planaria.node.wire.wire import (
+    KINDS,
+    Chunk,
+    Frame,
+    WireError,
+    buffers_of,
+    check_payload_size,
+    pack_chunk,
+)
+
+ACKNOWLEDGE_EVERY: Final = 2  # chunks, and at each frame's end; a window holds at least as many
+BACKGROUND: Final = "copy"
+
+
+@dataclass(slots=True, eq=False)
+class _Sending:
+    frame: Frame
+    head: bytes
+    rest: deque[memoryview]  # of the payload
+    size: int
+    arrived: Callable[[], None] | None
+    number: int = 0
+    sent: int = 0
+    acknowledged: int = 0
+
+
+class Outbox:
+    """Frames to send, in chunks of at most `chunk` bytes, at most `window` bytes unacknowledged."""
+
+    def __init__(self, chunk: int, window: int) -> None:
+        self._chunk, self._window = chunk, window
+        self._queues: dict[str, deque[_Sending]] = {kind: deque() for kind in KINDS}
+        self._started: dict[int, _Sending] = {}
+        self._last = 0
+        self._in_flight = 0
+        self.unacknowledged = 0  # bytes of payload, queued ones too
+
+    def push(self, frame: Frame, arrived: Callable[[], None] | None = None) -> None:
+        """`arrived` is called when the peer has acknowledged all of it. Raises WireError when the
+        frame can't travel."""
+        if frame.kind not in KINDS:
+            raise WireError(f"a frame of kind {frame.kind!r}, which is none of {', '.join(KINDS)}")
+        buffers = buffers_of(frame.payload)
+        size = sum(buffer.nbytes for buffer in buffers)
+        rest = deque(buffer for buffer in buffers if buffer.nbytes)
+        self._queues[frame.kind].append(_Sending(frame, frame.head(), rest, size, arrived))
+        self.unacknowledged += size
+
+    def next(self) -> bytes | None:
+        """The next chunk to send; None while nothing is queued or the window is full."""
+        kind, queue = next(((k, q) for k, q in self._queues.items() if q), (BACKGROUND, None))
+        if queue is None or (kind == BACKGROUND and self._in_flight):
+            return None
+        sending = queue[0]
+        length = min(self._chunk, sending.size - sending.sent)
+        if self._in_flight and self._in_flight + length > self._window:
+            return None
+        if first := sending.number == 0:
+            self._last += 1
+            sending.number = self._last
+            self._started[sending.number] = sending
+        chunk = pack_chunk(
+            frame=sending.number,
+            offset=sending.sent,
+            size=sending.size,
+            head=sending.head if first else b"",
+            data=_take(sending.rest, length),
+        )
+        sending.sent += length
+        self._in_flight += length
+        if sending.sent == sending.size:
+            queue.popleft()
+        return chunk
+
+    def acknowledge(self, number: int, received: int) -> None:
+        """The peer has so many bytes of this frame. Raises WireError when that can't be."""
+        sending = self._started.get(number)
+        if sending is None or not sending.acknowledged <= received <= sending.sent:
+            raise WireError(f"{received} bytes of frame {number} acknowledged, which can't be")
+        more = received - sending.acknowledged
+        sending.acknowledged = received
+        self._in_flight -= more
+        self.unacknowledged -= more
+        if received == sending.size:
+            del self._started[number]
+            if sending.arrived is not None:
+                sending.arrived()
+
+    def unfinished(self) -> list[Frame]:
+        """Those not acknowledged to their end: started ones first, then queued ones by urgency."""
+        queued = (sending for queue in self._queues.values() for sending in queue)
+        return [
+            *(sending.frame for sending in self._started.values()),
+            *(sending.frame for sending in queued if sending.number == 0),
+        ]
+
+
+def _take(buffers: deque[memoryview], length: int) -> list[memoryview]:
+    """The first `length` bytes, which leave `buffers`."""
+    taken = []
+    while length:
+        if buffers[0].nbytes <= length:
+            taken.append(buffers.popleft())
+        else:
+            taken.append(buffers[0][:length])
+            buffers[0] = buffers[0][length:]
+        length -= taken[-1].nbytes
+    return taken
+
+
+@dataclass(slots=True, eq=False)
+class _Receiving:
+    frame: Frame
+    payload: memoryview
+    received: int = 0
+
+
+class Inbox:
+    """Chunks that come in become frames again; what is wrong with one is a WireError."""
+
+    def __init__(self, payload_limit: int) -> None:
+        self._limit = payload_limit
+        self._partial: dict[int, _Receiving] = {}
+        self._last = 0
+        self._chunks = 0  # since the last acknowledgement
+        self._untold: dict[int, int] = {}  # received, by frame
+        self._due: dict[int, int] = {}
+
+    def receive(self, chunk: Chunk) -> Frame | None:
+        """The frame that this chunk completes, if it does. Raises WireError."""
+        receiving = self._partial.get(chunk.frame) or self._begin(chunk)
+        if chunk.size != len(receiving.payload) or chunk.offset != receiving.received:
+            raise WireError(
+                f"a chunk of frame {chunk.frame} at {chunk.offset} of {chunk.size}, where "
+                f"{receiving.received} of {len(receiving.payload)} was next"
+            )
+        end = chunk.offset + len(chunk.data)
+        if end > chunk.size or (not chunk.data and chunk.size):
+            raise WireError(f"a chunk of {len(chunk.data)} bytes at {chunk.offset} of {chunk.size}")
+        receiving.payload[chunk.offset : end] = chunk.data
+        receiving.received = end
+        complete = end == chunk.size
+        at_once = complete or receiving.frame.kind == BACKGROUND
+        self._note_received(chunk.frame, end, at_once)
+        if not complete:
+            return None
+        del self._partial[chunk.frame]
+        return receiving.frame
+
+    def acknowledgement(self) -> bytes | None:
+        """The next one to send, if one is due."""
+        if not self._due:
+            return None
+        number, received = self._due.popitem()
+        return pack_chunk(frame=number, acknowledged=received + 1)
+
+    def _begin(self, chunk: Chunk) -> _Receiving:
+        if chunk.frame != self._last + 1:
+            raise WireError(
+                f"a chunk of frame {chunk.frame}; a new frame would be {self._last + 1}"
+            )
+        if len(self._partial) == len(KINDS):
+            raise WireError(f"more than {len(KINDS)} frames under way, which is one of each kind")
+        check_payload_size(chunk.size, self._limit)
+        try:
+            # Memory is touched only as it is filled: a false size costs nothing.
+            payload = np.empty(chunk.size, dtype=np.uint8).data
+        except MemoryError as error:
+            raise WireError(f"no memory here for a payload of {chunk.size} bytes") from error
+        receiving = _Receiving(Frame.parse(chunk.head, payload, self._limit), payload)
+        self._last = chunk.frame
+        self._partial[chunk.frame] = receiving
+        return receiving
+
+    def _note_received(self, number: int, received: int, at_once: bool) -> None:
+        self._untold[number] = received
+        self._chunks += 1
+        if at_once or self._chunks >= ACKNOWLEDGE_EVERY:
+            self._due.update(self._untold)
+            self._untold.clear()
+            self._chunks = 0

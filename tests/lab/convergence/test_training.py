@@ -1,0 +1,226 @@
+"""Golden losses and what each policy promises.
+
+`python tests/lab/convergence/test_training.py DATA` writes the golden losses anew, from the shipped
+prose prepared with --vocabulary 512."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from planaria.lab.convergence.training import Ablation, LostError, Swarm, train
+from planaria.node.data.corpus import Corpus
+from planaria.node.run_file import RunFile, loads, override
+
+GOLDEN = Path(__file__).with_name("golden.json")
+RUN = """
+steps = 30
+[model]
+preset = "tiny"
+dim = 32
+context = 32
+stages = 5
+layers = 5
+[training]
+batch = 8
+microbatch = 2
+lr = 3e-3
+warmup = 5
+validation_microbatches = 4
+[recovery]
+relearn_passes = 5
+relearn_steps = 4
+checkpoint_every = 4
+checkpoint_dir = "memory"
+"""
+POLICIES = ("checkfree", "checkfree+", "snapshot", "checkpoint", "redundant")
+LOSSES = {10: [3], 20: [1]}
+
+
+@pytest.fixture(scope="module")
+def corpus(data: Path) -> Corpus:
+    return Corpus.open(data)
+
+
+def run_with(**changes: object) -> RunFile:
+    return override(loads(RUN), **{f"recovery__{name}": value for name, value in changes.items()})
+
+
+def trained(swarm: Swarm, losses: dict[int, list[int]]) -> list[float]:
+    """The loss of each iteration until all steps are committed."""
+    found: list[float] = []
+    while swarm.committed < swarm.run.steps:
+        found.append(swarm.step())
+        if len(found) in losses:
+            swarm.lose(losses[len(found)])
+    return found
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_losses_are_those_of_before(corpus: Corpus, policy: str) -> None:
+    found = trained(Swarm(run_with(policy=policy), corpus), LOSSES)
+    assert found == pytest.approx(json.loads(GOLDEN.read_text())[policy], rel=1e-4)
+
+
+def test_redundant_loses_nothing(corpus: Corpus) -> None:
+    run = run_with(policy="redundant")
+    assert trained(Swarm(run, corpus), LOSSES) == list(train(run, corpus))
+
+
+def test_checkpoint_does_the_same_steps_again(corpus: Corpus) -> None:
+    run = run_with(policy="checkpoint")
+    found, clean = trained(Swarm(run, corpus), LOSSES), list(train(run, corpus))
+    assert found[:10] == clean[:10]
+    assert found[10:20] == clean[8:18]  # back to step 8
+    assert found[20:] == clean[16:]  # and from step 18 to 16
+
+
+def test_a_loss_before_the_first_checkpoint_begins_anew(corpus: Corpus) -> None:
+    swarm = Swarm(run_with(policy="checkpoint"), corpus)
+    first = [swarm.step() for _ in range(3)]
+    (line,) = swarm.lose([2])
+    assert (line["step"], line["from"]) == (0, 3)
+    assert [swarm.step() for _ in range(3)] == first
+
+
+def test_relearning_brings_the_residual_down_and_the_loss_with_it(corpus: Corpus) -> None:
+    after: dict[int, float] = {}
+    for passes in (0, 10):
+        swarm = Swarm(run_with(policy="checkfree", relearn_passes=passes), corpus)
+        for _ in range(50):
+            swarm.step()
+        (line,) = swarm.lose([3])
+        after[passes] = swarm.validate()
+        if passes:
+            assert line["relearned"]["after"] < 0.3 * line["relearned"]["before"]
+            assert line["relearned"]["stage_tokens"] == passes * 4 * swarm.window_tokens
+    assert after[10] < after[0]
+
+
+@pytest.mark.parametrize(
+    "ablation",
+    [
+        Ablation(),
+        Ablation(relearn_share=0.5),
+        Ablation(relearn_in_order=True),
+        Ablation(relearn_codec="int8"),
+        Ablation(relearn_pull="all"),
+        Ablation(relearn_adam=3e-3, relearn_constant=True),
+        Ablation(relearn_codec="none", relearn_adam=3e-3, relearn_moments=True),
+        Ablation(start="random"),
+        Ablation(start="copy", second_moment="averaged"),
+    ],
+)
+def test_whatever_is_varied_relearning_helps(corpus: Corpus, ablation: Ablation) -> None:
+    swarm = Swarm(run_with(policy="checkfree", relearn_passes=10), corpus, ablation)
+    for _ in range(6):
+        swarm.step()
+    (line,) = swarm.lose([3])
+    assert line["relearned"]["after"] < line["relearned"]["before"]
+    tokens = 4 * ablation.relearn_share * swarm.window_tokens
+    assert line["relearned"]["stage_tokens"] == 10 * tokens
+    steps = {"fresh": 0, "averaged": 6}[ablation.second_moment]
+    updates = line["relearned"]["updates"]
+    assert swarm.stages[3].optimizer.steps == (updates if ablation.relearn_moments else steps)
+
+
+def test_weights_lost_in_the_first_steps_come_back_about_as_large(corpus: Corpus) -> None:
+    grown = {}
+    for young in (True, False):
+        swarm = Swarm(run_with(), corpus, Ablation(relearn_young=young))
+        for _ in range(12):
+            swarm.step()
+        before = swarm.stages[3].optimizer.weights.norm().item()
+        swarm.lose([3])
+        grown[young] = swarm.stages[3].optimizer.weights.norm().item() / before
+    assert grown[True] < 1.1 < 1.5 < grown[False]
+
+
+def test_two_in_a_row_relearn_as_one(corpus: Corpus) -> None:
+    swarm = Swarm(run_with(policy="checkfree"), corpus)
+    for _ in range(6):
+        swarm.step()
+    lines = swarm.lose([2, 3])
+    assert [line["method"] for line in lines] == ["interpolate", "interpolate"]
+    assert lines[0]["relearned"] == lines[1]["relearned"]
+    assert lines[0]["relearned"]["stage_tokens"] == 2 * 5 * 4 * swarm.window_tokens
+
+
+def test_who_came_later_has_kept_fewer_steps(corpus: Corpus) -> None:
+    """The nodes before and behind: what only one of them has is no pair."""
+    swarm = Swarm(run_with(policy="checkfree"), corpus)
+    tokens = []
+    for stage, steps in ((2, 6), (3, 2), (2, 1), (5, 1)):
+        for _ in range(steps):
+            swarm.step()
+        (line,) = swarm.lose([stage])
+        tokens.append(line["relearned"]["stage_tokens"] // (5 * swarm.window_tokens))
+    assert tokens == [4, 2, 1, 4]
+
+
+def test_with_only_the_guessed_stage_in_training_the_others_stay(corpus: Corpus) -> None:
+    run = run_with(policy="checkfree", relearn_passes=0)
+    swarm = Swarm(run, corpus, Ablation(alone_steps=2))
+    swarm.step()
+    swarm.lose([3])
+    before = [stage.optimizer.weights.clone() for stage in swarm.stages]
+    for expected in ([3], [3], [0, 1, 2, 3, 4, 5]):
+        swarm.step()
+        after = [stage.optimizer.weights.clone() for stage in swarm.stages]
+        moved = [of for of, (a, b) in enumerate(zip(before, after, strict=True)) if not a.equal(b)]
+        assert moved == expected
+        before = after
+
+
+def test_a_snapshot_goes_with_its_holder(corpus: Corpus) -> None:
+    swarm = Swarm(run_with(policy="snapshot", relearn_passes=0), corpus)
+    for _ in range(12):
+        swarm.step()
+    (line,) = swarm.lose([2])
+    assert line["method"] == "snapshot" and 0 < line["staleness"] < 12
+    assert line["perturbation"] > 0
+    lines = swarm.lose([2, 5])  # which hold each other's
+    assert {line["stage"]: line["method"] for line in lines} == {2: "checkfree", 5: "interpolate"}
+
+
+@pytest.mark.parametrize("by", ["row", "stage"])
+def test_a_share_of_all_comes_back_from_storage(corpus: Corpus, by: str) -> None:
+    """With whole snapshots every 4 steps, as old at each block."""
+    run = run_with(
+        policy="snapshot", snapshot_fraction=1.0, snapshot_period=4, snapshot_codec="none"
+    )
+    moved = {}
+    for share in (0.5, 1.0):
+        swarm = Swarm(run, corpus, Ablation(lost_share=share, lost_by=by))
+        states = []
+        for _ in range(7):
+            swarm.step()
+            states.append([stage.optimizer.weights.clone() for stage in swarm.stages])
+        (line,) = swarm.lose([0])
+        assert line["staleness"] == 2  # of step 5
+        moved[share] = line["perturbation"]
+    now = [stage.optimizer.weights for stage in swarm.stages]
+    assert all(a.equal(b) for a, b in zip(now, states[4], strict=True))
+    assert 0 < moved[0.5] < moved[1.0]
+
+
+def test_without_a_copy_stage_0_cannot_come_back(corpus: Corpus) -> None:
+    swarm = Swarm(run_with(policy="checkfree"), corpus)
+    swarm.step()
+    with pytest.raises(LostError, match="nothing else tells what embedding and head were"):
+        swarm.lose([0, 1, 5])
+
+
+def test_validation_is_the_mean_over_its_tokens(corpus: Corpus) -> None:
+    swarm = Swarm(run_with(policy="checkfree"), corpus)
+    assert swarm.validate() == pytest.approx(float(torch.tensor(512.0).log()), rel=0.02)
+
+
+if __name__ == "__main__":
+    opened = Corpus.open(Path(sys.argv[1]))
+    golden = {p: trained(Swarm(run_with(policy=p), opened), LOSSES) for p in POLICIES}
+    GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")

@@ -1,0 +1,122 @@
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from planaria.node.cli import app
+from planaria.node.data.corpus import Corpus
+from planaria.node.data.windows import Windows, microbatch_ids, samples_hash
+from planaria.node.report.ledger import Header, Ledger, line
+from planaria.node.wire import stage_pb2
+
+PERSUASION = Path(__file__).parents[3] / "corpus" / "austen" / "persuasion.txt"
+
+
+def planaria(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("cli") / "data"
+    result = planaria("data", "prepare", PERSUASION, "--out", out, "--vocabulary", 512)
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def test_prepare_makes_what_inspect_shows(data: Path) -> None:
+    corpus = Corpus.open(data, verify=True)
+    assert corpus.vocabulary == 512
+    result = planaria("data", "inspect", data, "--verify", "--context", 40)
+    assert result.exit_code == 0
+    assert f"content:   {corpus.content}" in result.output
+    assert f"hash {corpus.index.tokenizer}" in result.output
+    assert "checksums: all right" in result.output
+    tokens = corpus.index.splits["train"].tokens
+    assert re.search(rf"train +│ +\d+ │ +{tokens:,} │", result.output)
+    assert f"first of {(tokens - 1) // 40} training samples of 40 tokens:\nPers" in result.output
+
+
+def test_preparing_again_changes_nothing(data: Path) -> None:
+    before = (data / "index.json").stat()
+    result = planaria("data", "prepare", PERSUASION, "--out", data, "--vocabulary", 512)
+    assert result.exit_code == 0
+    assert "holds this very data already" in result.output
+    assert (data / "index.json").stat() == before
+    result = planaria("data", "prepare", PERSUASION, "--out", data, "--vocabulary", 400)
+    assert result.exit_code == 1
+    assert "--force" in result.stderr
+
+
+def test_options_reach_the_recipe(data: Path, tmp_path: Path) -> None:
+    text = tmp_path / "acts.jsonl"
+    text.write_text("".join(f'{{"story": "Once {i} upon a time."}}\n' for i in range(9)))
+    acts = tmp_path / "acts.txt"
+    acts.write_text("".join(f"Act {i}\nEnter a fool.\n" for i in range(11)))
+    result = planaria(
+        *("data", "prepare", text, acts, "--out", tmp_path / "out", "--text-field", "story"),
+        *("--document-separator", "Act ", "--validation", 0.5),
+        *("--tokenizer", data / "tokenizer.json"),
+    )
+    assert result.exit_code == 0, result.output
+    corpus = Corpus.open(tmp_path / "out")
+    assert corpus.vocabulary == 512
+    documents = [split.documents for split in corpus.index.splits.values()]
+    assert sum(documents) == 20
+    assert min(documents) > 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("data", "inspect", "{tmp}/none"), "there is no prepared data at"),
+        (("data", "prepare", "{tmp}/none", "--out", "{tmp}/x"), "no file or folder"),
+        (("data", "prepare", "{tmp}", "--out", "{tmp}/x", "--vocabulary", "2"), "too small"),
+        (("audit", "{tmp}"), "there is no ledger in"),
+    ],
+)
+def test_errors_are_sentences(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    result = planaria(*(argument.format(tmp=tmp_path) for argument in arguments))
+    assert result.exit_code == 1
+    *_, last = result.stderr.splitlines()  # behind the progress bar, if it came to that
+    assert last.startswith("error: ")
+    assert message in last
+    assert "Traceback" not in result.output
+
+
+def test_audit_passes_only_what_is_exact(tmp_path: Path) -> None:
+    header = Header(
+        ledger=1, run="r", seed=0, samples=100, batch=4, microbatch=2, context=8, content=""
+    )
+    windows = Windows(0, 100, 4)
+    with Ledger(tmp_path / "ledger-n.jsonl", header) as ledger:
+        for step, homes in ((1, (0, 1)), (2, (0, 1)), (3, (0,))):
+            parts = {i: microbatch_ids(windows.ids(step), i, 2) for i in homes}
+            commit = stage_pb2.Commit(
+                step=step,
+                microbatches=[
+                    stage_pb2.Home(microbatch=i, samples=2, samples_hash=samples_hash(part))
+                    for i, part in parts.items()
+                ],
+            )
+            ledger.append(line(commit, 0, 0.0))
+            result = planaria("audit", tmp_path)
+            assert result.exit_code == (0 if step < 3 else 1)
+    assert re.search(r"expected +│ +12 │", result.output)
+    assert re.search(r"missing +│ +2 │", result.output)
+    assert re.search(r"extra +│ +0 │", result.output)
+
+
+def test_help_needs_no_heavy_module() -> None:
+    script = (
+        "import sys, planaria.node.cli; planaria.node.cli.app(['--help'], standalone_mode=False); "
+        "print(sorted({'torch', 'numpy', 'grpc', 'tokenizers', 'pyarrow'} & set(sys.modules)))"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.splitlines()[-1] == "[]", shown.stderr

@@ -1,0 +1,395 @@
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import planaria.node.data.prepare
+from planaria.node.data.corpus import Corpus, CorpusError
+from planaria.node.data.documents import LINES_PER_DOCUMENT, documents, lines_to_documents
+from planaria.node.data.prepare import Recipe, held_out_rank, prepare
+
+AUSTEN = Path(__file__).parents[3] / "corpus" / "austen"
+TEXTS = [
+    f"Letter {i}. It was <|endoftext|> on the {i * 7}th that naïve “Anne” wrote: £{i**3}, 漢字."
+    for i in range(40)
+]
+
+
+def write_jsonl(path: Path, field: str = "text") -> Path:
+    path.write_text("".join(json.dumps({"id": i, field: t}) + "\n" for i, t in enumerate(TEXTS)))
+    return path
+
+
+def write_parquet(path: Path, field: str = "text") -> Path:
+    rows = pyarrow.table({"id": range(len(TEXTS)), field: TEXTS})
+    pyarrow.parquet.write_table(rows, path, row_group_size=7)
+    return path
+
+
+def make(
+    out: Path, texts: list[str] = TEXTS, vocabulary: int = 300, validation: float = 0.2
+) -> Corpus:
+    source = out.parent / f"{out.name}.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    recipe = Recipe([str(source)], vocabulary=vocabulary, validation=validation)
+    return prepare(recipe, out)[0]
+
+
+def stream(corpus: Corpus, split: str) -> np.ndarray:
+    shards = corpus.index.splits[split].shards
+    parts = [np.fromfile(corpus.path / s.name, f"<u{dtype_size(corpus)}") for s in shards]
+    return np.concatenate(parts).astype(np.int64)
+
+
+def dtype_size(corpus: Corpus) -> int:
+    return np.dtype(corpus.index.dtype).itemsize
+
+
+def decoded(corpus: Corpus, split: str) -> list[str]:
+    """The documents of a split, from its tokens."""
+    tokens = stream(corpus, split)
+    assert tokens[-1] == corpus.index.end_of_document
+    ends = np.flatnonzero(tokens == corpus.index.end_of_document)
+    tokenizer = corpus.tokenizer()
+    parts = np.split(tokens, ends + 1)[:-1]
+    return [tokenizer.decode(part[:-1].tolist(), skip_special_tokens=False) for part in parts]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return make(tmp_path_factory.mktemp("corpus") / "data")
+
+
+@pytest.fixture
+def copy(corpus: Corpus, tmp_path: Path) -> Path:
+    """A copy of the prepared data, to damage."""
+    return Path(shutil.copytree(corpus.path, tmp_path / "copy"))
+
+
+# Documents
+
+
+def test_every_kind_of_input_gives_the_same_documents(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    jsonl = write_jsonl(tmp_path / "a.jsonl")
+    parquet = write_parquet(tmp_path / "a.parquet")
+    text = tmp_path / "a.txt"
+    text.write_text("".join(f"=====\n{t}\n" for t in TEXTS))
+    folders = []
+    for file in (jsonl, parquet):
+        folders.append(tmp_path / f"folder-{file.suffix[1:]}")
+        folders[-1].mkdir()
+        shutil.copy(file, folders[-1])
+    assert list(documents(str(jsonl))) == TEXTS
+    assert list(documents(str(parquet))) == TEXTS
+    assert list(documents(str(text), separator=re.compile("=+\n?"))) == TEXTS
+    assert list(documents(str(folders[0]))) == TEXTS
+    for folder in folders:
+        assert list(documents(f"hf:{folder}")) == TEXTS
+
+
+def test_datasets_by_configuration_and_split(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    write_jsonl(tmp_path / "letters.jsonl", field="story")
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n- config_name: small\n  data_files:\n"
+        "  - split: unseen\n    path: letters.jsonl\n---\n"
+    )
+    assert list(documents(f"hf:{tmp_path}:small@unseen", "story")) == TEXTS
+    with pytest.raises(CorpusError, match=r"row 0 has no field 'text' but id, story"):
+        list(documents(f"hf:{tmp_path}:small@unseen"))
+    with pytest.raises(CorpusError, match=r"can't read the dataset hf:.*train"):
+        list(documents(f"hf:{tmp_path}:small"))
+
+
+def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for name in ("b.txt", "a.txt", "sub/0.txt", "ignored.md"):
+        (tmp_path / name).write_text(name)
+    assert list(documents(str(tmp_path))) == ["a.txt", "b.txt", "sub/0.txt"]
+
+
+def test_text_is_cut_at_chapter_headings() -> None:
+    lines = ["A NOVEL\n", "\n", "CHAPTER I\n", "\n", "One.\n", "Chapter and verse.\n", "\n"]
+    lines += ["  Chapter 2\n", *["word\n", "\n"] * LINES_PER_DOCUMENT]
+    first, second, third = lines_to_documents(lines)
+    assert first == "A NOVEL"
+    assert second == "CHAPTER I\n\nOne.\nChapter and verse."
+    assert third.startswith("  Chapter 2\nword\n")
+
+
+def test_text_without_headings_is_cut_at_blank_lines() -> None:
+    lines = ["word\n", "word\n", "\n"] * LINES_PER_DOCUMENT
+    parts = list(lines_to_documents(lines))
+    assert len(parts) == 3
+    assert all(part.startswith("word") and part.endswith("word") for part in parts)
+    assert sum(part.count("word") for part in parts) == 2 * LINES_PER_DOCUMENT
+
+
+def test_a_separator_of_ones_own_is_the_only_one() -> None:
+    lines = ["CHAPTER I\n", *["word\n", "\n"] * LINES_PER_DOCUMENT, "Act 1\n", "CHAPTER II\n"]
+    assert len(list(lines_to_documents(lines, re.compile("Act ")))) == 2
+    assert list(lines_to_documents(lines, re.compile("Act ")))[1] == "1\nCHAPTER II"
+    assert list(lines_to_documents(lines, re.compile("(?=Act )")))[1] == "Act 1\nCHAPTER II"
+
+
+def test_the_shipped_novels_are_cut_into_their_chapters() -> None:
+    chapters = {"pride-and-prejudice": 61, "northanger-abbey": 31, "persuasion": 24}
+    for name, number in chapters.items():
+        front, *rest = documents(str(AUSTEN / f"{name}.txt"))
+        assert len(rest) == number
+        numbers = [re.match(r"chapter (\d+)\n", text, re.IGNORECASE) for text in rest]
+        assert [int(m[1]) for m in numbers if m] == list(range(1, number + 1))
+        assert all(3000 < len(text) < 40_000 for text in rest)
+        assert all((front + text).isascii() for text in rest)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"caf\xe9", r"a\.txt is not UTF-8 \(byte 0xe9\): convert"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": ', r"a\.jsonl, line 2 is not JSON"),
+        ("a.jsonl", b'\n{"body": "a", "id": 1}', r"line 2 has no field 'text' but body, id: .*--t"),
+        ("a.jsonl", b"[1]", r"line 1 has no field 'text' but list"),
+        ("a.jsonl", b'{"text": 3}', r"line 1: 'text' is no text but int"),
+        ("a.jsonl", b'{"text": "\\ud800"}', r"line 1: 'text' is not valid Unicode"),
+        ("a.parquet", b"PAR", r"can't read .*a\.parquet"),
+        ("a.pdf", b"", r"a\.pdf does not end in \.txt"),
+    ],
+)
+def test_inputs_that_make_no_sense_are_named(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CorpusError, match=message):
+        list(documents(str(tmp_path / name)))
+
+
+def test_missing_inputs_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match="no file or folder nowhere"):
+        list(documents("nowhere"))
+    with pytest.raises(CorpusError, match=r"the folder .* has no file that ends in \.txt"):
+        list(documents(str(tmp_path)))
+    with pytest.raises(CorpusError, match="no field 'story' but id, text"):
+        list(documents(str(write_parquet(tmp_path / "a.parquet")), "story"))
+
+
+def test_a_dataset_without_the_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(CorpusError, match=r"pip install 'planaria\[datasets\]'"):
+        list(documents("hf:someone/something"))
+
+
+# Preparing
+
+
+def test_every_document_is_in_one_split_and_decodes(corpus: Corpus) -> None:
+    train, validation = decoded(corpus, "train"), decoded(corpus, "validation")
+    assert sorted(train + validation) == sorted(TEXTS)
+    assert train == [text for text in TEXTS if text in set(train)]
+    splits = corpus.index.splits
+    assert (splits["train"].documents, splits["validation"].documents) == (
+        len(train),
+        len(validation),
+    )
+    assert splits["train"].text_bytes == sum(len(text.encode()) for text in train)
+    assert 2 <= len(validation) <= 16
+
+
+def test_the_same_input_gives_the_same_content(corpus: Corpus, tmp_path: Path) -> None:
+    assert make(tmp_path / "again").index == corpus.index
+    assert make(tmp_path / "other", TEXTS[:-1]).content != corpus.content
+
+
+def test_the_tokenizer_does_not_learn_from_what_is_held_out(tmp_path: Path) -> None:
+    def text(ordinal: int) -> str:
+        hidden = ordinal % 5 == 0
+        words = "qwqwqw " * 50 if hidden else "plain words " * 50
+        candidates = (f"{words}{ordinal} {n}" for n in count())
+        return next(t for t in candidates if (held_out_rank(ordinal, t) < 0.2) == hidden)
+
+    corpus = make(tmp_path / "data", [text(i) for i in range(20)])
+    vocabulary = corpus.tokenizer().get_vocab()
+    assert any("plain" in token for token in vocabulary)
+    assert not any("qw" in token for token in vocabulary)
+    assert corpus.index.splits["validation"].documents == 4
+
+
+def test_a_given_tokenizer_is_used_and_copied(corpus: Corpus, tmp_path: Path) -> None:
+    given_file = corpus.path / "tokenizer.json"
+    recipe = Recipe([str(AUSTEN / "persuasion.txt")], tokenizer=given_file)
+    other, _ = prepare(recipe, tmp_path / "data")
+    assert (other.path / "tokenizer.json").read_bytes() == given_file.read_bytes()
+    assert other.vocabulary == corpus.vocabulary
+    assert sum(split.documents for split in other.index.splits.values()) == 25
+
+
+def test_a_tokenizer_without_end_of_document_is_refused(corpus: Corpus, tmp_path: Path) -> None:
+    text = (corpus.path / "tokenizer.json").read_text().replace("<|endoftext|>", "<|stop|>")
+    (tmp_path / "tokenizer.json").write_text(text)
+    recipe = Recipe([str(AUSTEN / "persuasion.txt")], tokenizer=tmp_path / "tokenizer.json")
+    with pytest.raises(CorpusError, match=r"no end-of-document token: none of <\|endoftext\|>, "):
+        prepare(recipe, tmp_path / "data")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CorpusError, match="can't read the tokenizer"):
+        prepare(recipe, tmp_path / "data")
+    assert not (tmp_path / "data").exists()
+
+
+def test_large_vocabularies_take_four_bytes(corpus: Corpus, tmp_path: Path) -> None:
+    fields = json.loads((corpus.path / "tokenizer.json").read_text())
+    wide = {"id": 70_000, "content": "that", "single_word": False, "lstrip": False}
+    wide |= {"rstrip": False, "normalized": False, "special": False}
+    fields["added_tokens"].append(wide)
+    fields["model"]["vocab"]["that"] = 70_000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    source = write_jsonl(tmp_path / "a.jsonl")
+    recipe = Recipe([str(source)], tokenizer=tmp_path / "tokenizer.json", validation=0.2)
+    wide_corpus, _ = prepare(recipe, tmp_path / "data")
+    assert (wide_corpus.index.dtype, wide_corpus.vocabulary) == ("uint32", 70_001)
+    assert stream(wide_corpus, "train").max() == 70_000
+    assert sorted(decoded(wide_corpus, "train") + decoded(wide_corpus, "validation")) == sorted(
+        TEXTS
+    )
+
+
+def test_out_is_only_replaced_by_force_and_only_if_it_is_prepared_data(tmp_path: Path) -> None:
+    out = tmp_path / "data"
+    out.mkdir()  # empty: fine
+    first = make(out)
+    other = Recipe([str(write_jsonl(tmp_path / "b.jsonl"))], vocabulary=310, validation=0.2)
+    same = Recipe([str(tmp_path / "data.jsonl")], vocabulary=300, validation=0.2)
+    assert prepare(same, out)[1] is False
+    with pytest.raises(CorpusError, match=f"content {first.content[:8]}.*--force"):
+        prepare(other, out)
+    assert Corpus.open(out, verify=True).content == first.content
+    replaced, written = prepare(other, out, force=True)
+    assert written
+    assert replaced.content == Corpus.open(out, verify=True).content != first.content
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("")
+    with pytest.raises(CorpusError, match="is no prepared data"):
+        prepare(other, tmp_path / "mine", force=True)
+    assert (tmp_path / "mine" / "thesis.tex").exists()
+
+
+def test_nothing_is_left_of_a_preparation_that_fails(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl")
+    with source.open("a") as file:
+        file.write("{")
+    with pytest.raises(CorpusError, match="line 41 is not JSON"):
+        prepare(Recipe([str(source)]), tmp_path / "data")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_both_sides_need_a_document(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match=r"found 1 documents.*--document-separator"):
+        make(tmp_path / "one", TEXTS[:1])
+    with pytest.raises(CorpusError, match="found 0 documents"):
+        make(tmp_path / "none", ["  \n"])
+    with pytest.raises(CorpusError, match="raise --validation above") as error:
+        make(tmp_path / "few", TEXTS[:3], validation=0.0001)
+    needed = float(str(error.value).split("above ")[1].split(",")[0]) + 0.001
+    assert decoded(make(tmp_path / "few", TEXTS[:3], validation=needed), "validation")
+    with pytest.raises(CorpusError, match="all 3 documents were held out: lower"):
+        make(tmp_path / "all", TEXTS[:3], validation=0.9999)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"validation": 0.0}, "between 0 and 1, not 0.0"),
+        ({"validation": 1.0}, "between 0 and 1, not 1.0"),
+        ({"vocabulary": 256}, "--vocabulary 256 is too small"),
+        ({"inputs": []}, "nothing to prepare"),
+        ({"separator": "("}, r"'\(' is not a regular expression"),
+    ],
+)
+def test_recipes_that_make_no_sense_are_refused(
+    tmp_path: Path, fields: dict[str, object], message: str
+) -> None:
+    with pytest.raises(CorpusError, match=message):
+        prepare(Recipe(**({"inputs": [str(AUSTEN)]} | fields)), tmp_path / "data")  # type: ignore[arg-type]
+
+
+# Reading
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpus]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planaria.node.data.prepare, "SHARD_TOKENS", 23)
+        yield make(tmp_path_factory.mktemp("sharded") / "data")
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_samples_tile_the_split_whatever_its_shards(sharded: Corpus, data: st.DataObject) -> None:
+    split = data.draw(st.sampled_from(["train", "validation"]))
+    tokens = stream(sharded, split)
+    assert len(sharded.index.splits[split].shards) == -(-len(tokens) // 23) > 3
+    context = data.draw(st.integers(1, len(tokens) - 1))
+    number = sharded.count(split, context)
+    assert number == (len(tokens) - 1) // context
+    index = data.draw(st.integers(0, number - 1))
+    sample = sharded.sample(split, context, index)
+    assert sample.dtype == np.int64
+    np.testing.assert_array_equal(sample, tokens[index * context : (index + 1) * context + 1])
+    batch = sharded.samples(split, context, [index, number - 1, index])
+    assert batch.shape == (3, context + 1)
+    np.testing.assert_array_equal(batch[0], sample)
+    np.testing.assert_array_equal(batch[1], sharded.sample(split, context, number - 1))
+
+
+def test_shards_do_not_change_the_tokens(sharded: Corpus, corpus: Corpus) -> None:
+    for split in ("train", "validation"):
+        np.testing.assert_array_equal(stream(sharded, split), stream(corpus, split))
+
+
+def test_samples_that_are_not_there(corpus: Corpus) -> None:
+    for index in (-1, corpus.count("train", 16)):
+        with pytest.raises(IndexError, match=f"no sample {index} of context 16"):
+            corpus.sample("train", 16, index)
+    assert corpus.samples("train", 16, []).shape == (0, 17)
+    tokens = corpus.index.splits["validation"].tokens
+    assert corpus.count("validation", tokens - 1) == 1
+    with pytest.raises(CorpusError, match=f"has {tokens} tokens, but one sample.*shorten"):
+        corpus.count("validation", tokens)
+
+
+def test_missing_and_damaged_data_is_named_with_a_remedy(copy: Path, tmp_path: Path) -> None:
+    shard, index = copy / "train-00000.bin", copy / "index.json"
+    intact, text = shard.read_bytes(), index.read_text()
+
+    def refused(message: str, verify: bool = False) -> None:
+        with pytest.raises(CorpusError, match=message) as error:
+            Corpus.open(copy, verify)
+        assert f"planaria data prepare INPUT... --out {copy}" in str(error.value)
+
+    Corpus.open(copy, verify=True)
+    shard.write_bytes(bytes([intact[0] ^ 1]) + intact[1:])
+    Corpus.open(copy)
+    refused(r"train-00000\.bin is damaged, its checksum is wrong", verify=True)
+    shard.write_bytes(intact[:-2])
+    refused(f"has {len(intact) - 2} bytes where the index says {len(intact)}")
+    shard.unlink()
+    refused(r"train-00000\.bin is missing")
+    index.write_text(text.replace('"format": 1', '"format": 9'))
+    refused("prepared in format 9, this planaria reads format 1")
+    index.write_text(text.replace('"vocabulary": 300', '"vocabulary": 301'))
+    refused("its content hash is wrong")
+    index.write_text("[]")
+    refused(r"index\.json is damaged")
+    index.write_text(text[:50])
+    refused(r"index\.json is damaged")
+    index.unlink()
+    refused("there is no prepared data at")

@@ -1,0 +1,234 @@
+"""What `planaria up` decides before and after it runs; its processes are in tests/swarm."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+
+import pytest
+from typer.testing import CliRunner
+
+from planaria.node.cli import app
+from planaria.node.data.corpus import CorpusError
+from planaria.node.data.prepare import Recipe, prepare
+from planaria.node.local.swarm import (
+    Kill,
+    Plan,
+    SwarmError,
+    claim,
+    parse_kill,
+    read_events,
+    read_plan,
+    shortcomings,
+    stop_signals,
+    write_plan,
+)
+from planaria.node.resolve import registry_rules, resolve, text_to_prepare
+from planaria.node.run_file import dumps, loads, override
+
+RUN = loads("steps = 40\n[model]\nstages = 4\n[swarm]\nreplicas = 2")
+
+
+@pytest.mark.parametrize(
+    ("text", "kill", "slots"),
+    [
+        ("2@15", Kill(2, None, 15), ["2.0", "2.1"]),
+        ("3.1@25", Kill(3, 1, 25), ["3.1"]),
+        ("0.0@40", Kill(0, 0, 40), ["0.0"]),
+    ],
+)
+def test_a_kill_names_its_slots(text, kill, slots):
+    assert parse_kill(text, RUN) == kill
+    assert kill.slots(RUN.swarm.replicas) == slots
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("5@15", "no stage 5, choose 0 to 4"),
+        ("2.2@15", "no replica 2, choose 0 to 1"),
+        ("2@0", "no step 0, choose 1 to 40"),
+        ("2@41", "no step 41, choose 1 to 40"),
+        ("2", "write STAGE@STEP"),
+        ("2.@3", "write STAGE@STEP"),
+        ("-1@3", "write STAGE@STEP"),
+        ("two@3", "write STAGE@STEP"),
+    ],
+)
+def test_a_bad_kill_is_refused_with_what_is_valid(text, says):
+    with pytest.raises(SwarmError, match=re.escape(says)):
+        parse_kill(text, RUN)
+
+
+@pytest.mark.parametrize("name", ["summary.json", "ledger.jsonl", "logs"])
+def test_a_folder_with_a_run_in_it_is_refused(tmp_path, name):
+    (tmp_path / name).touch()
+    with pytest.raises(SwarmError, match=f"holds a run already.*{name}.*--out"):
+        claim(Plan(RUN, tmp_path, None, "cpu"))
+
+
+def test_a_folder_with_saves_of_another_run_is_refused(tmp_path):
+    (tmp_path / "saves/1.0/stage-1").mkdir(parents=True)
+    (tmp_path / "saves/1.0/stage-1/step-00000010-0.safetensors").touch()
+    with pytest.raises(SwarmError, match="--resume"):
+        claim(Plan(RUN, tmp_path / "out", tmp_path / "saves", "cpu"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_is_found_from_either_folder(tmp_path):
+    plan = Plan(RUN, tmp_path / "out", tmp_path / "saves", "cpu")
+    claim(plan)
+    write_plan(plan)
+    assert read_plan(tmp_path / "out") == plan
+    assert read_plan(tmp_path / "saves") == plan
+
+
+def test_what_cannot_be_resumed_says_why(tmp_path):
+    with pytest.raises(SwarmError, match="nothing can be resumed"):
+        read_plan(tmp_path)
+    plan = Plan(RUN, tmp_path / "out", None, "cpu")
+    claim(plan)
+    write_plan(plan)
+    with pytest.raises(SwarmError, match="without --save-dir"):
+        read_plan(tmp_path / "out")
+
+
+def test_resume_takes_no_option_that_would_change_the_run(tmp_path):
+    result = CliRunner().invoke(app, ["up", "--resume", str(tmp_path), "--steps", "9"])
+    assert result.exit_code == 1
+    assert "--resume goes on" in result.stderr
+
+
+def test_events_are_sorted_and_half_written_ones_left_out(tmp_path):
+    (tmp_path / "events-a.jsonl").write_text('{"time": 2.0, "kind": "b"}\n{"time": 9.0, "ki')
+    (tmp_path / "events-b.jsonl").write_text('{"time": 1.0, "kind": "a"}\n')
+    assert [event["kind"] for event in read_events(tmp_path)] == ["a", "b"]
+
+
+async def test_up_is_not_ended_by_what_it_was_started_to_ignore():
+    """As nohup does SIGHUP, and a script SIGINT for what it runs in the background."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    for number in before:
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        stop = stop_signals()
+        for number in (*before, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        assert await stop == signal.SIGTERM
+    finally:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+CLEAN = {
+    "steps": 40,
+    "audit": {"expected": 640, "duplicates": 0, "missing": 0, "extra": 0},
+    "replicas_identical": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"steps": 39}, "39 of 40 steps"),
+        ({"audit": {**CLEAN["audit"], "missing": 2}}, "'missing': 2"),
+        ({"replicas_identical": False}, "not identical"),
+    ],
+)
+def test_a_finished_run_with_a_flaw_is_no_success(change, says):
+    assert shortcomings(RUN, CLEAN) == []
+    (problem,) = shortcomings(RUN, CLEAN | change)
+    assert says in problem
+
+
+@pytest.fixture
+def data(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"line {n} of a text about worms" for n in range(3000)))
+    path = tmp_path / "data" / "prose"
+    corpus, _ = prepare(Recipe([str(text)], vocabulary=300, validation=0.3), path)
+    return path, corpus
+
+
+def test_a_resolved_run_says_all_that_a_node_needs(data):
+    path, corpus = data
+    run = resolve(loads(f'[data]\npath = "{path}"\n[model]\npreset = "mini"'))
+    assert run.data.content == corpus.content
+    assert (run.model.vocabulary, run.model.stages) == (corpus.vocabulary, 4)
+    assert resolve(run) == run
+    rules = registry_rules(run, dumps(run))
+    assert (rules.stages, rules.data) == (4, corpus.content)
+    assert rules.run == registry_rules(run, dumps(run)).run
+    assert rules.run != registry_rules(run, dumps(override(run, seed=1))).run
+
+
+def test_data_that_is_not_the_runs_is_refused(data):
+    path, _ = data
+    with pytest.raises(CorpusError, match="is other data than the run's"):
+        resolve(loads(f'[data]\npath = "{path}"\ncontent = "{"0" * 32}"'))
+
+
+def test_data_with_more_tokens_than_the_model_knows_is_refused(data):
+    path, corpus = data
+    fewer = corpus.vocabulary - 1
+    with pytest.raises(CorpusError, match=f"more than model.vocabulary = {fewer}"):
+        resolve(loads(f'[data]\npath = "{path}"\n[model]\nvocabulary = {fewer}'))
+    more = resolve(loads(f'[data]\npath = "{path}"\n[model]\nvocabulary = {fewer + 2}'))
+    assert more.model.vocabulary == fewer + 2
+
+
+def test_data_may_be_elsewhere_when_the_run_file_says_the_vocabulary(tmp_path):
+    elsewhere = f'[data]\npath = "{tmp_path / "none"}"\n'
+    run = resolve(loads(elsewhere + "[model]\nvocabulary = 500"))
+    assert (run.model.vocabulary, run.data.content) == (500, "")
+    with pytest.raises(CorpusError, match="planaria data prepare"):
+        resolve(loads(elsewhere))
+
+
+def test_the_shipped_prose_is_for_runs_that_say_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = text_to_prepare(loads(""))
+    assert text is not None
+    assert list(text.glob("*.txt"))
+    assert text_to_prepare(loads('[data]\npath = "mine"')) is None
+    (tmp_path / "data/prose").mkdir(parents=True)
+    assert text_to_prepare(loads("")) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--replicas", "0"], "swarm.replicas"),
+        (["--policy", "prayer"], "recovery.policy"),
+        (["--stages", "3", "--kill", "7@3"], "no stage 7, choose 0 to 3"),
+        (["no-such.toml"], "can't read the run file no-such.toml"),
+    ],
+)
+def test_up_refuses_nonsense_before_it_starts_anything(
+    data, tmp_path, monkeypatch, arguments, says
+):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["up", *arguments, "--out", "out"])
+    assert result.exit_code == 1
+    assert says in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_status_says_which_registry_does_not_answer(monkeypatch):
+    monkeypatch.setattr("planaria.node.report.status_page.PATIENCE", 0.05)
+    result = CliRunner().invoke(app, ["status", "--join", "127.0.0.1:1"])
+    assert result.exit_code == 1
+    assert "the registry at 127.0.0.1:1 can't be reached" in result.output
+
+
+def test_a_registry_open_to_others_wants_tls_or_a_word(data, tmp_path):
+    path, _ = data
+    file = tmp_path / "run.toml"
+    file.write_text(f'[data]\npath = "{path}"')
+    arguments = ["bootstrap", "--listen", "0.0.0.0:0", "--run", str(file)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "--insecure" in result.output

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planaria.node.report.events import (
+    Committed,
+    CostSoFar,
+    Entry,
+    Event,
+    Killed,
+    MessageRefused,
+    RolledBack,
+    Severity,
+    StageRebuilt,
+    entries,
+    line,
+    parse,
+)
+
+KINDS = sorted(Event.__subclasses__(), key=lambda kind: kind.kind)
+
+
+def any_of(kind: type[Event]) -> st.SearchStrategy[Event]:
+    return st.builds(kind, **{field.name: ... for field in dataclasses.fields(kind)})
+
+
+def written(event: Event, node: str = "abc", time: float = 1.5) -> dict[str, Any]:
+    return json.loads(json.dumps(line(event, node, time), allow_nan=False))
+
+
+@given(data=st.data())
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)
+def test_a_line_is_read_as_it_was_written(kind: type[Event], data: st.DataObject):
+    told = written(data.draw(any_of(kind)))
+    entry = parse(told)
+    assert entry is not None
+    assert type(entry.event) is kind
+    assert entry.time == told["time"]
+    assert entry.node == told["node"]
+    assert written(entry.event) == told
+    assert entry.sentence
+    assert entry.event.severity in Severity
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)
+def test_what_an_older_version_did_not_write_harms_no_reader(kind: type[Event]):
+    entry = parse({"time": 3, "node": "abc", "kind": kind.kind})
+    assert entry is not None
+    assert entry.sentence
+    json.dumps(line(entry.event, "abc", entry.time), allow_nan=False)
+
+
+def test_what_this_version_does_not_know_is_passed_over():
+    known = {"time": 3.0, "node": "a", "kind": "committed", "step": 4, "loss": 2.5, "more": [1]}
+    lines = [{"time": 2.0, "node": "a", "kind": "invented"}, known, {"time": 3.0}]
+    assert entries(lines) == [Entry(3.0, "a", Committed(step=4, loss=2.5))]
+
+
+def test_the_names_in_a_log_stay():
+    """Summaries of older runs, and whoever else reads `events.jsonl`, go by these."""
+    assert [kind.kind for kind in KINDS] == [
+        *("aborted", "applied", "committed", "cost", "diverged", "ending", "exited", "fetching"),
+        *("finished", "handed over", "joined", "killed", "link lost", "lost", "masked"),
+        *("preempted", "rebuild failed", "rebuilding", "rebuilt", "refused", "relearning"),
+        *("resuming", "rolled back", "save failed", "saved", "serving", "started", "stopped"),
+        *("validated", "waiting", "wall"),
+    ]
+    back = written(RolledBack(lost=37, step=30, reason="x"))
+    assert list(back) == ["time", "node", "kind", "from", "step", "reason"]
+    killed = Killed(slot="2.0", pid=7, step=15, node="gone", stage=2, left=0)
+    assert written(killed, "up")["node"] == "gone", "whom it is about, not who wrote it"
+    costs = CostSoFar(extra_bytes=1, memory_bytes=2, critical_seconds=0.5, parts={})
+    assert list(written(costs))[3:] == [
+        *("extra_bytes", "memory_bytes", "critical_seconds", "parts"),
+    ]
+
+
+def test_a_figure_that_is_not_known_is_null_and_one_that_does_not_apply_is_not_there():
+    fields: dict[str, Any] = {
+        **{"stall_seconds": 1.0, "node": "a", "stage": 2, "method": "snapshot", "step": 9},
+        **{"sources": (), "bytes": 10, "fetch_seconds": 0.1, "rebuild_seconds": 0.2},
+    }
+    guessed = written(StageRebuilt(**fields))
+    taken = written(StageRebuilt(**fields, oldest_step=7, perturbation=float("nan")))
+    assert "perturbation" not in guessed
+    assert taken["perturbation"] is None
+    assert "mean_step" not in taken
+    assert written(Committed(step=1, loss=float("nan")))["loss"] is None
+    assert written(MessageRefused(peer="a", body=None, why="x"))["body"] is None
+
+
+def test_the_machines_that_tell_events_load_neither_torch_nor_grpc_for_it():
+    heavy = "{'torch', 'grpc', 'asyncio'}"
+    code = f"import sys, planaria.node.report.events; print(*{heavy} & sys.modules.keys())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == ""

@@ -1,0 +1,458 @@
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from planaria.bootstrap.registry_pb2 import Description, Member, MemberDescription, Report, View
+from planaria.node.report.live_view import Screen, Story, news, stage_table, styled, under_way
+from planaria.node.report.status_page import as_text, page
+
+OLD, NEW = "3fa2b18c0d11", "77aa00bb12cd"
+
+
+def event(kind: str, node: str | None = "up", **fields: Any) -> dict[str, Any]:
+    return {"time": 0.0, "node": node, "kind": kind, **fields}
+
+
+def member(node: str, stage: int, spare: bool = False, **report: Any) -> MemberDescription:
+    return MemberDescription(
+        member=Member(node=node, stage=stage, spare=spare, address=f"10.0.0.{stage}:7401"),
+        report=Report(**report),
+        since_renewal=0.4,
+    )
+
+
+def described(*members: MemberDescription, **fields: Any) -> Description:
+    return Description(run="prose-1", members=members, view=View(number=5, driver=OLD), **fields)
+
+
+def text_of(renderable: Any) -> str:
+    console = Console(file=io.StringIO(), width=140)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("told", "sentence"),
+    [
+        (
+            event("killed", OLD, slot="2.0", stage=2, step=15, left=0),
+            "node-2.0 killed during step 15; stage 2 is lost",
+        ),
+        (
+            event("killed", OLD, slot="3.1", stage=3, step=25, left=1),
+            "node-3.1 killed during step 25; 1 node of stage 3 left",
+        ),
+        (
+            event("exited", OLD, slot="0.0", stage=0, left=2, how="ended with status 1"),
+            "node-0.0 ended with status 1; 2 nodes of stage 0 left",
+        ),
+        (
+            event("rebuilding", NEW, stage=2, method="checkfree", sources=["a", "b"], reason="x"),
+            "rebuilding stage 2 by checkfree from a, b",
+        ),
+        (
+            event(
+                *("rebuilt", NEW),
+                **{"stage": 2, "method": "checkfree", "step": 14, "bytes": 1_200_000},
+                **{"rebuild_seconds": 0.12, "stall_seconds": 2.31},
+            ),
+            "rebuilt: stage 2 by checkfree at step 14, 1.2 MB in 0.1 s, stalled 2.3 s",
+        ),
+        (
+            event(
+                *("rebuilding", NEW),
+                **{"stage": 1, "method": "interpolate", "sources": ["b"], "fallback": True},
+                reason="stage 1 is lost and this is an end stage",
+            ),
+            "fallback: rebuilding stage 1 by interpolate from b: stage 1 is lost and this is an "
+            "end stage",
+        ),
+        (
+            event("masked", step=7, nodes=[OLD], microbatches=4, reason="x"),
+            f"step 7 goes on without {OLD}: others redo 4 microbatches",
+        ),
+        (event("lost", OLD, stage=2, reason="x"), f"noticed: no link to {OLD} of stage 2 any more"),
+        (
+            event("rolled back", **{"from": 37}, step=30, reason="stage 2 has no replica left"),
+            "rolled back from step 37 to 30: stage 2 has no replica left",
+        ),
+        (
+            event("resuming", step=30, exact=True, reason="every stage has a save of step 30"),
+            "resuming at step 30: every stage has a save of step 30",
+        ),
+        (
+            event("resuming", step=30, exact=False, reason="no step was saved by every stage"),
+            "fallback: resuming at step 30: no step was saved by every stage",
+        ),
+        (event("waiting", stages=[2, 3], reason="x"), "waiting for a node to join stage 2, 3"),
+        (
+            event("save failed", OLD, reason="No space left on device"),
+            f"save failed at {OLD}, training goes on: No space left on device",
+        ),
+        (
+            event("preempted", OLD, grace=25.0),
+            f"{OLD} has to end within 25 s: it saves and hands over its state",
+        ),
+        (event("handed over", OLD, to=NEW), f"{OLD} has handed its state over to {NEW}"),
+        (event("validated", step=9, loss=None), "validation loss - at step 9"),
+        (event("applied", OLD, step=3, digest="00"), None),
+        (event("wall", OLD), None),
+    ],
+)
+def test_news_are_sentences(told, sentence):
+    assert news(told) == sentence
+
+
+def rebuilt(time: float, node: str, stage: int = 2, method: str = "checkfree") -> dict[str, Any]:
+    figures = {"step": 14, "bytes": 1_200_000, "rebuild_seconds": 0.1, "stall_seconds": 2.0}
+    told = event("rebuilt", node, stage=stage, method=method, **figures)
+    return {**told, "time": time}
+
+
+@pytest.mark.parametrize(
+    ("figures", "says"),
+    [
+        ({"oldest_step": 9, "perturbation": 0.0123}, "oldest block of step 9; perturbation 0.0123"),
+        ({"oldest_step": 9, "perturbation": None}, "oldest block of step 9"),
+        (
+            {
+                "relearned": {
+                    **{"residual_before": 0.62, "residual_after": 0.11},
+                    **{"passes": 40, "seconds": 1.25, "bytes": 10},
+                }
+            },
+            "relearned: residual 0.62 -> 0.11 in 40 passes, 1.2 s",
+        ),
+        (
+            {
+                "relearned": {
+                    **{"residual_before": 0.5, "residual_after": None, "undone": True},
+                    **{"passes": 3, "seconds": 0.5, "bytes": 10},
+                }
+            },
+            "relearned: residual 0.5 -> - in 3 passes, 0.5 s, which is worse and undone",
+        ),
+        (
+            {
+                "relearned": {
+                    **{"residual_before": None, "residual_after": None},
+                    **{"passes": 0, "seconds": 0.0, "bytes": 0},
+                }
+            },
+            "not relearned: no boundary tensors were whole",
+        ),
+    ],
+)
+def test_a_rebuild_says_how_good_it_is(figures, says):
+    assert (news(rebuilt(0.0, NEW) | figures) or "").endswith(f"stalled 2.0 s; {says}")
+
+
+def at(time: float, kind: str, node: str | None = "up", **fields: Any) -> dict[str, Any]:
+    return {**event(kind, node, **fields), "time": time}
+
+
+def swarm_that_lost_stage_2() -> Story:
+    """At 100.0; noticed at 100.3, a process for it joined at 103.0."""
+    story = Story(steps=40)
+    for told in (
+        at(0.0, "started", slot="1.0", pid=1),
+        at(1.0, "joined", "aaa1", pid=1),
+        at(0.0, "started", slot="2.0", pid=2),
+        at(1.0, "joined", OLD, pid=2),
+        at(99.0, "committed", step=14, loss=2.0),
+        at(100.0, "killed", OLD, slot="2.0", stage=2, step=15, left=0),
+        at(100.5, "started", slot="2.0", pid=3),
+        at(100.3, "link lost", "aaa1", peer=OLD, reason="reset"),  # from another file
+        at(103.0, "joined", NEW, pid=3),
+    ):
+        story.hear(told)
+    return story
+
+
+def test_the_first_commit_after_a_rebuild_is_told_once():
+    story = swarm_that_lost_stage_2()
+    story.hear(at(103.1, "rebuilding", NEW, stage=2, method="checkfree", sources=["aaa1"]))
+    story.hear(rebuilt(104.0, NEW))
+    told = [story.hear(at(105.0 + step, "committed", step=15 + step, loss=2.0)) for step in (0, 1)]
+    assert told == ["step 15 committed 4.7 s after the loss was noticed", None]
+
+
+def test_a_replicas_return_is_no_loss_made_good():
+    story = swarm_that_lost_stage_2()
+    story.hear(rebuilt(104.0, NEW, method="replica"))
+    assert story.hear(at(105.0, "committed", step=15, loss=2.0)) is None
+
+
+def fetching(time: float, size: int, seconds: float) -> dict[str, Any]:
+    sources = [{"node": "aaa1", "stage": 1}, {"node": "ccc3", "stage": 3}]
+    fields = {"stage": 2, "method": "checkfree", "bytes": size, "seconds": seconds}
+    return at(time, "fetching", NEW, **fields, sources=sources)
+
+
+def test_fetching_is_told_when_it_takes_long_and_then_ever_more_seldom():
+    story = swarm_that_lost_stage_2()
+    told = [
+        story.hear(fetching(103.0 + tenth / 5, tenth * 400_000, tenth / 5)) for tenth in range(30)
+    ]
+    assert [sentence for sentence in told if sentence] == [
+        "stage 2 fetches from node-1.0, ccc3: 2.0 MB in 1.0 s, 2.0 MB/s",
+        "stage 2 fetches from node-1.0, ccc3: 4.0 MB in 2.0 s, 2.0 MB/s",
+        "stage 2 fetches from node-1.0, ccc3: 8.0 MB in 4.0 s, 2.0 MB/s",
+    ]
+
+
+def relearning(time: float, round: int, residual: float) -> dict[str, Any]:
+    return at(time, "relearning", NEW, stage=2, round=round, residual=residual)
+
+
+def test_a_rebuild_under_way_is_a_line_until_it_is_over():
+    story = swarm_that_lost_stage_2()
+    story.hear(at(103.1, "rebuilding", NEW, stage=2, method="checkfree", sources=["aaa1"]))
+    story.hear(fetching(103.4, 12_000_000, 0.3))
+    shown = text_of(under_way(story, 103.6))
+    assert "rebuilding stage 2 by checkfree from node-1.0" in shown
+    assert "0.5 s; 12.0 MB in 0.3 s, 40.0 MB/s" in shown
+    assert story.hear(relearning(104.0, 0, 0.75)) == "stage 2 relearns, residual 0.75 at first"
+    assert "0.9 s; relearning: residual 0.75 at first" in text_of(under_way(story, 104.0))
+    assert story.hear(relearning(104.5, 8, 0.25)) is None
+    shown = text_of(under_way(story, 104.5))
+    assert "1.4 s; relearning: residual 0.75 -> 0.25 in round 8" in shown
+    story.hear(rebuilt(105.0, NEW))
+    story.hear(relearning(104.9, 9, 0.2))  # read late
+    assert not story.rebuilds
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        at(104.0, "lost", NEW, stage=2, reason="reset"),
+        at(104.0, "killed", NEW, slot="2.0", stage=2, step=15, left=0),
+        at(104.0, "rebuild failed", NEW, reason="no answer"),
+        at(104.0, "rolled back", **{"from": 14}, step=10, reason="x"),
+    ],
+)
+def test_a_rebuild_that_comes_to_nothing_is_shown_no_longer(told):
+    story = swarm_that_lost_stage_2()
+    story.hear(fetching(103.4, 1, 0.3))
+    story.hear(told)
+    assert not story.rebuilds
+
+
+def test_a_story_goes_back_with_the_run():
+    story = swarm_that_lost_stage_2()
+    story.record({"step": 14, "time": 99.0, "seconds": 1.0, "tokens": 10})
+    story.hear(at(103.5, "rolled back", "aaa1", **{"from": 14}, step=10, reason="x"))
+    story.record({"step": 14, "time": 99.0, "seconds": 1.0, "tokens": 10})  # another ledger
+    story.hear(at(99.0, "committed", step=14, loss=2.0))
+    assert (story.committed, story.tokens_per_second) == (10, 0.0)
+    told = [
+        story.hear(rebuilt(104.0, node, stage, "checkpoint"))
+        for node, stage in (("aaa1", 1), (NEW, 2))
+    ]
+    assert told == ["all stages are at step 14, stalled 2.0 s", None]
+    first = story.hear(at(106.3, "committed", step=11, loss=2.0))
+    assert first == "step 11 committed 6.0 s after the loss was noticed"
+    assert story.committed == 11
+
+
+def test_a_full_disk_is_told_of_once_until_it_takes_a_save_again():
+    story = swarm_that_lost_stage_2()
+    failed = at(1.0, "save failed", "aaa1", reason="No space left on device")
+    saved = at(2.0, "saved", "aaa1", holding="save", step=5)
+    told = [story.hear(one) for one in (failed, failed, saved, failed)]
+    assert [bool(sentence) for sentence in told] == [True, False, False, True]
+
+
+def test_a_twin_that_is_fetched_is_no_rebuild():
+    story = swarm_that_lost_stage_2()
+    assert story.hear(fetching(103.4, 1, 3.0) | {"method": "twin"}) is None
+    assert not story.rebuilds
+
+
+def test_a_single_stages_save_is_a_rebuild_like_others():
+    story = swarm_that_lost_stage_2()
+    order = {"stage": 2, "method": "save", "sources": [NEW], "fallback": True, "reason": "no other"}
+    assert (story.hear(at(103.1, "rebuilding", NEW, **order)) or "").startswith("fallback: ")
+    assert (story.hear(rebuilt(104.0, NEW, method="save")) or "").startswith("rebuilt: stage 2 by")
+
+
+@pytest.mark.parametrize(
+    ("sentence", "style"),
+    [
+        ("fallback: rebuilding stage 1", "yellow"),
+        ("node-2.0 killed during step 8; stage 2 is lost", "yellow"),
+        ("save failed at node-1.0, training goes on: No space left", "bold red"),
+        ("rebuilt: stage 1 by checkfree+ at step 9", "green"),
+        ("validation loss 2.0 at step 9", ""),
+    ],
+)
+def test_grave_news_are_coloured_and_shown_whole(sentence, style):
+    text = styled(sentence)
+    assert text.style == style
+    assert bool(text.no_wrap) is not bool(style)
+
+
+def test_the_registrys_end_is_no_drama():
+    told = event("exited", None, slot="registry", how="was ended by SIGKILL")
+    assert "training goes on" in (news(told) or "")
+
+
+def test_nodes_that_the_swarm_started_have_names():
+    story = Story(steps=10)
+    story.hear(event("started", slot="1.0", pid=41))
+    story.hear(event("joined", OLD, pid=41))
+    told = event("aborted", step=3, reason=f"the link to {OLD} is lost")
+    assert story.hear(told) == "an attempt at step 3 is aborted: the link to node-1.0 is lost"
+    assert story.node_of(41) == OLD
+    story.hear(event("joined", NEW, pid=41))
+    assert story.node_of(41) == NEW
+
+
+def test_a_story_keeps_the_newest_step_whoever_tells_first():
+    story = Story(steps=10)
+    story.hear(event("committed", step=4, loss=2.5))
+    story.record({"step": 3, "time": 9.0, "seconds": 1.0, "tokens": 10})
+    assert (story.committed, story.loss) == (4, 2.5)
+    story.record({"step": 5, "time": 11.0, "seconds": 1.0, "tokens": 20})
+    story.record({"step": 5, "time": 11.5, "seconds": 1.0, "tokens": 20})  # another stage-0 node
+    assert story.committed == 5
+    assert story.tokens_per_second == pytest.approx(30 / 3.0)
+
+
+def test_the_first_reason_to_stop_is_told_once():
+    story = Story(steps=10)
+    told = event("stopped", OLD, step=5, reason="stage 1 is lost", validation=None)
+    assert story.hear(told) == "the run is stopped at step 5: stage 1 is lost"
+    assert story.hear(told) is None
+    assert story.stopped == told
+
+
+def test_the_stage_table_shows_vacant_stages_and_spares():
+    description = described(
+        member("a", 0, committed=4, phase="running", microbatches=1200, bytes_in=5_000_000),
+        member("b", 0, committed=3, phase="syncing", microbatches=34),
+        member("c", 0, spare=True),
+    )
+    rows = [line.split() for line in text_of(stage_table(description, 1)).splitlines()]
+    assert " ".join(rows[1]) == "0 2 1 rebuilding, 1 running 3-4 1,234 5.0 MB 0 bytes"
+    assert rows[2][:4] == ["1", "0", "vacant", "-"]
+    assert rows[3][:3] == ["spare", "1", "joining"]
+
+
+def test_without_a_terminal_progress_is_some_twenty_lines():
+    console = Console(file=io.StringIO(), width=80)
+    story = Story(steps=200)
+    with Screen(console, 200) as screen:
+        screen.say("node-2.0 killed")
+        for step in range(1, 201):
+            story.hear(event("committed", step=step, loss=1.0))
+            screen.show(story, None, 4)
+    lines = console.file.getvalue().splitlines()
+    assert lines[0].endswith("node-2.0 killed")
+    assert len(lines) == 1 + 20
+    assert "step 200 of 200" in lines[-1]
+
+
+def test_progress_is_told_again_after_going_back():
+    console = Console(file=io.StringIO(), width=80)
+    story = Story(steps=20)
+    with Screen(console, 20) as screen:
+        for told in (
+            at(1.0, "committed", step=9, loss=1.0),
+            at(2.0, "rolled back", **{"from": 9}, step=5, reason="x"),
+            at(3.0, "committed", step=6, loss=1.5),
+        ):
+            story.hear(told)
+            screen.show(story, None, 4)
+    assert [line.split("step ")[1] for line in console.file.getvalue().splitlines()] == [
+        "9 of 20, loss 1.0000, 0 tokens/s",
+        "6 of 20, loss 1.5000, 0 tokens/s",
+    ]
+
+
+def test_on_a_terminal_there_is_a_page():
+    console = Console(file=io.StringIO(), width=100, height=40, force_terminal=True)
+    story = Story(steps=20)
+    story.hear(event("rebuilding", NEW, stage=2, method="checkfree", sources=["aaa1"]))
+    story.hear(event("committed", step=7, loss=3.25))
+    with Screen(console, 20) as screen:
+        screen.say("stage 2 is lost")
+        screen.show(story, described(member("a", 0, phase="running")), 2)
+    output = console.file.getvalue()
+    for part in (
+        *("step 7 of 20", "loss 3.2500", "stage 2 is lost", "vacant"),
+        "rebuilding stage 2 by checkfree from aaa1",
+    ):
+        assert part in output
+
+
+STATUS = described(
+    member(OLD, 0, committed=4, loss=5.5, phase="running", tokens_per_second=900.0),
+    member(NEW, 2, committed=4, phase="idle", message="step 5: 3 of 8 home"),
+    decisions=["view 5: 77aa joined: stage 2 was vacant"],
+    run_file="steps = 40\n[model]\nstages = 3",
+    uptime=3725.0,
+)
+
+
+def test_the_status_page_tells_members_and_decisions():
+    text = text_of(page(STATUS))
+    for part in (
+        *("prose-1", "1 h 2 min", "10.0.0.2:7401", "0.4 s"),
+        *("step 4 of 40", "loss 5.5000", "900 tokens/s", "step 5: 3 of 8 home"),
+        *("view 5: 77aa joined: stage 2 was vacant", "vacant"),
+    ):
+        assert part in text
+
+
+def test_who_has_trouble_is_named_in_red():
+    full = "save failed: No space left on device"
+    troubled = described(
+        member(OLD, 0, committed=4, message="step 5: 3 of 8 home"),
+        member(NEW, 2, committed=4, message=full),
+    )
+    console = Console(file=io.StringIO(), width=140, force_terminal=True, color_system="standard")
+    console.print(page(troubled))
+    lines = console.file.getvalue().splitlines()
+    assert any(f"\x1b[1;31m{NEW} of stage 2: {full}" in line for line in lines)
+    assert any("step 5: 3 of 8 home" in line and "\x1b[1;31m" not in line for line in lines)
+
+
+def test_a_stop_that_all_tell_of_is_told_once():
+    lost = {"message": "stage 1 is lost", "stopped": True}
+    text = text_of(page(described(member(OLD, 0, **lost), member(NEW, 2, **lost))))
+    assert text.count("stage 1 is lost") == 1
+    assert "of stage 2:" not in text
+
+
+def test_after_going_back_the_older_step_counts():
+    back = described(
+        member(OLD, 0, committed=30, lineage=1),
+        member(NEW, 2, committed=37),  # has not heard
+        run_file="steps = 40\n[model]\nstages = 3",
+    )
+    assert "step 30 of 40" in text_of(page(back))
+
+
+def test_a_run_file_from_the_future_leaves_the_rest_of_the_page():
+    future = Description()
+    future.CopyFrom(STATUS)
+    future.run_file = "[invention]\nkey = 1"
+    assert "10.0.0.2:7401" in text_of(page(future))
+
+
+def test_names_from_outside_are_no_markup():
+    odd = described(member("[/bold][red]x", 1))
+    assert "[/bold][red]x" in text_of(page(odd))
+
+
+def test_the_json_has_the_names_of_the_proto():
+    found = json.loads(as_text(STATUS))
+    assert found["members"][0]["member"]["node"] == OLD
+    assert found["members"][1]["report"]["bytes_in"] == "0"
+    assert found["view"]["number"] == "5"

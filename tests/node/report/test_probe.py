@@ -1,0 +1,103 @@
+import asyncio
+
+import pytest
+import virtual_time
+
+from planaria.bootstrap.registry_pb2 import (
+    Description,
+    LinkReport,
+    MeasureReply,
+    Member,
+    MemberDescription,
+    Report,
+)
+from planaria.node.report.probe import ProbeError, found, probe, table
+from planaria.node.wire.measuring import LARGEST, SMALLEST, Measured, measure
+
+
+def measured_over(delay: float, rate: float) -> tuple[Measured, list[int]]:
+    """Of a link that takes `delay` seconds there and back, and `rate` bytes a second."""
+    sizes: list[int] = []
+
+    async def send(size: int) -> None:
+        sizes.append(size)
+        await asyncio.sleep(delay + size / rate)
+
+    async def work() -> Measured:
+        return await measure(send, asyncio.get_running_loop().time)
+
+    return virtual_time.run(work()), sizes
+
+
+@pytest.mark.parametrize("delay", [0.0005, 0.2])
+@pytest.mark.parametrize("rate", [1e5, 12.5e6, 2e9])
+def test_a_link_is_measured_whatever_its_delay_and_bandwidth(delay: float, rate: float) -> None:
+    found, sizes = measured_over(delay, rate)
+    assert found.rtt == pytest.approx(delay, abs=2 / rate)
+    assert found.rate == pytest.approx(rate, rel=0.01)
+    assert max(sizes) <= LARGEST
+
+
+def test_a_slow_link_is_not_kept_busy_longer_than_it_takes_to_know() -> None:
+    _, sizes = measured_over(0.05, 1e5)
+    assert sizes == [1] * 5 + [SMALLEST]
+
+
+def described(number: int, *late: str) -> Description:
+    members = []
+    for node, stage in (("a", 0), ("b", 1)):
+        links = [LinkReport(peer="b" if node == "a" else "a", rtt_ms=40.0, mbps=93.7)]
+        links.append(LinkReport(peer="gone", rtt_ms=1.0, mbps=1.0))
+        done = 0 if node in late else number
+        report = Report(memory=2**34, measured=done, links=links)
+        member = Member(node=node, stage=stage, device="cpu", speed=1500.0)
+        members.append(MemberDescription(member=member, report=report))
+    spare = Member(node="c", spare=True, device="cuda:0")
+    members.append(MemberDescription(member=spare, report=Report(measured=number)))
+    return Description(members=members)
+
+
+def test_what_is_found_is_the_members_and_the_links_between_them() -> None:
+    probed = found(described(3, "b"), 3)
+    assert probed["nodes"][0] == {
+        "node": "a",
+        "stage": 0,
+        "device": "cpu",
+        "memory": 2**34,
+        "tflops": 1.5,
+    }
+    assert [node["stage"] for node in probed["nodes"]] == [0, 1, None]
+    assert probed["links"] == [{"a": "a", "b": "b", "rtt_ms": 40.0, "mbps": 93.7}]
+    assert [part.row_count for part in table(probed)] == [3, 1]
+
+
+class Registry:
+    def __init__(self, descriptions: list[Description], nodes: int = 3) -> None:
+        self.descriptions, self.nodes = descriptions, nodes
+
+    async def measure(self) -> MeasureReply:
+        return MeasureReply(number=3, nodes=self.nodes)
+
+    async def describe(self) -> Description:
+        return self.descriptions.pop(0) if len(self.descriptions) > 1 else self.descriptions[0]
+
+
+def test_it_waits_until_all_have_measured() -> None:
+    told: list[str] = []
+    registry = Registry([described(2), described(3, "b"), described(3)])
+    probed = virtual_time.run(probe(registry, 10.0, told.append))  # type: ignore[arg-type]
+    assert len(probed["links"]) == 2
+    assert told == []
+
+
+def test_who_is_late_is_named_and_left_out() -> None:
+    told: list[str] = []
+    registry = Registry([described(3, "b")])
+    probed = virtual_time.run(probe(registry, 10.0, told.append))  # type: ignore[arg-type]
+    assert told == ["after 10 s nothing is measured by b"]
+    assert len(probed["links"]) == 1
+
+
+def test_without_nodes_there_is_nothing_to_measure() -> None:
+    with pytest.raises(ProbeError, match="planaria node"):
+        virtual_time.run(probe(Registry([], nodes=0), 10.0, print))  # type: ignore[arg-type]

@@ -1,0 +1,306 @@
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from planaria.node.run_file import ModelSection
+from planaria.node.stage import model
+from planaria.node.stage.model import BodyStage, EmbeddingStage, ModelConfig
+
+GROUPED = ModelConfig(
+    vocabulary=97,
+    dim=48,
+    heads=6,
+    kv_heads=2,
+    layers=6,
+    stages=3,
+    context=24,
+    hidden=80,
+    rope_theta=500.0,
+    norm_eps=1e-5,
+    learning_rate=1e-3,
+)
+MULTI_HEAD = replace(GROUPED, kv_heads=6, rope_theta=10_000.0)
+
+
+def build(config: ModelConfig, seed: int = 0) -> tuple[EmbeddingStage, list[BodyStage]]:
+    ends = model.build_stage(config, 0, seed)
+    assert isinstance(ends, EmbeddingStage)
+    bodies = []
+    for stage in range(1, config.stages + 1):
+        body = model.build_stage(config, stage, seed)
+        assert isinstance(body, BodyStage)
+        bodies.append(body)
+    return ends, bodies
+
+
+def hidden(ends: EmbeddingStage, bodies: list[BodyStage], tokens: torch.Tensor) -> torch.Tensor:
+    x = ends.embed(tokens)
+    for body in bodies:
+        x = body(x)
+    return x
+
+
+def some_tokens(config: ModelConfig, length: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(config.vocabulary, (2, length), generator=generator)
+
+
+def parameters(config: ModelConfig) -> int:
+    with torch.device("meta"):
+        ends, body = EmbeddingStage(config), BodyStage(config)
+    return sum(p.numel() for p in ends.parameters()) + config.stages * sum(
+        p.numel() for p in body.parameters()
+    )
+
+
+@pytest.mark.parametrize("config", [MULTI_HEAD, GROUPED], ids=["multi-head", "grouped-query"])
+@pytest.mark.parametrize("length", [24, 7])
+def test_logits_are_those_of_transformers(config: ModelConfig, length: int) -> None:
+    ends, bodies = build(config)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():  # initial weights would leave attention nearly uniform, norms at one
+        for parameter in (p for module in (ends, *bodies) for p in module.parameters()):
+            if parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            else:
+                parameter.mul_(8.0)
+    stages = {k: m.state_dict() for k, m in enumerate([ends, *bodies])}
+    reference = LlamaForCausalLM(LlamaConfig(**model.hugging_face_config(config))).eval()
+    reference.load_state_dict(model.to_hugging_face(stages, config), strict=True)
+    tokens = some_tokens(config, length)
+    with torch.no_grad():
+        wanted = reference(tokens).logits
+        got = ends.logits(hidden(ends, bodies, tokens))
+    assert wanted.std() > 0.5
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", [MULTI_HEAD, GROUPED], ids=["multi-head", "grouped-query"])
+def test_weights_of_transformers_give_its_logits_and_loss(config: ModelConfig) -> None:
+    torch.manual_seed(1)
+    reference = LlamaForCausalLM(
+        LlamaConfig(**model.hugging_face_config(config), initializer_range=0.2)
+    ).eval()
+    stages = model.from_hugging_face(reference.state_dict(), config)
+    ends, bodies = build(config)
+    for stage, module in enumerate([ends, *bodies]):
+        module.load_state_dict(stages[stage], strict=True)
+    tokens = some_tokens(config, 24)
+    with torch.no_grad():
+        wanted = reference(tokens, labels=tokens)
+        x = hidden(ends, bodies, tokens)
+        torch.testing.assert_close(ends.logits(x), wanted.logits, rtol=0, atol=1e-4)
+        loss = ends.loss(x[:, :-1], tokens[:, 1:])
+    assert loss.dtype == torch.float32
+    assert loss.item() / (2 * 23) == pytest.approx(wanted.loss.item(), abs=1e-4)
+    back = model.to_hugging_face(stages, config)
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(back[name], tensor)
+
+
+def test_bad_state_dicts_are_told_apart() -> None:
+    ends, bodies = build(GROUPED)
+    stages = {k: m.state_dict() for k, m in enumerate([ends, *bodies])}
+    whole = model.to_hugging_face(stages, GROUPED)
+
+    def without(name: str) -> dict[str, torch.Tensor]:
+        return {k: v for k, v in whole.items() if k != name}
+
+    with pytest.raises(ValueError, match=r"lm_head\.weight is missing"):
+        model.from_hugging_face(without("lm_head.weight"), GROUPED)
+    with pytest.raises(ValueError, match=r"extra\.bias is not part of it"):
+        model.from_hugging_face({**whole, "extra.bias": torch.zeros(1)}, GROUPED)
+    wrong = {**whole, "model.norm.weight": torch.zeros(47)}
+    with pytest.raises(ValueError, match=r"norm\.weight has shape \[47\] instead of \[48\]"):
+        model.from_hugging_face(wrong, GROUPED)
+    with pytest.raises(ValueError, match=r"model\.layers\.2\..* and 14 more"):
+        model.to_hugging_face({k: v for k, v in stages.items() if k != 2}, GROUPED)
+    with pytest.raises(ValueError, match="of stage 4 is not part of it"):
+        model.to_hugging_face({**stages, 4: stages[1]}, GROUPED)
+
+
+def test_a_token_sees_only_those_before_it() -> None:
+    ends, bodies = build(GROUPED)
+    tokens = some_tokens(GROUPED, 12)
+    changed = tokens.clone()
+    changed[:, 6:] = (changed[:, 6:] + 1) % GROUPED.vocabulary
+    with torch.no_grad():
+        a, b = hidden(ends, bodies, tokens), hidden(ends, bodies, changed)
+    torch.testing.assert_close(a[:, :6], b[:, :6])
+    assert not torch.allclose(a[:, 6:], b[:, 6:])
+
+
+def test_losses_of_microbatches_add_up() -> None:
+    ends, bodies = build(GROUPED)
+    tokens = some_tokens(GROUPED, 24)
+    x = hidden(ends, bodies, tokens)
+    parts = [ends.loss(x[i : i + 1], tokens[i : i + 1]) for i in range(2)]
+    torch.testing.assert_close(parts[0] + parts[1], ends.loss(x, tokens))
+
+
+def test_recomputing_gives_the_same_gradients() -> None:
+    _, bodies = build(GROUPED)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 24, GROUPED.dim, generator=generator)
+    results = []
+    for recompute in (False, True):
+        bodies[0].recompute = recompute
+        bodies[0].zero_grad()
+        given = x.clone().requires_grad_()
+        saved: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: (saved.append(t.numel()), t)[1], lambda t: t
+        ):
+            y = bodies[0](given)
+        y.square().sum().backward()
+        assert given.grad is not None
+        gradients = [p.grad for p in bodies[0].parameters()]
+        results.append((sum(saved), y.detach(), given.grad, *gradients))
+    (kept, *plain), (kept_less, *again) = results
+    assert kept_less < kept / 4
+    for a, b in zip(plain, again, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_too_many_tokens_are_refused() -> None:
+    _, bodies = build(GROUPED)
+    with pytest.raises(ValueError, match="25 tokens don't fit in the context of 24"):
+        bodies[0](torch.zeros(1, 25, GROUPED.dim))
+
+
+def test_initial_weights_follow_from_seed_stage_and_layer() -> None:
+    before = torch.random.get_rng_state()
+    first = model.build_stage(GROUPED, 2, seed=7).state_dict()
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.manual_seed(99)
+    second = model.build_stage(GROUPED, 2, seed=7).state_dict()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name])
+
+    q = "layers.0.self_attn.q_proj.weight"
+    others = [
+        model.build_stage(GROUPED, 2, seed=8).state_dict()[q],
+        model.build_stage(GROUPED, 1, seed=7).state_dict()[q],
+        first["layers.1.self_attn.q_proj.weight"],
+    ]
+    assert not any(torch.equal(first[q], other) for other in others)
+
+    deeper = replace(GROUPED, layers=12, stages=6)
+    assert torch.equal(model.build_stage(deeper, 2, seed=7).state_dict()[q], first[q])
+
+
+def test_initial_weights_have_the_stated_spread() -> None:
+    config = model.model_config(ModelSection(preset="mini"), 2048)
+    state = model.build_stage(config, 1, seed=0).state_dict()
+    assert state["layers.0.mlp.up_proj.weight"].std().item() == pytest.approx(0.02, rel=0.02)
+    residual = 0.02 / 16**0.5
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        assert state[f"layers.1.{name}.weight"].std().item() == pytest.approx(residual, rel=0.02)
+    assert torch.equal(state["layers.1.input_layernorm.weight"], torch.ones(128))
+    ends = model.build_stage(config, 0, seed=0).state_dict()
+    assert ends["lm_head.weight"].std().item() == pytest.approx(0.02, rel=0.02)
+    assert not torch.equal(ends["lm_head.weight"], ends["embed_tokens.weight"])
+
+
+def test_body_stages_are_interchangeable() -> None:
+    shapes = [[(n, p.shape) for n, p in body.named_parameters()] for body in build(GROUPED)[1]]
+    assert shapes[0] == shapes[1] == shapes[2]
+
+
+def test_other_instruction_sets_make_the_same_weights_and_updates() -> None:
+    script = (
+        "import torch, planaria.node.stage.model as m, planaria.node.stage.optimizer as o\n"
+        "from planaria.node.run_file import ModelSection\n"
+        "torch.set_num_threads(1)\n"
+        "s = m.build_stage(m.model_config(ModelSection(preset='mini'), 99), 1, 5)\n"
+        "a = o.StageOptimizer(s, torch.device('cpu'))\n"
+        "for i in range(3):\n"
+        "    a.gradient.copy_(torch.arange(len(a.gradient)).sub(1000).mul(0.001 + i))\n"
+        "    a.step(1e-3, clip_scale=0.3)\n"
+        "print(a.digest().hex(), a.squared_norm(), torch.backends.cpu.get_cpu_capability())\n"
+    )
+
+    def lines(**environment: str) -> list[str]:
+        run = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+        return run.stdout.split()
+
+    own, plain = lines(), lines(ATEN_CPU_CAPABILITY="default")
+    if platform.machine() == "x86_64":
+        assert plain[2:] == ["DEFAULT"]
+    assert own[:2] == plain[:2]
+
+
+@pytest.mark.parametrize(
+    ("preset", "vocabulary", "millions"),
+    [
+        ("tiny", 2048, 0.525),
+        ("mini", 2048, 2.62),
+        ("midi", 2048, 7.87),
+        ("small", 81_145, 124),
+        ("medium", 93_588, 500),
+        ("large", 65_130, 1500),
+        ("small", 50_257, 92.4),
+        ("large", 50_257, 1439),
+    ],
+)
+def test_presets_have_their_parameters(preset: str, vocabulary: int, millions: float) -> None:
+    config = model.model_config(ModelSection(preset=preset), vocabulary)
+    assert parameters(config) == pytest.approx(millions * 1e6, rel=0.005)
+
+
+def test_presets_are_table_4_of_the_paper() -> None:
+    small = model.model_config(ModelSection(preset="small"), 32_000)
+    assert (small.dim, small.heads, small.kv_heads, small.layers) == (512, 8, 8, 12)
+    assert (small.stages, small.layers_per_stage, small.context) == (4, 3, 512)
+    assert (small.hidden, small.learning_rate) == (1536, 6e-4)
+
+
+def test_overrides_carry_along_what_follows_from_them() -> None:
+    config = model.model_config(ModelSection(preset="mini", stages=3, heads=8, dim=64), 500)
+    assert (config.layers, config.layers_per_stage) == (6, 2)
+    assert (config.kv_heads, config.hidden) == (8, 256)
+    section = ModelSection(preset="mini", layers=4, kv_heads=2, hidden=100, vocabulary=512)
+    config = model.model_config(section, 500)
+    assert (config.layers_per_stage, config.kv_heads, config.hidden) == (1, 2, 100)
+    assert config.vocabulary == 512
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (ModelSection(preset="huge"), "no preset 'huge'; there are large, medium, midi, mini"),
+        (ModelSection(vocabulary=99), "vocabulary = 99 is less than the 100 of the data"),
+        (ModelSection(layers=6), "layers = 6 must be a multiple of stages = 4"),
+        (ModelSection(heads=3), "dim = 64 must be a multiple of heads = 3"),
+        (ModelSection(kv_heads=3), "heads = 4 must be a multiple of kv_heads = 3"),
+        (ModelSection(dim=60), "dim / heads = 15 must be even"),
+    ],
+)
+def test_impossible_models_are_refused(section: ModelSection, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model.model_config(section, 100)
+
+
+def test_figures_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="context = 0 must be greater than 0"):
+        replace(GROUPED, context=0)
+
+
+def test_a_stage_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="no stage 4: the model has stages 0 to 3"):
+        model.build_stage(GROUPED, 4, seed=0)

@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from planaria.node.stage import optimizer
+from planaria.node.stage.optimizer import StageOptimizer, boost, learning_rate
+
+CPU = torch.device("cpu")
+
+
+def network(seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 5), nn.Linear(5, 3, bias=False))
+
+
+def backward(module: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    module(torch.randint(11, (4, 7), generator=generator)).square().sum().backward()
+
+
+def test_updates_are_those_of_torch() -> None:
+    mine, theirs = network(), network()
+    ours, adam = StageOptimizer(mine, CPU), torch.optim.Adam(theirs.parameters(), eps=1e-8)
+    for step in range(1, 31):
+        lr, clip = 1e-2 / step, 1 / (1 + step % 3)
+        for group in adam.param_groups:
+            group["lr"] = lr
+        ours.zero_gradient()
+        adam.zero_grad()
+        backward(mine, seed=step)
+        backward(theirs, seed=step)
+        for parameter in theirs.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(clip)
+        ours.step(lr, clip_scale=clip)
+        adam.step()
+    wanted = torch.cat([p.detach().flatten() for p in theirs.parameters()])
+    torch.testing.assert_close(ours.weights, wanted, rtol=0, atol=1e-6)
+    assert ours.steps == 30
+
+
+def test_parameters_and_gradients_are_views_and_stay_so() -> None:
+    module = network()
+    before = [p.detach().clone() for p in module.parameters()]
+    stage = StageOptimizer(module, CPU)
+    names = dict(module.named_parameters())
+    offset = 0
+    for (_, parameter), old in zip(names.items(), before, strict=True):
+        assert torch.equal(parameter, old)
+        assert parameter.data_ptr() == stage.weights[offset:].data_ptr()
+        offset += parameter.numel()
+    assert offset == len(stage.weights)
+
+    backward(module, seed=1)
+    once = stage.gradient.clone()
+    assert once.abs().sum() > 0
+    backward(module, seed=1)
+    torch.testing.assert_close(stage.gradient, 2 * once)
+    stage.step(0.1)
+    stage.zero_gradient()
+    offset = 0
+    for parameter in names.values():
+        assert parameter.grad is not None
+        assert parameter.grad.data_ptr() == stage.gradient[offset:].data_ptr()
+        assert not parameter.grad.any()
+        assert parameter.data_ptr() == stage.weights[offset:].data_ptr()
+        offset += parameter.numel()
+
+
+def trained(threads: int) -> tuple[bytes, float, StageOptimizer]:
+    module = nn.Linear(700, 700, bias=False)
+    stage = StageOptimizer(module, CPU)
+    generator = torch.Generator().manual_seed(4)
+    stage.weights.normal_(generator=generator)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(3):
+            stage.gradient.normal_(generator=generator)
+            stage.step(1e-3, clip_scale=0.7)
+        return stage.digest(), stage.squared_norm(), stage
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_equal_gradients_give_equal_bits_whatever_the_threads() -> None:
+    (a, a_norm, first), (b, b_norm, second) = trained(threads=1), trained(threads=3)
+    assert a == b
+    assert a_norm == b_norm
+    for (_, x), (_, y) in zip(first.state(True), second.state(True), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, pieces = StageOptimizer(network(), CPU), StageOptimizer(network(), CPU)
+    for stage, block in ((whole, optimizer.BLOCK), (pieces, 8)):
+        monkeypatch.setattr(optimizer, "BLOCK", block)
+        stage.gradient.copy_(torch.linspace(-3, 5, len(stage.gradient)))
+        wanted = math.fsum(g**2 for g in stage.gradient.tolist())
+        assert stage.squared_norm() == pytest.approx(wanted, rel=1e-14)
+        stage.step(1e-2)
+    assert whole.digest() == pieces.digest()
+
+
+def test_squared_norm_without_gradient_is_zero() -> None:
+    assert StageOptimizer(network(), CPU).squared_norm() == 0.0
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_one_bad_element_makes_the_gradient_not_finite(value: float) -> None:
+    stage = StageOptimizer(network(), CPU)
+    stage.gradient.fill_(3e38)  # its square is beyond float32
+    assert stage.finite()
+    stage.gradient[-1] = value
+    assert not stage.finite()
+    assert not math.isfinite(stage.squared_norm())
+
+
+def test_digest_tells_one_bit() -> None:
+    a, b = StageOptimizer(network(), CPU), StageOptimizer(network(), CPU)
+    assert a.digest() == b.digest()
+    assert len(a.digest()) == 16
+    a.weights[3] = torch.nextafter(a.weights[3], torch.tensor(9.0))
+    assert a.digest() != b.digest()
+
+
+def test_a_copied_state_goes_on_alike() -> None:
+    source, joiner = StageOptimizer(network(), CPU), StageOptimizer(network(seed=5), CPU)
+    source.gradient.normal_(generator=torch.Generator().manual_seed(0))
+    source.step(1e-2)
+    joiner.load([(n, t.clone()) for n, t in source.state(optimizer=True)], source.steps)
+    for stage in (source, joiner):
+        stage.gradient.fill_(0.5)
+        stage.step(1e-2)
+    assert source.digest() == joiner.digest()
+    assert joiner.steps == 2
+
+
+def test_weights_alone_start_adam_afresh() -> None:
+    stage = StageOptimizer(network(), CPU)
+    stage.gradient.fill_(1.0)
+    stage.step(1e-2)
+    weights = torch.full_like(stage.weights, 0.25)
+    stage.load([("weights", weights)], steps=0)
+    assert [name for name, _ in stage.state(optimizer=False)] == ["weights"]
+    assert torch.equal(stage.weights, weights)
+    assert stage.steps == 0
+    assert not stage.first_moment.any()
+    assert not stage.second_moment.any()
+
+
+def test_states_that_do_not_fit_change_nothing() -> None:
+    stage = StageOptimizer(network(), CPU)
+    stage.gradient.fill_(1.0)
+    stage.step(1e-2)
+    before = [t.clone() for _, t in stage.state(optimizer=True)]
+    good = stage.state(optimizer=True)
+    count = len(stage.weights)
+    for tensors, steps, message in (
+        ([], 0, "not none"),
+        (good[:2], 1, "not weights, first_moment"),
+        ([("weight", good[0][1])], 0, "not weight$"),
+        ([*good[:2], ("second_moment", torch.zeros(3))], 1, rf"\[3\].* needs .*\[{count}\]"),
+        ([("weights", good[0][1].half())], 0, "weights is torch.float16"),
+        (good[:1], 4, "steps = 4 doesn't fit a state of weights"),
+        (good, -1, "steps = -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            stage.load(tensors, steps)
+    assert stage.steps == 1
+    for old, (_, tensor) in zip(before, stage.state(optimizer=True), strict=True):
+        assert torch.equal(old, tensor)
+
+
+def test_modules_that_can_not_be_optimized_are_refused() -> None:
+    with pytest.raises(ValueError, match="ReLU has no parameters"):
+        StageOptimizer(nn.ReLU(), CPU)
+    with pytest.raises(ValueError, match=r"weight is torch\.float64"):
+        StageOptimizer(nn.Linear(2, 2, dtype=torch.float64), CPU)
+
+
+def test_rate_warms_up_and_follows_a_cosine() -> None:
+    rates = [learning_rate(step, 100, 2.0, 20, 0.1) for step in range(1, 121)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == pytest.approx(1.0)
+    assert rates[19] == 2.0
+    assert rates[59] == pytest.approx(2.0 * 0.55)
+    assert rates[99] == pytest.approx(0.2)
+    assert rates[100:] == [pytest.approx(0.2)] * 20
+
+
+@given(
+    st.integers(1, 400), st.integers(1, 300), st.integers(0, 300), st.floats(0, 1), st.floats(0, 9)
+)
+def test_rate_stays_between_nothing_and_its_peak(
+    step: int, steps: int, warmup: int, floor: float, peak: float
+) -> None:
+    rate = learning_rate(step, steps, peak, warmup, floor)
+    assert 0 <= rate <= peak * (1 + 1e-12)
+    if step > warmup:
+        assert rate >= floor * peak * (1 - 1e-12)
+
+
+def test_there_is_no_step_before_the_first() -> None:
+    with pytest.raises(ValueError, match="no step 0"):
+        learning_rate(0, 10, 1.0, 0, 0.1)
+
+
+def test_boost_decays_in_a_line() -> None:
+    assert boost(31, 30, 1.1, 100) == pytest.approx(1.1)
+    assert boost(81, 30, 1.1, 100) == pytest.approx(1.05)
+    assert [boost(step, 30, 1.1, 100) for step in (131, 500)] == [1.0, 1.0]
+    assert boost(31, 30, 1.1, 1) == pytest.approx(1.1)
+    assert boost(32, 30, 1.1, 1) == 1.0
+
+
+def test_boost_can_stay_for_ever_or_never_come() -> None:
+    assert [boost(step, 30, 1.1, 0) for step in (31, 10_000)] == [1.1, 1.1]
+    assert [boost(step, 0, 1.1, 100) for step in (1, 31)] == [1.0, 1.0]
+    assert boost(30, 30, 1.1, 100) == 1.0

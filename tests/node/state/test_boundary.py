@@ -1,0 +1,566 @@
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planaria.node.ports import Priority
+from planaria.node.run_file import ModelSection, RunFile, WireSection
+from planaria.node.stage.compute import ComputeThread
+from planaria.node.stage.model import build_stage, model_config
+from planaria.node.stage.optimizer import StageOptimizer
+from planaria.node.stage.pipeline import Pipeline
+from planaria.node.state import boundary
+from planaria.node.state.boundary import (
+    BoundaryClient,
+    BoundaryKeeper,
+    BoundaryServer,
+    Fetched,
+    Kept,
+    Pair,
+    Side,
+    Wanted,
+)
+from planaria.node.transaction.effects import Ballot
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.wire import Codec, Frame, decode, encode
+from planaria.recovery.orders import adjoining, order, runs
+
+T = TypeVar("T")
+BALLOT = Ballot(3, 5)
+STEP = 8
+STEPS = 2
+SHAPE = (2, 3, 4)
+ELEMENTS = 2 * 3 * 4
+MICROBATCHES = 6
+
+
+async def at_once(work: Callable[[], T]) -> T:
+    return work()
+
+
+def bf16(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.bfloat16)
+
+
+def values(microbatch: int, position: int, version: int = 0) -> torch.Tensor:
+    """What is on its way to the visit at `position`."""
+    generator = torch.Generator().manual_seed(1000 * microbatch + 10 * position + version)
+    return torch.randn(SHAPE, generator=generator)
+
+
+def crossing(
+    microbatch: int,
+    position: int,
+    stages: Sequence[int] = (0, 1, 2, 3, 0),
+    codec: Codec = "none",
+    ballot: Ballot = BALLOT,
+    version: int = 0,
+) -> Frame:
+    descriptors, payload = encode([values(microbatch, position, version)], codec)
+    fields = {"microbatch": microbatch, "position": position, "stages": list(stages)}
+    return Frame("activation", ballot, fields, descriptors, payload)
+
+
+def keep(keeper: BoundaryKeeper, side: Side, frame: Frame) -> None:
+    keeper.keep(side, frame, frame.ballot, frame.fields["stages"])
+
+
+def route(microbatch: int, stages: int, swapped: bool) -> tuple[int, ...]:
+    return (0, *order(microbatch, stages, swapped), 0)
+
+
+def keepers(stages: int, swapped: bool, codec: Codec = "none") -> dict[str, BoundaryKeeper]:
+    """Two replicas of each stage, after steps whose microbatches went through them in turn."""
+    found = {
+        f"{stage}.{replica}": BoundaryKeeper(at_once, STEPS)
+        for stage in range(stages + 1)
+        for replica in "ab"
+    }
+    for step in range(STEP - STEPS + 1, STEP + 1):
+        for keeper in found.values():
+            keeper.start(BALLOT, step)
+        for microbatch in range(MICROBATCHES):
+            visits = route(microbatch, stages, swapped)
+            replica = "ab"[(microbatch // 2 + step) % 2]
+            for position in range(1, len(visits)):
+                frame = crossing(microbatch, position, visits, codec, version=step)
+                keep(found[f"{visits[position - 1]}.{replica}"], "sent", frame)
+                keep(found[f"{visits[position]}.{replica}"], "received", frame)
+        for keeper in found.values():
+            keeper.commit(step, 0)
+    return found
+
+
+Answer: TypeAlias = pb.Message | Frame
+
+
+class Network:
+    """A joiner and its neighbours; what is sent has arrived. `faults` map a neighbour's answers to
+    what arrives instead; None: nothing. At most a request's batch is ever on its way."""
+
+    def __init__(self, nodes: dict[str, BoundaryKeeper]) -> None:
+        self.client = BoundaryClient(self._ask, at_once)
+        self.servers = {node: self._server(node, keeper) for node, keeper in nodes.items()}
+        self.faults: dict[str, Callable[[Answer], Answer | None]] = {}
+        self.asked: list[tuple[str, int]] = []
+
+    def _server(self, node: str, keeper: BoundaryKeeper) -> BoundaryServer:
+        def answer(peer: str, answer: Answer) -> bool:
+            assert peer == "joiner"
+            changed = self.faults.get(node, lambda same: same)(answer)
+            if isinstance(changed, Frame):
+                assert isinstance(changed.payload, tuple)
+                payload = bytearray().join(changed.payload)
+                self.client.on_frame(node, Frame.parse(changed.head(), payload))
+            elif changed is not None:
+                self.client.on_message(node, pb.Message.FromString(changed.SerializeToString()))
+            return True
+
+        return BoundaryServer(keeper, answer, answer)
+
+    def _ask(self, node: str, message: pb.Message) -> bool:
+        if node not in self.servers:
+            return False
+        self.asked.append((node, message.boundary_request.offset))
+        self.servers[node].on_message("joiner", message)
+        return True
+
+    def fetch(self, stage: int, lost: set[int], neighbours: Sequence[str]) -> Fetched:
+        """With no time for what isn't there at once."""
+        wanted = Wanted(STEP, STEPS, stage, frozenset(lost), MICROBATCHES, SHAPE)
+        return asyncio.run(self.client.fetch(BALLOT, wanted, neighbours, 0.0))
+
+
+def check_values(fetched: Fetched, stages: int, swapped: bool) -> None:
+    """Each tensor is what crossed at that end of the run."""
+    for tensors, end in ((fetched.inputs, 0), (fetched.outputs, 1)):
+        for pair, tensor in tensors.items():
+            visits = route(pair.microbatch, stages, swapped)
+            (run,) = [run for run in runs(visits, set(pair.stages)) if run.stages == pair.stages]
+            crossed = values(pair.microbatch, (run.start, run.end)[end], pair.step)
+            assert tensor.dtype == torch.bfloat16
+            assert torch.equal(tensor, bf16(crossed))
+
+
+def decoded(kept: Kept) -> torch.Tensor:
+    (tensor,) = decode(kept.descriptors, kept.payload)
+    return tensor
+
+
+# Keeping
+
+
+def test_what_is_kept_is_of_the_last_committed_step() -> None:
+    keeper = BoundaryKeeper(at_once, 1)
+    keeper.start(BALLOT, STEP)
+    for position in (1, 2):
+        keep(keeper, "received" if position == 1 else "sent", crossing(0, position))
+    with pytest.raises(ValueError, match="of step 8 are asked for, of step 0 are kept"):
+        keeper.sides(STEP, 2, frozenset([2]))
+    keeper.commit(STEP, 0)
+    assert keeper.memory_bytes == 2 * ELEMENTS * 4
+    ((pair, side, _),) = keeper.sides(STEP, 2, frozenset([2]))
+    assert (pair, side) == (Pair(STEP, 0, (2,)), "input")
+    keeper.start(Ballot(3, 6), STEP + 1)
+    keep(keeper, "sent", crossing(0, 2, ballot=Ballot(3, 6)))
+    assert keeper.memory_bytes == 3 * ELEMENTS * 4
+    keeper.drop()
+    assert keeper.sides(STEP, 2, frozenset([2]))  # the failed attempt has left no trace
+    assert keeper.memory_bytes == 2 * ELEMENTS * 4
+    keeper.start(Ballot(3, 7), STEP + 1)
+    keeper.commit(STEP + 1, 0)
+    assert keeper.sides(STEP + 1, 2, frozenset([2])) == []
+    assert keeper.memory_bytes == 0
+
+
+def test_a_commit_of_a_step_that_was_not_attempted_here_leaves_nothing() -> None:
+    keeper = BoundaryKeeper(at_once, 1)
+    keeper.start(BALLOT, STEP)
+    keep(keeper, "sent", crossing(0, 2))
+    keeper.commit(STEP + 1, 0)
+    assert keeper.sides(STEP + 1, 2, frozenset([2])) == []
+    assert keeper.memory_bytes == 0
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16", "fp16", "int8"])
+async def test_once_committed_it_is_narrowed_to_two_bytes_a_value(
+    codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(boundary, "PIECE", 2 * ELEMENTS * 4)
+    pieces = 0
+
+    async def count(work: Callable[[], T]) -> T:
+        nonlocal pieces
+        pieces += 1
+        return work()
+
+    keeper = BoundaryKeeper(count, 1)
+    keeper.start(BALLOT, STEP)
+    frames = [crossing(microbatch, 2, codec=codec) for microbatch in range(5)]
+    for frame in frames:
+        keep(keeper, "sent", frame)
+    keeper.commit(STEP, 0)
+    await keeper.narrow()
+    assert pieces == (3 if codec == "none" else 0)
+    assert keeper.memory_bytes <= 5 * ELEMENTS * 2
+    for frame, (_, _, kept) in zip(frames, keeper.sides(STEP, 2, frozenset([2])), strict=True):
+        if codec == "none":
+            assert torch.equal(bf16(decoded(kept)), bf16(values(frame.fields["microbatch"], 2)))
+        else:
+            assert kept.payload is frame.payload  # the very bytes
+
+
+async def test_the_next_commit_ends_the_narrowing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boundary, "PIECE", 1)
+
+    async def commit_meanwhile(work: Callable[[], T]) -> T:
+        keeper.commit(STEP + 1, 0)
+        return work()
+
+    keeper = BoundaryKeeper(commit_meanwhile, 1)
+    keeper.start(BALLOT, STEP)
+    for microbatch in range(3):
+        keep(keeper, "sent", crossing(microbatch, 2))
+    keeper.commit(STEP, 0)
+    await keeper.narrow()
+    assert keeper.memory_bytes == 0
+
+
+def test_frames_of_other_attempts_and_evaluations_are_not_kept() -> None:
+    keeper = BoundaryKeeper(at_once, 1)
+    keep(keeper, "sent", crossing(0, 2))  # nothing has begun
+    keeper.start(BALLOT, STEP)
+    keep(keeper, "sent", crossing(0, 2, ballot=Ballot(3, 4)))
+    assert keeper.memory_bytes == 0
+    keep(keeper, "sent", crossing(0, 2))
+    keeper.commit(STEP, 0)
+    keep(keeper, "sent", crossing(1, 2))  # an evaluation under the same ballot
+    assert len(keeper.sides(STEP, 2, frozenset([2]))) == 1
+
+
+def test_a_second_visit_replaces_the_first() -> None:
+    keeper = BoundaryKeeper(at_once, 1)
+    keeper.start(BALLOT, STEP)
+    keep(keeper, "sent", crossing(0, 2))
+    keep(keeper, "sent", crossing(0, 2, version=1))
+    keeper.commit(STEP, 0)
+    assert keeper.memory_bytes == ELEMENTS * 4
+    fetched = Network({"1": keeper}).fetch(2, {2}, ["1"])
+    assert torch.equal(fetched.inputs[Pair(STEP, 0, (2,))], bf16(values(0, 2, version=1)))
+
+
+@given(st.integers(1, 4), st.data())
+def test_attempts_that_come_and_go(steps: int, data: st.DataObject) -> None:
+    """Whatever starts, fails, commits, is missed or gone back behind: what is kept is what the last
+    committed attempts were given, as far as they lead without a gap to where the run stands."""
+    keeper = BoundaryKeeper(at_once, steps)
+    step, lineage = 0, 0
+    history: list[dict[Pair, torch.Tensor]] = []  # of consecutive steps, up to `step`
+    for attempt in range(1, data.draw(st.integers(1, 9)) + 1):
+        ballot = Ballot(1, attempt)
+        keeper.start(ballot, step + 1)
+        given_now = {}
+        for microbatch in data.draw(st.lists(st.integers(0, 3), max_size=5)):
+            keep(keeper, "sent", crossing(microbatch, 2, ballot=ballot, version=attempt))
+            given_now[Pair(step + 1, microbatch, (2,))] = values(microbatch, 2, attempt)
+        match data.draw(st.sampled_from(["commit", "commit", "drop", "again", "miss", "back"])):
+            case "commit":
+                step, history = step + 1, [*history, given_now]
+                keeper.commit(step, lineage)
+                keeper.stand_at(step, lineage)
+            case "drop":
+                keeper.drop()
+            case "miss":  # the state of a later step comes from elsewhere
+                step, history = step + 2, []
+                keeper.drop()
+                keeper.stand_at(step, lineage)
+            case "back":  # to files, of this very step perhaps
+                step, lineage, history = data.draw(st.integers(0, step)), lineage + 1, []
+                keeper.drop()
+                keeper.stand_at(step, lineage)
+    kept = {pair: tensor for last in history[-steps:] for pair, tensor in last.items()}
+    sides = keeper.sides(step, 2, frozenset([2]))
+    assert [p.step for p, _, _ in sides] == sorted((p.step for p in kept), reverse=True)
+    assert {pair for pair, _, _ in sides} == kept.keys()
+    for pair, _, tensor in sides:
+        assert torch.equal(decoded(tensor), kept[pair])
+
+
+async def test_what_the_next_commit_finds_wide_it_has_narrowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The compute thread has time for a piece only between two commits, and then for all."""
+    monkeypatch.setattr(boundary, "PIECE", 1)
+    narrowing: list[asyncio.Task[None]] = []
+    pieces = 0
+
+    async def work_once(work: Callable[[], T]) -> T:
+        nonlocal pieces
+        pieces += 1
+        if len(narrowing) < 3:
+            train(STEP + len(narrowing))
+            await asyncio.sleep(0)
+        return work()
+
+    def train(step: int) -> None:
+        keeper.start(BALLOT, step)
+        for microbatch in range(3):
+            keep(keeper, "sent", crossing(microbatch, 2, version=step))
+        keeper.commit(step, 0)
+        narrowing.append(asyncio.create_task(keeper.narrow()))
+
+    keeper = BoundaryKeeper(work_once, 3)
+    train(STEP)
+    while pending := [task for task in narrowing if not task.done()]:
+        await asyncio.gather(*pending)
+    assert len(narrowing) == 3
+    assert keeper.memory_bytes == 3 * 3 * ELEMENTS * 2
+    assert pieces <= 3 * 3 + 2  # one that was under way at each commit is done twice
+    for pair, _, kept in keeper.sides(STEP + 2, 2, frozenset([2])):
+        assert torch.equal(bf16(decoded(kept)), bf16(values(pair.microbatch, 2, pair.step)))
+
+
+# Fetching
+
+
+@given(
+    st.integers(2, 6),
+    st.booleans(),
+    st.sampled_from(["none", "bf16", "fp16", "int8"]),
+    st.data(),
+)
+@settings(max_examples=30, deadline=None)
+def test_a_joiner_gets_the_ends_of_the_runs_that_are_its_own(
+    stages: int, swapped: bool, codec: Codec, data: st.DataObject
+) -> None:
+    swapped = swapped and stages >= 4
+    lost = data.draw(st.sets(st.integers(1, stages), min_size=1))
+    stage = data.draw(st.sampled_from(sorted(lost)))
+    orders = [order(microbatch, stages, swapped) for microbatch in range(MICROBATCHES)]
+    network = Network(keepers(stages, swapped, codec))
+    neighbours = [f"{s}.{r}" for s in adjoining(orders, lost) if s not in lost for r in "ab"]
+    fetched = network.fetch(stage, lost, neighbours)
+    assert fetched.complaints == []
+    inputs, outputs = set(), set()
+    for microbatch, visits in enumerate(orders):
+        for run in runs(visits, lost):
+            pairs = {Pair(step, microbatch, run.stages) for step in (STEP - 1, STEP)}
+            if run.stages[0] == stage:
+                inputs |= pairs
+            if run.stages[-1] == stage:
+                outputs |= pairs
+    assert fetched.inputs.keys() == inputs
+    assert fetched.outputs.keys() == outputs
+    if codec in ("none", "bf16"):
+        check_values(fetched, stages, swapped)
+    assert fetched.bytes <= 2 * ELEMENTS * (len(inputs) + len(outputs))
+
+
+def test_few_frames_are_under_way_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boundary, "BATCH", 2)
+    nodes = keepers(3, swapped=False)
+    network = Network(nodes)
+    fetched = network.fetch(2, {2}, ["1.a", "1.b", "3.a", "3.b"])
+    assert len(fetched.inputs) == len(fetched.outputs) == STEPS * MICROBATCHES
+    offsets = [offset for node, offset in network.asked if node == "1.a"]
+    assert offsets == [0, 2, 4]  # of its 6; the last one is never asked twice
+    check_values(fetched, 3, swapped=False)
+
+
+def part(replica: str) -> list[tuple[int, int]]:
+    """Step and microbatch of what went through the replicas of this name."""
+    return [
+        (step, microbatch)
+        for step in (STEP - 1, STEP)
+        for microbatch in range(MICROBATCHES)
+        if "ab"[(microbatch // 2 + step) % 2] == replica
+    ]
+
+
+def test_who_is_missing_costs_only_its_own_tensors() -> None:
+    """One is silent, one has no link, one has another step, one is lost meanwhile."""
+    nodes = keepers(3, swapped=False)
+    nodes["1.b"].start(BALLOT, STEP + 1)
+    nodes["1.b"].commit(STEP + 1, 0)
+    del nodes["3.a"]
+    network = Network(nodes)
+    network.faults["0.a"] = lambda answer: None
+
+    def lose(answer: Answer) -> None:
+        network.client.on_peer_lost("0.b", "connection reset")
+
+    network.faults["0.b"] = lose
+    fetched = network.fetch(2, {2}, ["1.a", "1.b", "3.a", "3.b", "0.a", "0.b"])
+    assert {pair[:2] for pair in fetched.inputs} == {*part("a")}
+    assert {pair[:2] for pair in fetched.outputs} == {*part("b")}
+    assert sorted(fetched.complaints) == [
+        "0.a did not send any boundary tensors: waited 0 s for it",
+        "0.b did not send any boundary tensors: lost: connection reset",
+        "1.b did not send any boundary tensors: boundary tensors of step 8 are asked for, "
+        "of step 9 are kept",
+        "3.a did not send any boundary tensors: there is no link to it",
+    ]
+
+
+def damage(**changes: Any) -> Callable[[Frame], Frame]:
+    def change(frame: Frame) -> Frame:
+        fields = {**frame.fields, **changes}
+        return Frame(frame.kind, frame.ballot, fields, frame.descriptors, frame.payload)
+
+    return change
+
+
+def content(tensor: torch.Tensor, codec: Codec = "bf16") -> Callable[[Frame], Frame]:
+    def change(frame: Frame) -> Frame:
+        return Frame(frame.kind, frame.ballot, frame.fields, *encode([tensor], codec))
+
+    return change
+
+
+def flip_a_bit(frame: Frame) -> Frame:
+    payload = bytearray(b"".join(cast(tuple[memoryview, ...], frame.payload)))
+    payload[3] ^= 1
+    return Frame(frame.kind, frame.ballot, frame.fields, frame.descriptors, (payload,))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (flip_a_bit, "arrived damaged"),
+        (damage(microbatch=MICROBATCHES), "microbatch 6 is none of 6"),
+        (damage(microbatch="0"), "are not those of a pair"),
+        (damage(stages=[]), "'input' is no side of"),
+        (damage(stages=[[2]]), "'input' is no side of"),
+        (damage(stages=[3]), r"the input of stages \[3\] is not wanted here"),
+        (damage(stages=[2, 2]), "is not wanted here"),
+        (damage(stages=[2, 3]), "is not wanted here"),
+        (damage(side="middle"), "'middle' is no side of"),
+        (damage(microbatch=1), "the input of microbatch 1 in step 8 is here already"),
+        (damage(step=STEP + 1), "step 9 is none of the 2 up to 8"),
+        (damage(step=STEP - STEPS), "step 6 is none of the 2 up to 8"),
+        (damage(step="8"), "are not those of a pair"),
+        (content(torch.zeros(SHAPE), "none"), "not one tensor of at most two bytes"),
+        (content(torch.zeros(1, 3, 4)), r"its shape is \(1, 3, 4\), not \(2, 3, 4\)"),
+        (content(torch.full(SHAPE, torch.nan)), "it is not finite"),
+    ],
+)
+def test_a_bad_frame_costs_only_itself(change: Callable[[Frame], Frame], complaint: str) -> None:
+    network = Network(keepers(3, swapped=False))
+    later: list[Frame] = []  # the changed one comes last of all frames
+
+    def fault(answer: Answer) -> Answer | None:
+        fields = answer.fields if isinstance(answer, Frame) else {}
+        if isinstance(answer, Frame) and (fields["step"], fields["microbatch"]) == (STEP, 0):
+            later.append(change(answer))
+            return None
+        if isinstance(answer, pb.Message):
+            for frame in later:
+                payload = bytearray().join(cast(tuple[memoryview, ...], frame.payload))
+                network.client.on_frame("1.a", Frame.parse(frame.head(), payload))
+        return answer
+
+    network.faults["1.a"] = fault
+    fetched = network.fetch(2, {2}, ["1.a", "1.b", "3.a", "3.b"])
+    everything = {*part("a"), *part("b")}
+    assert {pair[:2] for pair in fetched.inputs} == everything - {(STEP, 0)}
+    assert {pair[:2] for pair in fetched.outputs} == everything
+    (said,) = fetched.complaints
+    assert re.search(complaint, said)
+    check_values(fetched, 3, swapped=False)
+
+
+def test_more_frames_than_were_asked_for_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boundary, "BATCH", 2)
+    network = Network(keepers(3, swapped=False))
+    server = network.servers["1.a"]
+    network.faults["1.a"] = lambda answer: answer if isinstance(answer, Frame) else None
+
+    def twice(peer: str, message: pb.Message) -> None:
+        for offset in (0, 2):
+            message.boundary_request.offset = offset
+            BoundaryServer.on_message(server, peer, message)
+
+    monkeypatch.setattr(server, "on_message", twice)
+    fetched = network.fetch(2, {2}, ["1.a"])
+    assert len(fetched.inputs) == 2
+    assert "more than were asked for" in fetched.complaints[0]
+
+
+def test_a_request_that_makes_no_sense_is_refused() -> None:
+    fetched = Network(keepers(3, swapped=False)).fetch(2, {1}, ["1.a"])
+    assert "stage 2 is not among the 1 lost stages" in fetched.complaints[0]
+
+
+# At the pipeline
+
+
+class Compute:
+    """In place of the compute thread: at once, in order."""
+
+    def run(self, task: Callable[[], T], priority: Priority = Priority.CONTROL) -> Any:
+        future = asyncio.get_running_loop().create_future()
+        future.set_result(task())
+        return future
+
+
+class Daemon:
+    def __init__(self) -> None:
+        self.sent: list[Frame] = []
+
+    def send_frame(self, peer: str, frame: Frame) -> bool:
+        self.sent.append(frame)
+        return True
+
+    def microbatch_home(self, ballot: Ballot, home: pb.Home) -> None: ...
+
+    def cut_off(self, ballot: Ballot, node: str, reason: str) -> None:
+        raise AssertionError(reason)
+
+    def attempt_failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> None:
+        raise AssertionError(reason)
+
+    def crashed(self, error: BaseException) -> None:
+        raise error
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16", "int8"])
+@pytest.mark.parametrize("kind", [pb.Begin.TRAIN, pb.Begin.EVALUATE])
+async def test_a_stage_keeps_what_comes_in_and_goes_out(codec: Codec, kind: Any) -> None:
+    section = ModelSection(dim=8, heads=2, stages=3, layers=3, context=4, hidden=8)
+    config = model_config(section, 16)
+    run = RunFile(model=section, wire=WireSection(activations=codec))
+    module = build_stage(config, 2, 0)
+    keeper, daemon = BoundaryKeeper(at_once, 1), Daemon()
+    pipeline = Pipeline(
+        *("c", 2, module, StageOptimizer(module, torch.device("cpu")), run, config, None),
+        *(torch.device("cpu"), cast(ComputeThread, Compute()), daemon),
+        boundary=keeper,
+    )
+    members = [pb.Place(node="abcd"[stage], stage=stage) for stage in range(4)]
+    plan = [pb.Microbatch(id=4, source="a", order=[1, 2, 3], places=[1, 2, 3])]
+    pipeline.start(BALLOT, pb.Begin(step=STEP, kind=kind, members=members, plan=plan))
+    if kind == pb.Begin.TRAIN:
+        keeper.start(BALLOT, STEP)
+    x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
+    descriptors, buffers = encode([x], codec)
+    fields = {"microbatch": 4, "position": 2}
+    frame = Frame("activation", BALLOT, fields, descriptors, bytearray().join(buffers))
+    pipeline.take("b", frame)
+    await asyncio.sleep(0)
+    (sent,) = daemon.sent
+    keeper.commit(STEP, 0)
+    if kind == pb.Begin.EVALUATE:
+        assert keeper.memory_bytes == 0
+        return
+    ((before, _, out),) = keeper.sides(STEP, 1, frozenset([1]))
+    ((behind, _, into),) = keeper.sides(STEP, 3, frozenset([3]))
+    assert (before, behind) == (Pair(STEP, 4, (1,)), Pair(STEP, 4, (3,)))
+    assert (out.payload, into.payload) == (frame.payload, sent.payload)
+    assert keeper.critical_seconds > 0

@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from conversing import Nodes
+
+from planaria.node.state.exchange import Exchanges, Inboxes, Letter, Lost, Outcome
+
+
+class Later:
+    """A compute thread that works when the test says so."""
+
+    def __init__(self) -> None:
+        self.posted: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = deque()
+
+    def post(self, work, then, priority) -> None:
+        self.posted.append((work, then))
+
+    def work(self) -> None:
+        work, then = self.posted.popleft()
+        then(work())
+
+
+def test_it_runs_at_once_up_to_its_first_wait() -> None:
+    compute = Later()
+    exchanges = Nodes().new(compute)
+    done = []
+
+    async def work() -> None:
+        done.append(await exchanges.compute(lambda: "worked"))
+
+    exchanges.start(work())
+    assert len(compute.posted) == 1
+    compute.work()
+    assert done == []  # never inside of the call that brings what it waits for
+    exchanges.run(0.0)
+    assert done == ["worked"]
+
+
+def test_what_work_raises_is_raised_where_it_is_waited_for() -> None:
+    nodes = Nodes()
+    exchanges = nodes.new()
+
+    async def work() -> str:
+        try:
+            await exchanges.compute(lambda: 1 // 0)
+        except ZeroDivisionError:
+            return "told"
+        return "not told"
+
+    assert nodes.run(exchanges, work()) == "told"
+
+
+def test_what_nobody_catches_is_told_to_the_owner() -> None:
+    crashed: list[BaseException] = []
+    exchanges = Exchanges(Later(), lambda: None, crashed.append)
+
+    async def work() -> None:
+        raise ValueError("broken")
+
+    exchanges.start(work())
+    assert [str(error) for error in crashed] == ["broken"]
+
+
+def test_a_deadline_is_met_at_its_time_and_not_before() -> None:
+    exchanges = Nodes().new()
+    told = []
+
+    async def work() -> None:
+        try:
+            await Outcome[None](exchanges).within(exchanges.now + 5.0)
+        except TimeoutError:
+            told.append(exchanges.now)
+
+    exchanges.start(work())
+    assert exchanges.wake == 5.0
+    exchanges.run(4.999)
+    assert told == []
+    exchanges.run(7.0)
+    assert told == [7.0]
+    assert exchanges.wake == math.inf
+
+
+def test_what_comes_in_time_beats_the_deadline() -> None:
+    exchanges = Nodes().new()
+    outcome: Outcome[str] = Outcome(exchanges)
+
+    async def work() -> str:
+        return await outcome.within(5.0)
+
+    exchange = exchanges.start(work())
+    exchanges.run(4.0)
+    outcome.fulfil("here")
+    exchanges.run(6.0)
+    assert exchange.result() == "here"
+
+
+def test_who_is_given_up_goes_no_further_and_cleans_up() -> None:
+    exchanges = Nodes().new()
+    outcome: Outcome[None] = Outcome(exchanges)
+    trace = []
+
+    async def work() -> None:
+        try:
+            await outcome
+            trace.append("went on")
+        finally:
+            trace.append("cleaned up")
+
+    exchange = exchanges.start(work())
+    outcome.fulfil(None)
+    exchange.cancel()
+    exchanges.run(0.0)
+    assert trace == ["cleaned up"]
+
+
+def test_one_that_gives_itself_up_ends_at_its_next_wait() -> None:
+    exchanges = Nodes().new()
+    trace = []
+
+    async def work() -> None:
+        await exchanges.sleep(1.0)
+        exchange.cancel()
+        trace.append("not closed while it runs")
+        await exchanges.sleep(1.0)
+        trace.append("went on")
+
+    exchange = exchanges.start(work())
+    exchanges.run(1.0)
+    exchanges.run(9.0)
+    assert trace == ["not closed while it runs"]
+
+
+def test_together_gives_results_in_order() -> None:
+    nodes = Nodes()
+    exchanges = nodes.new()
+
+    async def part(seconds: float) -> float:
+        await exchanges.sleep(seconds)
+        return seconds
+
+    assert nodes.run(exchanges, exchanges.together([part(3.0), part(1.0), part(2.0)])) == [3, 1, 2]
+    assert nodes.now == 3.0
+    assert nodes.run(exchanges, exchanges.together([])) == []
+
+
+def test_the_first_that_fails_ends_the_others() -> None:
+    nodes = Nodes()
+    exchanges = nodes.new()
+    trace = []
+
+    async def fails() -> None:
+        await exchanges.sleep(1.0)
+        raise ValueError("broken")
+
+    async def waits() -> None:
+        try:
+            await Outcome[None](exchanges)
+        finally:
+            trace.append("given up")
+
+    with pytest.raises(ValueError, match="broken"):
+        nodes.run(exchanges, exchanges.together([waits(), fails()]))
+    assert trace == ["given up"]
+
+
+# Inboxes
+
+
+def taking(exchanges: Exchanges, inboxes: Inboxes[Any, str], key: Any, found: list[Any]) -> Any:
+    async def work() -> None:
+        with inboxes.open(key) as inbox:
+            while True:
+                found.append(await inbox.take())
+
+    return exchanges.start(work())
+
+
+def test_an_inbox_gets_what_is_for_its_number_and_who_is_lost() -> None:
+    exchanges = Nodes().new()
+    inboxes: Inboxes[int, str] = Inboxes(exchanges, 0)
+    first: list[Letter[str]] = []
+    second: list[Letter[str]] = []
+    exchange = taking(exchanges, inboxes, 1, first)
+    taking(exchanges, inboxes, 2, second)
+    inboxes.put(1, "a", "one")
+    inboxes.put(2, "a", "two")
+    inboxes.put(3, "a", "three")
+    inboxes.lost("b", "gone")
+    exchanges.run(0.0)
+    assert first == [("a", "one"), ("b", Lost("gone"))]
+    assert second == [("a", "two"), ("b", Lost("gone"))]
+    exchange.cancel()
+    inboxes.put(1, "a", "late")
+    exchanges.run(0.0)
+    assert len(first) == 2
+
+
+def test_what_comes_early_waits_within_its_bytes() -> None:
+    exchanges = Nodes().new()
+    inboxes: Inboxes[tuple[int, int], str] = Inboxes(exchanges, (0, 0), early_limit=10)
+    inboxes.put((1, 1), "a", "given up with what is newer", 4)
+    inboxes.put((1, 2), "a", "kept", 6)
+    inboxes.put((1, 2), "a", "too much", 5)
+    inboxes.put((1, 2), "b", "of another", 10)
+    inboxes.put((1, 1), "b", "older than what it has begun", 1)
+    found: list[Letter[str]] = []
+    taking(exchanges, inboxes, (1, 2), found)
+    exchanges.run(0.0)
+    assert found == [("a", "kept"), ("b", "of another")]
+
+
+def test_what_is_forgotten_does_not_come_back() -> None:
+    exchanges = Nodes().new()
+    inboxes: Inboxes[int, str] = Inboxes(exchanges, 0, early_limit=10)
+    inboxes.put(1, "a", "old", 1)
+    inboxes.put(3, "b", "new", 1)
+    inboxes.forget(before=2)
+    inboxes.put(1, "c", "older than all", 1)
+    old: list[Letter[str]] = []
+    new: list[Letter[str]] = []
+    taking(exchanges, inboxes, 1, old)
+    taking(exchanges, inboxes, 3, new)
+    exchanges.run(0.0)
+    assert (old, new) == ([], [("b", "new")])

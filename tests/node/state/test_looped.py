@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+import virtual_time
+from conversing import AtOnce
+
+from planaria.node.ports import Priority
+from planaria.node.stage.compute import ComputeThread
+from planaria.node.state.exchange import Outcome
+from planaria.node.state.looped import LoopedExchanges
+
+
+def looped() -> LoopedExchanges:
+    def crashed(error: BaseException) -> None:
+        raise AssertionError from error
+
+    return LoopedExchanges(AtOnce(), asyncio.get_running_loop(), crashed)
+
+
+async def test_what_is_computed_in_the_thread_goes_on_in_the_loop() -> None:
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[list[str]] = loop.create_future()
+    compute = ComputeThread("works-here", loop)
+    exchanges = LoopedExchanges(compute, loop, over.set_exception)
+
+    async def work() -> None:
+        names = [threading.current_thread().name]
+        names.append(await exchanges.compute(lambda: threading.current_thread().name))
+        with pytest.raises(ZeroDivisionError):
+            await exchanges.compute(lambda: 1 // 0)
+        over.set_result([*names, threading.current_thread().name])
+
+    try:
+        exchanges.start(work())
+        here = threading.current_thread().name
+        assert await over == [here, "works-here", here]
+    finally:
+        await asyncio.to_thread(compute.stop)
+
+
+async def test_the_most_urgent_work_comes_first_and_equals_in_order() -> None:
+    loop = asyncio.get_running_loop()
+    compute = ComputeThread("test", loop)
+    started, go_on = threading.Event(), threading.Event()
+    done: list[object] = []
+
+    def busy() -> None:
+        started.set()
+        go_on.wait()
+
+    try:
+        compute.post(busy, done.append, Priority.CONTROL)
+        await asyncio.to_thread(started.wait)
+        last = compute.run(lambda: "d", Priority.BACKGROUND)
+        for name, priority in (
+            ("c", Priority.FORWARD),
+            ("a", Priority.CONTROL),
+            ("b", Priority.BACKWARD),
+        ):
+            compute.post(lambda name=name: name, done.append, priority)  # type: ignore[misc]
+        go_on.set()
+        assert await last == "d"
+        assert done == [None, "a", "b", "c"]
+    finally:
+        await asyncio.to_thread(compute.stop)
+
+
+def test_time_that_passes_wakes_them_in_its_order() -> None:
+    told = []
+
+    async def main() -> None:
+        exchanges = looped()
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def work(seconds: float) -> None:
+            await exchanges.sleep(seconds)
+            told.append((seconds, exchanges.now))
+            if len(told) == 3:
+                over.set_result(None)
+
+        for seconds in (5.0, 2.0, 9.0):
+            exchanges.start(work(seconds))
+        await over
+
+    virtual_time.run(main())
+    assert told == [(2.0, 2.0), (5.0, 5.0), (9.0, 9.0)]
+
+
+def test_none_goes_on_once_they_are_closed() -> None:
+    async def main() -> bool:
+        exchanges = looped()
+        outcome: Outcome[None] = Outcome(exchanges)
+
+        async def work(outcome: Outcome[None]) -> None:
+            await outcome.within(5.0)
+            raise AssertionError
+
+        exchanges.start(work(outcome))
+        exchanges.start(work(Outcome(exchanges)))
+        outcome.fulfil(None)
+        exchanges.close()
+        await asyncio.sleep(6.0)
+        return True
+
+    assert virtual_time.run(main())

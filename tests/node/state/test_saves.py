@@ -1,0 +1,699 @@
+"""Run as a script, this file forks writers and kills them (see `main`)."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from planaria.node.state import saves as module
+from planaria.node.state.saves import SavedState, SaveError, SaveId, Saves, Writer
+from planaria.node.wire import stage_pb2 as pb
+
+RUN = "demo-1f"
+STAGE = 3
+NAMES = ("weights", "first_moment", "second_moment")
+
+
+def state(step: int, lineage: int = 0, values: int = 5, **changed: Any) -> SavedState:
+    generator = torch.Generator().manual_seed(100 * lineage + step)
+    given = SavedState(
+        run=RUN,
+        stage=STAGE,
+        step=step,
+        lineage=lineage,
+        omega=step / 3,
+        boosted_at=2,
+        optimizer_step=step // 2,
+        last=pb.Commit(step=step, loss=4.25, clip_scale=[1.0, 0.5]),
+        tensors=[(name, torch.randn(values, generator=generator)) for name in NAMES],
+    )
+    return replace(given, **changed)
+
+
+def opened(folder: Path, keep: int = 4, run: str = RUN, stage: int = STAGE) -> Saves:
+    return Saves(folder, run, stage, keep)
+
+
+def same(one: SavedState, other: SavedState) -> bool:
+    return replace(one, tensors=[]) == replace(other, tensors=[]) and all(
+        a == b and torch.equal(v, w)
+        for (a, v), (b, w) in zip(one.tensors, other.tensors, strict=True)
+    )
+
+
+def written(folder: Path, *states: SavedState, keep: int = 4) -> Saves:
+    saves = opened(folder, keep)
+    for each in states:
+        saves.write(each)
+    return saves
+
+
+def temporaries(saves: Saves) -> list[Path]:
+    return list(saves.folder.glob(".*"))
+
+
+@pytest.fixture
+def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the many writes of a property test."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+# What is written comes back
+
+
+def test_a_save_comes_back_as_it_was(tmp_path: Path) -> None:
+    given = state(40, lineage=2)
+    saves = written(tmp_path, given)
+    assert saves.listed() == saves.sound() == [SaveId(lineage=2, step=40)]
+    assert same(saves.load(2, 40), given)
+    assert [path.name for path in sorted(saves.folder.iterdir())] == [
+        "latest",
+        "step-00000040-2.safetensors",
+    ]
+    assert (saves.folder / "latest").read_text() == "step-00000040-2.safetensors\n"
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    run=st.text(max_size=20),
+    omega=st.floats(min_value=0, allow_infinity=False, allow_nan=False),
+    step=st.integers(0, 2**63 - 1),  # a name has room for it
+    sizes=st.lists(st.integers(0, 40), max_size=4),
+    names=st.lists(st.text(max_size=10), min_size=4, max_size=4, unique=True),
+)
+def test_whatever_is_saved_comes_back_and_is_safetensors(
+    tmp_path: Path,
+    unflushed: None,
+    run: str,
+    omega: float,
+    step: int,
+    sizes: list[int],
+    names: list[str],
+) -> None:
+    tensors = [(name, torch.rand(size)) for name, size in zip(names, sizes, strict=False)]
+    given = state(step, run=run, omega=omega, optimizer_step=step, tensors=tensors)
+    folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+    saves = opened(folder, run=run)
+    saves.write(given)
+    assert same(saves.load(0, step), given)
+    read = load_file(saves.folder / given.id.name)
+    assert read.keys() == dict(tensors).keys()
+    assert all(torch.equal(read[name], values) for name, values in tensors)
+
+
+def test_tensors_longer_than_a_chunk_are_checked_in_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHUNK", 64)
+    given = state(1, values=41)  # 164 bytes
+    saves = written(tmp_path, given)
+    assert saves.sound() == [given.id]
+    assert same(saves.load(0, 1), given)
+
+
+def test_writing_a_save_again_is_harmless(tmp_path: Path) -> None:
+    saves = written(tmp_path, state(4), state(4))
+    assert saves.sound() == [SaveId(0, 4)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"omega": float("nan")}, "omega nan"),
+        ({"omega": -1.0}, "omega -1"),
+        ({"boosted_at": -1}, "boosted_at -1"),
+        ({"tensors": [("weights", torch.zeros(2)), ("weights", torch.zeros(2))]}, "each name once"),
+        ({"tensors": [("__metadata__", torch.zeros(2))]}, "__metadata__"),
+        ({"tensors": [("weights", torch.zeros(2, 2))]}, r"weights is torch.float32 \(2, 2\)"),
+        ({"tensors": [("weights", torch.zeros(2, dtype=torch.float16))]}, "float16"),
+        ({"tensors": [("weights", torch.zeros(4)[::2])]}, "contiguous"),
+    ],
+)
+def test_what_no_state_is_is_not_saved(changed: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        state(4, **changed)
+
+
+# Names, order, pruning
+
+
+def test_the_newest_comes_first_and_foreign_names_are_left_alone(tmp_path: Path) -> None:
+    saves = written(tmp_path, state(8), state(10), state(12, lineage=1))
+    foreign = [
+        "step-8-0.safetensors",
+        "step-000000008-0.safetensors",
+        "step-00000008-00.safetensors",
+        "step-00000008-0.safetensors.bak",
+        "step-٠٠٠٠٠٠٠٨-0.safetensors",
+        "model.safetensors",
+        "step-00000099-0.safetensors",
+    ]
+    for name in foreign[:-1]:
+        (saves.folder / name).write_bytes(b"?")
+    (saves.folder / foreign[-1]).mkdir()
+    assert saves.listed() == [SaveId(1, 12), SaveId(0, 10), SaveId(0, 8)]
+    saves.write(state(16, lineage=1))
+    assert all((saves.folder / name).exists() for name in foreign)
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    saves = written(tmp_path, *(state(step) for step in (4, 8, 12, 16, 20)), keep=3)
+    assert saves.listed() == [SaveId(0, 20), SaveId(0, 16), SaveId(0, 12)]
+
+
+def test_the_save_that_a_run_went_back_to_outlives_those_it_went_back_over(tmp_path: Path) -> None:
+    saves = written(tmp_path, *(state(step) for step in (4, 8, 12, 16)), keep=4)
+    saves.write(state(8, lineage=1))  # the run went back to 4
+    assert saves.listed() == [SaveId(1, 8), SaveId(0, 4)]
+
+
+@given(st.lists(st.integers(0, 3), max_size=30), st.integers(1, 4))
+@settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_the_newest_of_what_led_to_the_present_state_are_kept(
+    tmp_path: Path, unflushed: None, moves: list[int], keep: int
+) -> None:
+    """A move: go back by that many saves (0: don't), then train four steps and save."""
+    saves = opened(tmp_path / f"{len(list(tmp_path.iterdir()))}", keep)
+    kept: list[SaveId] = []  # newest first
+    lineage = step = 0
+    for back in moves:
+        if 0 < back < len(kept):
+            kept = kept[back:]
+            lineage, step = lineage + 1, kept[0].step
+        step += 4
+        saves.write(state(step, lineage))
+        kept = [SaveId(lineage, step), *kept][:keep]
+        assert saves.listed() == kept
+
+
+# Damage is found, named, and the save before is used
+
+
+def check_refused(saves: Saves, save: SaveId, what: str = "step-") -> None:
+    with pytest.raises(SaveError, match=what) as caught:
+        saves.load(save.lineage, save.step)
+    assert save.name in str(caught.value)
+
+
+def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
+    good, bad = state(4), state(8)
+    saves = written(tmp_path, good, bad)
+    path = saves.folder / bad.id.name
+    whole = path.read_bytes()
+    with path.open("r+b", buffering=0) as file:
+        for offset, byte in enumerate(whole):
+            for bit in range(8):
+                os.pwrite(file.fileno(), bytes([byte ^ 1 << bit]), offset)
+                check_refused(saves, bad.id)
+            os.pwrite(file.fileno(), bytes([byte]), offset)
+    assert same(saves.load(0, 8), bad)
+
+
+@pytest.mark.parametrize("offset", [0, 12, -1])  # length, header, tensors
+def test_a_damaged_save_is_named_and_the_one_before_is_used(
+    tmp_path: Path, offset: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    saves = written(tmp_path, state(4), state(8))
+    path = saves.folder / "step-00000008-0.safetensors"
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+    saves = opened(tmp_path)
+    assert saves.listed() == [SaveId(0, 8), SaveId(0, 4)]
+    assert saves.sound() == [SaveId(0, 4)]
+    assert [(record.levelname, str(path) in record.message) for record in caplog.records] == [
+        ("WARNING", True)
+    ]
+
+
+def test_any_other_length_is_found(tmp_path: Path) -> None:
+    saves = written(tmp_path, state(4))
+    path = saves.folder / "step-00000004-0.safetensors"
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        check_refused(saves, SaveId(0, 4), "damaged")
+    path.write_bytes(whole + b"\0")
+    check_refused(saves, SaveId(0, 4), f"{len(whole) + 1} bytes instead of {len(whole)}")
+
+
+def test_a_file_that_ends_while_it_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves = written(tmp_path, state(4))
+    path = saves.folder / "step-00000004-0.safetensors"
+    original = module._read_header
+
+    def read_and_cut(*arguments: Any) -> Any:
+        fields = original(*arguments)
+        os.truncate(path, path.stat().st_size - 7)
+        return fields
+
+    monkeypatch.setattr(module, "_read_header", read_and_cut)
+    check_refused(saves, SaveId(0, 4), "ends 7 bytes too early")
+
+
+def test_a_save_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    check_refused(opened(tmp_path), SaveId(0, 4), "No such file")
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "what"),
+    [
+        ({"run": "other"}, "of the run other"),
+        ({"stage": 4}, "of stage 4"),
+        ({"step": 12}, "is step 12"),
+        ({"lineage": 1}, "lineage 1"),
+    ],
+)
+def test_a_save_in_the_wrong_place_is_refused(
+    tmp_path: Path, elsewhere: dict[str, Any], what: str
+) -> None:
+    saves = written(tmp_path / "here", state(4))
+    other = replace(state(8), **elsewhere)
+    there = opened(tmp_path / "there", run=other.run, stage=other.stage)
+    there.write(other)
+    (there.folder / other.id.name).rename(saves.folder / "step-00000008-0.safetensors")
+    assert saves.sound() == [SaveId(0, 4)]
+    check_refused(saves, SaveId(0, 8), what)
+
+
+def test_a_folder_of_another_run_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    written(tmp_path, state(4))
+    with pytest.raises(SaveError, match=r"of the run demo-1f, this is other: name another folder"):
+        opened(tmp_path, run="other")
+    assert opened(tmp_path).sound() == [SaveId(0, 4)]
+
+
+def test_saves_of_a_run_that_came_later_are_not_pruned(tmp_path: Path) -> None:
+    mine, other = opened(tmp_path, keep=1), opened(tmp_path, keep=1, run="other")
+    other.write(state(4, run="other"))
+    mine.write(state(8))
+    assert other.listed() == [SaveId(0, 8), SaveId(0, 4)]
+
+
+@pytest.mark.parametrize("content", [None, "step-00000099-0.safetensors\n", "\0\xff"])
+def test_the_pointer_is_not_trusted(tmp_path: Path, content: str | None) -> None:
+    saves = written(tmp_path, state(4), state(8))
+    pointer = saves.folder / "latest"
+    pointer.unlink()
+    if content is not None:
+        pointer.write_text(content)
+    assert opened(tmp_path).sound() == [SaveId(0, 8), SaveId(0, 4)]
+
+
+def test_the_pointer_stays_at_the_newest(tmp_path: Path) -> None:
+    fast, slow = opened(tmp_path), opened(tmp_path)
+    fast.write(state(8))
+    slow.write(state(4))
+    assert (fast.folder / "latest").read_text() == "step-00000008-0.safetensors\n"
+
+
+# Errors of the disk
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """Writing beyond `size` bytes of any file fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_power_cut_finds_each_thing_flushed_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "new" / "stage-3"
+    done: list[str] = []
+    fsync, rename = os.fsync, Path.replace
+
+    def record_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        done.append(f"flush {path.name.rsplit('.', 2)[0] if path.suffix == '.tmp' else path.name}")
+
+    def record_rename(path: Path, target: Path) -> Path:
+        done.append(f"rename {target.name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(Path, "replace", record_rename)
+    written(folder.parent, state(4))
+    name = "step-00000004-0.safetensors"
+    assert done == [
+        f"flush {tmp_path.name}",  # which has the new folder
+        "flush new",
+        *(f"flush .{name}", f"rename {name}", "flush stage-3"),
+        *("flush .latest", "rename latest", "flush stage-3"),
+    ]
+
+
+@pytest.mark.parametrize("operation", ["os.fsync", "fcntl.flock", "pathlib.Path.replace"])
+def test_a_write_that_fails_leaves_what_was_there(
+    tmp_path: Path, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves = written(tmp_path, state(4), state(8), keep=2)
+
+    def fail(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output error"):
+        patch.setattr(operation, fail)
+        saves.write(state(12))
+    assert saves.sound() == [SaveId(0, 8), SaveId(0, 4)]
+    assert not temporaries(saves)
+    saves.write(state(16))
+    assert saves.sound() == [SaveId(0, 16), SaveId(0, 8)]
+
+
+class Reports:
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+        self.saved: list[SaveId] = []
+
+    def writer(self, saves: Saves, mode: module.Mode, in_flight: int = 2) -> Writer:
+        return Writer(saves, mode, in_flight, self.errors.append, self.saved.append)
+
+
+@pytest.mark.parametrize("mode", ["blocking", "overlapped"])
+def test_an_error_of_the_disk_is_reported_and_the_next_save_tried(
+    tmp_path: Path, mode: module.Mode
+) -> None:
+    saves, reports = opened(tmp_path), Reports()
+    for limit, step in ((1 << 20, 4), (500, 8), (1 << 20, 12)):
+        writer = reports.writer(saves, mode)
+        with file_size_limit(limit):
+            writer.save(state(step))
+            assert writer.close(60) == []
+    assert reports.saved == [SaveId(0, 4), SaveId(0, 12)]
+    assert saves.sound() == [SaveId(0, 12), SaveId(0, 4)]
+    assert reports.errors == [
+        f"saving step 8 of stage 3 in {saves.folder} failed: File too large; check the disk. The "
+        "saves before it stay, and the next one is tried"
+    ]
+    assert not temporaries(saves)
+
+
+def test_a_full_disk_is_reported_and_training_goes_on(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("needs the right to mount; another test has a limit on the size of files")
+    try:
+        saves, reports = opened(disk), Reports()
+        writer = reports.writer(saves, "blocking")
+        for step, values in ((4, 1000), (8, 10_000), (12, 1000)):
+            writer.save(state(step, values=values))
+        assert reports.saved == [SaveId(0, 4), SaveId(0, 12)]
+        assert saves.sound() == [SaveId(0, 12), SaveId(0, 4)]
+        assert [e.split("; ", 1) for e in reports.errors] == [
+            [
+                f"saving step 8 of stage 3 in {saves.folder} failed: No space left on device",
+                "free space there. The saves before it stay, and the next one is tried",
+            ]
+        ]
+        assert not temporaries(saves)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_folder_that_can_t_be_used_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(SaveError, match=r"can't use .*/file/stage-3 for saves: .*name another"):
+        opened(tmp_path / "file")
+
+
+# The writer
+
+
+@pytest.mark.parametrize("mode", ["blocking", "overlapped"])
+def test_what_is_saved_is_the_state_at_that_moment(tmp_path: Path, mode: module.Mode) -> None:
+    saves, reports = opened(tmp_path, keep=9), Reports()
+    writer = reports.writer(saves, mode)
+    given = [state(step) for step in (4, 8, 12, 16)]
+    training = [(name, torch.empty(5)) for name in NAMES]
+    for each in given:
+        for (_, values), (_, new) in zip(training, each.tensors, strict=True):
+            values.copy_(new)
+        writer.save(replace(each, tensors=training))
+        for _, values in training:
+            values.fill_(float("nan"))
+    assert writer.close(60) == []
+    assert all(same(saves.load(*each.id), each) for each in given)
+    assert reports.saved == [each.id for each in given]
+    assert reports.errors == []
+    assert writer.bytes_written == 4 * 3 * 5 * 4
+    assert writer.critical_seconds > 0
+
+
+class GatedSaves(Saves):
+    """Writes only once `gate` is open."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.gate = threading.Event()
+
+    def write(self, state: SavedState) -> None:
+        assert self.gate.wait(60)
+        super().write(state)
+
+
+@pytest.fixture
+def gated(tmp_path: Path) -> Iterator[GatedSaves]:
+    saves = GatedSaves(tmp_path, RUN, STAGE, 9)
+    yield saves
+    saves.gate.set()
+
+
+def test_training_waits_for_a_write_when_enough_are_in_flight(gated: GatedSaves) -> None:
+    reports = Reports()
+    done: list[int] = []
+
+    def train() -> None:
+        for step in (4, 8, 12, 16):
+            writer.save(state(step))
+            done.append(step)
+            # Of what was saved, at most two aren't on disk.
+            assert len(done) - len(reports.saved) <= 2
+            if len(done) == 2:
+                two.set()
+
+    two = threading.Event()
+    writer = reports.writer(gated, "overlapped")
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert two.wait(60)  # these two don't wait
+    assert reports.saved == []
+    gated.gate.set()
+    thread.join(60)
+    assert writer.close(60) == []
+    assert reports.saved == [SaveId(0, step) for step in (4, 8, 12, 16)]
+    assert done == [4, 8, 12, 16]
+
+
+def test_training_goes_on_without_a_save_when_the_disk_hangs(
+    gated: GatedSaves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE", 0.0)
+    reports = Reports()
+    writer = reports.writer(gated, "overlapped")
+    for step in (4, 8, 12):
+        writer.save(state(step))
+    assert reports.errors == [
+        f"saving step 12 of stage 3 in {gated.folder} is given up: the disk has not taken the "
+        "saves of steps 4, 8 for 0 s; check it, or save less often"
+    ]
+    gated.gate.set()
+    assert writer.close(60) == []
+    assert gated.sound() == [SaveId(0, 8), SaveId(0, 4)]
+
+
+def test_closing_names_what_was_not_written_in_time(gated: GatedSaves) -> None:
+    reports = Reports()
+    writer = reports.writer(gated, "overlapped")
+    writer.save(state(4))
+    writer.save(state(8))
+    assert writer.close(0.0) == [SaveId(0, 4), SaveId(0, 8)]
+    assert [error.split(" of stage")[0] for error in reports.errors] == [
+        "saving step 4",
+        "saving step 8",
+    ]
+    writer.save(state(12))
+    assert "step 12" in reports.errors[-1]
+    assert "closed" in reports.errors[-1]
+
+
+def test_a_writer_wants_saves_that_stages_can_meet_in(tmp_path: Path) -> None:
+    reports = Reports()
+    reports.writer(opened(tmp_path, keep=2), "blocking")
+    with pytest.raises(ValueError, match="3 saves are kept, but 4 are needed"):
+        reports.writer(opened(tmp_path, keep=3), "overlapped")
+
+
+def test_a_state_of_another_stage_is_a_mistake(tmp_path: Path) -> None:
+    for mode in ("blocking", "overlapped"):
+        writer = Reports().writer(opened(tmp_path), mode)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="stage 4 of demo-1f is not saved in"):
+            writer.save(state(4, stage=4))
+
+
+# Processes that share a folder, and die
+
+
+def test_what_a_dead_writer_left_is_removed_and_a_live_one_s_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves = opened(tmp_path)
+    left = saves.folder / ".step-00000004-0.safetensors.0123456789abcdef.tmp"
+    left.write_bytes(b"half")
+    original, seen = os.fsync, []
+
+    def fsync(descriptor: int) -> None:
+        here = threading.current_thread() is threading.main_thread()  # not an older test's writer
+        if here and not seen:
+            opened(tmp_path)  # as another process would
+            seen.extend(temporaries(saves))
+        original(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    saves.write(state(8))
+    assert len(seen) == 1
+    assert left not in seen
+    assert saves.sound() == [SaveId(0, 8)]
+
+
+def run_as_script(*arguments: str) -> Any:
+    root = Path(__file__).parents[3]
+    ended = subprocess.run(
+        [sys.executable, __file__, *arguments],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
+
+
+def test_a_writer_killed_at_any_line_loses_no_save(tmp_path: Path) -> None:
+    assert run_as_script("kill-at-lines", str(tmp_path)) > 30
+
+
+def test_a_writer_killed_at_any_byte_loses_no_save(tmp_path: Path) -> None:
+    assert run_as_script("kill-at-bytes", str(tmp_path)) > 20
+
+
+def test_replicas_that_save_into_one_folder_don_t_harm_each_other(tmp_path: Path) -> None:
+    assert run_as_script("share", str(tmp_path)) == 4
+    saves = opened(tmp_path, keep=3)
+    assert saves.sound() == [SaveId(0, 30), SaveId(0, 29), SaveId(0, 28)]
+    assert all(same(saves.load(*save), state(save.step)) for save in saves.listed())
+
+
+def forked(work: Callable[[], None]) -> int:
+    """`work` in a child process, to be waited for."""
+    child = os.fork()
+    if not child:
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return child
+
+
+def killed(work: Callable[[], None]) -> bool:
+    """Whether `work`, in a child process, was ended by a signal. Raises if it failed otherwise."""
+    _, status = os.waitpid(forked(work), 0)
+    assert os.WIFSIGNALED(status) or status == 0
+    return os.WIFSIGNALED(status)
+
+
+def kill_at_line(number: int) -> None:
+    """Kill this process before the `number`th line that it comes to in what touches the disk."""
+    left = number
+    functions = (Saves.write, Saves._put, Saves._prune, module._flush_folder)
+    disk = {function.__code__ for function in functions}
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code not in disk:
+            return None
+        left -= event == "line"
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    sys.settrace(trace)
+
+
+def kill_at_byte(size: int) -> None:
+    """Kill this process when a file would grow beyond `size`."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def kill_writers(folder: Path, kill: Callable[[int], None], points: range) -> int:
+    """A writer is killed at each point until one comes through; returns how many were killed."""
+    for died, point in enumerate(points):
+        old, new = state(10 * point), state(10 * point + 4)
+        written(folder, old, keep=2)
+
+        def write(new: SavedState = new, point: int = point) -> None:
+            saves = opened(folder, keep=2)
+            kill(point)
+            saves.write(new)
+
+        if not killed(write):
+            assert opened(folder, keep=2).sound() == [new.id, old.id]
+            return died
+        saves = opened(folder, keep=2)
+        assert not temporaries(saves)
+        sound = saves.sound()
+        assert sound == saves.listed()
+        assert old.id in sound[:2]  # nothing that was saved is lost
+        assert all(same(saves.load(*save), state(save.step)) for save in sound)
+    raise AssertionError(f"every writer was killed, up to {points[-1]}")
+
+
+def main(what: str, folder: Path) -> None:
+    if what == "kill-at-lines":
+        print(kill_writers(folder, kill_at_line, range(1, 1000)))
+    elif what == "kill-at-bytes":
+        print(kill_writers(folder, kill_at_byte, range(0, 5000, 30)))
+    else:
+
+        def write() -> None:
+            written(folder, *(state(step) for step in range(1, 31)), keep=3)
+
+        children = [forked(write) for _ in range(4)]
+        print(sum(os.waitpid(child, 0)[1] == 0 for child in children))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,721 @@
+from __future__ import annotations
+
+import asyncio
+import random
+import selectors
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeAlias, TypeVar
+
+import msgpack
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planaria.node.state import transfer
+from planaria.node.state.transfer import (
+    FetchedState,
+    InComputeThread,
+    Manifest,
+    ServedState,
+    Shard,
+    ShardPlan,
+    StateClient,
+    StateServer,
+    TransferError,
+)
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.wire import Frame, decode, encode
+
+T = TypeVar("T")
+SOURCES = ["a", "b", "c"]
+STEP = 7
+SHARD_SIZE = 64
+LENGTH = 401  # values a tensor: no multiple of a shard
+
+
+class VirtualSelector(selectors.DefaultSelector):
+    """Time passes only when nobody has anything to do, and then at once."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        events = super().select(0)
+        if not events:
+            assert timeout is not None, "everybody waits, and nothing will come"
+            self.now += timeout
+        return events
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """In virtual time; nothing may be left running."""
+
+    async def alone() -> T:
+        try:
+            return await work
+        finally:
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    selector = VirtualSelector()
+
+    def loop() -> asyncio.AbstractEventLoop:
+        loop = asyncio.SelectorEventLoop(selector)
+        loop.time = lambda: selector.now  # type: ignore[method-assign]
+        return loop
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        return runner.run(alone())
+
+
+async def at_once(work: Callable[[], T]) -> T:
+    return work()
+
+
+def state(seed: int = 0, step: int = STEP, length: int = LENGTH) -> ServedState:
+    generator = torch.Generator().manual_seed(seed)
+    names = ["weights", "first_moment", "second_moment"]
+    return ServedState(
+        step=step,
+        tensors=[(name, torch.randn(length, generator=generator)) for name in names],
+        omega=2.5,
+        boosted_at=3,
+        last=pb.Commit(step=step, loss=1.5, tokens=64),
+        optimizer_step=6,
+    )
+
+
+Answer: TypeAlias = pb.Message | Frame
+
+
+class Network:
+    """A joiner and sources. `fault` of a source maps each of its answers to what arrives instead;
+    None: nothing. Answers arrive in an order drawn from `seed`."""
+
+    def __init__(self, seed: int = 0, sources: list[str] = SOURCES) -> None:
+        self.random = random.Random(seed)
+        self.in_flight: list[Callable[[], None]] = []
+        self.asked: list[tuple[str, int]] = []  # source and offset of each shard
+        self.states: dict[str, ServedState | None] = {source: state() for source in sources}
+        self.servers = {source: self._server(source) for source in sources}
+        self.faults: dict[str, Callable[[Answer], Answer | None]] = {}
+        self.client = StateClient(self._ask, at_once, shard_size=SHARD_SIZE, silence=10.0)
+
+    def _server(self, source: str) -> StateServer:
+        def answer(peer: str, answer: Answer) -> bool:
+            assert peer == "joiner"
+            changed = self.faults.get(source, lambda same: same)(answer)
+            if changed is not None:
+                self._post(lambda: self._arrive(source, changed))
+            return True
+
+        return StateServer(answer, answer, lambda *_: self.states[source], at_once)
+
+    def _arrive(self, source: str, answer: Answer) -> None:
+        if isinstance(answer, Frame):
+            assert isinstance(answer.payload, tuple)
+            payload = bytearray().join(answer.payload)
+            self.client.on_frame(source, Frame.parse(answer.head(), payload))
+        else:
+            self.client.on_message(source, pb.Message.FromString(answer.SerializeToString()))
+
+    def _ask(self, source: str, message: pb.Message) -> bool:
+        if source not in self.servers:
+            return False
+        if message.HasField("shard_request"):
+            self.asked.append((source, message.shard_request.offset))
+        request = pb.Message.FromString(message.SerializeToString())
+        self._post(lambda: self.servers[source].on_message("joiner", request))
+        return True
+
+    def _post(self, delivery: Callable[[], None]) -> None:
+        self.in_flight.append(delivery)
+        asyncio.get_running_loop().call_soon(self._deliver)
+
+    def _deliver(self) -> None:
+        self.in_flight.pop(self.random.randrange(len(self.in_flight)))()
+
+    def lose(self, source: str) -> None:
+        del self.servers[source]
+        self.client.on_peer_lost(source, "connection reset")
+
+    async def fetch(
+        self,
+        sources: list[str] = SOURCES,
+        optimizer: bool = True,
+        deadline: float = 60.0,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> FetchedState:
+        servers = list(self.servers.values())
+        try:
+            return await self.client.fetch(STEP, sources, optimizer, deadline, on_progress)
+        finally:
+            assert not self.client._inboxes
+            for server in servers:
+                await server.close()
+
+
+def assert_equal(found: FetchedState, expected: ServedState, optimizer: bool = True) -> None:
+    tensors = dict(expected.tensors if optimizer else expected.tensors[:1])
+    assert list(found.tensors) == list(tensors)
+    for name, tensor in tensors.items():
+        assert torch.equal(found.tensors[name], tensor)
+    assert found.bytes == sum(found.served.values()) == 4 * LENGTH * len(tensors)
+    assert (found.omega, found.boosted_at, found.optimizer_step) == (2.5, 3, 6)
+    assert found.last == expected.last
+
+
+# Whole transfers
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_state_comes_bit_equal_from_all_sources(count: int, optimizer: bool) -> None:
+    network = Network(seed=count)
+    there: list[int] = []
+    found = run(network.fetch(SOURCES[:count], optimizer, on_progress=there.append))
+    assert_equal(found, state(), optimizer)
+    assert sum(size > 0 for size in found.served.values()) == count
+    assert there == sorted(set(there))
+    assert there[-1] == found.bytes
+    offsets = [offset for _, offset in network.asked]
+    assert sorted(offsets) == list(range(0, found.bytes, SHARD_SIZE))
+
+
+def test_special_values_keep_their_bits() -> None:
+    network = Network()
+    bits = torch.tensor([0x7FC00001, 0x7F800000, -(2**31), 1], dtype=torch.int32)
+    served = state()
+    odd = [("weights", bits.view(torch.float32))]
+    network.states = dict.fromkeys(SOURCES, ServedState(STEP, odd, 0.0, 0, served.last, 0))
+    found = run(network.fetch(optimizer=False))
+    assert torch.equal(found.tensors["weights"].view(torch.int32), bits)
+
+
+def test_an_empty_state_takes_no_shards() -> None:
+    network = Network()
+    network.states = dict.fromkeys(SOURCES, state(length=0))
+    found = run(network.fetch())
+    assert found.bytes == 0
+    assert found.tensors["weights"].shape == (0,)
+
+
+def test_two_transfers_at_a_time() -> None:
+    network = Network(sources=["a", "b", "c", "d"])
+    network.states["c"] = network.states["d"] = state(seed=1)
+
+    async def both() -> list[FetchedState]:
+        fetch = network.client.fetch
+        return await asyncio.gather(
+            fetch(STEP, ["a", "b"], True, 60.0), fetch(STEP, ["c", "d"], True, 60.0)
+        )
+
+    before, after = run(both())
+    assert_equal(before, state())
+    assert_equal(after, state(seed=1))
+
+
+# Faults
+
+
+def frames_from(number: int, fault: Callable[[Frame], Answer | None]) -> Callable[[Answer], Any]:
+    """`fault` for the frames after the first `number`."""
+    seen = 0
+
+    def change(answer: Answer) -> Answer | None:
+        nonlocal seen
+        if not isinstance(answer, Frame):
+            return answer
+        seen += 1
+        return fault(answer) if seen > number else answer
+
+    return change
+
+
+def corrupt(frame: Frame) -> Frame:
+    assert isinstance(frame.payload, tuple)
+    payload = bytearray().join(frame.payload)
+    payload[len(payload) // 2] ^= 4
+    return Frame(frame.kind, frame.ballot, frame.fields, frame.descriptors, (payload,))
+
+
+def too_short(frame: Frame) -> Frame:
+    descriptors, payload = encode([torch.zeros(3)], "none")
+    return Frame(frame.kind, frame.ballot, frame.fields, descriptors, payload)
+
+
+def lossy(frame: Frame) -> Frame:
+    descriptors, payload = encode([torch.zeros(frame.fields["size"] // 4)], "bf16")
+    return Frame(frame.kind, frame.ballot, frame.fields, descriptors, payload)
+
+
+def refuse(frame: Frame) -> pb.Message:
+    refusal = pb.ShardRefusal(
+        transfer=frame.fields["transfer"], offset=frame.fields["offset"], reason="not now " * 100
+    )
+    return pb.Message(shard_refusal=refusal)
+
+
+FAULTS: dict[str, Callable[[Frame], Answer | None]] = {
+    "arrived damaged": corrupt,
+    "a shard of 12 bytes": too_short,
+    "exact float32": lossy,
+    "not now": refuse,
+    "silent for 10 s": lambda frame: None,
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("after", [0, 4])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_one_source_fails_others_serve(fault: str, after: int, seed: int) -> None:
+    network = Network(seed)
+    network.faults["b"] = frames_from(after, FAULTS[fault])
+    found = run(network.fetch())
+    assert_equal(found, state())
+    assert sum(source == "b" for source, _ in network.asked) <= after + 4  # two at a time
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_that_passes_costs_nothing_but_a_request(fault: str) -> None:
+    network = Network(sources=["a"])
+    left = [FAULTS[fault]]
+    network.faults["a"] = frames_from(3, lambda frame: left.pop()(frame) if left else frame)
+    assert_equal(run(network.fetch(["a"])), state())
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_when_all_fail_the_error_says_what_each_of_them_said(fault: str) -> None:
+    network = Network()
+    network.faults = {source: frames_from(2, FAULTS[fault]) for source in SOURCES}
+    with pytest.raises(TransferError) as caught:
+        run(network.fetch())
+    for source in SOURCES:
+        assert f"{source}: " in str(caught.value)
+    assert str(caught.value).count(fault) >= 3
+    assert len(str(caught.value)) < 3000
+
+
+@pytest.mark.parametrize("after", range(0, 12, 2))
+def test_a_source_that_dies_half_way(after: int) -> None:
+    network = Network(seed=after)
+    network.faults["b"] = frames_from(after, lambda frame: network.lose("b"))  # type: ignore[func-returns-value]
+    found = run(network.fetch())
+    assert_equal(found, state())
+    assert found.served["b"] <= after * SHARD_SIZE
+
+
+def test_when_all_die_the_error_names_them() -> None:
+    network = Network()
+    for source in SOURCES:
+        network.faults[source] = frames_from(1, lambda _, s=source: network.lose(s))  # type: ignore[misc]
+    with pytest.raises(TransferError, match="a: lost: connection reset"):
+        run(network.fetch())
+
+
+def test_sources_that_cannot_be_reached_or_have_another_step() -> None:
+    network = Network()
+    network.states |= {"b": state(step=8), "c": None}
+    assert run(network.fetch(["nowhere", *SOURCES])).served.keys() == {"nowhere", *SOURCES}
+    with pytest.raises(TransferError) as caught:
+        run(network.fetch(["nowhere", "b", "c"]))
+    for said in (
+        "the state of step 7 is not to be had: ",
+        "nowhere: there is no link to it",
+        "b: step 7 is asked for, but 8 is committed here",
+        "c: there is no state here",
+    ):
+        assert said in str(caught.value)
+    with pytest.raises(TransferError, match="no source is named"):
+        run(network.fetch([]))
+
+
+def test_a_source_that_commits_meanwhile_refuses() -> None:
+    network = Network()
+
+    def commit(frame: Frame) -> Frame:
+        network.states["b"] = state(seed=5, step=8)
+        return frame
+
+    network.faults["b"] = frames_from(2, commit)
+    assert_equal(run(network.fetch()), state())
+    network.states = dict.fromkeys(SOURCES, state())
+    network.faults["b"] = frames_from(2, commit)
+    with pytest.raises(TransferError, match="b: step 7 is asked for, but 8 is committed here"):
+        run(network.fetch(["b"]))
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+def test_a_late_manifest_has_to_agree_with_the_first(agrees: bool) -> None:
+    network = Network()
+    network.states["b"] = state() if agrees else state(length=LENGTH + 1)
+    held: list[Answer] = []
+    network.faults["b"] = held.append  # type: ignore[assignment]
+
+    def release(_: int) -> None:
+        if held:
+            del network.faults["b"]
+            network._arrive("b", held.pop())
+
+    found = run(network.fetch(on_progress=release))
+    assert_equal(found, state())
+    assert (found.served["b"] > 0) == agrees
+
+
+def test_a_silent_source_does_not_hold_up_the_others() -> None:
+    network = Network()
+    network.faults["b"] = lambda answer: None
+    found = run(network.fetch())
+    assert_equal(found, state())
+    assert found.seconds == 0.0
+    assert found.served["b"] == 0
+
+
+def test_a_busy_joiner_does_not_take_its_sources_for_silent() -> None:
+    network = Network()
+
+    async def busy(work: Callable[[], T]) -> T:
+        await asyncio.sleep(20.0)  # virtual seconds
+        return work()
+
+    network.client.in_compute_thread = busy
+    found = run(network.fetch(deadline=1e6))
+    assert_equal(found, state())
+    assert len(network.asked) == len(range(0, found.bytes, SHARD_SIZE))
+
+
+def test_silence_of_all_is_an_error_that_says_so() -> None:
+    network = Network()
+    network.faults = dict.fromkeys(SOURCES, lambda answer: None)
+    with pytest.raises(TransferError, match="c: no manifest in 10 s"):
+        run(network.fetch())
+
+
+def test_the_deadline_names_who_was_waited_for() -> None:
+    network = Network()
+    network.faults = dict.fromkeys(SOURCES, lambda answer: None)
+    with pytest.raises(
+        TransferError, match="after 4 s: every manifest missing, waited for a, b, c"
+    ):
+        run(network.fetch(deadline=4.0))
+    network.faults = {"a": frames_from(5, lambda frame: None)}
+    network.states["b"] = None
+    with pytest.raises(
+        TransferError, match=r"after 4 s: \d+ shards missing, waited for a; b: there"
+    ):
+        run(network.fetch(["a", "b"], deadline=4.0))
+
+
+def test_a_shard_that_was_not_asked_for_has_no_effect() -> None:
+    network = Network()
+    sent: list[Frame] = []
+    network.faults["b"] = frames_from(0, lambda frame: sent.append(frame) or frame)  # type: ignore[func-returns-value]
+
+    def repeat(_: int) -> None:
+        for frame in sent:
+            network._arrive("a", corrupt(frame))
+            network._arrive("stranger", corrupt(frame))
+        network.client.on_peer_lost("stranger", "gone")
+
+    found = run(network.fetch(on_progress=repeat))
+    assert_equal(found, state())
+    network._arrive("b", sent[0])  # long after
+
+
+def test_a_cancelled_transfer_leaves_nothing_behind() -> None:
+    network = Network()
+
+    async def cancelled() -> None:
+        half = asyncio.Event()
+        task = asyncio.create_task(network.fetch(on_progress=lambda _: half.set()))
+        await half.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(cancelled())
+    assert_equal(run(network.fetch()), state())
+
+
+# What comes from outside
+
+
+def packed(*entries: object) -> bytes:
+    return msgpack.packb(list(entries))  # type: ignore[no-any-return]
+
+
+GOOD = packed(["weights", "float32", [8]])
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"error": "x" * 10_000}, r"^x{200}\.\.\.$"),
+        ({"step": 6}, "of step 6, not 7"),
+        ({"size": 33}, "33 bytes; its tensors have 32"),
+        ({"tensors": b"\x92"}, "not msgpack"),
+        ({"tensors": b"\xc1"}, "not msgpack"),
+        ({"tensors": msgpack.packb({"weights": 8})}, "no list"),
+        ({"tensors": packed(*[["weights", "float32", [8]]] * 65)}, "no list of at most 64"),
+        ({"tensors": bytes(1 << 15)}, "32768 bytes; at most 16384"),
+        ({"tensors": packed(["weights", "float64", [8]])}, "float64"),
+        ({"tensors": packed(["weights", "float32", [2, 4]])}, "no .name, float32, .n.."),
+        ({"tensors": packed(["weights", "float32", [-8]])}, "-8"),
+        ({"tensors": packed(["weights", "float32", [True]])}, "True"),
+        ({"tensors": packed(["w" * 65, "float32", [8]])}, "no .name, float32, .n.."),
+        ({"tensors": packed(["biases", "float32", [8]])}, "names the tensors"),
+        ({"tensors": packed(*[["weights", "float32", [4]]] * 2)}, "names the tensors"),
+        (
+            {"tensors": packed(["weights", "float32", [4]], ["moment", "float32", [4]])},
+            "only weights was asked for",
+        ),
+        (
+            {"tensors": packed(["weights", "float32", [2**40]]), "size": 2**42},
+            "at most 1024 are taken",
+        ),
+        ({"omega": float("nan")}, "nan"),
+        ({"omega": -1.0}, "-1.0"),
+    ],
+)
+def test_a_manifest_that_cannot_be_right(changes: dict[str, Any], complaint: str) -> None:
+    fields: dict[str, Any] = {"step": STEP, "tensors": GOOD, "size": 32, "omega": 1.0}
+    assert Manifest.parse(pb.StateManifest(**fields), STEP, False, 1024).tensors == (
+        ("weights", 8),
+    )
+    with pytest.raises(ValueError, match=complaint):
+        Manifest.parse(pb.StateManifest(**fields | changes), STEP, False, 1024)
+
+
+@given(st.binary(max_size=60))
+def test_no_bytes_break_the_manifest(tensors: bytes) -> None:
+    try:
+        Manifest.parse(pb.StateManifest(step=STEP, tensors=tensors), STEP, True, 1024)
+    except ValueError as error:
+        assert str(error).startswith("its ")
+
+
+def ask_server(
+    *requests: pb.Message,
+    served: Callable[[], ServedState | None] = state,
+    compute: InComputeThread = at_once,
+) -> list[Answer]:
+    """The answers to requests that come at once."""
+    answers: list[Answer] = []
+    done = asyncio.Event()
+
+    def answer(peer: str, message: Answer) -> bool:
+        answers.append(message)
+        if len(answers) == len(requests):
+            done.set()
+        return True
+
+    async def ask() -> list[Answer]:
+        server = StateServer(answer, answer, lambda *_: served(), compute)
+        for request in requests:
+            server.on_message("joiner", request)
+        await done.wait()
+        return answers
+
+    return run(ask())
+
+
+def shard_request(offset: int, size: int, step: int = STEP) -> pb.Message:
+    request = pb.ShardRequest(transfer=1, step=step, optimizer=True, offset=offset, size=size)
+    return pb.Message(shard_request=request)
+
+
+@pytest.mark.parametrize(
+    ("request_", "complaint"),
+    [
+        (shard_request(0, 0), "no shard of 4812 bytes"),
+        (shard_request(4812, 4), "no shard of 4812 bytes"),
+        (shard_request(4800, 16), "no shard of 4812 bytes"),
+        (shard_request(2**64 - 4, 8), "no shard of 4812 bytes"),
+        (shard_request(0, 2**63), "no shard of 4812 bytes"),
+        (shard_request(2, 4), "no multiple of 4"),
+        (shard_request(0, 6), "no multiple of 4"),
+        (shard_request(0, 4, step=9), "step 9 is asked for, but 7 is committed here"),
+    ],
+)
+def test_a_request_that_cannot_be_meant_is_refused(request_: pb.Message, complaint: str) -> None:
+    (answer,) = ask_server(request_)
+    assert isinstance(answer, pb.Message)
+    assert complaint in answer.shard_refusal.reason
+    assert answer.shard_refusal.offset == request_.shard_request.offset
+
+
+def test_a_joiner_cannot_have_a_source_work_on_any_number_of_requests(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(transfer, "REQUESTS", 2)
+
+    async def flood() -> list[Answer]:
+        answers: list[Answer] = []
+        never = asyncio.Event()
+
+        async def compute(work: Callable[[], T]) -> T:
+            await never.wait()
+            return work()
+
+        server = StateServer(
+            lambda peer, answer: not answers.append(answer),  # type: ignore[func-returns-value]
+            lambda peer, answer: not answers.append(answer),  # type: ignore[func-returns-value]
+            lambda *_: state(),
+            compute,
+        )
+        for _ in range(5):
+            server.on_message("joiner", shard_request(0, 4))
+        await server.close()
+        return answers
+
+    assert run(flood()) == []
+    assert caplog.text.count("dropped a request for state from joiner") == 3
+
+
+def test_what_waits_to_be_sent_does_not_change_with_the_weights() -> None:
+    served = state()
+    (frame,) = ask_server(shard_request(0, 16), served=lambda: served)
+    assert isinstance(frame, Frame)
+    weights = served.tensors[0][1]
+    before = weights[:4].clone()
+    weights.zero_()
+    assert isinstance(frame.payload, tuple)
+    (values,) = decode(frame.descriptors, bytearray().join(frame.payload))
+    assert torch.equal(values, before)
+
+
+def test_a_manifest_is_of_one_step_even_when_a_commit_comes_in_between() -> None:
+    committed = [state()]
+
+    async def compute(work: Callable[[], T]) -> T:
+        committed.append(state(step=STEP + 1))
+        return work()
+
+    request = pb.Message(state_request=pb.StateRequest(transfer=1, step=STEP))
+    (answer,) = ask_server(request, served=lambda: committed[-1], compute=compute)
+    assert isinstance(answer, pb.Message)
+    assert answer.state_manifest.error == "step 7 is asked for, but 8 is committed here"
+
+
+# The plan
+
+
+@given(st.integers(0, 400), st.integers(1, 5), st.data())
+@settings(max_examples=200, deadline=None)
+def test_the_plan_has_each_shard_once_or_runs_out_of_sources(
+    size: int, count: int, data: st.DataObject
+) -> None:
+    plan = ShardPlan(size, 16, silence=5.0)
+    names = [f"s{i}" for i in range(count)]
+    late = data.draw(st.integers(0, count))
+    for name in names[late:]:
+        plan.add(name)
+    now, events = 0.0, 0
+    had: list[Shard] = []
+    failures = dict.fromkeys(names, 0)
+    owed: list[tuple[str, Shard]] = []
+    failed: set[tuple[str, Shard]] = set()
+    while not plan.done and (plan.sources or late):
+        live = set(plan.sources)
+        for source, shard in plan.ask(now):
+            assert source in live
+            assert (source, shard) not in failed or all((s, shard) in failed for s in live)
+            owed.append((source, shard))
+        assert len({shard for _, shard in owed}) == len(owed)  # of one source at a time
+        assert all(sum(s == source for s, _ in owed) <= 2 for source in live)
+        assert owed or not live, "nothing to wait for"
+        events += 1
+        assert events <= size // 16 + 1 + 5 * count
+        event = data.draw(st.sampled_from(["have", "fail", "drop", "silence", "join"]))
+        if (event == "join" or not live) and late:
+            late -= 1
+            plan.add(names[late])
+            continue
+        source, shard = data.draw(st.sampled_from(owed))
+        assert plan.outstanding(source, shard.offset) == shard
+        if event == "fail":
+            plan.failed(source, shard.offset, "damaged", now)
+            failed.add((source, shard))
+            failures[source] += 1
+        elif event == "drop":
+            plan.drop(source, "lost")
+        elif event == "silence":
+            assert plan.wake <= now + 5.0
+            now = plan.wake
+            plan.expire(now)
+            for s, silent in owed:
+                if plan.outstanding(s, silent.offset) is None:
+                    failed.add((s, silent))
+                    failures[s] += 1
+        else:
+            plan.received(source, shard.offset, now)
+            had.append(shard)
+        owed = [(s, shard) for s, shard in owed if plan.outstanding(s, shard.offset)]
+        assert all(failures[s] < 3 for s in plan.sources)
+    assert len(had) + plan.missing == len(range(0, size, 16))
+    if plan.done:
+        covered = [byte for shard in had for byte in range(shard.offset, sum(shard))]
+        assert sorted(covered) == list(range(size))
+    else:
+        assert set(plan.dropped) == set(names)
+
+
+def test_a_fast_source_serves_more() -> None:
+    plan = ShardPlan(40 * 16, 16, silence=100.0)
+    plan.add("fast")
+    plan.add("slow")
+    served = {"fast": 0, "slow": 0}
+    owed: list[tuple[str, Shard]] = []
+    for now in range(1000):
+        owed += plan.ask(now)
+        for source, every in (("fast", 1), ("slow", 4)):
+            mine = [shard for s, shard in owed if s == source]
+            if mine and now % every == 0:
+                plan.received(source, mine[0].offset, now)
+                owed.remove((source, mine[0]))
+                served[source] += 1
+    assert plan.done
+    assert served == {"fast": 31, "slow": 9}
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_source_heard_of_now_and_then_is_not_silent(refused: bool) -> None:
+    plan = ShardPlan(64, 16, silence=5.0)
+    plan.add("a")
+    assert plan.wake == float("inf")
+    first, second = (shard for _, shard in plan.ask(1.0))
+    assert plan.wake == 6.0
+    if refused:
+        plan.failed("a", first.offset, "not now", 4.0)
+    else:
+        plan.received("a", first.offset, 4.0)
+    assert plan.wake == 9.0
+    plan.expire(8.9)
+    assert plan.outstanding("a", second.offset)
+    plan.expire(9.0)
+    assert not plan.outstanding("a", second.offset)
+
+
+def test_asking_for_more_does_not_excuse_silence() -> None:
+    plan = ShardPlan(32, 16, silence=5.0)
+    for source in ("a", "b"):
+        plan.add(source)
+    (_, first), _ = plan.ask(0.0)
+    plan.drop("b", "lost")
+    assert plan.ask(4.0) == [("a", Shard(16, 16))]
+    plan.expire(5.0)
+    assert not plan.outstanding("a", first.offset)
+
+
+def test_a_dropped_source_stays_dropped() -> None:
+    plan = ShardPlan(64, 16, silence=5.0)
+    plan.add("a")
+    plan.drop("a", "lost")
+    plan.add("a")
+    assert plan.ask(0.0) == []
+    assert plan.dropped == {"a": "lost"}
+
+
+@pytest.mark.parametrize("shard_size", [0, -4, 6])
+def test_shards_hold_whole_values(shard_size: int) -> None:
+    with pytest.raises(ValueError, match="multiple of 4"):
+        ShardPlan(64, shard_size, 5.0)

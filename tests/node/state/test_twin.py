@@ -1,0 +1,698 @@
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planaria.node.ports import Priority
+from planaria.node.run_file import RunFile, loads, override
+from planaria.node.stage.compute import ComputeThread
+from planaria.node.stage.model import EmbeddingStage, ModelConfig, build_stage, model_config
+from planaria.node.stage.optimizer import StageOptimizer
+from planaria.node.stage.pipeline import Pipeline
+from planaria.node.state.stage_state import StateId
+from planaria.node.state.transfer import FetchedState, ServedState
+from planaria.node.state.twin import Twin, TwinError, next_stage, servers
+from planaria.node.transaction.averaging import Abandoned, ReplicaLostError
+from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.wire import Frame, buffers_of, decode, encode
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+BALLOT = Ballot(3, 1)
+RUN = loads('[model]\npreset = "tiny"\ndim = 8\nheads = 2\nhidden = 8\ncontext = 8')
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_pieces() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("planaria.node.state.twin.PIECE", 150)
+        yield
+
+
+def config_of(stages: int) -> ModelConfig:
+    return model_config(override(RUN, model__stages=stages).model, vocabulary=16)
+
+
+def places(*replicas: int) -> list[pb.Place]:
+    """That many nodes of stage 0, 1, .."""
+    return [
+        pb.Place(node=f"{stage}.{replica}", stage=stage)
+        for stage, nodes in enumerate(replicas)
+        for replica in range(nodes)
+    ]
+
+
+async def at_once(task: Callable[[], T], priority: Priority = Priority.CONTROL) -> T:
+    return task()
+
+
+def copied(frame: Frame) -> Frame:
+    return Frame.parse(frame.head(), bytearray().join(buffers_of(frame.payload)))
+
+
+def state_of(optimizer: StageOptimizer) -> tuple[int, list[torch.Tensor]]:
+    return optimizer.steps, [tensor.clone() for _, tensor in optimizer.state(optimizer=True)]
+
+
+def same(a: StageOptimizer, b: StageOptimizer) -> bool:
+    (steps, ours), (others_steps, theirs) = state_of(a), state_of(b)
+    return steps == others_steps and all(map(torch.equal, ours, theirs))
+
+
+# Who serves whom
+
+
+def test_the_stage_behind_the_last_is_the_embedding_stage() -> None:
+    assert [next_stage(stage, 3) for stage in range(4)] == [1, 2, 3, 0]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 99)), unique_by=lambda p: p[1]),
+    st.integers(0, 3),
+    st.randoms(),
+)
+def test_each_holder_is_served_by_one_replica_and_each_replica_serves_its_share(
+    nodes: list[tuple[int, int]], of: int, order: random.Random
+) -> None:
+    members = [pb.Place(node=f"{name:02}", stage=stage) for stage, name in nodes]
+    replicas = {place.node for place in members if place.stage == of}
+    if not replicas:
+        with pytest.raises(ValueError, match=f"stage {of} has no member"):
+            servers(of, 3, members)
+        return
+    plan = servers(of, 3, members)
+    assert set(plan) == {place.node for place in members if place.stage == (of - 1) % 4}
+    load = Counter(dict.fromkeys(replicas, 0)) + Counter()
+    load.update(plan.values())
+    loads_of_all = [load[replica] for replica in replicas]
+    assert set(plan.values()) <= replicas
+    assert max(loads_of_all) - min(loads_of_all) <= 1
+    shuffled = order.sample(members, len(members))
+    assert servers(of, 3, shuffled) == plan
+
+
+# Whole swarms, frames delivered in any order
+
+
+class Swarm:
+    """Stages and twins joined by pipes; frames arrive as copies, in an order drawn from `seed`."""
+
+    def __init__(self, members: list[pb.Place], seed: int) -> None:
+        self.random = random.Random(seed)
+        self.in_flight: list[tuple[str, str, Frame]] = []
+        self.members = members
+        self.stage_of = {place.node: place.stage for place in members}
+        config = config_of(max(self.stage_of.values()))
+        self.own = {
+            place.node: StageOptimizer(build_stage(config, place.stage, RUN.seed), CPU)
+            for place in members
+        }
+        self.twins = {
+            place.node: Twin(
+                place.node, place.stage, config, RUN, CPU, self._send(place.node), self._compute
+            )
+            for place in members
+        }
+        self.norms: dict[int, float] = {}
+        self.ballot = BALLOT
+        self.step = 0
+
+    def _send(self, source: str) -> Callable[[str, Frame], bool]:
+        def send(target: str, frame: Frame) -> bool:
+            self.in_flight.append((source, target, frame))
+            asyncio.get_running_loop().call_soon(self._deliver)
+            return True
+
+        return send
+
+    def _deliver(self) -> None:
+        index = self.random.randrange(len(self.in_flight))
+        source, target, frame = self.in_flight.pop(index)
+        self.twins[target].on_frame(source, copied(frame))
+
+    async def _compute(self, task: Callable[[], T], priority: Priority = Priority.CONTROL) -> T:
+        for _ in range(self.random.randrange(3)):
+            await asyncio.sleep(0)
+        return task()
+
+    def start(self) -> list[asyncio.Task[None]]:
+        """A new attempt, up to where each stage's replicas have averaged."""
+        self.ballot = Ballot(self.ballot.view, self.ballot.attempt + 1)
+        for twin in self.twins.values():
+            twin.abandon(self.ballot)
+        generator = torch.Generator().manual_seed(self.ballot.attempt)
+        gradients = {
+            stage: torch.randn(len(self.own[f"{stage}.0"].weights), generator=generator)
+            for stage in range(len(set(self.stage_of.values())))
+        }
+        nodes = list(self.own)
+        self.random.shuffle(nodes)
+        tasks = []
+        for node in nodes:
+            optimizer = self.own[node]
+            optimizer.gradient.copy_(gradients[self.stage_of[node]])
+            norm = optimizer.squared_norm()
+            self.norms[self.stage_of[node]] = norm
+            work = self.twins[node].exchange(
+                self.ballot, self.members, optimizer.gradient, norm, 60.0
+            )
+            tasks.append(asyncio.create_task(work))
+        return tasks
+
+    async def commit(self, skipped: bool = False) -> None:
+        await asyncio.gather(*self.start())
+        self.step += 1
+        commit = self.record(skipped)
+        for node, optimizer in self.own.items():
+            stage = self.stage_of[node]
+            if not skipped:
+                optimizer.step(0.01 * commit.lr_scale[stage], commit.clip_scale[stage])
+            self.twins[node].apply(commit, 0.01)
+            optimizer.zero_gradient()
+
+    def record(self, skipped: bool = False) -> pb.Commit:
+        stages = range(max(self.stage_of.values()) + 1)
+        return pb.Commit(
+            step=self.step,
+            ballot=self.ballot.message(),
+            skipped=skipped,
+            clip_scale=[1 / (stage + 1) for stage in stages],
+            lr_scale=[1 + stage / 10 for stage in stages],
+        )
+
+    async def abort(self) -> None:
+        """The attempt ends wherever it is."""
+        tasks = self.start()
+        for _ in range(self.random.randrange(60)):
+            await asyncio.sleep(0)
+        for twin in self.twins.values():
+            twin.abandon(Ballot(self.ballot.view, self.ballot.attempt + 1))
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            assert outcome is None or isinstance(outcome, Abandoned)
+        for optimizer in self.own.values():
+            optimizer.zero_gradient()
+
+    def holders(self, stage: int) -> list[Twin]:
+        return [twin for twin in self.twins.values() if twin.stage == stage]
+
+
+@given(
+    st.lists(st.integers(1, 3), min_size=2, max_size=4),
+    st.lists(st.sampled_from(["commit", "skip", "abort"]), min_size=1, max_size=6),
+    st.integers(0, 2**32),
+)
+@settings(max_examples=30, deadline=None)
+def test_after_each_commit_stage_and_twin_are_bit_identical(
+    replicas: list[int], story: list[str], seed: int
+) -> None:
+    async def live() -> None:
+        swarm = Swarm(places(*replicas), seed)
+        applied, made = dict.fromkeys(range(len(replicas)), 0.0), NEVER
+        for event in story:
+            if event == "abort":
+                await swarm.abort()
+            else:
+                await swarm.commit(skipped=event == "skip")
+                made = swarm.ballot
+                if event == "commit":
+                    applied = dict(swarm.norms)
+            for node, optimizer in swarm.own.items():
+                for twin in swarm.holders(stage := swarm.stage_of[node]):
+                    assert same(twin.optimizer, optimizer)
+                    assert twin.optimizer.digest() == optimizer.digest()
+                    assert twin.id == StateId(stage, 0, swarm.step, made)
+                    assert twin.omega == applied[stage]
+
+    asyncio.run(live())
+
+
+async def test_each_gradient_is_sent_once_to_each_holder() -> None:
+    swarm = Swarm(places(3, 1, 2), seed=0)
+    await swarm.commit()
+    sent = {node: twin.bytes_sent for node, twin in swarm.twins.items()}
+    size = [swarm.own[f"{stage}.0"].gradient.nbytes for stage in range(3)]
+    assert sent == {
+        **{"0.0": size[0], "0.1": size[0], "0.2": 0},  # to both nodes of stage 2
+        "1.0": 3 * size[1],
+        **{"2.0": size[2], "2.1": 0},
+    }
+
+
+# One holder, alone
+
+MEMBERS = places(1, 1, 1, 1)
+
+
+def holder(
+    send: Callable[[str, Frame], bool] = lambda peer, frame: True,
+    in_compute_thread: Any = at_once,
+) -> Twin:
+    """1.0, of three body stages, which holds stage 2."""
+    return Twin("1.0", 1, config_of(3), RUN, CPU, send, in_compute_thread)
+
+
+async def frames_of(
+    value: float, replica: int = 0, replicas: int = 1, ballot: Ballot = BALLOT
+) -> list[Frame]:
+    """What a node of stage 2 sends to 1.0 when its reduced gradient is `value` everywhere."""
+    sent: list[tuple[str, Frame]] = []
+    node = Twin(
+        f"2.{replica}",
+        2,
+        config_of(3),
+        RUN,
+        CPU,
+        lambda peer, frame: not sent.append((peer, frame)),
+        at_once,
+    )
+    gradient = torch.full_like(node.optimizer.gradient, value)
+    norm = float(gradient.double().square().sum())
+    with pytest.raises(TwinError):  # it is alone, too
+        await node.exchange(ballot, places(*[replicas] * 4), gradient, norm, 0)
+    return [copied(frame) for peer, frame in sent if peer == "1.0"]
+
+
+async def gather(twin: Twin, ballot: Ballot = BALLOT, replicas: int = 1) -> None:
+    """Only what is there already is heard."""
+    gradient = torch.zeros(200)
+    await twin.exchange(ballot, places(*[replicas] * 4), gradient, 0.0, 0)
+
+
+@pytest.mark.parametrize("lost", [0, 1, -1])
+async def test_the_deadline_names_who_did_not_send(lost: int) -> None:
+    twin = holder()
+    frames = await frames_of(1.0)
+    frames.pop(lost)
+    for frame in frames:
+        twin.on_frame("2.0", frame)
+    complaint = f"1 of {len(frames) + 1} pieces of stage 2's gradient .* from 2.0 did not come"
+    with pytest.raises(TwinError, match=complaint) as caught:
+        await gather(twin)
+    assert caught.value.accused == ["2.0"]
+
+
+def damaged(frame: Frame) -> Frame:
+    changed = copied(frame)
+    assert isinstance(changed.payload, bytearray)
+    changed.payload[5] ^= 1
+    return changed
+
+
+def with_fields(**fields: object) -> Callable[[Frame], Frame]:
+    def change(frame: Frame) -> Frame:
+        changed = frame.fields | fields
+        return Frame(frame.kind, frame.ballot, changed, frame.descriptors, frame.payload)
+
+    return change
+
+
+def with_tensors(*tensors: torch.Tensor) -> Callable[[Frame], Frame]:
+    def change(frame: Frame) -> Frame:
+        return Frame(frame.kind, frame.ballot, frame.fields, *encode(tensors, "none"))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (damaged, "damaged"),
+        (with_tensors(), "sent nothing"),
+        (with_tensors(torch.ones(149)), r"\(149,\) for torch.float32 \(150,\)"),
+        (with_tensors(torch.ones(150, dtype=torch.float16)), "float16"),
+        (with_tensors(torch.ones(150), torch.ones(1)), "float32"),
+        (with_fields(piece=-1), "piece -1"),
+        (with_fields(piece=1000), "piece 1000"),
+        (with_fields(piece=True), "piece True"),
+        (with_fields(piece=[0]), "piece"),
+        (with_fields(squared_norm=-1.0), "squared norm"),
+        (with_fields(squared_norm="1"), "squared norm"),
+    ],
+)
+async def test_a_frame_that_cannot_be_right_accuses_its_sender(
+    change: Callable[[Frame], Frame], complaint: str
+) -> None:
+    twin = holder()
+    for frame in await frames_of(1.0):
+        twin.on_frame("2.0", change(frame))
+    with pytest.raises(TwinError, match=complaint) as caught:
+        await gather(twin)
+    assert caught.value.accused == ["2.0"]
+
+
+async def test_after_a_failure_the_next_attempt_is_whole() -> None:
+    twin = holder()
+    for frame in await frames_of(1.0):
+        twin.on_frame("2.0", damaged(frame))
+    with pytest.raises(TwinError):
+        await gather(twin)
+    again = Ballot(3, 2)
+    for frame in await frames_of(2.0, ballot=again):
+        twin.on_frame("2.0", frame)
+    await gather(twin, again)
+    assert torch.equal(twin.optimizer.gradient, torch.full_like(twin.optimizer.gradient, 2.0))
+
+
+async def test_a_piece_may_come_twice() -> None:
+    twin = holder()
+    first, *others = await frames_of(3.0)
+    for frame in (first, first, *others):
+        twin.on_frame("2.0", frame)
+    await gather(twin)
+    assert torch.equal(twin.optimizer.gradient, torch.full_like(twin.optimizer.gradient, 3.0))
+
+
+async def test_only_the_replica_that_serves_this_node_is_heard(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    twin = holder()
+    for frame in await frames_of(1.0):
+        for peer in ("2.1", "3.0", "stranger"):
+            twin.on_frame(peer, frame)
+    with pytest.raises(TwinError, match=r"from 2\.0 did not come") as caught:
+        await gather(twin, replicas=2)
+    assert caught.value.accused == ["2.0"]
+    assert "dropped a gradient for the twin of stage 2 from stranger" in caplog.text
+    assert not twin.optimizer.gradient.any()
+
+
+async def test_a_holder_without_a_link_is_accused() -> None:
+    twin = holder(send=lambda peer, frame: False)
+    for frame in await frames_of(1.0):
+        twin.on_frame("2.0", frame)
+    with pytest.raises(ReplicaLostError, match=r"no link to 0\.0") as caught:
+        await gather(twin)
+    assert caught.value.accused == ["0.0"]
+
+
+async def test_what_waits_to_be_sent_does_not_change_with_the_gradient() -> None:
+    sent: list[Frame] = []
+    twin = holder(send=lambda peer, frame: not sent.append(frame))
+    for frame in await frames_of(1.0):
+        twin.on_frame("2.0", frame)
+    gradient = torch.ones(200)
+    await twin.exchange(BALLOT, MEMBERS, gradient, 200.0, 0)
+    gradient.zero_()
+    values = [decode(copied(frame).descriptors, copied(frame).payload)[0] for frame in sent]
+    assert torch.equal(torch.cat(values), torch.ones(200))
+
+
+# Ballots
+
+
+async def test_frames_of_a_coming_exchange_are_kept_and_old_ones_dropped() -> None:
+    twin = holder()
+    older, newer = Ballot(3, 0), Ballot(3, 2)
+    for value, ballot in ((9.0, older), (1.0, BALLOT)):
+        for frame in await frames_of(value, ballot=ballot):
+            twin.on_frame("2.0", frame)
+    for frame in await frames_of(9.0, ballot=older):
+        twin.on_frame("2.0", frame)
+    await gather(twin)
+    assert torch.equal(twin.optimizer.gradient, torch.full_like(twin.optimizer.gradient, 1.0))
+    for frame in await frames_of(9.0):  # over
+        twin.on_frame("2.0", frame)
+    for frame in await frames_of(2.0, ballot=newer):
+        twin.on_frame("2.0", frame)
+    await gather(twin, newer)
+    assert torch.equal(twin.optimizer.gradient, torch.full_like(twin.optimizer.gradient, 2.0))
+
+
+async def test_frames_of_the_next_exchange_outlive_this_one() -> None:
+    twin = holder()
+    for peer, ballot in (("2.0", BALLOT), ("2.1", Ballot(3, 2))):
+        for frame in await frames_of(1.0, ballot=ballot):
+            twin.on_frame(peer, frame)
+    await gather(twin)
+    members = [place for place in places(2, 2, 2, 2) if place.node != "2.0"]
+    await twin.exchange(Ballot(3, 2), members, torch.zeros(8), 0.0, 0)
+
+
+async def test_an_exchange_that_is_over_or_void_cannot_start() -> None:
+    twin = holder()
+    for frame in await frames_of(1.0):
+        twin.on_frame("2.0", frame)
+    await gather(twin)
+    with pytest.raises(Abandoned):
+        await gather(twin)
+    twin.abandon(Ballot(4, 1))
+    with pytest.raises(Abandoned):
+        await gather(twin, Ballot(4, 0))
+
+
+async def test_an_abandoned_exchange_ends_at_once() -> None:
+    twin = holder()
+    asyncio.get_running_loop().call_soon(twin.abandon, Ballot(3, 2))
+    with pytest.raises(Abandoned):
+        await twin.exchange(BALLOT, MEMBERS, torch.zeros(8), 0.0, 60.0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_abandoned_inside_the_compute_thread() -> None:
+    async def compute(task: Callable[[], T], priority: Priority = Priority.CONTROL) -> T:
+        twin.abandon(Ballot(3, 2))
+        return task()
+
+    sent: list[str] = []
+    twin = holder(lambda peer, frame: not sent.append(peer), compute)
+    with pytest.raises(Abandoned):
+        await twin.exchange(BALLOT, MEMBERS, torch.zeros(8), 0.0, 60.0)
+    assert sent == []
+
+
+async def test_a_peer_far_ahead_cannot_fill_the_memory(caplog: pytest.LogCaptureFixture) -> None:
+    twin = holder()
+    frames = await frames_of(1.0)
+    for _ in range(5):
+        for frame in frames:
+            twin.on_frame("2.0", frame)
+    assert caplog.text.count("dropped a gradient from 2.0") >= 3 * len(frames)
+    newest = await frames_of(2.0, ballot=Ballot(3, 7))  # in the place of the older ones
+    for frame in (*newest, *frames):
+        twin.on_frame("2.0", frame)
+    await gather(twin, Ballot(3, 7))
+    assert torch.equal(twin.optimizer.gradient, torch.full_like(twin.optimizer.gradient, 2.0))
+
+
+async def test_a_commit_of_another_attempt_than_the_gradients_is_refused() -> None:
+    twin = holder()
+    for frame in await frames_of(1.0):
+        twin.on_frame("2.0", frame)
+    await gather(twin)
+    before = state_of(twin.optimizer)
+    commit = pb.Commit(step=1, ballot=Ballot(3, 0).message(), clip_scale=[1] * 4, lr_scale=[1] * 4)
+    with pytest.raises(AssertionError):
+        twin.apply(commit, 0.1)
+    assert twin.id.step == 0
+    assert all(map(torch.equal, before[1], state_of(twin.optimizer)[1]))
+
+
+# The state
+
+
+def fetched(state: ServedState) -> FetchedState:
+    tensors = {name: tensor.clone() for name, tensor in state.tensors}
+    return FetchedState(
+        *(tensors, state.omega, state.boosted_at, state.last, state.optimizer_step),
+        *(0, 0.0, {}),
+    )
+
+
+async def test_a_twin_that_comes_later_is_stale_until_it_has_the_stages_state() -> None:
+    swarm = Swarm(places(2, 2, 2), seed=1)
+    await swarm.commit()
+    late = swarm.twins["1.0"]
+    late.id = replace(late.id, step=0)  # as one that has missed a step
+    before = state_of(late.optimizer)
+    await swarm.commit()
+    assert late.id.step == 0
+    assert all(map(torch.equal, before[1], state_of(late.optimizer)[1]))
+    boosted = ServedState(
+        swarm.step, swarm.own["2.1"].state(optimizer=True), 7.5, 1, swarm.record(), 2
+    )
+    tasks = swarm.start()  # it comes while the next attempt runs
+    late.load(fetched(boosted), lineage=1, step=2)
+    await asyncio.gather(*tasks)
+    assert late.id == StateId(2, 1, 2, Ballot.of(boosted.last.ballot))
+    assert (late.omega, late.boosted_at) == (7.5, 1)
+    await swarm.commit()
+    assert late.id == StateId(2, 1, 3, swarm.ballot)
+    assert same(late.optimizer, swarm.own["2.0"])
+
+
+async def test_what_a_twin_serves_is_the_stages_state() -> None:
+    swarm = Swarm(places(1, 1, 1, 1), seed=2)
+    await swarm.commit()
+    await swarm.commit(skipped=True)
+    for stage in range(4):
+        (twin,) = swarm.holders(stage)
+        served = twin.served()
+        assert (served.step, served.optimizer_step) == (2, 1)
+        assert served.last == swarm.record(skipped=True)
+        fresh = StageOptimizer(build_stage(config_of(3), stage, seed=99), CPU)
+        fresh.load(fetched(served).tensors.items(), served.optimizer_step)
+        assert same(fresh, swarm.own[f"{stage}.0"])
+
+
+async def test_a_state_of_another_stage_changes_nothing() -> None:
+    swarm = Swarm(places(1, 1, 1), seed=3)
+    await swarm.commit()
+    (of_embedding,) = swarm.holders(0)
+    (of_body,) = swarm.holders(1)
+    before = state_of(of_body.optimizer)
+    one = of_body.id
+    with pytest.raises(ValueError, match="this stage needs"):
+        of_body.load(fetched(of_embedding.served()), lineage=1, step=5)
+    assert of_body.id == one
+    assert all(map(torch.equal, before[1], state_of(of_body.optimizer)[1]))
+
+
+# Redundant forward
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("stage", range(4))
+def test_the_redundant_forward_is_the_next_stages_bit_for_bit(stage: int, bf16: bool) -> None:
+    config = config_of(3)
+    twin = Twin("n", stage, config, RUN, CPU, lambda peer, frame: True, at_once)
+    behind = build_stage(config, (stage + 1) % 4, RUN.seed)
+    x = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(stage))
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        real = behind.logits if isinstance(behind, EmbeddingStage) else behind
+        expected = real(x.clone().requires_grad_())
+        found = twin.forward(x)
+    assert expected.requires_grad
+    assert not found.requires_grad
+    assert torch.equal(found, expected)
+    assert twin.forwards == 1
+    assert twin.memory_bytes == 16 * sum(p.numel() for p in behind.parameters())
+
+
+class Recording(Twin):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.outputs: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.outputs.append(super().forward(x))
+        return self.outputs[-1]
+
+
+class Outgoing:
+    """What a pipeline of the tests sends."""
+
+    def __init__(self) -> None:
+        self.frames: asyncio.Queue[Frame] = asyncio.Queue()
+
+    def send_frame(self, peer: str, frame: Frame) -> bool:
+        self.frames.put_nowait(frame)
+        return True
+
+    def microbatch_home(self, ballot: Ballot, home: pb.Home) -> None:
+        raise AssertionError("nobody here is a source")
+
+    def cut_off(self, ballot: Ballot, node: str, reason: str) -> None:
+        raise AssertionError(reason)
+
+    def attempt_failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> None:
+        raise AssertionError(reason)
+
+    def crashed(self, error: BaseException) -> None:
+        raise error
+
+
+async def pass_through(
+    run: RunFile, kind: pb.Begin.Kind, twin_step: int = 0
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What the twins at stages 1 and 2 of three compute of two microbatches, and what stages 2 and
+    3 really send."""
+    config, loop = config_of(3), asyncio.get_running_loop()
+    compute, outgoing = ComputeThread("test", loop), Outgoing()
+    redundant: list[torch.Tensor] = []
+    real: list[torch.Tensor] = []
+    places = [[(m.node, m.stage) for m in MEMBERS].index((f"{s}.0", s)) for s in (1, 2, 3)]
+    plan = [pb.Microbatch(id=i, source="0.0", order=[1, 2, 3], places=places) for i in range(2)]
+    begin = pb.Begin(step=1, kind=kind, members=MEMBERS, plan=plan)
+    frames = []
+    for microbatch in range(2):
+        x = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(microbatch))
+        fields = {"microbatch": microbatch, "position": 1}
+        frames.append(Frame("activation", BALLOT, fields, *encode([x], "none")))
+    try:
+        for stage in (1, 2, 3):
+            node = f"{stage}.0"
+            module = build_stage(config, stage, run.seed)
+            twin = Recording(node, stage, config, run, CPU, outgoing.send_frame, compute.run)
+            twin.id = replace(twin.id, step=twin_step)
+            pipeline = Pipeline(
+                *(node, stage, module, StageOptimizer(module, CPU), run, config, None, CPU),
+                *(compute, outgoing, twin if stage < 3 else None),
+            )
+            pipeline.start(BALLOT, begin)
+            for frame in frames:
+                pipeline.take(f"{stage - 1}.0", copied(frame))
+            frames = [await outgoing.frames.get() for _ in frames]
+            await compute.run(lambda: None, Priority.BACKGROUND)
+            redundant += twin.outputs
+            if stage > 1:
+                real += [decode(f.descriptors, copied(f).payload)[0] for f in frames]
+    finally:
+        await asyncio.to_thread(compute.stop)
+    return redundant, real
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+async def test_the_pipeline_computes_the_next_stage_too(precision: str) -> None:
+    run = override(RUN, training__precision=precision)
+    redundant, real = await pass_through(run, pb.Begin.TRAIN)
+    assert len(redundant) == len(real) == 4
+    assert all(map(torch.equal, redundant, real))
+
+
+async def test_with_a_lossy_codec_the_twin_takes_in_what_the_next_stage_gets() -> None:
+    run = override(RUN, wire__activations="int8")
+    redundant, real = await pass_through(run, pb.Begin.TRAIN)
+    for found, sent in zip(redundant, real, strict=True):
+        assert torch.equal(decode(*_through("int8", found))[0], sent)
+
+
+def _through(codec: Any, tensor: torch.Tensor) -> tuple[Any, bytes]:
+    descriptors, payload = encode([tensor], codec)
+    return descriptors, b"".join(payload)
+
+
+@pytest.mark.parametrize(("kind", "step"), [(pb.Begin.EVALUATE, 0), (pb.Begin.TRAIN, 3)])
+async def test_nothing_is_computed_twice_in_an_evaluation_or_by_a_stale_twin(
+    kind: pb.Begin.Kind, step: int
+) -> None:
+    redundant, real = await pass_through(RUN, kind, step)
+    assert redundant == []
+    assert len(real) == 4
+
+
+async def test_nobody_is_ready_before_the_redundant_forwards_are_done() -> None:
+    posted: list[Callable[[], object]] = []
+
+    async def compute(task: Callable[[], T], priority: Priority = Priority.CONTROL) -> T:
+        """There is no bubble: background work is done when somebody waits for it."""
+        if priority is Priority.BACKGROUND:
+            for earlier in posted:
+                earlier()
+        return task()
+
+    twin = holder(in_compute_thread=compute)
+    posted += [lambda: twin.forward(torch.zeros(2, 8, 8))] * 5
+    for frame in await frames_of(1.0):
+        twin.on_frame("2.0", frame)
+    await gather(twin)
+    assert twin.forwards == 5

@@ -1,0 +1,1185 @@
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planaria.bootstrap import registry_pb2 as registry
+from planaria.node.report.events import (
+    Aborted,
+    AttemptMasked,
+    Diverged,
+    Event,
+    NodeLost,
+    RebuildFailed,
+    RebuildOrdered,
+    RolledBack,
+    StageRebuilt,
+    Waiting,
+)
+from planaria.node.transaction.attempting import UNREACHED, Attempting
+from planaria.node.transaction.driver import EVICTED, LONGEST_PAUSE, Driver, Phase
+from planaria.node.transaction.effects import Ballot, Effect, Send, Suspect
+from planaria.node.transaction.gathering import ANSWER, QUERY_AGAIN, Gathering
+from planaria.node.transaction.rules import Rules
+from planaria.node.wire import stage_pb2 as pb
+
+RULES = Rules(
+    stages=4,
+    steps=10,
+    microbatches=2,
+    validation_microbatches=0,
+    validate_every=0,
+    clip=1.0,
+    clip_scope="global",
+    policy="checkfree",
+    strict=True,
+    masking="reassign",
+    relearn=False,
+    progress=60.0,
+    lr_scale=lambda step, boosted_at: 1.1 if boosted_at else 1.0,
+)
+Happened = TypeVar("Happened", bound=Event)
+SWARM = {"a": 0, "b": 1, "c": 2, "d": 3, "e": 4}  # a drives
+
+
+def sent(effects: Sequence[Effect], body: str) -> dict[str, pb.Message]:
+    """The messages of that body, by whom they go to."""
+    sends = [effect for effect in effects if isinstance(effect, Send)]
+    return {s.to: s.message for s in sends if s.message.WhichOneof("body") == body}
+
+
+def events(effects: Sequence[Effect], kind: type[Happened]) -> list[Happened]:
+    return [effect for effect in effects if isinstance(effect, kind)]
+
+
+def suspected(effects: Sequence[Effect]) -> list[str]:
+    return [effect.node for effect in effects if isinstance(effect, Suspect)]
+
+
+class Told:
+    """A driver at node a, and what happens to it. `now` goes on only where a test says so."""
+
+    def __init__(self, rules: Rules = RULES, members: dict[str, int] = SWARM) -> None:
+        self.driver = Driver("a", rules)
+        self.members = members
+        self.number = 0
+        self.now = 100.0
+
+    @property
+    def attempt(self) -> Attempting:
+        assert isinstance(self.driver.current, Attempting)
+        return self.driver.current
+
+    def views(
+        self, members: dict[str, int] | None = None, driver: str = "a", committed: int = 0
+    ) -> list[Effect]:
+        self.number += 1
+        if members is not None:
+            self.members = members
+        listed = [registry.Member(node=n, stage=s) for n, s in self.members.items()]
+        view = registry.View(
+            number=self.number, members=listed, driver=driver, reason="so", committed=committed
+        )
+        return self.driver.viewed(view, self.now)
+
+    def hears(self, peer: str, ballot: Ballot | None = None, **body: object) -> list[Effect]:
+        ballot = self.driver.ballot if ballot is None else ballot
+        return self.driver.received(peer, pb.Message(ballot=ballot.message(), **body), self.now)
+
+    def hears_all(self, **body: object) -> list[Effect]:
+        """The same from each member; returns the effects of the last one."""
+        effects: list[Effect] = []
+        for node in list(self.driver.members):
+            effects = self.hears(node, **body)
+        return effects
+
+    def statuses(self, committed: int = 0, **differing: pb.Status) -> list[Effect]:
+        usual = pb.Status(committed=committed, last=pb.Commit(step=committed))
+        effects: list[Effect] = []
+        for node in list(self.driver.members):
+            effects = self.hears(node, status=differing.get(node, usual))
+        return effects
+
+    def begins(self, committed: int = 0) -> dict[str, pb.Message]:
+        self.views()
+        return sent(self.statuses(committed), "step")
+
+    def comes_home(self) -> list[Effect]:
+        effects: list[Effect] = []
+        for microbatch in range(len(self.attempt.begin.plan)):
+            home = pb.Home(microbatch=microbatch, loss=4.0, tokens=2)
+            effects = self.hears(self.attempt.begin.plan[microbatch].source, home=home)
+        return effects
+
+    def ready(self, node: str, squared_norm: float = 1.0, finite: bool = True) -> list[Effect]:
+        ready = pb.Ready(
+            step=self.attempt.begin.step, squared_norm=squared_norm, finite=finite, digest=b"same"
+        )
+        return self.hears(node, ready=ready)
+
+    def commits(self) -> dict[str, pb.Message]:
+        self.comes_home()
+        effects: list[Effect] = []
+        for node in list(self.driver.members):
+            effects = self.ready(node)
+        return sent(effects, "step")
+
+    def waits(self, seconds: float) -> list[Effect]:
+        self.now += seconds
+        return self.driver.tick(self.now)
+
+
+# --- a step
+
+
+def test_everybody_is_asked_and_the_step_begins_when_all_have_answered():
+    told = Told()
+    assert sent(told.views(), "query").keys() == SWARM.keys()
+    for node in "abcd":
+        assert told.hears(node, status=pb.Status()) == []
+    begins = sent(told.hears("e", status=pb.Status()), "step")
+    assert begins.keys() == SWARM.keys()
+    begin = begins["c"].step.begin
+    assert begin.step == 1
+    assert [(m.id, m.source, list(m.order)) for m in begin.plan] == [
+        (0, "a", [1, 2, 3, 4]),
+        (1, "a", [1, 2, 3, 4]),
+    ]
+
+
+def test_reduce_waits_for_the_last_microbatch_and_a_repeated_one_is_not_another():
+    told = Told()
+    told.begins()
+    home = pb.Home(microbatch=0, loss=1.0, tokens=1)
+    assert told.hears("a", home=home) == []
+    assert told.hears("a", home=home) == []
+    reduces = sent(told.hears("a", home=pb.Home(microbatch=1, loss=1.0, tokens=1)), "reduce")
+    assert reduces.keys() == SWARM.keys()
+
+
+def test_a_commit_needs_ready_from_every_member_each_counted_once():
+    told = Told()
+    told.begins()
+    told.comes_home()
+    for node in "abcdabcd":
+        assert told.ready(node) == []
+    commits = sent(told.ready("e"), "step")
+    assert commits.keys() == SWARM.keys()
+    step = commits["b"].step
+    assert (step.commit.step, step.begin.step) == (1, 2), "the next begins in the same message"
+    assert step.commit.loss == 2.0
+
+
+def test_the_ballot_of_the_commit_is_the_attempts_not_the_next_ones():
+    told = Told()
+    told.begins()
+    ballot = told.driver.ballot
+    message = told.commits()["b"]
+    assert Ballot.of(message.step.commit.ballot) == ballot
+    assert Ballot.of(message.ballot) > ballot
+
+
+@given(st.sets(st.sampled_from("abcde"), max_size=4))
+def test_no_commit_without_all(ready: set[str]):
+    told = Told()
+    told.begins()
+    told.comes_home()
+    assert all(told.ready(node) == [] for node in ready)
+    assert told.driver.standing.committed == 0
+
+
+def test_the_clip_scale_is_that_of_the_whole_models_norm_replicas_counted_once():
+    told = Told(replace(RULES, stages=2), {"a": 0, "b": 1, "c": 2, "twin": 2})
+    told.begins()
+    told.comes_home()
+    for node, norm in (("a", 3.0), ("b", 4.0), ("c", 12.0)):
+        told.ready(node, norm**2)
+    commit = sent(told.ready("twin", 144.0), "step")["a"].step.commit
+    assert commit.gradient_norm == 13.0
+    assert list(commit.clip_scale) == pytest.approx([1 / 13] * 3, rel=1e-6)
+
+
+def test_with_the_scope_of_a_stage_each_is_clipped_by_its_own_norm():
+    told = Told(replace(RULES, stages=2, clip_scope="stage"), {"a": 0, "b": 1, "c": 2})
+    told.begins()
+    told.comes_home()
+    told.ready("a", 0.25)
+    told.ready("b", 16.0)
+    commit = sent(told.ready("c", 4.0), "step")["a"].step.commit
+    assert list(commit.clip_scale) == pytest.approx([1.0, 1 / 4, 1 / 2], rel=1e-6)
+
+
+@given(st.lists(st.floats(0, 1e12), min_size=3, max_size=3), st.floats(0.01, 100))
+def test_the_clipped_norm_is_never_above_the_limit_and_short_gradients_are_left_alone(
+    squared: list[float], clip: float
+):
+    told = Told(replace(RULES, stages=2, clip=clip), {"a": 0, "b": 1, "c": 2})
+    told.begins()
+    told.comes_home()
+    told.ready("a", squared[0])
+    told.ready("b", squared[1])
+    commit = sent(told.ready("c", squared[2]), "step")["a"].step.commit
+    (scale,) = set(commit.clip_scale)
+    norm = math.sqrt(math.fsum(squared))
+    assert scale * norm <= clip
+    assert scale == 1.0 or norm > clip - 1e-5
+
+
+def test_a_gradient_that_is_not_finite_is_committed_as_skipped_everywhere():
+    told = Told(replace(RULES, stages=2), {"a": 0, "b": 1, "c": 2})
+    told.begins()
+    told.comes_home()
+    told.ready("a")
+    told.ready("b", math.inf, finite=False)
+    step = sent(told.ready("c"), "step")["a"].step
+    assert step.commit.skipped
+    assert list(step.commit.clip_scale) == [0.0] * 3
+    assert step.begin.step == 2, "a skipped step is a committed one"
+
+
+def test_late_and_foreign_messages_have_no_effect():
+    told = Told()
+    told.begins()
+    old = Ballot(told.driver.ballot.view, told.driver.ballot.attempt - 1)
+    assert told.hears("b", old, failed=pb.Failed(reason="old")) == []
+    assert told.hears("stranger", failed=pb.Failed(reason="foreign")) == []
+    assert told.hears("b", ready=pb.Ready(step=1)) == [], "nobody has asked yet"
+    assert told.driver.phase is Phase.RUNNING
+
+
+# --- another driver's legacy
+
+
+def test_what_some_have_committed_the_ready_commit_too():
+    told = Told()
+    told.views()
+    last = pb.Commit(step=3, ballot=Ballot(7, 5).message())
+    has = pb.Status(committed=3, last=last)
+    ready = pb.Status(committed=2, ready=3, ready_ballot=Ballot(7, 5).message())
+    effects = told.statuses(a=ready, b=ready, c=has, d=has, e=has)
+    commits = sent(effects, "step")
+    assert commits.keys() == {"a", "b"}
+    assert commits["a"].step.commit == last
+    assert not commits["a"].step.HasField("begin")
+    assert sent(effects, "query").keys() == SWARM.keys(), "and then all are asked again"
+    assert sent(told.statuses(3), "step")["a"].step.begin.step == 4
+
+
+def test_what_nobody_has_committed_is_tried_again():
+    told = Told()
+    told.views()
+    ready = pb.Status(committed=2, ready=3, ready_ballot=Ballot(7, 5).message(), attempting=3)
+    effects = told.statuses(a=ready, b=ready, c=ready, d=ready, e=ready)
+    (aborted,) = events(effects, Aborted)
+    assert aborted.step == 3
+    assert sent(effects, "step")["a"].step.begin.step == 3
+
+
+def test_ready_in_another_attempt_is_not_committed_but_copied():
+    told = Told(members={**SWARM, "twin": 2})
+    told.views()
+    last = pb.Commit(step=3, ballot=Ballot(7, 5).message())
+    other = pb.Status(committed=2, ready=3, ready_ballot=Ballot(7, 4).message())
+    has = pb.Status(committed=3, last=last)
+    effects = told.statuses(a=has, b=has, c=has, d=has, e=has, twin=other)
+    assert not any(message.step.HasField("commit") for message in sent(effects, "step").values())
+    sync = sent(effects, "sync")["twin"].sync
+    assert (sync.method, sync.step) == ("replica", 3)
+    assert [source.node for source in sync.sources] == ["c"]
+
+
+# --- loss and joiners
+
+
+def test_a_lost_stage_is_rebuilt_at_one_node_and_copied_by_its_replicas():
+    told = Told(members={**SWARM, "twin": 2})
+    told.views()
+    effects = told.statuses(5, c=pb.Status(), twin=pb.Status())
+    syncs = sent(effects, "sync")
+    assert syncs.keys() == {"c"}
+    assert syncs["c"].sync.method == "checkfree"
+    assert {(s.node, s.stage) for s in syncs["c"].sync.sources} == {("b", 1), ("d", 3)}
+    effects = told.hears("c", synced=pb.Synced(step=5, method="checkfree"))
+    assert sent(effects, "query").keys() == {*SWARM, "twin"}
+    syncs = sent(told.statuses(5, twin=pb.Status()), "sync")
+    assert syncs.keys() == {"twin"}
+    assert syncs["twin"].sync.method == "replica"
+
+
+@pytest.mark.parametrize("lost", ["b", "e"])
+def test_the_loss_of_an_end_stage_halts_the_run(lost: str):
+    told = Told()
+    told.views()
+    effects = told.statuses(5, **{lost: pb.Status()})
+    halts = sent(effects, "halt")
+    assert halts.keys() == SWARM.keys()
+    assert f"stage {SWARM[lost]} is lost" in halts["a"].halt.reason
+    assert not halts["a"].halt.finished
+
+
+def test_when_everything_is_lost_the_run_does_not_begin_anew():
+    told = Told()
+    told.views(committed=7)
+    halt = sent(told.statuses(0), "halt")["a"].halt
+    assert "everything is lost" in halt.reason
+    assert "7" in halt.reason
+
+
+def test_a_commit_that_was_lost_with_its_driver_is_not_everything():
+    told = Told()
+    told.views(committed=4)
+    assert sent(told.statuses(3), "step")["a"].step.begin.step == 4
+
+
+def test_a_vacant_stage_is_waited_for():
+    told = Told(members={"a": 0, "b": 1, "c": 2, "e": 4})
+    told.views()
+    effects = told.statuses(0)
+    (waiting,) = events(effects, Waiting)
+    assert waiting.stages == (3,)
+    assert told.waits(1000) == []
+    assert "join stage 3" in told.driver.explain()
+    assert sent(told.views(SWARM), "query").keys() == SWARM.keys()
+
+
+def test_a_joiner_waits_for_the_end_of_the_step():
+    told = Told()
+    told.begins()
+    assert sent(told.views({**SWARM, "new": 2}), "query").keys() == {"new"}
+    assert told.commits()["b"].step.HasField("begin"), "it is building its stage"
+    told.hears("new", Ballot(2, 0), status=pb.Status())
+    effects = told.commits()
+    assert not effects["b"].step.HasField("begin"), "the view is taken up first"
+    assert told.driver.phase is Phase.GATHERING
+    assert told.driver.members.keys() == {*SWARM, "new"}
+
+
+def test_a_newcomer_whose_link_is_dialled_anew_is_asked_again():
+    """The query may be lost with the link."""
+    told = Told()
+    told.begins()
+    told.views({**SWARM, "new": 2})
+    again = told.driver.link_lost("new", "dialled anew", told.now)
+    assert sent(again, "query").keys() == {"new"}
+    assert sent(again, "query")["new"].ballot == Ballot(2, 0).message()
+    assert told.driver.phase is Phase.RUNNING
+    told.hears("new", Ballot(2, 0), status=pb.Status())
+    assert told.driver.link_lost("new", "dialled anew", told.now) == []
+
+
+# --- joiners that follow while the others train
+
+
+class Joined(Told):
+    """Stage 2 gets a second node, `new`, after step 1."""
+
+    def __init__(self, rules: Rules = RULES) -> None:
+        super().__init__(rules)
+        self.begins()
+        self.views({**SWARM, "new": 2})
+        self.hears("new", Ballot(2, 0), status=pb.Status())
+        self.commits()
+        self.effects = self.gathered()
+
+    def gathered(self, **status: object) -> list[Effect]:
+        """Everybody answers; `new` with that status."""
+        step = self.driver.standing.last.step
+        has = pb.Status(committed=step, last=self.driver.standing.last)
+        known = dict.fromkeys(self.members, has) | {"newer": pb.Status()}
+        return self.statuses(**{**known, "new": pb.Status(**status)})
+
+    def trains(self) -> list[Effect]:
+        """All who train become ready; returns the effects of the last one."""
+        self.comes_home()
+        effects: list[Effect] = []
+        for node in SWARM:
+            effects = self.ready(node)
+        return effects
+
+    def catches_up(self) -> list[Effect]:
+        synced = pb.Synced(step=1, method="replica", fetched_bytes=8)
+        return self.hears("new", synced=synced, ballot=Ballot(2, 1))
+
+
+def joining(message: pb.Message) -> list[str]:
+    return [joiner.node for joiner in message.step.begin.joining]
+
+
+def members(message: pb.Message) -> set[str]:
+    return {place.node for place in message.step.begin.members}
+
+
+def test_a_newcomer_that_does_not_answer_is_asked_with_all_others_in_the_end():
+    told = Told()
+    told.begins()
+    told.views({**SWARM, "new": 2})
+    told.now += RULES.progress
+    assert not told.commits()["b"].step.HasField("begin")
+    assert isinstance(told.driver.current, Gathering)
+    assert told.driver.current.unheard() == sorted([*SWARM, "new"])
+
+
+def test_a_newcomer_at_the_very_end_is_not_forgotten():
+    told = Told(replace(RULES, steps=1))
+    told.begins()
+    told.views({**SWARM, "new": 2})
+    told.commits()
+    assert told.driver.members.keys() == {*SWARM, "new"}
+
+
+def test_a_joiner_copies_a_replica_while_the_others_go_on():
+    told = Joined()
+    sync = sent(told.effects, "sync")["new"].sync
+    assert (sync.follow, sync.step, [s.node for s in sync.sources]) == (True, 1, ["c"])
+    begins = sent(told.effects, "step")
+    assert begins.keys() == {*SWARM, "new"}, "the joiner hears of every attempt"
+    assert members(begins["new"]) == SWARM.keys()
+    assert [(j.node, j.stage, j.step) for j in begins["c"].step.begin.joining] == [("new", 2, 1)]
+    steps = sent(told.trains(), "step")
+    assert (steps["new"].step.commit.step, joining(steps["b"])) == (2, ["new"])
+
+
+def test_who_has_caught_up_votes_and_enters_with_the_commit():
+    told = Joined()
+    told.catches_up()
+    reduces = sent(told.comes_home(), "reduce")
+    assert reduces.keys() == {*SWARM, "new"}
+    told.ready("new")
+    effects: list[Effect] = []
+    for node in SWARM:
+        effects = told.ready(node)
+    steps = sent(effects, "step")
+    assert members(steps["c"]) == {*SWARM, "new"}
+    assert joining(steps["c"]) == []
+    (rebuilt,) = events(effects, StageRebuilt)
+    assert (rebuilt.node, rebuilt.method) == ("new", "replica")
+    assert (rebuilt.bytes, rebuilt.stall_seconds) == (8, 0.0)
+    told.comes_home()
+    assert "new" in told.attempt.awaited
+
+
+def test_a_commit_waits_for_a_joiners_vote_a_short_while_and_longer_the_next_time():
+    told = Joined()
+    told.catches_up()
+    waits = []
+    for _ in range(3):
+        assert sent(told.trains(), "step") == {}
+        before, effects = told.now, told.waits(0)
+        while not effects:
+            effects = told.waits(0.01)
+        assert joining(sent(effects, "step")["c"]) == ["new"]
+        waits.append(told.now - before)
+    assert waits == pytest.approx([0.1, 0.2, 0.4], abs=0.02)
+    told.trains()
+    told.now += 0.3
+    (rebuilt,) = events(told.ready("new"), StageRebuilt)
+    assert rebuilt.stall_seconds == pytest.approx(sum(waits) + 0.3), "all of it is told"
+
+
+def test_a_vote_of_another_attempt_is_none():
+    told = Joined()
+    told.catches_up()
+    before = told.driver.ballot
+    told.trains()
+    told.waits(1)
+    told.trains()
+    assert told.hears("new", before, ready=pb.Ready(step=2, squared_norm=1.0, finite=True)) == []
+
+
+def test_a_joiner_with_other_weights_does_not_enter():
+    told = Joined()
+    told.catches_up()
+    told.trains()
+    effects = told.ready("new", squared_norm=2.0)
+    assert events(effects, Diverged)[0].nodes == ("c", "new")
+    assert not sent(effects, "step")["c"].step.HasField("begin")
+    assert sent(effects, "query").keys() == {*SWARM, "new"}
+    assert sent(told.gathered(committed=2), "step")["c"].step.begin.step == 3
+
+
+def test_a_joiner_that_is_lost_costs_no_attempt():
+    told = Joined()
+    told.catches_up()
+    effects = told.driver.link_lost("new", "reset", told.now)
+    assert [type(effect) for effect in effects] == [NodeLost]
+    assert told.views(SWARM) == []
+    assert sent(told.trains(), "query").keys() == SWARM.keys()
+    assert sent(told.statuses(2), "step")["c"].step.begin.step == 3
+
+
+def test_the_loss_of_a_joiner_whose_vote_is_waited_for_ends_the_wait():
+    told = Joined()
+    told.catches_up()
+    assert told.trains() == []
+    effects = told.driver.link_lost("new", "reset", told.now)
+    assert sent(effects, "step")["c"].step.commit.step == 2
+
+
+def test_a_gather_does_not_disturb_who_follows_and_tells_it_the_commit_it_doubts():
+    told = Joined()
+    told.trains()
+    told.hears("b", failed=pb.Failed(reason="x"))
+    effects = told.gathered(committed=1, following=1, heard=1)
+    assert "new" not in sent(effects, "sync")
+    resent = [e.message.step for e in effects if isinstance(e, Send) and e.to == "new"]
+    assert [(step.commit.step, step.begin.step) for step in resent] == [(2, 0), (0, 3)]
+    told.hears("b", failed=pb.Failed(reason="x"))
+    told.gathered(committed=1, following=1, heard=2)
+    assert told.driver.joining.joiners["new"].step == 1
+
+
+@pytest.mark.parametrize("heard", [0, 3])
+def test_who_has_missed_commits_begins_anew(heard: int):
+    told = Joined()
+    told.trains()
+    told.hears("b", failed=pb.Failed(reason="x"))
+    sync = sent(told.gathered(following=1, heard=heard), "sync")["new"].sync
+    assert (sync.follow, sync.step) == (True, 2)
+
+
+def test_another_driver_lets_joiners_go_on():
+    told = Told(members={**SWARM, "new": 2})
+    told.views()
+    joiner = pb.Status(committed=3, following=2, heard=5)
+    effects = told.statuses(5, new=joiner)
+    assert sent(effects, "sync") == {}
+    assert joining(sent(effects, "step")["c"]) == ["new"]
+
+
+def test_who_is_caught_up_at_a_gather_is_a_member_and_can_stand_for_its_stage():
+    told = Joined()
+    told.trains()
+    without = {node: stage for node, stage in SWARM.items() if node != "c"} | {"new": 2}
+    told.views(without)
+    effects = told.gathered(committed=2, following=1, heard=2, last=told.driver.standing.last)
+    assert members(sent(effects, "step")["new"]) == without.keys()
+    (rebuilt,) = events(effects, StageRebuilt)
+    assert rebuilt.node == "new"
+
+
+def test_joiners_alone_do_not_go_on_where_the_others_may_have_gone_further():
+    told = Told()
+    told.views()
+    follows = pb.Status(committed=3, following=2, heard=3)
+    halt = sent(told.statuses(**dict.fromkeys(SWARM, follows)), "halt")["a"].halt
+    assert "may have gone on after step 3" in halt.reason
+    trained = pb.Status(committed=3, last=pb.Commit(step=3))
+    told.views()
+    one = {**dict.fromkeys(SWARM, follows), "d": trained}
+    assert sent(told.statuses(**one), "step")["a"].step.begin.step == 4
+
+
+def test_who_is_behind_when_its_stage_is_lost_rebuilds_it():
+    told = Joined()
+    told.trains()
+    without = {node: stage for node, stage in SWARM.items() if node != "c"} | {"new": 2}
+    told.views(without)
+    sync = sent(told.gathered(committed=1, following=1, heard=2), "sync")["new"].sync
+    assert (sync.method, sync.follow) == ("checkfree", False)
+
+
+def test_who_fails_to_follow_twice_is_waited_for():
+    told = Joined()
+    for _ in range(2):
+        effects = told.hears("new", failed=pb.Failed(reason="too slow"), ballot=Ballot(2, 1))
+        (failed,) = events(effects, RebuildFailed)
+        assert "too slow" in failed.reason
+        assert told.hears("new", failed=pb.Failed(reason="too slow")) == [], "said once"
+        assert sent(told.trains(), "query"), "it is told what to do at the step boundary"
+        effects = told.gathered()
+    assert not sent(effects, "sync")["new"].sync.follow
+    assert sent(effects, "step") == {}
+    assert told.driver.phase is Phase.SYNCING
+
+
+def test_who_never_catches_up_is_given_up():
+    told = Joined(replace(RULES, progress=1.0))
+    told.now += 1.9
+    told.comes_home()
+    for node in "abcd":
+        told.ready(node)
+    (failed, *_) = events(told.waits(0.2), RebuildFailed)
+    assert failed.node == "new"
+
+
+def test_at_the_end_joiners_get_the_last_state_before_all_is_over():
+    told = Joined(replace(RULES, steps=2))
+    effects = told.trains()
+    assert sent(effects, "query").keys() == {*SWARM, "new"}
+    sync = sent(told.gathered(committed=1, following=1, heard=2), "sync")["new"].sync
+    assert (sync.follow, sync.step) == (False, 2)
+    told.hears("new", synced=pb.Synced(step=2, method="replica"))
+    assert sent(told.gathered(committed=2), "halt")["new"].halt.finished
+
+
+def test_several_joiners_follow_and_enter_one_by_one():
+    told = Joined()
+    told.catches_up()
+    told.views({**SWARM, "new": 2, "newer": 3})
+    told.hears("newer", Ballot(3, 0), status=pb.Status())
+    told.trains()
+    told.ready("new")
+    effects = told.gathered(committed=2, following=1, heard=2)
+    assert sent(effects, "sync").keys() == {"newer"}
+    begin = sent(effects, "step")["c"]
+    assert members(begin) == {*SWARM, "new"}
+    assert joining(begin) == ["newer"]
+
+
+def test_the_replicas_of_a_rebuilt_stage_are_waited_for_but_other_joiners_follow_later():
+    told = Told(members={**SWARM, "twin": 2})
+    told.views()
+    told.statuses(5, c=pb.Status(), twin=pb.Status())
+    told.hears("c", synced=pb.Synced(step=5, method="checkfree"))
+    assert not sent(told.statuses(5, twin=pb.Status()), "sync")["twin"].sync.follow
+
+
+def test_a_loss_ends_the_attempt_at_once():
+    told = Told()
+    told.begins()
+    assert sent(told.views({**SWARM, "new": 2}), "step") == {}
+    without = {node: stage for node, stage in SWARM.items() if node != "c"} | {"new": 2}
+    effects = told.views(without)
+    assert len(events(effects, Aborted)) == 1
+    assert sent(effects, "query").keys() == without.keys()
+
+
+def test_a_lost_link_ends_the_attempt_at_once():
+    told = Told()
+    told.begins()
+    effects = told.driver.link_lost("c", "reset", told.now)
+    assert [e.stage for e in events(effects, NodeLost)] == [2]
+    assert sent(effects, "query").keys() == SWARM.keys()
+    assert told.driver.link_lost("stranger", "reset", told.now) == []
+
+
+def test_who_drives_no_longer_is_silent():
+    told = Told()
+    told.begins()
+    assert told.views(driver="b") == []
+    assert told.hears("c", failed=pb.Failed(reason="x")) == []
+    assert told.driver.link_lost("c", "reset", told.now) == []
+    assert told.waits(1000) == []
+
+
+# --- patience
+
+
+def test_a_silent_member_is_asked_again_and_then_suspected():
+    told = Told()
+    told.views()
+    for node in "abcd":
+        told.hears(node, status=pb.Status())
+    effects = told.waits(QUERY_AGAIN)
+    assert sent(effects, "query").keys() == {"e"}
+    assert suspected(effects) == []
+    assert "e" in told.driver.explain()
+    assert suspected(told.waits(ANSWER)) == ["e"]
+
+
+def test_who_is_not_ready_in_time_is_suspected():
+    told = Told()
+    told.begins()
+    told.comes_home()
+    for node in "abde":
+        told.ready(node)
+    assert told.waits(RULES.progress - 1) == []
+    effects = told.waits(1)
+    assert suspected(effects) == ["c"]
+    assert "waiting for c" in events(effects, Aborted)[0].reason
+
+
+def test_the_first_failure_is_retried_at_once_later_ones_after_longer_pauses():
+    told = Told()
+    told.begins()
+    pauses = []
+    for _ in range(8):
+        told.hears("c", failed=pb.Failed(reason="out of memory"))
+        told.statuses(0)
+        before = told.now
+        while told.driver.phase is Phase.PAUSING:
+            told.waits(0.05)
+        assert told.driver.phase is Phase.RUNNING
+        pauses.append(told.now - before)
+    assert pauses[0] == 0
+    assert pauses[1] > 0
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == pytest.approx(LONGEST_PAUSE, abs=0.1)
+    told.commits()
+    told.hears("c", failed=pb.Failed(reason="again"))
+    told.statuses(1)
+    assert told.driver.phase is Phase.RUNNING, "a commit ends the row"
+
+
+def test_a_pause_does_not_end_in_a_step_without_a_stage():
+    told = Told()
+    told.begins()
+    for _ in range(3):
+        told.hears("c", failed=pb.Failed(reason="out of memory"))
+        told.statuses(0)
+        told.waits(LONGEST_PAUSE)
+    told.hears("c", failed=pb.Failed(reason="out of memory"))
+    told.views({node: stage for node, stage in SWARM.items() if node != "c"})
+    told.statuses(0)
+    assert told.driver.phase is Phase.WAITING
+    assert told.waits(2 * LONGEST_PAUSE) == []
+
+
+def test_accused_nodes_are_suspected():
+    told = Told()
+    told.begins()
+    effects = told.hears("b", failed=pb.Failed(reason="silent", accused=["c"]))
+    assert suspected(effects) == ["c"]
+
+
+# --- the end
+
+
+def test_after_the_last_step_comes_a_validation_and_then_the_end():
+    told = Told(replace(RULES, steps=1, validation_microbatches=3))
+    told.begins()
+    begin = told.commits()["b"].step.begin
+    assert (begin.kind, begin.step, len(begin.plan)) == (pb.Begin.EVALUATE, 1, 3)
+    halts = sent(told.comes_home(), "halt")
+    assert halts.keys() == SWARM.keys()
+    assert halts["a"].halt.finished
+    assert halts["a"].halt.validation_loss == 2.0
+
+
+def test_validation_comes_at_its_steps_and_aborts_nothing():
+    told = Told(replace(RULES, validation_microbatches=1, validate_every=2))
+    told.begins()
+    assert told.commits()["a"].step.begin.kind == pb.Begin.TRAIN
+    assert told.commits()["a"].step.begin.kind == pb.Begin.EVALUATE
+    effects = told.hears("c", failed=pb.Failed(reason="x"))
+    assert events(effects, Aborted) == []
+    begin = sent(told.statuses(2), "step")["a"].step.begin
+    assert begin.kind == pb.Begin.EVALUATE
+    assert sent(told.comes_home(), "step")["a"].step.begin.step == 3
+
+
+def test_who_missed_the_end_is_told_when_the_link_is_back():
+    told = Told(replace(RULES, steps=1))
+    told.begins()
+    ballot = told.driver.ballot
+    told.commits()
+    last = told.driver.standing.last
+    effects = told.driver.link_lost("c", "reset", told.now)
+    assert sent(effects, "query").keys() == SWARM.keys()
+    has = pb.Status(committed=1, last=last)
+    missed = pb.Status(ready=1, ready_ballot=ballot.message())
+    effects = told.statuses(a=has, b=has, c=missed, d=has, e=has)
+    assert sent(effects, "step").keys() == {"c"}
+    assert sent(told.statuses(1), "halt")["c"].halt.finished
+
+
+@pytest.mark.parametrize("members", [SWARM, {"a": 0, "c": 2, "d": 3, "e": 4}])
+def test_a_finished_run_stays_finished_whoever_is_lost(members: dict[str, int]):
+    told = Told(replace(RULES, steps=1))
+    told.begins()
+    told.commits()
+    told.views(members)
+    effects = told.statuses(1, b=pb.Status())
+    assert all(message.halt.finished for message in sent(effects, "halt").values())
+    assert told.driver.phase is Phase.HALTED
+
+
+# --- every policy
+
+
+def lost(*nodes: str) -> dict[str, pb.Status]:
+    """These have joined just now."""
+    return dict.fromkeys(nodes, pb.Status())
+
+
+def at_step_5(rules: Rules, **statuses: pb.Status) -> list[Effect]:
+    told = Told(rules)
+    told.views(committed=5)
+    return told.statuses(5, **statuses)
+
+
+LOOSE = replace(RULES, strict=False)
+
+
+def test_with_swapped_orders_every_second_microbatch_visits_both_ends_the_other_way_round():
+    told = Told(replace(RULES, policy="checkfree+", validation_microbatches=2))
+    begin = told.begins()["c"].step.begin
+    assert [list(m.order) for m in begin.plan] == [[1, 2, 3, 4], [2, 1, 4, 3]]
+
+
+def test_an_end_stage_is_interpolated_and_said_to_be_a_fallback():
+    effects = at_step_5(LOOSE, **lost("b"))
+    sync = sent(effects, "sync")["b"].sync
+    assert (sync.method, [s.stage for s in sync.sources]) == ("interpolate", [2])
+    (event,) = events(effects, RebuildOrdered)
+    assert event.fallback
+    assert sync.last.step == 5
+
+
+def test_strict_stops_instead():
+    effects = at_step_5(RULES, **lost("b"))
+    assert "--strict" in sent(effects, "halt")["c"].halt.reason
+
+
+def test_a_lost_stage_is_rebuilt_only_when_every_stage_has_a_node():
+    """What is lost together is decided together."""
+    told = Told(LOOSE, {"a": 0, "b": 1, "c": 2, "e": 4})
+    told.views(committed=5)
+    effects = told.statuses(5, **lost("c"))
+    assert not sent(effects, "sync")
+    assert told.driver.phase is Phase.WAITING
+    told.views(SWARM)
+    effects = told.statuses(5, **lost("c", "d"))
+    assert {n: m.sync.method for n, m in sent(effects, "sync").items()} == {
+        "c": "interpolate",
+        "d": "interpolate",
+    }
+
+
+def test_stages_lost_in_a_row_relearn_together_with_what_is_around_them():
+    effects = at_step_5(replace(LOOSE, relearn=True), **lost("c", "d"))
+    for node in "cd":
+        sync = sent(effects, "sync")[node].sync
+        assert [(p.node, p.stage) for p in sync.lost] == [("c", 2), ("d", 3)]
+        assert [p.node for p in sync.neighbours] == ["b", "e"]
+
+
+def test_exact_rebuilds_relearn_nothing():
+    rules = replace(RULES, policy="checkfree+", relearn=True)
+    copies = pb.Status(
+        committed=5, last=pb.Commit(step=5), holdings=[pb.Holding(kind="copy", stage=0, step=5)]
+    )
+    told = Told(rules)
+    told.views(committed=5)
+    effects = told.statuses(5, a=pb.Status(), b=copies)
+    sync = sent(effects, "sync")["a"].sync
+    assert (sync.method, sync.sources[0].node, len(sync.lost)) == ("stage0-copy", "b", 0)
+
+
+def checkpoints(committed: int, *steps: int, stage: int, lineage: int = 0) -> pb.Status:
+    held = [pb.Holding(kind="checkpoint", stage=stage, step=step) for step in steps]
+    last = pb.Commit(step=committed)
+    return pb.Status(committed=committed, last=last, holdings=held, lineage=lineage)
+
+
+def test_a_roll_back_takes_everybody_to_the_newest_common_checkpoint():
+    rules = replace(RULES, policy="checkpoint")
+    told = Told(rules)
+    told.views(committed=5)
+    effects = told.statuses(
+        **{n: checkpoints(0 if n == "c" else 5, 2, 4, stage=s) for n, s in SWARM.items()}
+    )
+    syncs = sent(effects, "sync")
+    assert syncs.keys() == SWARM.keys()
+    assert {m.sync.step for m in syncs.values()} == {4}
+    assert {m.sync.lineage for m in syncs.values()} == {1}
+    (event,) = events(effects, RolledBack)
+    assert (event.lost, event.step) == (5, 4)
+    told.hears_all(synced=pb.Synced(step=4, method="checkpoint"))
+    begins = sent(
+        told.statuses(**{n: checkpoints(4, 2, 4, stage=s, lineage=1) for n, s in SWARM.items()}),
+        "step",
+    )
+    assert begins["c"].step.begin.step == 5
+
+
+def test_after_a_roll_back_whoever_missed_it_is_behind_however_far_it_was():
+    told = Told(LOOSE, SWARM | {"f": 3})
+    told.views()
+    back = pb.Status(committed=4, lineage=1, last=pb.Commit(step=4))
+    effects = told.statuses(**dict.fromkeys(SWARM, back), f=pb.Status(committed=9))
+    sync = sent(effects, "sync")["f"].sync
+    assert (sync.method, sync.step, sync.lineage) == ("replica", 4, 1)
+
+
+def saves(stage: int, *steps: int) -> pb.Status:
+    return pb.Status(holdings=[pb.Holding(kind="save", stage=stage, step=s) for s in steps])
+
+
+def test_a_swarm_that_comes_back_goes_on_from_its_saves_although_more_was_committed():
+    told = Told()
+    told.views(committed=47)
+    effects = told.statuses(**{n: saves(s, 30, 40) for n, s in SWARM.items()})
+    syncs = sent(effects, "sync")
+    assert {(n, m.sync.step, m.sync.method) for n, m in syncs.items()} == {
+        (node, 40, "save") for node in SWARM
+    }
+    assert syncs["b"].sync.sources[0].node == "b"
+    told.hears_all(synced=pb.Synced(step=40, method="save"))
+    back = pb.Status(committed=40, lineage=1, last=pb.Commit(step=40))
+    told.now += 1
+    told.driver.rules = replace(RULES, steps=60)
+    assert sent(told.statuses(**dict.fromkeys(SWARM, back)), "step")["b"].step.begin.step == 41
+
+
+def test_saves_are_not_read_before_every_stage_has_a_node():
+    told = Told(RULES, {"a": 0, "b": 1})
+    told.views(committed=47)
+    effects = told.statuses(a=saves(0, 40), b=saves(1, 40))
+    assert not sent(effects, "sync")
+    assert told.driver.phase is Phase.WAITING
+
+
+def test_under_the_checkpoint_policy_everything_may_be_lost_before_the_first_one():
+    told = Told(replace(RULES, policy="checkpoint"))
+    told.views(committed=5)
+    effects = told.statuses()
+    assert {n: m.sync.step for n, m in sent(effects, "sync").items()} == dict.fromkeys(SWARM, 0)
+    told.hears_all(synced=pb.Synced(method="checkpoint"))
+    assert sent(told.statuses(**dict.fromkeys(SWARM, pb.Status(lineage=1))), "step")
+
+
+def test_a_save_of_the_very_step_is_read_by_who_has_it():
+    told = Told(RULES, SWARM | {"f": 2})
+    told.views(committed=5)
+    last = pb.Commit(step=5, ballot=pb.Ballot(view=1, attempt=9))
+    held = [pb.Holding(kind="save", stage=2, step=5, made=last.ballot)]
+    there = pb.Status(committed=5, lineage=1, last=last)
+    effects = told.statuses(
+        **dict.fromkeys("abde", there), c=pb.Status(), f=pb.Status(holdings=held)
+    )
+    syncs = sent(effects, "sync")
+    assert syncs.keys() == {"f"}
+    assert (syncs["f"].sync.method, syncs["f"].sync.sources[0].node) == ("save", "f")
+
+
+def test_a_run_that_is_alive_needs_no_saves():
+    told = Told()
+    told.views(committed=5)
+    effects = told.statuses(5, c=saves(2, 3))
+    assert sent(effects, "sync")["c"].sync.method == "checkfree"
+
+
+# --- an attempt that goes on without lost nodes
+
+PAIRS = {**SWARM, "z": 0, "f": 1, "g": 2, "h": 3, "i": 4}
+FOUR = replace(RULES, microbatches=4)
+
+
+def on_the_way(rules: Rules = FOUR, members: dict[str, int] = PAIRS) -> Told:
+    told = Told(rules, members)
+    told.begins()
+    return told
+
+
+def goes_on(effects: Sequence[Effect]) -> pb.Begin:
+    """The plan by which all that are left go on."""
+    begins = {node: message.step.begin for node, message in sent(effects, "step").items()}
+    (first, *others) = begins.values()
+    assert all(other == first for other in others)
+    assert begins.keys() == {place.node for place in first.members}
+    return first
+
+
+def server(begin: pb.Begin, microbatch: int, stage: int) -> str:
+    if stage == 0:
+        return begin.plan[microbatch].source
+    return begin.members[begin.plan[microbatch].places[stage - 1]].node
+
+
+def test_a_plan_has_a_node_for_each_visit_and_shares_them_out_by_speed():
+    told = Told(replace(RULES, microbatches=6), PAIRS)
+    told.views()
+    fast = pb.Status(seconds_per_microbatch=1.0)
+    told.statuses(c=fast, g=pb.Status(seconds_per_microbatch=2.0))
+    begin = told.attempt.begin
+    assert [server(begin, i, 2) for i in range(6)].count("c") == 4
+    assert [server(begin, i, 1) for i in range(6)].count("b") == 3
+
+
+def test_the_loss_of_a_replica_does_not_end_the_attempt():
+    told = on_the_way()
+    before, first = told.driver.ballot, told.attempt.begin
+    effects = told.driver.link_lost("g", "reset", told.now)
+    begin = goes_on(effects)
+    assert (Ballot.of(begin.since), begin.step) == (before, 1)
+    assert told.driver.ballot > before
+    assert not events(effects, Aborted)
+    assert events(effects, AttemptMasked)[0].microbatches == 2
+    for microbatch in range(4):
+        assert server(begin, microbatch, 2) == "c"
+        for stage in (0, 1, 3, 4):
+            assert server(begin, microbatch, stage) == server(first, microbatch, stage)
+
+
+def test_it_is_committed_once_the_registry_has_dropped_the_node_and_not_before():
+    told = on_the_way()
+    told.driver.link_lost("g", "reset", told.now)
+    assert not told.commits()
+    left = {node: stage for node, stage in PAIRS.items() if node != "g"}
+    told.views(left)
+    steps = sent(told.waits(0.1), "step")
+    assert steps.keys() == left.keys()
+    commit = steps["a"].step.commit
+    assert (commit.step, len(commit.microbatches)) == (1, 4)
+    assert told.driver.phase is Phase.GATHERING  # for the view without it
+
+
+def test_a_node_that_is_no_member_any_more_need_not_have_lost_its_link():
+    told = on_the_way()
+    left = {node: stage for node, stage in PAIRS.items() if node != "g"}
+    assert goes_on(told.views(left)).since == pb.Ballot(view=1, attempt=2)
+    assert told.driver.link_lost("g", "no member any more", told.now) == []
+    assert sent(told.waits(0.0), "query") == {}
+    assert told.commits()["b"].step.commit.step == 1
+
+
+def test_a_node_that_is_not_lost_after_all_costs_the_attempt():
+    told = on_the_way()
+    told.driver.link_lost("g", "dialled anew", told.now)
+    assert not told.commits()
+    assert told.waits(EVICTED - 0.1) == []
+    effects = told.waits(0.2)
+    assert "isn't lost after all" in events(effects, Aborted)[0].reason
+    assert sent(effects, "query").keys() == PAIRS.keys()
+
+
+def test_a_node_whose_link_is_up_again_was_not_lost():
+    told = on_the_way()
+    told.driver.link_lost("g", "dialled anew", told.now)
+    assert told.driver.link_up("b", told.now) == []
+    effects = told.driver.link_up("g", told.now)
+    assert "its link is up again" in events(effects, Aborted)[0].reason
+    assert sent(effects, "query").keys() == PAIRS.keys()
+
+
+def test_what_a_lost_source_has_brought_home_is_to_come_home_again():
+    told = on_the_way()
+    plan = told.attempt.begin.plan
+    for microbatch in plan:
+        told.hears(microbatch.source, home=pb.Home(microbatch=microbatch.id, loss=4.0, tokens=2))
+    assert told.driver.phase is Phase.REDUCING
+    effects = told.driver.link_lost("z", "reset", told.now)
+    begin = goes_on(effects)
+    assert {m.source for m in begin.plan} == {"a"}
+    assert told.driver.phase is Phase.RUNNING
+    assert not sent(effects, "reduce")
+    told.hears("z", home=pb.Home(microbatch=1, loss=9.0, tokens=2))
+    assert 1 not in told.attempt.homes
+    told.hears("a", home=pb.Home(microbatch=1, loss=4.0, tokens=2))
+    assert sent(told.hears("a", home=pb.Home(microbatch=3, loss=4.0, tokens=2)), "reduce")
+
+
+def test_when_all_is_home_it_is_reduced_anew_and_votes_from_before_do_not_count():
+    told = on_the_way()
+    for microbatch in told.attempt.begin.plan:
+        told.hears(microbatch.source, home=pb.Home(microbatch=microbatch.id, loss=4.0, tokens=2))
+    before = told.driver.ballot
+    for node in "abcdefhiz":
+        told.ready(node)
+    reduces = sent(told.driver.link_lost("g", "reset", told.now), "reduce")
+    assert reduces.keys() == PAIRS.keys() - {"g"}
+    told.hears("b", ballot=before, ready=pb.Ready(step=1, squared_norm=9.0, finite=True))
+    assert told.attempt.vote is not None
+    assert told.attempt.vote.ready == {}
+
+
+def test_homes_that_were_sent_before_the_new_plan_was_heard_of_count():
+    told = on_the_way()
+    before = told.driver.ballot
+    told.driver.link_lost("g", "reset", told.now)
+    told.hears("a", ballot=before, home=pb.Home(microbatch=0, loss=4.0, tokens=2))
+    assert told.attempt.homes.keys() == {0}
+
+
+def test_several_may_be_lost_one_after_the_other_and_at_once():
+    told = on_the_way()
+    first = told.driver.ballot
+    told.driver.link_lost("g", "reset", told.now)
+    left = {node: stage for node, stage in PAIRS.items() if node not in ("g", "d", "z")}
+    begin = goes_on(told.views(left))
+    assert Ballot.of(begin.since) == first
+    assert told.attempt.masked == {"g", "d", "z"}
+    assert {server(begin, m, 3) for m in range(4)} == {"h"}
+
+
+def test_with_spares_the_stand_in_gets_all_that_the_lost_node_had():
+    told = on_the_way(replace(RULES, microbatches=9, masking="spare"), {**PAIRS, "m": 2, "n": 2})
+    first = told.attempt.begin
+    begin = goes_on(told.driver.link_lost("g", "reset", told.now))  # of c, g, m, n
+    for microbatch in range(9):
+        before = server(first, microbatch, 2)
+        assert server(begin, microbatch, 2) == ("m" if before == "g" else before)
+
+
+def test_when_a_stand_in_is_lost_too_the_others_share():
+    told = on_the_way(replace(RULES, microbatches=9, masking="spare"), {**PAIRS, "m": 2, "n": 2})
+    left = {node: stage for node, stage in told.members.items() if node not in ("g", "m")}
+    begin = goes_on(told.views(left))
+    assert {server(begin, microbatch, 2) for microbatch in range(9)} == {"c", "n"}
+
+
+@pytest.mark.parametrize(
+    ("rules", "lost"),
+    [
+        (replace(FOUR, masking="abort"), ["g"]),
+        (FOUR, ["c", "g"]),  # its stage is lost
+    ],
+)
+def test_where_nobody_can_take_over_or_nobody_is_to_the_attempt_ends(rules: Rules, lost: list[str]):
+    told = on_the_way(rules)
+    effects = [told.driver.link_lost(node, "reset", told.now) for node in lost][-1]
+    assert events(effects, Aborted)
+    assert sent(effects, "query")
+
+
+def test_an_evaluation_begins_again():
+    told = on_the_way(replace(FOUR, steps=1, validation_microbatches=2))
+    told.commits()
+    assert told.attempt.begin.kind == pb.Begin.EVALUATE
+    assert sent(told.driver.link_lost("g", "reset", told.now), "query")
+
+
+def test_who_can_not_be_reached_by_another_is_given_time_to_turn_out_lost():
+    told = on_the_way()
+    effects = told.hears("b", cut=pb.Cut(node="g", reason="reset"))
+    assert suspected(effects) == ["g"]
+    assert told.driver.phase is Phase.RUNNING
+    assert told.waits(UNREACHED / 2) == []
+    assert goes_on(told.driver.link_lost("g", "reset", told.now))
+    assert told.waits(UNREACHED) == []
+    told.hears("b", cut=pb.Cut(node="g", reason="reset"))
+    assert told.waits(UNREACHED) == []
+
+
+def test_who_stays_out_of_reach_for_some_costs_the_attempt():
+    told = on_the_way()
+    told.hears("b", cut=pb.Cut(node="g", reason="reset"))
+    effects = told.waits(UNREACHED)
+    assert "b can't reach g: reset" in events(effects, Aborted)[0].reason
+
+
+def test_a_node_without_which_it_can_not_go_on_need_not_be_waited_for():
+    told = on_the_way(members=SWARM)
+    effects = told.hears("b", cut=pb.Cut(node="c", reason="reset"))
+    assert events(effects, Aborted)
+    assert suspected(effects) == ["c"]
+
+
+def test_the_next_step_goes_without_it_though_a_newcomer_has_not_answered_yet():
+    told = on_the_way()
+    told.driver.link_lost("g", "reset", told.now)
+    told.views({**{n: s for n, s in PAIRS.items() if n != "g"}, "new": 2})
+    steps = told.commits()
+    assert steps.keys() == PAIRS.keys() - {"g"}
+    begin = steps["a"].step.begin
+    assert begin.step == 2
+    assert not begin.HasField("since")
+    assert "g" not in {place.node for place in begin.members}
+
+
+def test_joiners_hear_of_the_new_plan_and_are_fed_by_who_is_left():
+    told = on_the_way()
+    told.views({**PAIRS, "j": 2})
+    told.hears("j", ballot=Ballot(2, 0), status=pb.Status())
+    told.commits()
+    told.statuses(1, j=pb.Status())
+    assert told.driver.joining.joiners.keys() == {"j"}
+    effects = told.driver.link_lost("g", "reset", told.now)
+    begin = sent(effects, "step")["j"].step.begin
+    assert [joiner.node for joiner in begin.joining] == ["j"]
+    assert "g" not in {place.node for place in begin.members}

@@ -1,0 +1,81 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planaria.node.transaction.routing import (
+    Route,
+    earliest_finish,
+    plan,
+    routes,
+    share_out,
+    stand_ins,
+)
+from planaria.node.wire import stage_pb2 as pb
+from planaria.recovery import masking
+
+
+def test_a_node_half_as_fast_is_given_half_as_many():
+    sources = share_out(range(30), ["a", "b"], {"a": 1.0, "b": 2.0})
+    assert (sources.count("a"), sources.count("b")) == (20, 10)
+
+
+def test_without_measurements_the_shares_are_equal():
+    sources = share_out(range(12), ["a", "b", "c"], {})
+    assert [sources.count(node) for node in "abc"] == [4, 4, 4]
+
+
+def test_a_new_node_counts_as_average():
+    assert earliest_finish(["a", "b"], {"a": 1}, {"a": 3.0}) == "b"
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=5), st.integers(0, 40))
+def test_shares_end_together_but_for_a_microbatch(speeds, count):
+    nodes = [f"n{i}" for i in range(len(speeds))]
+    seconds = dict(zip(nodes, speeds, strict=True))
+    given_to = share_out(range(count), nodes, seconds)
+    assert len(given_to) == count
+    busiest = max((given_to.count(node) * seconds[node] for node in nodes), default=0.0)
+    for node in nodes:
+        assert (given_to.count(node) + 1) * seconds[node] >= busiest * (1 - 1e-9)
+
+
+def test_where_all_are_alike_lost_microbatches_are_shared_out_as_the_controller_does():
+    stacks = masking.share(12, 4)
+    lost = ~stacks.without([1]).covered()
+    _, depth = masking.assign(stacks.without([1]), lost)
+    shares = share_out(np.flatnonzero(lost), ["a", "c", "d"], {})
+    assert max(map(shares.count, "acd")) == depth == 1
+
+
+def test_a_plan_gives_each_visit_a_node_of_its_stage_by_speed():
+    replicas = [["a", "b"], ["c"], ["d", "e"], ["f"], ["g"]]
+    planned = plan(6, replicas, {"d": 1.0, "e": 2.0}, swapped=True)
+    assert {route.stages for route in planned} == {(0, 1, 2, 3, 4, 0), (0, 2, 1, 4, 3, 0)}
+    for route in planned:
+        assert route.nodes[0] == route.nodes[-1]
+        assert all(n in replicas[s] for n, s in zip(route.nodes, route.stages, strict=True))
+    visited = [node for route in planned for node in route.nodes[:-1]]
+    assert [visited.count(node) for node in "abcdefg"] == [3, 3, 6, 4, 2, 6, 6]
+
+
+def test_the_next_replica_stands_in():
+    places = [("b", 1), ("a", 0), ("d", 1), ("c", 1), ("e", 2), ("f", 2)]
+    members = [pb.Place(node=node, stage=stage) for node, stage in places]
+    assert stand_ins(members) == {"b": "c", "c": "d", "d": "b", "e": "f", "f": "e"}
+
+
+MEMBERS = [pb.Place(node=node, stage=stage) for node, stage in [("a", 0), ("b", 1), ("c", 2)]]
+
+
+def test_a_route_goes_by_the_plans_places_and_back_to_the_source():
+    microbatch = pb.Microbatch(id=3, source="a", order=[2, 1], places=[2, 1])
+    begin = pb.Begin(members=MEMBERS, plan=[microbatch])
+    assert routes(begin) == {3: Route(("a", "c", "b", "a"), (0, 2, 1, 0))}
+
+
+@pytest.mark.parametrize("places", [[1], [2, 1], [1, 7], []])
+def test_a_plan_that_sends_a_microbatch_to_the_wrong_stage_is_refused(places):
+    microbatch = pb.Microbatch(id=3, source="a", order=[1, 2], places=places)
+    with pytest.raises(ValueError, match="microbatch 3 is sent to nodes off its order"):
+        routes(pb.Begin(members=MEMBERS, plan=[microbatch]))

@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planaria.node.wire.chunks import Inbox, Outbox
+from planaria.node.wire.wire import (
+    KINDS,
+    PAYLOAD_LIMIT,
+    Chunk,
+    Frame,
+    WireError,
+    buffers_of,
+    encode,
+    parse_chunk,
+)
+
+
+def frame(size: int, kind: str = "activation", number: int = 0) -> Frame:
+    content = random.Random(number).randbytes(size)
+    cut = size // 3
+    return Frame(kind, (1, 1), {"number": number}, [], (content[:cut], b"", content[cut:]))
+
+
+def chunk_of(outbox: Outbox) -> Chunk:
+    message = outbox.next()
+    assert message is not None
+    return parse_chunk(message)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 100)), max_size=12),
+    st.integers(1, 20),
+    st.integers(2, 5),
+    st.randoms(use_true_random=False),
+)
+def test_every_frame_arrives_whole_whatever_the_timing(
+    sizes: list[tuple[str, int]], chunk: int, window: int, timing: random.Random
+) -> None:
+    outbox, inbox = Outbox(chunk, window * chunk), Inbox(PAYLOAD_LIMIT)
+    frames = [frame(size, kind, number) for number, (kind, size) in enumerate(sizes)]
+    to_push, arrived = deque(frames), []
+    there: deque[bytes] = deque()  # on the way to the inbox, and back
+    back: deque[bytes] = deque()
+    while True:
+        moves = []
+        if to_push:
+            moves.append("push")
+        if (acknowledgement := inbox.acknowledgement()) is not None:
+            back.append(acknowledgement)
+        if there:
+            moves.append("deliver")
+        if back:
+            moves.append("acknowledge")
+        if (message := outbox.next()) is not None:
+            there.append(message)
+            continue
+        if not moves:
+            break
+        match timing.choice(moves):
+            case "push":
+                outbox.push(to_push.popleft())
+            case "deliver":
+                if (found := inbox.receive(parse_chunk(there.popleft()))) is not None:
+                    arrived.append(found)
+            case "acknowledge":
+                received = parse_chunk(back.popleft())
+                outbox.acknowledge(received.frame, received.acknowledged - 1)
+    assert outbox.unacknowledged == 0
+    assert outbox.unfinished() == []
+    assert len(arrived) == len(frames)
+    for found in arrived:
+        sent = frames[found.fields["number"]]
+        assert (found.kind, b"".join(buffers_of(found.payload))) == (
+            sent.kind,
+            b"".join(buffers_of(sent.payload)),
+        )
+    for kind in KINDS:
+        numbers = [found.fields["number"] for found in arrived if found.kind == kind]
+        assert numbers == sorted(numbers)
+
+
+def test_urgent_kinds_go_first_and_overtake_between_chunks() -> None:
+    outbox = Outbox(chunk=10, window=1000)
+    outbox.push(frame(25, "state"))
+    first = chunk_of(outbox)
+    outbox.push(frame(5, "activation"))
+    outbox.push(frame(15, "gradient"))
+    outbox.push(frame(5, "gradient"))
+    order = [
+        (chunk.frame, len(chunk.data)) for chunk in [first, *(chunk_of(outbox) for _ in range(6))]
+    ]
+    assert order == [(1, 10), (2, 10), (2, 5), (3, 5), (4, 5), (1, 10), (1, 5)]
+    assert outbox.next() is None
+
+
+def test_no_more_than_the_window_is_under_way() -> None:
+    outbox = Outbox(chunk=10, window=20)
+    outbox.push(frame(45))
+    assert [chunk_of(outbox).offset for _ in range(2)] == [0, 10]
+    assert outbox.next() is None
+    outbox.acknowledge(1, 10)
+    assert outbox.unacknowledged == 35
+    assert chunk_of(outbox).offset == 20
+    assert outbox.next() is None
+
+
+def test_what_is_not_acknowledged_to_its_end_is_unfinished() -> None:
+    outbox = Outbox(chunk=10, window=100)
+    sent = [frame(20, "state", 0), frame(10, "average", 1), frame(0, "average", 2)]
+    for item in sent:
+        outbox.push(item)
+    while outbox.next() is not None:
+        pass
+    late = frame(10, "gradient", 3)
+    outbox.push(late)
+    assert outbox.unfinished() == [sent[1], sent[2], sent[0], late]
+    outbox.acknowledge(1, 10)
+    outbox.acknowledge(3, 10)
+    assert outbox.unfinished() == [sent[2], sent[0], late]
+    outbox.acknowledge(2, 0)
+    outbox.acknowledge(3, 20)
+    assert outbox.unfinished() == [late]
+
+
+@pytest.mark.parametrize(("number", "received"), [(2, 0), (0, 0), (1, 21), (1, 9), (1, -1)])
+def test_acknowledgements_that_cannot_be_are_refused(number: int, received: int) -> None:
+    outbox = Outbox(chunk=10, window=100)
+    outbox.push(frame(30))
+    chunk_of(outbox), chunk_of(outbox)
+    outbox.acknowledge(1, 10)
+    with pytest.raises(WireError, match="which can't be"):
+        outbox.acknowledge(number, received)
+
+
+def test_a_frame_that_cannot_travel_is_not_queued() -> None:
+    outbox = Outbox(chunk=10, window=100)
+    with pytest.raises(WireError, match="at most 65536"):
+        outbox.push(Frame("state", (1, 1), {"a": "a" * 70_000}, [], b"abc"))
+    assert outbox.unacknowledged == 0
+    assert outbox.next() is None
+
+
+HEAD = frame(0).head()
+
+
+def start(number: int = 1, size: int = 20, data: bytes = b"a" * 10, head: bytes = HEAD) -> Chunk:
+    return Chunk(number, 0, size, head, memoryview(data), 0)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "why"),
+    [
+        (start(2)._replace(offset=10), "where 0 of 20 was next"),
+        (start(3), "a new frame would be 2"),
+        (start(1)._replace(offset=0), "where 10 of 20 was next"),
+        (start(1)._replace(offset=10, size=30), "where 10 of 20 was next"),
+        (start(1, data=b"a" * 11)._replace(offset=10), "a chunk of 11 bytes at 10 of 20"),
+        (start(1, data=b"")._replace(offset=10), "a chunk of 0 bytes"),
+        (start(2, size=101), "a payload of 101 bytes; at most 100"),
+        (start(2, head=b""), "not msgpack"),
+        (
+            start(2, head=Frame("state", (1, 1), {}, encode([], "none")[0], b"").head() + b"\0"),
+            "msgpack",
+        ),
+    ],
+)
+def test_chunks_that_cannot_be_are_refused(chunk: Chunk, why: str) -> None:
+    inbox = Inbox(payload_limit=100)
+    assert inbox.receive(start()) is None
+    with pytest.raises(WireError, match=why):
+        inbox.receive(chunk)
+
+
+def test_frames_under_way_are_limited() -> None:
+    inbox = Inbox(payload_limit=100)
+    for number in range(1, len(KINDS) + 1):
+        inbox.receive(start(number))
+    with pytest.raises(WireError, match=f"more than {len(KINDS)} frames under way"):
+        inbox.receive(start(len(KINDS) + 1))
+
+
+def test_copies_leave_only_when_nothing_is_under_way() -> None:
+    outbox = Outbox(chunk=10, window=1000)
+    outbox.push(frame(25, "copy"))
+    assert chunk_of(outbox).offset == 0
+    assert outbox.next() is None, "a copy's chunk is under way"
+    outbox.push(frame(15, "gradient"))
+    assert [chunk_of(outbox).frame for _ in range(2)] == [2, 2]
+    outbox.acknowledge(1, 10)
+    assert outbox.next() is None, "a gradient is under way"
+    outbox.acknowledge(2, 10)
+    assert outbox.next() is None
+    outbox.acknowledge(2, 15)
+    assert chunk_of(outbox).offset == 10
+    assert outbox.next() is None
+
+
+def test_each_chunk_of_a_copy_is_acknowledged_at_once() -> None:
+    outbox, inbox = Outbox(chunk=10, window=1000), Inbox(PAYLOAD_LIMIT)
+    for kind, size in (("state", 30), ("copy", 25)):
+        outbox.push(frame(size, kind))
+    assert inbox.receive(chunk_of(outbox)) is None
+    assert inbox.acknowledgement() is None
+    arrived = []
+    while (message := outbox.next()) is not None:
+        arrived.append(inbox.receive(parse_chunk(message)))
+        while (answer := inbox.acknowledgement()) is not None:
+            received = parse_chunk(answer)
+            outbox.acknowledge(received.frame, received.acknowledged - 1)
+    assert [found.kind for found in arrived if found] == ["state", "copy"]
+    assert outbox.unacknowledged == 0

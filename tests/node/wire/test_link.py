@@ -1,0 +1,597 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+import torch
+import uvloop
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from planaria.bootstrap.credentials import Credentials
+from planaria.node.wire import link
+from planaria.node.wire.link import Links, LinkSettings, Peer, Silence
+from planaria.node.wire.stage_pb2 import Chunk, Message
+from planaria.node.wire.wire import Frame, WireError, decode, encode
+
+DEADLINE = 20.0  # seconds; reached only when a test fails
+QUICK = LinkSettings(view_wait=0.05, handshake=10.0, chunk=1024, window=4096)
+
+
+class Recorder:
+    """Events of one node, in order."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
+        self.hold = False
+
+    def on_message(self, peer: str, message: Message) -> None:
+        self.queue.put_nowait(("message", peer, message))
+
+    def on_frame(self, peer: str, frame: Frame) -> None:
+        self.queue.put_nowait(("frame", peer, frame))
+
+    def on_link_up(self, peer: str) -> None:
+        self.queue.put_nowait(("up", peer))
+
+    def on_link_lost(self, peer: str, reason: str, unacknowledged: list[Frame]) -> None:
+        self.queue.put_nowait(("lost", peer, reason, unacknowledged))
+
+    async def next(self, kind: str) -> tuple[Any, ...]:
+        async with asyncio.timeout(DEADLINE):
+            event = await self.queue.get()
+        assert event[0] == kind, event
+        return event[1:]
+
+
+class Node:
+    def __init__(
+        self, name: str, run: str = "run", settings: LinkSettings = QUICK, **more: Any
+    ) -> None:
+        self.events = Recorder()
+        self.links = Links(run, name, self.events, settings, **more)
+        self.name, self.address = name, ""
+
+    def peer(self) -> Peer:
+        return Peer(self.name, self.address)
+
+
+@asynccontextmanager
+async def started(*nodes: Node, listen: str = "ab") -> AsyncIterator[None]:
+    try:
+        for node in nodes:
+            if node.name in listen:
+                node.address = f"127.0.0.1:{await node.links.start('127.0.0.1:0')}"
+            else:
+                await node.links.start(None)
+        yield
+    finally:
+        for node in nodes:
+            await node.links.stop()
+        assert [task for task in asyncio.all_tasks() if "link to" in task.get_name()] == []
+
+
+def view(number: int, *nodes: Node) -> None:
+    for node in nodes:
+        others = [other.name for other in nodes if other is not node]
+        node.links.set_peers(number, [other.peer() for other in nodes], others)
+
+
+async def up(*nodes: Node) -> None:
+    for node in nodes:
+        for _ in range(len(nodes) - 1):
+            await node.events.next("up")
+
+
+def frame(size: int = 16, kind: str = "activation", **fields: Any) -> Frame:
+    descriptors, buffers = encode([torch.arange(size, dtype=torch.uint8)], "none")
+    return Frame(kind, (1, 2), fields, descriptors, buffers)
+
+
+def message(step: int) -> Message:
+    return Message(ballot={"view": 1, "attempt": 2}, ready={"step": step})
+
+
+# What a link carries
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_messages_and_frames_both_ways_and_their_bytes_are_counted(run: Any) -> None:
+    run(both_ways())
+
+
+async def both_ways() -> None:
+    a, b = Node("a"), Node("b")
+    async with started(a, b):
+        view(1, a, b)
+        await up(a, b)
+        for one, other in ((a, b), (b, a)):
+            for step in range(5):
+                assert one.links.send(other.name, message(step))
+            for step in range(5):
+                assert await other.events.next("message") == (one.name, message(step))
+            assert one.links.send_frame(other.name, frame(10_000, microbatch=3))
+            peer, found = await other.events.next("frame")
+            assert peer == one.name
+            assert (found.kind, found.ballot, found.fields) == (
+                "activation",
+                (1, 2),
+                {"microbatch": 3},
+            )
+            (tensor,) = decode(found.descriptors, found.payload)
+            assert torch.equal(tensor, torch.arange(10_000, dtype=torch.uint8))
+        # b's acknowledgement came before its frame, on the same stream
+        assert a.links.unacknowledged == 0
+        assert a.links.bytes_out > 10_000 < a.links.bytes_in
+        assert a.links.traffic["b"].bytes_out == a.links.bytes_out
+
+
+async def test_a_frame_of_many_chunks_in_the_default_settings() -> None:
+    a, b = Node("a", settings=LinkSettings()), Node("b", settings=LinkSettings())
+    async with started(a, b):
+        view(1, a, b)
+        await up(a, b)
+        tensors = [torch.arange(5_000_001), torch.ones(3, dtype=torch.uint8), torch.randn(100_000)]
+        descriptors, buffers = encode(tensors, "none")
+        assert a.links.send_frame("b", Frame("state", (1, 1), {}, descriptors, buffers))
+        _, found = await b.events.next("frame")
+        decoded = decode(found.descriptors, found.payload)
+        assert all(torch.equal(x, y) for x, y in zip(decoded, tensors, strict=True))
+
+
+async def test_an_urgent_frame_overtakes_a_big_one() -> None:
+    a, b = Node("a"), Node("b")
+    async with started(a, b):
+        view(1, a, b)
+        await up(a, b)
+        for kind in ("state", "average", "activation", "gradient"):
+            a.links.send_frame("b", frame(100_000, kind))
+        kinds = [(await b.events.next("frame"))[1].kind for _ in range(4)]
+        assert kinds == ["gradient", "activation", "average", "state"]
+
+
+async def test_a_frame_that_cannot_travel_is_said_to_its_sender() -> None:
+    a, b = Node("a"), Node("b")
+    async with started(a, b):
+        assert not a.links.send("b", message(1))
+        assert not a.links.send_frame("b", frame())
+        view(1, a, b)
+        await up(a, b)
+        with pytest.raises(WireError, match="kind 'pickle'"):
+            a.links.send_frame("b", frame(kind="pickle"))
+        with pytest.raises(WireError, match="a message of"):
+            a.links.send("b", Message(failed={"reason": "a" * (link.MESSAGE_LIMIT + 1)}))
+        assert a.links.linked("b")
+
+
+# Who dials
+
+
+@pytest.mark.parametrize("listen", ["a", "b"])
+async def test_a_node_without_an_address_dials(listen: str) -> None:
+    a, b = Node("a"), Node("b")
+    async with started(a, b, listen=listen):
+        view(1, a, b)
+        await up(a, b)
+        assert b.links.send("a", message(1))
+        assert await a.events.next("message") == ("b", message(1))
+
+
+async def test_three_nodes_link_pair_by_pair() -> None:
+    nodes = Node("a"), Node("b"), Node("c")
+    async with started(*nodes, listen="ac"):
+        view(1, *nodes)
+        await up(*nodes)
+
+
+async def test_a_link_that_is_demanded_is_dialled_by_whoever_demands_it() -> None:
+    a, b = Node("a"), Node("b")
+    async with started(a, b):
+        for node in (a, b):
+            node.links.set_peers(1, [a.peer(), b.peer()], [])
+        b.links.demand("a")
+        b.links.demand("a")
+        b.links.demand("stranger")
+        assert await b.events.next("up") == ("a",)
+        assert b.links.send("a", message(1))
+        assert await a.events.next("up") == ("b",)
+        view(2, a, b)
+        assert b.links.linked("a")
+
+
+async def test_if_both_dial_one_link_comes_up_and_none_is_lost() -> None:
+    a, b = Node("a"), Node("b")
+    async with started(a, b), Wire(b.address) as wire:
+        wire.passing.clear()
+        a.links.set_peers(1, [a.peer(), Peer("b", wire.address)], ["b"])
+        b.links.set_peers(1, [a.peer(), Peer("b", "")], ["a"])  # thinks that it has to dial
+        async with asyncio.timeout(DEADLINE):
+            while a.links._handshakes < 2 and a.events.queue.empty():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        wire.passing.set()
+        await up(a, b)
+        for one, other in ((a, b), (b, a)):
+            assert one.links._links[other.name].dialler == "a", "by the smaller id, from the start"
+            assert one.links.send(other.name, message(1))
+            assert await other.events.next("message") == (one.name, message(1))
+
+
+async def test_if_the_other_side_cannot_be_reached_its_dial_is_taken() -> None:
+    a, b = Node("a"), Node("b")
+    async with started(a, b), Wire(b.address) as wire:
+        wire.passing.clear()
+        a.links.set_peers(1, [a.peer(), Peer("b", wire.address)], ["b"])
+        b.links.set_peers(1, [a.peer(), Peer("b", "")], ["a"])
+        async with asyncio.timeout(DEADLINE):
+            while a.links._handshakes < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            while a.events.queue.empty():
+                wire.cut()
+                await asyncio.sleep(0)
+        await up(a, b)
+        assert b.links.send("a", message(1))
+        assert await a.events.next("message") == ("b", message(1))
+
+
+async def test_of_two_links_by_one_dialler_the_newer_one_stays() -> None:
+    b = Node("b")
+    async with started(b):
+        b.links.set_peers(1, [Peer("a", ""), Peer("b", b.address), Peer("c", "")], [])
+        async with dialled(b, "c") as first:
+            await b.events.next("up")
+            async with dialled(b, "c"):
+                assert await b.events.next("lost") == ("c", "c dialled anew", [])
+                await b.events.next("up")
+                assert "c dialled anew" in await farewell(first["Control"])
+
+
+async def test_a_larger_id_is_refused_while_there_is_a_link() -> None:
+    a, c = Node("a"), Node("c")
+    async with started(a, c, listen="ac"):
+        view(1, a, c)
+        await up(a, c)
+        with pytest.raises(
+            grpc.aio.AioRpcError, match="a has a link with c that a dialled"
+        ) as error:
+            async with dialled(a, "c"):
+                pass
+        assert error.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        async with dialled(c, "a"):
+            assert (await c.events.next("lost"))[:2] == ("a", "a dialled anew")
+            await c.events.next("up")
+
+
+# Who is refused
+
+
+def metadata(node: Node, dialler: str, /, **changes: str) -> tuple[tuple[str, str], ...]:
+    pairs = {"run": "run", "node": dialler, "peer": node.name, "protocol": "1", "link": "x"}
+    return tuple((f"planaria-{key}", value) for key, value in (pairs | changes).items())
+
+
+@asynccontextmanager
+async def dialled(node: Node, dialler: str, /, **changes: str) -> AsyncIterator[dict[str, Any]]:
+    """The two streams of a link, without Links at this end."""
+    pairs = metadata(node, dialler, **changes)
+    async with grpc.aio.insecure_channel(node.address) as channel, asyncio.timeout(DEADLINE):
+        calls: dict[str, Any] = {
+            name: channel.stream_stream(f"/planaria.node.Stage/{name}")(metadata=pairs)
+            for name in ("Control", "Bulk")
+        }
+        for call in calls.values():
+            if not await call.initial_metadata():
+                await call.read()
+        yield calls
+
+
+async def farewell(call: Any) -> str:
+    """What the stream ends with."""
+    try:
+        while (await call.read()) is not grpc.aio.EOF:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error.details() or ""
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "sentence"),
+    [
+        ({"node": "x"}, "PERMISSION_DENIED", "'x' is no member of view 7, the newest that b knows"),
+        ({"run": "other"}, "PERMISSION_DENIED", "b is in run run, not 'other'"),
+        ({"peer": "c"}, "NOT_FOUND", "this is node b, not 'c'"),
+        ({"protocol": "2"}, "FAILED_PRECONDITION", "b speaks protocol 1, the dialler 2"),
+        ({"token": "bad"}, "UNAUTHENTICATED", "the join token is not this run's"),
+    ],
+)
+async def test_strangers_are_refused_with_a_sentence(
+    changes: dict[str, str], code: str, sentence: str
+) -> None:
+    b = Node("b", credentials=Credentials(token="good"))
+    async with started(b):
+        b.links.set_peers(7, [Peer("a", ""), b.peer()], [])
+        with pytest.raises(grpc.aio.AioRpcError, match=sentence) as error:
+            async with dialled(b, "a", **({"token": "good"} | changes)):
+                pass
+        assert error.value.code() is grpc.StatusCode[code]
+        async with dialled(b, "a", token="good"):
+            assert await b.events.next("up") == ("a",)
+
+
+async def test_a_dialler_that_a_newer_view_admits_has_only_to_wait() -> None:
+    a, b = Node("a"), Node("b", settings=replace(QUICK, view_wait=DEADLINE))
+    async with started(a, b):
+        a.links.set_peers(2, [a.peer(), b.peer()], ["b"])
+        b.links.set_peers(1, [b.peer()], [])
+        b.links.set_peers(2, [a.peer(), b.peer()], [])
+        await up(a, b)
+        b.links.set_peers(1, [b.peer()], [])  # too old to count
+        assert b.links.linked("a")
+
+
+async def test_half_a_link_is_refused() -> None:
+    b = Node("b", settings=replace(QUICK, handshake=0.05))
+    async with started(b):
+        b.links.set_peers(1, [Peer("a", "")], [])
+        async with grpc.aio.insecure_channel(b.address) as channel:
+            call: Any = channel.stream_stream("/planaria.node.Stage/Bulk")(
+                metadata=metadata(b, "a")
+            )
+            assert "only a Bulk stream came" in await farewell(call)
+
+
+async def test_two_nodes_cannot_share_a_port() -> None:
+    a, b = Node("a"), Node("b")
+    async with started(a, b, listen="a"):
+        with pytest.raises(OSError, match=f"can't listen on {a.address}"):
+            await b.links.start(a.address)
+
+
+# What comes in malformed
+
+
+@pytest.mark.parametrize(
+    ("stream", "sent", "why"),
+    [
+        ("Bulk", b"\x08", "a chunk that ends inside a number"),
+        ("Bulk", Chunk(frame=2, size=1, data=b"a").SerializeToString(), "a new frame would be 1"),
+        ("Bulk", Chunk(frame=1, size=1, data=b"a").SerializeToString(), "head of a frame"),
+        (
+            "Bulk",
+            Chunk(frame=1, size=2**60).SerializeToString(),
+            "a payload of 1152921504606846976",
+        ),
+        ("Bulk", Chunk(frame=9, acknowledged=5).SerializeToString(), "4 bytes of frame 9"),
+        ("Control", b"\xff", "not one of stage.proto's"),
+    ],
+)
+async def test_malformed_input_ends_its_link_and_no_other(
+    stream: str, sent: bytes, why: str
+) -> None:
+    a, b = Node("a"), Node("b")
+    async with started(a, b):
+        peers = [a.peer(), b.peer(), Peer("c", "")]
+        a.links.set_peers(1, peers, ["b"])
+        b.links.set_peers(1, peers, ["a"])
+        await up(a, b)
+        async with dialled(b, "c") as calls:
+            assert await b.events.next("up") == ("c",)
+            await calls[stream].write(sent)
+            last = Chunk.FromString(await calls["Bulk"].read())
+            assert why in last.head.decode()
+            calls["Bulk"].cancel()
+            peer, reason, _ = await b.events.next("lost")
+            assert peer == "c"
+            assert why in reason
+        a.links.send("b", message(1))
+        assert await b.events.next("message") == ("a", message(1))
+
+
+async def test_a_dialler_says_what_was_malformed_too() -> None:
+    said: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def control(_: Any, context: Any) -> None:
+        await context.send_initial_metadata((("planaria-node", "b"),))
+        await said
+
+    async def bulk(_: Any, context: Any) -> None:
+        await context.send_initial_metadata((("planaria-node", "b"),))
+        await context.write(b"\x08")
+        said.set_result(Chunk.FromString(await context.read()).head.decode())
+
+    server = grpc.aio.server()
+    handlers: dict[str, Any] = {
+        "Control": grpc.stream_stream_rpc_method_handler(control),
+        "Bulk": grpc.stream_stream_rpc_method_handler(bulk),
+    }
+    handler = grpc.method_handlers_generic_handler("planaria.node.Stage", handlers)
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    a = Node("a")
+    async with started(a, listen=""):
+        a.links.set_peers(1, [Peer("b", f"127.0.0.1:{port}")], ["b"])
+        await a.events.next("up")
+        _, reason, _ = await a.events.next("lost")
+        assert reason == "b sent what can't be: a chunk that ends inside a number"
+        assert await said == reason
+    await server.stop(None)
+
+
+# Loss
+
+
+class Wire:
+    """A TCP relay to `address` that can stop passing bytes on, and break."""
+
+    def __init__(self, address: str) -> None:
+        self.host, port = address.split(":")
+        self.port = int(port)
+        self.passing = asyncio.Event()
+        self.passing.set()
+        self.writers: list[asyncio.StreamWriter] = []
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Wire:
+        self.server = await asyncio.start_server(self.accept, "127.0.0.1", 0)
+        host, port = self.server.sockets[0].getsockname()
+        self.address = f"{host}:{port}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.server.close()
+        self.cut()
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner = await asyncio.open_connection(self.host, self.port)
+        self.writers += [writer, inner[1]]
+        for source, sink in ((reader, inner[1]), (inner[0], writer)):
+            self.tasks.add(asyncio.create_task(self.relay(source, sink)))
+
+    async def relay(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        try:
+            while data := await source.read(65536):
+                await self.passing.wait()
+                sink.write(data)
+        except ConnectionError:
+            pass
+        sink.close()
+
+    def cut(self) -> None:
+        for writer in self.writers:
+            writer.transport.abort()
+        self.writers.clear()
+
+
+async def test_a_broken_link_tells_what_may_be_lost_and_comes_back() -> None:
+    a, b = Node("a"), Node("b")
+    async with started(a, b), Wire(b.address) as wire:
+        b.address = wire.address
+        view(1, a, b)
+        await up(a, b)
+        a.links.send_frame("b", frame(5000, number=0))
+        assert (await b.events.next("frame"))[1].fields == {"number": 0}
+        b.links.send_frame("a", frame())  # behind the acknowledgement
+        await a.events.next("frame")
+
+        wire.passing.clear()
+        for number in range(1, 9):
+            a.links.send_frame("b", frame(5000, number=number))
+        assert a.links.unacknowledged == 40_000
+        wire.cut()
+        peer, reason, lost = await a.events.next("lost")
+        assert peer == "b"
+        assert "UNAVAILABLE" in reason or "broke" in reason
+        assert [item.fields["number"] for item in lost] == list(range(1, 9))
+        assert a.links.unacknowledged == 0
+        assert (await b.events.next("lost"))[0] == "a"
+
+        wire.passing.set()
+        await up(a, b)
+        a.links.send_frame("b", frame(number=9))
+        assert (await b.events.next("frame"))[1].fields == {"number": 9}
+
+
+@pytest.mark.parametrize("leaver", ["a", "b"])
+async def test_a_node_that_stops_is_lost_at_once_and_reports_nothing_itself(leaver: str) -> None:
+    a, b = Node("a"), Node("b")
+    async with started(a, b):
+        view(1, a, b)
+        await up(a, b)
+        gone, left = (a, b) if leaver == "a" else (b, a)
+        await gone.links.stop()
+        assert (await left.events.next("lost"))[0] == gone.name
+        assert gone.events.queue.empty()
+        assert not left.links.linked(gone.name)
+
+
+async def test_who_is_no_member_any_more_is_disconnected_unreported() -> None:
+    a, b = Node("a"), Node("b")
+    async with started(a, b):
+        view(1, a, b)
+        await up(a, b)
+        b.links.set_peers(2, [b.peer()], [])
+        assert not b.links.linked("a")
+        peer, reason, _ = await a.events.next("lost")
+        assert (peer, reason) == ("b", "closed by the peer, which says: a is no member of view 2")
+        assert b.events.queue.empty()
+
+
+async def test_the_heartbeat_ends_a_silent_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Silence, "tick", lambda _self, _now: 3.14)
+    a, b = Node("a"), Node("b", settings=replace(QUICK, heartbeat=0.01))
+    async with started(a, b):
+        view(1, a, b)
+        await up(a, b)
+        assert (await b.events.next("lost"))[1] == "silent for 3.1 s"
+        assert (await a.events.next("lost"))[1].endswith("silent for 3.1 s")
+
+
+def test_silence_is_what_lasts_as_long_as_the_limit() -> None:
+    silence = Silence(limit=3.0, interval=1.0, now=0.0)
+    assert [silence.tick(now) for now in (1.0, 2.0)] == [None, None]
+    assert silence.tick(3.0) == 3.0
+    silence.heard(3.5)
+    assert [silence.tick(now) for now in (4.0, 5.0, 6.0)] == [None, None, None]
+    assert silence.tick(7.0) == 3.5
+
+
+def test_a_node_that_was_busy_itself_accuses_nobody() -> None:
+    silence = Silence(limit=3.0, interval=1.0, now=0.0)
+    assert silence.tick(1.0) is None
+    assert silence.tick(12.0) is None  # ten seconds late
+    assert silence.tick(12.5) is None
+    assert silence.tick(13.5) == 3.5 - 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"chunk": 5 << 20}, "chunk = 5242880"),
+        ({"chunk": 1 << 20, "window": 1 << 20}, "less than 2 chunks"),
+        ({"silence": 0.9}, "less than two heartbeats"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        LinkSettings(**changes)
+
+
+async def test_a_listening_node_answers_the_standard_health_check() -> None:
+    node = Links("run", "a", Recorder())
+    port = await node.start("127.0.0.1:0")
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            for service in ("", "planaria.node.Stage"):
+                answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    finally:
+        await node.stop()
+
+
+async def test_a_delivery_is_over_when_the_peer_has_it_or_the_link_is_lost() -> None:
+    a, b = Node("a"), Node("b")
+    async with started(a, b):
+        view(1, a, b)
+        await a.events.next("up")
+        assert a.links.peers == ["b"]
+        frame = Frame("probe", (0, 0), {}, [], bytes(10_000))
+        async with asyncio.timeout(DEADLINE):
+            await a.links.deliver("b", frame)
+        await b.events.next("up")
+        assert (await b.events.next("frame"))[1].size == 10_000
+        delivering = asyncio.create_task(a.links.deliver("b", frame))
+        await asyncio.sleep(0)
+        a.links.set_peers(2, [a.peer()], [])
+        with pytest.raises(ConnectionError, match="the link to b is lost: b is no member"):
+            await delivering
+        with pytest.raises(ConnectionError, match="no link to b"):
+            await a.links.deliver("b", frame)

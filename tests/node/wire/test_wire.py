@@ -1,0 +1,335 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgpack
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planaria.node.wire import wire
+from planaria.node.wire.stage_pb2 import Chunk as ProtobufChunk
+from planaria.node.wire.wire import (
+    Descriptor,
+    Frame,
+    WireError,
+    decode,
+    encode,
+    pack_chunk,
+    parse_chunk,
+)
+
+SHAPES = [(), (1,), (0,), (3, 0, 2), (255,), (256,), (257,), (3, 5, 100)]
+UINT64 = st.integers(0, 2**64 - 1)
+
+
+def sample(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 50
+    return values.abs().to(dtype) if dtype == torch.uint8 else values.to(dtype)
+
+
+def joined(buffers: tuple[memoryview, ...]) -> bytearray:
+    return bytearray().join(buffers)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", wire.DTYPES.values())
+def test_codec_none_keeps_every_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = sample(shape, dtype)
+    descriptors, buffers = encode([tensor], "none")
+    (found,) = decode(descriptors, joined(buffers))
+    assert found.dtype == dtype
+    assert found.shape == shape
+    assert torch.equal(found, tensor)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("codec", "through"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_half_codecs_round_once(
+    codec: wire.Codec, through: torch.dtype, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    tensor = sample(shape, dtype)
+    descriptors, buffers = encode([tensor], codec)
+    (found,) = decode(descriptors, joined(buffers))
+    assert found.dtype == dtype
+    assert torch.equal(found, tensor.to(through).to(dtype))
+
+
+@given(
+    st.lists(st.floats(-(2.0**100), 2.0**100, width=32), max_size=600),
+    st.sampled_from([1.0, 2.0**-140, 0.0]),
+)
+def test_int8_is_wrong_by_half_a_scale_at_most(values: list[float], factor: float) -> None:
+    tensor = torch.tensor(values, dtype=torch.float32) * factor
+    descriptors, buffers = encode([tensor], "int8")
+    (found,) = decode(descriptors, joined(buffers))
+    tiny = torch.finfo(torch.float32).tiny
+    blocks = zip(torch.split(tensor, 256), torch.split(found, 256), strict=True)
+    for before, after in blocks:
+        if before.numel():
+            scale = max(before.abs().max().item() / 127, tiny)
+            assert (before - after).abs().max().item() <= scale * 0.5001
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int8_keeps_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = sample(shape, dtype)
+    descriptors, buffers = encode([tensor], "int8")
+    (found,) = decode(descriptors, joined(buffers))
+    assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+    torch.testing.assert_close(found, tensor, atol=1.0, rtol=0.01)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("codec", ["none", "bf16", "fp16", "int8"])
+def test_what_is_not_finite_stays_so(codec: wire.Codec, bad: float) -> None:
+    tensor = torch.ones(700)
+    tensor[300] = bad
+    descriptors, buffers = encode([tensor], codec)
+    (found,) = decode(descriptors, joined(buffers))
+    assert not found[300].isfinite()
+    assert found[:256].isfinite().all()
+    assert found[512:].isfinite().all()
+
+
+def test_whole_numbers_travel_as_they_are_in_every_codec() -> None:
+    tensor = torch.arange(1000) * 10**12
+    descriptors, buffers = encode([tensor], "int8")
+    assert torch.equal(decode(descriptors, joined(buffers))[0], tensor)
+
+
+def test_codec_none_copies_nothing() -> None:
+    tensor = torch.zeros(4, 4, requires_grad=True)
+    descriptors, buffers = encode([tensor], "none")
+    address = tensor.data_ptr()
+    assert torch.frombuffer(buffers[0], dtype=torch.uint8).data_ptr() == address
+    assert decode(descriptors, buffers)[0].data_ptr() == address
+    payload = joined(buffers)
+    found = decode(descriptors, payload)[0]
+    assert found.data_ptr() == torch.frombuffer(payload, dtype=torch.uint8).data_ptr()
+
+
+def test_strided_tensors_are_laid_out() -> None:
+    tensor = torch.arange(12.0).view(3, 4).t()
+    descriptors, buffers = encode([tensor], "none")
+    assert torch.equal(decode(descriptors, joined(buffers))[0], tensor)
+
+
+def test_tensors_behind_an_odd_one_and_read_only_payloads() -> None:
+    tensors = [torch.arange(3, dtype=torch.uint8), torch.arange(5.0), torch.arange(7)]
+    descriptors, buffers = encode(tensors, "none")
+    payloads: list[wire.Payload] = [
+        joined(buffers),
+        bytes(joined(buffers)),
+        buffers,
+        (joined(buffers[:2]), bytes(buffers[2])),
+    ]
+    for payload in payloads:
+        found = decode(descriptors, payload)
+        assert all(torch.equal(a, b) for a, b in zip(found, tensors, strict=True))
+        assert all(tensor.data_ptr() % tensor.itemsize == 0 for tensor in found)
+        found[0].zero_() if payload is not buffers else None
+
+
+def test_a_flipped_bit_is_noticed_and_named() -> None:
+    descriptors, buffers = encode([torch.ones(3), torch.ones(5)], "none")
+    payload = joined(buffers)
+    payload[-1] ^= 1
+    with pytest.raises(WireError, match=r"tensor 1 \(float32 \(5,\)\) arrived damaged"):
+        decode(descriptors, payload)
+
+
+def descriptor(**changes: object) -> list[object]:
+    (good,), _ = encode([torch.ones(4)], "none")
+    return list((good._asdict() | changes).values())
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (descriptor(dtype="float64"), "dtype 'float64' is none of"),
+        (descriptor(dtype=["float32"]), "dtype"),
+        (descriptor(codec="zip"), "codec 'zip' is none of"),
+        (descriptor(dtype="int32", codec="bf16", size=8), "bf16 is for floating point"),
+        (descriptor(shape=[5]), "is 20 bytes, not 16"),
+        (descriptor(shape=[-4]), "no whole number"),
+        (descriptor(shape=[4.0]), "no whole number"),
+        (descriptor(shape=[True, 4]), "no whole number"),
+        (descriptor(shape=[1] * 9 + [4]), "at most 8"),
+        (descriptor(shape=[2**40, 2**40]), "bytes, not 16"),
+        (descriptor(size=2**70), "64 bits"),
+        (descriptor(checksum="a"), "64 bits"),
+        (descriptor()[:4], "a descriptor is"),
+        ("float32", "a descriptor is"),
+    ],
+)
+def test_bad_descriptors_are_refused(raw: object, why: str) -> None:
+    with pytest.raises(WireError, match=why):
+        decode([raw], bytes(16))
+
+
+def test_sizes_must_add_up() -> None:
+    descriptors, buffers = encode([torch.ones(4)], "none")
+    with pytest.raises(WireError, match="say 16 bytes, the payload has 17"):
+        decode(descriptors, (*buffers, b"x"))
+    with pytest.raises(WireError, match="5000 tensors in a frame; at most 4096"):
+        decode(descriptors * 5000, buffers)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "why"),
+    [
+        (torch.ones(1, dtype=torch.float64), "float64 doesn't travel"),
+        (torch.ones([1] * 9), "9 dimensions"),
+    ],
+)
+def test_what_does_not_travel_is_said_before_it_is_sent(tensor: torch.Tensor, why: str) -> None:
+    with pytest.raises(WireError, match=why):
+        encode([tensor], "none")
+
+
+# Frames
+
+
+def test_a_frame_comes_back_from_its_head_and_payload() -> None:
+    descriptors, buffers = encode([torch.ones(4), torch.arange(3)], "bf16")
+    fields = {"microbatch": 7, "route": ["a", "b"], "hash": b"\x00\xff", "loss": None}
+    frame = Frame("activation", (3, 2**63), fields, descriptors, buffers)
+    assert frame.size == 8 + 24
+    payload = joined(buffers)
+    found = Frame.parse(frame.head(), payload)
+    assert found == Frame("activation", (3, 2**63), fields, descriptors, payload)
+    assert all(isinstance(d, Descriptor) for d in found.descriptors)
+
+
+@pytest.mark.parametrize(
+    ("head", "why"),
+    [
+        (["activation", 1, 1, {}], "is not \\[kind"),
+        ({}, "is not \\[kind"),
+        (["pickle", 1, 1, {}, []], "kind 'pickle', which is none of"),
+        (["state", -1, 1, {}, []], "not two whole numbers"),
+        (["state", 1, 1.5, {}, []], "not two whole numbers"),
+        (["state", 1, 1, [], []], "not a map"),
+        (["state", 1, 1, {3: 4}, []], "not msgpack"),
+        (["state", 1, 1, {"a" * 65: 4}, []], "at most 64 characters"),
+        (["state", 1, 1, {"a": msgpack.ExtType(1, b"")}, []], "extension type 1"),
+        (["state", 1, 1, {}, {}], "no list"),
+        (["state", 1, 1, {}, [[]]], "a descriptor is"),
+        (["state", 1, 1, {"a": ["b" * 1000] * 70}, []], "at most 65536"),
+    ],
+)
+def test_bad_heads_are_refused(head: object, why: str) -> None:
+    with pytest.raises(WireError, match=why):
+        Frame.parse(msgpack.packb(head), b"")
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_as_a_head_give_a_frame_or_a_wire_error(head: bytes) -> None:
+    try:
+        assert Frame.parse(head, b"").kind in wire.KINDS
+    except WireError as error:
+        assert str(error)
+
+
+def test_limits_of_a_frame() -> None:
+    with pytest.raises(WireError, match="5 bytes; at most 4"):
+        Frame.parse(Frame("state", (1, 1), {}, [], b"").head(), b"12345", limit=4)
+    with pytest.raises(WireError, match="at most 65536"):
+        Frame("state", (1, 1), {"a": b"a" * 70_000}, [], b"").head()
+    with pytest.raises(WireError, match="can't be packed"):
+        Frame("state", (1, 1), {"a": object()}, [], b"").head()
+
+
+# Chunks
+
+CHUNKS = st.fixed_dictionaries(
+    {
+        "frame": UINT64,
+        "offset": UINT64,
+        "size": UINT64,
+        "head": st.binary(max_size=300),
+        "data": st.binary(max_size=300),
+        "acknowledged": UINT64,
+    }
+)
+
+
+def split(data: bytes, cuts: list[int]) -> list[bytes]:
+    return [data[a:b] for a, b in pairwise([0, *sorted(cuts), len(data)])]
+
+
+@given(CHUNKS, st.lists(st.integers(0, 300), max_size=3))
+def test_chunks_are_written_byte_for_byte_as_protobuf_does(
+    fields: dict[str, object], cuts: list[int]
+) -> None:
+    data = fields["data"]
+    assert isinstance(data, bytes)
+    packed = pack_chunk(**fields | {"data": split(data, cuts)})  # type: ignore[arg-type]
+    assert packed == ProtobufChunk(**fields).SerializeToString()  # type: ignore[arg-type]
+
+
+def same(found: wire.Chunk, expected: ProtobufChunk) -> bool:
+    return tuple(found) == (
+        expected.frame,
+        expected.offset,
+        expected.size,
+        expected.head,
+        expected.data,
+        expected.acknowledged,
+    )
+
+
+def field(number: int, wire_type: int, content: bytes) -> bytes:
+    return wire._pack_varint(number << 3 | wire_type) + content
+
+
+FIELDS = st.one_of(
+    st.builds(
+        lambda n, v: field(n, 0, wire._pack_varint(v)),
+        st.integers(1, 2**29 - 1) | st.integers(1, 6),
+        UINT64,
+    ),
+    st.builds(
+        lambda n, v: field(n, 2, wire._pack_varint(len(v)) + v),
+        st.integers(1, 2**29 - 1) | st.integers(1, 6),
+        st.binary(max_size=200),
+    ),
+    st.builds(lambda n, v: field(n, 1, v), st.integers(1, 9), st.binary(min_size=8, max_size=8)),
+    st.builds(lambda n, v: field(n, 5, v), st.integers(1, 9), st.binary(min_size=4, max_size=4)),
+)
+
+
+@given(st.lists(FIELDS, max_size=12).map(b"".join))
+def test_chunks_are_read_as_protobuf_does_unknown_and_repeated_fields_too(message: bytes) -> None:
+    assert same(parse_chunk(message), ProtobufChunk.FromString(message))
+
+
+@given(st.binary(max_size=40) | st.lists(FIELDS | st.binary(max_size=3), max_size=5).map(b"".join))
+def test_any_bytes_as_a_chunk_are_read_as_protobuf_does_or_refused(message: bytes) -> None:
+    try:
+        found = parse_chunk(message)
+    except WireError as error:
+        assert str(error)
+    else:
+        assert same(found, ProtobufChunk.FromString(message))
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (b"\x08", "ends inside a number"),
+        (b"\x08" + b"\xff" * 10 + b"\x01", "more than 10 bytes"),
+        (b"\x08" + b"\xff" * 9 + b"\x7f", "more than 64 bits"),
+        (b"\x2a\x05abc", "ends inside its field 5"),
+        (b"\x00\x00", "impossible tag"),
+        (b"\x0b", "wire type 3"),
+        (b"\x39abc", "ends inside its field 7"),
+    ],
+)
+def test_malformed_chunks_are_refused(message: bytes, why: str) -> None:
+    with pytest.raises(WireError, match=why):
+        parse_chunk(message)
