@@ -25,9 +25,10 @@ import grpc
 import torch
 import uvloop
 
+from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links, LinkSettings, Peer
 from planaria.node.wire.stage_pb2 import Message
-from planaria.node.wire.wire import Frame, decode, encode
+from planaria.node.wire.tensors import decode, encode
 
 CHUNK: Final = 2 << 20
 FRAME: Final = 8 << 20

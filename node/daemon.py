@@ -56,7 +56,6 @@ from planaria.node.stage.pipeline import Pipeline
 from planaria.node.state.boundary import BoundaryClient, BoundaryServer
 from planaria.node.state.feeding import Gradients, Pins, backlog, gradient_frame, no_gradient
 from planaria.node.state.holdings import Holdings
-from planaria.node.state.looped import LoopedExchanges
 from planaria.node.state.rebuild import Rebuilding
 from planaria.node.state.relearn import RelearnError, Relearning
 from planaria.node.state.saves import SaveError, SaveId
@@ -89,9 +88,10 @@ from planaria.node.transaction.following import feeders
 from planaria.node.transaction.member import Frames, Member, Phase
 from planaria.node.transaction.rules import Rules
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links, LinkSettings, Peer
+from planaria.node.wire.looped import LoopedExchanges
 from planaria.node.wire.measuring import measure
-from planaria.node.wire.wire import Frame
 from planaria.recovery.decide import Kind
 
 log = logging.getLogger("planaria")

@@ -7,8 +7,13 @@ and with numbers for tensors.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from planaria.node.wire.frames import Codec, Descriptor, Payload
 
 T = TypeVar("T")
 
@@ -31,4 +36,24 @@ class Compute(Protocol):
         self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
     ) -> None:
         """`then` gets what the work returned or raised, on the event loop."""
+        ...
+
+
+class Tensors(Protocol):
+    """Rows of numbers, and how they travel. All but `empty` runs in the compute thread."""
+
+    def encode(
+        self, tensors: Sequence[Tensor], codec: Codec
+    ) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
+        """Descriptors and bytes, one of each for every tensor."""
+        ...
+
+    def decode(
+        self, descriptors: Sequence[Any], payload: Payload, device: Any = "cpu"
+    ) -> list[Tensor]:
+        """Raises WireError for bytes that can't be these tensors."""
+        ...
+
+    def empty(self, values: int) -> Tensor:
+        """float32 [values] on the CPU."""
         ...

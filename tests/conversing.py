@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from planaria.node.ports import Priority
-from planaria.node.state.exchange import Exchange, Exchanges
+from planaria.node.wire.exchange import Exchange, Exchanges
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ from planaria.node.stage.model import (
     model_config,
 )
 from planaria.node.stage.optimizer import StageOptimizer, boost, learning_rate
-from planaria.node.wire.wire import decode, encode
+from planaria.node.wire.tensors import decode, encode
 from planaria.recovery import relearning
 from planaria.recovery.checkfree import Trained, guess
 from planaria.recovery.decide import (

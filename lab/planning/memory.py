@@ -24,7 +24,7 @@ from planaria.lab.simulator.swarm import (
 from planaria.node.run_file import RunFile
 from planaria.node.stage.model import ModelConfig, parameter_shapes
 from planaria.node.state.twin import next_stage
-from planaria.node.wire.wire import encoded_size
+from planaria.node.wire.frames import encoded_size
 from planaria.recovery.snapshot import Layout, held_at
 
 TAKEN = torch.int64.itemsize
@@ -168,7 +168,7 @@ def _crossing(run: RunFile, config: ModelConfig) -> tuple[int, int]:
     """Bytes of an activation and of a gradient, as they cross."""
     values = values_sent(run, config)
     codecs = run.wire.activations, run.wire.gradients
-    activation, gradient = (encoded_size(values, torch.float32, codec) for codec in codecs)
+    activation, gradient = (encoded_size(values, "float32", codec) for codec in codecs)
     return activation, gradient
 
 

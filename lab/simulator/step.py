@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Literal
 
-import torch
-
 from planaria.lab.emulation.links import Link
 from planaria.lab.simulator.clock import Clock, Cores, Then, Uplink, Wire, Worker
 from planaria.lab.simulator.swarm import (
@@ -34,8 +32,8 @@ from planaria.node.ports import Priority
 from planaria.node.state.copies import FRAME, OUTSTANDING
 from planaria.node.transaction.averaging import PIECE
 from planaria.node.transaction.routing import Route, plan, stand_ins
+from planaria.node.wire.frames import KINDS, encoded_size
 from planaria.node.wire.stage_pb2 import Place
-from planaria.node.wire.wire import KINDS, encoded_size
 from planaria.recovery.snapshot import route as route_of_copies
 
 URGENCY: Final = {kind: number for number, kind in enumerate(KINDS)}
@@ -183,7 +181,7 @@ def _pieces(swarm: Swarm, stage: int, replicas: int) -> tuple[int, int]:
     values = -(-parameters(swarm.config, stage) // replicas)
     pieces = min(MOST_PIECES, -(-values // PIECE))
     codec = swarm.run.wire.averaging
-    return pieces, HEAD + encoded_size(-(-values // pieces), torch.float32, codec)
+    return pieces, HEAD + encoded_size(-(-values // pieces), "float32", codec)
 
 
 # --- a node's part

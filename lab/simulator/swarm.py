@@ -16,7 +16,7 @@ import torch
 from planaria.lab.emulation.links import Link, Network
 from planaria.node.run_file import Codec, RunFile
 from planaria.node.stage.model import ModelConfig, parameter_shapes
-from planaria.node.wire.wire import encoded_size
+from planaria.node.wire.frames import encoded_size
 from planaria.recovery.relearning import ROUNDS
 
 VALUE = torch.float32.itemsize
@@ -204,7 +204,7 @@ def frame_bytes(run: RunFile, config: ModelConfig, kind: str) -> int:
     """Of an activation or gradient of a microbatch, head included. The residual stream is float32,
     with autocast too: four bytes a value in codec none."""
     codec: Codec = run.wire.activations if kind == "activation" else run.wire.gradients
-    return HEAD + encoded_size(values_sent(run, config), torch.float32, codec)
+    return HEAD + encoded_size(values_sent(run, config), "float32", codec)
 
 
 def forward_flops(config: ModelConfig, stage: int, tokens: int) -> float:

@@ -39,7 +39,8 @@ from planaria.node.transaction.averaging import AveragingError
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.routing import Route, routes, stand_ins
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.wire import Frame, WireError, decode, encode
+from planaria.node.wire.frames import Frame, WireError
+from planaria.node.wire.tensors import decode, encode
 
 MEASURED: Final = 9
 """Microbatches whose median duration is a node's seconds per microbatch."""

@@ -25,7 +25,8 @@ import torch
 from planaria.node.state.transfer import InComputeThread
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.wire import Descriptor, Frame, Payload, WireError, decode, encode
+from planaria.node.wire.frames import Descriptor, Frame, Payload, WireError
+from planaria.node.wire.tensors import decode, encode
 from planaria.recovery.orders import runs
 
 log = logging.getLogger(__name__)

@@ -29,7 +29,8 @@ from planaria.node.state.stage_state import StateId
 from planaria.node.state.transfer import InComputeThread, ServedState
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.wire import NAME_LIMIT, Frame, WireError, decode, encode
+from planaria.node.wire.frames import NAME_LIMIT, Frame, WireError
+from planaria.node.wire.tensors import decode, encode
 from planaria.recovery import snapshot
 from planaria.recovery.snapshot import (
     HeldSnapshot,

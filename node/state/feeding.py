@@ -15,7 +15,8 @@ import torch
 
 from planaria.node.state.transfer import ServedState
 from planaria.node.transaction.effects import Ballot
-from planaria.node.wire.wire import Frame, WireError, decode, encode
+from planaria.node.wire.frames import Frame, WireError
+from planaria.node.wire.tensors import decode, encode
 
 log = logging.getLogger(__name__)
 

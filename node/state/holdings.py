@@ -28,8 +28,8 @@ from planaria.node.state.transfer import FetchedState, ServedState
 from planaria.node.state.twin import Twin
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links
-from planaria.node.wire.wire import Frame
 from planaria.recovery.decide import Kind
 from planaria.recovery.snapshot import Layout, held_at, route
 

@@ -27,7 +27,8 @@ from planaria.node.state.boundary import Fetched, Pair
 from planaria.node.state.transfer import InComputeThread
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.wire import Frame, WireError, decode, encode
+from planaria.node.wire.frames import Frame, WireError
+from planaria.node.wire.tensors import decode, encode
 from planaria.recovery.relearning import (
     Learner,
     Muon,

@@ -23,7 +23,8 @@ import msgpack
 import torch
 
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.wire import Frame, WireError, decode, encode
+from planaria.node.wire.frames import Frame, WireError
+from planaria.node.wire.tensors import decode, encode
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,8 @@ from planaria.node.state.transfer import FetchedState, ServedState
 from planaria.node.transaction.averaging import Abandoned, AveragingError, ReplicaLostError
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.wire import Frame, WireError, decode, encode
+from planaria.node.wire.frames import Frame, WireError
+from planaria.node.wire.tensors import decode, encode
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,8 @@ from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
-from planaria.node.wire.wire import Codec, Frame, WireError, decode, encode
+from planaria.node.wire.frames import Codec, Frame, WireError
+from planaria.node.wire.tensors import decode, encode
 
 log = logging.getLogger(__name__)
 

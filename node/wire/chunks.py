@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from planaria.node.wire.wire import (
+from planaria.node.wire.frames import (
     KINDS,
     Chunk,
     Frame,

@@ -26,7 +26,7 @@ from planaria.bootstrap.credentials import PLAIN, Credentials, add_port
 from planaria.bootstrap.credentials import channel as open_channel
 from planaria.node.wire import stage_pb2
 from planaria.node.wire.chunks import ACKNOWLEDGE_EVERY, Inbox, Outbox
-from planaria.node.wire.wire import (
+from planaria.node.wire.frames import (
     HEAD_LIMIT,
     PAYLOAD_LIMIT,
     Frame,

@@ -15,7 +15,7 @@ from planaria.node.run_file import loads, override
 from planaria.node.state.saves import SavedState, Saves
 from planaria.node.state.twin import Twin
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.wire import Frame
+from planaria.node.wire.frames import Frame
 from planaria.recovery.relearning import passes
 from tests.swarm.in_process import LocalSwarm
 

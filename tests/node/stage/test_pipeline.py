@@ -19,7 +19,7 @@ from planaria.node.stage.pipeline import Pipeline
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.routing import stand_ins
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.wire import Frame
+from planaria.node.wire.frames import Frame
 
 CPU = torch.device("cpu")
 STAGES, MICROBATCHES = 2, 5

@@ -29,7 +29,8 @@ from planaria.node.state.boundary import (
 )
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.wire import Codec, Frame, decode, encode
+from planaria.node.wire.frames import Codec, Frame
+from planaria.node.wire.tensors import decode, encode
 from planaria.recovery.orders import adjoining, order, runs
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from planaria.node.state.copies import Budget, Holder, Kind, Outgoing, Sender
 from planaria.node.state.stage_state import StateId
 from planaria.node.state.transfer import ServedState, StateClient, StateServer
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.wire import Frame
+from planaria.node.wire.frames import Frame
 from planaria.recovery.snapshot import Layout
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from planaria.node.state.boundary import Fetched, Pair
 from planaria.node.state.relearn import Block, RelearnError, Relearning, Terms, whole_pairs
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.wire import Frame
+from planaria.node.wire.frames import Frame
 from planaria.recovery.checkfree import average
 from planaria.recovery.orders import order, runs
 from planaria.recovery.relearning import (

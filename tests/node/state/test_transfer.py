@@ -25,7 +25,8 @@ from planaria.node.state.transfer import (
     TransferError,
 )
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.wire import Frame, decode, encode
+from planaria.node.wire.frames import Frame
+from planaria.node.wire.tensors import decode, encode
 
 T = TypeVar("T")
 SOURCES = ["a", "b", "c"]

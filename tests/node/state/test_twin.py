@@ -24,7 +24,8 @@ from planaria.node.state.twin import Twin, TwinError, next_stage, servers
 from planaria.node.transaction.averaging import Abandoned, ReplicaLostError
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.wire import Frame, buffers_of, decode, encode
+from planaria.node.wire.frames import Frame, buffers_of
+from planaria.node.wire.tensors import decode, encode
 
 T = TypeVar("T")
 CPU = torch.device("cpu")

@@ -19,7 +19,8 @@ from planaria.node.transaction.averaging import (
     Reduction,
     check_ids,
 )
-from planaria.node.wire.wire import Codec, Frame, decode
+from planaria.node.wire.frames import Codec, Frame
+from planaria.node.wire.tensors import decode
 
 T = TypeVar("T")
 BALLOT = (3, 1)

@@ -9,7 +9,7 @@ from planaria.node.state.transfer import ServedState
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.following import Following, feeders
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.wire import Frame
+from planaria.node.wire.frames import Frame
 
 names = st.text("abcdef", min_size=1, max_size=3)
 placed = st.lists(st.tuples(names, st.integers(0, 3)), max_size=12, unique_by=lambda p: p[0])

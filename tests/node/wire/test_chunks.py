@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.node.wire.chunks import Inbox, Outbox
-from planaria.node.wire.wire import (
+from planaria.node.wire.frames import (
     KINDS,
     PAYLOAD_LIMIT,
     Chunk,
     Frame,
     WireError,
     buffers_of,
-    encode,
     parse_chunk,
 )
+from planaria.node.wire.tensors import encode
 
 
 def frame(size: int, kind: str = "activation", number: int = 0) -> Frame:

@@ -14,9 +14,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from planaria.bootstrap.credentials import Credentials
 from planaria.node.wire import link
+from planaria.node.wire.frames import Frame, WireError
 from planaria.node.wire.link import Links, LinkSettings, Peer, Silence
 from planaria.node.wire.stage_pb2 import Chunk, Message
-from planaria.node.wire.wire import Frame, WireError, decode, encode
+from planaria.node.wire.tensors import decode, encode
 
 DEADLINE = 20.0  # seconds; reached only when a test fails
 QUICK = LinkSettings(view_wait=0.05, handshake=10.0, chunk=1024, window=4096)

@@ -8,17 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.node.wire import wire
+from planaria.node.wire import frames, tensors
+from planaria.node.wire.frames import Descriptor, Frame, WireError, pack_chunk, parse_chunk
 from planaria.node.wire.stage_pb2 import Chunk as ProtobufChunk
-from planaria.node.wire.wire import (
-    Descriptor,
-    Frame,
-    WireError,
-    decode,
-    encode,
-    pack_chunk,
-    parse_chunk,
-)
+from planaria.node.wire.tensors import decode, encode
 
 SHAPES = [(), (1,), (0,), (3, 0, 2), (255,), (256,), (257,), (3, 5, 100)]
 UINT64 = st.integers(0, 2**64 - 1)
@@ -34,7 +27,7 @@ def joined(buffers: tuple[memoryview, ...]) -> bytearray:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", wire.DTYPES.values())
+@pytest.mark.parametrize("dtype", tensors.DTYPES.values())
 def test_codec_none_keeps_every_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = sample(shape, dtype)
     descriptors, buffers = encode([tensor], "none")
@@ -48,7 +41,7 @@ def test_codec_none_keeps_every_bit(dtype: torch.dtype, shape: tuple[int, ...]) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("codec", "through"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_half_codecs_round_once(
-    codec: wire.Codec, through: torch.dtype, dtype: torch.dtype, shape: tuple[int, ...]
+    codec: frames.Codec, through: torch.dtype, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     tensor = sample(shape, dtype)
     descriptors, buffers = encode([tensor], codec)
@@ -85,7 +78,7 @@ def test_int8_keeps_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("codec", ["none", "bf16", "fp16", "int8"])
-def test_what_is_not_finite_stays_so(codec: wire.Codec, bad: float) -> None:
+def test_what_is_not_finite_stays_so(codec: frames.Codec, bad: float) -> None:
     tensor = torch.ones(700)
     tensor[300] = bad
     descriptors, buffers = encode([tensor], codec)
@@ -121,7 +114,7 @@ def test_strided_tensors_are_laid_out() -> None:
 def test_tensors_behind_an_odd_one_and_read_only_payloads() -> None:
     tensors = [torch.arange(3, dtype=torch.uint8), torch.arange(5.0), torch.arange(7)]
     descriptors, buffers = encode(tensors, "none")
-    payloads: list[wire.Payload] = [
+    payloads: list[frames.Payload] = [
         joined(buffers),
         bytes(joined(buffers)),
         buffers,
@@ -230,7 +223,7 @@ def test_bad_heads_are_refused(head: object, why: str) -> None:
 @given(st.binary(max_size=200))
 def test_any_bytes_as_a_head_give_a_frame_or_a_wire_error(head: bytes) -> None:
     try:
-        assert Frame.parse(head, b"").kind in wire.KINDS
+        assert Frame.parse(head, b"").kind in frames.KINDS
     except WireError as error:
         assert str(error)
 
@@ -272,7 +265,7 @@ def test_chunks_are_written_byte_for_byte_as_protobuf_does(
     assert packed == ProtobufChunk(**fields).SerializeToString()  # type: ignore[arg-type]
 
 
-def same(found: wire.Chunk, expected: ProtobufChunk) -> bool:
+def same(found: frames.Chunk, expected: ProtobufChunk) -> bool:
     return tuple(found) == (
         expected.frame,
         expected.offset,
@@ -284,17 +277,17 @@ def same(found: wire.Chunk, expected: ProtobufChunk) -> bool:
 
 
 def field(number: int, wire_type: int, content: bytes) -> bytes:
-    return wire._pack_varint(number << 3 | wire_type) + content
+    return frames._pack_varint(number << 3 | wire_type) + content
 
 
 FIELDS = st.one_of(
     st.builds(
-        lambda n, v: field(n, 0, wire._pack_varint(v)),
+        lambda n, v: field(n, 0, frames._pack_varint(v)),
         st.integers(1, 2**29 - 1) | st.integers(1, 6),
         UINT64,
     ),
     st.builds(
-        lambda n, v: field(n, 2, wire._pack_varint(len(v)) + v),
+        lambda n, v: field(n, 2, frames._pack_varint(len(v)) + v),
         st.integers(1, 2**29 - 1) | st.integers(1, 6),
         st.binary(max_size=200),
     ),

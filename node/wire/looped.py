@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from planaria.node.ports import Compute
-from planaria.node.state.exchange import Exchanges
+from planaria.node.wire.exchange import Exchanges
 
 
 class LoopedExchanges(Exchanges):

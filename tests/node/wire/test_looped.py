@@ -9,8 +9,8 @@ from conversing import AtOnce
 
 from planaria.node.ports import Priority
 from planaria.node.stage.compute import ComputeThread
-from planaria.node.state.exchange import Outcome
-from planaria.node.state.looped import LoopedExchanges
+from planaria.node.wire.exchange import Outcome
+from planaria.node.wire.looped import LoopedExchanges
 
 
 def looped() -> LoopedExchanges:

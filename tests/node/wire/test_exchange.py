@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from conversing import Nodes
 
-from planaria.node.state.exchange import Exchanges, Inboxes, Letter, Lost, Outcome
+from planaria.node.wire.exchange import Exchanges, Inboxes, Letter, Lost, Outcome
 
 
 class Later:

@@ -1,0 +1,182 @@
+"""Tensors as the bytes of a frame's payload, and back: the port `Tensors`, with torch.
+
+Each tensor in its codec, end to end; the descriptors make them whole again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from xxhash import xxh3_64_intdigest
+
+from planaria.node.wire.frames import (
+    BLOCK,
+    CODECS,
+    DIMENSION_LIMIT,
+    TENSOR_LIMIT,
+    Codec,
+    Descriptor,
+    Payload,
+    WireError,
+    buffers_of,
+)
+
+DTYPES: Final = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "uint8": torch.uint8,
+}
+DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def empty(values: int) -> torch.Tensor:
+    """float32 [values] on the CPU. Raises MemoryError when there is no room for it."""
+    try:
+        return torch.empty(values)
+    except RuntimeError as error:
+        raise MemoryError(f"no room for {4 * values} bytes") from error
+
+
+def encode(
+    tensors: Sequence[torch.Tensor], codec: Codec
+) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
+    """Descriptors and bytes, one of each for every tensor.
+
+    The work is done on the tensor's device. With codec none, the bytes of a contiguous CPU tensor
+    are its own memory: it stays alive with them, and must not change before they are sent. Tensors
+    of whole numbers travel as they are in every codec.
+
+    int8: per block of 256 values a float32 scale, max(abs) / 127; all scales first, then a signed
+    byte for each value. The error is at most half a scale; a block with a value that is not finite
+    comes back without a finite one. fp16 turns what is beyond 65504 into inf.
+
+    Raises WireError for a dtype that doesn't travel.
+    """
+    if codec not in CODECS:
+        raise WireError(f"codec {codec!r} is none of {', '.join(CODECS)}")
+    if len(tensors) > TENSOR_LIMIT:
+        raise WireError(f"{len(tensors)} tensors in a frame; at most {TENSOR_LIMIT}")
+    descriptors, buffers = [], []
+    for tensor in tensors:
+        if tensor.dtype not in DTYPE_NAMES:
+            raise WireError(f"{tensor.dtype} doesn't travel; one of {', '.join(DTYPES)} does")
+        if tensor.dim() > DIMENSION_LIMIT:
+            raise WireError(f"a tensor of {tensor.dim()} dimensions; at most {DIMENSION_LIMIT}")
+        used: Codec = codec if tensor.dtype.is_floating_point else "none"
+        buffer = _bytes_of(_compress(tensor.detach(), used))
+        descriptors.append(
+            Descriptor(
+                dtype=DTYPE_NAMES[tensor.dtype],
+                shape=tuple(tensor.shape),
+                codec=used,
+                checksum=xxh3_64_intdigest(buffer),
+                size=buffer.nbytes,
+            )
+        )
+        buffers.append(buffer)
+    return descriptors, tuple(buffers)
+
+
+def decode(
+    descriptors: Sequence[Any], payload: Payload, device: torch.device | str = "cpu"
+) -> list[torch.Tensor]:
+    """The tensors, on `device`. With codec none on the CPU they share a writable payload's memory.
+
+    Raises WireError when dtype, shape, codec, size or checksum is not right, naming the tensor.
+    """
+    if len(descriptors) > TENSOR_LIMIT:
+        raise WireError(f"{len(descriptors)} tensors in a frame; at most {TENSOR_LIMIT}")
+    parsed = [Descriptor.parse(raw) for raw in descriptors]
+    tensors = []
+    for index, (descriptor, part) in enumerate(zip(parsed, _split(parsed, payload), strict=True)):
+        found = xxh3_64_intdigest(part)
+        if found != descriptor.checksum:
+            raise WireError(
+                f"tensor {index} ({descriptor.dtype} {descriptor.shape}) arrived damaged: its "
+                f"checksum is {found:016x}, not {descriptor.checksum:016x}"
+            )
+        tensors.append(_decompress(descriptor, part, torch.device(device)))
+    return tensors
+
+
+def _compress(tensor: torch.Tensor, codec: Codec) -> torch.Tensor:
+    match codec:
+        case "none":
+            return tensor
+        case "bf16":
+            return tensor.to(torch.bfloat16)
+        case "fp16":
+            return tensor.to(torch.float16)
+        case "int8":
+            return _quantize(tensor)
+
+
+def _quantize(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 [4 * blocks + values] of any floating tensor."""
+    values = tensor.reshape(-1).float()
+    count = values.numel()
+    if tail := count % BLOCK:
+        values = torch.nn.functional.pad(values, (0, BLOCK - tail))
+    blocks = values.view(-1, BLOCK)
+    # Not zero: a block of zeros must not divide by it.
+    scales = (blocks.abs().amax(dim=1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+    quantized = (blocks / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    return torch.cat([scales.view(torch.uint8), quantized.view(-1)[:count].view(torch.uint8)])
+
+
+def _dequantize(raw: torch.Tensor, count: int) -> torch.Tensor:
+    """float32 [count] of what _quantize made."""
+    blocks = -(-count // BLOCK)
+    scales, quantized = raw[: 4 * blocks].view(torch.float32), raw[4 * blocks :].view(torch.int8)
+    values = torch.zeros(blocks * BLOCK, device=raw.device)
+    values[:count] = quantized
+    values.view(blocks, BLOCK).mul_(scales[:, None])
+    return values[:count]
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    return raw.numpy().data
+
+
+def _decompress(descriptor: Descriptor, part: memoryview, device: torch.device) -> torch.Tensor:
+    dtype = DTYPES[descriptor.dtype]
+    if descriptor.values == 0:
+        return torch.empty(descriptor.shape, dtype=dtype, device=device)
+    if part.readonly:
+        part = memoryview(bytearray(part))  # a tensor can be written to
+    raw = torch.frombuffer(part, dtype=torch.uint8)
+    if raw.data_ptr() % 8:  # behind a tensor of odd size
+        raw = raw.clone()
+    raw = raw.to(device)
+    match descriptor.codec:
+        case "none":
+            values = raw.view(dtype)
+        case "bf16":
+            values = raw.view(torch.bfloat16).to(dtype)
+        case "fp16":
+            values = raw.view(torch.float16).to(dtype)
+        case "int8":
+            values = _dequantize(raw, descriptor.values).to(dtype)
+    return values.view(descriptor.shape)
+
+
+def _split(descriptors: Sequence[Descriptor], payload: Payload) -> Iterator[memoryview]:
+    """The payload's part for each descriptor. Raises WireError when the sizes don't add up."""
+    parts = buffers_of(payload)
+    expected, found = sum(d.size for d in descriptors), sum(part.nbytes for part in parts)
+    if expected != found:
+        raise WireError(f"the descriptors say {expected} bytes, the payload has {found}")
+    if [part.nbytes for part in parts] == [d.size for d in descriptors]:
+        yield from parts  # as `encode` made them
+        return
+    whole = parts[0] if len(parts) == 1 else memoryview(bytearray().join(parts))
+    offset = 0
+    for descriptor in descriptors:
+        yield whole[offset : offset + descriptor.size]
+        offset += descriptor.size
