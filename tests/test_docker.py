@@ -1,0 +1,113 @@
+"""What .dockerignore lets in is all that the image needs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def pattern(text: str) -> re.Pattern[str]:
+    """Of a line of .dockerignore: `*` and `?` are within one name, `**/` is for any folders."""
+    parts = re.split(r"(\*\*/|\*|\?)", text.strip("/"))
+    meaning = {"**/": "(?:.*/)?", "*": "[^/]*", "?": "[^/]"}
+    return re.compile("".join(meaning.get(part, re.escape(part)) for part in parts))
+
+
+class Ignored:
+    """As the builder reads the file: a line is about a path and all that is below it, and of the
+    lines that are about a path the last one decides."""
+
+    def __init__(self, file: Path) -> None:
+        lines = [line for line in file.read_text().splitlines() if line and line[0] != "#"]
+        self.lines = [(pattern(line.removeprefix("!")), line[0] != "!") for line in lines]
+
+    def __call__(self, path: PurePosixPath) -> bool:
+        ignored = False
+        places = [str(path), *map(str, path.parents)]
+        for about, ignore in self.lines:
+            if any(about.fullmatch(place) for place in places):
+                ignored = ignore
+        return ignored
+
+
+def copy_context(to: Path) -> None:
+    """What a builder gets to see of this repository. No line lets in part of an ignored folder."""
+    ignored = Ignored(ROOT / ".dockerignore")
+
+    def left_out(folder: str, names: list[str]) -> list[str]:
+        place = PurePosixPath(Path(folder).relative_to(ROOT))
+        return [name for name in names if ignored(place / name)]
+
+    shutil.copytree(ROOT, to, symlinks=True, ignore=left_out)
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def files(package: Path) -> set[str]:
+    """With the package's name in front."""
+    return {
+        str(path.relative_to(package.parent))
+        for folder, _, names in os.walk(package, followlinks=True)
+        for path in (Path(folder) / name for name in names)
+        if "__pycache__" not in path.parts
+    }
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the image's context, as in the image: from installed tools, without a network."""
+    tmp_path = tmp_path_factory.mktemp("image")
+    copy_context(tmp_path / "context")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-index"]
+    options = ["--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path]
+    run(*pip, *options, tmp_path / "context", cwd=tmp_path)
+    [wheel] = tmp_path.glob("*.whl")
+    return wheel
+
+
+def test_the_images_wheel_has_all_files_of_the_packages(wheel: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert names == set().union(*(files(ROOT / package) for package in packages))
+
+
+def test_the_images_wheel_starts_in_an_environment_of_its_own(wheel: Path, tmp_path: Path) -> None:
+    """Whose other packages are those of this environment."""
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "own", cwd=tmp_path)
+    python = tmp_path / "own/bin/python"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
+    run(*pip, "install", "--quiet", "--no-index", "--no-deps", wheel, cwd=tmp_path)
+    [packages] = (tmp_path / "own").glob("lib/python*/site-packages")
+    others = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (packages / "others.pth").write_text("\n".join(others))
+    loaded = run(python, "-c", "import planaria; print(planaria.__file__)", cwd=tmp_path)
+    assert Path(loaded.strip()).is_relative_to(packages)
+    told = run(tmp_path / "own/bin/planaria", "--help", cwd=tmp_path)
+    for command in ("up", "node", "bootstrap", "lab"):
+        assert f" {command} " in told
+
+
+def test_what_the_dockerfile_copies_is_let_in() -> None:
+    ignored = Ignored(ROOT / ".dockerignore")
+    needed = ["constraints.txt", "corpus/austen", "docker/entrypoint.sh", "docker/healthcheck.py"]
+    assert [path for path in needed if ignored(PurePosixPath(path))] == []
+    assert ignored(PurePosixPath(".git/HEAD"))
+    assert ignored(PurePosixPath("planaria/node/__pycache__"))
