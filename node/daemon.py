@@ -48,7 +48,7 @@ from planaria.node.report.events import (
 from planaria.node.report.ledger import Header, Ledger, line
 from planaria.node.report.wall_clock import WallClock
 from planaria.node.run_file import RunFile
-from planaria.node.stage import optimizer as schedule
+from planaria.node.stage import learning_rate
 from planaria.node.stage.compute import ComputeThread
 from planaria.node.stage.model import BodyStage, ModelConfig, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
@@ -456,7 +456,7 @@ class Node:
             relearn=recovery.relearn_passes > 0,
             progress=run.swarm.progress,
             lr_scale=partial(
-                schedule.boost, factor=recovery.lr_boost, over=recovery.lr_boost_steps
+                learning_rate.boost, factor=recovery.lr_boost, over=recovery.lr_boost_steps
             ),
         )
 
@@ -756,7 +756,7 @@ class Node:
         assert self.stage is not None
         training, stage = self.run.training, self.stage
         peak = training.lr or self.config.learning_rate
-        lr = schedule.learning_rate(
+        lr = learning_rate.scheduled(
             commit.step, self.run.steps, peak, training.warmup, training.lr_floor
         )
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from planaria.node.data.corpus import Corpus
 from planaria.node.data.windows import Windows, microbatch_ids
 from planaria.node.run_file import RunFile, Section
+from planaria.node.stage.learning_rate import boost, scheduled
 from planaria.node.stage.model import (
     BodyStage,
     EmbeddingStage,
@@ -28,7 +29,7 @@ from planaria.node.stage.model import (
     build_stage,
     model_config,
 )
-from planaria.node.stage.optimizer import StageOptimizer, boost, learning_rate
+from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.wire.tensors import decode, encode
 from planaria.recovery import relearning
 from planaria.recovery.checkfree import Trained, guess
@@ -268,7 +269,7 @@ class Swarm:
         whole = math.sqrt(math.fsum(stage.omega for stage in self.stages))
         norms = [whole] * len(each) if training.clip_scope == "global" else each
         peak = training.lr or self.config.learning_rate
-        lr = learning_rate(step, self.run.steps, peak, training.warmup, training.lr_floor)
+        lr = scheduled(step, self.run.steps, peak, training.warmup, training.lr_floor)
         until, alone = self.alone
         for number, (stage, norm) in enumerate(zip(self.stages, norms, strict=True)):
             scale = boost(step, stage.boosted_at, recovery.lr_boost, recovery.lr_boost_steps)

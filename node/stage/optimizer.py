@@ -1,4 +1,4 @@
-"""Adam over one flat view of a stage, and the two schedules of its learning rate.
+"""Adam over one flat view of a stage.
 
 A stage's weights, gradient and moments are four flat float32 tensors: what is averaged, hashed,
 sent and rebuilt is one tensor, and equal layouts make body stages interchangeable.
@@ -141,32 +141,3 @@ class StageOptimizer:
             else:
                 tensor.zero_()
         self.steps = steps
-
-
-def learning_rate(step: int, steps: int, peak: float, warmup: int, floor: float) -> float:
-    """Rate of step `step` of `steps`, counted from 1: linear warm-up, then cosine.
-
-    The first step gets peak / warmup, step `warmup` the peak, step `steps` and any later one
-    floor x peak. Raises ValueError for a step before 1.
-    """
-    if step < 1:
-        raise ValueError(f"steps count from 1: there is no step {step}")
-    if step <= warmup:
-        return peak * step / warmup
-    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
-    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
-def boost(step: int, boosted_at: int, factor: float, over: int) -> float:
-    """Scale of the learning rate at step `step` of a stage rebuilt inexactly (CheckFree, Alg. 1).
-
-    `boosted_at` is the committed step at the rebuild, 0 if there was none: at step 0 a stage is
-    still made from the seed. The scale is `factor` at the first step after it and falls in a line
-    to 1 over `over` steps; with `over` = 0 it stays.
-    """
-    if boosted_at == 0 or step <= boosted_at:
-        return 1.0
-    if over == 0:
-        return factor
-    left = max(0.0, 1 - (step - boosted_at - 1) / over)
-    return 1 + (factor - 1) * left

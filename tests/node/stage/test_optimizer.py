@@ -4,12 +4,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from planaria.node.stage import optimizer
-from planaria.node.stage.optimizer import StageOptimizer, boost, learning_rate
+from planaria.node.stage.optimizer import StageOptimizer
 
 CPU = torch.device("cpu")
 
@@ -184,44 +182,3 @@ def test_modules_that_can_not_be_optimized_are_refused() -> None:
         StageOptimizer(nn.ReLU(), CPU)
     with pytest.raises(ValueError, match=r"weight is torch\.float64"):
         StageOptimizer(nn.Linear(2, 2, dtype=torch.float64), CPU)
-
-
-def test_rate_warms_up_and_follows_a_cosine() -> None:
-    rates = [learning_rate(step, 100, 2.0, 20, 0.1) for step in range(1, 121)]
-    assert rates[0] == pytest.approx(0.1)
-    assert rates[9] == pytest.approx(1.0)
-    assert rates[19] == 2.0
-    assert rates[59] == pytest.approx(2.0 * 0.55)
-    assert rates[99] == pytest.approx(0.2)
-    assert rates[100:] == [pytest.approx(0.2)] * 20
-
-
-@given(
-    st.integers(1, 400), st.integers(1, 300), st.integers(0, 300), st.floats(0, 1), st.floats(0, 9)
-)
-def test_rate_stays_between_nothing_and_its_peak(
-    step: int, steps: int, warmup: int, floor: float, peak: float
-) -> None:
-    rate = learning_rate(step, steps, peak, warmup, floor)
-    assert 0 <= rate <= peak * (1 + 1e-12)
-    if step > warmup:
-        assert rate >= floor * peak * (1 - 1e-12)
-
-
-def test_there_is_no_step_before_the_first() -> None:
-    with pytest.raises(ValueError, match="no step 0"):
-        learning_rate(0, 10, 1.0, 0, 0.1)
-
-
-def test_boost_decays_in_a_line() -> None:
-    assert boost(31, 30, 1.1, 100) == pytest.approx(1.1)
-    assert boost(81, 30, 1.1, 100) == pytest.approx(1.05)
-    assert [boost(step, 30, 1.1, 100) for step in (131, 500)] == [1.0, 1.0]
-    assert boost(31, 30, 1.1, 1) == pytest.approx(1.1)
-    assert boost(32, 30, 1.1, 1) == 1.0
-
-
-def test_boost_can_stay_for_ever_or_never_come() -> None:
-    assert [boost(step, 30, 1.1, 0) for step in (31, 10_000)] == [1.1, 1.1]
-    assert [boost(step, 0, 1.1, 100) for step in (1, 31)] == [1.0, 1.0]
-    assert boost(30, 30, 1.1, 100) == 1.0

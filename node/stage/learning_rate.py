@@ -1,0 +1,34 @@
+"""The two schedules of a stage's learning rate: the run's, and the boost after a guess."""
+
+from __future__ import annotations
+
+import math
+
+
+def scheduled(step: int, steps: int, peak: float, warmup: int, floor: float) -> float:
+    """Rate of step `step` of `steps`, counted from 1: linear warm-up, then cosine.
+
+    The first step gets peak / warmup, step `warmup` the peak, step `steps` and any later one
+    floor x peak. Raises ValueError for a step before 1.
+    """
+    if step < 1:
+        raise ValueError(f"steps count from 1: there is no step {step}")
+    if step <= warmup:
+        return peak * step / warmup
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def boost(step: int, boosted_at: int, factor: float, over: int) -> float:
+    """Scale of the learning rate at step `step` of a stage rebuilt inexactly (CheckFree, Alg. 1).
+
+    `boosted_at` is the committed step at the rebuild, 0 if there was none: at step 0 a stage is
+    still made from the seed. The scale is `factor` at the first step after it and falls in a line
+    to 1 over `over` steps; with `over` = 0 it stays.
+    """
+    if boosted_at == 0 or step <= boosted_at:
+        return 1.0
+    if over == 0:
+        return factor
+    left = max(0.0, 1 - (step - boosted_at - 1) / over)
+    return 1 + (factor - 1) * left
