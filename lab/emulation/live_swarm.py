@@ -7,7 +7,6 @@ machine's cores, so a swarm tells of its links as long as there is little to com
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +20,7 @@ from rich.console import Console
 from planaria.lab.emulation.emulation import Emulation
 from planaria.node.local.swarm import Kill, Plan, up
 from planaria.node.report.event_log import Tail
+from planaria.node.report.events import Committed, Entry, Killed, StageRebuilt, entries
 from planaria.node.run_file import RunFile
 
 FIRST: Final = 5
@@ -118,7 +118,7 @@ def measure(out: Path, kills: Sequence[Kill], carried: Sequence[Carried]) -> Mea
     times = commit_times(
         line for path in (out / "logs").glob("ledger-*.jsonl") for line in Tail(path).lines()
     )
-    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    events = entries(Tail(out / "events.jsonl").lines())
     last = min((kill.step for kill in kills), default=max(times) + 1) - 1
     begin, end = carried[0], carried[-1]
     return Measured(
@@ -146,34 +146,31 @@ def bytes_between(carried: Sequence[Carried], since: float, to: float) -> float:
     return float(at[1] - at[0])
 
 
-def losses(events: Sequence[Mapping[str, Any]]) -> list[Loss]:
+def losses(events: Sequence[Entry]) -> list[Loss]:
     """What became of each kill, by a swarm's events in the order of time; nodes of a stage that
     were killed together are one loss. Raises LiveError when the swarm did not get over it."""
-    first = {
-        (event["stage"], event["step"]): event
-        for event in reversed(events)
-        if event["kind"] == "killed"
-    }
-    commits = [event for event in events if event["kind"] == "committed"]
+    first: dict[tuple[int, int], float] = {}  # by stage and step, when
+    commits: list[tuple[float, int]] = []
+    rebuilds: list[tuple[float, StageRebuilt]] = []
+    for entry in events:
+        match entry.event:
+            case Killed(stage=stage, step=step):
+                first.setdefault((stage, step), entry.time)
+            case Committed(step=step):
+                commits.append((entry.time, step))
+            case StageRebuilt() as told:
+                rebuilds.append((entry.time, told))
     found = []
-    for (stage, _), killed in sorted(first.items(), key=lambda one: one[1]["time"]):
-        rebuilt = next(
-            (
-                event
-                for event in events
-                if event["kind"] == "rebuilt"
-                and event["stage"] == stage
-                and event["time"] > killed["time"]
-            ),
-            None,
-        )
-        if rebuilt is None:
-            raise LiveError(f"stage {stage}, killed at step {killed['step']}, was never rebuilt")
-        newest = max((c["step"] for c in commits if c["time"] < rebuilt["time"]), default=0)
-        after = [commit for commit in commits if commit["time"] > rebuilt["time"]]
-        new = next((commit for commit in after if commit["step"] > newest), None)
+    for (stage, step), killed in sorted(first.items(), key=lambda one: one[1]):
+        done = next((one for one in rebuilds if one[1].stage == stage and one[0] > killed), None)
+        if done is None:
+            raise LiveError(f"stage {stage}, killed at step {step}, was never rebuilt")
+        at, rebuilt = done
+        newest = max((step for time, step in commits if time < at), default=0)
+        after = [commit for commit in commits if commit[0] > at]
+        new = next((time for time, step in after if step > newest), None)
         if new is None:
             raise LiveError(f"nothing new was committed after stage {stage} had been rebuilt")
-        stall, caught_up = (commit["time"] - killed["time"] for commit in (after[0], new))
-        found.append(Loss(stage, rebuilt["method"], stall, caught_up, rebuilt["bytes"]))
+        stall, caught_up = after[0][0] - killed, new - killed
+        found.append(Loss(stage, rebuilt.method, stall, caught_up, rebuilt.bytes))
     return found

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from pydantic import TypeAdapter
@@ -40,6 +40,16 @@ from planaria.lab.simulator.swarm import (
     sites,
 )
 from planaria.node.local.swarm import Kill, Plan, parse_kill
+from planaria.node.report.event_log import Tail
+from planaria.node.report.events import (
+    Committed,
+    Entry,
+    Joined,
+    Killed,
+    StageRebuilt,
+    Started,
+    entries,
+)
 from planaria.node.run_file import RunFile, loads, override
 from planaria.node.stage.model import (
     BodyStage,
@@ -149,25 +159,32 @@ def measure_case(case: Case, device: str, on_step: Callable[[int], None]) -> Liv
         with links.inside("registry"):
             carried = asyncio.run(train(plan, kills, links, on_step))
     measured = measure(folder, kills, carried)
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    events = entries(Tail(folder / "events.jsonl").lines())
     return Live(case.name, tuple(measured.step_seconds), *after_kill(events), late=measured.late)
 
 
-def after_kill(events: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
+def after_kill(events: Sequence[Entry]) -> tuple[float, float, float]:
     """Stall, start and the seconds after the begin, as `Live` has them, by a swarm's events in the
     order of time. Raises LiveError when there is no kill, or nothing after it."""
-    killed = next((event for event in events if event["kind"] == "killed"), None)
-    if killed is None:
+    kills = [(entry.time, entry.event.step) for entry in events if isinstance(entry.event, Killed)]
+    if not kills:
         raise LiveError("the swarm ended before anything was killed")
-    later = [event for event in events if event["time"] > killed["time"]]
-    commits = [event["time"] for event in later if event["kind"] == "committed"]
-    pid = next((e["pid"] for e in later if e["kind"] == "started"), None)
-    joined = [e["time"] for e in later if e["kind"] == "joined" and e["pid"] == pid]
-    begun = [e["time"] for e in later if e["kind"] == "rebuilt" and e["method"] != "replica"]
+    killed, step = kills[0]
+    later = [entry for entry in events if entry.time > killed]
+    commits = [entry.time for entry in later if isinstance(entry.event, Committed)]
+    pid = next((entry.event.pid for entry in later if isinstance(entry.event, Started)), None)
+    joined = [
+        entry.time for entry in later if isinstance(entry.event, Joined) and entry.event.pid == pid
+    ]
+    begun = [
+        entry.time
+        for entry in later
+        if isinstance(entry.event, StageRebuilt) and entry.event.method != "replica"
+    ]
     if not (commits and joined):
-        raise LiveError(f"after the kill at step {killed['step']} nothing was committed or joined")
+        raise LiveError(f"after the kill at step {step} nothing was committed or joined")
     begin = next((time for time in begun if time < commits[0]), commits[0])
-    return commits[0] - killed["time"], joined[0] - killed["time"], commits[0] - begin
+    return commits[0] - killed, joined[0] - killed, commits[0] - begin
 
 
 def read_samples(path: Path) -> list[Live]:

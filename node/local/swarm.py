@@ -22,7 +22,7 @@ from planaria.bootstrap.registry_pb2 import Description, View
 from planaria.node.local.processes import GRACE, Ended, Processes, describe_status
 from planaria.node.local.processes import tail as end_of
 from planaria.node.report.event_log import EventLog, Tail
-from planaria.node.report.events import Exited, Killed, Started, SwarmEnding
+from planaria.node.report.events import Exited, Killed, Started, SwarmEnding, entries, parse
 from planaria.node.report.ledger import MERGED, Audit, Ledger, LedgerError, Line, check, merge
 from planaria.node.report.live_view import Screen, Story
 from planaria.node.report.summary import draw_loss, summarize, tell
@@ -278,7 +278,7 @@ class _Swarm:
                 progressed, committed = time.monotonic(), self.story.committed
             if self.story.stopped is not None:
                 if not self.screen.interactive:
-                    return Ending(1, self.story.stopped["reason"])
+                    return Ending(1, self.story.stopped.reason)
                 if not kept:
                     self.screen.say("the nodes keep their weights; Ctrl-C ends them")
                 kept = True
@@ -288,8 +288,8 @@ class _Swarm:
                     f"{self._awaited()}. The logs are in {self.logs}"
                 )
             await _pause(stop, POLL)
-        if kept:
-            return Ending(1, f"the run was stopped: {(self.story.stopped or {})['reason']}")
+        if self.story.stopped is not None:
+            return Ending(1, f"the run was stopped: {self.story.stopped.reason}")
         name = signal.Signals(stop.result()).name
         saved = (
             "" if self.save_dir is None else f"; planaria up --resume {self.out} goes on from there"
@@ -376,14 +376,10 @@ class _Swarm:
                 self.tails[path] = Tail(path)
         lines = [line for tail in self.tails.values() for line in tail.lines() if "time" in line]
         for line in sorted(lines, key=lambda line: float(line["time"])):
-            if "kind" in line:
-                self._say(self.story.hear(line))
-            else:
+            if "kind" not in line:
                 self.story.record(line)
-
-    def _say(self, sentence: str | None) -> None:
-        if sentence is not None:
-            self.screen.say(sentence)
+            elif (entry := parse(line)) and (news := self.story.hear(entry)):
+                self.screen.say(*news)
 
     # --- processes
 
@@ -487,9 +483,10 @@ async def _pause(stop: asyncio.Future[int], seconds: float) -> None:
 def _wrap_up(run: RunFile, out: Path, console: Console, ending: Ending) -> int:
     """Write the merged files, the summary and the picture; tell the essence. Returns the status."""
     problems = [ending.reason] if ending.reason else []
-    events = list(read_events(out / "logs"))
+    told = list(read_events(out / "logs"))
     with (out / "events.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(event) + "\n" for event in events)
+        file.writelines(json.dumps(event) + "\n" for event in told)
+    events = entries(told)
     lines, audit = _merge_ledgers(out, problems)
     summary = summarize(run, lines, audit, events)
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")

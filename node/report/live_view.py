@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.filesize import decimal
@@ -17,9 +17,32 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from planaria.bootstrap.registry_pb2 import Description, MemberDescription
-from planaria.node.report.summary import noticed_at, quality, stall_seconds
-
-Event = Mapping[str, Any]
+from planaria.node.report.events import (
+    Applied,
+    Committed,
+    Entry,
+    Exited,
+    Fetching,
+    Finished,
+    Joined,
+    Killed,
+    LinkLost,
+    NodeLost,
+    RebuildFailed,
+    RebuildOrdered,
+    RelearningRound,
+    Resuming,
+    RolledBack,
+    Saved,
+    SaveFailed,
+    Serving,
+    Severity,
+    StageRebuilt,
+    Started,
+    Stopped,
+    figure,
+)
+from planaria.node.report.summary import noticed_at, stall_seconds
 
 NEWS_SHOWN = 12
 LINES_A_RUN = 20
@@ -30,8 +53,15 @@ REDRAW = 0.1
 """Seconds between two pictures of the page at least."""
 
 
+class News(NamedTuple):
+    """What is worth a person's attention."""
+
+    sentence: str
+    severity: Severity = Severity.NOTICE
+
+
 @dataclass
-class Rebuilding:
+class UnderWay:
     """A rebuild under way."""
 
     stage: int
@@ -39,16 +69,10 @@ class Rebuilding:
     sources: Sequence[str]  # nodes
     ordered: bool  # for this node alone, not with all others that go back
     since: float  # Unix seconds
-    bytes: int = 0
-    seconds: float = 0.0  # of fetching
-    tell_at: float = 1.0  # of these
+    fetching: Fetching | None = None  # the newest word of it
+    tell_at: float = 1.0  # seconds of fetching
     round: int = 0  # of relearning
     residual: tuple[float, float] | None = None  # at first, now
-
-    @property
-    def fetched(self) -> str:
-        rate = decimal(round(self.bytes / max(self.seconds, 1e-3)))
-        return f"{decimal(self.bytes)} in {self.seconds:.1f} s, {rate}/s"
 
 
 class Story:
@@ -57,125 +81,135 @@ class Story:
     def __init__(self, steps: int) -> None:
         self.steps = steps
         self.committed = 0  # newest step
-        self.loss: float | None = None
-        self.finished: Event | None = None
-        self.stopped: Event | None = None
+        self.loss = math.nan
+        self.finished: Finished | None = None
+        self.stopped: Stopped | None = None
         self.holds: dict[str | None, int] = {}  # node -> newest step in its weights
-        self.serving: set[str] = set()  # nodes
-        self.rebuilds: dict[str, Rebuilding] = {}  # node -> what it is at
+        self.serving: set[str | None] = set()  # nodes
+        self.rebuilds: dict[str, UnderWay] = {}  # node -> what it is at
         self._slots: dict[int, str] = {}  # process id -> slot
         self._nodes: dict[int, str] = {}  # process id -> its newest node
         self._processes: dict[str, int] = {}  # node -> process id
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=RATE_OVER)
-        self._losses: list[Event] = []  # what `noticed_at` looks at
+        self._losses: list[Entry] = []  # what `noticed_at` looks at
         self._in_place: dict[str, float] = {}  # node -> when it was last rebuilt, Unix seconds
+        self._missed: set[str] = set()  # nodes whose loss was noticed since the last commit
         self._noticed: float | None = None  # the loss after which nothing is committed yet
         self._went_back = 0.0  # when all stages did, Unix seconds
         self._going_back = False
-        self._unsaved: set[str] = set()  # nodes whose last save failed
+        self._unsaved: set[str | None] = set()  # nodes whose last save failed
 
-    def hear(self, event: Event) -> str | None:
-        """Take note. Returns a sentence if it is worth a person's attention."""
-        return self.with_names(self._take_note(event))
+    def hear(self, entry: Entry) -> News | None:
+        """Take note. Returns what is worth a person's attention."""
+        news = self._take_note(entry)
+        return None if news is None else News(self.with_names(news.sentence), news.severity)
 
-    def _take_note(self, event: Event) -> str | None:
-        if event["kind"] in _TO_FIND_LOSSES:
-            self._losses.append(event)
-        match event["kind"]:
-            case "started":
-                self._slots[event["pid"]] = event["slot"]
-            case "joined":
-                self.rebuilds.pop(self._nodes.get(event["pid"], ""), None)
-                self._nodes[event["pid"]] = event["node"]
-                self._processes[event["node"]] = event["pid"]
-            case "serving":
-                self.serving.add(event["node"])
-            case "applied":
-                self.holds[event["node"]] = event["step"]
-            case "committed":
-                return self._committed(event)
-            case "killed" | "exited" | "lost" | "rebuild failed":
-                self.rebuilds.pop(event["node"], None)
-            case "rebuilding":
-                stage, method, sources = event["stage"], event["method"], event["sources"]
-                rebuild = Rebuilding(stage, method, sources, True, event["time"])
-                self.rebuilds[event["node"]] = rebuild
-            case "fetching" | "relearning":
-                return self._rebuild_goes_on(event)
-            case "rebuilt":
-                return self._rebuilt(event)
-            case "rolled back" | "resuming":
-                self.committed, self.loss = event["step"], None
-                self._went_back, self._going_back = event["time"], True
+    def _take_note(self, entry: Entry) -> News | None:
+        if isinstance(entry.event, _TO_FIND_LOSSES):
+            self._losses.append(entry)
+        match entry.event:
+            case Started(slot=slot, pid=pid):
+                self._slots[pid] = slot
+            case Joined(pid=pid) if entry.node is not None:
+                self.rebuilds.pop(self._nodes.get(pid, ""), None)
+                self._nodes[pid] = entry.node
+                self._processes[entry.node] = pid
+            case Serving():
+                self.serving.add(entry.node)
+            case Applied(step=step):
+                self.holds[entry.node] = step
+            case Committed() as committed:
+                return self._committed(committed, entry.time)
+            case NodeLost(node=node):
+                self.rebuilds.pop(node, None)
+                if node in self._missed:
+                    return None
+                self._missed.add(node)
+            case Killed() | Exited() | RebuildFailed():
+                self.rebuilds.pop(entry.node or "", None)
+            case RebuildOrdered() as order:
+                self.rebuilds[order.node] = UnderWay(
+                    order.stage, order.method, order.sources, True, entry.time
+                )
+            case Fetching() | RelearningRound():
+                return self._rebuild_goes_on(entry)
+            case StageRebuilt() as rebuilt:
+                return self._rebuilt(rebuilt, entry)
+            case RolledBack(step=step) | Resuming(step=step):
+                self.committed, self.loss = step, math.nan
+                self._went_back, self._going_back = entry.time, True
                 self._recent.clear()
                 self.rebuilds.clear()
-            case "saved":
-                self._unsaved.discard(event["node"])
-            case "save failed" if event["node"] in self._unsaved:
+            case Saved():
+                self._unsaved.discard(entry.node)
+            case SaveFailed() if entry.node in self._unsaved:
                 return None  # the disk is as full as before
-            case "save failed":
-                self._unsaved.add(event["node"])
-            case "finished":
-                self.finished = self.finished or event
-            case "stopped" if self.stopped is None:
-                self.stopped = event
-                return f"the run is stopped at step {event['step']}: {event['reason']}"
-        return news(event)
+            case SaveFailed():
+                self._unsaved.add(entry.node)
+            case Finished() as finished:
+                self.finished = self.finished or finished
+            case Stopped() if self.stopped is not None:
+                return None
+            case Stopped() as stopped:
+                self.stopped = stopped
+        return _news(entry)
 
-    def _committed(self, event: Event) -> str | None:
-        if event["time"] < self._went_back:
+    def _committed(self, commit: Committed, at: float) -> News | None:
+        if at < self._went_back:
             return None
-        self.committed = max(self.committed, event["step"])
-        self.loss = event["loss"]
+        self.committed = max(self.committed, commit.step)
+        self.loss = commit.loss
+        self._missed.clear()
         noticed, self._noticed = self._noticed, None
         if noticed is None:
             return None
-        seconds = event["time"] - noticed
-        return f"step {event['step']} committed {seconds:.1f} s after the loss was noticed"
+        return News(f"step {commit.step} committed {at - noticed:.1f} s after the loss was noticed")
 
-    def _rebuild_goes_on(self, event: Event) -> str | None:
+    def _rebuild_goes_on(self, entry: Entry) -> News | None:
         """Fetching is told when it takes long enough to wait for, then ever more seldom."""
-        node = event["node"]
-        late = event["time"] <= self._in_place.get(node, 0.0)  # from another file
-        if late or event.get("method") == "twin":  # which belongs to what is held, not trained
-            return None
-        if node not in self.rebuilds:
-            sources = [source["node"] for source in event.get("sources", ())]
-            method = event.get("method", "")
-            rebuild = Rebuilding(event["stage"], method, sources, False, event["time"])
-            self.rebuilds[node] = rebuild
-        rebuild = self.rebuilds[node]
-        if event["kind"] == "fetching":
-            rebuild.bytes, rebuild.seconds = event["bytes"], event["seconds"]
-            if rebuild.seconds < rebuild.tell_at:
-                return None
-            rebuild.tell_at = 2 * rebuild.seconds
-            whom = ", ".join(rebuild.sources)
-            return f"stage {rebuild.stage} fetches from {whom}: {rebuild.fetched}"
-        if event["residual"] is None:
-            return None
-        first = rebuild.residual[0] if rebuild.residual else event["residual"]
-        told = rebuild.residual is not None
-        rebuild.round, rebuild.residual = event["round"], (first, event["residual"])
-        return None if told else f"stage {rebuild.stage} relearns, residual {first:.3g} at first"
+        node, event = entry.node or "", entry.event
+        if entry.time <= self._in_place.get(node, 0.0):
+            return None  # from another file
+        match event:
+            case Fetching(method="twin"):
+                return None  # it belongs to what is held, not trained
+            case Fetching():
+                sources = [source.node for source in event.sources]
+                begun = UnderWay(event.stage, event.method, sources, False, entry.time)
+                rebuild = self.rebuilds.setdefault(node, begun)
+                rebuild.fetching = event
+                if event.seconds < rebuild.tell_at:
+                    return None
+                rebuild.tell_at = 2 * event.seconds
+                return News(entry.sentence)
+            case RelearningRound(residual=residual):
+                begun = UnderWay(event.stage, "", (), False, entry.time)
+                rebuild = self.rebuilds.setdefault(node, begun)
+                if math.isnan(residual):
+                    return None
+                told, rebuild.round = rebuild.residual, event.round
+                rebuild.residual = (told[0] if told else residual), residual
+                return None if told else News(entry.sentence)
+        return None
 
-    def _rebuilt(self, event: Event) -> str | None:
-        node = event["node"]
-        self.holds[node] = event["step"]
-        self._in_place[node] = event["time"]
+    def _rebuilt(self, rebuilt: StageRebuilt, entry: Entry) -> News | None:
+        node, method = rebuilt.node, rebuilt.method
+        self.holds[node] = rebuilt.step
+        self._in_place[node] = entry.time
         rebuild = self.rebuilds.pop(node, None)
-        if event["method"] == "replica":
-            return news(event)
-        losses = sorted(self._losses, key=lambda event: float(event["time"]))
-        stall = stall_seconds(event, losses)
+        if method == "replica":
+            return _news(entry)
+        losses = sorted(self._losses, key=lambda entry: entry.time)
+        stall = stall_seconds(rebuilt, entry.time, losses)
         alone = rebuild is not None and rebuild.ordered
-        if alone or event["method"] != "save":  # else the run has begun with it
-            noticed = noticed_at(event, losses)
+        if alone or method != "save":  # else the run has begun with it
+            noticed = noticed_at(rebuilt, entry.time, losses)
             self._noticed = noticed if self._noticed is None else min(self._noticed, noticed)
-        if alone or event["method"] not in ("checkpoint", "save"):
-            return news({**event, "stall_seconds": stall})
+        if alone or method not in ("checkpoint", "save"):
+            return _news(replace(entry, event=replace(rebuilt, stall_seconds=stall)))
         first, self._going_back = self._going_back, False
-        return f"all stages are at step {event['step']}, stalled {stall:.1f} s" if first else None
+        told = f"all stages are at step {rebuilt.step}, stalled {stall:.1f} s"
+        return News(told) if first else None
 
     def record(self, line: Mapping[str, Any]) -> None:
         """A step's line of a ledger; other stage-0 nodes may have told the same."""
@@ -185,10 +219,10 @@ class Story:
             self._recent.append(line)
         self.committed = max(self.committed, line["step"])
 
-    def with_names(self, sentence: str | None) -> str | None:
+    def with_names(self, sentence: str) -> str:
         """`node-2.0` for a node that this swarm has started."""
         for node, process in self._processes.items():
-            if sentence is not None and process in self._slots:
+            if process in self._slots:
                 sentence = sentence.replace(node, f"node-{self._slots[process]}")
         return sentence
 
@@ -207,65 +241,13 @@ class Story:
         return float(tokens / max(seconds, 1e-9))
 
 
-_TO_FIND_LOSSES = ("started", "joined", "killed", "exited", "link lost", "lost", "rebuilding")
+_TO_FIND_LOSSES = (Started, Joined, Killed, Exited, LinkLost, NodeLost, RebuildOrdered)
 
 
-def news(event: Event) -> str | None:
-    """An event in a sentence; None for everyday ones."""
-    match event:
-        case {"kind": "killed", "slot": slot, "stage": stage, "step": step, "left": left}:
-            rest = f"{_nodes(left)} of stage {stage} left" if left else f"stage {stage} is lost"
-            return f"node-{slot} killed during step {step}; {rest}"
-        case {"kind": "exited", "slot": "registry", "how": how}:
-            return f"the registry {how}; training goes on, a new one starts from its journal"
-        case {"kind": "exited", "slot": slot, "how": how, "left": left, "stage": stage}:
-            rest = f"{_nodes(left)} of stage {stage} left" if left else f"stage {stage} is lost"
-            return f"node-{slot} {how}; {rest}"
-        case {"kind": "aborted", "step": step, "reason": reason}:
-            return f"an attempt at step {step} is aborted: {reason}"
-        case {"kind": "masked", "step": step, "nodes": nodes, "microbatches": count}:
-            others = f"others redo {count} microbatches" if count else "nothing was its own"
-            return f"step {step} goes on without {', '.join(nodes)}: {others}"
-        case {"kind": "lost", "node": node, "stage": stage}:
-            return f"noticed: no link to {node} of stage {stage} any more"
-        case {"kind": "waiting", "stages": stages}:
-            return f"waiting for a node to join stage {', '.join(map(str, stages))}"
-        case {"kind": "rebuilding", "stage": stage, "method": method, "sources": sources}:
-            sentence = f"rebuilding stage {stage} by {method} from {', '.join(sources)}"
-            fallback = event.get("fallback", False)
-            return f"fallback: {sentence}: {event['reason']}" if fallback else sentence
-        case {"kind": "rebuilt"}:
-            return (
-                f"rebuilt: stage {event['stage']} by {event['method']} at step {event['step']}, "
-                f"{decimal(event['bytes'])} in {event['rebuild_seconds']:.1f} s, "
-                f"stalled {event['stall_seconds']:.1f} s{quality(event)}"
-            )
-        case {"kind": "rolled back", "from": lost, "step": step, "reason": reason}:
-            return f"rolled back from step {lost} to {step}: {reason}"
-        case {"kind": "resuming", "step": step, "reason": reason}:
-            how = "" if event["exact"] else "fallback: "
-            return f"{how}resuming at step {step}: {reason}"
-        case {"kind": "save failed", "node": node, "reason": reason}:
-            return f"save failed at {node}, training goes on: {reason}"
-        case {"kind": "preempted", "node": node, "grace": grace}:
-            return f"{node} has to end within {grace:g} s: it saves and hands over its state"
-        case {"kind": "handed over", "node": node, "to": to}:
-            return f"{node} has handed its state over to {to}"
-        case {"kind": "rebuild failed", "reason": reason}:
-            return f"a rebuild failed and is tried again: {reason}"
-        case {"kind": "validated", "step": step, "loss": loss}:
-            return f"validation loss {_figure(loss)} at step {step}"
-        case {"kind": "diverged", "stage": stage, "step": step}:
-            return f"replicas of stage {stage} differ after step {step}"
-    return None
-
-
-def _nodes(count: int) -> str:
-    return f"{count} node{'s' if count != 1 else ''}"
-
-
-def _figure(loss: float | None) -> str:
-    return "-" if loss is None else f"{loss:.4f}"
+def _news(entry: Entry) -> News | None:
+    """None: it is an everyday event."""
+    severity = entry.event.severity
+    return News(entry.sentence, severity) if severity >= Severity.NOTICE else None
 
 
 def stage_table(description: Description, stages: int) -> Table:
@@ -332,11 +314,11 @@ def _span(figures: list[int]) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-def progress(committed: int, steps: int, loss: float | None, rate: float) -> RenderableType:
+def progress(committed: int, steps: int, loss: float, rate: float) -> RenderableType:
     """One line: step, bar, loss, tokens/s."""
     grid = Table.grid(padding=(0, 2))
     bar = ProgressBar(total=steps, completed=committed, width=30)
-    figures = f"loss {_figure(loss)}", f"{rate:,.0f} tokens/s"
+    figures = f"loss {figure(loss)}", f"{rate:,.0f} tokens/s"
     grid.add_row(Text(f"step {committed} of {steps}", style="bold"), bar, *figures)
     return grid
 
@@ -353,25 +335,20 @@ def under_way(story: Story, now: float) -> RenderableType:
             first, last = rebuild.residual
             now_at = f" -> {last:.3g} in round {rebuild.round}" if last != first else " at first"
             far.append(f"relearning: residual {first:.3g}{now_at}")
-        elif rebuild.bytes:
-            far.append(rebuild.fetched)
+        elif rebuild.fetching is not None and rebuild.fetching.bytes:
+            far.append(rebuild.fetching.so_far)
         grid.add_row(Text(what, "magenta"), ProgressBar(pulse=True, width=20), "; ".join(far))
     return grid
 
 
-def styled(text: str) -> Text:
-    """A piece of news, with the colour of its weight; those that have one are shown whole."""
-    for style, pattern in _WEIGHTS:
-        if pattern.search(text):
-            return Text(text, style=style)
+def styled(text: str, severity: Severity) -> Text:
+    """With the colour of its weight; what has one is shown whole."""
+    if style := _STYLES.get(severity):
+        return Text(text, style=style)
     return Text(text, no_wrap=True, overflow="ellipsis")
 
 
-_WEIGHTS = (
-    ("bold red", re.compile(r"save failed|saving step|is stopped|differ after")),
-    ("yellow", re.compile(r"fallback|rolled back|is lost|has to end")),
-    ("green", re.compile(r"rebuilt: ")),
-)
+_STYLES = {Severity.GOOD: "green", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
 
 
 class Screen:
@@ -381,7 +358,7 @@ class Screen:
         self.console = console
         self.interactive = console.is_terminal
         self._began = time.monotonic()
-        self._news: deque[str] = deque(maxlen=NEWS_SHOWN)
+        self._news: deque[Text] = deque(maxlen=NEWS_SHOWN)
         self._told = 0  # progress lines
         self._drawn = 0.0
         self._page: RenderableType = Text()
@@ -398,11 +375,11 @@ class Screen:
             self._live.update(self._page, refresh=True)
             self._live.stop()
 
-    def say(self, text: str) -> None:
-        line = f"{time.monotonic() - self._began:6.1f} s  {text}"
+    def say(self, text: str, severity: Severity = Severity.NOTICE) -> None:
+        line = styled(f"{time.monotonic() - self._began:6.1f} s  {text}", severity)
         self._news.append(line)
         if self._live is None:
-            self.console.print(styled(line), soft_wrap=True)
+            self.console.print(line, soft_wrap=True)
 
     def show(self, story: Story, description: Description | None, stages: int) -> None:
         now = time.monotonic()
@@ -416,7 +393,7 @@ class Screen:
         told, self._told = self._told, share
         if share > told:
             self.say(
-                f"step {story.committed} of {story.steps}, loss {_figure(story.loss)}, "
+                f"step {story.committed} of {story.steps}, loss {figure(story.loss)}, "
                 f"{story.tokens_per_second:,.0f} tokens/s"
             )
 
@@ -427,5 +404,5 @@ class Screen:
             progress(story.committed, story.steps, story.loss, story.tokens_per_second),
             *([under_way(story, time.time())] if story.rebuilds else []),
             Text(),
-            *map(styled, self._news),
+            *self._news,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 from google.protobuf.json_format import MessageToJson
@@ -16,6 +17,7 @@ from rich.text import Text
 
 from planaria.bootstrap.client import RegistryClient, RegistryUnreachable
 from planaria.bootstrap.registry_pb2 import Description, MemberDescription
+from planaria.node.report.events import Severity
 from planaria.node.report.live_view import progress, stage_table, state, styled
 from planaria.node.run_file import RunFile, RunFileError, loads
 
@@ -24,6 +26,8 @@ PATIENCE = 5.0
 REFRESH = 1.0
 """Seconds between two looks with --watch."""
 DECISIONS_SHOWN = 10
+STANDING_STILL = frozenset(["idle", "syncing"])
+"""Phases of a driver's node in which no step is under way."""
 
 
 async def status(client: RegistryClient, console: Console, watch: bool, as_json: bool) -> None:
@@ -67,7 +71,7 @@ def page(description: Description) -> RenderableType:
         stages = run.model.stages
     parts: list[RenderableType] = [_head(description)]
     if run is not None:
-        loss = newest.loss if newest and newest.committed else None
+        loss = newest.loss if newest and newest.committed else math.nan
         rate = max((report.tokens_per_second for report in reports), default=0.0)
         parts += [progress(committed, run.steps, loss, rate)]
     parts += [Rule(style="dim"), stage_table(description, stages)]
@@ -114,11 +118,12 @@ def _told_by(message: str, members: Sequence[MemberDescription], driver: str) ->
     """The driver tells how the run goes, all of them tell that it is stopped; else a node speaks
     when something is wrong with it."""
     if any(one.report.stopped for one in members):
-        return Text(message, style="bold red")
-    if any(one.member.node == driver for one in members):
-        return Text(message, style=styled(message).style)
+        return styled(message, Severity.ERROR)
+    if drivers := [one.report for one in members if one.member.node == driver]:
+        still = any(report.committed and report.phase in STANDING_STILL for report in drivers)
+        return Text(message, styled(message, Severity.WARNING if still else Severity.NOTICE).style)
     who = ", ".join(f"{one.member.node} of stage {one.member.stage}" for one in members)
-    return Text(f"{who}: {message}", style="bold red")
+    return styled(f"{who}: {message}", Severity.ERROR)
 
 
 def _members(description: Description) -> Table:

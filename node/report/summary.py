@@ -1,6 +1,6 @@
 """What a run came to: the figures of `summary.json`, and the picture of its loss.
 
-Events are lines of the nodes' event logs and of the swarm's own, sorted by time. Lines are those of
+Events are those of the nodes' event logs and of the swarm's own, sorted by time. Lines are those of
 the merged ledger, by step. A run that was resumed has all its parts in one folder.
 """
 
@@ -15,26 +15,50 @@ from typing import Any, NamedTuple
 
 from rich.filesize import decimal
 
+from planaria.node.report.events import (
+    Aborted,
+    Applied,
+    AttemptMasked,
+    Committed,
+    Cost,
+    CostSoFar,
+    Diverged,
+    Entry,
+    Exited,
+    Joined,
+    Killed,
+    LinkLost,
+    NodeLost,
+    RebuildOrdered,
+    Resuming,
+    RolledBack,
+    SaveFailed,
+    Serving,
+    StageRebuilt,
+    Started,
+    SwarmEnding,
+    Validated,
+    Wall,
+    fields,
+    read,
+)
 from planaria.node.report.ledger import Audit, Line
 from planaria.node.report.wall_clock import PARTS
 from planaria.node.run_file import RunFile
 
-Event = Mapping[str, Any]
-
 NOTICED_LATE = 1.0
 """Seconds by which the time of an `exited` event may be behind the process's end."""
-NOTHING: Event = {"extra_bytes": 0, "memory_bytes": 0, "critical_seconds": 0.0}
 
 
 def summarize(
-    run: RunFile, lines: Sequence[Line], audit: Audit, events: Sequence[Event]
+    run: RunFile, lines: Sequence[Line], audit: Audit, events: Sequence[Entry]
 ) -> dict[str, Any]:
     """The content of `summary.json`. `run` says `model.stages`; seconds everywhere.
 
     Figures that nothing was recorded for are None (losses) or 0.
     """
-    counted = [event for part in parts(events) for event in part]
-    aborted = sum(event["kind"] == "aborted" for event in counted)
+    counted = [entry for part in parts(events) for entry in part]
+    aborted = sum(isinstance(entry.event, Aborted) for entry in counted)
     rolled_back = sum(back.lost - back.to for back in goings_back(counted))
     places = ((run.model.stages or 0) + 1) * run.swarm.replicas
     tokens = sum(line["tokens"] for line in lines)
@@ -55,7 +79,7 @@ def summarize(
             "started": len(lines) + rolled_back + aborted,
             "committed": len(lines),
             "aborted": aborted,
-            "masked": sum(event["kind"] == "masked" for event in counted),
+            "masked": sum(isinstance(entry.event, AttemptMasked) for entry in counted),
         },
         "audit": {
             "expected": audit.expected,
@@ -66,43 +90,45 @@ def summarize(
         "goodput": len(lines) / seconds if seconds > 0 else 0.0,
         "wall": wall(events, places),
         "cost": {"policy": run.recovery.policy, **cost(events, places)},
-        "failed_saves": sum(event["kind"] == "save failed" for event in events),
+        "failed_saves": sum(isinstance(entry.event, SaveFailed) for entry in events),
         "replicas_identical": replicas_identical(events),
         "policy": run.recovery.policy,
         "seed": run.seed,
     }
 
 
-def parts(events: Iterable[Event]) -> list[list[Event]]:
+def parts(events: Iterable[Entry]) -> list[list[Entry]]:
     """The events of each time that a swarm ran, without what happens, but for commits, because its
     processes are being ended. A swarm begins with its registry; one that is started in place of
     another comes right after the other's exit."""
-    found: list[list[Event]] = [[]]
+    found: list[list[Entry]] = [[]]
     ended = False
     exited = False  # the registry, and nothing has been started since
-    for event in events:
-        kind, is_registry = event["kind"], event.get("slot") == "registry"
-        if kind == "started" and is_registry and not exited:
-            ended = False
-            if found[-1]:
-                found.append([])
-        if kind in ("started", "exited"):
-            exited = kind == "exited" and is_registry
-        if not ended or kind == "committed":
-            found[-1].append(event)
-        ended = ended or kind == "ending"
+    for entry in events:
+        match entry.event:
+            case Started(slot=slot):
+                if slot == "registry" and not exited:
+                    ended = False
+                    if found[-1]:
+                        found.append([])
+                exited = False
+            case Exited(slot=slot):
+                exited = slot == "registry"
+        if not ended or isinstance(entry.event, Committed):
+            found[-1].append(entry)
+        ended = ended or isinstance(entry.event, SwarmEnding)
     return found
 
 
-def seconds_of_training(lines: Sequence[Line], events: Iterable[Event]) -> float:
+def seconds_of_training(lines: Sequence[Line], events: Iterable[Entry]) -> float:
     """From the first begin to the last commit, but for the time between two parts of the run."""
     if not lines:
         return 0.0
     ran = [part for part in parts(events) if part]
-    commits = [event["time"] for part in ran for event in part if event["kind"] == "committed"]
+    commits = [entry.time for part in ran for entry in part if isinstance(entry.event, Committed)]
     begun = min([lines[0]["time"] - lines[0]["seconds"], *commits])
     last = lines[-1]["time"]
-    gaps = [(before[-1]["time"], after[0]["time"]) for before, after in pairwise(ran)]
+    gaps = [(before[-1].time, after[0].time) for before, after in pairwise(ran)]
     between = sum(max(0.0, min(to, last) - max(since, begun)) for since, to in gaps)
     return float(last - begun - between)
 
@@ -115,25 +141,32 @@ class GoingBack(NamedTuple):
     resumed: bool  # from files, with nothing else left; else a policy's roll back
 
 
-def goings_back(events: Iterable[Event]) -> Iterator[GoingBack]:
+def goings_back(events: Iterable[Entry]) -> Iterator[GoingBack]:
     committed = 0
-    for event in events:
-        match event["kind"]:
-            case "committed":
-                committed = event["step"]
-            case "rolled back" | "resuming":
-                to = event["step"]
-                yield GoingBack(max(committed, to), to, event["kind"] == "resuming")
+    for entry in events:
+        match entry.event:
+            case Committed(step=step):
+                committed = step
+            case RolledBack(step=to) | Resuming(step=to):
+                yield GoingBack(max(committed, to), to, isinstance(entry.event, Resuming))
                 committed = to
 
 
-def last_validation(events: Iterable[Event]) -> float | None:
+def last_validation(events: Iterable[Entry]) -> float | None:
     """The newest validation loss, nats a token."""
-    found = [event["loss"] for event in events if event["kind"] == "validated"]
-    return found[-1] if found else None
+    found = [entry.event.loss for entry in events if isinstance(entry.event, Validated)]
+    return found[-1] if found and math.isfinite(found[-1]) else None
 
 
-def rebuilds(events: Iterable[Event]) -> list[dict[str, Any]]:
+class Back(NamedTuple):
+    """Where all stages have gone since the last commit."""
+
+    lost: int
+    to: int
+    exact: bool
+
+
+def rebuilds(events: Iterable[Entry]) -> list[dict[str, Any]]:
     """A row for each rebuild; where all stages go back, for each stage that had been lost.
 
     `exact`, `fallback`, `relearned`, `oldest_step`, `perturbation`, `rolled_back` and
@@ -142,167 +175,176 @@ def rebuilds(events: Iterable[Event]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     committed = 0
     for part in parts(events):
-        ordered: dict[str, Event] = {}  # node -> what the driver told it to do
-        holding: set[str] = set()  # nodes that have had the state of a step
-        back: Event = {}  # where all stages have gone since the last commit
+        ordered: dict[str, RebuildOrdered] = {}  # by node
+        holding: set[str | None] = set()  # nodes that have had the state of a step
+        back: Back | None = None
         there: set[int] = set()  # stages with a row since then
-        for event in part:
-            match event["kind"]:
-                case "committed":
-                    committed, back = event["step"], {}
-                case "applied":
-                    holding.add(event["node"])
-                case "rebuilding":
-                    ordered[event["node"]] = event
-                case "rolled back" | "resuming":
-                    lost = back["from"] if back else committed
-                    back = {"from": lost, "to": event["step"], "exact": event.get("exact", True)}
-                    committed, there = event["step"], set()
-                case "rebuilt":
-                    node, stage = event["node"], event["stage"]
-                    if node in ordered or not back:
-                        rows.append(_row(event, ordered.pop(node, {}), part))
+        for entry in part:
+            match entry.event:
+                case Committed(step=step):
+                    committed, back = step, None
+                case Applied():
+                    holding.add(entry.node)
+                case RebuildOrdered(node=node) as order:
+                    ordered[node] = order
+                case RolledBack(step=to) | Resuming(step=to) as event:
+                    exact = event.exact if isinstance(event, Resuming) else True
+                    back = Back(back.lost if back else committed, to, exact)
+                    committed, there = to, set()
+                case StageRebuilt(node=node, stage=stage) as rebuilt:
+                    if node in ordered or back is None:
+                        rows.append(_row(rebuilt, entry.time, ordered.pop(node, None), part))
                     elif node not in holding and stage not in there:
                         there.add(stage)
-                        rows.append(_row(event, back, part))
+                        rows.append(_row(rebuilt, entry.time, back, part))
                     holding.add(node)
     return rows
 
 
-def _row(rebuilt: Event, why: Event, events: Sequence[Event]) -> dict[str, Any]:
-    """`why`: the driver's order, or where all stages went back."""
-    loss = _replaced(rebuilt["node"], events)
-    noticed = noticed_at(rebuilt, events)
-    keys = ("stage", "method", "step", "sources", "bytes")
-    row: dict[str, Any] = {key: rebuilt[key] for key in keys}
-    row["detect_seconds"] = max(0.0, noticed - loss["time"]) if loss else 0.0
-    row["rebuild_seconds"] = rebuilt["rebuild_seconds"]
-    row["stall_seconds"] = stall_seconds(rebuilt, events)
-    row |= {key: why[key] for key in ("exact", "fallback") if key in why}
-    if why.get("from", 0) > why.get("to", 0):
-        row["rolled_back"] = {"from": why["from"], "to": why["to"]}
+def _row(
+    rebuilt: StageRebuilt, at: float, why: RebuildOrdered | Back | None, events: Sequence[Entry]
+) -> dict[str, Any]:
+    """`at`: Unix seconds. `why`: the driver's order, or where all stages went back."""
+    loss = _replaced(rebuilt.node, events)
+    noticed = noticed_at(rebuilt, at, events)
+    told = fields(rebuilt)
+    row = {key: told[key] for key in ("stage", "method", "step", "sources", "bytes")}
+    row["detect_seconds"] = max(0.0, noticed - loss.time) if loss else 0.0
+    row["rebuild_seconds"] = rebuilt.rebuild_seconds
+    row["stall_seconds"] = stall_seconds(rebuilt, at, events)
+    if why is not None:
+        row["exact"] = why.exact
+    if isinstance(why, RebuildOrdered):
+        row["fallback"] = why.fallback
+    if isinstance(why, Back) and why.lost > why.to:
+        row["rolled_back"] = {"from": why.lost, "to": why.to}
     optional = ("relearned", "oldest_step", "mean_step", "perturbation")
-    row |= {key: rebuilt[key] for key in optional if key in rebuilt}
-    commits = (event["time"] for event in events if event["kind"] == "committed")
-    first = next((time for time in commits if time >= rebuilt["time"]), None)
+    row |= {key: told[key] for key in optional if key in told}
+    commits = (entry.time for entry in events if isinstance(entry.event, Committed))
+    first = next((time for time in commits if time >= at), None)
     if first is not None:
         row["first_commit_seconds"] = first - noticed
     return row
 
 
-def noticed_at(rebuilt: Event, events: Sequence[Event]) -> float:
+def noticed_at(rebuilt: StageRebuilt, at: float, events: Sequence[Entry]) -> float:
     """When anyone first noticed the loss of the node whose place the rebuilt one took, Unix
     seconds; if it took nobody's (it had been dropped, and came back), when the driver began to
-    wait."""
-    loss, stage = _replaced(rebuilt["node"], events), rebuilt["stage"]
+    wait. `at`: when it was rebuilt, Unix seconds."""
+    loss, stage = _replaced(rebuilt.node, events), rebuilt.stage
     if loss is not None:
-        victim = loss["node"]
-        late = NOTICED_LATE if loss["kind"] == "exited" else 0.0
-        for event in events:
-            noticed = (
-                (event["kind"] == "link lost" and event["peer"] == victim)
-                or (event["kind"] == "lost" and event["node"] == victim)
-                or (event["kind"] == "rebuilding" and event["stage"] == stage)
-            )
-            if noticed and event["time"] >= loss["time"] - late:
-                return float(event["time"])
-    return float(rebuilt["time"] - rebuilt["stall_seconds"])
+        late = NOTICED_LATE if isinstance(loss.event, Exited) else 0.0
+        for entry in events:
+            match entry.event:
+                case LinkLost(peer=node) | NodeLost(node=node):
+                    noticed = node == loss.node
+                case RebuildOrdered(stage=of):
+                    noticed = of == stage
+                case _:
+                    noticed = False
+            if noticed and entry.time >= loss.time - late:
+                return entry.time
+    return at - rebuilt.stall_seconds
 
 
-def stall_seconds(rebuilt: Event, events: Sequence[Event]) -> float:
-    """For how long nothing was trained; a driver that is new itself has seen only the end of it."""
-    seen = float(rebuilt["stall_seconds"])
-    if rebuilt["method"] == "replica":
-        return seen
-    return max(seen, float(rebuilt["time"]) - noticed_at(rebuilt, events))
+def stall_seconds(rebuilt: StageRebuilt, at: float, events: Sequence[Entry]) -> float:
+    """For how long nothing was trained; a driver that is new itself has seen only the end of it.
+    `at`: when it was rebuilt, Unix seconds."""
+    if rebuilt.method == "replica":
+        return rebuilt.stall_seconds
+    return max(rebuilt.stall_seconds, at - noticed_at(rebuilt, at, events))
 
 
-def _replaced(node: str, events: Sequence[Event]) -> Event | None:
+def _replaced(node: str, events: Sequence[Entry]) -> Entry | None:
     """The newest loss in the place of `node`'s process, if this is that process's first node."""
-    joined = [event for event in events if event["kind"] == "joined"]
-    process = next((event["pid"] for event in joined if event["node"] == node), None)
-    if process is None or next(e["node"] for e in joined if e["pid"] == process) != node:
+    nodes: dict[int, list[str | None]] = {}  # by process, in the order in which it was them
+    starts: dict[int, tuple[str, float]] = {}  # by process: slot and time
+    for entry in events:
+        match entry.event:
+            case Joined(pid=pid):
+                nodes.setdefault(pid, []).append(entry.node)
+            case Started(slot=slot, pid=pid):
+                starts.setdefault(pid, (slot, entry.time))
+    process = next((pid for pid, been in nodes.items() if node in been), None)
+    if process is None or nodes[process][0] != node or process not in starts:
         return None
-    started = next((e for e in events if e["kind"] == "started" and e["pid"] == process), None)
-    if started is None:
-        return None
+    slot, started = starts[process]
     losses = [
-        event
-        for event in events
-        if event["kind"] in ("killed", "exited")
-        and event["slot"] == started["slot"]
-        and event["node"] is not None
-        and event["time"] <= started["time"]
+        entry
+        for entry in events
+        if isinstance(entry.event, Killed | Exited)
+        and entry.event.slot == slot
+        and entry.event.node is not None
+        and entry.time <= started
     ]
     return losses[-1] if losses else None
 
 
-def wall(events: Iterable[Event], places: int) -> dict[str, float]:
+def wall(events: Iterable[Entry], places: int) -> dict[str, float]:
     """Seconds by what they went to, averaged over the run's places (stages times replicas), each of
     which may have been served by several nodes, one after the other."""
-    newest = {event["node"]: event for event in events if event["kind"] == "wall"}
+    newest = {entry.node: entry.event for entry in events if isinstance(entry.event, Wall)}
     return {
-        part: sum(event[part] for event in newest.values()) / places for part in (*PARTS, "total")
+        part: sum(getattr(wall, part) for wall in newest.values()) / places
+        for part in (*PARTS, "total")
     }
 
 
-def cost(events: Iterable[Event], places: int) -> dict[str, Any]:
+def cost(events: Iterable[Entry], places: int) -> dict[str, Any]:
     """What the policy took, failures or not, by all nodes' last words: `extra_bytes` sent and
     written in all, `memory_bytes` held in all `places` by those who have them now,
     `critical_seconds` of the compute thread, averaged over the places. `parts` has the same for
     each thing that is kept.
     """
     slots: dict[int, str] = {}  # process id -> slot
-    place_of: dict[str, str] = {}  # node -> slot
-    ever: dict[str, Event] = {}  # node -> its last word
-    now: dict[str, Event] = {}  # place -> the last word of its newest node
-    for event in events:
-        match event["kind"]:
-            case "started":
-                slots[event["pid"]] = event["slot"]
-            case "joined":
-                node = str(event["node"])
-                place_of[node] = slots.get(event["pid"], node)
-            case "cost":
-                node = str(event["node"])
-                ever[node] = now[place_of.get(node, node)] = event
+    place_of: dict[str | None, str] = {}  # node -> slot
+    ever: dict[str | None, CostSoFar] = {}  # node -> its last word
+    now: dict[str | None, CostSoFar] = {}  # place -> the last word of its newest node
+    for entry in events:
+        match entry.event:
+            case Started(slot=slot, pid=pid):
+                slots[pid] = slot
+            case Joined(pid=pid) if pid in slots:
+                place_of[entry.node] = slots[pid]
+            case CostSoFar() as told:
+                ever[entry.node] = now[place_of.get(entry.node, entry.node)] = told
 
     def total(part: str = "") -> dict[str, Any]:
-        told = [_share(event, part) for event in ever.values()]
+        whole = sum((_share(told, part) for told in ever.values()), Cost())
         return {
-            "extra_bytes": sum(one["extra_bytes"] for one in told),
-            "memory_bytes": sum(_share(event, part)["memory_bytes"] for event in now.values()),
-            "critical_seconds": sum(one["critical_seconds"] for one in told) / places,
+            "extra_bytes": whole.extra_bytes,
+            "memory_bytes": sum(_share(told, part).memory_bytes for told in now.values()),
+            "critical_seconds": whole.critical_seconds / places,
         }
 
-    names = sorted({name for event in ever.values() for name in event["parts"]})
+    names = sorted({name for told in ever.values() for name in told.parts})
     return {**total(), "parts": {name: total(name) for name in names}}
 
 
-def _share(cost: Event, part: str) -> Event:
-    """What a `cost` event says of a part, or of all if that is empty."""
-    found: Event = cost["parts"].get(part, NOTHING) if part else cost
-    return found
+def _share(told: CostSoFar, part: str) -> Cost:
+    """What is said of a part, or of all if that is empty."""
+    if part:
+        return told.parts.get(part, Cost())
+    return Cost(told.extra_bytes, told.memory_bytes, told.critical_seconds)
 
 
-def replicas_identical(events: Iterable[Event]) -> bool:
+def replicas_identical(events: Iterable[Entry]) -> bool:
     """Whether all nodes of a stage had the same weights after every step, by their digests. A step
     that is made again, by other weights or after the loss of all that had made it, is another."""
     digests: dict[tuple[int, ...], set[str]] = {}
-    stages: dict[str, int] = {}
+    stages: dict[str | None, int] = {}
     lives: Counter[int] = Counter()  # stage -> how often it was lost
-    for event in events:
-        match event:
-            case {"kind": "diverged"}:
+    for entry in events:
+        match entry.event:
+            case Diverged():
                 return False
-            case {"kind": "serving", "node": node, "stage": stage}:
-                stages[node] = stage
-            case {"kind": "rebuilt", "stage": stage, "method": method} if method != "replica":
+            case Serving(stage=stage):
+                stages[entry.node] = stage
+            case StageRebuilt(stage=stage, method=method) if method != "replica":
                 lives[stage] += 1
-            case {"kind": "applied", "node": node, "lineage": lineage, "step": step}:
-                stage = stages[node]
-                of_step = digests.setdefault((lineage, lives[stage], stage, step), set())
-                of_step.add(event["digest"])
+            case Applied(lineage=lineage, step=step, digest=digest):
+                stage = stages[entry.node]
+                digests.setdefault((lineage, lives[stage], stage, step), set()).add(digest)
     return all(len(found) == 1 for found in digests.values())
 
 
@@ -342,42 +384,21 @@ def tell(summary: dict[str, Any]) -> Iterator[str]:
 
 def _rebuild(row: Mapping[str, Any]) -> str:
     fallback = " (a fallback)" if row.get("fallback") else ""
+    quality = read(StageRebuilt, row).quality
     return (
         f"stage {row['stage']} rebuilt by {row['method']}{fallback} at step {row['step']}: noticed "
         f"in {row['detect_seconds']:.2f} s, {decimal(row['bytes'])} in "
-        f"{row['rebuild_seconds']:.2f} s, stalled {row['stall_seconds']:.2f} s{quality(row)}"
+        f"{row['rebuild_seconds']:.2f} s, stalled {row['stall_seconds']:.2f} s{quality}"
     )
 
 
-def quality(rebuilt: Mapping[str, Any]) -> str:
-    """How near a rebuild came to what was lost, as far as that is known: the end of a sentence."""
-    parts = []
-    if "oldest_step" in rebuilt:
-        parts.append(f"oldest block of step {rebuilt['oldest_step']}")
-    if rebuilt.get("perturbation") is not None:
-        parts.append(f"perturbation {rebuilt['perturbation']:.3g}")
-    if relearned := rebuilt.get("relearned"):
-        parts.append(_relearned(relearned))
-    return "".join(f"; {part}" for part in parts)
-
-
-def _relearned(result: Mapping[str, Any]) -> str:
-    before, after = result["residual_before"], result["residual_after"]
-    if before is None:
-        return "not relearned: no boundary tensors were whole"
-    passes, seconds = result["passes"], result["seconds"]
-    now = "-" if after is None else f"{after:.3g}"
-    undone = ", which is worse and undone" if result.get("undone") else ""
-    return f"relearned: residual {before:.3g} -> {now} in {passes} passes, {seconds:.1f} s{undone}"
-
-
-def draw_loss(run: RunFile, lines: Sequence[Line], events: Sequence[Event], path: Path) -> None:
+def draw_loss(run: RunFile, lines: Sequence[Line], events: Sequence[Entry], path: Path) -> None:
     """Write a PNG: loss against step, with losses of nodes, rebuilds and validations marked."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    counted = [event for part in parts(events) for event in part]
+    counted = [entry for part in parts(events) for entry in part]
     figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -385,9 +406,9 @@ def draw_loss(run: RunFile, lines: Sequence[Line], events: Sequence[Event], path
     losses = [math.nan if line["loss"] is None else line["loss"] for line in lines]
     axes.plot(steps, losses, color=_INK, linewidth=1.6, label="training", zorder=3)
     validations = {
-        event["step"]: event["loss"]
-        for event in counted
-        if event["kind"] == "validated" and event["loss"] is not None
+        entry.event.step: entry.event.loss
+        for entry in counted
+        if isinstance(entry.event, Validated) and math.isfinite(entry.event.loss)
     }
     if validations:
         axes.plot(
@@ -432,7 +453,7 @@ def draw_loss(run: RunFile, lines: Sequence[Line], events: Sequence[Event], path
 _INK, _LOSS, _VALIDATION = "#1f4e79", "#b03a2e", "#2e8b57"
 
 
-def marks(events: Sequence[Event]) -> list[tuple[int, str]]:
+def marks(events: Sequence[Entry]) -> list[tuple[int, str]]:
     """What to mark in the picture: at which step which stage was rebuilt, and how, or a node of it
     killed while others kept the stage alive; and where all stages went back to an older step."""
     found: dict[int, dict[int, Counter[str]]] = {}  # step -> stage -> methods
@@ -442,10 +463,10 @@ def marks(events: Sequence[Event]) -> list[tuple[int, str]]:
         rebuilt.add((row["stage"], step + 1))
         if not _resumed(row):
             found.setdefault(step, {}).setdefault(row["stage"], Counter())[row["method"]] += 1
-    for event in events:
-        if event["kind"] == "killed" and (event["stage"], event["step"]) not in rebuilt:
-            of_step = found.setdefault(event["step"], {})
-            of_step.setdefault(event["stage"], Counter())["node killed"] += 1
+    for entry in events:
+        match entry.event:
+            case Killed(stage=stage, step=step) if (stage, step) not in rebuilt:
+                found.setdefault(step, {}).setdefault(stage, Counter())["node killed"] += 1
     texts = {
         step: [f"stage {stage}: {_methods(of_step[stage])}" for stage in sorted(of_step)]
         for step, of_step in found.items()

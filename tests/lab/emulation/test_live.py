@@ -45,6 +45,7 @@ from planaria.lab.emulation.live_swarm import (
     machines,
 )
 from planaria.node.data.prepare import Recipe, prepare
+from planaria.node.report.events import entries
 from planaria.node.run_file import loads
 
 ROOT = Path(__file__).parents[3]
@@ -81,7 +82,7 @@ def test_bytes_between_two_times():
 
 def test_a_loss_ends_with_the_next_commit_and_is_made_good_by_the_next_new_step():
     """All stages went back two steps, one at a time."""
-    events = [
+    lines = [
         {"kind": "committed", "time": 10.0, "step": 7},
         {"kind": "killed", "time": 10.5, "stage": 2, "step": 8},
         {"kind": "killed", "time": 10.6, "stage": 2, "step": 8},
@@ -92,6 +93,7 @@ def test_a_loss_ends_with_the_next_commit_and_is_made_good_by_the_next_new_step(
         {"kind": "rebuilt", "time": 19.0, "stage": 0, "method": "stage0-copy", "bytes": 9},
         {"kind": "committed", "time": 20.0, "step": 9},
     ]
+    events = entries(lines)
     assert losses(events) == [
         Loss(2, "checkpoint", 4.5, 6.5, 80),
         Loss(0, "stage0-copy", 2.0, 2.0, 9),

@@ -19,6 +19,7 @@ from planaria.lab.simulator import check, table2
 from planaria.lab.simulator.run import simulate_run
 from planaria.lab.simulator.step import simulate_step
 from planaria.lab.simulator.swarm import Seconds, Transport
+from planaria.node.report.events import entries
 from planaria.node.run_file import RunFile
 from planaria.node.stage.model import ModelConfig
 
@@ -119,13 +120,13 @@ EVENTS = [
 
 
 def test_stall_and_start_are_read_from_the_events() -> None:
-    assert check.after_kill(EVENTS) == pytest.approx((3.5, 1.5, 1.5))
+    assert check.after_kill(entries(EVENTS)) == pytest.approx((3.5, 1.5, 1.5))
     replica = [e if e["kind"] != "rebuilt" else {**e, "method": "replica"} for e in EVENTS]
-    assert check.after_kill(replica) == pytest.approx((3.5, 1.5, 0.0))
+    assert check.after_kill(entries(replica)) == pytest.approx((3.5, 1.5, 0.0))
     with pytest.raises(LiveError, match="before anything was killed"):
-        check.after_kill(EVENTS[:1])
+        check.after_kill(entries(EVENTS[:1]))
     with pytest.raises(LiveError, match="nothing was committed or joined"):
-        check.after_kill(EVENTS[:3])
+        check.after_kill(entries(EVENTS[:3]))
 
 
 def test_tasks_are_timed() -> None:

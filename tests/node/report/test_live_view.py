@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from planaria.bootstrap.registry_pb2 import Description, Member, MemberDescription, Report, View
-from planaria.node.report.live_view import Screen, Story, news, stage_table, styled, under_way
+from planaria.node.report.events import Stopped, parse
+from planaria.node.report.live_view import News, Screen, Story, stage_table, styled, under_way
 from planaria.node.report.status_page import as_text, page
 
 OLD, NEW = "3fa2b18c0d11", "77aa00bb12cd"
@@ -16,6 +17,18 @@ OLD, NEW = "3fa2b18c0d11", "77aa00bb12cd"
 
 def event(kind: str, node: str | None = "up", **fields: Any) -> dict[str, Any]:
     return {"time": 0.0, "node": node, "kind": kind, **fields}
+
+
+def news(story: Story, told: dict[str, Any]) -> News | None:
+    entry = parse(told)
+    assert entry is not None
+    return story.hear(entry)
+
+
+def hear(story: Story, told: dict[str, Any]) -> str | None:
+    """The sentence that it is worth."""
+    found = news(story, told)
+    return None if found is None else found.sentence
 
 
 def member(node: str, stage: int, spare: bool = False, **report: Any) -> MemberDescription:
@@ -105,7 +118,7 @@ def text_of(renderable: Any) -> str:
     ],
 )
 def test_news_are_sentences(told, sentence):
-    assert news(told) == sentence
+    assert hear(Story(steps=40), told) == sentence
 
 
 def rebuilt(time: float, node: str, stage: int = 2, method: str = "checkfree") -> dict[str, Any]:
@@ -149,7 +162,8 @@ def rebuilt(time: float, node: str, stage: int = 2, method: str = "checkfree") -
     ],
 )
 def test_a_rebuild_says_how_good_it_is(figures, says):
-    assert (news(rebuilt(0.0, NEW) | figures) or "").endswith(f"stalled 2.0 s; {says}")
+    told = hear(Story(steps=40), rebuilt(0.0, NEW) | figures)
+    assert (told or "").endswith(f"stalled 2.0 s; {says}")
 
 
 def at(time: float, kind: str, node: str | None = "up", **fields: Any) -> dict[str, Any]:
@@ -170,22 +184,22 @@ def swarm_that_lost_stage_2() -> Story:
         at(100.3, "link lost", "aaa1", peer=OLD, reason="reset"),  # from another file
         at(103.0, "joined", NEW, pid=3),
     ):
-        story.hear(told)
+        hear(story, told)
     return story
 
 
 def test_the_first_commit_after_a_rebuild_is_told_once():
     story = swarm_that_lost_stage_2()
-    story.hear(at(103.1, "rebuilding", NEW, stage=2, method="checkfree", sources=["aaa1"]))
-    story.hear(rebuilt(104.0, NEW))
-    told = [story.hear(at(105.0 + step, "committed", step=15 + step, loss=2.0)) for step in (0, 1)]
+    hear(story, at(103.1, "rebuilding", NEW, stage=2, method="checkfree", sources=["aaa1"]))
+    hear(story, rebuilt(104.0, NEW))
+    told = [hear(story, at(105.0 + step, "committed", step=15 + step, loss=2.0)) for step in (0, 1)]
     assert told == ["step 15 committed 4.7 s after the loss was noticed", None]
 
 
 def test_a_replicas_return_is_no_loss_made_good():
     story = swarm_that_lost_stage_2()
-    story.hear(rebuilt(104.0, NEW, method="replica"))
-    assert story.hear(at(105.0, "committed", step=15, loss=2.0)) is None
+    hear(story, rebuilt(104.0, NEW, method="replica"))
+    assert hear(story, at(105.0, "committed", step=15, loss=2.0)) is None
 
 
 def fetching(time: float, size: int, seconds: float) -> dict[str, Any]:
@@ -197,7 +211,7 @@ def fetching(time: float, size: int, seconds: float) -> dict[str, Any]:
 def test_fetching_is_told_when_it_takes_long_and_then_ever_more_seldom():
     story = swarm_that_lost_stage_2()
     told = [
-        story.hear(fetching(103.0 + tenth / 5, tenth * 400_000, tenth / 5)) for tenth in range(30)
+        hear(story, fetching(103.0 + tenth / 5, tenth * 400_000, tenth / 5)) for tenth in range(30)
     ]
     assert [sentence for sentence in told if sentence] == [
         "stage 2 fetches from node-1.0, ccc3: 2.0 MB in 1.0 s, 2.0 MB/s",
@@ -212,18 +226,18 @@ def relearning(time: float, round: int, residual: float) -> dict[str, Any]:
 
 def test_a_rebuild_under_way_is_a_line_until_it_is_over():
     story = swarm_that_lost_stage_2()
-    story.hear(at(103.1, "rebuilding", NEW, stage=2, method="checkfree", sources=["aaa1"]))
-    story.hear(fetching(103.4, 12_000_000, 0.3))
+    hear(story, at(103.1, "rebuilding", NEW, stage=2, method="checkfree", sources=["aaa1"]))
+    hear(story, fetching(103.4, 12_000_000, 0.3))
     shown = text_of(under_way(story, 103.6))
     assert "rebuilding stage 2 by checkfree from node-1.0" in shown
     assert "0.5 s; 12.0 MB in 0.3 s, 40.0 MB/s" in shown
-    assert story.hear(relearning(104.0, 0, 0.75)) == "stage 2 relearns, residual 0.75 at first"
+    assert hear(story, relearning(104.0, 0, 0.75)) == "stage 2 relearns, residual 0.75 at first"
     assert "0.9 s; relearning: residual 0.75 at first" in text_of(under_way(story, 104.0))
-    assert story.hear(relearning(104.5, 8, 0.25)) is None
+    assert hear(story, relearning(104.5, 8, 0.25)) is None
     shown = text_of(under_way(story, 104.5))
     assert "1.4 s; relearning: residual 0.75 -> 0.25 in round 8" in shown
-    story.hear(rebuilt(105.0, NEW))
-    story.hear(relearning(104.9, 9, 0.2))  # read late
+    hear(story, rebuilt(105.0, NEW))
+    hear(story, relearning(104.9, 9, 0.2))  # read late
     assert not story.rebuilds
 
 
@@ -238,24 +252,24 @@ def test_a_rebuild_under_way_is_a_line_until_it_is_over():
 )
 def test_a_rebuild_that_comes_to_nothing_is_shown_no_longer(told):
     story = swarm_that_lost_stage_2()
-    story.hear(fetching(103.4, 1, 0.3))
-    story.hear(told)
+    hear(story, fetching(103.4, 1, 0.3))
+    hear(story, told)
     assert not story.rebuilds
 
 
 def test_a_story_goes_back_with_the_run():
     story = swarm_that_lost_stage_2()
     story.record({"step": 14, "time": 99.0, "seconds": 1.0, "tokens": 10})
-    story.hear(at(103.5, "rolled back", "aaa1", **{"from": 14}, step=10, reason="x"))
+    hear(story, at(103.5, "rolled back", "aaa1", **{"from": 14}, step=10, reason="x"))
     story.record({"step": 14, "time": 99.0, "seconds": 1.0, "tokens": 10})  # another ledger
-    story.hear(at(99.0, "committed", step=14, loss=2.0))
+    hear(story, at(99.0, "committed", step=14, loss=2.0))
     assert (story.committed, story.tokens_per_second) == (10, 0.0)
     told = [
-        story.hear(rebuilt(104.0, node, stage, "checkpoint"))
+        hear(story, rebuilt(104.0, node, stage, "checkpoint"))
         for node, stage in (("aaa1", 1), (NEW, 2))
     ]
     assert told == ["all stages are at step 14, stalled 2.0 s", None]
-    first = story.hear(at(106.3, "committed", step=11, loss=2.0))
+    first = hear(story, at(106.3, "committed", step=11, loss=2.0))
     assert first == "step 11 committed 6.0 s after the loss was noticed"
     assert story.committed == 11
 
@@ -264,58 +278,75 @@ def test_a_full_disk_is_told_of_once_until_it_takes_a_save_again():
     story = swarm_that_lost_stage_2()
     failed = at(1.0, "save failed", "aaa1", reason="No space left on device")
     saved = at(2.0, "saved", "aaa1", holding="save", step=5)
-    told = [story.hear(one) for one in (failed, failed, saved, failed)]
+    told = [hear(story, one) for one in (failed, failed, saved, failed)]
     assert [bool(sentence) for sentence in told] == [True, False, False, True]
 
 
 def test_a_twin_that_is_fetched_is_no_rebuild():
     story = swarm_that_lost_stage_2()
-    assert story.hear(fetching(103.4, 1, 3.0) | {"method": "twin"}) is None
+    assert hear(story, fetching(103.4, 1, 3.0) | {"method": "twin"}) is None
     assert not story.rebuilds
 
 
 def test_a_single_stages_save_is_a_rebuild_like_others():
     story = swarm_that_lost_stage_2()
     order = {"stage": 2, "method": "save", "sources": [NEW], "fallback": True, "reason": "no other"}
-    assert (story.hear(at(103.1, "rebuilding", NEW, **order)) or "").startswith("fallback: ")
-    assert (story.hear(rebuilt(104.0, NEW, method="save")) or "").startswith("rebuilt: stage 2 by")
+    assert (hear(story, at(103.1, "rebuilding", NEW, **order)) or "").startswith("fallback: ")
+    assert (hear(story, rebuilt(104.0, NEW, method="save")) or "").startswith("rebuilt: stage 2 by")
 
 
 @pytest.mark.parametrize(
-    ("sentence", "style"),
+    ("told", "style"),
     [
-        ("fallback: rebuilding stage 1", "yellow"),
-        ("node-2.0 killed during step 8; stage 2 is lost", "yellow"),
-        ("save failed at node-1.0, training goes on: No space left", "bold red"),
-        ("rebuilt: stage 1 by checkfree+ at step 9", "green"),
-        ("validation loss 2.0 at step 9", ""),
+        (event("rebuilding", NEW, stage=1, fallback=True), "yellow"),
+        (event("rebuilding", NEW, stage=1, fallback=False), ""),
+        (event("killed", OLD, slot="2.0", stage=2, left=0), "yellow"),
+        (event("killed", OLD, slot="2.0", stage=2, left=1), ""),
+        (event("exited", None, slot="registry"), ""),
+        (event("save failed", OLD, reason="No space left"), "bold red"),
+        (event("stopped", OLD, step=5, reason="stage 1 is lost"), "bold red"),
+        (event("rebuilt", NEW, stage=1, method="checkfree+", step=9), "green"),
+        (event("validated", OLD, loss=2.0, step=9), ""),
     ],
 )
-def test_grave_news_are_coloured_and_shown_whole(sentence, style):
-    text = styled(sentence)
+def test_grave_news_are_coloured_and_shown_whole(told, style):
+    found = news(Story(steps=40), told)
+    assert found is not None
+    text = styled(*found)
     assert text.style == style
     assert bool(text.no_wrap) is not bool(style)
 
 
+def test_a_loss_is_noticed_once_until_the_run_has_gone_on():
+    story = swarm_that_lost_stage_2()
+    lost = at(100.3, "lost", OLD, stage=2, reason="reset")
+    noticed = "noticed: no link to node-2.0 of stage 2 any more"
+    assert [hear(story, lost), hear(story, lost)] == [noticed, None]
+    other = "noticed: no link to node-1.0 of stage 1 any more"
+    assert hear(story, at(100.4, "lost", "aaa1", stage=1, reason="reset")) == other
+    hear(story, at(105.0, "committed", step=15, loss=2.0))
+    assert hear(story, lost | {"time": 200.0}) == noticed, "it was back in between"
+
+
 def test_the_registrys_end_is_no_drama():
     told = event("exited", None, slot="registry", how="was ended by SIGKILL")
-    assert "training goes on" in (news(told) or "")
+    assert "training goes on" in (hear(Story(steps=40), told) or "")
 
 
 def test_nodes_that_the_swarm_started_have_names():
     story = Story(steps=10)
-    story.hear(event("started", slot="1.0", pid=41))
-    story.hear(event("joined", OLD, pid=41))
+    hear(story, event("started", slot="1.0", pid=41))
+    hear(story, event("joined", OLD, pid=41))
     told = event("aborted", step=3, reason=f"the link to {OLD} is lost")
-    assert story.hear(told) == "an attempt at step 3 is aborted: the link to node-1.0 is lost"
+    assert hear(story, told) == "an attempt at step 3 is aborted: the link to node-1.0 is lost"
     assert story.node_of(41) == OLD
-    story.hear(event("joined", NEW, pid=41))
+    hear(story, event("joined", NEW, pid=41))
     assert story.node_of(41) == NEW
 
 
 def test_a_story_keeps_the_newest_step_whoever_tells_first():
     story = Story(steps=10)
-    story.hear(event("committed", step=4, loss=2.5))
+    hear(story, event("committed", step=4, loss=2.5))
     story.record({"step": 3, "time": 9.0, "seconds": 1.0, "tokens": 10})
     assert (story.committed, story.loss) == (4, 2.5)
     story.record({"step": 5, "time": 11.0, "seconds": 1.0, "tokens": 20})
@@ -327,9 +358,10 @@ def test_a_story_keeps_the_newest_step_whoever_tells_first():
 def test_the_first_reason_to_stop_is_told_once():
     story = Story(steps=10)
     told = event("stopped", OLD, step=5, reason="stage 1 is lost", validation=None)
-    assert story.hear(told) == "the run is stopped at step 5: stage 1 is lost"
-    assert story.hear(told) is None
-    assert story.stopped == told
+    assert hear(story, told) == "the run is stopped at step 5: stage 1 is lost"
+    assert hear(story, told) is None
+    assert isinstance(story.stopped, Stopped)
+    assert (story.stopped.step, story.stopped.reason) == (5, "stage 1 is lost")
 
 
 def test_the_stage_table_shows_vacant_stages_and_spares():
@@ -350,7 +382,7 @@ def test_without_a_terminal_progress_is_some_twenty_lines():
     with Screen(console, 200) as screen:
         screen.say("node-2.0 killed")
         for step in range(1, 201):
-            story.hear(event("committed", step=step, loss=1.0))
+            hear(story, event("committed", step=step, loss=1.0))
             screen.show(story, None, 4)
     lines = console.file.getvalue().splitlines()
     assert lines[0].endswith("node-2.0 killed")
@@ -367,7 +399,7 @@ def test_progress_is_told_again_after_going_back():
             at(2.0, "rolled back", **{"from": 9}, step=5, reason="x"),
             at(3.0, "committed", step=6, loss=1.5),
         ):
-            story.hear(told)
+            hear(story, told)
             screen.show(story, None, 4)
     assert [line.split("step ")[1] for line in console.file.getvalue().splitlines()] == [
         "9 of 20, loss 1.0000, 0 tokens/s",
@@ -378,8 +410,8 @@ def test_progress_is_told_again_after_going_back():
 def test_on_a_terminal_there_is_a_page():
     console = Console(file=io.StringIO(), width=100, height=40, force_terminal=True)
     story = Story(steps=20)
-    story.hear(event("rebuilding", NEW, stage=2, method="checkfree", sources=["aaa1"]))
-    story.hear(event("committed", step=7, loss=3.25))
+    hear(story, event("rebuilding", NEW, stage=2, method="checkfree", sources=["aaa1"]))
+    hear(story, event("committed", step=7, loss=3.25))
     with Screen(console, 20) as screen:
         screen.say("stage 2 is lost")
         screen.show(story, described(member("a", 0, phase="running")), 2)
@@ -421,6 +453,16 @@ def test_who_has_trouble_is_named_in_red():
     lines = console.file.getvalue().splitlines()
     assert any(f"\x1b[1;31m{NEW} of stage 2: {full}" in line for line in lines)
     assert any("step 5: 3 of 8 home" in line and "\x1b[1;31m" not in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("phase", "committed", "yellow"), [("idle", 4, True), ("running", 4, False), ("idle", 0, False)]
+)
+def test_a_driver_of_a_run_that_stands_still_speaks_in_yellow(phase, committed, yellow):
+    waits = member(OLD, 0, committed=committed, phase=phase, message="waiting for stage 2")
+    console = Console(file=io.StringIO(), width=140, force_terminal=True, color_system="standard")
+    console.print(page(described(waits)))
+    assert ("\x1b[33mwaiting for stage 2" in console.file.getvalue()) is yellow
 
 
 def test_a_stop_that_all_tell_of_is_told_once():

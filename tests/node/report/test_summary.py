@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from planaria.node.report.events import Entry, parse
 from planaria.node.report.ledger import Audit, Line
 from planaria.node.report.summary import (
     cost,
@@ -43,27 +45,32 @@ def line(step: int, time: float, loss: float | None = 2.0, tokens: int = 100) ->
     )
 
 
-def event(time: float, kind: str, node: str | None = "up", **fields: Any) -> dict[str, Any]:
-    return {"time": time, "node": node, "kind": kind, **fields}
+def event(time: float, kind: str, node: str | None = "up", **fields: Any) -> Entry:
+    entry = parse({"time": time, "node": node, "kind": kind, **fields})
+    assert entry is not None
+    return entry
 
 
-def rebuilt(time: float, node: str, stage: int = 2, method: str = "checkfree") -> dict[str, Any]:
+def rebuilt(
+    time: float, node: str, stage: int = 2, method: str = "checkfree", step: int = 2, **more: Any
+) -> Entry:
     return event(
         time,
         "rebuilt",
         node,
         stage=stage,
         method=method,
-        step=2,
+        step=step,
         sources=[{"node": "b", "stage": 1, "step": 2}],
         bytes=1000,
         fetch_seconds=0.1,
         rebuild_seconds=0.2,
         stall_seconds=1.5,
+        **more,
     )
 
 
-def slot_events(time: float, slot: str, pid: int, node: str) -> list[dict[str, Any]]:
+def slot_events(time: float, slot: str, pid: int, node: str) -> list[Entry]:
     return [
         event(time, "started", slot=slot, pid=pid),
         event(time + 1, "joined", node, pid=pid),
@@ -71,7 +78,7 @@ def slot_events(time: float, slot: str, pid: int, node: str) -> list[dict[str, A
     ]
 
 
-def killed(time: float, slot: str, pid: int, node: str | None, step: int = 3) -> dict[str, Any]:
+def killed(time: float, slot: str, pid: int, node: str | None, step: int = 3) -> Entry:
     return event(time, "killed", node, slot=slot, pid=pid, stage=int(slot[0]), step=step, left=0)
 
 
@@ -195,16 +202,19 @@ def test_who_comes_back_by_itself_replaces_nobody():
     assert rebuilds(events)[0]["detect_seconds"] == 0.0
 
 
-def rebuilding(time: float, node: str, stage: int = 2, **fields: Any) -> dict[str, Any]:
+def rebuilding(time: float, node: str, stage: int = 2, **fields: Any) -> Entry:
     return event(time, "rebuilding", node, stage=stage, method="checkfree", **fields)
 
 
 def test_a_row_says_what_the_driver_and_the_node_said_of_the_rebuild():
-    relearned = {"residual_before": 0.6, "residual_after": 0.1, "passes": 9}
+    relearned = {
+        **{"residual_before": 0.6, "residual_after": 0.1, "passes": 9, "seconds": 1.5},
+        **{"bytes": 10, "pairs": 4, "left_out": 0, "undone": False},
+    }
     events = [
         *KILLED_AND_REBUILT[:-1],
         rebuilding(103.5, "new", exact=False, fallback=True),
-        {**rebuilt(104.0, "new"), "relearned": relearned},
+        rebuilt(104.0, "new", relearned=relearned),
         event(104.8, "committed", step=3, loss=2.0),
     ]
     (row,) = rebuilds(events)
@@ -221,15 +231,13 @@ def test_a_new_driver_has_seen_only_the_end_of_the_stall():
 
 
 def test_a_snapshot_that_is_known_in_part_is_told_in_part():
-    (row,) = rebuilds(
-        [{**rebuilt(9.0, "n", method="snapshot"), "oldest_step": 7, "perturbation": None}]
-    )
+    (row,) = rebuilds([rebuilt(9.0, "n", method="snapshot", oldest_step=7, perturbation=None)])
     assert (row["oldest_step"], row["perturbation"]) == (7, None)
     assert row["detect_seconds"] == 0.0
     assert "first_commit_seconds" not in row  # nothing was committed any more
 
 
-def commits(*steps: int, at: float) -> list[dict[str, Any]]:
+def commits(*steps: int, at: float) -> list[Entry]:
     told = []
     for number, step in enumerate(steps):
         told.append(event(at + number, "committed", "d", step=step, loss=2.0))
@@ -256,7 +264,7 @@ ROLLED_BACK = [
     event(23.0, "serving", "new", stage=2),
     event(24.0, "rolled back", "d", **{"from": 5}, step=3, reason="no replica left"),
     *(
-        rebuilt(25.0, node, stage, "checkpoint") | {"step": 3}
+        rebuilt(25.0, node, stage, "checkpoint", step=3)
         for node, stage in (("d", 0), ("b", 1), ("new", 2))
     ),
     *commits(4, 5, 6, at=26.0),
@@ -273,7 +281,7 @@ def test_a_roll_back_is_a_row_for_the_lost_stage_alone():
 
 def test_a_roll_back_that_is_tried_again_goes_back_once():
     again = event(24.5, "rolled back", "d", **{"from": 3}, step=3, reason="tried again")
-    at = ROLLED_BACK.index(next(e for e in ROLLED_BACK if e["kind"] == "rebuilt"))
+    at = ROLLED_BACK.index(next(e for e in ROLLED_BACK if e.event.kind == "rebuilt"))
     events = [*ROLLED_BACK[:at], again, *ROLLED_BACK[at:]]
     assert [row["rolled_back"] for row in rebuilds(events)] == [{"from": 5, "to": 3}]
     assert sum(back.lost - back.to for back in goings_back(events)) == 2
@@ -388,7 +396,7 @@ def test_the_essence_says_what_a_loss_and_the_policy_cost():
     events = [
         *ROLLED_BACK,
         rebuilding(40.0, "n", exact=False, fallback=True),
-        {**rebuilt(41.0, "n"), "oldest_step": 4},
+        rebuilt(41.0, "n", oldest_step=4),
         event(41.5, "save failed", "b", reason="No space left on device"),
         cost_event(42.0, "b", 2_000_000, 3_000_000),
     ]
@@ -416,7 +424,7 @@ def test_a_resume_is_one_sentence_of_the_essence():
 
 def test_saves_that_failed_are_counted_to_the_last():
     failed = event(2.0, "save failed", "a", reason="No space left on device")
-    events = [failed, event(3.0, "ending"), {**failed, "time": 4.0}]
+    events = [failed, event(3.0, "ending"), replace(failed, time=4.0)]
     assert summarize(RUN, [], AUDIT, events)["failed_saves"] == 2
 
 
