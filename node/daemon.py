@@ -58,8 +58,9 @@ from planaria.node.state.feeding import Gradients, Pins, backlog, gradient_frame
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.rebuild import Rebuilding
 from planaria.node.state.relearn import RelearnError, Relearning
-from planaria.node.state.saves import SaveError, SaveId
-from planaria.node.state.transfer import ServedState, StateClient, StateServer, TransferError
+from planaria.node.state.saves import SaveError
+from planaria.node.state.stage_state import Age, StageState, StateId
+from planaria.node.state.transfer import StateClient, StateServer, TransferError
 from planaria.node.transaction.averaging import (
     Abandoned,
     Averaging,
@@ -254,12 +255,9 @@ class Node:
 
     async def _save_now(self) -> None:
         assert self.member is not None
-        member, state = self.member, self.own_state()
-        if state is not None and state.step > 0:  # a commit in progress is posted before this
-            lineage = member.lineage
-            await self.compute.run(
-                lambda: self.holdings.save(state, lineage, first=False, always=True)
-            )
+        state = self.own_state()
+        if state is not None and state.id.step > 0:  # a commit in progress is posted before this
+            await self.compute.run(lambda: self.holdings.save(state, first=False, always=True))
 
     async def _hand_over(self, deadline: float) -> None:
         """Nobody but a standby could miss this node: a stage with replicas lives on."""
@@ -767,7 +765,7 @@ class Node:
         first = self.node == min(replicas, default="")
         self.holdings.committing(commit.step, lineage)
         fetched = {joiner.step for joiner in begin.joining if joiner.stage == stage}
-        keep = self.pins.keep(fetched, self._state(*self.based_on, boosted_at))
+        keep = self.pins.keep(fetched, self._state(lineage, *self.based_on, boosted_at))
         self.gradients.forget(Ballot.of(commit.ballot))
 
         def apply() -> bytes:
@@ -778,7 +776,7 @@ class Node:
             self.holdings.apply(commit, lr)
             self.optimizer.zero_gradient()
             digest = self.optimizer.digest()
-            self.holdings.save(self._state(commit.step, commit, boosted_at), lineage, first)
+            self.holdings.save(self._state(lineage, commit.step, commit, boosted_at), first)
             return digest
 
         return self.compute.run(apply)
@@ -792,7 +790,7 @@ class Node:
         lineage = self.member.lineage
         self.tell(Applied(lineage=lineage, step=commit.step, digest=digest.hex()))
         self._carry_out(self.member.applied(digest))
-        self.holdings.in_place(commit, commit.step, self.member.lineage)
+        self.holdings.in_place(StateId.after(commit, self.member.stage, lineage, commit.step))
         self._report()
 
     def _note(self, commit: pb.Commit) -> None:
@@ -819,15 +817,16 @@ class Node:
             return
         if rebuilt is None:
             return
-        self.omega, synced = rebuilt.omega, rebuilt.synced
+        synced, state = rebuilt
+        self.omega = state.omega
         log.info(
             "stage %s is at step %d by %s: %d bytes, %.2f s",
             *(self.stage, sync.step, sync.method, synced.fetched_bytes, synced.seconds),
         )
         if sync.HasField("last"):
-            self._note(rebuilt.last)  # who was to note it may be gone
-        self._carry_out(self.member.fetched(synced, rebuilt.last, rebuilt.boosted_at))
-        self.holdings.in_place(rebuilt.last, sync.step, sync.lineage)
+            self._note(state.last)  # who was to note it may be gone
+        self._carry_out(self.member.fetched(synced, state.last, state.boosted_at))
+        self.holdings.in_place(state.id)
 
     def _relearning(self, round: int, residual: float) -> None:
         assert self.stage is not None
@@ -835,33 +834,34 @@ class Node:
 
     # --- the state
 
-    def own_state(self) -> ServedState | None:
+    def own_state(self) -> StageState | None:
         """Of this node's stage, as of the newest commit; None: there is none."""
         member = self.member
         if member is None or (member.phase is Phase.SYNCING and member.sync.method != "twin"):
             return None
         if member.following is not None and member.following.state is None:
             return None
-        return self._state(member.committed, member.last, member.boosted_at)
+        return self._state(member.lineage, member.committed, member.last, member.boosted_at)
 
-    def _state(self, step: int, last: pb.Commit, boosted_at: int) -> ServedState:
-        return ServedState(
-            step=step,
-            tensors=self.optimizer.state(optimizer=True),
+    def _state(self, lineage: int, step: int, last: pb.Commit, boosted_at: int) -> StageState:
+        assert self.stage is not None
+        return StageState(
+            id=StateId.after(last, self.stage, lineage, step),
+            tensors=dict(self.optimizer.state(optimizer=True)),
             omega=self.omega,
             boosted_at=boosted_at,
             last=last,
             optimizer_step=self.optimizer.steps,
         )
 
-    def _served_state(self, kind: str, stage: int, step: int) -> ServedState | None:
+    def _served_state(self, kind: str, stage: int, step: int) -> StageState | None:
         if self.member is None:
             return None
         if kind:
             return self.holdings.served(kind, stage)
         return self.pins.get(step) or self.own_state()
 
-    def saved(self, kind: Kind, save: SaveId) -> None:
+    def saved(self, kind: Kind, save: Age) -> None:
         self.trouble = ""
         self.tell(Saved(holding=kind, step=save.step))
 

@@ -531,7 +531,7 @@ class Pipeline:
 
     def _forward_twin(self, twin: Twin, frame: Frame) -> None:
         """Compute redundantly what the next stage makes of this very frame."""
-        if self._evaluating or twin.id.step != self.live_begin.step - 1:
+        if self._evaluating or twin.state.id.step != self.live_begin.step - 1:
             return
         (x,) = decode(frame.descriptors, frame.payload, self.device)
         with self._mode():

@@ -25,8 +25,8 @@ import torch
 from google.protobuf.message import DecodeError
 
 from planaria.node.run_file import RecoverySection
-from planaria.node.state.stage_state import StateId
-from planaria.node.state.transfer import InComputeThread, ServedState
+from planaria.node.state.stage_state import Age, StageState, StateId
+from planaria.node.state.transfer import InComputeThread
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import NAME_LIMIT, Frame, WireError
@@ -149,9 +149,8 @@ class Header:
         return header
 
     @property
-    def at(self) -> tuple[int, int]:
-        """What orders updates: a run that goes back to its saves counts steps anew."""
-        return self.lineage, self.step
+    def age(self) -> Age:
+        return Age(self.lineage, self.step)
 
 
 class _LostError(Exception):
@@ -192,7 +191,7 @@ class Sender:
     def __init__(
         self,
         outgoing: Outgoing,
-        state: Callable[[], ServedState | None],
+        state: Callable[[], StageState | None],
         send_frame: Callable[[str, Frame], bool],
         in_compute_thread: InComputeThread,
         spawn: Spawn,
@@ -211,7 +210,7 @@ class Sender:
         self._outstanding: Counter[str] = Counter()  # frames without an answer, of any update
         self._transfers = count(1)
         self._update: _Update | None = None
-        self._applied = (0, -1)  # lineage, step
+        self._applied = Age(0, -1)
         self.bytes_sent = 0
         self.critical_seconds = 0.0  # in the compute thread
 
@@ -234,9 +233,9 @@ class Sender:
             self._recipients[node] = _Recipient(self._outgoing.new_sent())
         self._start()
 
-    def committed(self, step: int, lineage: int = 0) -> None:
-        """The state after `step` is in place: applied, fetched or loaded."""
-        given_up, self._applied = lineage != self._applied[0], (lineage, step)
+    def committed(self, own: StateId) -> None:
+        """That state is in place: applied, fetched or loaded."""
+        given_up, self._applied = own.lineage != self._applied.lineage, own.age
         if given_up:
             nodes = list(self._recipients)
             self.set_holders([])  # what they have is of a past that counts no longer
@@ -271,29 +270,28 @@ class Sender:
     def _start(self) -> None:
         """Begin the next update, if one is due and none is under way."""
         state = self._state()
-        if self._update is not None or state is None or state.step != self._applied[1]:
+        if self._update is not None or state is None or state.id.age != self._applied:
             return  # a later step is being applied: it will be heard of
-        if state.last.step != state.step:
+        if state.last.step != state.id.step:
             return  # rebuilt from an older state, whose commit says nothing of this step's
         due = [
             (recipient.started, node)
             for node, recipient in self._recipients.items()
-            if recipient.started < 0 or state.step - recipient.started >= self._outgoing.period
+            if recipient.started < 0 or state.id.step - recipient.started >= self._outgoing.period
         ]
         if not due:
             return
         _, holder = min(due)
         recipient = self._recipients[holder]
-        sent, recipient.started = recipient.sent, state.step
-        self._update = _Update(holder, next(self._transfers), state.step)
+        sent, recipient.started = recipient.sent, state.id.step
+        self._update = _Update(holder, next(self._transfers), state.id.step)
         # Posted now, before a later step can be.
-        lineage = self._applied[0]
-        taking = self._in_compute_thread(partial(self._take, sent, lineage, state))
-        self._spawn(self._bring(self._update, sent, state, lineage, taking))
+        taking = self._in_compute_thread(partial(self._take, sent, state))
+        self._spawn(self._bring(self._update, sent, state, taking))
 
-    def _take(self, sent: Sent, lineage: int, state: ServedState) -> snapshot.Update:
+    def _take(self, sent: Sent, state: StageState) -> snapshot.Update:
         started = time.perf_counter()
-        update = sent.take((lineage, state.step), [tensor for _, tensor in state.tensors])
+        update = sent.take(state.id.age, list(state.tensors.values()))
         self.critical_seconds += time.perf_counter() - started
         return update
 
@@ -301,15 +299,14 @@ class Sender:
         self,
         update: _Update,
         sent: Sent,
-        state: ServedState,
-        lineage: int,
+        state: StageState,
         taking: Awaitable[snapshot.Update],
     ) -> None:
         try:
             content = await taking
             if self._outgoing.kind == "snapshot":  # a copy is its `Sent`'s
                 update.memory_bytes = content.payload.nbytes
-            header, payload = self._compose(update, state, lineage, content)
+            header, payload = self._compose(update, state, content)
             await self._transfer(update, header, payload)
             await self._wait(update, lambda: update.kept, "that it counts")
         except _LostError as lost:
@@ -323,7 +320,7 @@ class Sender:
         self._start()
 
     def _compose(
-        self, update: _Update, state: ServedState, lineage: int, content: snapshot.Update
+        self, update: _Update, state: StageState, content: snapshot.Update
     ) -> tuple[Header, list[torch.Tensor]]:
         commit = state.last.SerializeToString()
         payload = [content.payload]
@@ -332,8 +329,8 @@ class Sender:
         header = Header(
             kind=self._outgoing.kind,
             stage=self._outgoing.stage,
-            step=state.step,
-            lineage=lineage,
+            step=state.id.step,
+            lineage=state.id.lineage,
             transfer=update.transfer,
             size=sum(part.nbytes for part in payload),
             commit=len(commit),
@@ -424,6 +421,11 @@ class _Held:
     last: pb.Commit
     state: HeldSnapshot
 
+    @property
+    def id(self) -> StateId:
+        header = self.header
+        return StateId.after(self.last, header.stage, header.lineage, header.step)
+
 
 class Fidelity(NamedTuple):
     """How good a held state is."""
@@ -454,7 +456,7 @@ class Holder:
         self._arriving: dict[tuple[str, int], _Arriving] = {}
         self._waiting: dict[tuple[str, int], _Arriving] = {}  # whole, for this node's own commit
         self._held: dict[tuple[str, int], _Held] = {}
-        self._applied = (0, 0)  # lineage, step
+        self._applied = Age(0, 0)
         self._own: deque[StateId] = deque(maxlen=REMEMBERED)
         self.bytes_received = 0
         self.critical_seconds = 0.0  # in the compute thread
@@ -471,20 +473,20 @@ class Holder:
     def holdings(self) -> list[pb.Holding]:
         """What a stage could be rebuilt from; no part of it is newer than this node's own step."""
         return [
-            StateId.after(held.last, stage, held.header.lineage, held.header.step).holding(kind)
-            for (kind, stage), held in sorted(self._held.items())
+            held.id.holding(kind)
+            for (kind, _), held in sorted(self._held.items())
             if not held.state.missing
         ]
 
-    def state(self, kind: Kind, stage: int) -> ServedState | None:
+    def state(self, kind: Kind, stage: int) -> StageState | None:
         """What is held, for StateServer; None: nothing, or blocks are missing."""
         held = self._held.get((kind, stage))
         if held is None or held.state.missing:
             return None
         names = ("weights", "first_moment", "second_moment")
-        return ServedState(
-            step=held.header.step,
-            tensors=list(zip(names, held.state.tensors, strict=False)),
+        return StageState(
+            id=held.id,
+            tensors=dict(zip(names, held.state.tensors, strict=False)),
             omega=held.header.omega,
             boosted_at=held.header.boosted_at,
             last=held.last,
@@ -508,15 +510,15 @@ class Holder:
 
     def committed(self, own: StateId) -> None:
         """This node has that state of its own stage: applied, fetched or loaded."""
-        if own.lineage != self._applied[0]:
+        if own.lineage != self._applied.lineage:
             self._own.clear()
             for key, held in list(self._held.items()):
                 if held.header.lineage < own.lineage:
                     del self._held[key]
-        self._applied = (own.lineage, own.step)
+        self._applied = own.age
         self._own.append(own)
         for key, update in list(self._waiting.items()):
-            if update.header.at <= self._applied:
+            if update.header.age <= self._applied:
                 del self._waiting[key]
                 self._judge(key, update, waited=True)
 
@@ -601,7 +603,7 @@ class Holder:
         update.payload = update.payload[:split]
         if update.last.step != update.header.step:
             self._refuse(update, f"its record is of step {update.last.step}")
-        elif update.header.at > self._applied:
+        elif update.header.age > self._applied:
             if (older := self._waiting.pop(key, None)) is not None:
                 self._refuse(older, "a newer one has come before its step was committed here")
             self._waiting[key] = update
@@ -610,11 +612,12 @@ class Holder:
 
     def _judge(self, key: tuple[str, int], update: _Arriving, waited: bool) -> None:
         """Its step is not after this node's own: was it the same commit?"""
-        lineage, step = update.header.at
-        if lineage < self._applied[0]:
-            self._refuse(update, f"it is of lineage {lineage}, the run is at {self._applied[0]}")
+        lineage, step = update.header.age
+        newest = self._applied.lineage
+        if lineage < newest:
+            self._refuse(update, f"it is of lineage {lineage}, the run is at {newest}")
             return
-        made = [own.made for own in self._own if (own.lineage, own.step) == update.header.at]
+        made = [own.made for own in self._own if own.age == update.header.age]
         if (made and made[-1] != Ballot.of(update.last.ballot)) or (waited and not made):
             self._refuse(update, f"step {step} was committed otherwise here")
             return
@@ -642,7 +645,7 @@ class Holder:
             self._refuse(update, str(error))
             return
         held = self._held.get(key)
-        if header.lineage < self._applied[0] or (held and held.header.at > header.at):
+        if header.lineage < self._applied.lineage or (held and held.header.age > header.age):
             self._refuse(update, "a newer one counts already")
             return
         if header.kind == "copy":

@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from planaria.node.state.transfer import ServedState
+from planaria.node.state.stage_state import StageState
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire.frames import Frame, WireError
 from planaria.node.wire.tensors import decode, encode
@@ -35,24 +35,24 @@ class Pins:
     """Copies of this stage's past states, for joiners that still fetch them."""
 
     def __init__(self) -> None:
-        self._states: dict[int, ServedState] = {}
+        self._states: dict[int, StageState] = {}
 
-    def get(self, step: int) -> ServedState | None:
+    def get(self, step: int) -> StageState | None:
         return self._states.get(step)
 
-    def keep(self, steps: Collection[int], state: ServedState) -> Callable[[], None]:
+    def keep(self, steps: Collection[int], state: StageState) -> Callable[[], None]:
         """`state` is about to change: forget the pins of steps other than `steps`, and pin it if
         its own is among them. The copy is made, on the CPU, by the function returned; it is to be
         run in the compute thread, before the change and before anything is sent of the pin."""
         self._states = {step: pin for step, pin in self._states.items() if step in steps}
-        if state.step not in steps:
+        if state.id.step not in steps:
             return lambda: None
-        copies = [(name, torch.empty_like(t, device="cpu")) for name, t in state.tensors]
-        self._states[state.step] = replace(state, tensors=copies)
+        copies = {name: torch.empty_like(t, device="cpu") for name, t in state.tensors.items()}
+        self._states[state.id.step] = replace(state, tensors=copies)
 
         def copy() -> None:
-            for (_, to), (_, tensor) in zip(copies, state.tensors, strict=True):
-                to.copy_(tensor)
+            for name, tensor in state.tensors.items():
+                copies[name].copy_(tensor)
 
         return copy
 

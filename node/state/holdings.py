@@ -22,9 +22,8 @@ from planaria.node.stage.compute import ComputeThread
 from planaria.node.stage.model import ModelConfig, parameter_shapes
 from planaria.node.state.boundary import BoundaryKeeper
 from planaria.node.state.copies import Holder, Outgoing, Sender
-from planaria.node.state.saves import SavedState, SaveError, SaveId, Saves, Writer
-from planaria.node.state.stage_state import StateId
-from planaria.node.state.transfer import FetchedState, ServedState
+from planaria.node.state.saves import SaveError, Saves, Writer
+from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.twin import Twin
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
@@ -48,8 +47,8 @@ class Host(Protocol):
     def send_message(self, peer: str, message: pb.Message) -> bool: ...
     def send_frame(self, peer: str, frame: Frame) -> bool: ...
     def spawn(self, work: Coroutine[Any, Any, None]) -> object: ...
-    def own_state(self) -> ServedState | None: ...
-    def saved(self, kind: Kind, save: SaveId) -> None: ...
+    def own_state(self) -> StageState | None: ...
+    def saved(self, kind: Kind, save: Age) -> None: ...
     def save_failed(self, reason: str) -> None: ...
 
 
@@ -75,24 +74,13 @@ class Files:
                 log.warning("not offered: %s", error)
         return found
 
-    def load(self, source: pb.Source) -> FetchedState:
+    def load(self, save: Age) -> StageState:
         """Raises SaveError; what can't be loaded is offered no more."""
-        save = SaveId(source.lineage, source.step)
         try:
-            state = self.saves.load(*save)
+            return self.saves.load(save)
         except SaveError:
             self.refused.add(save)
             raise
-        return FetchedState(
-            tensors=dict(state.tensors),
-            omega=state.omega,
-            boosted_at=state.boosted_at,
-            last=state.last,
-            optimizer_step=state.optimizer_step,
-            bytes=state.bytes,
-            seconds=0.0,
-            served={},
-        )
 
 
 class Holdings:
@@ -157,7 +145,7 @@ class Holdings:
     def _add_files(self, kind: Kind, folder: Path, every: int, writes: Any, keep: int) -> None:
         saves = Saves(folder, self.run_id, self.stage, keep)
 
-        def saved(save: SaveId) -> None:
+        def saved(save: Age) -> None:
             self._on_loop(self.host.saved, kind, save)
 
         def failed(reason: str) -> None:
@@ -206,35 +194,22 @@ class Holdings:
         if self.twin is not None:
             self.twin.apply(commit, lr)
 
-    def save(self, state: ServedState, lineage: int, first: bool, always: bool = False) -> None:
+    def save(self, state: StageState, first: bool, always: bool = False) -> None:
         """In the compute thread: the state as it is now, where its step is one to be saved. Of the
         replicas of a stage the first alone writes checkpoints."""
         for files in () if self._closed else self.files:
-            due = state.step % files.every == 0 and (first or files.kind == "save")
+            due = state.id.step % files.every == 0 and (first or files.kind == "save")
             if due or (always and files.kind == "save"):
-                files.writer.save(
-                    SavedState(
-                        run=self.run_id,
-                        stage=self.stage,
-                        step=state.step,
-                        lineage=lineage,
-                        omega=state.omega,
-                        boosted_at=state.boosted_at,
-                        optimizer_step=state.optimizer_step,
-                        last=state.last,
-                        tensors=state.tensors,
-                    )
-                )
+                files.writer.save(state)
 
-    def in_place(self, last: pb.Commit, step: int, lineage: int) -> None:
-        """This node has the state after `step`: applied, fetched or loaded. `last`: the newest
-        commit in it, an older one where the run was resumed with an older state."""
+    def in_place(self, own: StateId) -> None:
+        """This node has that state of its stage: applied, fetched or loaded."""
         if self.boundary is not None:
-            self.boundary.stand_at(step, lineage)
+            self.boundary.stand_at(own.step, own.lineage)
         if self.sender is not None:
-            self.sender.committed(step, lineage)
+            self.sender.committed(own)
         if self.holder is not None:
-            self.holder.committed(StateId.after(last, self.stage, lineage, step))
+            self.holder.committed(own)
 
     # --- what others say
 
@@ -268,24 +243,24 @@ class Holdings:
                 one.mean_step, one.oldest_step = fidelity.staleness.mean, fidelity.staleness.oldest
                 one.perturbation = fidelity.perturbation
         if self.twin is not None:
-            found.append(self.twin.id.holding("redundant"))
+            found.append(self.twin.state.id.holding("redundant"))
         return found + [one for files in self.files for one in files.holdings()]
 
-    def served(self, kind: str, stage: int) -> ServedState | None:
+    def served(self, kind: str, stage: int) -> StageState | None:
         """For a joiner; None: there is no such thing here."""
         if kind == "redundant" and self.twin is not None and self.twin.stage == stage:
-            return self.twin.served()
+            return self.twin.state
         if kind in ("copy", "snapshot") and self.holder is not None:
             return self.holder.state("copy" if kind == "copy" else "snapshot", stage)
         return None
 
-    def load(self, source: pb.Source, method: str) -> FetchedState:
+    def load(self, source: pb.Source, method: str) -> StageState:
         """The node's own file that the driver has chosen. Reads the disk. Raises SaveError."""
         kind = "checkpoint" if method == "checkpoint" else "save"
         for files in self.files:
             if files.kind == kind or method == "save":
                 try:
-                    return files.load(source)
+                    return files.load(Age(source.lineage, source.step))
                 except SaveError as error:
                     problem = error
         raise SaveError(str(problem) if self.files else f"no folder for a {kind} at this node")

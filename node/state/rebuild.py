@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -21,8 +20,9 @@ from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.state.boundary import BoundaryClient, Wanted
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.relearn import Block, Relearning, Terms
-from planaria.node.state.transfer import FetchedState, StateClient
-from planaria.node.transaction.effects import Ballot
+from planaria.node.state.stage_state import Age, StageState, StateId
+from planaria.node.state.transfer import Delivery, StateClient
+from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.member import Member
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery import checkfree
@@ -36,16 +36,6 @@ HELD: Final = {"stage0-copy": "copy", "snapshot": "snapshot", "redundant": "redu
 FROM_FILES: Final = ("save", "checkpoint")
 TELL_AGAIN: Final = 0.2  # seconds
 BOUNDARY_PATIENCE: Final = 15.0  # seconds for boundary tensors to come
-
-
-@dataclass(frozen=True)
-class Rebuilt:
-    """What came of it."""
-
-    synced: pb.Synced
-    last: pb.Commit  # the newest in it
-    boosted_at: int
-    omega: float
 
 
 class Rebuilding:
@@ -72,15 +62,16 @@ class Rebuilding:
         self.states, self.boundary, self.relearning = states, boundary, relearning
         self.events = events
 
-    async def rebuild(self, ballot: Ballot, sync: pb.Sync) -> Rebuilt | None:
-        """The new state is in place when this returns; None: it was no longer wanted.
+    async def rebuild(self, ballot: Ballot, sync: pb.Sync) -> tuple[pb.Synced, StageState] | None:
+        """The new state, which is in place when this returns; None: it was no longer wanted.
 
         Raises TransferError, SaveError or RelearnError when it can't be done; then the driver has
         to be told.
         """
         now = asyncio.get_running_loop().time
         started = now()
-        states = await self._fetch(ballot, sync)
+        deliveries = await self._fetch(ballot, sync)
+        states = [delivery.state for delivery in deliveries]
         relearned: pb.Relearned | None = None
         if sync.lost and self.member.voided(ballot):
             omega = await self.compute.run(partial(self._put_in_place, sync, states))
@@ -94,45 +85,53 @@ class Rebuilding:
             step=sync.step,
             method=sync.method,
             sources=sync.sources,
-            fetched_bytes=sum(state.bytes for state in states),
+            fetched_bytes=sum(delivery.bytes for delivery in deliveries),
             seconds=now() - started,
             digest=digest,
             relearned=relearned,
         )
         # The state may be older; it counts as of the step of `sync` from now on.
         last = sync.last if sync.HasField("last") else states[0].last
-        boosted_at = sync.step if sync.method in INEXACT else states[0].boosted_at
-        return Rebuilt(synced, last, boosted_at, omega)
+        return synced, StageState(
+            id=StateId.after(last, self.stage, sync.lineage, sync.step),
+            tensors=dict(self.optimizer.state(optimizer=True)),
+            omega=omega,
+            boosted_at=sync.step if sync.method in INEXACT else states[0].boosted_at,
+            last=last,
+            optimizer_step=self.optimizer.steps,
+        )
 
     async def rebuild_twin(self, ballot: Ballot, sync: pb.Sync) -> pb.Synced | None:
         """As `rebuild`, for the twin of the next stage; this node's own state stays as it is."""
         twin = self.holdings.twin
         assert twin is not None
-        (state,) = await self._fetch(ballot, sync)
+        (delivery,) = await self._fetch(ballot, sync)
         if not self.member.arrived(ballot):
             return None
-        await self.compute.run(partial(twin.load, state, sync.lineage, sync.step))
+        await self.compute.run(partial(twin.load, delivery.state))
         digest = await self.compute.run(self.optimizer.digest)
         return pb.Synced(
             step=sync.step,
             method=sync.method,
             sources=sync.sources,
-            fetched_bytes=state.bytes,
+            fetched_bytes=delivery.bytes,
             digest=digest,
         )
 
     # --- from where
 
-    async def _fetch(self, ballot: Ballot, sync: pb.Sync) -> list[FetchedState]:
+    async def _fetch(self, ballot: Ballot, sync: pb.Sync) -> list[Delivery]:
         """The states to make the new one of: of each source stage, in their order."""
         if sync.method not in FROM_FILES:
             return await self._fetch_from_peers(ballot, sync)
         if sync.step == 0:
-            return [await self.compute.run(self._initial)]
+            initial = await self.compute.run(partial(self._initial, sync.lineage))
+            return [Delivery(initial, bytes=0)]
         own = next(source for source in sync.sources if source.stage == self.stage)
-        return [await asyncio.to_thread(self.holdings.load, own, sync.method)]
+        state = await asyncio.to_thread(self.holdings.load, own, sync.method)
+        return [Delivery(state, state.bytes)]
 
-    async def _fetch_from_peers(self, ballot: Ballot, sync: pb.Sync) -> list[FetchedState]:
+    async def _fetch_from_peers(self, ballot: Ballot, sync: pb.Sync) -> list[Delivery]:
         """Each from all its nodes at once. Methods that guess get weights only."""
         by_stage: dict[int, list[pb.Source]] = {}
         for source in sync.sources:
@@ -148,14 +147,14 @@ class Rebuilding:
         return await asyncio.gather(
             *(
                 self.states.fetch(
-                    sources[0].step,
+                    stage,
+                    Age(sources[0].lineage, sources[0].step),
                     [source.node for source in sources],
                     sync.method not in INEXACT,
                     self.run.swarm.progress,
                     partial(told, stage),
                     ballot,
                     HELD.get(sync.method, ""),
-                    stage,
                 )
                 for stage, sources in sorted(by_stage.items())
             )
@@ -183,16 +182,18 @@ class Rebuilding:
 
         return tell
 
-    def _initial(self) -> FetchedState:
+    def _initial(self, lineage: int) -> StageState:
         """What the stage was before the first step, in the compute thread."""
         module = build_stage(self.config, self.stage, self.run.seed)
         optimizer = StageOptimizer(module, torch.device("cpu"))
         tensors = dict(optimizer.state(optimizer=True))
-        return FetchedState(tensors, 0.0, 0, pb.Commit(), 0, 0, 0.0, {})
+        return StageState(
+            StateId(self.stage, lineage, step=0, made=NEVER), tensors, 0.0, 0, pb.Commit(), 0
+        )
 
     # --- what is made of it
 
-    def _put_in_place(self, sync: pb.Sync, states: Sequence[FetchedState]) -> float:
+    def _put_in_place(self, sync: pb.Sync, states: Sequence[StageState]) -> float:
         """In the compute thread; returns the stage's ω. What guesses the weights starts Adam
         afresh, as published."""
         if sync.method not in INEXACT:

@@ -28,12 +28,12 @@ import time
 from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from queue import Empty, Queue
 from secrets import token_hex
 from threading import Thread
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
-from planaria.node.state.stage_state import StateId
+from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 FORMAT: Final = "planaria-save-1"
 LATEST: Final = "latest"
 CHUNK: Final = 16 << 20  # bytes read at a time
+METADATA: Final = "__metadata__"  # no tensor's name
 HEADER_LIMIT: Final = 64 << 20  # bytes
 VALUE: Final = torch.float32.itemsize  # bytes
 PATIENCE: Final = 30.0  # seconds that training waits for the disk before it goes on without a save
@@ -69,61 +70,6 @@ Bytes: TypeAlias = NDArray[np.uint8]
 
 class SaveError(Exception):
     """A save that can't be used; the message names the file and what is wrong with it."""
-
-
-class SaveId(NamedTuple):
-    """Which save; the greater is the newer."""
-
-    lineage: int  # how often the run had gone back to saves when the state was made
-    step: int
-
-    @property
-    def name(self) -> str:
-        return f"step-{self.step:08d}-{self.lineage}.safetensors"
-
-
-@dataclass(frozen=True)
-class SavedState:
-    """A stage's state after the committed step `step`.
-
-    `tensors`: name and values, flat, float32, contiguous; of any device when given, on the CPU
-    when loaded. Raises ValueError for others, for a name given twice, a negative number or an
-    omega that is not finite.
-    """
-
-    run: str
-    stage: int
-    step: int
-    lineage: int
-    omega: float  # squared norm of the last committed gradient
-    boosted_at: int  # step after which the stage was rebuilt inexactly; 0: never
-    optimizer_step: int
-    last: pb.Commit
-    tensors: Sequence[tuple[str, Tensor]]
-
-    def __post_init__(self) -> None:
-        for field in ("stage", "step", "lineage", "omega", "boosted_at", "optimizer_step"):
-            value = getattr(self, field)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{self.id.name}: {field} {value}; a number from 0 on is saved")
-        names = [name for name, _ in self.tensors]
-        if len(set(names)) < len(names) or "__metadata__" in names:
-            raise ValueError(f"{self.id.name}: tensors named {names}; each name once")
-        for name, tensor in self.tensors:
-            if tensor.dtype != torch.float32 or tensor.dim() != 1 or not tensor.is_contiguous():
-                raise ValueError(
-                    f"{self.id.name}: {name} is {tensor.dtype} {tuple(tensor.shape)}; only flat, "
-                    "contiguous torch.float32 is saved"
-                )
-
-    @property
-    def id(self) -> SaveId:
-        return SaveId(self.lineage, self.step)
-
-    @property
-    def bytes(self) -> int:
-        """Of the tensors."""
-        return VALUE * sum(tensor.numel() for _, tensor in self.tensors)
 
 
 class Saves:
@@ -155,17 +101,17 @@ class Saves:
             other = self._run_of(save)
             if other not in (None, run):
                 raise SaveError(
-                    f"{self.folder / save.name} is of the run {other}, this is {run}: name another "
+                    f"{self._path(save)} is of the run {other}, this is {run}: name another "
                     "folder for its saves, or move those away"
                 )
 
-    def listed(self) -> list[SaveId]:
+    def listed(self) -> list[Age]:
         """The saves that are there, newest first, unread. Raises OSError."""
         with os.scandir(self.folder) as entries:
             found = [_parse(entry.name) for entry in entries if entry.is_file()]
         return sorted((save for save in found if save is not None), reverse=True)
 
-    def sound(self) -> list[SaveId]:
+    def sound(self) -> list[Age]:
         """The saves that `load` takes, newest first; the log names the others. Reads them all,
         holding no more than a chunk. Raises OSError when the folder can't be read."""
         sound = []
@@ -178,41 +124,57 @@ class Saves:
                 sound.append(save)
         return sound
 
-    def id_of(self, save: SaveId) -> StateId:
+    def id_of(self, save: Age) -> StateId:
         """Which state it is, from the header alone. Raises SaveError."""
-        path = self.folder / save.name
+        path = self._path(save)
         try:
             with path.open("rb", buffering=0) as file:
                 last = _state(_read_header(path, file)).last
         except OSError as error:
             raise SaveError(f"{path} can't be read: {error.strerror}") from error
-        return StateId.after(last, self.stage, save.lineage, save.step)
+        return StateId.after(last, self.stage, *save)
 
-    def load(self, lineage: int, step: int) -> SavedState:
+    def load(self, save: Age) -> StageState:
         """Raises SaveError: not there, not to be read, damaged, of another run or stage. The
         tensors' names and sizes are as saved; whether they fit is for the caller to see."""
-        return self._read(SaveId(lineage, step), keep_tensors=True)
+        return self._read(save, keep_tensors=True)
 
-    def check(self, state: SavedState) -> None:
-        """Raises ValueError for a state of another run or stage."""
-        if (state.run, state.stage) != (self.run, self.stage):
+    def check(self, state: StageState) -> None:
+        """Raises ValueError for a state of another stage, for tensors that are not flat, contiguous
+        float32, for negative numbers and an omega that is not finite."""
+        if state.id.stage != self.stage:
             raise ValueError(
-                f"stage {state.stage} of {state.run} is not saved in {self.folder}, which is for "
-                f"stage {self.stage} of {self.run}"
+                f"stage {state.id.stage} is not saved in {self.folder}, which is for stage "
+                f"{self.stage}"
             )
+        what = name_of(state.id.age)
+        for field, value in _numbers(state).items():
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{what}: {field} {value}; a number from 0 on is saved")
+        for name, tensor in state.tensors.items():
+            if name == METADATA:
+                raise ValueError(f"{what}: no tensor can be named {name}")
+            if tensor.dtype != torch.float32 or tensor.dim() != 1 or not tensor.is_contiguous():
+                raise ValueError(
+                    f"{what}: {name} is {tensor.dtype} {tuple(tensor.shape)}; only flat, "
+                    "contiguous torch.float32 is saved"
+                )
 
-    def write(self, state: SavedState) -> None:
+    def write(self, state: StageState) -> None:
         """On disk when this returns. What was there before stays until then. Raises OSError, and
-        ValueError for a state of another run or stage."""
+        ValueError as `check` does."""
         self.check(state)
-        tensors = [(name, _bytes(tensor.detach().cpu())) for name, tensor in state.tensors]
-        header = _encode(_fields(state, tensors))
-        self._put(state.id.name, [header, *(values for _, values in tensors)])
+        tensors = [(name, _bytes(t.detach().cpu())) for name, t in state.tensors.items()]
+        header = _encode(_fields(self.run, state, tensors))
+        self._put(name_of(state.id.age), [header, *(values for _, values in tensors)])
         try:
             # The newest of all: a replica may have been faster.
-            self._put(LATEST, [_as_bytes(self.listed()[0].name.encode() + b"\n")])
+            self._put(LATEST, [_as_bytes(name_of(self.listed()[0]).encode() + b"\n")])
         finally:
             self._prune()
+
+    def _path(self, save: Age) -> Path:
+        return self.folder / name_of(save)
 
     def _put(self, name: str, parts: Iterable[Bytes]) -> None:
         """All of the file or nothing, for other processes and after a power cut."""
@@ -232,7 +194,7 @@ class Saves:
         _flush_folder(self.folder)
 
     def _prune(self) -> None:
-        kept: list[SaveId] = []
+        kept: list[Age] = []
         for save in self.listed():
             # Saves that the run went back over don't count: were they kept, the one that it went
             # back to would go first, and other stages may have no newer one yet. (One from between
@@ -240,32 +202,32 @@ class Saves:
             if len(kept) < self.keep and (not kept or save.step < kept[-1].step):
                 kept.append(save)
             elif self._run_of(save) in (None, self.run):
-                (self.folder / save.name).unlink(missing_ok=True)  # a replica may have been faster
+                self._path(save).unlink(missing_ok=True)  # a replica may have been faster
 
-    def _run_of(self, save: SaveId) -> str | None:
+    def _run_of(self, save: Age) -> str | None:
         """None: its header can't be read."""
-        path = self.folder / save.name
+        path = self._path(save)
         try:
             with path.open("rb", buffering=0) as file:
                 return _read_header(path, file)["run"]
         except (OSError, SaveError):
             return None  # `load` says why
 
-    def _read(self, save: SaveId, keep_tensors: bool) -> SavedState:
+    def _read(self, save: Age, keep_tensors: bool) -> StageState:
         """Without its tensors if not `keep_tensors`. Raises SaveError."""
-        path = self.folder / save.name
+        path = self._path(save)
         try:
             with path.open("rb", buffering=0) as file:
                 fields = _read_header(path, file)
-                state = _state(fields)
-                expected = self.run, self.stage, save
-                if (state.run, state.stage, state.id) != expected:
+                state, run = _state(fields), fields["run"]
+                found = state.id
+                if (run, found.stage, found.age) != (self.run, self.stage, save):
                     raise SaveError(
-                        f"{path} is step {state.step}, lineage {state.lineage} of stage "
-                        f"{state.stage} of the run {state.run}; its place is that of step "
-                        f"{save.step}, lineage {save.lineage} of stage {self.stage} of {self.run}"
+                        f"{path} is step {found.step}, lineage {found.lineage} of stage "
+                        f"{found.stage} of the run {run}; its place is that of step {save.step}, "
+                        f"lineage {save.lineage} of stage {self.stage} of {self.run}"
                     )
-                return replace(state, tensors=list(_tensors(path, file, fields, keep_tensors)))
+                return replace(state, tensors=dict(_tensors(path, file, fields, keep_tensors)))
         except OSError as error:
             raise SaveError(f"{path} can't be read: {error.strerror}") from error
 
@@ -291,7 +253,7 @@ class Writer:
         mode: Mode,
         in_flight: int,
         on_error: Callable[[str], None],
-        on_saved: Callable[[SaveId], None],
+        on_saved: Callable[[Age], None],
     ) -> None:
         if in_flight < 1:
             raise ValueError(f"{in_flight} writes in flight; at least 1")
@@ -304,10 +266,10 @@ class Writer:
         self.critical_seconds = 0.0  # that `save` took from the compute thread
         self.bytes_written = 0
         self._saves, self._on_error, self._on_saved = saves, on_error, on_saved
-        self._waiting: deque[SaveId] = deque()  # not on disk, in the order of their writing
+        self._waiting: deque[Age] = deque()  # not on disk, in the order of their writing
         self._stuck = self._closed = False
         self._slots: Queue[dict[str, Tensor]] = Queue()  # buffers by name
-        self._states: Queue[tuple[SavedState, dict[str, Tensor]] | None] = Queue()
+        self._states: Queue[tuple[StageState, dict[str, Tensor]] | None] = Queue()
         self._thread: Thread | None = None
         if mode == "overlapped":
             for _ in range(in_flight):
@@ -316,19 +278,19 @@ class Writer:
             self._thread = Thread(target=self._write_all, name="saves", daemon=True)
             self._thread.start()
 
-    def save(self, state: SavedState) -> None:
-        """Raises nothing but ValueError, for a state of another run or stage."""
+    def save(self, state: StageState) -> None:
+        """Raises nothing but ValueError, as `Saves.check` does."""
         began = time.perf_counter()
         self._saves.check(state)
         if self._closed:
-            self._on_error(f"{self._what(state.id)} failed: the writer is closed")
+            self._on_error(f"{self._what(state.id.age)} failed: the writer is closed")
         elif self._thread is None:
             self._write(state)
         else:
             self._hand_over(state)
         self.critical_seconds += time.perf_counter() - began
 
-    def close(self, seconds: float) -> list[SaveId]:
+    def close(self, seconds: float) -> list[Age]:
         """Wait, blocking, for the writes in flight; returns those not on disk in time. What is
         saved after this is an error."""
         self._closed = True
@@ -340,7 +302,7 @@ class Writer:
             self._on_error(f"{self._what(save)} failed: it was not on disk within {seconds:g} s")
         return missing
 
-    def _hand_over(self, state: SavedState) -> None:
+    def _hand_over(self, state: StageState) -> None:
         try:
             # Once the disk has let us wait in vain, training doesn't wait for it at every save.
             buffers = self._slots.get(timeout=0.0 if self._stuck else PATIENCE)
@@ -348,17 +310,17 @@ class Writer:
             self._stuck = True
             waiting = ", ".join(str(save.step) for save in list(self._waiting))
             self._on_error(
-                f"{self._what(state.id)} is given up: the disk has not taken the saves of steps "
-                f"{waiting} for {PATIENCE:g} s; check it, or save less often"
+                f"{self._what(state.id.age)} is given up: the disk has not taken the saves of "
+                f"steps {waiting} for {PATIENCE:g} s; check it, or save less often"
             )
             return
         self._stuck = False
-        for name, tensor in state.tensors:
+        for name, tensor in state.tensors.items():
             if name not in buffers or buffers[name].shape != tensor.shape:
                 buffers[name] = torch.empty(tensor.shape, pin_memory=tensor.is_cuda)
             buffers[name].copy_(tensor.detach())
-        self._waiting.append(state.id)
-        copies = [(name, buffers[name]) for name, _ in state.tensors]
+        self._waiting.append(state.id.age)
+        copies = {name: buffers[name] for name in state.tensors}
         self._states.put((replace(state, tensors=copies), buffers))
 
     def _write_all(self) -> None:
@@ -370,19 +332,19 @@ class Writer:
                 self._waiting.popleft()
                 self._slots.put(buffers)
 
-    def _write(self, state: SavedState) -> None:
+    def _write(self, state: StageState) -> None:
         try:
             self._saves.write(state)
         except OSError as error:
             self._on_error(
-                f"{self._what(state.id)} failed: {error.strerror}; {_remedy(error)}. The saves "
+                f"{self._what(state.id.age)} failed: {error.strerror}; {_remedy(error)}. The saves "
                 "before it stay, and the next one is tried"
             )
         else:
             self.bytes_written += state.bytes
-            self._on_saved(state.id)
+            self._on_saved(state.id.age)
 
-    def _what(self, save: SaveId) -> str:
+    def _what(self, save: Age) -> str:
         return f"saving step {save.step} of stage {self._saves.stage} in {self._saves.folder}"
 
 
@@ -390,16 +352,11 @@ class Writer:
 # ours is in the header's "__metadata__", text by name.
 
 
-def _fields(state: SavedState, tensors: Sequence[tuple[str, Bytes]]) -> Fields:
+def _fields(run: str, state: StageState, tensors: Sequence[tuple[str, Bytes]]) -> Fields:
     return {
         "format": FORMAT,
-        "run": state.run,
-        "stage": str(state.stage),
-        "step": str(state.step),
-        "lineage": str(state.lineage),
-        "omega": repr(state.omega),
-        "boosted_at": str(state.boosted_at),
-        "optimizer_step": str(state.optimizer_step),
+        "run": run,
+        **{field: repr(value) for field, value in _numbers(state).items()},
         "last": b64encode(state.last.SerializeToString()).decode(),
         "tensors": json.dumps(
             [[name, len(part) // VALUE, xxh3_64_hexdigest(part.data)] for name, part in tensors]
@@ -407,22 +364,34 @@ def _fields(state: SavedState, tensors: Sequence[tuple[str, Bytes]]) -> Fields:
     }
 
 
-def _state(fields: Fields) -> SavedState:
-    return SavedState(
-        run=fields["run"],
-        stage=int(fields["stage"]),
-        step=int(fields["step"]),
-        lineage=int(fields["lineage"]),
+def _numbers(state: StageState) -> dict[str, int | float]:
+    """Those in the header, in their order there."""
+    return {
+        "stage": state.id.stage,
+        "step": state.id.step,
+        "lineage": state.id.lineage,
+        "omega": state.omega,
+        "boosted_at": state.boosted_at,
+        "optimizer_step": state.optimizer_step,
+    }
+
+
+def _state(fields: Fields) -> StageState:
+    """Without its tensors."""
+    last = pb.Commit.FromString(b64decode(fields["last"]))
+    stage, lineage, step = (int(fields[name]) for name in ("stage", "lineage", "step"))
+    return StageState(
+        id=StateId.after(last, stage, lineage, step),
+        tensors={},
         omega=float(fields["omega"]),
         boosted_at=int(fields["boosted_at"]),
+        last=last,
         optimizer_step=int(fields["optimizer_step"]),
-        last=pb.Commit.FromString(b64decode(fields["last"])),
-        tensors=[],
     )
 
 
 def _encode(fields: Fields) -> Bytes:
-    header: dict[str, object] = {"__metadata__": {**fields, "xxh3": _checksum(fields)}}
+    header: dict[str, object] = {METADATA: {**fields, "xxh3": _checksum(fields)}}
     at = 0
     for name, values, _ in json.loads(fields["tensors"]):
         end = at + VALUE * values
@@ -448,7 +417,7 @@ def _read_header(path: Path, file: io.FileIO) -> Fields:
     text = np.empty(length, np.uint8)
     _fill(path, file, text)
     try:
-        fields: Fields = json.loads(text.tobytes())["__metadata__"]
+        fields: Fields = json.loads(text.tobytes())[METADATA]
         checksum = fields.pop("xxh3")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SaveError(f"{path} is damaged, or no save: its header can't be read") from error
@@ -519,13 +488,18 @@ def newest_saved_stage(folder: Path) -> int | None:
     return max(found)[1] if found else None
 
 
-def _parse(name: str) -> SaveId | None:
+def name_of(save: Age) -> str:
+    """Its file's."""
+    return f"step-{save.step:08d}-{save.lineage}.safetensors"
+
+
+def _parse(name: str) -> Age | None:
     """None: this is no save's name."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
-    save = SaveId(step=int(match[1]), lineage=int(match[2]))
-    return save if save.name == name else None  # no zeros in front: a save has one name
+    save = Age(step=int(match[1]), lineage=int(match[2]))
+    return save if name_of(save) == name else None  # no zeros in front: a save has one name
 
 
 def _make_folder(folder: Path) -> None:

@@ -1,11 +1,23 @@
-"""Which state of a stage something is; without torch, for those that decide and never compute."""
+"""A stage's state, and which one it is; without torch, for those that decide and never compute."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Age(NamedTuple):
+    """What orders the states of a stage: a run that goes back to its files counts steps anew."""
+
+    lineage: int  # how often it had gone back when the state was made
+    step: int
 
 
 @dataclass(frozen=True)
@@ -29,9 +41,35 @@ class StateId:
         made = Ballot.of(last.ballot) if last.step == step else NEVER
         return cls(stage, lineage, step, made)
 
+    @property
+    def age(self) -> Age:
+        return Age(self.lineage, self.step)
+
     def holding(self, kind: str) -> pb.Holding:
         """What a node says of a state that it keeps; `kind` as in recovery/decide.py."""
         made = None if self.made == NEVER else self.made.message()
         return pb.Holding(
             kind=kind, stage=self.stage, step=self.step, lineage=self.lineage, made=made
         )
+
+
+@dataclass(frozen=True)
+class StageState:
+    """All that a stage has learned, and what its next steps depend on.
+
+    `tensors`: flat, float32 [n], contiguous, on any device, by name and in the order of their
+    bytes: "weights", then the optimizer's "first_moment" and "second_moment" where they are known.
+    They may be those that the stage trains, which the next commit changes.
+    """
+
+    id: StateId
+    tensors: Mapping[str, Tensor]
+    omega: float  # squared norm of the last committed gradient
+    boosted_at: int  # step after which the stage was rebuilt inexactly; 0: never
+    last: pb.Commit  # the newest in it
+    optimizer_step: int
+
+    @property
+    def bytes(self) -> int:
+        """Of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
 import msgpack
 import torch
 
+from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame, WireError
 from planaria.node.wire.tensors import decode, encode
@@ -59,33 +60,13 @@ class InComputeThread(Protocol):
 
 
 @dataclass(frozen=True)
-class ServedState:
-    """A stage's state after `step`, as a source offers it.
+class Delivery:
+    """A state as a joiner has it, its tensors on the CPU, and what the way to it has cost."""
 
-    The tensors, in the order of the bytes: flat, float32, contiguous, on any device; "weights", and
-    the optimizer's "first_moment" and "second_moment".
-    """
-
-    step: int
-    tensors: Sequence[tuple[str, torch.Tensor]]
-    omega: float  # squared norm of the last committed gradient
-    boosted_at: int
-    last: pb.Commit
-    optimizer_step: int
-
-
-@dataclass(frozen=True)
-class FetchedState:
-    """A stage's state as a joiner has it: `tensors` by name, float32 [n] on the CPU."""
-
-    tensors: dict[str, torch.Tensor]
-    omega: float
-    boosted_at: int
-    last: pb.Commit
-    optimizer_step: int
+    state: StageState
     bytes: int
-    seconds: float
-    served: dict[str, int]  # bytes by source; 0 for one that helped nothing
+    seconds: float = 0.0
+    served: Mapping[str, int] = field(default_factory=dict)  # bytes by source; 0: it helped nothing
 
 
 class Shard(NamedTuple):
@@ -161,7 +142,7 @@ class StateServer:
     """Answers joiners that ask for a state that this node has.
 
     `state`, of (kind, stage, step) as in StateRequest, is called on the event loop, and returns the
-    state of that step, or else the newest one. A commit must change the newest one's `step` no
+    state of that step, or else the newest one. A commit must change the newest one's step no
     later than it posts its work to the compute thread: then what is posted while the step is the
     pinned one finds the pinned weights. None: there is no such state.
     """
@@ -170,7 +151,7 @@ class StateServer:
         self,
         send: Callable[[str, pb.Message], bool],
         send_frame: Callable[[str, Frame], bool],
-        state: Callable[[str, int, int], ServedState | None],
+        state: Callable[[str, int, int], StageState | None],
         in_compute_thread: InComputeThread,
     ) -> None:
         self._send = send
@@ -203,15 +184,15 @@ class StateServer:
         self._serving[task] = peer
         task.add_done_callback(self._serving.pop)
 
-    def _pinned(self, request: pb.StateRequest | pb.ShardRequest) -> ServedState:
+    def _pinned(self, request: pb.StateRequest | pb.ShardRequest) -> StageState:
         """Raises ValueError that says why not."""
         state = self._state(request.kind, request.stage, request.step)
         if state is None:
             what = f"{request.kind} of stage {request.stage}" if request.kind else "state"
             raise ValueError(f"there is no {what} here")
-        if state.step != request.step:
+        if state.id.step != request.step:
             how = "held" if request.kind else "committed"
-            raise ValueError(f"step {request.step} is asked for, but {state.step} is {how} here")
+            raise ValueError(f"step {request.step} is asked for, but {state.id.step} is {how} here")
         return state
 
     async def _send_manifest(self, peer: str, message: pb.Message) -> None:
@@ -258,8 +239,8 @@ class StateServer:
         self._send_frame(peer, Frame("state", ballot, fields, descriptors, payload))
 
 
-def _offered(state: ServedState, optimizer: bool) -> list[tuple[str, torch.Tensor]]:
-    return [(name, tensor) for name, tensor in state.tensors if optimizer or name == WEIGHTS]
+def _offered(state: StageState, optimizer: bool) -> list[tuple[str, torch.Tensor]]:
+    return [(name, t) for name, t in state.tensors.items() if optimizer or name == WEIGHTS]
 
 
 def _values_of(tensors: Sequence[torch.Tensor], shard: Shard) -> list[torch.Tensor]:
@@ -428,23 +409,23 @@ class StateClient:
 
     async def fetch(
         self,
-        step: int,
+        stage: int,
+        age: Age,
         sources: Sequence[str],
         optimizer: bool,
         deadline: float,
         on_progress: Callable[[int], None] | None = None,
         ballot: tuple[int, int] = (0, 0),
         kind: str = "",
-        stage: int = 0,
-    ) -> FetchedState:
-        """The state of `step` from `sources`, replicas of one stage or, with a `kind` of Holding,
-        holders of `stage`; with `optimizer`, Adam's moments too. `deadline`: seconds, for all of
+    ) -> Delivery:
+        """The state of `stage`, of that age, from `sources`: its replicas or, with a `kind` of
+        Holding, its holders; with `optimizer`, Adam's moments too. `deadline`: seconds, for all of
         it. `on_progress` gets the number of bytes that are there. `ballot` goes with every request.
         Raises TransferError.
         """
         transfer = next(self._numbers)
         inbox = self._inboxes[transfer] = asyncio.Queue()
-        request = _Request(transfer, step, optimizer, ballot, kind, stage)
+        request = _Request(transfer, stage, age, optimizer, ballot, kind)
         fetch = _Fetch(self, request, list(dict.fromkeys(sources)), deadline, on_progress)
         try:
             return await fetch.run(inbox)
@@ -478,16 +459,16 @@ class _Request:
     """What all requests of a transfer say."""
 
     transfer: int
-    step: int
+    stage: int
+    age: Age  # of which only the step is said: who has that has it of the newest lineage
     optimizer: bool
     ballot: tuple[int, int]
     kind: str
-    stage: int
 
     def manifest(self) -> pb.Message:
         request = pb.StateRequest(
             transfer=self.transfer,
-            step=self.step,
+            step=self.age.step,
             optimizer=self.optimizer,
             kind=self.kind,
             stage=self.stage,
@@ -497,7 +478,7 @@ class _Request:
     def shard(self, shard: Shard) -> pb.Message:
         request = pb.ShardRequest(
             transfer=self.transfer,
-            step=self.step,
+            step=self.age.step,
             optimizer=self.optimizer,
             offset=shard.offset,
             size=shard.size,
@@ -539,7 +520,7 @@ class _Fetch:
         self.values = torch.empty(0)
         self.served = dict.fromkeys(sources, 0)
 
-    async def run(self, inbox: asyncio.Queue[tuple[str, _Answer]]) -> FetchedState:
+    async def run(self, inbox: asyncio.Queue[tuple[str, _Answer]]) -> Delivery:
         for source in list(self.silent):
             if not self.client.send(source, self.request.manifest()):
                 self._give_up(source, "there is no link to it")
@@ -556,10 +537,10 @@ class _Fetch:
                 self._check_deadline()
                 continue
             await self._take(peer, answer)
-        return self._fetched(self.manifest)
+        return self._delivered(self.manifest)
 
     def _what(self) -> str:
-        return f"the state of step {self.request.step}"
+        return f"the state of step {self.request.age.step}"
 
     def _complaints(self) -> str:
         said = self.given_up | self.plan.dropped
@@ -613,7 +594,7 @@ class _Fetch:
     def _take_manifest(self, peer: str, message: pb.StateManifest) -> None:
         request, client = self.request, self.client
         try:
-            manifest = Manifest.parse(message, request.step, request.optimizer, client.limit)
+            manifest = Manifest.parse(message, request.age.step, request.optimizer, client.limit)
         except ValueError as error:
             self._give_up(peer, str(error))
             return
@@ -651,19 +632,19 @@ class _Fetch:
         log.warning("no shard at %d of %s from %s: %s", offset, self._what(), peer, reason)
         self.plan.failed(peer, offset, reason, self.clock())
 
-    def _fetched(self, manifest: Manifest) -> FetchedState:
+    def _delivered(self, manifest: Manifest) -> Delivery:
         sizes = [values for _, values in manifest.tensors]
         parts = self.values.split_with_sizes(sizes)
-        return FetchedState(
+        request, last = self.request, manifest.message.last
+        state = StageState(
+            id=StateId.after(last, request.stage, *request.age),
             tensors={name: part for (name, _), part in zip(manifest.tensors, parts, strict=True)},
             omega=manifest.message.omega,
             boosted_at=manifest.message.boosted_at,
-            last=manifest.message.last,
+            last=last,
             optimizer_step=manifest.optimizer_step,
-            bytes=manifest.size,
-            seconds=self.clock() - self.started,
-            served=self.served,
         )
+        return Delivery(state, manifest.size, self.clock() - self.started, self.served)
 
 
 def _place(frame: Frame, shard: Shard, values: torch.Tensor) -> None:

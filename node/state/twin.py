@@ -16,6 +16,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
@@ -25,8 +26,7 @@ from planaria.node.ports import Priority
 from planaria.node.run_file import RunFile
 from planaria.node.stage.model import EmbeddingStage, ModelConfig, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.state.stage_state import StateId
-from planaria.node.state.transfer import FetchedState, ServedState
+from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.transaction.averaging import Abandoned, AveragingError, ReplicaLostError
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
@@ -97,11 +97,10 @@ class Twin:
         self._forward = module.logits if isinstance(module, EmbeddingStage) else module
         if run.training.compile:
             self._forward = torch.compile(self._forward)
-        # Which state its weights are; not of the node's committed step: it is stale.
-        self.id = StateId(self.stage, lineage=0, step=0, made=NEVER)
-        self.omega = 0.0
-        self.boosted_at = 0
-        self.last = pb.Commit()
+        # Not of the node's committed step: it is stale.
+        initial = StateId(self.stage, lineage=0, step=0, made=NEVER)
+        tensors = dict(self.optimizer.state(optimizer=True))
+        self.state = StageState(initial, tensors, 0.0, 0, pb.Commit(), 0)
         self._reduced = (NEVER, 0.0)  # whose gradient is whole in the optimizer's; its squared norm
         self._running: _Gathering | None = None
         self._oldest = NEVER  # below it nothing has an effect
@@ -261,39 +260,31 @@ class Twin:
 
         `lr` is the step's, before the stage's scale.
         """
-        if commit.step != self.id.step + 1:
+        if commit.step != self.state.id.step + 1:
             return
         started = time.perf_counter()
         ballot, squared_norm = self._reduced
         assert ballot == Ballot.of(commit.ballot), f"{commit.step} without the gradient of {ballot}"
         if not commit.skipped:
             self.optimizer.step(lr * commit.lr_scale[self.stage], commit.clip_scale[self.stage])
-            self.omega = squared_norm
-        self.id = StateId.after(commit, self.stage, self.id.lineage, commit.step)
-        self.last = commit
+        self.state = replace(
+            self.state,
+            id=StateId.after(commit, self.stage, self.state.id.lineage, commit.step),
+            omega=self.state.omega if commit.skipped else squared_norm,
+            last=commit,
+            optimizer_step=self.optimizer.steps,
+        )
         self.critical_seconds += time.perf_counter() - started
 
     # --- the state
 
-    def load(self, state: FetchedState, lineage: int, step: int) -> None:
-        """Take over what a replica of the next stage has served: the twin is of that step then.
+    def load(self, state: StageState) -> None:
+        """Take over what a replica of the next stage has served: that is the twin's state then.
 
         Raises ValueError when it isn't a state of that stage; nothing changes then.
         """
         self.optimizer.load(state.tensors.items(), state.optimizer_step)
-        self.id, self.last = StateId.after(state.last, self.stage, lineage, step), state.last
-        self.omega, self.boosted_at = state.omega, state.boosted_at
-
-    def served(self) -> ServedState:
-        """The state for a node that takes over the next stage, as one of its replicas has it."""
-        return ServedState(
-            step=self.id.step,
-            tensors=self.optimizer.state(optimizer=True),
-            omega=self.omega,
-            boosted_at=self.boosted_at,
-            last=self.last,
-            optimizer_step=self.optimizer.steps,
-        )
+        self.state = replace(state, tensors=self.state.tensors)
 
 
 class _Gathering:

@@ -97,7 +97,7 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
     from planaria.node.daemon import Node
     from planaria.node.stage.pipeline import Pipeline
     from planaria.node.state.rebuild import Rebuilding
-    from planaria.node.state.saves import SaveId
+    from planaria.node.state.stage_state import Age
     from planaria.node.state.transfer import StateServer
     from planaria.node.transaction.averaging import Averaging
     from planaria.node.transaction.driver import Driver
@@ -120,7 +120,7 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
         before = node.member.step - 1
         if before == 0 or before % files.every:
             return 0
-        while files.saves.listed()[:1] < [SaveId(node.member.lineage, before)]:
+        while files.saves.listed()[:1] < [Age(node.member.lineage, before)]:
             time.sleep(0.001)
         return node.member.step
 

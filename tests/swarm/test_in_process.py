@@ -12,7 +12,8 @@ from planaria.lab.convergence.training import State, Swarm, train
 from planaria.node.data.corpus import Corpus
 from planaria.node.report.ledger import audit, merge
 from planaria.node.run_file import loads, override
-from planaria.node.state.saves import SavedState, Saves
+from planaria.node.state.saves import Saves
+from planaria.node.state.stage_state import StageState
 from planaria.node.state.twin import Twin
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
@@ -222,7 +223,7 @@ async def test_a_replica_that_comes_back_gets_the_twin_too(corpus, tmp_path):
         digest_of = {node.stage: node.member.digest for node in nodes}
         for node in nodes:
             twin = node.holdings.twin
-            assert (twin.id.stage, twin.id.step) == (twin.stage, run.steps)
+            assert (twin.state.id.stage, twin.state.id.step) == (twin.stage, run.steps)
             assert twin.optimizer.digest() == digest_of[twin.stage]
     assert audit(tmp_path).exact
 
@@ -326,7 +327,7 @@ async def test_a_gradient_for_a_twin_that_is_lost_with_its_link_is_sent_again(co
         node.links.send_frame = send_or_lose
         await swarm.until(swarm.finished)
         holder, _ = swarm.nodes[1, 0]
-        assert holder.holdings.twin.id.step == run.steps
+        assert holder.holdings.twin.state.id.step == run.steps
         assert holder.holdings.twin.optimizer.digest() == node.member.digest
     assert lost
     assert audit(tmp_path).exact
@@ -353,7 +354,7 @@ async def test_a_node_that_must_go_saves_and_hands_over_to_a_standby(corpus, tmp
 
 
 async def test_a_full_disk_is_said_and_training_goes_on(corpus, tmp_path, monkeypatch):
-    def full(self: Saves, state: SavedState) -> None:
+    def full(self: Saves, state: StageState) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Saves, "write", full)

@@ -15,7 +15,8 @@ from planaria.node.data.corpus import Corpus
 from planaria.node.local.processes import die_with_parent
 from planaria.node.report.ledger import audit
 from planaria.node.run_file import loads
-from planaria.node.state.saves import SaveId, Saves
+from planaria.node.state.saves import Saves
+from planaria.node.state.stage_state import Age
 from tests.swarm.in_process import LocalSwarm
 
 CUTS = 50
@@ -60,7 +61,7 @@ def committed(logs: Path) -> int:
     return max((line["step"] for line in whole if "step" in line), default=0)
 
 
-def saved(out: Path) -> list[list[SaveId]]:
+def saved(out: Path) -> list[list[Age]]:
     """Of each stage, what is on disk; every file must be sound."""
     found = []
     for stage in range(STAGES + 1):

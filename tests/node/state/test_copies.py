@@ -19,8 +19,8 @@ from virtual_time import run
 from planaria.node.run_file import RecoverySection
 from planaria.node.state import copies
 from planaria.node.state.copies import Budget, Holder, Kind, Outgoing, Sender
-from planaria.node.state.stage_state import StateId
-from planaria.node.state.transfer import ServedState, StateClient, StateServer
+from planaria.node.state.stage_state import Age, StageState, StateId
+from planaria.node.state.transfer import StateClient, StateServer
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
 from planaria.recovery.snapshot import Layout
@@ -96,10 +96,11 @@ class Training:
         )
         self.lineage = 0
 
-    def state(self) -> ServedState:
-        return ServedState(
-            step=self.step,
-            tensors=list(zip(NAMES, self.flats, strict=True)),
+    def state(self) -> StageState:
+        stage = self.sender._outgoing.stage
+        return StageState(
+            id=StateId.after(self.last, stage, self.lineage, self.step),
+            tensors=dict(zip(NAMES, self.flats, strict=True)),
             omega=self.step + 0.5,
             boosted_at=3,
             last=self.last,
@@ -110,7 +111,7 @@ class Training:
         self.step, self.last = step, commit_of(step, attempt)
         await self.compute(partial(self.apply, step))
         if self.step == step:
-            self.sender.committed(step, self.lineage)
+            self.sender.committed(self.state().id)
 
     def apply(self, step: int) -> None:
         for flat, new in zip(self.flats, values_at(step, self.lineage), strict=True):
@@ -253,17 +254,17 @@ class World:
         found = self.holders[holder].holdings()
         for one in found:
             assert state is not None
-            assert (one.kind, one.stage, one.step) == (self.kind, self.stage, state.step)
+            assert (one.kind, one.stage, one.step) == (self.kind, self.stage, state.id.step)
             assert one.made == state.last.ballot
         assert len(found) == (state is not None)
-        return state.step if state else None
+        return state.id.step if state else None
 
     def assert_true(self, holder: str = "h", exact: bool = True) -> None:
         """Every block that is held is that of the step it claims, and that step is committed."""
         held = self.holders[holder]._held.get((self.kind, self.stage))
         if held is None:
             return
-        assert held.header.at <= self.holders[holder]._applied
+        assert held.header.age <= self.holders[holder]._applied
         steps = held.state.taken
         assert int(steps.max()) <= held.header.step
         for step in set(steps.tolist()) - {-1} if exact else ():
@@ -301,10 +302,10 @@ def test_a_copy_comes_back_exactly_with_all_that_belongs_to_it(moments: bool) ->
         assert state is not None
         own = world.training.state()
         names = NAMES if moments else NAMES[:1]
-        assert [name for name, _ in state.tensors] == list(names)
-        for (_, x), (_, y) in zip(state.tensors, own.tensors, strict=False):
-            assert torch.equal(x, y)
-        assert (state.step, state.omega, state.boosted_at) == (1, 1.5, 3)
+        assert list(state.tensors) == list(names)
+        for name in names:
+            assert torch.equal(state.tensors[name], own.tensors[name])
+        assert (state.id, state.omega, state.boosted_at) == (own.id, 1.5, 3)
         assert state.last == own.last
         assert state.optimizer_step == (1 if moments else 0)
         assert world.holder.fidelity("copy", 0) == ((1, 1.0, 1), 0.0)
@@ -413,7 +414,7 @@ def test_a_state_that_was_rebuilt_from_an_older_one_waits_for_its_next_commit() 
     async def work() -> None:
         world = World("copy")
         world.training.step, world.training.last = 2, commit_of(1)
-        world.sender.committed(2)
+        world.sender.committed(world.training.state().id)
         await world.settle()
         assert world.sent == []
         await world.step(3)
@@ -445,7 +446,7 @@ def test_a_snapshot_is_announced_when_every_block_has_come(codec: str) -> None:
         state = world.holder.state("snapshot", 2)
         assert state is not None
         assert (state.optimizer_step, state.last) == (7, commit_of(7))
-        distance = (values_at(7, 0)[0].double() - state.tensors[0][1].double()).norm().item()
+        distance = (values_at(7, 0)[0].double() - state.tensors["weights"].double()).norm().item()
         assert fidelity.perturbation == pytest.approx(distance, rel=1e-6)
 
     run(work())
@@ -900,12 +901,12 @@ def test_a_joiner_fetches_what_is_held_bit_for_bit() -> None:
             world.computes["h"],
         )
         client = StateClient(ask, Compute(), shard_size=400)
-        fetched = await client.fetch(2, ["h"], True, 60.0)
+        fetched = await client.fetch(2, Age(0, 2), ["h"], True, 60.0)
         state = holder.state("snapshot", 2)
         assert state is not None
-        for name, tensor in state.tensors:
-            assert torch.equal(fetched.tensors[name], tensor)
-        assert (fetched.optimizer_step, fetched.last) == (2, commit_of(2))
+        for name, tensor in state.tensors.items():
+            assert torch.equal(fetched.state.tensors[name], tensor)
+        assert (fetched.state.optimizer_step, fetched.state.last) == (2, commit_of(2))
         await server.close()
 
     run(work())
@@ -927,7 +928,7 @@ def test_what_is_overlaid_counts_before_those_who_ask_then_can_look() -> None:
         assert world.step_held() == 2
         state = world.holder.state("snapshot", 2)
         assert state is not None
-        weights = state.tensors[0][1]
+        weights = state.tensors["weights"]
         assert torch.equal(weights, values_at(1, 0)[0])
         seen = world.computes["h"](weights.clone)  # as a source would
         world.computes["h"].held = False

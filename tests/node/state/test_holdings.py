@@ -13,7 +13,7 @@ from planaria.node.run_file import loads, override
 from planaria.node.stage.compute import Priority
 from planaria.node.stage.model import model_config
 from planaria.node.state.holdings import Holdings
-from planaria.node.state.transfer import ServedState
+from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
 
@@ -72,13 +72,14 @@ def commit_of(step: int, ballot: Ballot) -> pb.Commit:
     return pb.Commit(step=step, ballot=ballot.message(), clip_scale=ones, lr_scale=ones)
 
 
-def state(step: int, last: pb.Commit) -> ServedState:
-    return ServedState(step, [("weights", torch.ones(3))], 0.0, 0, last, 0)
+def state(step: int, last: pb.Commit, lineage: int = 0) -> StageState:
+    which = StateId.after(last, STAGE, lineage, step)
+    return StageState(which, {"weights": torch.ones(3)}, 0.0, 0, last, 0)
 
 
-def save(keeps: Holdings, *states: ServedState, lineage: int = 0) -> None:
+def save(keeps: Holdings, *states: StageState) -> None:
     for each in states:
-        keeps.save(each, lineage, first=True)
+        keeps.save(each, first=True)
     keeps.finish_saves()
 
 
@@ -96,7 +97,7 @@ def test_a_file_says_by_which_commit_its_step_was_made(
 ) -> None:
     keeps = holdings(tmp_path, policy)
     two, four = commit_of(2, Ballot(3, 5)), commit_of(4, Ballot(3, 8))
-    save(keeps, state(2, two), state(4, four), lineage=1)
+    save(keeps, state(2, two, lineage=1), state(4, four, lineage=1))
     assert made(keeps) == [
         (kind, STAGE, 1, step, ballot)
         for kind in kinds

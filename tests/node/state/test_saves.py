@@ -21,7 +21,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from planaria.node.state import saves as module
-from planaria.node.state.saves import SavedState, SaveError, SaveId, Saves, Writer
+from planaria.node.state.saves import SaveError, Saves, Writer, name_of
+from planaria.node.state.stage_state import Age, StageState, StateId
+from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
 
 RUN = "demo-1f"
@@ -29,18 +31,20 @@ STAGE = 3
 NAMES = ("weights", "first_moment", "second_moment")
 
 
-def state(step: int, lineage: int = 0, values: int = 5, **changed: Any) -> SavedState:
+def state(
+    step: int, lineage: int = 0, values: int = 5, stage: int = STAGE, **changed: Any
+) -> StageState:
     generator = torch.Generator().manual_seed(100 * lineage + step)
-    given = SavedState(
-        run=RUN,
-        stage=STAGE,
-        step=step,
-        lineage=lineage,
+    last = pb.Commit(
+        step=step, ballot=pb.Ballot(view=3, attempt=step), loss=4.25, clip_scale=[1.0, 0.5]
+    )
+    given = StageState(
+        id=StateId.after(last, stage, lineage, step),
         omega=step / 3,
         boosted_at=2,
         optimizer_step=step // 2,
-        last=pb.Commit(step=step, loss=4.25, clip_scale=[1.0, 0.5]),
-        tensors=[(name, torch.randn(values, generator=generator)) for name in NAMES],
+        last=last,
+        tensors={name: torch.randn(values, generator=generator) for name in NAMES},
     )
     return replace(given, **changed)
 
@@ -49,14 +53,15 @@ def opened(folder: Path, keep: int = 4, run: str = RUN, stage: int = STAGE) -> S
     return Saves(folder, run, stage, keep)
 
 
-def same(one: SavedState, other: SavedState) -> bool:
-    return replace(one, tensors=[]) == replace(other, tensors=[]) and all(
-        a == b and torch.equal(v, w)
-        for (a, v), (b, w) in zip(one.tensors, other.tensors, strict=True)
+def same(one: StageState, other: StageState) -> bool:
+    return (
+        replace(one, tensors={}) == replace(other, tensors={})
+        and list(one.tensors) == list(other.tensors)
+        and all(map(torch.equal, one.tensors.values(), other.tensors.values()))
     )
 
 
-def written(folder: Path, *states: SavedState, keep: int = 4) -> Saves:
+def written(folder: Path, *states: StageState, keep: int = 4) -> Saves:
     saves = opened(folder, keep)
     for each in states:
         saves.write(each)
@@ -79,13 +84,36 @@ def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_save_comes_back_as_it_was(tmp_path: Path) -> None:
     given = state(40, lineage=2)
     saves = written(tmp_path, given)
-    assert saves.listed() == saves.sound() == [SaveId(lineage=2, step=40)]
-    assert same(saves.load(2, 40), given)
+    assert saves.listed() == saves.sound() == [Age(lineage=2, step=40)]
+    assert same(saves.load(Age(2, 40)), given)
     assert [path.name for path in sorted(saves.folder.iterdir())] == [
         "latest",
         "step-00000040-2.safetensors",
     ]
     assert (saves.folder / "latest").read_text() == "step-00000040-2.safetensors\n"
+
+
+def test_the_format_stays(tmp_path: Path) -> None:
+    """A file as all versions have written it."""
+    header = (
+        rb'{"__metadata__": {"format": "planaria-save-1", "run": "demo-1f", "stage": "3", '
+        rb'"step": "40", "lineage": "2", "omega": "13.5", "boosted_at": "2", '
+        rb'"optimizer_step": "20", "last": "CCgSBAgDEAgxAAAAAAAAEUA=", '
+        rb'"tensors": "[[\"weights\", 2, \"28a0ba9c345d3723\"]]", "xxh3": "8915141eb94b73dd"}, '
+        rb'"weights": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
+    )
+    header += b" " * (-len(header) % 8)
+    file = len(header).to_bytes(8, "little") + header + b"\x00\x00\x80?\x00\x00\x00\xc0"
+    last = pb.Commit(step=40, ballot=pb.Ballot(view=3, attempt=8), loss=4.25)
+    tensors = {"weights": torch.tensor([1.0, -2.0])}
+    which = StateId(STAGE, lineage=2, step=40, made=Ballot(3, 8))
+    given = StageState(which, tensors, 13.5, 2, last, 20)
+    saves = written(tmp_path, given)
+    path = saves.folder / "step-00000040-2.safetensors"
+    assert path.read_bytes() == file
+    path.write_bytes(file)
+    assert same(saves.load(Age(2, 40)), given)
+    assert saves.id_of(Age(2, 40)) == which
 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -105,15 +133,15 @@ def test_whatever_is_saved_comes_back_and_is_safetensors(
     sizes: list[int],
     names: list[str],
 ) -> None:
-    tensors = [(name, torch.rand(size)) for name, size in zip(names, sizes, strict=False)]
-    given = state(step, run=run, omega=omega, optimizer_step=step, tensors=tensors)
+    tensors = {name: torch.rand(size) for name, size in zip(names, sizes, strict=False)}
+    given = state(step, omega=omega, optimizer_step=step, tensors=tensors)
     folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
     saves = opened(folder, run=run)
     saves.write(given)
-    assert same(saves.load(0, step), given)
-    read = load_file(saves.folder / given.id.name)
-    assert read.keys() == dict(tensors).keys()
-    assert all(torch.equal(read[name], values) for name, values in tensors)
+    assert same(saves.load(Age(0, step)), given)
+    read = load_file(saves.folder / name_of(given.id.age))
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], values) for name, values in tensors.items())
 
 
 def test_tensors_longer_than_a_chunk_are_checked_in_chunks(
@@ -122,13 +150,13 @@ def test_tensors_longer_than_a_chunk_are_checked_in_chunks(
     monkeypatch.setattr(module, "CHUNK", 64)
     given = state(1, values=41)  # 164 bytes
     saves = written(tmp_path, given)
-    assert saves.sound() == [given.id]
-    assert same(saves.load(0, 1), given)
+    assert saves.sound() == [given.id.age]
+    assert same(saves.load(given.id.age), given)
 
 
 def test_writing_a_save_again_is_harmless(tmp_path: Path) -> None:
     saves = written(tmp_path, state(4), state(4))
-    assert saves.sound() == [SaveId(0, 4)]
+    assert saves.sound() == [Age(0, 4)]
 
 
 @pytest.mark.parametrize(
@@ -137,16 +165,19 @@ def test_writing_a_save_again_is_harmless(tmp_path: Path) -> None:
         ({"omega": float("nan")}, "omega nan"),
         ({"omega": -1.0}, "omega -1"),
         ({"boosted_at": -1}, "boosted_at -1"),
-        ({"tensors": [("weights", torch.zeros(2)), ("weights", torch.zeros(2))]}, "each name once"),
-        ({"tensors": [("__metadata__", torch.zeros(2))]}, "__metadata__"),
-        ({"tensors": [("weights", torch.zeros(2, 2))]}, r"weights is torch.float32 \(2, 2\)"),
-        ({"tensors": [("weights", torch.zeros(2, dtype=torch.float16))]}, "float16"),
-        ({"tensors": [("weights", torch.zeros(4)[::2])]}, "contiguous"),
+        ({"tensors": {"__metadata__": torch.zeros(2)}}, "__metadata__"),
+        ({"tensors": {"weights": torch.zeros(2, 2)}}, r"weights is torch.float32 \(2, 2\)"),
+        ({"tensors": {"weights": torch.zeros(2, dtype=torch.float16)}}, "float16"),
+        ({"tensors": {"weights": torch.zeros(4)[::2]}}, "contiguous"),
     ],
 )
-def test_what_no_state_is_is_not_saved(changed: dict[str, Any], complaint: str) -> None:
+def test_what_no_state_is_is_not_saved(
+    tmp_path: Path, changed: dict[str, Any], complaint: str
+) -> None:
+    saves = opened(tmp_path)
     with pytest.raises(ValueError, match=complaint):
-        state(4, **changed)
+        saves.write(state(4, **changed))
+    assert saves.listed() == []
 
 
 # Names, order, pruning
@@ -166,20 +197,20 @@ def test_the_newest_comes_first_and_foreign_names_are_left_alone(tmp_path: Path)
     for name in foreign[:-1]:
         (saves.folder / name).write_bytes(b"?")
     (saves.folder / foreign[-1]).mkdir()
-    assert saves.listed() == [SaveId(1, 12), SaveId(0, 10), SaveId(0, 8)]
+    assert saves.listed() == [Age(1, 12), Age(0, 10), Age(0, 8)]
     saves.write(state(16, lineage=1))
     assert all((saves.folder / name).exists() for name in foreign)
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     saves = written(tmp_path, *(state(step) for step in (4, 8, 12, 16, 20)), keep=3)
-    assert saves.listed() == [SaveId(0, 20), SaveId(0, 16), SaveId(0, 12)]
+    assert saves.listed() == [Age(0, 20), Age(0, 16), Age(0, 12)]
 
 
 def test_the_save_that_a_run_went_back_to_outlives_those_it_went_back_over(tmp_path: Path) -> None:
     saves = written(tmp_path, *(state(step) for step in (4, 8, 12, 16)), keep=4)
     saves.write(state(8, lineage=1))  # the run went back to 4
-    assert saves.listed() == [SaveId(1, 8), SaveId(0, 4)]
+    assert saves.listed() == [Age(1, 8), Age(0, 4)]
 
 
 @given(st.lists(st.integers(0, 3), max_size=30), st.integers(1, 4))
@@ -191,7 +222,7 @@ def test_the_newest_of_what_led_to_the_present_state_are_kept(
 ) -> None:
     """A move: go back by that many saves (0: don't), then train four steps and save."""
     saves = opened(tmp_path / f"{len(list(tmp_path.iterdir()))}", keep)
-    kept: list[SaveId] = []  # newest first
+    kept: list[Age] = []  # newest first
     lineage = step = 0
     for back in moves:
         if 0 < back < len(kept):
@@ -199,31 +230,31 @@ def test_the_newest_of_what_led_to_the_present_state_are_kept(
             lineage, step = lineage + 1, kept[0].step
         step += 4
         saves.write(state(step, lineage))
-        kept = [SaveId(lineage, step), *kept][:keep]
+        kept = [Age(lineage, step), *kept][:keep]
         assert saves.listed() == kept
 
 
 # Damage is found, named, and the save before is used
 
 
-def check_refused(saves: Saves, save: SaveId, what: str = "step-") -> None:
+def check_refused(saves: Saves, save: Age, what: str = "step-") -> None:
     with pytest.raises(SaveError, match=what) as caught:
-        saves.load(save.lineage, save.step)
-    assert save.name in str(caught.value)
+        saves.load(save)
+    assert name_of(save) in str(caught.value)
 
 
 def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
     good, bad = state(4), state(8)
     saves = written(tmp_path, good, bad)
-    path = saves.folder / bad.id.name
+    path = saves.folder / name_of(bad.id.age)
     whole = path.read_bytes()
     with path.open("r+b", buffering=0) as file:
         for offset, byte in enumerate(whole):
             for bit in range(8):
                 os.pwrite(file.fileno(), bytes([byte ^ 1 << bit]), offset)
-                check_refused(saves, bad.id)
+                check_refused(saves, bad.id.age)
             os.pwrite(file.fileno(), bytes([byte]), offset)
-    assert same(saves.load(0, 8), bad)
+    assert same(saves.load(bad.id.age), bad)
 
 
 @pytest.mark.parametrize("offset", [0, 12, -1])  # length, header, tensors
@@ -236,8 +267,8 @@ def test_a_damaged_save_is_named_and_the_one_before_is_used(
     content[offset] ^= 1
     path.write_bytes(content)
     saves = opened(tmp_path)
-    assert saves.listed() == [SaveId(0, 8), SaveId(0, 4)]
-    assert saves.sound() == [SaveId(0, 4)]
+    assert saves.listed() == [Age(0, 8), Age(0, 4)]
+    assert saves.sound() == [Age(0, 4)]
     assert [(record.levelname, str(path) in record.message) for record in caplog.records] == [
         ("WARNING", True)
     ]
@@ -249,9 +280,9 @@ def test_any_other_length_is_found(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        check_refused(saves, SaveId(0, 4), "damaged")
+        check_refused(saves, Age(0, 4), "damaged")
     path.write_bytes(whole + b"\0")
-    check_refused(saves, SaveId(0, 4), f"{len(whole) + 1} bytes instead of {len(whole)}")
+    check_refused(saves, Age(0, 4), f"{len(whole) + 1} bytes instead of {len(whole)}")
 
 
 def test_a_file_that_ends_while_it_is_read_is_refused(
@@ -267,11 +298,11 @@ def test_a_file_that_ends_while_it_is_read_is_refused(
         return fields
 
     monkeypatch.setattr(module, "_read_header", read_and_cut)
-    check_refused(saves, SaveId(0, 4), "ends 7 bytes too early")
+    check_refused(saves, Age(0, 4), "ends 7 bytes too early")
 
 
 def test_a_save_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    check_refused(opened(tmp_path), SaveId(0, 4), "No such file")
+    check_refused(opened(tmp_path), Age(0, 4), "No such file")
 
 
 @pytest.mark.parametrize(
@@ -287,26 +318,27 @@ def test_a_save_in_the_wrong_place_is_refused(
     tmp_path: Path, elsewhere: dict[str, Any], what: str
 ) -> None:
     saves = written(tmp_path / "here", state(4))
-    other = replace(state(8), **elsewhere)
-    there = opened(tmp_path / "there", run=other.run, stage=other.stage)
+    run = elsewhere.pop("run", RUN)
+    other = replace(state(8), id=replace(state(8).id, **elsewhere))
+    there = opened(tmp_path / "there", run=run, stage=other.id.stage)
     there.write(other)
-    (there.folder / other.id.name).rename(saves.folder / "step-00000008-0.safetensors")
-    assert saves.sound() == [SaveId(0, 4)]
-    check_refused(saves, SaveId(0, 8), what)
+    (there.folder / name_of(other.id.age)).rename(saves.folder / "step-00000008-0.safetensors")
+    assert saves.sound() == [Age(0, 4)]
+    check_refused(saves, Age(0, 8), what)
 
 
 def test_a_folder_of_another_run_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     written(tmp_path, state(4))
     with pytest.raises(SaveError, match=r"of the run demo-1f, this is other: name another folder"):
         opened(tmp_path, run="other")
-    assert opened(tmp_path).sound() == [SaveId(0, 4)]
+    assert opened(tmp_path).sound() == [Age(0, 4)]
 
 
 def test_saves_of_a_run_that_came_later_are_not_pruned(tmp_path: Path) -> None:
     mine, other = opened(tmp_path, keep=1), opened(tmp_path, keep=1, run="other")
-    other.write(state(4, run="other"))
+    other.write(state(4))
     mine.write(state(8))
-    assert other.listed() == [SaveId(0, 8), SaveId(0, 4)]
+    assert other.listed() == [Age(0, 8), Age(0, 4)]
 
 
 @pytest.mark.parametrize("content", [None, "step-00000099-0.safetensors\n", "\0\xff"])
@@ -316,7 +348,7 @@ def test_the_pointer_is_not_trusted(tmp_path: Path, content: str | None) -> None
     pointer.unlink()
     if content is not None:
         pointer.write_text(content)
-    assert opened(tmp_path).sound() == [SaveId(0, 8), SaveId(0, 4)]
+    assert opened(tmp_path).sound() == [Age(0, 8), Age(0, 4)]
 
 
 def test_the_pointer_stays_at_the_newest(tmp_path: Path) -> None:
@@ -380,16 +412,16 @@ def test_a_write_that_fails_leaves_what_was_there(
     with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output error"):
         patch.setattr(operation, fail)
         saves.write(state(12))
-    assert saves.sound() == [SaveId(0, 8), SaveId(0, 4)]
+    assert saves.sound() == [Age(0, 8), Age(0, 4)]
     assert not temporaries(saves)
     saves.write(state(16))
-    assert saves.sound() == [SaveId(0, 16), SaveId(0, 8)]
+    assert saves.sound() == [Age(0, 16), Age(0, 8)]
 
 
 class Reports:
     def __init__(self) -> None:
         self.errors: list[str] = []
-        self.saved: list[SaveId] = []
+        self.saved: list[Age] = []
 
     def writer(self, saves: Saves, mode: module.Mode, in_flight: int = 2) -> Writer:
         return Writer(saves, mode, in_flight, self.errors.append, self.saved.append)
@@ -405,8 +437,8 @@ def test_an_error_of_the_disk_is_reported_and_the_next_save_tried(
         with file_size_limit(limit):
             writer.save(state(step))
             assert writer.close(60) == []
-    assert reports.saved == [SaveId(0, 4), SaveId(0, 12)]
-    assert saves.sound() == [SaveId(0, 12), SaveId(0, 4)]
+    assert reports.saved == [Age(0, 4), Age(0, 12)]
+    assert saves.sound() == [Age(0, 12), Age(0, 4)]
     assert reports.errors == [
         f"saving step 8 of stage 3 in {saves.folder} failed: File too large; check the disk. The "
         "saves before it stay, and the next one is tried"
@@ -427,8 +459,8 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path: Path) -> None:
         writer = reports.writer(saves, "blocking")
         for step, values in ((4, 1000), (8, 10_000), (12, 1000)):
             writer.save(state(step, values=values))
-        assert reports.saved == [SaveId(0, 4), SaveId(0, 12)]
-        assert saves.sound() == [SaveId(0, 12), SaveId(0, 4)]
+        assert reports.saved == [Age(0, 4), Age(0, 12)]
+        assert saves.sound() == [Age(0, 12), Age(0, 4)]
         assert [e.split("; ", 1) for e in reports.errors] == [
             [
                 f"saving step 8 of stage 3 in {saves.folder} failed: No space left on device",
@@ -454,16 +486,16 @@ def test_what_is_saved_is_the_state_at_that_moment(tmp_path: Path, mode: module.
     saves, reports = opened(tmp_path, keep=9), Reports()
     writer = reports.writer(saves, mode)
     given = [state(step) for step in (4, 8, 12, 16)]
-    training = [(name, torch.empty(5)) for name in NAMES]
+    training = {name: torch.empty(5) for name in NAMES}
     for each in given:
-        for (_, values), (_, new) in zip(training, each.tensors, strict=True):
-            values.copy_(new)
+        for name, values in training.items():
+            values.copy_(each.tensors[name])
         writer.save(replace(each, tensors=training))
-        for _, values in training:
+        for values in training.values():
             values.fill_(float("nan"))
     assert writer.close(60) == []
-    assert all(same(saves.load(*each.id), each) for each in given)
-    assert reports.saved == [each.id for each in given]
+    assert all(same(saves.load(each.id.age), each) for each in given)
+    assert reports.saved == [each.id.age for each in given]
     assert reports.errors == []
     assert writer.bytes_written == 4 * 3 * 5 * 4
     assert writer.critical_seconds > 0
@@ -476,7 +508,7 @@ class GatedSaves(Saves):
         super().__init__(*arguments)
         self.gate = threading.Event()
 
-    def write(self, state: SavedState) -> None:
+    def write(self, state: StageState) -> None:
         assert self.gate.wait(60)
         super().write(state)
 
@@ -510,7 +542,7 @@ def test_training_waits_for_a_write_when_enough_are_in_flight(gated: GatedSaves)
     gated.gate.set()
     thread.join(60)
     assert writer.close(60) == []
-    assert reports.saved == [SaveId(0, step) for step in (4, 8, 12, 16)]
+    assert reports.saved == [Age(0, step) for step in (4, 8, 12, 16)]
     assert done == [4, 8, 12, 16]
 
 
@@ -528,7 +560,7 @@ def test_training_goes_on_without_a_save_when_the_disk_hangs(
     ]
     gated.gate.set()
     assert writer.close(60) == []
-    assert gated.sound() == [SaveId(0, 8), SaveId(0, 4)]
+    assert gated.sound() == [Age(0, 8), Age(0, 4)]
 
 
 def test_closing_names_what_was_not_written_in_time(gated: GatedSaves) -> None:
@@ -536,7 +568,7 @@ def test_closing_names_what_was_not_written_in_time(gated: GatedSaves) -> None:
     writer = reports.writer(gated, "overlapped")
     writer.save(state(4))
     writer.save(state(8))
-    assert writer.close(0.0) == [SaveId(0, 4), SaveId(0, 8)]
+    assert writer.close(0.0) == [Age(0, 4), Age(0, 8)]
     assert [error.split(" of stage")[0] for error in reports.errors] == [
         "saving step 4",
         "saving step 8",
@@ -556,7 +588,7 @@ def test_a_writer_wants_saves_that_stages_can_meet_in(tmp_path: Path) -> None:
 def test_a_state_of_another_stage_is_a_mistake(tmp_path: Path) -> None:
     for mode in ("blocking", "overlapped"):
         writer = Reports().writer(opened(tmp_path), mode)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="stage 4 of demo-1f is not saved in"):
+        with pytest.raises(ValueError, match="stage 4 is not saved in"):
             writer.save(state(4, stage=4))
 
 
@@ -582,7 +614,7 @@ def test_what_a_dead_writer_left_is_removed_and_a_live_one_s_is_not(
     saves.write(state(8))
     assert len(seen) == 1
     assert left not in seen
-    assert saves.sound() == [SaveId(0, 8)]
+    assert saves.sound() == [Age(0, 8)]
 
 
 def run_as_script(*arguments: str) -> Any:
@@ -610,8 +642,8 @@ def test_a_writer_killed_at_any_byte_loses_no_save(tmp_path: Path) -> None:
 def test_replicas_that_save_into_one_folder_don_t_harm_each_other(tmp_path: Path) -> None:
     assert run_as_script("share", str(tmp_path)) == 4
     saves = opened(tmp_path, keep=3)
-    assert saves.sound() == [SaveId(0, 30), SaveId(0, 29), SaveId(0, 28)]
-    assert all(same(saves.load(*save), state(save.step)) for save in saves.listed())
+    assert saves.sound() == [Age(0, 30), Age(0, 29), Age(0, 28)]
+    assert all(same(saves.load(save), state(save.step)) for save in saves.listed())
 
 
 def forked(work: Callable[[], None]) -> int:
@@ -664,20 +696,20 @@ def kill_writers(folder: Path, kill: Callable[[int], None], points: range) -> in
         old, new = state(10 * point), state(10 * point + 4)
         written(folder, old, keep=2)
 
-        def write(new: SavedState = new, point: int = point) -> None:
+        def write(new: StageState = new, point: int = point) -> None:
             saves = opened(folder, keep=2)
             kill(point)
             saves.write(new)
 
         if not killed(write):
-            assert opened(folder, keep=2).sound() == [new.id, old.id]
+            assert opened(folder, keep=2).sound() == [new.id.age, old.id.age]
             return died
         saves = opened(folder, keep=2)
         assert not temporaries(saves)
         sound = saves.sound()
         assert sound == saves.listed()
-        assert old.id in sound[:2]  # nothing that was saved is lost
-        assert all(same(saves.load(*save), state(save.step)) for save in sound)
+        assert old.id.age in sound[:2]  # nothing that was saved is lost
+        assert all(same(saves.load(save), state(save.step)) for save in sound)
     raise AssertionError(f"every writer was killed, up to {points[-1]}")
 
 

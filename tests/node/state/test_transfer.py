@@ -4,6 +4,7 @@ import asyncio
 import random
 import selectors
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
 import msgpack
@@ -13,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.node.state import transfer
+from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.transfer import (
-    FetchedState,
+    Delivery,
     InComputeThread,
     Manifest,
-    ServedState,
     Shard,
     ShardPlan,
     StateClient,
@@ -30,7 +31,8 @@ from planaria.node.wire.tensors import decode, encode
 
 T = TypeVar("T")
 SOURCES = ["a", "b", "c"]
-STEP = 7
+STAGE, STEP = 4, 7
+AGE = Age(1, STEP)
 SHARD_SIZE = 64
 LENGTH = 401  # values a tensor: no multiple of a shard
 
@@ -72,15 +74,16 @@ async def at_once(work: Callable[[], T]) -> T:
     return work()
 
 
-def state(seed: int = 0, step: int = STEP, length: int = LENGTH) -> ServedState:
+def state(seed: int = 0, step: int = STEP, length: int = LENGTH) -> StageState:
     generator = torch.Generator().manual_seed(seed)
     names = ["weights", "first_moment", "second_moment"]
-    return ServedState(
-        step=step,
-        tensors=[(name, torch.randn(length, generator=generator)) for name in names],
+    last = pb.Commit(step=step, ballot=pb.Ballot(view=2, attempt=9), loss=1.5, tokens=64)
+    return StageState(
+        id=StateId.after(last, STAGE, AGE.lineage, step),
+        tensors={name: torch.randn(length, generator=generator) for name in names},
         omega=2.5,
         boosted_at=3,
-        last=pb.Commit(step=step, loss=1.5, tokens=64),
+        last=last,
         optimizer_step=6,
     )
 
@@ -96,7 +99,7 @@ class Network:
         self.random = random.Random(seed)
         self.in_flight: list[Callable[[], None]] = []
         self.asked: list[tuple[str, int]] = []  # source and offset of each shard
-        self.states: dict[str, ServedState | None] = {source: state() for source in sources}
+        self.states: dict[str, StageState | None] = {source: state() for source in sources}
         self.servers = {source: self._server(source) for source in sources}
         self.faults: dict[str, Callable[[Answer], Answer | None]] = {}
         self.client = StateClient(self._ask, at_once, shard_size=SHARD_SIZE, silence=10.0)
@@ -145,24 +148,24 @@ class Network:
         optimizer: bool = True,
         deadline: float = 60.0,
         on_progress: Callable[[int], None] | None = None,
-    ) -> FetchedState:
+    ) -> Delivery:
         servers = list(self.servers.values())
         try:
-            return await self.client.fetch(STEP, sources, optimizer, deadline, on_progress)
+            return await self.client.fetch(STAGE, AGE, sources, optimizer, deadline, on_progress)
         finally:
             assert not self.client._inboxes
             for server in servers:
                 await server.close()
 
 
-def assert_equal(found: FetchedState, expected: ServedState, optimizer: bool = True) -> None:
-    tensors = dict(expected.tensors if optimizer else expected.tensors[:1])
-    assert list(found.tensors) == list(tensors)
-    for name, tensor in tensors.items():
-        assert torch.equal(found.tensors[name], tensor)
-    assert found.bytes == sum(found.served.values()) == 4 * LENGTH * len(tensors)
-    assert (found.omega, found.boosted_at, found.optimizer_step) == (2.5, 3, 6)
-    assert found.last == expected.last
+def assert_equal(found: Delivery, expected: StageState, optimizer: bool = True) -> None:
+    names = list(expected.tensors)[: 3 if optimizer else 1]
+    assert list(found.state.tensors) == names
+    for name in names:
+        assert torch.equal(found.state.tensors[name], expected.tensors[name])
+    assert found.bytes == found.state.bytes == sum(found.served.values())
+    assert found.bytes == 4 * LENGTH * len(names)
+    assert replace(found.state, tensors={}) == replace(expected, tensors={})
 
 
 # Whole transfers
@@ -186,10 +189,10 @@ def test_special_values_keep_their_bits() -> None:
     network = Network()
     bits = torch.tensor([0x7FC00001, 0x7F800000, -(2**31), 1], dtype=torch.int32)
     served = state()
-    odd = [("weights", bits.view(torch.float32))]
-    network.states = dict.fromkeys(SOURCES, ServedState(STEP, odd, 0.0, 0, served.last, 0))
+    odd = {"weights": bits.view(torch.float32)}
+    network.states = dict.fromkeys(SOURCES, replace(served, tensors=odd))
     found = run(network.fetch(optimizer=False))
-    assert torch.equal(found.tensors["weights"].view(torch.int32), bits)
+    assert torch.equal(found.state.tensors["weights"].view(torch.int32), bits)
 
 
 def test_an_empty_state_takes_no_shards() -> None:
@@ -197,17 +200,17 @@ def test_an_empty_state_takes_no_shards() -> None:
     network.states = dict.fromkeys(SOURCES, state(length=0))
     found = run(network.fetch())
     assert found.bytes == 0
-    assert found.tensors["weights"].shape == (0,)
+    assert found.state.tensors["weights"].shape == (0,)
 
 
 def test_two_transfers_at_a_time() -> None:
     network = Network(sources=["a", "b", "c", "d"])
     network.states["c"] = network.states["d"] = state(seed=1)
 
-    async def both() -> list[FetchedState]:
+    async def both() -> list[Delivery]:
         fetch = network.client.fetch
         return await asyncio.gather(
-            fetch(STEP, ["a", "b"], True, 60.0), fetch(STEP, ["c", "d"], True, 60.0)
+            fetch(STAGE, AGE, ["a", "b"], True, 60.0), fetch(STAGE, AGE, ["c", "d"], True, 60.0)
         )
 
     before, after = run(both())
@@ -496,7 +499,7 @@ def test_no_bytes_break_the_manifest(tensors: bytes) -> None:
 
 def ask_server(
     *requests: pb.Message,
-    served: Callable[[], ServedState | None] = state,
+    served: Callable[[], StageState | None] = state,
     compute: InComputeThread = at_once,
 ) -> list[Answer]:
     """The answers to requests that come at once."""
@@ -576,7 +579,7 @@ def test_what_waits_to_be_sent_does_not_change_with_the_weights() -> None:
     served = state()
     (frame,) = ask_server(shard_request(0, 16), served=lambda: served)
     assert isinstance(frame, Frame)
-    weights = served.tensors[0][1]
+    weights = served.tensors["weights"]
     before = weights[:4].clone()
     weights.zero_()
     assert isinstance(frame.payload, tuple)

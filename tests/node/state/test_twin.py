@@ -18,8 +18,7 @@ from planaria.node.stage.compute import ComputeThread
 from planaria.node.stage.model import EmbeddingStage, ModelConfig, build_stage, model_config
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.pipeline import Pipeline
-from planaria.node.state.stage_state import StateId
-from planaria.node.state.transfer import FetchedState, ServedState
+from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.state.twin import Twin, TwinError, next_stage, servers
 from planaria.node.transaction.averaging import Abandoned, ReplicaLostError
 from planaria.node.transaction.effects import NEVER, Ballot
@@ -231,8 +230,8 @@ def test_after_each_commit_stage_and_twin_are_bit_identical(
                 for twin in swarm.holders(stage := swarm.stage_of[node]):
                     assert same(twin.optimizer, optimizer)
                     assert twin.optimizer.digest() == optimizer.digest()
-                    assert twin.id == StateId(stage, 0, swarm.step, made)
-                    assert twin.omega == applied[stage]
+                    assert twin.state.id == StateId(stage, 0, swarm.step, made)
+                    assert twin.state.omega == applied[stage]
 
     asyncio.run(live())
 
@@ -494,40 +493,37 @@ async def test_a_commit_of_another_attempt_than_the_gradients_is_refused() -> No
     commit = pb.Commit(step=1, ballot=Ballot(3, 0).message(), clip_scale=[1] * 4, lr_scale=[1] * 4)
     with pytest.raises(AssertionError):
         twin.apply(commit, 0.1)
-    assert twin.id.step == 0
+    assert twin.state.id.step == 0
     assert all(map(torch.equal, before[1], state_of(twin.optimizer)[1]))
 
 
 # The state
 
 
-def fetched(state: ServedState) -> FetchedState:
-    tensors = {name: tensor.clone() for name, tensor in state.tensors}
-    return FetchedState(
-        *(tensors, state.omega, state.boosted_at, state.last, state.optimizer_step),
-        *(0, 0.0, {}),
-    )
+def fetched(state: StageState) -> StageState:
+    return replace(state, tensors={name: t.clone() for name, t in state.tensors.items()})
 
 
 async def test_a_twin_that_comes_later_is_stale_until_it_has_the_stages_state() -> None:
     swarm = Swarm(places(2, 2, 2), seed=1)
     await swarm.commit()
     late = swarm.twins["1.0"]
-    late.id = replace(late.id, step=0)  # as one that has missed a step
+    missed = replace(late.state.id, step=0)
+    late.state = replace(late.state, id=missed)
     before = state_of(late.optimizer)
     await swarm.commit()
-    assert late.id.step == 0
+    assert late.state.id.step == 0
     assert all(map(torch.equal, before[1], state_of(late.optimizer)[1]))
-    boosted = ServedState(
-        swarm.step, swarm.own["2.1"].state(optimizer=True), 7.5, 1, swarm.record(), 2
-    )
+    tensors = dict(swarm.own["2.1"].state(optimizer=True))
+    last = swarm.record()
+    boosted = StageState(StateId.after(last, 2, 1, swarm.step), tensors, 7.5, 1, last, 2)
     tasks = swarm.start()  # it comes while the next attempt runs
-    late.load(fetched(boosted), lineage=1, step=2)
+    late.load(fetched(boosted))
     await asyncio.gather(*tasks)
-    assert late.id == StateId(2, 1, 2, Ballot.of(boosted.last.ballot))
-    assert (late.omega, late.boosted_at) == (7.5, 1)
+    assert late.state.id == StateId(2, 1, 2, Ballot.of(boosted.last.ballot))
+    assert (late.state.omega, late.state.boosted_at) == (7.5, 1)
     await swarm.commit()
-    assert late.id == StateId(2, 1, 3, swarm.ballot)
+    assert late.state.id == StateId(2, 1, 3, swarm.ballot)
     assert same(late.optimizer, swarm.own["2.0"])
 
 
@@ -537,8 +533,8 @@ async def test_what_a_twin_serves_is_the_stages_state() -> None:
     await swarm.commit(skipped=True)
     for stage in range(4):
         (twin,) = swarm.holders(stage)
-        served = twin.served()
-        assert (served.step, served.optimizer_step) == (2, 1)
+        served = twin.state
+        assert (served.id.step, served.optimizer_step) == (2, 1)
         assert served.last == swarm.record(skipped=True)
         fresh = StageOptimizer(build_stage(config_of(3), stage, seed=99), CPU)
         fresh.load(fetched(served).tensors.items(), served.optimizer_step)
@@ -551,10 +547,10 @@ async def test_a_state_of_another_stage_changes_nothing() -> None:
     (of_embedding,) = swarm.holders(0)
     (of_body,) = swarm.holders(1)
     before = state_of(of_body.optimizer)
-    one = of_body.id
+    one = of_body.state
     with pytest.raises(ValueError, match="this stage needs"):
-        of_body.load(fetched(of_embedding.served()), lineage=1, step=5)
-    assert of_body.id == one
+        of_body.load(fetched(of_embedding.state))
+    assert of_body.state is one
     assert all(map(torch.equal, before[1], state_of(of_body.optimizer)[1]))
 
 
@@ -634,7 +630,7 @@ async def pass_through(
             node = f"{stage}.0"
             module = build_stage(config, stage, run.seed)
             twin = Recording(node, stage, config, run, CPU, outgoing.send_frame, compute.run)
-            twin.id = replace(twin.id, step=twin_step)
+            twin.state = replace(twin.state, id=replace(twin.state.id, step=twin_step))
             pipeline = Pipeline(
                 *(node, stage, module, StageOptimizer(module, CPU), run, config, None, CPU),
                 *(compute, outgoing, twin if stage < 3 else None),

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from planaria.node.state import feeding
 from planaria.node.state.feeding import Gradients, Pins, gradient_frame, no_gradient
-from planaria.node.state.transfer import ServedState
+from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.following import Following, feeders
 from planaria.node.wire import stage_pb2 as pb
@@ -84,8 +84,9 @@ def test_what_was_doubted_can_be_heard_again_or_replaced() -> None:
 # --- states of the past
 
 
-def state(step: int, values: torch.Tensor) -> ServedState:
-    return ServedState(step, [("weights", values)], 1.0, 0, pb.Commit(step=step), step)
+def state(step: int, values: torch.Tensor) -> StageState:
+    last = pb.Commit(step=step)
+    return StageState(StateId.after(last, 1, 0, step), {"weights": values}, 1.0, 0, last, step)
 
 
 def test_a_pin_keeps_the_state_while_the_weights_change() -> None:
@@ -95,8 +96,8 @@ def test_a_pin_keeps_the_state_while_the_weights_change() -> None:
     pins.keep({3}, state(4, weights))()
     pinned = pins.get(3)
     assert pinned is not None
-    assert pinned.tensors[0][1].tolist() == [0, 1, 2, 3]
-    assert (pinned.step, pinned.optimizer_step, pinned.last.step) == (3, 3, 3)
+    assert pinned.tensors["weights"].tolist() == [0, 1, 2, 3]
+    assert (pinned.id.step, pinned.optimizer_step, pinned.last.step) == (3, 3, 3)
     assert pins.get(4) is None
 
 
