@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+
+import pytest
 
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.membership import PROTOCOL
@@ -31,17 +34,13 @@ with Journal(path, "r", "toml") as journal:
 """
 
 
-class Process:
-    def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
-        self.process, self.port = process, port
-
-    async def end(self, number: signal.Signals) -> int:
-        self.process.send_signal(number)
-        return await asyncio.wait_for(self.process.wait(), TIMEOUT)
+async def end(process: asyncio.subprocess.Process, number: signal.Signals) -> int:
+    process.send_signal(number)
+    return await asyncio.wait_for(process.wait(), TIMEOUT)
 
 
 @asynccontextmanager
-async def registry(journal: Path, port: int = 0) -> AsyncIterator[Process]:
+async def registry(journal: Path, port: int) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", PROGRAM, str(journal), f"127.0.0.1:{port}"),
         stdout=asyncio.subprocess.PIPE,
@@ -53,7 +52,7 @@ async def registry(journal: Path, port: int = 0) -> AsyncIterator[Process]:
             while b"listens on" not in (line := await process.stdout.readline()):
                 assert line, "the registry ended before it listened"
         draining = asyncio.create_task(process.stdout.read())
-        yield Process(process, int(line.rpartition(b":")[2]))
+        yield process
     finally:
         if process.returncode is None:
             process.kill()
@@ -62,25 +61,34 @@ async def registry(journal: Path, port: int = 0) -> AsyncIterator[Process]:
             await draining
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A free port that nobody else is given meanwhile, also while no registry listens there."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
 def request(node: str) -> JoinRequest:
     return JoinRequest(protocol=PROTOCOL, node=node, address=f"{node}:1")
 
 
-async def test_killed_and_restarted_view_numbers_grow(tmp_path: Path) -> None:
+async def test_killed_and_restarted_view_numbers_grow(tmp_path: Path, port: int) -> None:
     journal = tmp_path / "journal"
     views: asyncio.Queue[View] = asyncio.Queue()
     evicted: list[str] = []
-    async with registry(journal) as first:
-        client = RegistryClient([f"127.0.0.1:{first.port}"])
+    async with registry(journal, port) as first:
+        client = RegistryClient([f"127.0.0.1:{port}"])
         reply = await client.join(request("a"))
         keeping = asyncio.create_task(
             client.keep_membership("a", reply, views.put_nowait, evicted.append)
         )
-        other = RegistryClient([f"127.0.0.1:{first.port}"])
+        other = RegistryClient([f"127.0.0.1:{port}"])
         before = (await other.join(request("b"))).view
-        await first.end(signal.SIGKILL)
+        await end(first, signal.SIGKILL)
 
-    async with registry(journal, first.port) as second:
+    async with registry(journal, port) as second:
         after = (await other.join(request("c"))).view
         assert after.number > before.number
         assert [m.node for m in after.members] == ["a", "b", "c"]
@@ -95,4 +103,4 @@ async def test_killed_and_restarted_view_numbers_grow(tmp_path: Path) -> None:
         await asyncio.gather(keeping, return_exceptions=True)
         await client.close()
         await other.close()
-        assert await second.end(signal.SIGTERM) == 0
+        assert await end(second, signal.SIGTERM) == 0

@@ -15,7 +15,7 @@ from planaria.node.report.event_log import Tail
 from planaria.node.resolve import resolve
 from planaria.node.run_file import dumps, loads
 
-DEADLINE = 180.0  # seconds; only a hanging swarm gets there
+DEADLINE = 600.0  # seconds; only a hanging swarm gets there
 
 
 class Swarm:

@@ -152,7 +152,7 @@ class LocalSwarm:
         await task
 
     async def until(
-        self, condition: Callable[[], object], deadline: float = 60.0, pause: float = 0.005
+        self, condition: Callable[[], object], deadline: float = 300.0, pause: float = 0.005
     ) -> None:
         """Without a `pause`, no state that lasts for one turn of the loop is overlooked.
 

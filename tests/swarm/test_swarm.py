@@ -215,7 +215,7 @@ def test_after_a_power_cut_the_run_is_resumed(up, tmp_path):
     pids = [int(event["pid"]) for event in swarm.events("started")]
     swarm.process.kill()
     swarm.process.communicate()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while any(is_alive(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -223,7 +223,6 @@ def test_after_a_power_cut_the_run_is_resumed(up, tmp_path):
         [sys.executable, "-m", "planaria", "up", "--resume", str(saves)],
         capture_output=True,
         text=True,
-        timeout=200,
         check=False,
     )
     assert resumed.returncode == 0, resumed.stdout

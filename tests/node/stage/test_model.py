@@ -235,7 +235,6 @@ def test_other_instruction_sets_make_the_same_weights_and_updates() -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=120,
         )
         return run.stdout.split()
 

@@ -624,7 +624,6 @@ def run_as_script(*arguments: str) -> Any:
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr

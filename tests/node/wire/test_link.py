@@ -19,7 +19,7 @@ from planaria.node.wire.link import Links, LinkSettings, Peer, Silence
 from planaria.node.wire.stage_pb2 import Chunk, Message
 from planaria.node.wire.tensors import decode, encode
 
-DEADLINE = 20.0  # seconds; reached only when a test fails
+DEADLINE = 120.0  # seconds; reached only when a test fails
 QUICK = LinkSettings(view_wait=0.05, handshake=10.0, chunk=1024, window=4096)
 
 
