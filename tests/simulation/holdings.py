@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from planaria.node.state.stage_state import StateId
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 
@@ -43,10 +44,7 @@ class State:
         return self.lineage, self.step
 
     def holding(self, kind: str) -> pb.Holding:
-        made = self.last.ballot if self.last.step == self.step else None
-        return pb.Holding(
-            kind=kind, stage=self.stage, step=self.step, lineage=self.lineage, made=made
-        )
+        return StateId.after(self.last, self.stage, self.lineage, self.step).holding(kind)
 
 
 # On disk
