@@ -13,6 +13,7 @@ from grpc import StatusCode
 
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.credentials import PLAIN, Credentials, channel
+from planaria.bootstrap.dial import is_there
 from planaria.bootstrap.registry_pb2 import (
     DescribeRequest,
     Description,
@@ -40,7 +41,12 @@ MESSAGE_BYTES = 16 * 2**20  # as the service's
 T = TypeVar("T")
 Metadata = tuple[tuple[str, str], ...]
 
-_RETRIED = (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED, StatusCode.RESOURCE_EXHAUSTED)
+_RETRIED = (
+    StatusCode.UNAVAILABLE,
+    StatusCode.DEADLINE_EXCEEDED,
+    StatusCode.RESOURCE_EXHAUSTED,
+    StatusCode.ABORTED,  # what a registry says whose members are alive and not heard
+)
 
 
 class RegistryUnreachable(Exception):  # noqa: N818  what it says
@@ -74,13 +80,24 @@ class RegistryClient:
         self._node = self._left = ""  # who joined last; who said goodbye last
 
     async def join(self, request: JoinRequest, deadline: float = 30.0) -> JoinReply:
-        """Raises JoinRefused, and RegistryUnreachable after `deadline` seconds."""
-        reply: JoinReply = await self._retry(
-            lambda stub, timeout: stub.Join(
-                request, timeout=timeout, metadata=self._credentials.metadata
-            ),
-            deadline,
-        )
+        """Dials the members first if the registry asks for it. Raises JoinRefused, and
+        RegistryUnreachable after `deadline` seconds."""
+        clock = asyncio.get_running_loop().time
+        end = clock() + deadline
+        asked = JoinRequest()
+        asked.CopyFrom(request)
+        while True:
+            reply: JoinReply = await self._retry(
+                lambda stub, timeout: stub.Join(
+                    asked, timeout=timeout, metadata=self._credentials.metadata
+                ),
+                end - clock(),
+            )
+            if not reply.question:
+                break
+            log.info("%s", reply.reason)
+            asked.question = reply.question
+            asked.answered[:] = await self._dial(reply)
         self._node, self._report = request.node, Report()
         return reply
 
@@ -187,6 +204,16 @@ class RegistryClient:
     def _address(self) -> str:
         return self._addresses[self._at]
 
+    async def _dial(self, reply: JoinReply) -> list[str]:
+        """Those of whom the registry hears nothing, and who answer here."""
+        answers = await asyncio.gather(
+            *(
+                is_there(one.node, one.address, self._credentials, reply.dial_seconds)
+                for one in reply.unheard
+            )
+        )
+        return [one.node for one, there in zip(reply.unheard, answers, strict=True) if there]
+
     def _stub(self) -> RegistryStub:
         if self._address not in self._channels:
             self._channels[self._address] = channel(self._address, self._credentials, _OPTIONS)
@@ -219,6 +246,8 @@ class RegistryClient:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _give_up(self, error: grpc.aio.AioRpcError, deadline: float) -> NoReturn:
+        if error.code() is StatusCode.ABORTED:
+            raise JoinRefused(_refusal(error, self._address)) from error
         raise RegistryUnreachable(
             f"the registry at {' or '.join(self._addresses)} can't be reached, tried for "
             f"{deadline:g} s; {self._address} said: {_what(error)}. Check that it runs "

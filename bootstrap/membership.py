@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from planaria.bootstrap.address import Address, AddressError
 from planaria.bootstrap.registry_pb2 import (
     Description,
     JoinReply,
@@ -25,11 +26,12 @@ from planaria.bootstrap.registry_pb2 import (
     View,
 )
 
-PROTOCOL = 1
+PROTOCOL = 2
 DECISIONS_KEPT = 200
 EVICTED_KEPT = 10_000
 COMPLAINTS = 3  # answered accusations by the same node after which the pair is taken for cut off
 COMPLAINT_WINDOW = 30.0  # seconds
+MOST_DIALLED = 100  # silent members that are asked whether they are there; of more, every n-th
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Rules:
     lease: float = 5.0
     probe_timeout: float = 1.5
     reconnect: float = 0.4  # for a node whose KeepAlive stream broke to come back
+    dial_timeout: float = 4.0  # for a silent member to answer who dials it
     restart_grace: float | None = None  # lease + 1
     data: str = ""  # content hash that stage-0 nodes must have; empty: not checked
     swapped: bool = False  # half of the microbatches visit the end stages in swapped order
@@ -59,7 +62,7 @@ class Rules:
             raise ValueError(
                 f"replicas = {self.replicas}: choose 1 to max_replicas = {self.max_replicas}"
             )
-        for name in ("lease", "probe_timeout", "reconnect", "joins_per_second"):
+        for name in ("lease", "probe_timeout", "reconnect", "dial_timeout", "joins_per_second"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be above 0")
 
@@ -111,7 +114,17 @@ class Settle:
     reason: str
 
 
-Effect = Issue | Probe | Evict | Settle
+@dataclass(frozen=True)
+class Dial:
+    """Ask at HOST:PORT whether the node is there, for `seconds`, and tell `dialled`."""
+
+    question: int
+    node: str
+    address: str
+    seconds: float
+
+
+Effect = Issue | Probe | Evict | Settle | Dial
 
 
 @dataclass(eq=False)
@@ -134,6 +147,17 @@ class _Node:
     def leaving(self) -> bool:
         """It has said that it will leave soon."""
         return self.report.leaving
+
+
+@dataclass(eq=False)
+class _Question:
+    """Is one of you there? Put to the members when none is heard and a newcomer is."""
+
+    number: int
+    asked: float
+    dialled: list[Member]
+    open: set[str]  # whom the registry still dials
+    answered: dict[str, str] = field(default_factory=dict)  # who answered -> whom
 
 
 def related(a: int, b: int, stages: int, swapped: bool) -> bool:
@@ -162,7 +186,8 @@ class Membership:
         self._covered: float | None = None  # since when each stage has a member
         self._quiet_until = -math.inf  # after a restart: no new view before
         self._isolated = False  # nobody can be heard
-        self._probes = 0
+        self._question: _Question | None = None
+        self._questions = self._probes = 0
         self._join_allowance = rules.joins_per_second
         self._allowance_at: float | None = None
         self._deadlines: list[tuple[float, str]] = []  # heap; stale entries are dropped when met
@@ -176,7 +201,9 @@ class Membership:
     def join(self, request: JoinRequest, now: float) -> tuple[JoinReply, list[Effect]]:
         """Makes a node a member or a spare. A repeated request gets the same answer.
 
-        The reply leaves `run_file` to the shell. Raises Refused.
+        While no member is heard, the reply is a question: the node has to dial the members, as the
+        registry does (`Dial`), and to join again. If none is there, all are evicted. The reply
+        leaves `run_file` to the shell. Raises Refused.
         """
         self._check_request(request)
         known = self._nodes.get(request.node)
@@ -197,6 +224,9 @@ class Membership:
                 f"join again in {self._quiet_until - now:.1f} s",
             )
         former = self._at_address(request.address)
+        others = [node for node in self._nodes.values() if node is not former]
+        if others and self._cut_off_from_all(now):
+            return self._ask(request, others, now)
         self._check_limits(request, former is not None, now)
         if request.HasField("stage"):
             self._check_stage(request)
@@ -281,6 +311,13 @@ class Membership:
         self._schedule(accused, node)
         return [Probe(accused, node.probe)]
 
+    def dialled(self, question: int, node: str, answered: bool) -> None:
+        """What came of a `Dial`."""
+        if self._question is not None and self._question.number == question:
+            self._question.open.discard(node)
+            if answered:
+                self._question.answered[node] = "the registry"
+
     def leave(self, name: str, why: str, now: float) -> list[Effect]:
         """A node says goodbye. Leaving twice changes nothing."""
         node = self._nodes.get(name)
@@ -296,6 +333,7 @@ class Membership:
         if self._cut_off_from_all(now):
             self._isolated = True
             return []
+        self._question = None
         if self._isolated:
             self._isolated = False
             self._quiet_until = now + self.rules.grace
@@ -355,7 +393,7 @@ class Membership:
         heard, so nobody's time ran. After long, it is as after a restart: nodes have given up on
         it, and need the grace to come back."""
         self._note(f"the registry was held up for {seconds:.1f} s: all leases are longer by that")
-        self._deadlines = []
+        self._deadlines, self._question = [], None
         for name, node in self._nodes.items():
             node.renewed = min(now, node.renewed + seconds)
             node.probed = min(now, node.probed + seconds)
@@ -418,6 +456,8 @@ class Membership:
             )
         if not request.node:
             raise Refused("INVALID_ARGUMENT", "the node id is empty; choose a random one")
+        if problem := _misspelt(request.address):
+            raise Refused("INVALID_ARGUMENT", problem)
         if not (math.isfinite(request.speed) and request.speed >= 0):
             raise Refused(
                 "INVALID_ARGUMENT",
@@ -553,6 +593,75 @@ class Membership:
     def _reply(self, node: _Node) -> JoinReply:
         return JoinReply(run=self.rules.run, view=self.view, reason=node.why)
 
+    # -- when nobody is heard --------------------------------------------------------------------
+
+    def _ask(
+        self, request: JoinRequest, others: list[_Node], now: float
+    ) -> tuple[JoinReply, list[Effect]]:
+        """Nobody but a newcomer is heard: are the members gone, or are they cut off from this
+        registry, and train? Both dial them. If none is there, all are to be evicted; if one is,
+        a second run must not begin beside it. Raises Refused once the newcomer has dialled."""
+        question, seconds = self._question, self.rules.dial_timeout
+        if question is None or now >= question.asked + self._lasts(question):
+            question = self._question = self._new_question(request.node, others, now)
+            dials = [Dial(question.number, m.node, m.address, seconds) for m in question.dialled]
+            return self._put(question), [*dials]
+        if request.question != question.number:
+            return self._put(question), []
+        question.answered |= dict.fromkeys(request.answered, request.node)
+        there = [node.member for node in others if node.member.node in question.answered]
+        if there:
+            names = ", ".join(f"{m.node} ({_place(m)}, {m.address})" for m in there)
+            self._note(f"{request.node} has to wait: not heard, but there is {names}")
+            raise Refused(
+                "ABORTED",
+                f"the run goes on where this registry can't hear it: {names} answers who dials it, "
+                "but has no connection to the registry. Nobody can join before it has; check that "
+                "it can reach the registry's address, or end it",
+            )
+        hidden = [node.member.node for node in others if not node.member.address]
+        wait = question.asked + self.rules.grace - now
+        if hidden and wait > 0:
+            raise Refused(
+                "UNAVAILABLE",
+                f"no member is heard, and {', '.join(hidden)} can't be dialled; "
+                f"join again in {wait:.1f} s, when they have had the time to call",
+            )
+        if question.open:
+            raise Refused("UNAVAILABLE", "no member is heard, and some are being dialled")
+        self._give_up(request)
+        raise Refused("UNAVAILABLE", "all members are gone; join again")
+
+    def _lasts(self, question: _Question) -> float:
+        """Seconds after which it has to be put anew."""
+        return self.rules.dial_timeout + (0.0 if question.answered else self.rules.grace)
+
+    def _new_question(self, newcomer: str, others: list[_Node], now: float) -> _Question:
+        addressed = [node.member for node in others if node.member.address]
+        dialled = addressed[:: math.ceil(len(addressed) / MOST_DIALLED) or 1]
+        self._questions += 1
+        self._note(f"{newcomer} would join, and no member is heard: {len(dialled)} are dialled")
+        return _Question(self._questions, now, dialled, {member.node for member in dialled})
+
+    def _put(self, question: _Question) -> JoinReply:
+        return JoinReply(
+            run=self.rules.run,
+            reason="no member is heard: dial them, and join again",
+            question=question.number,
+            unheard=question.dialled,
+            dial_seconds=self.rules.dial_timeout,
+        )
+
+    def _give_up(self, request: JoinRequest) -> None:
+        for name, node in self._nodes.items():
+            reason = f"not heard, and not there when the registry and {request.node} dialled it"
+            if not node.member.address:
+                reason = f"not heard, and it had {self.rules.grace:g} s to call"
+            elif node.member.address == request.address:
+                reason = f"restarted: {request.node} joined from {request.address}"
+            self._doom(name, node, reason)
+        self._question, self._isolated = None, False
+
     # -- going -----------------------------------------------------------------------------------
 
     def _deadline(self, node: _Node) -> float:
@@ -586,10 +695,12 @@ class Membership:
     def _cut_off_from_all(self, now: float) -> bool:
         """Whether nobody can be heard. Then this registry is the one without a network: its members
         go on training, and get time to come back as they do after a restart."""
-        silent = (
-            n.lost is not None or now >= n.renewed + self.rules.lease for n in self._nodes.values()
-        )
-        return bool(self._nodes) and all(silent)
+        silent = [
+            n.lost is not None or now >= n.renewed + self.rules.lease
+            for n in self._nodes.values()
+            if not n.doomed
+        ]
+        return bool(silent) and all(silent)
 
     def _doom(self, name: str, node: _Node, reason: str) -> None:
         node.doomed = reason
@@ -770,6 +881,16 @@ def _place(member: Member) -> str:
     return "spare" if member.spare else f"stage {member.stage}"
 
 
+def _misspelt(address: str) -> str:
+    """What is wrong with a member's address; empty: nothing, as with none."""
+    try:
+        if address:
+            Address.to_dial(address)
+    except AddressError as error:
+        return str(error)
+    return ""
+
+
 def _related(rules: Rules, a: int, b: int) -> bool:
     return related(a, b, rules.stages, rules.swapped)
 
@@ -789,6 +910,8 @@ def _problem(view: View, rules: Rules) -> str:
         return f"it has {len(members)} nodes, more than {rules.max_nodes}"
     if not all(m.node for m in members) or len({m.node for m in members}) < len(members):
         return "a node is listed twice, or without an id"
+    if problem := "".join(filter(None, map(_misspelt, addresses))):
+        return problem
     if len(set(addresses)) < len(addresses):
         return "an address is listed twice"
     if joined != sorted(set(joined)):

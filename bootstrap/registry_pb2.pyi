@@ -47,7 +47,7 @@ class View(_message.Message):
     def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., driver: _Optional[str] = ..., reason: _Optional[str] = ..., committed: _Optional[int] = ..., lineage: _Optional[int] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("protocol", "node", "address", "stage", "data", "speed", "host", "device")
+    __slots__ = ("protocol", "node", "address", "stage", "data", "speed", "host", "device", "question", "answered")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,8 @@ class JoinRequest(_message.Message):
     SPEED_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    QUESTION_FIELD_NUMBER: _ClassVar[int]
+    ANSWERED_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     node: str
     address: str
@@ -64,19 +66,27 @@ class JoinRequest(_message.Message):
     speed: float
     host: str
     device: str
-    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., stage: _Optional[int] = ..., data: _Optional[str] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
+    question: int
+    answered: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., stage: _Optional[int] = ..., data: _Optional[str] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., question: _Optional[int] = ..., answered: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("run", "run_file", "view", "reason")
+    __slots__ = ("run", "run_file", "view", "reason", "question", "unheard", "dial_seconds")
     RUN_FIELD_NUMBER: _ClassVar[int]
     RUN_FILE_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    QUESTION_FIELD_NUMBER: _ClassVar[int]
+    UNHEARD_FIELD_NUMBER: _ClassVar[int]
+    DIAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     run: str
     run_file: str
     view: View
     reason: str
-    def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+    question: int
+    unheard: _containers.RepeatedCompositeFieldContainer[Member]
+    dial_seconds: float
+    def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., reason: _Optional[str] = ..., question: _Optional[int] = ..., unheard: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., dial_seconds: _Optional[float] = ...) -> None: ...
 
 class Report(_message.Message):
     __slots__ = ("committed", "phase", "loss", "microbatches", "bytes_in", "bytes_out", "tokens_per_second", "message", "stopped", "finished", "lineage", "leaving", "memory", "measured", "links")

@@ -17,8 +17,10 @@ from grpc_reflection.v1alpha import reflection
 
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.credentials import PLAIN, Credentials, add_port
+from planaria.bootstrap.dial import is_there
 from planaria.bootstrap.journal import Journal, JournalError
 from planaria.bootstrap.membership import (
+    Dial,
     Effect,
     Evict,
     Issue,
@@ -93,6 +95,7 @@ class Registry(RegistryServicer):
         self._open_streams = self._watchers = self._logged = 0
         self._measurements, self._measured_at = 0, 0.0
         self._verdicts: dict[str, set[asyncio.Future[Verdict]]] = {}
+        self._dialling: set[asyncio.Task[None]] = set()
 
     async def start(
         self,
@@ -110,6 +113,7 @@ class Registry(RegistryServicer):
         self._changed = asyncio.Event()
         if self._journal is not None and self._journal.view is not None:
             self._machine.restore(self._journal.view, loop.time())
+        self._credentials = credentials
         self._server = grpc.aio.server(interceptors=[_Gate(credentials)], options=_OPTIONS)
         port = add_port(self._server, listen, credentials, insecure)
         add_RegistryServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
@@ -134,7 +138,8 @@ class Registry(RegistryServicer):
     async def stop(self) -> None:
         """Lets go of everybody; the swarm goes on training without."""
         self._stopping = True
-        self._ticking.cancel()
+        for task in (self._ticking, *self._dialling):
+            task.cancel()
         await self._health.enter_graceful_shutdown()
         self._changed.set()
         for stream in self._streams.values():
@@ -325,7 +330,15 @@ class Registry(RegistryServicer):
                     for verdict in self._verdicts.pop(node, ()):
                         if not verdict.done():
                             verdict.set_result(answer)
+                case Dial():
+                    dialling = self._loop.create_task(self._dial(effect))
+                    self._dialling.add(dialling)
+                    dialling.add_done_callback(self._dialling.discard)
         self._log_decisions()
+
+    async def _dial(self, dial: Dial) -> None:
+        there = await is_there(dial.node, dial.address, self._credentials, dial.seconds)
+        self._machine.dialled(dial.question, dial.node, there)
 
     def _publish(self, view: View) -> None:
         if self._journal is not None:

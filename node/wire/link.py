@@ -355,7 +355,7 @@ class Links:
         healthy = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
         await server.start()
-        for name in ("", _SERVICE):
+        for name in ("", _SERVICE, self.node):  # the last for whom the registry has lost sight of
             await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._server = server
         return port

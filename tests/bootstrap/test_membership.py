@@ -1,9 +1,13 @@
 """The membership machine: what each event leads to. Time is a number."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from planaria.bootstrap.membership import (
+    MOST_DIALLED,
     PROTOCOL,
+    Dial,
     Effect,
     Evict,
     Issue,
@@ -49,10 +53,19 @@ class Swarm:
         data: str = "",
         speed: float = 1.0,
         protocol: int = PROTOCOL,
+        question: int = 0,
+        answered: Sequence[str] = (),
     ) -> JoinReply:
         address = f"{node}:1" if address is None else address
         request = JoinRequest(
-            protocol=protocol, node=node, address=address, stage=stage, data=data, speed=speed
+            protocol=protocol,
+            node=node,
+            address=address,
+            stage=stage,
+            data=data,
+            speed=speed,
+            question=question,
+            answered=answered,
         )
         reply, effects = self.machine.join(request, self.now)
         self.after(effects)
@@ -77,6 +90,22 @@ class Swarm:
     def answer(self) -> list[Effect]:
         (probe,) = (e for e in self.effects if isinstance(e, Probe))
         return self.renew(probe.node, probe=probe.number)
+
+    def ask(self, newcomer: str, there: Sequence[str] = (), **join: object) -> JoinReply:
+        """Has it join while no member is heard, and tells what the registry's dials came to."""
+        reply = self.join(newcomer, **join)  # type: ignore[arg-type]
+        for dial in self.effects:
+            assert isinstance(dial, Dial)
+            self.machine.dialled(dial.question, dial.node, dial.node in there)
+        return reply
+
+    def join_again(self, newcomer: str, asked: JoinReply, **join: object) -> JoinReply:
+        """Has it join twice when it has dialled in vain: the members go in between."""
+        with pytest.raises(Refused, match="all members are gone; join again") as caught:
+            self.join(newcomer, question=asked.question, **join)  # type: ignore[arg-type]
+        assert caught.value.code == "UNAVAILABLE"
+        self.wait(0.1)
+        return self.join(newcomer, question=asked.question, **join)  # type: ignore[arg-type]
 
     def stage(self, node: str) -> int | None:
         member = next(m for m in self.view.members if m.node == node)
@@ -179,7 +208,7 @@ def test_an_identity_is_used_once() -> None:
 
 
 def test_joins_a_second_and_nodes_are_limited() -> None:
-    swarm = Swarm(joins_per_second=2, max_nodes=3)
+    swarm = Swarm(joins_per_second=2, max_nodes=3, lease=100)
     swarm.join("a")
     swarm.join("b")
     with pytest.raises(Refused, match=r"more than 2 joins a second; join again in 0\.5 s"):
@@ -592,15 +621,183 @@ def test_of_two_that_fail_to_talk_the_one_with_a_replica_goes() -> None:
     assert swarm.nodes() == ["n0", "n2", "twin"]
 
 
-def test_a_new_node_may_join_when_all_others_are_silent() -> None:
+def lone(stream: bool = False) -> Swarm:
+    """One node, which isn't heard any more: its stream broke, or its lease is over."""
+    swarm = Swarm(stages=1, lease=5, restart_grace=10)
+    swarm.join("old")
+    swarm.open("old")
+    if stream:
+        swarm.after(swarm.machine.stream_lost("old", swarm.now))
+    swarm.wait(0.1 if stream else 60)
+    return swarm
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_lone_node_that_neither_registry_nor_newcomer_can_dial_is_gone(stream: bool) -> None:
+    swarm = lone(stream)
+    reply = swarm.join("new")
+    assert reply.question
+    assert not reply.HasField("view")
+    assert [member.address for member in reply.unheard] == ["old:1"]
+    (dial,) = swarm.effects
+    assert dial == Dial(reply.question, "old", "old:1", reply.dial_seconds)
+    swarm.machine.dialled(reply.question, "old", False)
+    assert swarm.join_again("new", reply).reason == "stage 0 was vacant"
+    assert swarm.nodes() == ["new"]
+    reason = "not heard, and not there when the registry and new dialled it"
+    assert f"old (stage 0) is gone: {reason}" in list(swarm.machine.decisions)[-2]
+    assert swarm.wait(0.1) == []
+    swarm.join("newer")
+    assert swarm.nodes() == ["new", "newer"], "nobody has to be waited for any more"
+
+
+@pytest.mark.parametrize("by_registry", [True, False])
+def test_a_lone_node_that_answers_either_is_not_gone(by_registry: bool) -> None:
+    swarm = lone()
+    reply = swarm.ask("new", there=["old"] if by_registry else [])
+    answered = [] if by_registry else ["old"]
+    with pytest.raises(Refused, match=r"old \(stage 0, old:1\) answers who dials it") as caught:
+        swarm.join("new", question=reply.question, answered=answered)
+    assert caught.value.code == "ABORTED"
+    assert swarm.nodes() == ["old"]
+    swarm.wait(reply.dial_seconds)
+    again = swarm.ask("new", question=reply.question)
+    assert again.question > reply.question, "it may be gone by now"
+    assert swarm.join_again("new", again).reason == "stage 0 was vacant"
+
+
+def test_a_member_is_heard_again_while_it_is_dialled() -> None:
+    swarm = lone()
+    reply = swarm.ask("new")
+    swarm.renew("old")
+    assert swarm.wait(0.1) == []
+    with pytest.raises(Refused, match="is waiting for its members"):
+        swarm.join("new", question=reply.question)
+    for _ in range(3):
+        swarm.renew("old")
+        swarm.wait(4)
+    assert swarm.join("new", question=reply.question).reason == "stage 1 was vacant"
+    assert swarm.nodes() == ["old", "new"]
+
+
+def test_the_registry_has_to_have_dialled_too() -> None:
+    swarm = lone()
+    reply = swarm.join("new")
+    with pytest.raises(Refused, match="some are being dialled") as caught:
+        swarm.join("new", question=reply.question)
+    assert caught.value.code == "UNAVAILABLE"
+    swarm.machine.dialled(reply.question - 1, "old", False)
+    with pytest.raises(Refused, match="some are being dialled"):
+        swarm.join("new", question=reply.question)
+    swarm.machine.dialled(reply.question, "old", False)
+    swarm.join_again("new", reply)
+    assert swarm.nodes() == ["new"]
+
+
+def test_a_newcomer_has_to_have_dialled_too() -> None:
+    swarm = lone()
+    reply = swarm.ask("new")
+    assert swarm.join("new") == reply
+    assert swarm.join("newer") == reply
+    assert swarm.effects == [], "members are dialled once"
+    swarm.join_again("newer", reply)
+    assert swarm.nodes() == ["newer"]
+
+
+def test_what_a_question_has_come_to_does_not_count_for_ever() -> None:
+    swarm = lone()
+    reply = swarm.ask("new")
+    swarm.wait(60)
+    assert swarm.ask("new", question=reply.question).question > reply.question
+
+
+def test_a_registry_that_was_held_up_asks_anew() -> None:
+    swarm = lone()
+    reply = swarm.ask("new")
+    swarm.machine.paused(1.5, swarm.now)
+    swarm.wait(10)
+    assert swarm.ask("new", question=reply.question).question > reply.question
+
+
+def test_a_lone_node_that_only_dials_out_has_the_grace_to_call() -> None:
+    swarm = Swarm(stages=1, lease=5, restart_grace=10)
+    swarm.join("old", address="")
+    swarm.wait(60)
+    reply = swarm.ask("new")
+    assert not reply.unheard
+    swarm.wait(9)
+    with pytest.raises(Refused, match=r"old can't be dialled; join again in 1\.0 s"):
+        swarm.join("new", question=reply.question)
+    swarm.wait(1)
+    swarm.join_again("new", reply)
+    assert swarm.nodes() == ["new"]
+    assert "not heard, and it had 10 s to call" in swarm.machine.decisions[-2]
+
+
+def test_all_vanish_at_once_and_come_back_one_by_one() -> None:
+    swarm = full(lease=5, start_grace=0)
+    for node in swarm.nodes():
+        swarm.renew(node, report=Report(committed=7))
+        swarm.after(swarm.machine.stream_lost(node, swarm.now))
+    swarm.wait(60)
+    reply = swarm.ask("back1", address="n1:1", stage=1)
+    assert {member.node for member in reply.unheard} == {"n0", "n2"}, "n1 is known to be gone"
+    swarm.join_again("back1", reply, address="n1:1", stage=1)
+    assert swarm.nodes() == ["back1"]
+    swarm.open("back1")
+    swarm.join("back0", address="n0:1", stage=0)
+    swarm.join("elsewhere")
+    assert [swarm.stage(node) for node in swarm.nodes()] == [1, 0, 2]
+    assert swarm.view.driver == "back0"
+    assert swarm.view.committed == 7
+
+
+def test_a_lone_node_that_is_started_again_at_its_address_needs_no_dialling() -> None:
+    swarm = lone(stream=True)
+    assert swarm.join("again", address="old:1").reason == "stage 0 was vacant"
+    assert swarm.nodes() == ["again"]
+
+
+def test_one_of_many_that_answers_speaks_for_all() -> None:
     swarm = full(lease=5)
     swarm.wait(60)
-    swarm.join("n3", 1)
-    swarm.wait(0.1)
-    for _ in range(6):
-        swarm.renew("n3")
-        swarm.wait(1.1)
-    assert swarm.nodes() == ["n3"]
+    reply = swarm.ask("new", there=["n2"])
+    with pytest.raises(Refused, match="n2"):
+        swarm.join("new", question=reply.question)
+    assert swarm.nodes() == ["n0", "n1", "n2"], "they may train together"
+
+
+def test_of_very_many_some_are_dialled() -> None:
+    swarm = Swarm(joins_per_second=1000)
+    for number in range(3 * MOST_DIALLED + 1):
+        swarm.join(f"n{number}")
+    swarm.wait(60)
+    dialled = [member.node for member in swarm.ask("new").unheard]
+    assert 0.7 * MOST_DIALLED < len(dialled) <= MOST_DIALLED
+    assert dialled[:3] == ["n0", "n4", "n8"]
+
+
+def test_a_newcomer_that_is_refused_leaves_the_gone_gone() -> None:
+    swarm = Swarm(stages=1, lease=5, data="hash")
+    swarm.join("old", data="hash")
+    swarm.wait(60)
+    reply = swarm.ask("new", stage=0)
+    with pytest.raises(Refused, match="stage 0 needs the prepared data"):
+        swarm.join_again("new", reply, stage=0)
+    assert swarm.nodes() == []
+
+
+def test_a_node_of_which_nothing_is_heard_but_its_goodbye_is_gone() -> None:
+    swarm = lone()
+    swarm.after(swarm.machine.leave("old", "", swarm.now))
+    swarm.wait(10)
+    assert swarm.nodes() == []
+
+
+def test_an_address_that_nobody_can_dial_is_refused() -> None:
+    with pytest.raises(Refused, match=r"'a:99999' has port 99999") as caught:
+        Swarm().join("a", address="a:99999")
+    assert caught.value.code == "INVALID_ARGUMENT"
 
 
 def test_describe_tells_everything() -> None:

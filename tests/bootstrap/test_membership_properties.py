@@ -4,8 +4,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from planaria.bootstrap.membership import PROTOCOL, Effect, Issue, Membership, Refused, Rules
-from planaria.bootstrap.registry_pb2 import JoinRequest, Renewal, Report, Suspicion, View
+from planaria.bootstrap.membership import PROTOCOL, Dial, Effect, Issue, Membership, Refused, Rules
+from planaria.bootstrap.registry_pb2 import JoinReply, JoinRequest, Renewal, Report, Suspicion, View
 
 RULES = Rules(
     run="r",
@@ -21,6 +21,7 @@ RULES = Rules(
     max_nodes=12,
 )
 PICK = st.integers(0, 11)
+THERE = st.lists(st.integers(0, 2), max_size=1)
 
 
 class Registry(RuleBasedStateMachine):
@@ -33,6 +34,7 @@ class Registry(RuleBasedStateMachine):
         self.ids = 0
         self.asked: dict[str, int] = {}  # explicit stages
         self.renewed: dict[str, float] = {}
+        self.broken: set[str] = set()  # streams
         self.known: list[str] = []
         self.shown = View(run="r")  # the newest view that nodes hold
 
@@ -49,11 +51,22 @@ class Registry(RuleBasedStateMachine):
 
     @rule(
         stage=st.none() | st.integers(0, 4),
-        address=st.sampled_from(["", "", "new", "h1", "h2"]),
+        address=st.sampled_from(["", "", "new", "h1:1", "h2:1"]),
         data=st.sampled_from(["", "hash", "hash", "other"]),
         speed=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+        by_registry=THERE,
+        by_newcomer=THERE,
     )
-    def join(self, stage: int | None, address: str, data: str, speed: float) -> None:
+    def join(
+        self,
+        stage: int | None,
+        address: str,
+        data: str,
+        speed: float,
+        by_registry: list[int],
+        by_newcomer: list[int],
+    ) -> None:
+        """Whom registry and newcomer reach counts when no member is heard."""
         self.ids += 1
         node = f"n{self.ids}"
         request = JoinRequest(
@@ -66,6 +79,12 @@ class Registry(RuleBasedStateMachine):
         )
         try:
             reply, effects = self.machine.join(request, self.now)
+            if reply.question:
+                told = self.dial(reply, effects, by_registry), self.dial(reply, [], by_newcomer)
+                request.question, request.answered[:] = reply.question, told[1]
+                self.join_again(request, {*told[0], *told[1]})
+                reply, effects = self.machine.join(request, self.now)
+                assert not reply.question
         except Refused as refusal:
             assert refusal.reason
             return
@@ -77,11 +96,37 @@ class Registry(RuleBasedStateMachine):
         assert node in [m.node for m in reply.view.members]
         assert self.machine.join(request, self.now) == (reply, [])
 
+    def join_again(self, request: JoinRequest, there: set[str]) -> None:
+        """Raises Refused while the members stay; else they go, all silent and not there."""
+        before = list(self.machine.view.members)
+        try:
+            self.machine.join(request, self.now)
+        except Refused:
+            self.after(self.machine.tick(self.now))
+            if self.machine.view.members:
+                assert list(self.machine.view.members) == before
+                raise
+        assert not there
+        assert not any(self.heard(member.node) for member in before)
+
+    def heard(self, name: str) -> bool:
+        return name not in self.broken and self.now < self.renewed[name] + RULES.lease
+
+    def dial(self, reply: JoinReply, effects: list[Effect], there: list[int]) -> list[str]:
+        """Who answers; the registry's dials are told to it."""
+        answered = [m.node for i, m in enumerate(reply.unheard) if i in there]
+        for effect in effects:
+            assert isinstance(effect, Dial)
+            assert not self.heard(effect.node)
+            self.machine.dialled(effect.question, effect.node, effect.node in answered)
+        return answered
+
     @rule(pick=PICK, first=st.booleans(), probe=st.integers(0, 6), step=st.integers(0, 50))
     def renew(self, pick: int, first: bool, probe: int, step: int) -> None:
         renewal = Renewal(node=self.node(pick), probe=probe, report=Report(committed=step))
         event = self.machine.renewed
         if first:
+            self.broken.discard(renewal.node)
             renewal.run = "r"
             renewal.view.CopyFrom(self.shown)
             event = self.machine.stream_opened
@@ -90,7 +135,10 @@ class Registry(RuleBasedStateMachine):
 
     @rule(pick=PICK)
     def break_stream(self, pick: int) -> None:
-        self.after(self.machine.stream_lost(self.node(pick), self.now))
+        node = self.node(pick)
+        if node in self.machine._nodes and self.machine._nodes[node].streaming:
+            self.broken.add(node)
+        self.after(self.machine.stream_lost(node, self.now))
 
     @rule(accuser=PICK, accused=PICK)
     def suspect(self, accuser: int, accused: int) -> None:
@@ -133,9 +181,10 @@ class Registry(RuleBasedStateMachine):
             renewal = Renewal(node=witness, run="r", view=self.shown)
             (issue,) = self.machine.stream_opened(renewal, self.now)
             assert issue == Issue(self.shown)
-        if self.shown.members:  # else there is nobody to wait for
-            self.quiet_until = self.now + RULES.grace
+        # Without members there is nobody to wait for.
+        self.quiet_until = self.now + RULES.grace if self.shown.members else self.now
         self.renewed = {m.node: self.now for m in self.shown.members}
+        self.broken = set()
 
     @invariant()
     def sound(self) -> None:

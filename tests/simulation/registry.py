@@ -4,11 +4,13 @@ without gRPC. The machine is the real one; its journal survives a crash."""
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from planaria.bootstrap import registry_pb2 as pb
 from planaria.bootstrap.membership import (
     PROTOCOL,
+    Dial,
     Effect,
     Evict,
     Issue,
@@ -136,6 +138,9 @@ class Registry:
                     self._tell(node, pb.Notice(probe=number, view=self.machine.view.number))
                 case Evict(node, reason):
                     self._tell(node, pb.Notice(evicted=reason, view=self.machine.view.number))
+                case Dial(question, node, _, seconds):
+                    told = partial(self.machine.dialled, question, node)
+                    self.cluster.network.ask(self, node, seconds, told)
                 case Settle():
                     pass
 
@@ -146,6 +151,7 @@ class Client:
     def __init__(self, cluster: Cluster, node: Node) -> None:
         self.cluster, self.node = cluster, node
         self.joined = self.stopped = False
+        self.question, self.answered = 0, list[str]()  # that the registry asked; who answered
         self._connect(FIRST_PAUSE)
         node.process.after(RENEW, self._renew)
 
@@ -174,9 +180,32 @@ class Client:
         if self.stopped or "registry" not in node.links:
             return
         request = pb.JoinRequest(
-            protocol=PROTOCOL, node=node.name, address=node.address, speed=1.0, stage=node.wanted
+            protocol=PROTOCOL,
+            node=node.name,
+            address=node.address,
+            speed=1.0,
+            stage=node.wanted,
+            question=self.question,
+            answered=self.answered,
         )
         self._tell(request)
+
+    def _dial(self, asked: pb.JoinReply) -> None:
+        """Those that the registry doesn't hear; it joins again when all have answered or not."""
+        self.question, self.answered = asked.question, []
+        waited = {member.node for member in asked.unheard}
+
+        def told(name: str, there: bool) -> None:
+            waited.discard(name)
+            if there:
+                self.answered.append(name)
+            if not waited:
+                self._join()
+
+        for name in sorted(waited):
+            self.cluster.network.ask(self.node, name, asked.dial_seconds, partial(told, name))
+        if not waited:
+            self._join()
 
     def _open(self) -> None:
         view = self.node.view
@@ -192,6 +221,8 @@ class Client:
 
     def on_item(self, item: Any) -> None:
         match item:
+            case pb.JoinReply() if item.question:
+                self._dial(item)
             case pb.JoinReply():
                 self.joined = True
                 self._viewed(item.view)

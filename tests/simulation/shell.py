@@ -174,6 +174,7 @@ class Node:
         self.fuse: int | None = None  # messages of commits left to send before the crash
         self.report = registry.Report()
         cluster.network.endpoints[self.name] = self
+        cluster.network.homes[self.name] = process.host
         self.client = cluster.new_client(self)
         self.process.after(self.world.random.uniform(0.0, TICK), self._tick)
 

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 SILENCE = 3.0
 """Seconds without a sign of life after which an end gives a link up."""
+LOOK = 0.25
+"""Seconds between two looks for a node that doesn't answer."""
 WATCH = 0.5
 """Seconds between two looks at the silence of all links."""
 
@@ -128,13 +130,17 @@ class Network:
     def __init__(self, world: World) -> None:
         self.world = world
         self.endpoints: dict[str, Endpoint] = {}
+        self.homes: dict[str, str] = {}  # of nodes, also of those that are gone -> host
         self.partitions: dict[int, tuple[frozenset[str], frozenset[str]]] = {}  # hosts, and hosts
         self.links: list[Link] = []
         self._frames = itertools.count(1)
         self.world.after(WATCH, self._watch)
 
     def blocked(self, a: Endpoint, b: Endpoint) -> bool:
-        one, other = a.process.host, b.process.host
+        return self.apart(a.process.host, b.process.host)
+
+    def apart(self, one: str, other: str) -> bool:
+        """Hosts."""
         return any(
             (one in left and other in right) or (one in right and other in left)
             for left, right in self.partitions.values()
@@ -179,6 +185,21 @@ class Network:
             self.give_up(existing, end, "dialled anew")
         end.links[peer] = link
         end.on_link_up(peer)
+
+    def ask(self, asker: Endpoint, node: str, seconds: float, done: Callable[[bool], None]) -> None:
+        """What bootstrap/dial.py does: `done` hears whether the node is there."""
+        end = self.world.now + seconds
+        asker.process.after(self.world.delay(), self._look, asker, node, end, done)
+
+    def _look(self, asker: Endpoint, node: str, end: float, done: Callable[[bool], None]) -> None:
+        reached = not self.apart(asker.process.host, self.homes[node])
+        there = self.endpoints.get(node)
+        if reached and (there is None or there.process.responsive):
+            asker.process.after(self.world.delay(), done, there is not None)
+        elif self.world.now >= end:
+            done(False)
+        else:
+            asker.process.after(LOOK, self._look, asker, node, end, done)
 
     # --- traffic
 

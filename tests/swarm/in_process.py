@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.membership import Evict, Issue, Membership, Probe, Rules
+from planaria.bootstrap.membership import Dial, Evict, Issue, Membership, Probe, Refused, Rules
 from planaria.node.daemon import Node, Place
 from planaria.node.data.corpus import Corpus
 from planaria.node.run_file import RunFile
@@ -50,6 +50,8 @@ class LocalRegistry:
                     self.carry_out(self.membership.renewed(renewal, self.now()))
                 case Evict(node, reason):
                     self.nodes.pop(node).on_evicted(reason)
+                case Dial(question, node):
+                    self.membership.dialled(question, node, self.nodes[node].alive)
 
 
 class LocalClient:
@@ -63,9 +65,20 @@ class LocalClient:
     async def join(self, request: registry.JoinRequest) -> registry.JoinReply:
         self.node = request.node
         self.registry.nodes[self.node] = self
-        reply, effects = self.registry.membership.join(request, self.registry.now())
-        self.registry.carry_out(effects)
-        return reply
+        while True:
+            try:
+                reply, effects = self.registry.membership.join(request, self.registry.now())
+            except Refused as refused:
+                if refused.code != "UNAVAILABLE":
+                    raise
+                await asyncio.sleep(0.02)
+                continue
+            self.registry.carry_out(effects)
+            if not reply.question:
+                return reply
+            request.question = reply.question
+            alive = (m.node for m in reply.unheard if self.registry.nodes[m.node].alive)
+            request.answered[:] = alive
 
     async def keep_membership(self, node, reply, on_view, on_evicted, on_measure) -> None:
         self.on_view, self.on_evicted = on_view, on_evicted

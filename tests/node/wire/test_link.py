@@ -566,12 +566,13 @@ def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], why: str
 
 
 async def test_a_listening_node_answers_the_standard_health_check() -> None:
+    """Also under its own name, by which a registry that doesn't hear it finds it."""
     node = Links("run", "a", Recorder())
     port = await node.start("127.0.0.1:0")
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub = health_pb2_grpc.HealthStub(channel)
-            for service in ("", "planaria.node.Stage"):
+            for service in ("", "planaria.node.Stage", "a"):
                 answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
                 assert answer.status == health_pb2.HealthCheckResponse.SERVING
     finally:

@@ -1,0 +1,54 @@
+"""Whether a certain node is there, as who dials its address finds out."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+from grpc import StatusCode
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from planaria.bootstrap.address import Address
+from planaria.bootstrap.credentials import Credentials, channel
+
+PAUSE = 0.25  # seconds between two attempts
+_ANOTHER = (StatusCode.NOT_FOUND, StatusCode.UNIMPLEMENTED)
+
+
+async def is_there(node: str, address: str, credentials: Credentials, seconds: float) -> bool:
+    """Whether the node answers at HOST:PORT: it serves the health of a service named as itself.
+
+    False at once where the machine has nobody at the port, or another node; and after `seconds`
+    without any answer, in which a network that was away may have come back.
+    """
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    while (left := end - loop.time()) > 0:
+        try:
+            async with asyncio.timeout(left):
+                await _knock(address)
+                return await _serves(node, address, credentials)
+        except ConnectionRefusedError:
+            return False
+        except grpc.aio.AioRpcError as error:
+            if error.code() in _ANOTHER:
+                return False
+        except OSError:  # TimeoutError too: no way to it, at the moment
+            pass
+        await asyncio.sleep(min(PAUSE, max(0.0, end - loop.time())))
+    return False
+
+
+async def _knock(address: str) -> None:
+    """gRPC doesn't say whether a connection was refused."""
+    host, port = Address.parse(address)
+    _, writer = await asyncio.open_connection(host, port)
+    writer.close()
+
+
+async def _serves(node: str, address: str, credentials: Credentials) -> bool:
+    async with channel(address, credentials, (("grpc.enable_http_proxy", 0),)) as open_channel:
+        stub = health_pb2_grpc.HealthStub(open_channel)
+        request = health_pb2.HealthCheckRequest(service=node)
+        answer = await stub.Check(request)  # type: ignore[attr-defined]
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
