@@ -350,11 +350,11 @@ class Fetching(Event, kind="fetching", severity=Severity.DEBUG):
 @dataclass(frozen=True, kw_only=True)
 class RelearningRound(Event, kind="relearning", severity=Severity.DEBUG):
     stage: int
-    round: int
+    round: int  # from 1
     residual: float  # relative
 
     def sentence(self, node: str | None) -> str:
-        when = f"in round {self.round}" if self.round else "at first"
+        when = f"in round {self.round}" if self.round > 1 else "at first"
         return f"stage {self.stage} relearns, residual {self.residual:.3g} {when}"
 
 

@@ -231,7 +231,7 @@ def test_a_rebuild_under_way_is_a_line_until_it_is_over():
     shown = text_of(under_way(story, 103.6))
     assert "rebuilding stage 2 by checkfree from node-1.0" in shown
     assert "0.5 s; 12.0 MB in 0.3 s, 40.0 MB/s" in shown
-    assert hear(story, relearning(104.0, 0, 0.75)) == "stage 2 relearns, residual 0.75 at first"
+    assert hear(story, relearning(104.0, 1, 0.75)) == "stage 2 relearns, residual 0.75 at first"
     assert "0.9 s; relearning: residual 0.75 at first" in text_of(under_way(story, 104.0))
     assert hear(story, relearning(104.5, 8, 0.25)) is None
     shown = text_of(under_way(story, 104.5))
