@@ -106,7 +106,7 @@ class HandedOver(Event, kind="handed over", severity=Severity.NOTICE):
 
 @dataclass(frozen=True, kw_only=True)
 class LinkLost(Event, kind="link lost", severity=Severity.INFO):
-    """Of any two members; only the driver's own ones are news (`NodeLost`)."""
+    """A node's link to a member broke. That it is news is for the driver to tell: `NodeLost`."""
 
     peer: str
     reason: str
@@ -160,7 +160,7 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class CostSoFar(Event, kind="cost", severity=Severity.DEBUG):
-    """Of all that a node keeps, and of each part of it."""
+    """What keeping things for the day of a loss has cost a node so far, in all and by part."""
 
     extra_bytes: int
     memory_bytes: int
@@ -226,7 +226,7 @@ class Aborted(Event, kind="aborted", severity=Severity.WARNING):
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptMasked(Event, kind="masked", severity=Severity.NOTICE):
-    """An attempt goes on without lost nodes."""
+    """An attempt at a step goes on without nodes that were lost."""
 
     step: int
     nodes: tuple[str, ...]
@@ -384,8 +384,9 @@ class RelearningResult:
 
 @dataclass(frozen=True, kw_only=True)
 class StageRebuilt(Event, kind="rebuilt", severity=Severity.GOOD):
-    """A node has its stage's state, and trains. The steps and the perturbation are of a running
-    snapshot that was used, relative to the weights that it is of."""
+    """A node has its stage's state, and trains. `oldest_step`, `mean_step` and `perturbation` are
+    there when a running snapshot was used: the steps of its rows, and how far it was from the
+    weights when it was last sent."""
 
     stall_seconds: float  # in which nothing was trained; the driver's count
     node: str
@@ -492,7 +493,7 @@ class Started(Event, kind="started", severity=Severity.INFO):
 
 @dataclass(frozen=True, kw_only=True)
 class Killed(Event, kind="killed", severity=Severity.WARNING):
-    """On purpose, by `--kill`."""
+    """A process was killed on purpose, by `--kill`."""
 
     slot: str
     pid: int
@@ -533,7 +534,7 @@ class Exited(Event, kind="exited", severity=Severity.WARNING):
 
 @dataclass(frozen=True, kw_only=True)
 class SwarmEnding(Event, kind="ending", severity=Severity.INFO):
-    """From here on processes end because they are told to."""
+    """From here on processes end because `planaria up` ends them."""
 
     def sentence(self, node: str | None) -> str:
         return "the swarm is being ended"
