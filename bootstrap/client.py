@@ -33,6 +33,7 @@ from planaria.bootstrap.registry_pb2_grpc import RegistryStub
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between two attempts
+RENEWALS = 5  # in a lease, so that some may be late
 ATTEMPT = 5.0  # seconds that one attempt may take
 SUSPECT_DEADLINE = 2.0  # seconds
 LEAVE_DEADLINE = 2.0  # seconds
@@ -64,14 +65,12 @@ class RegistryClient:
         self,
         addresses: Sequence[str],
         credentials: Credentials = PLAIN,
-        renew: float = 1.0,
     ) -> None:
-        """`addresses`: HOST:PORT each; `renew`: seconds between renewals. Raises AddressError,
-        and ValueError for none."""
+        """`addresses`: HOST:PORT each. Raises AddressError, and ValueError for none."""
         self._addresses = [str(Address.to_dial(address)) for address in addresses]
         if not addresses:
             raise ValueError("no registry address; give one with --join HOST:PORT")
-        self._credentials, self._renew = credentials, renew
+        self._credentials = credentials
         self._at = 0  # index of the address in use
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._report = Report()
@@ -132,7 +131,7 @@ class RegistryClient:
         long as the node is a member; returns after `on_evicted`. Views come in increasing order of
         number. A registry that is away is looked for until it is back. Errors of the callbacks are
         raised."""
-        membership = _Membership(self, node, reply.view, on_view, on_measure)
+        membership = _Membership(self, node, reply, on_view, on_measure)
         clock, pause = asyncio.get_running_loop().time, FIRST_PAUSE
         while True:
             began = clock()
@@ -274,11 +273,12 @@ class _Membership:
         self,
         client: RegistryClient,
         node: str,
-        view: View,
+        reply: JoinReply,
         on_view: Callable[[View], None],
         on_measure: Callable[[int], None],
     ) -> None:
-        self.client, self.node, self.view = client, node, view
+        self.client, self.node, self.view = client, node, reply.view
+        self.pause = reply.lease / RENEWALS
         self.on_view, self.on_measure = on_view, on_measure
         self.evicted = ""  # why
         self.connected = True  # as far as anyone has noticed
@@ -333,7 +333,7 @@ class _Membership:
         )
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.client._due.wait(), self.client._renew)
+                await asyncio.wait_for(self.client._due.wait(), self.pause)
             self.client._due.clear()
             probe, self.probe = self.probe, 0
             yield Renewal(node=self.node, report=self.client._report, probe=probe)

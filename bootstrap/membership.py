@@ -591,7 +591,9 @@ class Membership:
         )
 
     def _reply(self, node: _Node) -> JoinReply:
-        return JoinReply(run=self.rules.run, view=self.view, reason=node.why)
+        return JoinReply(
+            run=self.rules.run, view=self.view, reason=node.why, lease=self.rules.lease
+        )
 
     # -- when nobody is heard --------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ class JoinRequest(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., stage: _Optional[int] = ..., data: _Optional[str] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., question: _Optional[int] = ..., answered: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("run", "run_file", "view", "reason", "question", "unheard", "dial_seconds")
+    __slots__ = ("run", "run_file", "view", "reason", "question", "unheard", "dial_seconds", "lease")
     RUN_FIELD_NUMBER: _ClassVar[int]
     RUN_FILE_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +79,7 @@ class JoinReply(_message.Message):
     QUESTION_FIELD_NUMBER: _ClassVar[int]
     UNHEARD_FIELD_NUMBER: _ClassVar[int]
     DIAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
     run: str
     run_file: str
     view: View
@@ -86,7 +87,8 @@ class JoinReply(_message.Message):
     question: int
     unheard: _containers.RepeatedCompositeFieldContainer[Member]
     dial_seconds: float
-    def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., reason: _Optional[str] = ..., question: _Optional[int] = ..., unheard: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., dial_seconds: _Optional[float] = ...) -> None: ...
+    lease: float
+    def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., reason: _Optional[str] = ..., question: _Optional[int] = ..., unheard: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., dial_seconds: _Optional[float] = ..., lease: _Optional[float] = ...) -> None: ...
 
 class Report(_message.Message):
     __slots__ = ("committed", "phase", "loss", "microbatches", "bytes_in", "bytes_out", "tokens_per_second", "message", "stopped", "finished", "lineage", "leaving", "memory", "measured", "links")

@@ -15,6 +15,16 @@ Codec = Literal["none", "bf16", "fp16", "int8"]
 Writes = Literal["blocking", "overlapped"]
 
 
+HEARTBEAT = 0.5
+"""Seconds between two signs of life on a link (node/wire/link.py)."""
+PROBE = 1.5
+"""Seconds that a suspected node has to answer the registry (bootstrap/membership.py)."""
+
+
+LEASE = 1.0
+"""Seconds: a node that loads a library, or whose processor is shared, is silent for nearly that."""
+
+
 class RunFileError(ValueError):
     """The run file can't be used; the message names file, key, value and remedy."""
 
@@ -122,10 +132,37 @@ class SwarmSection(Section):
     start_grace: float = Field(
         default=20.0, ge=0, description="seconds, once each stage has a node"
     )
-    lease: float = Field(default=5.0, gt=0, description="seconds")
-    renew: float = Field(default=1.0, gt=0, description="seconds")
-    silence: float = Field(default=3.0, gt=0, description="seconds")
-    progress: float = Field(default=120.0, gt=0, description="seconds without any progress")
+    lease: float = Field(
+        default=5.0, ge=LEASE, description="seconds without a renewal until a node is evicted"
+    )
+    silence: float = Field(
+        default=3.0, ge=2 * HEARTBEAT, description="seconds until a node suspects a peer"
+    )
+    progress: float = Field(
+        default=120.0, gt=0, description="seconds without any until an attempt is given up"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_renew(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and "renew" in fields:
+            raise ValueError(
+                f"renew = {fields['renew']} is no key any more: remove it; a node renews its lease "
+                "five times before it is over"
+            )
+        return fields
+
+    @model_validator(mode="after")
+    def noticeable(self) -> SwarmSection:
+        """An attempt that waits for a lost node must last until the node is noticed."""
+        noticed = max(self.lease, self.silence + PROBE)
+        if self.progress < 2 * noticed:
+            raise ValueError(
+                f"progress = {self.progress:g}: with lease = {self.lease:g} and silence = "
+                f"{self.silence:g} it can take {noticed:g} s until a lost node is noticed; give "
+                f"progress = {2 * noticed:g} or more, or a shorter lease and silence"
+            )
+        return self
 
 
 class WireSection(Section):

@@ -79,11 +79,11 @@ class Place:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def client(self, renew: float = 1.0) -> RegistryClient:
-        return RegistryClient([self.address], self.credentials, renew)
+    def client(self) -> RegistryClient:
+        return RegistryClient([self.address], self.credentials)
 
-    async def node(self, name: str, stage: int | None = None, renew: float = 1.0) -> Node:
-        client = self.client(renew)
+    async def node(self, name: str, stage: int | None = None) -> Node:
+        client = self.client()
         request = JoinRequest(protocol=PROTOCOL, node=name, address=f"{name}:1", stage=stage)
         node = Node(name, client, await client.join(request))
         self.nodes.append(node)

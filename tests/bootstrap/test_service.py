@@ -11,14 +11,21 @@ from typing import Any
 
 import grpc
 import pytest
+import virtual_time
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
+from planaria.bootstrap.client import (
+    JoinRefused,
+    RegistryClient,
+    RegistryUnreachable,
+    _Membership,
+)
 from planaria.bootstrap.credentials import Credentials, CredentialsError
 from planaria.bootstrap.journal import Journal, JournalError
 from planaria.bootstrap.membership import PROTOCOL, Rules
 from planaria.bootstrap.registry_pb2 import (
+    JoinReply,
     JoinRequest,
     LinkReport,
     Renewal,
@@ -104,7 +111,7 @@ async def test_the_evicted_are_told_why(place: Any) -> None:
 
 async def test_suspect_asks_the_accused_which_answers(place: Any) -> None:
     await place.node("a")
-    b = await place.node("b", renew=1000)
+    b = await place.node("b")
     channel, stub = raw(place)
     verdict = await stub.Suspect(Suspicion(accuser="a", accused="b", why="silent"), timeout=TIMEOUT)
     assert verdict.member
@@ -149,14 +156,31 @@ async def test_watch_tells_the_current_view_at_once(place: Any) -> None:
     await channel.close()
 
 
-async def test_describe_has_reports_and_decisions(place: Any) -> None:
-    a = await place.node("a", renew=1000)
-    a.client.report(Report(committed=3, phase="forward", message="all is well"))
-    described = await until_described(place, lambda d: d.members[0].report.committed == 3)
+async def test_describe_has_reports_and_decisions(serve: Serve) -> None:
+    async with serve(Rules(run="r", stages=2, lease=5000)) as place:
+        a = await place.node("a")
+        a.client.report(Report(committed=3, phase="forward", message="all is well"))
+        described = await until_described(place, lambda d: d.members[0].report.committed == 3)
     assert described.members[0].report.message == "all is well"
     assert described.run_file == 'name = "r"\n'
     assert described.protocol == PROTOCOL
     assert "a joined" in described.decisions[-1]
+
+
+@pytest.mark.parametrize("lease", [5.0, 0.8])
+def test_a_lease_is_renewed_five_times_before_it_is_over(lease: float) -> None:
+    async def renew() -> None:
+        client = RegistryClient(["127.0.0.1:1"])
+        reply = JoinReply(lease=lease)
+        renewals = _Membership(client, "a", reply, lambda view: None, lambda n: None)._renewals()
+        began = asyncio.get_running_loop().time()
+        for number in range(11):
+            await anext(renewals)
+            since = asyncio.get_running_loop().time() - began
+            assert since == pytest.approx(number * lease / 5)
+        await renewals.aclose()
+
+    virtual_time.run(renew())
 
 
 async def test_health_and_reflection(place: Any) -> None:

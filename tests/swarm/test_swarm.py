@@ -38,6 +38,14 @@ def assert_clean(summary: dict, steps: int) -> None:
     assert summary["replicas_identical"]
 
 
+def test_the_shortest_lease_that_a_run_file_may_have_is_long_enough(up):
+    """Also for machines as busy as this: a node that was evicted for it is replaced."""
+    swarm = up(SMALL.format(steps=5, stages=1) + "[swarm]\nlease = 1\n")
+    status, output = swarm.finish()
+    assert status == 0, output
+    assert swarm.summary()["steps"] == 5
+
+
 def test_every_kind_of_kill_heals(up):
     """The driver, a replica, and a whole body stage, in one run."""
     swarm = up(
