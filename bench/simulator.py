@@ -26,7 +26,7 @@ from planaria.lab.simulator.swarm import (
     uniform,
 )
 from planaria.node.run_file import loads
-from planaria.node.stage.model import model_config
+from planaria.node.stage.shape import model_config
 
 STAGES, REPLICAS, STEPS = 19, 5000, 100
 HOURLY = (0.0, 0.0005, 0.005)

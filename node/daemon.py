@@ -50,9 +50,10 @@ from planaria.node.report.wall_clock import WallClock
 from planaria.node.run_file import RunFile
 from planaria.node.stage import learning_rate
 from planaria.node.stage.compute import ComputeThread
-from planaria.node.stage.model import BodyStage, ModelConfig, build_stage
+from planaria.node.stage.model import BodyStage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.pipeline import Pipeline
+from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.boundary import BoundaryClient, BoundaryServer
 from planaria.node.state.feeding import Gradients, Pins, backlog, gradient_frame, no_gradient
 from planaria.node.state.holdings import Holdings

@@ -8,6 +8,7 @@ from pathlib import Path
 from planaria.bootstrap.membership import Rules
 from planaria.node.data.corpus import CorpusError, read_index
 from planaria.node.run_file import DataSection, RunFile, RunFileError, override
+from planaria.node.stage.shape import model_config
 
 SHIPPED = Path(__file__).resolve().parents[1] / "corpus" / "austen"
 """Prose that comes with the project's source."""
@@ -56,10 +57,6 @@ def _check_policy(run: RunFile) -> None:
 def _stages(run: RunFile) -> int:
     if run.model.stages is not None:
         return run.model.stages
-    from planaria.node.stage.model import (
-        model_config,  # brings torch, which a registry can do without
-    )
-
     assert run.model.vocabulary is not None
     try:
         return model_config(run.model, run.model.vocabulary).stages

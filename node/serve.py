@@ -18,7 +18,7 @@ from planaria.bootstrap.credentials import Credentials
 from planaria.node.daemon import Node, Place, measure_speed, own_address
 from planaria.node.data.corpus import Corpus, CorpusError
 from planaria.node.run_file import RunFile, loads
-from planaria.node.stage.model import model_config
+from planaria.node.stage.shape import model_config
 from planaria.node.state.saves import newest_saved_stage
 
 log = logging.getLogger("planaria")

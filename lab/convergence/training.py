@@ -22,14 +22,9 @@ from planaria.node.data.corpus import Corpus
 from planaria.node.data.windows import Windows, microbatch_ids
 from planaria.node.run_file import RunFile, Section
 from planaria.node.stage.learning_rate import boost, scheduled
-from planaria.node.stage.model import (
-    BodyStage,
-    EmbeddingStage,
-    ModelConfig,
-    build_stage,
-    model_config,
-)
+from planaria.node.stage.model import BodyStage, EmbeddingStage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
+from planaria.node.stage.shape import ModelConfig, model_config
 from planaria.node.wire.tensors import decode, encode
 from planaria.recovery import relearning
 from planaria.recovery.checkfree import Trained, guess

@@ -22,7 +22,8 @@ from planaria.lab.simulator.swarm import (
     values_sent,
 )
 from planaria.node.run_file import RunFile
-from planaria.node.stage.model import ModelConfig, parameter_shapes
+from planaria.node.stage.model import parameter_shapes
+from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.twin import next_stage
 from planaria.node.wire.frames import encoded_size
 from planaria.recovery.snapshot import Layout, held_at

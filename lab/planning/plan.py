@@ -169,7 +169,7 @@ def _asked(
     """What is trained, and on how many tokens. Raises RunFileError, PlanError, ValueError."""
     from planaria.lab.planning.planner import PlanError
     from planaria.node.run_file import RunFile, load, override
-    from planaria.node.stage.model import PRESETS, model_config
+    from planaria.node.stage.shape import PRESETS, model_config
 
     if (run_file is None) == (preset is None):
         raise PlanError("give a run file or else a --preset: that is what is planned for")

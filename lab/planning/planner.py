@@ -28,7 +28,7 @@ from planaria.lab.planning.memory import Bytes, needed, whole
 from planaria.lab.simulator.churn import HOUR
 from planaria.lab.simulator.swarm import Group, Seconds, Swarm, Transport, seconds_at
 from planaria.node.run_file import RunFile, override
-from planaria.node.stage.model import model_config
+from planaria.node.stage.shape import model_config
 from planaria.recovery.decide import Policy
 
 RESERVE: Final = 0.1

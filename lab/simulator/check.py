@@ -51,14 +51,9 @@ from planaria.node.report.events import (
     entries,
 )
 from planaria.node.run_file import RunFile, loads, override
-from planaria.node.stage.model import (
-    BodyStage,
-    EmbeddingStage,
-    ModelConfig,
-    build_stage,
-    model_config,
-)
+from planaria.node.stage.model import BodyStage, EmbeddingStage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
+from planaria.node.stage.shape import ModelConfig, model_config
 from planaria.recovery.relearning import Learner, learn
 
 SAMPLES, TABLE = "check.jsonl", "check.md"

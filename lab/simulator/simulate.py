@@ -82,7 +82,7 @@ def simulate(
     from planaria.lab.simulator.step import simulate_step
     from planaria.lab.simulator.swarm import SwarmError, one_site, seconds_at, sites, uniform
     from planaria.node.run_file import RunFileError, load
-    from planaria.node.stage.model import model_config
+    from planaria.node.stage.shape import model_config
 
     with refusing(RunFileError, LinkError, SwarmError, ValueError):
         run = load(run_file)

@@ -15,7 +15,8 @@ import torch
 
 from planaria.lab.emulation.links import Link, Network
 from planaria.node.run_file import Codec, RunFile
-from planaria.node.stage.model import ModelConfig, parameter_shapes
+from planaria.node.stage.model import parameter_shapes
+from planaria.node.stage.shape import ModelConfig
 from planaria.node.wire.frames import encoded_size
 from planaria.recovery.relearning import ROUNDS
 

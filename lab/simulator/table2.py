@@ -25,7 +25,7 @@ from planaria.lab.simulator.run import simulate_run
 from planaria.lab.simulator.step import simulate_step
 from planaria.lab.simulator.swarm import Swarm, seconds_at, sites, uniform
 from planaria.node.run_file import RunFile, loads, override
-from planaria.node.stage.model import model_config
+from planaria.node.stage.shape import model_config
 
 RATES: Final = {"5 %": 0.05, "10 %": 0.10, "16 %": 0.16}
 PAPER_ITERATION: Final[Mapping[str, Sequence[float]]] = {

@@ -31,8 +31,9 @@ from planaria.node.data.windows import Windows, microbatch_ids, samples_hash
 from planaria.node.ports import Priority
 from planaria.node.run_file import RunFile
 from planaria.node.stage.compute import ComputeThread, T
-from planaria.node.stage.model import BodyStage, EmbeddingStage, ModelConfig
+from planaria.node.stage.model import BodyStage, EmbeddingStage
 from planaria.node.stage.optimizer import StageOptimizer
+from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.boundary import BoundaryKeeper, Side
 from planaria.node.state.twin import Twin
 from planaria.node.transaction.averaging import AveragingError

@@ -19,7 +19,8 @@ from planaria.node.ports import Priority
 from planaria.node.report.events import Cost
 from planaria.node.run_file import RunFile
 from planaria.node.stage.compute import ComputeThread
-from planaria.node.stage.model import ModelConfig, parameter_shapes
+from planaria.node.stage.model import parameter_shapes
+from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.boundary import BoundaryKeeper
 from planaria.node.state.copies import Holder, Outgoing, Sender
 from planaria.node.state.saves import SaveError, Saves, Writer

@@ -15,8 +15,9 @@ from planaria.node.report.event_log import EventLog
 from planaria.node.report.events import Fetching, Origin
 from planaria.node.run_file import RunFile
 from planaria.node.stage.compute import ComputeThread
-from planaria.node.stage.model import BodyStage, EmbeddingStage, ModelConfig, build_stage
+from planaria.node.stage.model import BodyStage, EmbeddingStage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
+from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.boundary import BoundaryClient, Wanted
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.relearn import Block, Relearning, Terms

@@ -24,8 +24,9 @@ import torch
 
 from planaria.node.ports import Priority
 from planaria.node.run_file import RunFile
-from planaria.node.stage.model import EmbeddingStage, ModelConfig, build_stage
+from planaria.node.stage.model import EmbeddingStage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
+from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.transaction.averaging import Abandoned, AveragingError, ReplicaLostError
 from planaria.node.transaction.effects import NEVER, Ballot

@@ -14,7 +14,7 @@ from planaria.bootstrap.membership import Dial, Evict, Issue, Membership, Probe,
 from planaria.node.daemon import Node, Place
 from planaria.node.data.corpus import Corpus
 from planaria.node.run_file import RunFile
-from planaria.node.stage.model import model_config
+from planaria.node.stage.shape import model_config
 
 
 class LocalRegistry:

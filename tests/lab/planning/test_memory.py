@@ -21,15 +21,10 @@ from planaria.lab.planning.memory import Bytes, needed, saved, under_way, whole,
 from planaria.node.data.corpus import Corpus
 from planaria.node.report.events import Cost
 from planaria.node.run_file import RunFile, loads, override
-from planaria.node.stage.model import (
-    BodyStage,
-    EmbeddingStage,
-    ModelConfig,
-    build_stage,
-    model_config,
-)
+from planaria.node.stage.model import BodyStage, EmbeddingStage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.pipeline import Pipeline
+from planaria.node.stage.shape import ModelConfig, model_config
 from tests.swarm.in_process import LocalSwarm
 
 ROOT = Path(__file__).parent.parent.parent

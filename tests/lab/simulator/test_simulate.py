@@ -21,7 +21,7 @@ from planaria.lab.simulator.step import simulate_step
 from planaria.lab.simulator.swarm import Seconds, Transport
 from planaria.node.report.events import entries
 from planaria.node.run_file import RunFile
-from planaria.node.stage.model import ModelConfig
+from planaria.node.stage.shape import ModelConfig
 
 VOCABULARY = 512
 ROOT = Path(__file__).parents[3]

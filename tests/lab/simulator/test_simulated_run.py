@@ -19,7 +19,7 @@ from planaria.lab.simulator.run import Loss, Outcome, simulate_run
 from planaria.lab.simulator.step import Step, simulate_step
 from planaria.lab.simulator.swarm import Seconds, Swarm, SwarmError, one_site, uniform
 from planaria.node.run_file import loads, override
-from planaria.node.stage.model import model_config
+from planaria.node.stage.shape import model_config
 
 DELAY = 0.040
 KNOWN: dict[str, dict[tuple[int, ...], Step]] = {}

@@ -32,7 +32,7 @@ from planaria.lab.simulator.swarm import (
     uniform,
 )
 from planaria.node.run_file import loads, override
-from planaria.node.stage.model import model_config
+from planaria.node.stage.shape import model_config
 
 PLAIN = "checkpoint"
 

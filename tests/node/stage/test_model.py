@@ -11,8 +11,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from planaria.node.run_file import ModelSection
-from planaria.node.stage import model
-from planaria.node.stage.model import BodyStage, EmbeddingStage, ModelConfig
+from planaria.node.stage import model, shape
+from planaria.node.stage.model import BodyStage, EmbeddingStage
+from planaria.node.stage.shape import ModelConfig
 
 GROUPED = ModelConfig(
     vocabulary=97,
@@ -198,7 +199,7 @@ def test_initial_weights_follow_from_seed_stage_and_layer() -> None:
 
 
 def test_initial_weights_have_the_stated_spread() -> None:
-    config = model.model_config(ModelSection(preset="mini"), 2048)
+    config = shape.model_config(ModelSection(preset="mini"), 2048)
     state = model.build_stage(config, 1, seed=0).state_dict()
     assert state["layers.0.mlp.up_proj.weight"].std().item() == pytest.approx(0.02, rel=0.02)
     residual = 0.02 / 16**0.5
@@ -219,8 +220,9 @@ def test_other_instruction_sets_make_the_same_weights_and_updates() -> None:
     script = (
         "import torch, planaria.node.stage.model as m, planaria.node.stage.optimizer as o\n"
         "from planaria.node.run_file import ModelSection\n"
+        "from planaria.node.stage.shape import model_config\n"
         "torch.set_num_threads(1)\n"
-        "s = m.build_stage(m.model_config(ModelSection(preset='mini'), 99), 1, 5)\n"
+        "s = m.build_stage(model_config(ModelSection(preset='mini'), 99), 1, 5)\n"
         "a = o.StageOptimizer(s, torch.device('cpu'))\n"
         "for i in range(3):\n"
         "    a.gradient.copy_(torch.arange(len(a.gradient)).sub(1000).mul(0.001 + i))\n"
@@ -258,23 +260,23 @@ def test_other_instruction_sets_make_the_same_weights_and_updates() -> None:
     ],
 )
 def test_presets_have_their_parameters(preset: str, vocabulary: int, millions: float) -> None:
-    config = model.model_config(ModelSection(preset=preset), vocabulary)
+    config = shape.model_config(ModelSection(preset=preset), vocabulary)
     assert parameters(config) == pytest.approx(millions * 1e6, rel=0.005)
 
 
 def test_presets_are_table_4_of_the_paper() -> None:
-    small = model.model_config(ModelSection(preset="small"), 32_000)
+    small = shape.model_config(ModelSection(preset="small"), 32_000)
     assert (small.dim, small.heads, small.kv_heads, small.layers) == (512, 8, 8, 12)
     assert (small.stages, small.layers_per_stage, small.context) == (4, 3, 512)
     assert (small.hidden, small.learning_rate) == (1536, 6e-4)
 
 
 def test_overrides_carry_along_what_follows_from_them() -> None:
-    config = model.model_config(ModelSection(preset="mini", stages=3, heads=8, dim=64), 500)
+    config = shape.model_config(ModelSection(preset="mini", stages=3, heads=8, dim=64), 500)
     assert (config.layers, config.layers_per_stage) == (6, 2)
     assert (config.kv_heads, config.hidden) == (8, 256)
     section = ModelSection(preset="mini", layers=4, kv_heads=2, hidden=100, vocabulary=512)
-    config = model.model_config(section, 500)
+    config = shape.model_config(section, 500)
     assert (config.layers_per_stage, config.kv_heads, config.hidden) == (1, 2, 100)
     assert config.vocabulary == 512
 
@@ -292,7 +294,7 @@ def test_overrides_carry_along_what_follows_from_them() -> None:
 )
 def test_impossible_models_are_refused(section: ModelSection, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        model.model_config(section, 100)
+        shape.model_config(section, 100)
 
 
 def test_figures_must_be_positive() -> None:

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from planaria.node.data.corpus import Corpus
 from planaria.node.ports import Priority
 from planaria.node.run_file import ModelSection, RecoverySection, RunFile, TrainingSection
-from planaria.node.stage.model import build_stage, model_config
+from planaria.node.stage.model import build_stage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.pipeline import Pipeline
+from planaria.node.stage.shape import model_config
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.routing import stand_ins
 from planaria.node.wire import stage_pb2 as pb

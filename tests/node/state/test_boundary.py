@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from planaria.node.ports import Priority
 from planaria.node.run_file import ModelSection, RunFile, WireSection
 from planaria.node.stage.compute import ComputeThread
-from planaria.node.stage.model import build_stage, model_config
+from planaria.node.stage.model import build_stage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.pipeline import Pipeline
+from planaria.node.stage.shape import model_config
 from planaria.node.state import boundary
 from planaria.node.state.boundary import (
     BoundaryClient,

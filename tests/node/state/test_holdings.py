@@ -11,7 +11,7 @@ import torch
 
 from planaria.node.run_file import loads, override
 from planaria.node.stage.compute import Priority
-from planaria.node.stage.model import model_config
+from planaria.node.stage.shape import model_config
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.transaction.effects import Ballot

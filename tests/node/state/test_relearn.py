@@ -11,14 +11,9 @@ import pytest
 import torch
 
 from planaria.node.run_file import ModelSection
-from planaria.node.stage.model import (
-    BodyStage,
-    EmbeddingStage,
-    ModelConfig,
-    build_stage,
-    model_config,
-)
+from planaria.node.stage.model import BodyStage, EmbeddingStage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
+from planaria.node.stage.shape import ModelConfig, model_config
 from planaria.node.state import relearn
 from planaria.node.state.boundary import Fetched, Pair
 from planaria.node.state.relearn import Block, RelearnError, Relearning, Terms, whole_pairs

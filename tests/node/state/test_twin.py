@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from planaria.node.ports import Priority
 from planaria.node.run_file import RunFile, loads, override
 from planaria.node.stage.compute import ComputeThread
-from planaria.node.stage.model import EmbeddingStage, ModelConfig, build_stage, model_config
+from planaria.node.stage.model import EmbeddingStage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.pipeline import Pipeline
+from planaria.node.stage.shape import ModelConfig, model_config
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.state.twin import Twin, TwinError, next_stage, servers
 from planaria.node.transaction.averaging import Abandoned, ReplicaLostError
