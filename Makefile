@@ -33,7 +33,7 @@ proto: .venv/installed-dev
 
 .venv/installed: .venv/bin/pip pyproject.toml constraints.txt
 	@.venv/bin/python -c $(CHECK) .venv/bin/python
-	$(PIP_INSTALL) -e .
+	$(PIP_INSTALL) -e '.[plots]'
 	touch $@
 
 .venv/installed-dev: .venv/installed

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.credentials import PLAIN, Credentials, add_port
@@ -119,9 +118,7 @@ class Registry(RegistryServicer):
         add_RegistryServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection(
-            (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
-        )
+        _reflect(self._server)
         await self._server.start()
         for name in ("", SERVICE):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -370,6 +367,16 @@ class _Stream:
 
     def close(self) -> None:
         self.notices.put_nowait(None)
+
+
+def _reflect(server: grpc.aio.Server) -> None:
+    """Lets grpcurl and its like ask what is served, if the library for that is there."""
+    try:
+        from grpc_reflection.v1alpha import reflection
+    except ModuleNotFoundError:
+        return
+    names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
 
 
 class _Gate(grpc.aio.ServerInterceptor):

@@ -16,6 +16,8 @@ from rich.table import Column, Table
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from planaria.node.extras import remedy
+
 if TYPE_CHECKING:
     from planaria.bootstrap.client import RegistryClient
     from planaria.bootstrap.credentials import Credentials
@@ -63,7 +65,11 @@ errors = Console(stderr=True)
 def main() -> None:
     # gRPC warns of every fork; ours only go on to exec.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    app()
+    try:
+        app()
+    except ModuleNotFoundError as error:
+        _refuse(remedy(error))
+        raise SystemExit(1) from error
 
 
 @contextmanager
@@ -72,9 +78,13 @@ def refusing(*kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        text = f"[bold red]error:[/] {escape(str(error))}"
-        errors.print(text, soft_wrap=True, highlight=False, emoji=False)
+        _refuse(str(error))
         raise typer.Exit(1) from error
+
+
+def _refuse(why: str) -> None:
+    text = f"[bold red]error:[/] {escape(why)}"
+    errors.print(text, soft_wrap=True, highlight=False, emoji=False)
 
 
 @data_app.command("prepare")

@@ -1,9 +1,18 @@
-"""One import package, and no module under two names."""
+"""What is installed: one import package, and no module under two names; what extras are for."""
 
 import os
+import re
 import subprocess
 import sys
+import tarfile
+import tomllib
+import zipfile
+from importlib.metadata import packages_distributions
 from pathlib import Path
+
+import pytest
+
+from planaria.node.extras import EXTRAS, remedy
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("bootstrap", "lab", "node", "recovery")
@@ -24,24 +33,32 @@ assert not twice, twice
 print(len(found))
 """
 
+COMMAND = """
+import sys
 
-def python(code: str, cwd: Path) -> str:
+sys.modules.update(dict.fromkeys(sys.argv.pop(1).split(",")))  # as if they were not installed
+from planaria.node.cli import main
+
+main()
+"""
+
+
+def python(
+    *arguments: str | Path, cwd: Path = ROOT, status: int = 0
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
+        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
     )
-    assert not done.returncode, done.stderr
-    return done.stdout
+    assert done.returncode == status, done.stderr
+    return done
 
 
 def test_all_modules_are_loaded_as_planaria_and_under_no_other_name(tmp_path):
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    assert int(python(IMPORT_ALL, tmp_path)) == len(files) + 1  # __main__.py
+    found = python("-c", IMPORT_ALL, cwd=tmp_path).stdout
+    assert int(found) == len(files) + 1  # __main__.py
 
 
 def test_the_folders_of_the_repository_are_the_packages():
@@ -49,3 +66,66 @@ def test_the_folders_of_the_repository_are_the_packages():
         link = ROOT / "planaria" / folder
         assert link.is_symlink(), f"{link} is a copy: git's core.symlinks is off"
         assert link.resolve() == ROOT / folder
+
+
+def contents(wheel: Path) -> dict[str, int]:
+    """The checksums of a wheel's files."""
+    return {file.filename: file.CRC for file in zipfile.ZipFile(wheel).infolist()}
+
+
+def test_wheel_and_sdist_install_one_package_and_the_same(tmp_path):
+    build = ("-m", "hatchling", "build", "-d")
+    python(*build, tmp_path, "-t", "wheel", "-t", "sdist")
+    [wheel], [sdist] = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
+    tops = {name.partition("/")[0] for name in contents(wheel)}
+    assert {name for name in tops if not name.endswith(".dist-info")} == {"planaria"}
+    with tarfile.open(sdist) as archive:
+        assert not [file.name for file in archive if file.issym() or file.islnk()]
+        archive.extractall(tmp_path / "sdist", filter="data")
+    [source] = (tmp_path / "sdist").iterdir()
+    python(*build, tmp_path / "again", "-t", "wheel", cwd=source)
+    [again] = (tmp_path / "again").glob("*.whl")
+    assert contents(again) == contents(wheel)
+
+
+@pytest.mark.parametrize("arguments", [[], ["bootstrap"], ["node"], ["lab"], ["plan"]])
+def test_help_loads_no_heavy_module(arguments):
+    code = (
+        "import sys, planaria.node.cli\n"
+        "planaria.node.cli.app([*sys.argv[1:], '--help'], standalone_mode=False)\n"
+        "print(sorted({'torch', 'numpy', 'grpc', 'tokenizers', 'pyarrow'} & set(sys.modules)))"
+    )
+    shown = python("-c", code, *arguments)
+    assert shown.stdout.splitlines()[-1] == "[]", shown.stderr
+
+
+def test_the_package_itself_loads_nothing():
+    code = "import sys; old = set(sys.modules); import planaria; print(set(sys.modules) - old)"
+    assert python("-c", code).stdout == "{'planaria'}\n"
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments"),
+    [
+        ("scipy", ["lab", "spare", "tables"]),
+        ("simpy", ["lab", "spare", "compare"]),
+        ("matplotlib", ["lab", "report", "results/relearning/study.toml"]),
+    ],
+)
+def test_who_lacks_an_extra_is_told_which_to_install(missing, arguments, tmp_path):
+    (tmp_path / "results").symlink_to(ROOT / "results")
+    done = python("-c", COMMAND, missing, *arguments, cwd=tmp_path, status=1)
+    says = f"error: {missing} is not installed: pip install 'planaria[{EXTRAS[missing]}]'"
+    assert done.stderr.splitlines()[-1] == says
+
+
+def test_the_extras_bring_what_is_said():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for library, extra in EXTRAS.items():
+        brought = [re.split("[<>=]", name)[0] for name in project["optional-dependencies"][extra]]
+        assert set(packages_distributions()[library]) & set(brought), library
+
+
+def test_other_missing_modules_are_errors_of_ours():
+    with pytest.raises(ModuleNotFoundError, match="torhc"):
+        remedy(ModuleNotFoundError("No module named 'torhc'", name="torhc"))

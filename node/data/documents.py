@@ -8,10 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
-
 from planaria.node.data.corpus import CorpusError
+from planaria.node.extras import remedy
 
 TEXT_SUFFIXES = (".txt", ".text")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
@@ -44,7 +42,7 @@ def documents(
             raise CorpusError(
                 f"{file} is not UTF-8 (byte {error.object[error.start]:#04x}): convert it first"
             ) from error
-        except (OSError, pyarrow.ArrowException) as error:
+        except OSError as error:
             raise CorpusError(f"can't read {file}: {error}") from error
 
 
@@ -135,23 +133,29 @@ def _jsonl_records(file: Path) -> Iterator[Record]:
 
 
 def _parquet_records(file: Path, text_field: str) -> Iterator[Record]:
-    with pyarrow.parquet.ParquetFile(file) as table:
-        names = table.schema_arrow.names
-        columns = [text_field] if text_field in names else names
-        row = 0
-        for batch in table.iter_batches(batch_size=256, columns=columns):
-            for record in batch.to_pylist():
-                row += 1
-                yield f"{file}, row {row}", record
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError as error:
+        raise CorpusError(f"can't read {file}: {remedy(error)}") from error
+    row = 0
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            names = table.schema_arrow.names
+            columns = [text_field] if text_field in names else names
+            for batch in table.iter_batches(batch_size=256, columns=columns):
+                for record in batch.to_pylist():
+                    row += 1
+                    yield f"{file}, row {row}", record
+    except pyarrow.ArrowException as error:
+        raise CorpusError(f"can't read {file}: {error}") from error
 
 
 def _dataset_records(source: str) -> Iterator[Record]:
     try:
         import datasets
-    except ImportError as error:
-        raise CorpusError(
-            f"{source} needs the datasets library: pip install 'planaria[datasets]'"
-        ) from error
+    except ModuleNotFoundError as error:
+        raise CorpusError(f"can't read {source}: {remedy(error)}") from error
     name, _, split = source.removeprefix("hf:").partition("@")
     name, _, config = name.partition(":")
     try:

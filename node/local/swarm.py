@@ -19,6 +19,7 @@ from rich.console import Console
 from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
 from planaria.bootstrap.journal import Journal, JournalError
 from planaria.bootstrap.registry_pb2 import Description, View
+from planaria.node.extras import remedy
 from planaria.node.local.processes import GRACE, Ended, Processes, describe_status
 from planaria.node.local.processes import tail as end_of
 from planaria.node.report.event_log import EventLog, Tail
@@ -130,7 +131,7 @@ async def up(plan: Plan, kills: Sequence[Kill], console: Console, resume: bool =
             ending = Ending(1, str(error))
         finally:
             await swarm.end()
-    return _wrap_up(run, out, console, ending)
+    return wrap_up(run, out, console, ending)
 
 
 def claim(plan: Plan) -> None:
@@ -480,7 +481,7 @@ async def _pause(stop: asyncio.Future[int], seconds: float) -> None:
 # --- what it came to
 
 
-def _wrap_up(run: RunFile, out: Path, console: Console, ending: Ending) -> int:
+def wrap_up(run: RunFile, out: Path, console: Console, ending: Ending) -> int:
     """Write the merged files, the summary and the picture; tell the essence. Returns the status."""
     problems = [ending.reason] if ending.reason else []
     told = list(read_events(out / "logs"))
@@ -490,7 +491,11 @@ def _wrap_up(run: RunFile, out: Path, console: Console, ending: Ending) -> int:
     lines, audit = _merge_ledgers(out, problems)
     summary = summarize(run, lines, audit, events)
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    draw_loss(run, lines, events, out / "loss.png")
+    try:
+        draw_loss(run, lines, events, out / "loss.png")
+    except ModuleNotFoundError as error:
+        missing = f"no loss.png: {remedy(error)}"
+        console.print(missing, markup=False, highlight=False, soft_wrap=True)
     if not ending.reason:
         problems += shortcomings(run, summary)
     for sentence in tell(summary):

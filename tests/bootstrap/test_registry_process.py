@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ import pytest
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.membership import PROTOCOL
 from planaria.bootstrap.registry_pb2 import JoinRequest, View
+from planaria.node.run_file import loads
 
 TIMEOUT = 60.0  # seconds; only a hanging test gets there
 
@@ -40,17 +41,21 @@ async def end(process: asyncio.subprocess.Process, number: signal.Signals) -> in
 
 
 @asynccontextmanager
-async def registry(journal: Path, port: int) -> AsyncIterator[asyncio.subprocess.Process]:
+async def python(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process that runs a registry, once it listens."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", PROGRAM, str(journal), f"127.0.0.1:{port}"),
+        *(sys.executable, *arguments),
         stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
     )
     assert process.stdout is not None
     draining = None
     try:
         async with asyncio.timeout(TIMEOUT):
+            said = b""
             while b"listens on" not in (line := await process.stdout.readline()):
-                assert line, "the registry ended before it listened"
+                assert line, f"the registry ended before it listened: {said.decode()}"
+                said += line
         draining = asyncio.create_task(process.stdout.read())
         yield process
     finally:
@@ -59,6 +64,10 @@ async def registry(journal: Path, port: int) -> AsyncIterator[asyncio.subprocess
         await process.wait()
         if draining is not None:
             await draining
+
+
+def registry(journal: Path, port: int) -> AbstractAsyncContextManager[asyncio.subprocess.Process]:
+    return python("-c", PROGRAM, str(journal), f"127.0.0.1:{port}")
 
 
 @pytest.fixture
@@ -104,3 +113,26 @@ async def test_killed_and_restarted_view_numbers_grow(tmp_path: Path, port: int)
         await client.close()
         await other.close()
         assert await end(second, signal.SIGTERM) == 0
+
+
+BARE = """
+import sys
+
+absent = ("torch", "datasets", "grpc_reflection", "matplotlib", "pyarrow", "scipy", "simpy")
+sys.modules.update(dict.fromkeys(absent))
+from planaria.node.cli import main
+
+main()
+"""
+
+
+async def test_the_command_serves_without_torch_and_extras(tmp_path: Path, port: int) -> None:
+    run_file = tmp_path / "run.toml"
+    run_file.write_text("[model]\npreset = 'medium'\nvocabulary = 512\n")
+    options = ("--listen", f"127.0.0.1:{port}", "--run", str(run_file))
+    async with python("-c", BARE, "bootstrap", *options) as process:
+        client = RegistryClient([f"127.0.0.1:{port}"])
+        reply = await client.join(request("a"))
+        assert loads(reply.run_file).model.stages == 6
+        await client.close()
+        assert await end(process, signal.SIGTERM) == 0

@@ -1,6 +1,7 @@
 import json
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -183,10 +184,18 @@ def test_missing_inputs_are_named(tmp_path: Path) -> None:
         list(documents(str(write_parquet(tmp_path / "a.parquet")), "story"))
 
 
-def test_a_dataset_without_the_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(CorpusError, match=r"pip install 'planaria\[datasets\]'"):
-        list(documents("hf:someone/something"))
+@pytest.mark.parametrize(
+    ("library", "source"), [("datasets", "hf:someone/something"), ("pyarrow", "a.parquet")]
+)
+def test_without_the_library_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, source: str
+) -> None:
+    write_parquet(tmp_path / "a.parquet")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, library, None)
+    remedy = rf"can't read {source}: {library} is not installed: pip install 'planaria\[data\]'"
+    with pytest.raises(CorpusError, match=remedy):
+        list(documents(source))
 
 
 # Preparing

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import re
 import signal
+import sys
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from planaria.node.cli import app
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.prepare import Recipe, prepare
 from planaria.node.local.swarm import (
+    Ending,
     Kill,
     Plan,
     SwarmError,
@@ -23,10 +27,11 @@ from planaria.node.local.swarm import (
     read_plan,
     shortcomings,
     stop_signals,
+    wrap_up,
     write_plan,
 )
 from planaria.node.resolve import registry_rules, resolve, text_to_prepare
-from planaria.node.run_file import dumps, loads, override
+from planaria.node.run_file import RunFile, dumps, loads, override
 
 RUN = loads("steps = 40\n[model]\nstages = 4\n[swarm]\nreplicas = 2")
 
@@ -99,6 +104,19 @@ def test_resume_takes_no_option_that_would_change_the_run(tmp_path):
     result = CliRunner().invoke(app, ["up", "--resume", str(tmp_path), "--steps", "9"])
     assert result.exit_code == 1
     assert "--resume goes on" in result.stderr
+
+
+def test_without_matplotlib_a_run_ends_with_a_word_instead_of_a_picture(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    (tmp_path / "logs").mkdir()
+    told = io.StringIO()
+    assert wrap_up(RunFile(), tmp_path, Console(file=told, width=60), Ending(3, "enough")) == 3
+    remedy = "no loss.png: matplotlib is not installed: pip install 'planaria[plots]'\n"
+    assert remedy in told.getvalue()
+    assert not (tmp_path / "loss.png").exists()
+    assert (tmp_path / "summary.json").exists()
 
 
 def test_events_are_sorted_and_half_written_ones_left_out(tmp_path):

@@ -1,0 +1,22 @@
+"""Libraries that planaria is installed without, and how to get them."""
+
+from __future__ import annotations
+
+EXTRAS = {
+    "datasets": "data",
+    "matplotlib": "plots",
+    "pyarrow": "data",
+    "scipy": "lab",
+    "simpy": "lab",
+    "sklearn": "lab",
+}
+"""By the name that is imported, the optional dependencies in pyproject.toml that bring it."""
+
+
+def remedy(error: ModuleNotFoundError) -> str:
+    """A sentence that says what is missing and how to install it. Raises `error` itself if none of
+    the extras would bring it."""
+    library = (error.name or "").partition(".")[0]
+    if library not in EXTRAS:
+        raise error
+    return f"{library} is not installed: pip install 'planaria[{EXTRAS[library]}]'"
