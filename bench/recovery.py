@@ -45,11 +45,11 @@ def is_ready(step: int) -> bool:
 
 def run_alternating(arguments: list[str]) -> None:
     """`planaria ARGUMENTS...`, with readiness by `is_ready`."""
-    from planaria.node.stage.pipeline import Pipeline
     from planaria.node.state.holdings import Holdings
+    from planaria.node.transaction.attempt import Attempt
     from planaria.node.transaction.driver import Driver
 
-    attempted, start, plan = Holdings.attempted, Pipeline.start, Driver._plan
+    attempted, start, plan = Holdings.attempted, Attempt.start, Driver._plan
     kept: dict[int, Any] = {}
 
     def attempt(self: Holdings, ballot: Any, begin: Any) -> None:
@@ -57,16 +57,16 @@ def run_alternating(arguments: list[str]) -> None:
         self.boundary, self.sender = parts if is_ready(begin.step) else (None, None)
         attempted(self, ballot, begin)
 
-    def begin_pipeline(self: Pipeline, ballot: Any, begin: Any) -> None:
-        boundary = kept.setdefault(id(self), self.boundary)
-        self.boundary = boundary if is_ready(begin.step) else None
-        start(self, ballot, begin)
+    def start_attempt(self: Attempt) -> None:
+        boundary = kept.setdefault(id(self.place), self.place.boundary)
+        self.place.boundary = boundary if is_ready(self.begin.step) else None
+        start(self)
 
     def plan_step(self: Driver, count: int, swapped: bool) -> Any:
         return plan(self, count, swapped and is_ready(self.standing.committed + 1))
 
     Holdings.attempted = attempt  # type: ignore[method-assign]
-    Pipeline.start = begin_pipeline  # type: ignore[method-assign]
+    Attempt.start = start_attempt  # type: ignore[method-assign]
     Driver._plan = plan_step  # type: ignore[method-assign]
     run_planaria(arguments)
 

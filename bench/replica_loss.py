@@ -45,19 +45,19 @@ replicas = {REPLICAS}
 
 def run_half(arguments: list[str]) -> None:
     """`planaria ARGUMENTS...`; a number in front of them: dies in the middle of that step."""
-    from planaria.node.stage.pipeline import Pipeline
+    from planaria.node.transaction.attempt import Attempt
 
     if not arguments[0].isdigit():
         run_planaria(arguments)
         return
-    count, step = Pipeline._count, int(arguments.pop(0))
+    count, step = Attempt._count, int(arguments.pop(0))
 
-    def dying(self: Pipeline, microbatch: int, seconds: float) -> None:
-        if self.begin.step == step and len(self.applied) >= self._mine // 2:
+    def dying(self: Attempt, microbatch: int, seconds: float) -> None:
+        if self.begin.step == step and len(self.applied) >= len(self._plan.mine) // 2:
             os.kill(os.getpid(), signal.SIGKILL)
         count(self, microbatch, seconds)
 
-    Pipeline._count = dying  # type: ignore[method-assign]
+    Attempt._count = dying  # type: ignore[method-assign]
     run_planaria(arguments)
 
 

@@ -27,6 +27,7 @@ from planaria.bootstrap.address import Address
 from planaria.bootstrap.credentials import PLAIN, Credentials
 from planaria.bootstrap.membership import PROTOCOL, related
 from planaria.node.data.corpus import Corpus
+from planaria.node.data.windows import Windows
 from planaria.node.report.event_log import EventLog
 from planaria.node.report.events import (
     Applied,
@@ -52,8 +53,8 @@ from planaria.node.stage import learning_rate
 from planaria.node.stage.compute import ComputeThread
 from planaria.node.stage.model import BodyStage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.stage.pipeline import Pipeline
 from planaria.node.stage.shape import ModelConfig
+from planaria.node.stage.work import TorchWork
 from planaria.node.state.boundary import BoundaryClient, BoundaryServer
 from planaria.node.state.feeding import Gradients, Pins, backlog, gradient_frame, no_gradient
 from planaria.node.state.holdings import Holdings
@@ -62,6 +63,7 @@ from planaria.node.state.relearn import RelearnError, Relearning
 from planaria.node.state.saves import SaveError
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.transfer import StateClient, StateServer, TransferError
+from planaria.node.transaction.attempt import Attempt, Workplace
 from planaria.node.transaction.averaging import (
     Abandoned,
     Averaging,
@@ -90,6 +92,7 @@ from planaria.node.transaction.following import feeders
 from planaria.node.transaction.member import Frames, Member, Phase
 from planaria.node.transaction.rules import Rules
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.exchange import ComplaintError, Exchange
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links, LinkSettings, Peer
 from planaria.node.wire.looped import LoopedExchanges
@@ -179,6 +182,8 @@ class Node:
         self.held: list[tuple[str, Frame]] = []
         self.parked: dict[str, list[tuple[float, pb.Message | Frame]]] = {}
         self.fetching: asyncio.Task[None] | None = None
+        self.attempt: Attempt | None = None
+        self.completing: Exchange[None] | None = None
         self.reducing = 0
         self.reduced_norm = self.omega = 0.0
         self.tokens_per_second = 0.0
@@ -269,7 +274,7 @@ class Node:
         self.leaving = True
         self._report()
         while self.loop.time() < deadline:
-            members = self.pipeline.begin.members
+            members = self.attempt.begin.members if self.attempt else []
             heirs = [m.node for m in members if m.stage == self.stage and m.node != self.node]
             if heirs:
                 self.tell(HandedOver(to=heirs[0], stage=self.stage))
@@ -395,23 +400,24 @@ class Node:
         holdings = self.holdings
         self.gradients = Gradients(self.optimizer.gradient)
         corpus = self.corpus if stage == 0 else None
-        self.pipeline = Pipeline(
-            self.node,
-            stage,
-            module,
-            self.optimizer,
-            run,
-            self.config,
-            corpus,
-            device,
-            self.compute,
-            self,
-            holdings.twin,
-            holdings.boundary,
+        self.workplace = Workplace(
+            node=self.node,
+            masking=run.recovery.masking,
+            in_flight=run.training.in_flight or self.config.stages + 1,
+            work=TorchWork(
+                *(self.node, module, self.optimizer, run, self.config, device),
+                *(corpus, holdings.twin),
+            ),
+            compute=self.compute,
+            host=self,
+            boundary=holdings.boundary,
+            redundant=holdings.twin is not None,
         )
         if corpus is not None and self.place.out is not None:
+            header = self._ledger_header(corpus)
+            self.windows = Windows(header["seed"], header["samples"], header["batch"])
             self.ledger: Ledger | None = Ledger(
-                self.place.out / f"ledger-{self.node}.jsonl", self._ledger_header(corpus)
+                self.place.out / f"ledger-{self.node}.jsonl", header
             )
         else:
             self.ledger = None
@@ -517,8 +523,8 @@ class Node:
             self.holdings.on_frame(peer, frame)
         else:
             match self.member.frames(Ballot(*frame.ballot)):
-                case Frames.TAKE:
-                    self.pipeline.take(peer, frame)
+                case Frames.TAKE if self.attempt is not None:
+                    self.attempt.take(peer, frame)
                 case Frames.HOLD if len(self.held) < MOST_HELD:
                     self.held.append((peer, frame))
 
@@ -560,12 +566,12 @@ class Node:
         self._carry_out(self.driver.link_lost(peer, reason, self.loop.time()))
 
     def send_message(self, peer: str, message: pb.Message) -> bool:
-        return self._send_or_park(peer, message)
+        return self.send(peer, message)
 
     def send_frame(self, peer: str, frame: Frame) -> bool:
-        return self._send_or_park(peer, frame)
+        return self.send(peer, frame)
 
-    def _send_or_park(self, peer: str, item: pb.Message | Frame) -> bool:
+    def send(self, peer: str, item: pb.Message | Frame) -> bool:
         """A link to a member that isn't up yet is waited for; False when there will be none."""
         send: Callable[..., bool] = (
             self.links.send_frame if isinstance(item, Frame) else self.links.send
@@ -593,7 +599,7 @@ class Node:
                     why = f"no link to {peer} came up in {LINK_PATIENCE:.0f} s"
                     self.cut_off(Ballot(*item.ballot), peer, why)
 
-    # --- what the pipeline says
+    # --- what the attempt says
 
     def microbatch_home(self, ballot: Ballot, home: pb.Home) -> None:
         assert self.member is not None
@@ -625,17 +631,21 @@ class Node:
                 self.based_on = self.member.committed, self.member.last
                 self._abandon(ballot)
                 self.holdings.attempted(ballot, begin)
-                self._follow_plan(self.pipeline.start, ballot, begin)
+                self._follow_plan(self._begin_attempt, ballot, begin)
             case GoOn(ballot, begin):
                 self._abandon(ballot)
                 self.holdings.follow(begin)
-                self._follow_plan(self.pipeline.go_on, ballot, begin)
+                assert self.attempt is not None
+                self._follow_plan(self.attempt.go_on, ballot, begin)
             case DropAttempt(ballot):
                 self._abandon(Ballot(ballot.view, ballot.attempt + 1))
                 self.holdings.dropped()
-                self.pipeline.drop(ballot)
+                if self.attempt is not None:
+                    self.attempt.drop()
+                    self.attempt = None
             case Reduce(ballot, _):
-                self.spawn(self._reduce(ballot))
+                assert self.attempt is not None
+                self.completing = self.exchanges.start(self._complete(ballot, self.attempt))
             case Apply(commit):
                 # Posted at once: what comes next must find it before itself in the thread.
                 self.spawn(self._applied(commit, self._apply(commit)))
@@ -659,6 +669,14 @@ class Node:
         log.log(event.severity.log_level, "%s", event.sentence(self.node))
         self.events.write(event)
 
+    def _begin_attempt(self, ballot: Ballot, begin: pb.Begin) -> None:
+        """Raises ValueError."""
+        if self.attempt is not None:
+            self.attempt.end()
+        self.attempt = None
+        self.attempt = Attempt(self.workplace, ballot, begin)
+        self.attempt.start()
+
     def _follow_plan(
         self, follow: Callable[[Ballot, pb.Begin], None], ballot: Ballot, begin: pb.Begin
     ) -> None:
@@ -672,20 +690,27 @@ class Node:
             self.on_frame(peer, frame)
 
     def _abandon(self, before: Ballot) -> None:
+        if self.completing is not None:
+            self.completing.cancel()
         self.averaging.abandon(before)
         self.holdings.abandon(before)
 
-    async def _reduce(self, ballot: Ballot) -> None:
+    async def _complete(self, ballot: Ballot, attempt: Attempt) -> None:
         assert self.member is not None
-        pipeline, progress = self.pipeline, self.run.swarm.progress
-        begin = pipeline.begin
+        try:
+            await attempt.complete(self.exchanges, self.run.swarm.progress)
+        except ComplaintError as error:
+            self._carry_out(self.member.failed(ballot, str(error), error.accused))
+            return
+        self.spawn(self._reduce(ballot, attempt))
+
+    async def _reduce(self, ballot: Ballot, attempt: Attempt) -> None:
+        assert self.member is not None
+        begin, progress = attempt.begin, self.run.swarm.progress
         replicas = sorted(place.node for place in begin.members if place.stage == self.stage)
         self.reducing += 1
         try:
-            await pipeline.complete(progress)
-            if ballot != self.member.attempt:
-                return  # there is a newer one
-            gradient, applied = self.optimizer.gradient, pipeline.applied
+            gradient, applied = self.optimizer.gradient, attempt.applied
             await self.averaging.reduce(
                 ballot, replicas, gradient, applied, len(begin.plan), progress
             )
@@ -706,7 +731,7 @@ class Node:
         finally:
             self.reducing -= 1
         self.reduced_norm = norm
-        seconds = self.pipeline.seconds_per_microbatch
+        seconds = self.workplace.seconds_per_microbatch
         self._carry_out(self.member.reduced(ballot, norm, math.isfinite(norm), seconds))
         await self._feed(ballot, begin)
 
@@ -761,7 +786,7 @@ class Node:
 
         assert self.member is not None
         lineage, boosted_at = self.member.lineage, self.member.boosted_at
-        begin = self.pipeline.begin  # a joiner has none
+        begin = self.attempt.begin if self.attempt else pb.Begin()  # a joiner has none
         replicas = [place.node for place in begin.members if place.stage == stage]
         first = self.node == min(replicas, default="")
         self.holdings.committing(commit.step, lineage)
@@ -797,7 +822,7 @@ class Node:
     def _note(self, commit: pb.Commit) -> None:
         """A line in the ledger, at stage 0."""
         if self.ledger is not None and commit.step > 0:
-            epoch = self.pipeline.windows.epoch(commit.step)
+            epoch = self.windows.epoch(commit.step)
             self.ledger.append(line(commit, epoch, time.time()))
 
     async def _fetch(self, ballot: Ballot, sync: pb.Sync) -> None:
@@ -902,8 +927,14 @@ class Node:
     def _write_cost(self) -> None:
         """What keeping things for the day of a loss has cost."""
         parts = self.holdings.costs()
-        parts["masking"] = Cost(memory_bytes=self.pipeline.most_kept)
+        parts["masking"] = Cost(memory_bytes=self.most_kept)
         self.tell(CostSoFar.of(parts))
+
+    @property
+    def most_kept(self) -> int:
+        """Bytes, at the end of an attempt, of what might have had to be sent or averaged again."""
+        kept = self.attempt.kept if self.attempt is not None else 0
+        return max(kept, self.workplace.most_kept)
 
     def _busy_seconds(self) -> float:
         since = self.compute.busy_since
@@ -911,7 +942,7 @@ class Node:
 
     def _doing(self) -> str:
         assert self.member is not None
-        if self.reducing:
+        if self.reducing or (self.completing is not None and not self.completing.done):
             return "average"
         if self.member.phase is Phase.SYNCING or self.driver.phase is DriverPhase.SYNCING:
             return "rebuild"
@@ -935,7 +966,7 @@ class Node:
                 lineage=member.lineage,
                 phase=member.phase.value,
                 loss=member.last.loss,
-                microbatches=self.pipeline.computed,
+                microbatches=self.workplace.computed,
                 bytes_in=self.links.bytes_in,
                 bytes_out=self.links.bytes_out,
                 tokens_per_second=self.tokens_per_second,

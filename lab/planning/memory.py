@@ -154,8 +154,8 @@ def working(run: RunFile, config: ModelConfig, stage: int) -> int:
 
 
 def _frames_kept(run: RunFile, config: ModelConfig, stage: int, replicas: Sequence[int]) -> int:
-    """What was sent in a step to stages with replicas (node/stage/pipeline.py): activations to the
-    next stage, gradients to the one before; with swapped orders to any."""
+    """What was sent in a step to stages with replicas (node/transaction/attempt.py): activations to
+    the next stage, gradients to the one before; with swapped orders to any."""
     ring = config.stages + 1
     swapped = run.recovery.policy == "checkfree+" and max(replicas) > 1
     size = 0

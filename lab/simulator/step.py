@@ -1,4 +1,4 @@
-"""One step in simulated time, microbatch by microbatch, as node/stage/pipeline.py runs it.
+"""One step in simulated time, microbatch by microbatch, as node/transaction/attempt.py runs it.
 
 The plan is the driver's, node/transaction/routing.py; each node has one compute thread that runs
 backward work before forward work; frames cross links; then the replicas of each stage average as in

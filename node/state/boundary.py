@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -83,7 +82,7 @@ def _is_narrow(descriptor: Descriptor) -> bool:
 
 @dataclass
 class _Step:
-    """What is kept of one attempt at a step. Filled in the compute thread, then only read."""
+    """What is kept of one attempt at a step."""
 
     ballot: tuple[int, int]
     step: int
@@ -100,8 +99,8 @@ class BoundaryKeeper:
     """What this node sent and received in the running attempt, and in the last committed steps.
 
     Those steps are consecutive and of one history: none that the run has gone back behind, none
-    from before a gap. All but `keep` belongs to the event loop. A commit is only decided when all
-    of the step has been computed, so nothing is added to a step that has been committed.
+    from before a gap. All methods belong to the event loop. A commit is only decided when all of
+    the step has been computed, so nothing is added to a step that has been committed.
     """
 
     def __init__(self, when_idle: InComputeThread, steps: int) -> None:
@@ -112,7 +111,6 @@ class BoundaryKeeper:
         self._committed: deque[_Step] = deque(maxlen=steps)
         self._at = (0, 0)  # lineage and number of the newest committed step
         self._narrowings = 0
-        self.critical_seconds = 0.0  # spent by `keep`, in the compute thread
 
     @property
     def memory_bytes(self) -> int:
@@ -165,16 +163,14 @@ class BoundaryKeeper:
         self, side: Side, frame: Frame, ballot: tuple[int, int], stages: Sequence[int]
     ) -> None:
         """An activation's frame that is being sent, or has been received and found good, in the
-        attempt that began under `ballot`, on a route of these stages. Called in the compute thread;
-        frames of other attempts, and of evaluations, are not kept."""
+        attempt that began under `ballot`, on a route of these stages. Frames of other attempts, and
+        of evaluations, are not kept."""
         attempt = self._attempt
         if ballot != attempt.ballot:
             return
-        started = time.perf_counter()
         fields = frame.fields
         crossing = Crossing(int(fields["microbatch"]), int(fields["position"]), side)
         attempt.add(crossing, Kept(stages, frame.descriptors, frame.payload))
-        self.critical_seconds += time.perf_counter() - started
 
     def sides(self, step: int, stage: int, lost: frozenset[int]) -> list[tuple[Pair, str, Kept]]:
         """What a joiner of `stage` needs of the steps up to `step`: the pairs, which side of them,

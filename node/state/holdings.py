@@ -270,8 +270,7 @@ class Holdings:
         """By what it is for."""
         found: dict[str, Cost] = {}
         if self.boundary is not None:
-            keeper = self.boundary
-            found["boundary"] = Cost(0, keeper.memory_bytes, keeper.critical_seconds)
+            found["boundary"] = Cost(memory_bytes=self.boundary.memory_bytes)
         if self.twin is not None:
             twin = self.twin
             found["redundant"] = Cost(twin.bytes_sent, twin.memory_bytes, twin.critical_seconds)

@@ -19,7 +19,7 @@ from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.membership import related
 from planaria.node.ports import Priority
 from planaria.node.report.events import Event, fields
-from planaria.node.stage.pipeline import Visit, Work
+from planaria.node.transaction.attempt import Pass, Visit
 from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import (
     NEVER,
@@ -602,10 +602,10 @@ class Pipeline:
         self.when_complete: Callable[[], None] | None = None
         self._waiting: deque[int] = deque()
         self._out: set[int] = set()
-        self._seen: set[Work] = set()
-        self._done: set[Work] = set()
-        self._early: dict[Work, list[tuple[str, Frame]]] = {}
-        self._sent: dict[Work, Frame] = {}
+        self._seen: set[Pass] = set()
+        self._done: set[Pass] = set()
+        self._early: dict[Pass, list[tuple[str, Frame]]] = {}
+        self._sent: dict[Pass, Frame] = {}
         self.speed = node.cluster.pace * node.world.random.uniform(0.5, 2.0)
 
     def start(self, ballot: Ballot, begin: pb.Begin) -> None:
@@ -663,7 +663,7 @@ class Pipeline:
             microbatch = self._waiting.popleft()
             self._out.add(microbatch)
             visit = Visit(microbatch, 0, self.routes[microbatch])
-            work = Work(microbatch, 0, "activation")
+            work = Pass(microbatch, 0, "activation")
             self._post(
                 Priority.FORWARD, work, lambda visit=visit: self._onward("activation", visit)
             )
@@ -676,7 +676,7 @@ class Pipeline:
             if frame.ballot == self.ballot:
                 self.node.attempt_failed(self.ballot, f"{peer} sent what is off its route", [peer])
             return
-        work = Work(microbatch, position, frame.kind)
+        work = Pass(microbatch, position, frame.kind)
         if work in self._seen:
             return
         before = visit.before(frame.kind)
@@ -733,18 +733,18 @@ class Pipeline:
 
         def send() -> None:
             node = self.routes[onward.microbatch].nodes[onward.position]
-            self._send(node, Work(onward.microbatch, onward.position, kind), frame)
+            self._send(node, Pass(onward.microbatch, onward.position, kind), frame)
 
         return send
 
-    def _send(self, node: str, work: Work, frame: Frame) -> None:
+    def _send(self, node: str, work: Pass, frame: Frame) -> None:
         frame = replace(frame, ballot=self.ballot)
         self._sent[work] = frame
         if not self.node.send(node, frame):
             reason = f"no link to {node} for microbatch {work.microbatch}"
             self.node.cut_off(self.ballot, node, reason)
 
-    def _post(self, priority: Priority, work: Work, task: Callable[[], Callable[[], None]]) -> None:
+    def _post(self, priority: Priority, work: Pass, task: Callable[[], Callable[[], None]]) -> None:
         ballot = self.began
 
         def compute() -> Callable[[], None] | None:

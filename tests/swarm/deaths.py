@@ -95,27 +95,35 @@ class Swarm:
 def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
     """By name: the method at whose call a node dies, and the step that the call is about."""
     from planaria.node.daemon import Node
-    from planaria.node.stage.pipeline import Pipeline
+    from planaria.node.stage.work import TorchWork
     from planaria.node.state.rebuild import Rebuilding
     from planaria.node.state.stage_state import Age
     from planaria.node.state.transfer import StateServer
+    from planaria.node.transaction.attempt import Attempt
     from planaria.node.transaction.averaging import Averaging
     from planaria.node.transaction.driver import Driver
     from planaria.node.transaction.driver import Phase as DriverPhase
     from planaria.node.transaction.member import Member, Phase
     from planaria.node.wire import stage_pb2 as pb
 
-    def trained(pipeline: Pipeline, *_: Any) -> int:
-        return pipeline.begin.step if pipeline.begin.kind == pb.Begin.TRAIN else 0
+    def trained(begin: pb.Begin) -> int:
+        return begin.step if begin.kind == pb.Begin.TRAIN else 0
 
-    def drives(pipeline: Any) -> bool:
-        return pipeline.events.driver.phase is not DriverPhase.INACTIVE
+    def computed(work: Any, *_: Any) -> int:
+        return trained(work._begun.begin)
+
+    def counted(attempt: Attempt, *_: Any) -> int:
+        return trained(attempt.begin)
+
+    def brought_home(attempt: Any, *_: Any) -> int:
+        drives = attempt.place.host.driver.phase is not DriverPhase.INACTIVE
+        return 0 if drives else trained(attempt.begin)
 
     def averaged(averaging: Any, peer: str, frame: Any) -> int:
         member = averaging._send_frame.__self__.member
         return member.step if member.phase is Phase.REDUCING else 0
 
-    def saved(node: Any, ballot: Any) -> int:
+    def saved(node: Any, *_: Any) -> int:
         (files,) = node.holdings.files
         before = node.member.step - 1
         if before == 0 or before % files.every:
@@ -134,14 +142,14 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
         "serve": (StateServer, "_send_manifest", lambda s, p, message: message.state_request.step),
         # in a step: before a forward pass, between that and its backward pass, after it, while
         # replicas average, as a source that doesn't drive, and when others are to be made up for
-        "forward": (Pipeline, "_forward", trained),
-        "backward": (Pipeline, "_backward", trained),
-        "counted": (Pipeline, "_count", trained),
+        "forward": (TorchWork, "forward", computed),
+        "backward": (TorchWork, "backward", computed),
+        "counted": (Attempt, "_count", counted),
         "average": (Averaging, "on_frame", averaged),
-        "source": (Pipeline, "_came_home", lambda p, *_: 0 if drives(p) else trained(p)),
-        "patch": (Pipeline, "go_on", lambda pipeline, ballot, begin: begin.step),
+        "source": (Attempt, "_came_home", brought_home),
+        "patch": (Attempt, "go_on", lambda attempt, ballot, begin: begin.step),
         # when the step before is on its disk, and before it is ready for another
-        "saved": (Node, "_reduce", saved),
+        "saved": (Node, "_complete", saved),
         "sync": (Driver, "_synced", lambda driver, syncing, peer, synced, now: synced.step),
     }
 

@@ -23,8 +23,8 @@ from planaria.node.report.events import Cost
 from planaria.node.run_file import RunFile, loads, override
 from planaria.node.stage.model import BodyStage, EmbeddingStage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.stage.pipeline import Pipeline
 from planaria.node.stage.shape import ModelConfig, model_config
+from planaria.node.transaction.attempt import Workplace
 from tests.swarm.in_process import LocalSwarm
 
 ROOT = Path(__file__).parent.parent.parent
@@ -162,7 +162,7 @@ async def kept(run: RunFile, corpus: Corpus, out: Path) -> dict[tuple[int, str],
                 if node.member is None:
                     continue
                 parts = node.holdings.costs()
-                parts["masking"] = Cost(memory_bytes=node.pipeline.most_kept)
+                parts["masking"] = Cost(memory_bytes=node.most_kept)
                 for part, cost in parts.items():
                     found[stage, part] = max(found[stage, part], cost.memory_bytes)
             return swarm.finished()
@@ -188,7 +188,7 @@ async def test_what_is_kept_for_a_loss_is_what_the_daemon_accounts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With equal shares for equal replicas, however busy this machine is."""
-    monkeypatch.setattr(Pipeline, "seconds_per_microbatch", 1.0)
+    monkeypatch.setattr(Workplace, "seconds_per_microbatch", 1.0)
     corpus = Corpus.open(data)
     run = override(loads(RUN), swarm__replicas=replicas, **changes)
     config = model_config(run.model, corpus.vocabulary)

@@ -7,16 +7,15 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import pytest
 import torch
+from conversing import AtOnce
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planaria.node.ports import Priority
 from planaria.node.run_file import ModelSection, RunFile, WireSection
-from planaria.node.stage.compute import ComputeThread
 from planaria.node.stage.model import build_stage
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.stage.pipeline import Pipeline
 from planaria.node.stage.shape import model_config
+from planaria.node.stage.work import TorchWork
 from planaria.node.state import boundary
 from planaria.node.state.boundary import (
     BoundaryClient,
@@ -28,6 +27,7 @@ from planaria.node.state.boundary import (
     Side,
     Wanted,
 )
+from planaria.node.transaction.attempt import Attempt, Workplace
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Codec, Frame
@@ -500,24 +500,15 @@ def test_a_request_that_makes_no_sense_is_refused() -> None:
     assert "stage 2 is not among the 1 lost stages" in fetched.complaints[0]
 
 
-# At the pipeline
-
-
-class Compute:
-    """In place of the compute thread: at once, in order."""
-
-    def run(self, task: Callable[[], T], priority: Priority = Priority.CONTROL) -> Any:
-        future = asyncio.get_running_loop().create_future()
-        future.set_result(task())
-        return future
+# In an attempt
 
 
 class Daemon:
     def __init__(self) -> None:
         self.sent: list[Frame] = []
 
-    def send_frame(self, peer: str, frame: Frame) -> bool:
-        self.sent.append(frame)
+    def send(self, peer: str, item: Frame) -> bool:
+        self.sent.append(item)
         return True
 
     def microbatch_home(self, ballot: Ballot, home: pb.Home) -> None: ...
@@ -534,28 +525,27 @@ class Daemon:
 
 @pytest.mark.parametrize("codec", ["none", "bf16", "int8"])
 @pytest.mark.parametrize("kind", [pb.Begin.TRAIN, pb.Begin.EVALUATE])
-async def test_a_stage_keeps_what_comes_in_and_goes_out(codec: Codec, kind: Any) -> None:
+def test_a_stage_keeps_what_comes_in_and_goes_out(codec: Codec, kind: Any) -> None:
     section = ModelSection(dim=8, heads=2, stages=3, layers=3, context=4, hidden=8)
     config = model_config(section, 16)
     run = RunFile(model=section, wire=WireSection(activations=codec))
     module = build_stage(config, 2, 0)
     keeper, daemon = BoundaryKeeper(at_once, 1), Daemon()
-    pipeline = Pipeline(
-        *("c", 2, module, StageOptimizer(module, torch.device("cpu")), run, config, None),
-        *(torch.device("cpu"), cast(ComputeThread, Compute()), daemon),
-        boundary=keeper,
-    )
+    cpu = torch.device("cpu")
+    work = TorchWork("c", module, StageOptimizer(module, cpu), run, config, cpu)
+    place = Workplace("c", "reassign", 4, work, AtOnce(), daemon, boundary=keeper)
     members = [pb.Place(node="abcd"[stage], stage=stage) for stage in range(4)]
     plan = [pb.Microbatch(id=4, source="a", order=[1, 2, 3], places=[1, 2, 3])]
-    pipeline.start(BALLOT, pb.Begin(step=STEP, kind=kind, members=members, plan=plan))
+    begin = pb.Begin(step=STEP, kind=kind, members=members, plan=plan)
+    attempt = Attempt(place, BALLOT, begin)
+    attempt.start()
     if kind == pb.Begin.TRAIN:
         keeper.start(BALLOT, STEP)
     x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
     descriptors, buffers = encode([x], codec)
     fields = {"microbatch": 4, "position": 2}
     frame = Frame("activation", BALLOT, fields, descriptors, bytearray().join(buffers))
-    pipeline.take("b", frame)
-    await asyncio.sleep(0)
+    attempt.take("b", frame)
     (sent,) = daemon.sent
     keeper.commit(STEP, 0)
     if kind == pb.Begin.EVALUATE:
@@ -565,4 +555,3 @@ async def test_a_stage_keeps_what_comes_in_and_goes_out(codec: Codec, kind: Any)
     ((behind, _, into),) = keeper.sides(STEP, 3, frozenset([3]))
     assert (before, behind) == (Pair(STEP, 4, (1,)), Pair(STEP, 4, (3,)))
     assert (out.payload, into.payload) == (frame.payload, sent.payload)
-    assert keeper.critical_seconds > 0

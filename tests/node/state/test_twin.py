@@ -17,10 +17,11 @@ from planaria.node.run_file import RunFile, loads, override
 from planaria.node.stage.compute import ComputeThread
 from planaria.node.stage.model import EmbeddingStage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.stage.pipeline import Pipeline
 from planaria.node.stage.shape import ModelConfig, model_config
+from planaria.node.stage.work import TorchWork
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.state.twin import Twin, TwinError, next_stage, servers
+from planaria.node.transaction.attempt import Attempt, Workplace
 from planaria.node.transaction.averaging import Abandoned, ReplicaLostError
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
@@ -587,7 +588,7 @@ class Recording(Twin):
 
 
 class Outgoing:
-    """What a pipeline of the tests sends."""
+    """What an attempt of the tests sends."""
 
     def __init__(self) -> None:
         self.frames: asyncio.Queue[Frame] = asyncio.Queue()
@@ -595,6 +596,9 @@ class Outgoing:
     def send_frame(self, peer: str, frame: Frame) -> bool:
         self.frames.put_nowait(frame)
         return True
+
+    def send(self, peer: str, item: Frame) -> bool:
+        return self.send_frame(peer, item)
 
     def microbatch_home(self, ballot: Ballot, home: pb.Home) -> None:
         raise AssertionError("nobody here is a source")
@@ -632,13 +636,15 @@ async def pass_through(
             module = build_stage(config, stage, run.seed)
             twin = Recording(node, stage, config, run, CPU, outgoing.send_frame, compute.run)
             twin.state = replace(twin.state, id=replace(twin.state.id, step=twin_step))
-            pipeline = Pipeline(
-                *(node, stage, module, StageOptimizer(module, CPU), run, config, None, CPU),
-                *(compute, outgoing, twin if stage < 3 else None),
+            work = TorchWork(
+                *(node, module, StageOptimizer(module, CPU), run, config, CPU),
+                twin=twin if stage < 3 else None,
             )
-            pipeline.start(BALLOT, begin)
+            place = Workplace(node, "reassign", 4, work, compute, outgoing, redundant=stage < 3)
+            attempt = Attempt(place, BALLOT, begin)
+            attempt.start()
             for frame in frames:
-                pipeline.take(f"{stage - 1}.0", copied(frame))
+                attempt.take(f"{stage - 1}.0", copied(frame))
             frames = [await outgoing.frames.get() for _ in frames]
             await compute.run(lambda: None, Priority.BACKGROUND)
             redundant += twin.outputs
@@ -650,7 +656,7 @@ async def pass_through(
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-async def test_the_pipeline_computes_the_next_stage_too(precision: str) -> None:
+async def test_a_node_computes_the_next_stage_too(precision: str) -> None:
     run = override(RUN, training__precision=precision)
     redundant, real = await pass_through(run, pb.Begin.TRAIN)
     assert len(redundant) == len(real) == 4

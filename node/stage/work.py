@@ -1,0 +1,246 @@
+"""The arithmetic of one stage in torch, as an attempt asks for it.
+
+It is the compute thread's: after the constructor every method is called there, and nobody else
+looks at what they change. Frames come and go as bytes; they are decoded and encoded here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planaria.node.data.corpus import Corpus
+from planaria.node.data.windows import Windows, microbatch_ids, samples_hash
+from planaria.node.run_file import RunFile
+from planaria.node.stage.model import BodyStage, EmbeddingStage
+from planaria.node.stage.optimizer import StageOptimizer
+from planaria.node.stage.shape import ModelConfig
+from planaria.node.state.twin import Twin
+from planaria.node.transaction.attempt import Done, Visit
+from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.exchange import ComplaintError
+from planaria.node.wire.frames import Frame, WireError
+from planaria.node.wire.tensors import decode, encode
+
+
+@dataclass
+class _Begun:
+    """What belongs to the attempt that began last."""
+
+    ballot: Ballot
+    begin: pb.Begin
+    saved: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Input and output, by microbatch and position: what the backward pass needs."""
+    homes: dict[int, pb.Home] = field(default_factory=dict)
+    """Of the microbatches that are out, as far as they are known."""
+    spent: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds, by microbatch."""
+    ahead: dict[str, Tensor] = field(default_factory=dict)
+    """Gradients made in another node's place, by that node."""
+    inherited: set[str] = field(default_factory=set)
+    """Nodes in whose place this one does what it does."""
+    own: Tensor | None = None
+    """The stage's gradient, before it was reduced."""
+
+
+class TorchWork:
+    """`attempt.StageWork` for a stage's module on `device`. Stage 0 needs the `corpus`."""
+
+    def __init__(
+        self,
+        node: str,
+        module: EmbeddingStage | BodyStage,
+        optimizer: StageOptimizer,
+        run: RunFile,
+        config: ModelConfig,
+        device: torch.device,
+        corpus: Corpus | None = None,
+        twin: Twin | None = None,
+    ) -> None:
+        self.node, self.optimizer = node, optimizer
+        self.run, self.config, self.device = run, config, device
+        self.corpus, self.twin = corpus, twin
+        self._begun = _Begun(NEVER, pb.Begin())
+        compiled: Callable[..., Any] = torch.compile if run.training.compile else _as_it_is
+        if isinstance(module, EmbeddingStage):
+            self._embed, self._loss = compiled(module.embed), compiled(module.loss)
+        else:
+            self._blocks: Callable[[Tensor], Tensor] = compiled(module)
+        if corpus is not None:
+            samples = corpus.count("train", config.context)
+            self._windows = Windows(run.seed, samples, run.training.batch)
+
+    def begin(self, ballot: Ballot, begin: pb.Begin) -> None:
+        self._begun = _Begun(ballot, begin)
+        self.optimizer.zero_gradient()
+
+    def drop(self) -> None:
+        self.begin(NEVER, pb.Begin())
+
+    # --- passes
+
+    def embed(self, ballot: Ballot, visit: Visit) -> Done | None:
+        if ballot != self._begun.ballot:
+            return None
+        started = time.perf_counter()
+        ids, tokens = self._samples(visit.microbatch)
+        self._begun.homes[visit.microbatch] = pb.Home(
+            microbatch=visit.microbatch, samples=len(ids), samples_hash=samples_hash(ids)
+        )
+        with self._mode():
+            x = self._embed(tokens[:, :-1])
+        self._save(visit, tokens, x)
+        return self._onward("activation", visit, x, started)
+
+    def forward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
+        if ballot != self._begun.ballot:
+            return None
+        x = self._decoded(visit, peer, frame)
+        if visit.at_head:
+            return self._head(visit, x)
+        started = time.perf_counter()
+        with self._mode():
+            y = self._blocks(x.requires_grad_(not self._evaluating))
+        self._save(visit, x, y)
+        return self._onward("activation", visit, y, started)
+
+    def backward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
+        if ballot != self._begun.ballot:
+            return None
+        gradient = self._decoded(visit, peer, frame)
+        started = time.perf_counter()
+        into, out = self._begun.saved.pop((visit.microbatch, visit.position))
+        with self._into_gradient_of(visit):
+            out.backward(gradient)  # type: ignore[no-untyped-call]
+        if visit.position == 0:
+            self._spend(visit, started)
+            done = Done(home=self._begun.homes.pop(visit.microbatch), kept=self._kept)
+        else:
+            assert into.grad is not None
+            done = self._onward("gradient", visit, into.grad, started)
+        return done._replace(seconds=self._begun.spent.pop(visit.microbatch))
+
+    def _head(self, visit: Visit, x: Tensor) -> Done:
+        started = time.perf_counter()
+        tokens, _ = self._begun.saved[visit.microbatch, 0]
+        targets = tokens[:, 1:]
+        with self._mode():
+            loss = self._loss(x.requires_grad_(not self._evaluating), targets)
+        home = self._begun.homes[visit.microbatch]
+        home.loss, home.tokens = loss.item(), targets.numel()
+        if self._evaluating:
+            del self._begun.saved[visit.microbatch, 0]
+            return Done(home=self._begun.homes.pop(visit.microbatch))
+        # Each token weighs the same in the window, whoever computes it: gradients simply add up.
+        window = self.run.training.batch * self.config.context
+        with self._into_gradient_of(visit):
+            (loss / window).backward()
+        assert x.grad is not None
+        return self._onward("gradient", visit, x.grad, started)
+
+    def _samples(self, microbatch: int) -> tuple[np.ndarray[Any, Any], Tensor]:
+        assert self.corpus is not None
+        size = self.run.training.microbatch
+        if self._evaluating:
+            split = "validation"
+            count = self.corpus.count(split, self.config.context)
+            ids = (np.arange(microbatch * size, (microbatch + 1) * size)) % count
+        else:
+            split = "train"
+            ids = microbatch_ids(self._windows.ids(self._begun.begin.step), microbatch, size)
+        tokens = self.corpus.samples(split, self.config.context, ids)
+        return ids, torch.from_numpy(tokens).to(self.device)
+
+    def _decoded(self, visit: Visit, peer: str, frame: Frame) -> Tensor:
+        """Raises ComplaintError."""
+        try:
+            (tensor,) = decode(frame.descriptors, frame.payload, self.device)
+        except (WireError, ValueError) as error:
+            reason = f"{frame.kind} of microbatch {visit.microbatch} from {peer}: {error}"
+            raise ComplaintError(reason, [peer]) from error
+        return tensor
+
+    def _onward(self, kind: str, visit: Visit, tensor: Tensor, started: float) -> Done:
+        wire = self.run.wire
+        codec = wire.activations if kind == "activation" else wire.gradients
+        descriptors, buffers = encode([tensor.detach()], codec)
+        onward = visit.after(kind)
+        fields = {"microbatch": onward.microbatch, "position": onward.position}
+        frame = Frame(kind, self._begun.ballot, fields, descriptors, buffers)
+        self._spend(visit, started)
+        return Done(frame, kept=self._kept)
+
+    def _spend(self, visit: Visit, since: float) -> None:
+        self._begun.spent[visit.microbatch] += time.perf_counter() - since
+
+    def _save(self, visit: Visit, into: Tensor, out: Tensor) -> None:
+        if not self._evaluating or visit.position == 0:
+            self._begun.saved[visit.microbatch, visit.position] = (into, out)
+
+    @property
+    def _evaluating(self) -> bool:
+        return self._begun.begin.kind == pb.Begin.EVALUATE
+
+    def _mode(self) -> AbstractContextManager[Any]:
+        if self._evaluating:
+            return torch.no_grad()
+        bf16 = self.run.training.precision == "bf16"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=bf16)
+
+    # --- gradients
+
+    @property
+    def _kept(self) -> int:
+        gradients = [*self._begun.ahead.values()]
+        gradients += [] if self._begun.own is None else [self._begun.own]
+        return sum(flat.nbytes for flat in gradients)
+
+    @contextmanager
+    def _into_gradient_of(self, visit: Visit) -> Iterator[None]:
+        owner, begun = visit.node, self._begun
+        if owner == self.node or owner in begun.inherited:
+            yield
+            return
+        if owner not in begun.ahead:
+            begun.ahead[owner] = torch.zeros_like(self.optimizer.gradient)
+        with self.optimizer.accumulating_into(begun.ahead[owner]):
+            yield
+
+    def keep_gradient(self) -> int:
+        self._begun.own = self.optimizer.gradient.clone()
+        return self._kept
+
+    def inherit(self, lost: frozenset[str]) -> int:
+        begun = self._begun
+        if begun.own is not None:
+            self.optimizer.gradient.copy_(begun.own)
+            begun.own = None
+        for node in lost & begun.ahead.keys():
+            self.optimizer.gradient.add_(begun.ahead.pop(node))
+        begun.inherited |= lost
+        return self._kept
+
+    # --- the twin
+
+    def forward_twin(self, ballot: Ballot, frame: Frame) -> None:
+        begun = self._begun
+        if ballot != begun.ballot or self._evaluating or self.twin is None:
+            return
+        if self.twin.state.id.step != begun.begin.step - 1:  # it is stale
+            return
+        (x,) = decode(frame.descriptors, frame.payload, self.device)
+        with self._mode():
+            self.twin.forward(x)
+
+
+def _as_it_is(call: Callable[..., Any]) -> Callable[..., Any]:
+    return call

@@ -1,0 +1,498 @@
+"""One attempt at a step at one node: which microbatches come, wait, go on, and are sent again.
+
+A microbatch visits its route forward (embed, blocks, head and loss) and then the same nodes
+backward. What is computed there, `StageWork` does in the compute thread. The attempt decides what
+is computed when, and where what comes of it goes; it never looks at what that thread changes.
+
+Where a stage has replicas, its neighbours also keep what they have sent it, until the step is
+committed. When one of the replicas is lost, the attempt goes on by a new plan (docs/masking.md):
+what the lost one was sent is sent again to those that do its microbatches in its place. They redo
+what it had done, and only that; a neighbour that has their results already drops them. With
+`masking = "spare"` a node's stand-in gets what the node gets from the start, and does it ahead when
+it has nothing else to do: what it makes is withheld until the node is lost.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+from planaria.node.ports import Compute, Priority
+from planaria.node.transaction.effects import Ballot
+from planaria.node.transaction.routing import Route, routes, stand_ins
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
+from planaria.recovery.decide import Masking
+
+if TYPE_CHECKING:
+    from planaria.node.state.boundary import BoundaryKeeper, Side
+    from planaria.node.wire.frames import Frame
+
+MEASURED: Final = 9
+"""Microbatches whose median duration is a node's seconds per microbatch."""
+FORGIVEN: Final = 0.8
+"""Factor on a node's seconds per microbatch for each step in which it had none, so that who was
+slow once is tried again."""
+
+
+class Pass(NamedTuple):
+    """What a visit makes of an activation, or of a gradient."""
+
+    microbatch: int
+    position: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class Visit:
+    """Where a microbatch is on its route."""
+
+    microbatch: int
+    position: int
+    route: Route
+
+    def after(self, kind: str) -> Visit:
+        """The next one of an activation, or of a gradient."""
+        by = 1 if kind == "activation" else -1
+        return replace(self, position=self.position + by)
+
+    @property
+    def node(self) -> str:
+        return self.route.nodes[self.position]
+
+    @property
+    def stage(self) -> int:
+        return self.route.stages[self.position]
+
+    @property
+    def at_head(self) -> bool:
+        return self.position == len(self.route.nodes) - 1
+
+    def before(self, kind: str) -> Pass | None:
+        """What is to be done at this node before this; None: nothing is."""
+        if kind == "gradient":
+            position = self.position or len(self.route.nodes) - 1
+        elif self.at_head:
+            position = 0
+        else:
+            return None
+        return Pass(self.microbatch, position, "activation")
+
+
+class Done(NamedTuple):
+    """What has come of a pass."""
+
+    frame: Frame | None = None
+    """For the next visit, under the ballot that the attempt began under."""
+    home: pb.Home | None = None
+    """Of a microbatch that is back at its source."""
+    seconds: float | None = None
+    """Spent on the microbatch at this node in all, once its gradient is there; else None."""
+    kept: int = 0
+    """Bytes of all gradients that are kept now beside the stage's own."""
+
+
+class StageWork(Protocol):
+    """The arithmetic of one stage. All methods are called in the compute thread.
+
+    A pass of another attempt than the one that began last is not done any more: None. A pass in
+    another node's place adds to a gradient of its own, until that node's are inherited.
+    """
+
+    def begin(self, ballot: Ballot, begin: pb.Begin) -> None:
+        """Nothing is left of what began before, and the gradient is zero."""
+        ...
+
+    def drop(self) -> None:
+        """As if no attempt had begun."""
+        ...
+
+    def embed(self, ballot: Ballot, visit: Visit) -> Done | None:
+        """The microbatch's samples are drawn and leave as an activation."""
+        ...
+
+    def forward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
+        """The activation from `peer` leaves as an activation; at the head as a gradient, or, in an
+        evaluation, it is home. Raises ComplaintError for a frame that is damaged."""
+        ...
+
+    def backward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
+        """The gradient from `peer` leaves as a gradient, or is home. Raises ComplaintError for a
+        frame that is damaged."""
+        ...
+
+    def keep_gradient(self) -> int:
+        """A copy of the stage's gradient is kept until `inherit`; returns `Done.kept`."""
+        ...
+
+    def inherit(self, lost: frozenset[str]) -> int:
+        """The gradient is of this node's own passes again, and what was or will be done in the
+        place of the lost nodes belongs to it; returns `Done.kept`."""
+        ...
+
+    def forward_twin(self, ballot: Ballot, frame: Frame) -> None:
+        """What the next stage makes of this very frame is computed redundantly."""
+        ...
+
+
+class AttemptHost(Protocol):
+    """What a node does for its attempt; all called on the event loop."""
+
+    def send(self, peer: str, item: Frame) -> bool: ...
+    def microbatch_home(self, ballot: Ballot, home: pb.Home) -> None: ...
+    def cut_off(self, ballot: Ballot, node: str, reason: str) -> None: ...
+    def attempt_failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> None: ...
+    def crashed(self, error: BaseException) -> None: ...
+
+
+@dataclass
+class Workplace:
+    """What the attempts of a node have in common, and what is known of those that are over."""
+
+    node: str
+    masking: Masking
+    in_flight: int  # microbatches of a source that are under way at a time
+    work: StageWork
+    compute: Compute
+    host: AttemptHost
+    boundary: BoundaryKeeper | None = None
+    redundant: bool = False  # the next stage's forward passes are computed, too
+    computed: int = 0  # microbatches, forward and backward
+    most_kept: int = 0  # by an attempt that is over; bytes, as `Attempt.kept`
+    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED))
+
+    @property
+    def seconds_per_microbatch(self) -> float:
+        """Time that computing one takes here; 0: there was none yet."""
+        return statistics.median(self._seconds) if self._seconds else 0.0
+
+    def count(self, seconds: float) -> None:
+        """One more microbatch was computed."""
+        self.computed += 1
+        self._seconds.append(seconds)
+
+    def forgive(self) -> None:
+        """This node has no microbatch in a step."""
+        self._seconds = deque((FORGIVEN * s for s in self._seconds), maxlen=MEASURED)
+
+
+class Plan:
+    """Who does what, by one `Begin`, as one node sees it. Raises ValueError for one that can't
+    be."""
+
+    def __init__(self, ballot: Ballot, begin: pb.Begin, node: str, masking: Masking) -> None:
+        self.ballot, self.begin = ballot, begin
+        self.routes = routes(begin)
+        self.mine = frozenset(m for m, route in self.routes.items() if node in route.nodes)
+        training = begin.kind == pb.Begin.TRAIN
+        replicas = Counter(place.stage for place in begin.members)
+        self.maskable = frozenset(
+            place.node
+            for place in begin.members
+            if training and masking != "abort" and replicas[place.stage] > 1
+        )
+        """Whose loss leaves their stage alive."""
+        self.stand_ins = stand_ins(begin.members) if training and masking == "spare" else {}
+
+
+class Attempt:
+    """One attempt at a step at one node, from its `Begin` on. All methods belong to the event
+    loop."""
+
+    def __init__(self, place: Workplace, ballot: Ballot, begin: pb.Begin) -> None:
+        """Raises ValueError for a plan that can't be."""
+        self.place, self.node = place, place.node
+        self.began = ballot
+        self._plan = Plan(ballot, begin, place.node, place.masking)
+        self.applied: set[int] = set()  # ids whose gradient is in the stage's
+        self.over = False  # nothing of it has an effect any more
+        self._waiting: deque[int] = deque()  # to be injected here
+        self._out: set[int] = set()  # injected, and not home
+        self._seen: set[Pass] = set()
+        self._done: set[Pass] = set()
+        self._early: dict[Pass, list[tuple[str, Frame]]] = {}  # frames, by what comes before them
+        self._sent: dict[Pass, Frame] = {}  # to maskable nodes
+        self._done_ahead: set[int] = set()  # microbatches that were others' when they were done
+        self._withheld: dict[Pass, Frame] = {}  # made in another's place
+        self._homes: dict[int, pb.Home] = {}  # come home, and not sent
+        self._gradients_kept = 0  # bytes
+        self._completed: Outcome[None] | None = None  # whoever waits for it
+
+    # --- its course
+
+    @property
+    def ballot(self) -> Ballot:
+        """What it goes on under."""
+        return self._plan.ballot
+
+    @property
+    def begin(self) -> pb.Begin:
+        return self._plan.begin
+
+    @property
+    def kept(self) -> int:
+        """Bytes of what may have to be sent or averaged again."""
+        frames = (*self._sent.values(), *self._withheld.values())
+        return sum(frame.size for frame in frames) + self._gradients_kept
+
+    def start(self) -> None:
+        if not self._plan.mine:
+            self.place.forgive()
+        self._tell_work(partial(self.place.work.begin, self.began, self.begin))
+        self._waiting.extend(m.id for m in self.begin.plan if m.source == self.node)
+        self._inject()
+
+    def go_on(self, ballot: Ballot, begin: pb.Begin) -> None:
+        """By a new plan, in which others have the microbatches of who was lost. Raises
+        ValueError."""
+        before = self._plan
+        plan = Plan(ballot, begin, self.node, self.place.masking)
+        lost = {place.node for place in before.begin.members}
+        lost -= {place.node for place in begin.members}
+        left = frozenset(node for node in lost if before.stand_ins.get(node) == self.node)
+        if plan.routes.keys() != before.routes.keys():
+            raise ValueError("the new plan is of other microbatches than the one before it")
+        for microbatch, route in before.routes.items():
+            if left & set(route.nodes) and self.node not in plan.routes[microbatch].nodes:
+                raise ValueError(f"microbatch {microbatch} is not given to the lost one's stand-in")
+        self._plan = plan
+        self._note_if_complete()
+        self._tell_work(partial(self.place.work.inherit, left))
+        for sent, frame in list(self._sent.items()):
+            node = plan.routes[sent.microbatch].nodes[sent.position]
+            if node != before.routes[sent.microbatch].nodes[sent.position]:
+                self._send(node, sent, frame)
+        self._release()
+        self._waiting.extend(
+            m.id for m in begin.plan if m.source == self.node != before.routes[m.id].nodes[0]
+        )
+        self._inject()
+
+    def _release(self) -> None:
+        """What was done in the place of nodes that are lost now is this node's own."""
+        self.applied |= self._done_ahead & self._plan.mine
+        self._note_if_complete()
+        for made, frame in list(self._withheld.items()):
+            del self._withheld[made]
+            self._send_or_withhold(made, frame)
+        self._send_homes()
+
+    def end(self) -> None:
+        """There is a newer one."""
+        self.over = True
+        self.place.most_kept = max(self.place.most_kept, self.kept)
+
+    def drop(self) -> None:
+        """It leaves no trace."""
+        self.end()
+        self._tell_work(self.place.work.drop)
+
+    async def complete(self, exchanges: Exchanges, deadline: float) -> None:
+        """The gradient is of all of this node's microbatches; those that it does in place of a lost
+        node may come home long before. It may be reduced in vain, so a copy is kept while another
+        loss may do that. One exchange at a time waits for it. Raises ComplaintError after
+        `deadline` seconds."""
+        until = exchanges.now + deadline
+        while missing := self._plan.mine - self.applied:
+            self._completed = Outcome(exchanges)
+            try:
+                await self._completed.within(until)
+            except TimeoutError:
+                raise ComplaintError(
+                    f"after {deadline:g} s microbatches {sorted(missing)} are not computed"
+                ) from None
+        if self.node in self._plan.maskable:
+            self._gradients_kept = await exchanges.compute(self.place.work.keep_gradient)
+
+    def _note_if_complete(self) -> None:
+        if self._completed is not None and self.applied >= self._plan.mine:
+            self._completed.fulfil(None)
+
+    # --- the source
+
+    def _inject(self) -> None:
+        while self._waiting and len(self._out) < self.place.in_flight:
+            microbatch = self._waiting.popleft()
+            if (
+                microbatch not in self.applied
+            ):  # else it was done ahead, and is home before its turn
+                self._out.add(microbatch)
+                self._embed_soon(microbatch, Priority.FORWARD)
+
+    def _embed_soon(self, microbatch: int, priority: Priority) -> None:
+        first = Pass(microbatch, 0, "activation")
+        if first not in self._seen:  # else it was done ahead
+            self._seen.add(first)
+            visit = Visit(microbatch, 0, self._plan.routes[microbatch])
+            embed = partial(self.place.work.embed, self.began, visit)
+            self._compute(priority, first, embed, partial(self._passed, visit, None))
+
+    def _came_home(self, home: pb.Home) -> None:
+        self._out.discard(home.microbatch)
+        self._homes[home.microbatch] = home
+        self._send_homes()
+        self._inject()
+
+    def _send_homes(self) -> None:
+        """Those that are this node's to send."""
+        for microbatch in [m for m in self._homes if self._plan.routes[m].nodes[0] == self.node]:
+            self.place.host.microbatch_home(self.ballot, self._homes.pop(microbatch))
+
+    # --- frames
+
+    def take(self, peer: str, frame: Frame) -> None:
+        """A frame of this attempt has come from `peer`."""
+        if self.over:
+            return
+        try:
+            visit = self._visit(peer, frame)
+            expected = self._is_expected(peer, frame, visit)
+        except ComplaintError as complaint:
+            self._fail(complaint)
+            return
+        this = Pass(visit.microbatch, visit.position, frame.kind)
+        if not expected or this in self._seen:
+            return
+        before = visit.before(frame.kind)
+        ahead = visit.node != self.node
+        if before is not None and before not in self._done:  # it is redone, or done ahead, here
+            self._early.setdefault(before, []).append((peer, frame))
+            if ahead and before.position == 0:
+                self._embed_soon(visit.microbatch, Priority.BACKGROUND)
+            return
+        self._seen.add(this)
+        work = self.place.work
+        forward = frame.kind == "activation"
+        priority = Priority.FORWARD if forward and not visit.at_head else Priority.BACKWARD
+        priority = Priority.BACKGROUND if ahead else priority
+        compute = partial(work.forward if forward else work.backward, self.began, visit)
+        passed = partial(self._passed, visit, frame)
+        self._compute(priority, this, partial(compute, peer, frame), passed)
+
+    def _visit(self, peer: str, frame: Frame) -> Visit:
+        """Raises ComplaintError."""
+        try:
+            microbatch, position = int(frame.fields["microbatch"]), int(frame.fields["position"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise _bad_frame(peer, f"it lacks or garbles {error}") from error
+        route = self._plan.routes.get(microbatch)
+        if route is None:
+            raise _bad_frame(peer, f"there is no microbatch {microbatch} in this attempt")
+        first, last = (1, 0) if frame.kind == "activation" else (0, 1)
+        if not first <= position < len(route.nodes) - last:
+            visits = f"a route of {len(route.nodes)} visits"
+            raise _bad_frame(peer, f"{frame.kind} at position {position} of {visits}")
+        return Visit(microbatch, position, route)
+
+    def _is_expected(self, peer: str, frame: Frame, visit: Visit) -> bool:
+        """Who follows an older plan, from before a loss, may send what is another's by now. Raises
+        ComplaintError at who follows this one."""
+        sender = replace(visit, position=2 * visit.position - visit.after(frame.kind).position)
+        here = self.node in (visit.node, self._plan.stand_ins.get(visit.node))
+        if here and sender.node == peer:
+            return True
+        if frame.ballot == self.ballot:
+            raise ComplaintError(
+                f"{peer} sent the {frame.kind} of microbatch {visit.microbatch} for stage "
+                f"{visit.stage}, which by the plan goes from {sender.node} to {visit.node}",
+                [peer],
+            )
+        return False
+
+    def _passed(self, visit: Visit, received: Frame | None, done: Done) -> None:
+        """`received`: what the pass was of; None: it began the microbatch's way."""
+        made = done.frame
+        if received is not None:
+            self._keep("received", visit, received)
+        if made is not None:
+            self._keep("sent", visit, made)
+        self._gradients_kept = done.kept
+        if done.seconds is not None:
+            self._count(visit.microbatch, done.seconds)
+        if made is not None:
+            onward = visit.after(made.kind)
+            self._send_or_withhold(Pass(onward.microbatch, onward.position, made.kind), made)
+            if made.kind == "activation" and self.place.redundant:
+                twin = partial(self.place.work.forward_twin, self.began, made)
+                self._tell_work(twin, Priority.BACKGROUND)
+        if done.home is not None:
+            self._came_home(done.home)
+
+    def _keep(self, side: Side, visit: Visit, frame: Frame) -> None:
+        boundary = self.place.boundary
+        if boundary is not None and frame.kind == "activation" and self.node in visit.route.nodes:
+            boundary.keep(side, frame, self.began, visit.route.stages)
+
+    def _send_or_withhold(self, made: Pass, frame: Frame) -> None:
+        """By the plan as it is now: it may be another one than when this was computed."""
+        nodes = self._plan.routes[made.microbatch].nodes
+        made_at = made.position - (1 if made.kind == "activation" else -1)
+        if nodes[made_at] == self.node:
+            self._send(nodes[made.position], made, frame)
+        else:
+            self._withheld[made] = frame
+
+    def _send(self, node: str, made: Pass, frame: Frame) -> None:
+        frame = replace(frame, ballot=self.ballot)
+        if node in self._plan.maskable:
+            self._sent[made] = frame
+        for to in filter(None, (node, self._plan.stand_ins.get(node))):
+            if not self.place.host.send(to, frame):
+                reason = f"no link to {to} for microbatch {made.microbatch}"
+                self.place.host.cut_off(self.ballot, to, reason)
+
+    # --- small things
+
+    def _count(self, microbatch: int, seconds: float) -> None:
+        own = microbatch in self._plan.mine
+        (self.applied if own else self._done_ahead).add(microbatch)
+        self.place.count(seconds)
+        self._note_if_complete()
+
+    def _fail(self, complaint: ComplaintError) -> None:
+        self.place.host.attempt_failed(self.ballot, str(complaint), complaint.accused)
+
+    def _compute(
+        self,
+        priority: Priority,
+        this: Pass,
+        work: Callable[[], Done | None],
+        passed: Callable[[Done], None],
+    ) -> None:
+        """In the compute thread; then, if it is still wanted, go on with what has come of it."""
+
+        def then(done: Done | Exception | None) -> None:
+            match done:
+                case ComplaintError() if not self.over:
+                    self._fail(done)
+                case Done() if not self.over:
+                    passed(done)
+                    self._done.add(this)
+                    for peer, frame in self._early.pop(this, []):
+                        self.take(peer, frame)
+                case _:
+                    self._raise_error(done)
+
+        self.place.compute.post(work, then, priority)
+
+    def _tell_work(
+        self, work: Callable[[], int | None], priority: Priority = Priority.CONTROL
+    ) -> None:
+        def then(kept: int | Exception | None) -> None:
+            if isinstance(kept, int):
+                self._gradients_kept = kept
+            self._raise_error(kept)
+
+        self.place.compute.post(work, then, priority)
+
+    def _raise_error(self, result: object) -> None:
+        if isinstance(result, Exception) and not isinstance(result, ComplaintError):
+            self.place.host.crashed(result)
+
+
+def _bad_frame(peer: str, what: str) -> ComplaintError:
+    return ComplaintError(f"{peer} sent a bad frame: {what}", [peer])

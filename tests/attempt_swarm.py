@@ -1,0 +1,369 @@
+"""A small swarm in the middle of a step: attempts, and what crosses between them, in any order."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from planaria.node.ports import Priority
+from planaria.node.transaction.attempt import Attempt, Done, StageWork, Visit, Workplace
+from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.transaction.routing import stand_ins
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.exchange import ComplaintError, Exchange, Exchanges
+from planaria.node.wire.frames import Frame, buffers_of
+from planaria.recovery.decide import Masking
+
+STAGES, MICROBATCHES = 2, 5
+BEGAN = Ballot(1, 1)
+
+
+def vector(*parts: object) -> np.ndarray[Any, Any]:
+    """uint32 [4] that follow from `parts`."""
+    return np.frombuffer(hashlib.blake2b(repr(parts).encode(), digest_size=16).digest(), np.uint32)
+
+
+class VirtualWork:
+    """The arithmetic of a stage with fingerprints for tensors. A gradient is uint32 [4] and adds
+    modulo 2^32, so a sum shows in every bit whose gradients are in it, and how often."""
+
+    def __init__(self, node: str, stage: int) -> None:
+        self.node, self.stage = node, stage
+        self.gradient = np.zeros(4, np.uint32)
+        self.done: Counter[str] = Counter()
+        self.drop()
+
+    def begin(self, ballot: Ballot, begin: pb.Begin) -> None:
+        self.ballot, self.evaluating = ballot, begin.kind == pb.Begin.EVALUATE
+        self.gradient[:] = 0
+        self.saved: dict[tuple[int, int], bytes] = {}
+        self.homes: dict[int, pb.Home] = {}
+        self.ahead: dict[str, np.ndarray[Any, Any]] = {}
+        self.inherited: set[str] = set()
+        self.own: np.ndarray[Any, Any] | None = None
+
+    def drop(self) -> None:
+        self.begin(NEVER, pb.Begin())
+
+    def embed(self, ballot: Ballot, visit: Visit) -> Done | None:
+        if ballot != self.ballot:
+            return None
+        self.homes[visit.microbatch] = pb.Home(
+            microbatch=visit.microbatch, samples=1, samples_hash=bytes([visit.microbatch])
+        )
+        return self._onward("activation", visit, bytes(vector("embedded", visit.microbatch)))
+
+    def forward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
+        if ballot != self.ballot:
+            return None
+        x = self._decoded(peer, frame)
+        if not visit.at_head:
+            return self._onward("activation", visit, x)
+        home = self.homes[visit.microbatch]
+        home.loss, home.tokens = float(vector("loss", x)[0]), 1
+        if self.evaluating:
+            return Done(home=self.homes.pop(visit.microbatch))
+        self._add(visit, "head", x)
+        return self._onward("gradient", visit, bytes(vector("loss's", x)))
+
+    def backward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
+        if ballot != self.ballot:
+            return None
+        x = self.saved.pop((visit.microbatch, visit.position))
+        gradient = self._decoded(peer, frame)
+        self._add(visit, x, gradient)
+        if visit.position > 0:
+            into = bytes(vector("backward", self.stage, x, gradient))
+            return self._onward("gradient", visit, into)._replace(seconds=1.0)
+        return Done(home=self.homes.pop(visit.microbatch), seconds=1.0, kept=self.kept)
+
+    def keep_gradient(self) -> int:
+        self.own = self.gradient.copy()
+        return self.kept
+
+    def inherit(self, lost: frozenset[str]) -> int:
+        if self.own is not None:
+            self.gradient[:], self.own = self.own, None
+        for node in lost & self.ahead.keys():
+            self.gradient += self.ahead.pop(node)
+        self.inherited |= lost
+        return self.kept
+
+    def forward_twin(self, ballot: Ballot, frame: Frame) -> None:
+        if ballot == self.ballot:
+            self.done["twin"] += 1
+
+    @property
+    def kept(self) -> int:
+        own = 0 if self.own is None else self.own.nbytes
+        return own + sum(gradient.nbytes for gradient in self.ahead.values())
+
+    def _decoded(self, peer: str, frame: Frame) -> bytes:
+        payload = b"".join(buffers_of(frame.payload))
+        if len(payload) != 16:
+            raise ComplaintError(f"{frame.kind} from {peer} is damaged", [peer])
+        return payload
+
+    def _add(self, visit: Visit, *parts: object) -> None:
+        owner = visit.node
+        into = self.gradient
+        if owner != self.node and owner not in self.inherited:
+            into = self.ahead.setdefault(owner, np.zeros(4, np.uint32))
+        into += vector("gradient", self.stage, visit.microbatch, *parts)
+
+    def _onward(self, kind: str, visit: Visit, x: bytes) -> Done:
+        self.done[kind] += 1
+        if kind == "activation":
+            self.saved[visit.microbatch, visit.position] = x
+            x = bytes(vector("forward", self.stage, x))
+        onward = visit.after(kind)
+        fields = {"microbatch": onward.microbatch, "position": onward.position}
+        return Done(Frame(kind, self.ballot, fields, [], x), kept=self.kept)
+
+
+class Compute:
+    """A compute thread that works when it is told to, and whose results are heard when that is
+    told."""
+
+    def __init__(self) -> None:
+        self._tasks: list[tuple[Priority, int, Callable[[], Any], Callable[[Any], None]]] = []
+        self._results: deque[tuple[Callable[[Any], None], Any]] = deque()
+        self._count = 0
+
+    @property
+    def moves(self) -> list[Callable[[], None]]:
+        """What can happen."""
+        return [self._work] * bool(self._tasks) + [self._hear] * bool(self._results)
+
+    @property
+    def posted(self) -> list[Priority]:
+        return [priority for priority, *_ in sorted(self._tasks, key=lambda task: task[:2])]
+
+    def post(self, work: Any, then: Any, priority: Priority) -> None:
+        self._count += 1
+        heapq.heappush(self._tasks, (priority, self._count, work, then))
+
+    def _work(self) -> None:
+        _, _, work, then = heapq.heappop(self._tasks)
+        try:
+            self._results.append((then, work()))
+        except Exception as error:  # noqa: BLE001 (whatever it is, it belongs to who waits)
+            self._results.append((then, error))
+
+    def _hear(self) -> None:
+        then, result = self._results.popleft()
+        then(result)
+
+
+@dataclass
+class Node:
+    """What the daemon is to an attempt."""
+
+    swarm: Swarm
+    name: str
+    stage: int
+    homes: dict[int, pb.Home] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.compute = Compute()
+        self.exchanges = Exchanges(self.compute, soon=lambda: None, crashed=self.crashed)
+        self.work = self.swarm.make_work(self.name, self.stage)
+        self.workplace = Workplace(
+            node=self.name,
+            masking=self.swarm.masking,
+            in_flight=2,
+            work=self.work,
+            compute=self.compute,
+            host=self,
+        )
+        self.attempt: Attempt
+        self.reducing: Exchange[None]
+
+    @property
+    def gradient(self) -> Any:
+        """Of the stage: of numpy or of torch."""
+        work: Any = self.work
+        return work.gradient if isinstance(work, VirtualWork) else work.optimizer.gradient
+
+    def starts(self, ballot: Ballot, begin: pb.Begin) -> None:
+        self.attempt = Attempt(self.workplace, ballot, begin)
+        self.attempt.start()
+        self._completes()
+
+    def goes_on(self, ballot: Ballot, begin: pb.Begin) -> None:
+        replicas = [one for one in self.attempt.begin.members if one.stage == self.stage]
+        if self.reducing.done and len(replicas) > 1:
+            self.compute.post(self._spoil, lambda _: None, Priority.CONTROL)
+        self.reducing.cancel()
+        self.attempt.go_on(ballot, begin)
+        self._completes()
+
+    def run(self) -> None:
+        self.exchanges.run(0.0)
+
+    def _completes(self) -> None:
+        self.reducing = self.exchanges.start(self.attempt.complete(self.exchanges, 1.0))
+
+    def _spoil(self) -> None:
+        """It is half summed with those of other replicas."""
+        self.gradient[:] = 3
+
+    def send(self, peer: str, item: Frame) -> bool:
+        payload = bytearray().join(buffers_of(item.payload))
+        self.swarm.under_way.append((self.name, peer, replace(item, payload=payload)))
+        return True
+
+    def microbatch_home(self, ballot: Ballot, home: pb.Home) -> None:
+        assert home.microbatch not in self.homes
+        self.homes[home.microbatch] = home
+
+    def cut_off(self, ballot: Ballot, node: str, reason: str) -> None:
+        raise AssertionError(reason)
+
+    def attempt_failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> None:
+        raise AssertionError(reason, accused)
+
+    def crashed(self, error: BaseException) -> None:
+        raise error
+
+
+class Swarm:
+    """Attempts, what their compute threads have to do, and what is under way between them; what
+    happens next, `chance` picks, and when new plans arrive."""
+
+    def __init__(
+        self,
+        replicas: int,
+        chance: random.Random,
+        masking: Masking = "reassign",
+        make_work: Callable[[str, int], StageWork] = VirtualWork,
+    ) -> None:
+        self.chance, self.masking, self.make_work = chance, masking, make_work
+        self.under_way: list[tuple[str, str, Frame]] = []
+        self.plans: list[tuple[str, Ballot, pb.Begin]] = []
+        self.nodes = {
+            f"{stage}.{replica}": Node(self, f"{stage}.{replica}", stage)
+            for stage in range(STAGES + 1)
+            for replica in range(replicas)
+        }
+        self.lost: set[str] = set()
+        self.number = 1
+        self.served = {
+            (microbatch, stage): f"{stage}.{microbatch % replicas}"
+            for microbatch in range(MICROBATCHES)
+            for stage in range(STAGES + 1)
+        }
+
+    def left(self) -> dict[str, Node]:
+        return {name: node for name, node in self.nodes.items() if name not in self.lost}
+
+    def begin(self, kind: Any = pb.Begin.TRAIN) -> pb.Begin:
+        members = [pb.Place(node=name, stage=node.stage) for name, node in self.left().items()]
+        names = [member.node for member in members]
+        begin = pb.Begin(step=1, kind=kind, members=members)
+        for microbatch in range(MICROBATCHES):
+            order = [1, 2] if microbatch % 2 == 0 else [2, 1]
+            places = [names.index(self.served[microbatch, stage]) for stage in order]
+            source = self.served[microbatch, 0]
+            begin.plan.add(id=microbatch, source=source, order=order, places=places)
+        return begin
+
+    def starts(self, kind: Any = pb.Begin.TRAIN) -> None:
+        for node in self.nodes.values():
+            node.starts(BEGAN, self.begin(kind))
+
+    def loses(self, names: set[str], mute: bool) -> bool:
+        """Whether it can go on without them. `mute`: what they have sent doesn't arrive either."""
+        stages = {node.stage for name, node in self.left().items() if name not in names}
+        if len(stages) <= STAGES:
+            return False
+        before = [pb.Place(node=name, stage=node.stage) for name, node in self.left().items()]
+        ahead = stand_ins(before) if self.masking == "spare" else {}
+        self.lost |= names
+        self.number += 1
+        for (microbatch, stage), name in self.served.items():
+            if name in names:
+                left = [other for other, node in self.left().items() if node.stage == stage]
+                heir = ahead.get(name)
+                self.served[microbatch, stage] = (
+                    heir if heir in left else left[microbatch % len(left)]
+                )
+        begin = self.begin()
+        begin.since.CopyFrom(BEGAN.message())
+        self.plans += [(name, Ballot(1, self.number), begin) for name in self.left()]
+        if mute:
+            self.under_way = [item for item in self.under_way if item[0] not in names]
+        return True
+
+    def goes_on(self, name: str) -> None:
+        number = next(i for i, plan in enumerate(self.plans) if plan[0] == name)
+        _, ballot, begin = self.plans.pop(number)
+        if name not in self.lost:
+            self.nodes[name].goes_on(ballot, begin)
+
+    def moves(self) -> bool:
+        """One thing happens; False: nothing is under way, and all that was posted is done."""
+        happens: list[Callable[[], None]] = [
+            move for node in self.left().values() for move in node.compute.moves
+        ]
+        happens += [node.run for node in self.left().values() if not node.exchanges.idle]
+        happens += [self._arrives] * (len(self.under_way) + len(self.plans))
+        if not happens:
+            return False
+        self.chance.choice(happens)()
+        return True
+
+    def _arrives(self) -> None:
+        number = self.chance.randrange(len(self.under_way) + len(self.plans))
+        if number >= len(self.under_way):
+            self.goes_on(self.plans[number - len(self.under_way)][0])
+            return
+        peer, to, frame = self.under_way.pop(number)
+        while to not in self.lost and frame.ballot > self.nodes[to].attempt.ballot:
+            self.goes_on(to)  # as the member holds it until then
+        if to not in self.lost:
+            self.nodes[to].attempt.take(peer, frame)
+
+    def ends(self) -> None:
+        while self.moves():
+            pass
+
+    def gradients(self) -> list[Any]:
+        """Of each stage, summed over the nodes that are left."""
+        return [
+            sum(node.gradient for node in self.left().values() if node.stage == stage)
+            for stage in range(STAGES + 1)
+        ]
+
+    def check_everything_is_there_once(self) -> None:
+        for stage in range(STAGES + 1):
+            applied = Counter(
+                microbatch
+                for node in self.left().values()
+                if node.stage == stage
+                for microbatch in node.attempt.applied
+            )
+            assert applied == Counter(range(MICROBATCHES)), f"stage {stage}"
+        for node in self.left().values():
+            assert node.reducing.done
+            node.reducing.result()
+
+    def check_homes_are_those_of(self, other: Swarm) -> None:
+        for microbatch, home in other.nodes["0.0"].homes.items():
+            assert self.nodes[self.served[microbatch, 0]].homes[microbatch] == home
+
+
+def undisturbed(make_work: Callable[[str, int], StageWork] = VirtualWork) -> Swarm:
+    """One node a stage, and all has been computed."""
+    swarm = Swarm(1, random.Random(0), make_work=make_work)
+    swarm.starts()
+    swarm.ends()
+    swarm.check_everything_is_there_once()
+    return swarm

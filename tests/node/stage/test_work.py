@@ -1,0 +1,204 @@
+"""A stage's arithmetic in torch: what the attempts of a small swarm compute with real tensors."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from attempt_swarm import BEGAN, STAGES, Swarm, undisturbed
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from planaria.node.data.corpus import Corpus
+from planaria.node.run_file import ModelSection, RunFile, TrainingSection
+from planaria.node.stage.compute import ComputeThread
+from planaria.node.stage.model import build_stage
+from planaria.node.stage.optimizer import StageOptimizer
+from planaria.node.stage.shape import model_config
+from planaria.node.stage.work import TorchWork
+from planaria.node.transaction.attempt import Attempt, StageWork, Visit, Workplace
+from planaria.node.transaction.effects import Ballot
+from planaria.node.transaction.routing import Route
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.exchange import ComplaintError
+from planaria.node.wire.frames import Frame
+from planaria.node.wire.tensors import encode
+
+CPU = torch.device("cpu")
+SECTION = ModelSection(dim=8, heads=2, stages=STAGES, layers=2, context=4, hidden=8)
+RUN = RunFile(model=SECTION, training=TrainingSection(batch=10, microbatch=2))
+
+
+@pytest.fixture(scope="module")
+def corpus(data) -> Corpus:
+    return Corpus.open(data)
+
+
+def make_work(corpus: Corpus, node: str, stage: int, kind: type[TorchWork] = TorchWork) -> Any:
+    config = model_config(SECTION, corpus.vocabulary)
+    module = build_stage(config, stage, 0)
+    optimizer = StageOptimizer(module, CPU)
+    return kind(node, module, optimizer, RUN, config, CPU, None if stage else corpus)
+
+
+def check_gradients(swarm: Swarm, other: Swarm) -> None:
+    for found, wanted in zip(swarm.gradients(), other.gradients(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    replicas=st.integers(2, 3),
+    masking=st.sampled_from(["reassign", "spare"]),
+    losses=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 2), st.booleans()), max_size=3),
+)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+def test_whoever_is_lost_every_microbatch_is_in_each_gradient_once(
+    corpus, seed, replicas, masking, losses
+):
+    make: Any = partial(make_work, corpus)
+    chance = random.Random(seed)
+    swarm = Swarm(replicas, chance, masking, make)
+    swarm.starts()
+    for after, count, mute in losses:
+        for _ in range(after):
+            swarm.moves()
+        swarm.loses(set(chance.sample(sorted(swarm.left()), count)), mute)
+    swarm.ends()
+    swarm.check_everything_is_there_once()
+    expected = undisturbed(make)
+    check_gradients(swarm, expected)
+    swarm.check_homes_are_those_of(expected)
+
+
+def test_a_gradient_that_was_reduced_in_vain_is_the_nodes_own_again(corpus):
+    make: Any = partial(make_work, corpus)
+    swarm = Swarm(2, random.Random(0), make_work=make)
+    swarm.starts()
+    swarm.ends()
+    own = swarm.nodes["1.0"].gradient.clone()
+    swarm.loses({"1.1"}, mute=True)  # it is spoilt then
+    swarm.ends()
+    check_gradients(swarm, undisturbed(make))
+    assert not torch.equal(swarm.nodes["1.0"].gradient, own)
+
+
+def test_bytes_that_are_kept_are_those_of_gradients(corpus):
+    swarm = Swarm(2, random.Random(0), "spare", partial(make_work, corpus))
+    swarm.starts()
+    swarm.ends()
+    for node in swarm.nodes.values():
+        attempt = node.attempt
+        frames = [*attempt._sent.values(), *attempt._withheld.values()]
+        sizes = sum(frame.size for frame in frames)
+        assert attempt.kept == sizes + 2 * node.gradient.nbytes  # its own, and the other's
+
+
+def test_a_frame_that_cannot_be_decoded_is_a_complaint_about_its_sender(corpus):
+    work = make_work(corpus, "1.0", 1)
+    work.begin(BEGAN, pb.Begin(step=1))
+    visit = Visit(3, 1, Route(("0.0", "1.0", "2.0", "0.0"), (0, 1, 2, 0)))
+    descriptors, payload = encode([torch.ones(2, 4, 8)], "none")
+    damaged = bytearray().join(payload)
+    damaged[5] ^= 1
+    frame = Frame("activation", BEGAN, {"microbatch": 3, "position": 1}, descriptors, damaged)
+    with pytest.raises(
+        ComplaintError, match=r"activation of microbatch 3 from 0\.0: .*damaged"
+    ) as failure:
+        work.forward(BEGAN, visit, "0.0", frame)
+    assert failure.value.accused == ["0.0"]
+    two = Frame("activation", BEGAN, {}, [*descriptors, *descriptors], (*payload, *payload))
+    with pytest.raises(ComplaintError, match=r"activation of microbatch 3 from 0\.0"):
+        work.forward(BEGAN, visit, "0.0", two)
+
+
+def test_a_pass_of_an_older_attempt_is_not_done(corpus):
+    work = make_work(corpus, "0.0", 0)
+    visit = Visit(0, 0, Route(("0.0", "1.0", "2.0", "0.0"), (0, 1, 2, 0)))
+    assert work.embed(BEGAN, visit) is None
+    work.begin(BEGAN, pb.Begin(step=1))
+    assert work.embed(BEGAN, visit) is not None
+    work.begin(Ballot(1, 2), pb.Begin(step=1))
+    assert work.embed(BEGAN, visit) is None
+    work.drop()
+    assert work.embed(Ballot(1, 2), visit) is None
+
+
+# --- the two threads
+
+
+def guarded(kind: type, thread: Any) -> type:
+    """`kind`, whose fields can be touched from `thread()` only, once there is one."""
+
+    class Guarded(kind):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> Any:
+            if name in object.__getattribute__(self, "__dict__"):
+                check(name)
+            return super().__getattribute__(name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            check(name)
+            super().__setattr__(name, value)
+
+    def check(name: str) -> None:
+        owner, here = thread(), threading.current_thread()
+        if owner is not None and here is not owner:
+            trespasses.append(f"{kind.__name__}.{name} from {here.name}")
+
+    return Guarded
+
+
+trespasses: list[str] = []
+
+
+async def test_no_field_is_touched_from_two_threads(corpus):
+    """Two nodes a stage with threads of their own, one of them lost on the way."""
+    trespasses.clear()
+    loop, main = asyncio.get_running_loop(), threading.current_thread()
+    threads: dict[str, threading.Thread] = {}
+    swarm = Swarm(2, random.Random(0), "spare", partial(make_guarded, corpus, threads))
+    computes = {}
+    for name, node in swarm.nodes.items():
+        computes[name] = compute = ComputeThread(name, loop)
+        threads[name] = compute._thread
+        node.compute = compute
+        fields = vars(node.workplace) | {"compute": compute}
+        node.workplace = guarded(Workplace, lambda: main)(
+            **{name: value for name, value in fields.items() if name != "_seconds"}
+        )
+
+    def starts(node: Any) -> None:
+        node.attempt = guarded(Attempt, lambda: main)(node.workplace, BEGAN, swarm.begin())
+        node.attempt.start()
+
+    async def until_all_is_applied() -> None:
+        count = 0
+        while count < 5 * (STAGES + 1):
+            await asyncio.sleep(0.001)
+            while swarm.under_way:
+                swarm._arrives()
+            count = sum(len(node.attempt.applied) for node in swarm.left().values())
+
+    try:
+        for node in swarm.nodes.values():
+            starts(node)
+        await until_all_is_applied()
+        swarm.loses({"1.1"}, mute=True)
+        for name in list(swarm.left()):
+            _, ballot, begin = next(plan for plan in swarm.plans if plan[0] == name)
+            swarm.nodes[name].attempt.go_on(ballot, begin)
+        swarm.plans.clear()
+        await until_all_is_applied()
+    finally:
+        for compute in computes.values():
+            await asyncio.to_thread(compute.stop)
+    assert trespasses == []
+
+
+def make_guarded(corpus: Corpus, threads: dict[str, Any], node: str, stage: int) -> StageWork:
+    return make_work(corpus, node, stage, guarded(TorchWork, lambda: threads.get(node)))

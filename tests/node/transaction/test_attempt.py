@@ -1,0 +1,401 @@
+"""An attempt without a tensor: what is computed, sent, withheld and sent again, in any order."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from attempt_swarm import (
+    BEGAN,
+    MICROBATCHES,
+    STAGES,
+    Compute,
+    Node,
+    Swarm,
+    VirtualWork,
+    undisturbed,
+)
+from conversing import Nodes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planaria.node.ports import Priority
+from planaria.node.transaction.attempt import FORGIVEN, Attempt, Workplace
+from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.exchange import ComplaintError
+from planaria.node.wire.frames import Frame
+
+
+def same_gradients(swarm: Swarm, other: Swarm) -> bool:
+    return all(map(np.array_equal, swarm.gradients(), other.gradients()))
+
+
+LOSSES = st.lists(
+    st.tuples(st.integers(0, 200), st.integers(1, 2), st.booleans()),
+    max_size=3,
+)
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    replicas=st.integers(2, 3),
+    masking=st.sampled_from(["reassign", "spare"]),
+    losses=LOSSES,
+)
+@settings(max_examples=300)
+def test_whoever_is_lost_every_microbatch_is_in_each_gradient_once(
+    seed: int, replicas: int, masking: Any, losses: list[tuple[int, int, bool]]
+) -> None:
+    """Bit for bit, and also where a gradient had been half summed before a loss."""
+    chance = random.Random(seed)
+    swarm = Swarm(replicas, chance, masking)
+    swarm.starts()
+    for after, count, mute in losses:
+        for _ in range(after):
+            swarm.moves()
+        swarm.loses(set(chance.sample(sorted(swarm.left()), count)), mute)
+    swarm.ends()
+    swarm.check_everything_is_there_once()
+    expected = undisturbed()
+    assert same_gradients(swarm, expected)
+    swarm.check_homes_are_those_of(expected)
+
+
+@given(seed=st.integers(0, 2**32), masking=st.sampled_from(["abort", "reassign", "spare"]))
+@settings(max_examples=50)
+def test_an_evaluation_brings_every_microbatch_home_and_leaves_no_gradient(
+    seed: int, masking: Any
+) -> None:
+    swarm = Swarm(2, random.Random(seed), masking)
+    swarm.starts(pb.Begin.EVALUATE)
+    swarm.ends()
+    homes = {m: home for node in swarm.nodes.values() for m, home in node.homes.items()}
+    assert homes == undisturbed().nodes["0.0"].homes
+    assert not any(gradient.any() for gradient in swarm.gradients())
+    assert {node.workplace.computed for node in swarm.nodes.values()} == {0}
+
+
+def test_a_gradient_that_was_reduced_in_vain_is_the_nodes_own_again() -> None:
+    swarm = Swarm(2, random.Random(0))
+    swarm.starts()
+    swarm.ends()
+    left = swarm.nodes["1.0"]
+    own = left.gradient.copy()
+    assert left.reducing.done
+    swarm.loses({"1.1"}, mute=True)  # it is spoilt then
+    swarm.ends()
+    assert same_gradients(swarm, undisturbed())
+    assert not np.array_equal(left.gradient, own)
+
+
+def test_what_was_done_ahead_is_not_done_again() -> None:
+    swarm = Swarm(2, random.Random(0), "spare")
+    swarm.starts()
+    swarm.ends()
+    stand_in = swarm.nodes["1.0"]
+    assert stand_in.workplace.computed == MICROBATCHES  # its own, and the other's
+    assert len(stand_in.attempt.applied) < MICROBATCHES
+    computed = [node.workplace.computed for node in swarm.nodes.values()]
+    done = [node.work.done.copy() for node in swarm.nodes.values()]
+    swarm.loses({"1.1"}, mute=True)
+    swarm.ends()
+    assert [node.workplace.computed for node in swarm.nodes.values()] == computed
+    assert [node.work.done for node in swarm.nodes.values()] == done
+    swarm.check_everything_is_there_once()
+    assert same_gradients(swarm, undisturbed())
+
+
+@pytest.mark.parametrize(
+    ("replicas", "masking", "kept"),
+    [
+        (1, "reassign", 0),
+        (2, "abort", 0),
+        (2, "reassign", 2 * (STAGES + 1) * MICROBATCHES),
+        (2, "spare", 2 * 2 * (STAGES + 1) * MICROBATCHES),
+    ],
+)
+def test_only_what_may_have_to_be_sent_again_is_kept(
+    replicas: int, masking: Any, kept: int
+) -> None:
+    swarm = Swarm(replicas, random.Random(0), masking)
+    swarm.starts()
+    swarm.ends()
+    attempts = [node.attempt for node in swarm.nodes.values()]
+    assert sum(len(one._sent) + len(one._withheld) for one in attempts) == kept
+    gradients = {"abort": 0, "reassign": 16, "spare": 2 * 16}[masking] if replicas > 1 else 0
+    assert sum(one.kept for one in attempts) == 16 * kept + gradients * len(attempts)
+    for node in swarm.nodes.values():
+        before = node.attempt.kept
+        node.attempt.end()
+        assert node.workplace.most_kept == before
+
+
+def test_what_a_slow_node_sends_after_others_have_its_work_changes_nothing() -> None:
+    swarm = Swarm(2, random.Random(0))
+    swarm.starts()
+    swarm.moves()
+    swarm.loses({"2.1"}, mute=False)
+    while swarm.plans:
+        swarm.goes_on(swarm.plans[0][0])
+    late = Frame("gradient", BEGAN, {"microbatch": 1, "position": 0}, [], bytes(16))
+    before = swarm.nodes["0.1"].compute.posted
+    swarm.nodes["0.1"].attempt.take("2.1", late)
+    assert swarm.nodes["0.1"].compute.posted == before
+    swarm.ends()
+    swarm.check_everything_is_there_once()
+    assert same_gradients(swarm, undisturbed())
+
+
+# --- what can't be
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"position": 1}, "1.1 sent a bad frame: it lacks or garbles 'microbatch'"),
+        ({"microbatch": 99, "position": 1}, "no microbatch 99"),
+        ({"microbatch": 0, "position": 7}, "position 7 of a route of 4 visits"),
+        ({"microbatch": 0, "position": 0}, "position 0 of a route of 4 visits"),
+        ({"microbatch": 1, "position": 1}, "by the plan goes from 0.1 to 2.1"),
+    ],
+)
+def test_a_bad_frame_fails_the_attempt_and_says_why_and_whose_it_was(
+    fields: dict[str, int], reason: str
+) -> None:
+    swarm = Swarm(2, random.Random(0))
+    swarm.starts()
+    attempt = swarm.nodes["1.0"].attempt
+    with pytest.raises(AssertionError, match=reason) as failure:
+        attempt.take("1.1", Frame("activation", attempt.ballot, fields, [], b""))
+    assert failure.value.args[1] == ["1.1"]
+
+
+def test_a_damaged_frame_fails_the_attempt_and_says_whose_it_was() -> None:
+    swarm = Swarm(2, random.Random(0))
+    swarm.starts()
+    fields = {"microbatch": 0, "position": 1}
+    swarm.nodes["1.0"].attempt.take("0.0", Frame("activation", BEGAN, fields, [], b"too short"))
+    with pytest.raises(AssertionError, match=r"activation from 0\.0 is damaged") as failure:
+        swarm.ends()
+    assert failure.value.args[1] == ["0.0"]
+
+
+def test_what_breaks_in_the_arithmetic_ends_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(VirtualWork, "forward", breaks)
+    swarm = Swarm(1, random.Random(0))
+    swarm.starts()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        swarm.ends()
+
+
+def test_a_plan_off_its_order_is_refused_and_starts_nothing() -> None:
+    swarm = Swarm(2, random.Random(0))
+    begin = swarm.begin()
+    begin.plan[2].places.reverse()
+    node = swarm.nodes["0.0"]
+    with pytest.raises(ValueError, match="microbatch 2 is sent to nodes off its order"):
+        Attempt(node.workplace, BEGAN, begin)
+    assert not node.compute.posted
+
+
+def test_a_new_plan_that_passes_over_the_stand_in_is_refused() -> None:
+    swarm = Swarm(3, random.Random(0), "spare")
+    swarm.starts()
+    swarm.loses({"1.0"}, mute=True)
+    (begin,) = [plan for name, _, plan in swarm.plans if name == "1.1"]
+    names = [place.node for place in begin.members]
+    other = next(m for m in begin.plan if m.id == 0)
+    other.places[0] = names.index("1.2")  # 1.1 stands in for 1.0
+    with pytest.raises(ValueError, match="microbatch 0 is not given to the lost one's stand-in"):
+        swarm.nodes["1.1"].attempt.go_on(Ballot(1, 2), begin)
+
+
+def test_a_new_plan_of_other_microbatches_is_refused() -> None:
+    swarm = Swarm(2, random.Random(0))
+    swarm.starts()
+    begin = swarm.begin()
+    del begin.plan[0]
+    with pytest.raises(ValueError, match="of other microbatches"):
+        swarm.nodes["1.1"].attempt.go_on(Ballot(1, 2), begin)
+
+
+def test_who_lacks_a_microbatch_says_so_in_time() -> None:
+    swarm, clock = Swarm(1, random.Random(0)), Nodes()
+    swarm.starts()
+    exchanges = clock.new()
+    with pytest.raises(ComplaintError, match=r"after 7 s microbatches \[0, 1, 2, 3, 4\] are not"):
+        clock.run(exchanges, swarm.nodes["1.0"].attempt.complete(exchanges, 7.0))
+    assert clock.now == 7.0
+
+
+# --- what goes before what, and how much at a time
+
+
+def test_a_source_has_so_many_microbatches_out_and_the_next_when_one_is_home() -> None:
+    swarm = Swarm(1, random.Random(0))
+    swarm.starts()
+    source = swarm.nodes["0.0"]
+    while swarm.moves():
+        out = source.work.done["activation"] - len(source.homes)
+        assert out <= source.workplace.in_flight
+    assert source.work.done["activation"] == len(source.homes) == MICROBATCHES
+
+
+def test_what_was_done_ahead_and_is_home_before_its_turn_holds_up_no_other() -> None:
+    swarm = Swarm(2, random.Random(0), "spare")
+    node, compute = working(swarm, "0.1")
+    assert set(node.attempt._out) == {1, 3}
+    comes(node, "2.0", "activation", 0, 3)  # of 0.0's
+    exhaust(compute)
+    swarm.loses({"0.0"}, mute=True)
+    swarm.goes_on("0.1")
+    comes(node, "1.0", "gradient", 0, 0)
+    exhaust(compute)
+    assert set(node.homes) == {0}
+    for microbatch in (1, 3):
+        comes(node, "1.1", "activation", microbatch, 3)
+        comes(node, "2.1", "gradient", microbatch, 0)
+    exhaust(compute)
+    assert set(node.homes) == {0, 1, 3}
+    assert set(node.attempt._out) == {2, 4}
+    assert node.work.done["activation"] == MICROBATCHES
+
+
+def working(swarm: Swarm, name: str) -> tuple[Node, Compute]:
+    """A node that has begun, and nothing else has come to it yet."""
+    swarm.starts()
+    node = swarm.nodes[name]
+    exhaust(node.compute)
+    return node, node.compute
+
+
+def exhaust(compute: Compute) -> None:
+    while compute.moves:
+        compute.moves[0]()
+
+
+def comes(node: Node, peer: str, kind: str, microbatch: int, position: int) -> None:
+    fields = {"microbatch": microbatch, "position": position}
+    node.attempt.take(peer, Frame(kind, node.attempt.ballot, fields, [], bytes(16)))
+
+
+def test_backward_goes_before_forward_and_what_is_anothers_behind_both() -> None:
+    node, compute = working(Swarm(2, random.Random(0), "spare"), "1.0")
+    comes(node, "0.0", "activation", 0, 1)
+    exhaust(compute)
+    comes(node, "2.1", "activation", 1, 2)  # for 1.1
+    comes(node, "0.0", "activation", 2, 1)
+    comes(node, "2.0", "gradient", 0, 1)
+    assert compute.posted == [Priority.BACKWARD, Priority.FORWARD, Priority.BACKGROUND]
+
+
+def test_the_head_goes_before_the_embedding() -> None:
+    node, compute = working(Swarm(1, random.Random(0)), "0.0")
+    comes(node, "2.0", "activation", 0, 3)
+    assert compute.posted == [Priority.BACKWARD]
+
+
+def test_what_comes_before_what_it_needs_waits_for_that() -> None:
+    swarm = Swarm(2, random.Random(0))
+    node, compute = working(swarm, "1.0")
+    comes(node, "2.0", "gradient", 0, 1)
+    assert compute.posted == []
+    comes(node, "0.0", "activation", 0, 1)
+    comes(node, "0.0", "activation", 0, 1)  # once more
+    assert compute.posted == [Priority.FORWARD]
+    exhaust(compute)
+    assert node.attempt.applied == {0}
+    sent = [(to, frame.kind) for peer, to, frame in swarm.under_way if peer == "1.0"]
+    assert sent == [("2.0", "activation"), ("0.0", "gradient")]
+
+
+def test_where_the_next_stage_is_computed_too_it_is_when_nothing_else_is_to_be_done() -> None:
+    node, compute = working(Swarm(1, random.Random(0)), "1.0")
+    node.workplace.redundant = True
+    comes(node, "0.0", "activation", 0, 1)
+    while not compute.posted or compute.posted == [Priority.FORWARD]:
+        compute.moves[0]()
+    assert compute.posted == [Priority.BACKGROUND]
+    exhaust(compute)
+    assert node.work.done["twin"] == 1
+
+
+# --- attempts, one after the other
+
+
+@given(seed=st.integers(0, 2**32), after=st.integers(0, 150), drops=st.booleans())
+@settings(max_examples=100)
+def test_what_an_older_attempt_has_left_in_the_compute_thread_has_no_effect(
+    seed: int, after: int, drops: bool
+) -> None:
+    swarm = Swarm(2, random.Random(seed), "spare")
+    swarm.starts()
+    for _ in range(after):
+        swarm.moves()
+    again = Ballot(2, 1)
+    swarm.under_way = []
+    for node in swarm.nodes.values():
+        node.reducing.cancel()
+        node.homes = {}
+        if drops:
+            node.attempt.drop()
+        else:
+            node.attempt.end()
+    for node in swarm.nodes.values():
+        node.starts(again, swarm.begin())
+    swarm.ends()
+    swarm.check_everything_is_there_once()
+    assert same_gradients(swarm, undisturbed())
+
+
+def test_what_is_dropped_leaves_no_trace() -> None:
+    swarm = Swarm(2, random.Random(1), "spare")
+    swarm.starts()
+    for _ in range(100):
+        swarm.moves()
+    for node in swarm.nodes.values():
+        node.attempt.drop()
+        exhaust(node.compute)
+        comes(node, "0.0", "activation", 0, 1)
+        assert not node.compute.posted
+        assert (node.work.ballot, node.work.kept) == (NEVER, 0)
+    assert not any(gradient.any() for gradient in swarm.gradients())
+
+
+def workplace() -> Workplace:
+    return Swarm(1, random.Random(0)).nodes["1.0"].workplace
+
+
+def test_seconds_per_microbatch_are_the_median_of_the_last() -> None:
+    place = workplace()
+    assert place.seconds_per_microbatch == 0.0
+    for seconds in (50.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 90.0):
+        place.count(seconds)
+    assert place.seconds_per_microbatch == 5.0
+    assert place.computed == 10
+
+
+def test_who_was_slow_is_tried_again() -> None:
+    swarm = Swarm(2, random.Random(0))
+    idle = swarm.nodes["1.1"]
+    idle.workplace.count(10.0)
+    swarm.served = {m: "1.0" if name == "1.1" else name for m, name in swarm.served.items()}
+    for step in range(1, 3):
+        swarm.starts()
+        assert idle.workplace.seconds_per_microbatch == pytest.approx(10.0 * FORGIVEN**step)
+
+
+def test_it_needs_neither_torch_nor_asyncio() -> None:
+    needed = "import sys, planaria.node.transaction.attempt; print(*sys.modules)"
+    command = [sys.executable, "-c", needed]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert "planaria.node.transaction.attempt" in found
+    assert not {"torch", "asyncio", "grpc"} & set(found)
