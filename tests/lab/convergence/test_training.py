@@ -62,8 +62,12 @@ def trained(swarm: Swarm, losses: dict[int, list[int]]) -> list[float]:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_losses_are_those_of_before(corpus: Corpus, policy: str) -> None:
+    """Bit for bit on the processor that wrote them down. Others round sums otherwise, by 3e-7 at
+    most in what is trained, and by some 2e-4 once an end stage has relearned from bfloat16."""
     found = trained(Swarm(run_with(policy=policy), corpus), LOSSES)
-    assert found == pytest.approx(json.loads(GOLDEN.read_text())[policy], rel=1e-4)
+    golden = json.loads(GOLDEN.read_text())[policy]
+    assert found[:20] == pytest.approx(golden[:20], rel=1e-5)
+    assert found[20:] == pytest.approx(golden[20:], rel=1e-3)
 
 
 def test_redundant_loses_nothing(corpus: Corpus) -> None:
