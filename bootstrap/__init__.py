@@ -1,1 +1,6 @@
-"""The registry: who serves what, in numbered views."""
+"""The registry: who serves what, in numbered views. Nothing in here imports torch.
+
+Read membership.py first, the machine that decides; service.py is the gRPC around it, journal.py
+what it has on disk, client.py the node's side. dial.py finds out whether a silent node is there,
+address.py reads HOST:PORT, credentials.py says who may talk to whom.
+"""

@@ -1,1 +1,7 @@
-"""Convergence under failures, simulation and planning: what one wants to know before renting."""
+"""What one wants to know before renting, and whether the papers' claims hold here.
+
+The product imports nothing of it: command.py adds `planaria lab` and `planaria plan` to the command
+by entry points. `convergence`: what losses cost in learning. `emulation`: live swarms behind links
+with delay and bandwidth. `simulator`: swarms in simulated time. `planning`: what to rent. `scar`
+and `spare`: the experiments of two papers.
+"""

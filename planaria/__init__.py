@@ -1,4 +1,6 @@
 """planaria trains large language models on machines that come and go.
 
-The packages in here are the folders of the same names beside this one.
+The packages in here are the folders of the same names at the repository's top: `recovery`,
+`bootstrap`, `node` and `lab`, of which each imports only those before it. CONTRIBUTING.md has the
+map.
 """

@@ -1,5 +1,6 @@
 """What is installed: one import package, and no module under two names; what extras are for."""
 
+import ast
 import os
 import re
 import subprocess
@@ -7,11 +8,15 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
+from planaria.node.cli import app
 from planaria.node.extras import EXTRAS, remedy
 
 ROOT = Path(__file__).parent.parent
@@ -66,6 +71,56 @@ def test_the_folders_of_the_repository_are_the_packages():
         link = ROOT / "planaria" / folder
         assert link.is_symlink(), f"{link} is a copy: git's core.symlinks is off"
         assert link.resolve() == ROOT / folder
+
+
+def parsed() -> Iterator[tuple[Path, ast.Module]]:
+    """The packages' own modules, by their place in the repository."""
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*.py"):
+            if not path.stem.endswith(("_pb2", "_pb2_grpc")):
+                yield path.relative_to(ROOT), ast.parse(path.read_text())
+
+
+def test_imports_go_downwards_only():
+    order = ("recovery", "bootstrap", "node", "lab")
+    for path, module in parsed():
+        below = order[: order.index(path.parts[0]) + 1]
+        for node in ast.walk(module):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("planaria."):
+                assert str(node.module).split(".")[1] in below, f"{path} imports {node.module}"
+
+
+def test_each_folder_tells_of_all_its_modules():
+    told = {path.parent: ast.get_docstring(m) for path, m in parsed() if path.stem == "__init__"}
+    for path, _ in parsed():
+        folder, name = path.parent, path.name
+        if path.stem == "__init__":
+            folder, name = path.parent.parent, path.parent.name
+        assert name in (told.get(folder) or name), f"{folder}/__init__.py says nothing of {name}"
+
+
+def test_the_map_names_what_there_is():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = set(re.findall(r"[\w/]*\w+/\w+\.py\b", text))
+    assert len(named) > 10
+    for path in named:
+        assert any((ROOT / top / path).exists() for top in ("", "node")), path
+
+
+def commands(command: Any, name: str = "planaria") -> Iterator[tuple[str, Any]]:
+    yield name, command
+    if hasattr(command, "list_commands"):
+        for each in command.list_commands(None):
+            yield from commands(command.get_command(None, each), f"{name} {each}")
+
+
+def test_no_command_writes_among_the_results_without_being_told():
+    found = dict(commands(get_command(app)))
+    assert {"planaria up", "planaria plan", "planaria lab simulate check"} <= found.keys()
+    for name, command in found.items():
+        for option in command.params:
+            if isinstance(option.default, str | Path) and "/" in str(option.default):
+                assert Path(option.default).parts[0] == "out", f"{name} {option.opts}"
 
 
 def contents(wheel: Path) -> dict[str, int]:

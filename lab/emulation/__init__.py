@@ -1,1 +1,6 @@
-"""Live swarms behind emulated links."""
+"""Live swarms behind emulated links.
+
+links.py says when a packet arrives, relay.py carries packets by it between network namespaces,
+emulation.py sets these up. live_swarm.py trains there, live_study.py compares policies, and live.py
+is `planaria lab live`.
+"""

@@ -1,1 +1,6 @@
-"""A stage at work: its model, its optimizer, and the microbatches that go through it."""
+"""A stage at work.
+
+compute.py is the one thread that computes, work.py what is computed there of microbatches, from
+frames to frames. What is computed: shape.py (how large, without torch), model.py (the blocks),
+optimizer.py (Adam over one flat view) and learning_rate.py.
+"""

@@ -1,1 +1,8 @@
-"""What a node keeps for the day that a stage is lost, and how a newcomer gets its state."""
+"""What a node keeps for the day when a stage is lost, and how a newcomer gets its state.
+
+Read stage_state.py first: a stage's state, and which one it is. holdings.py is all that a node
+keeps: copies.py (stage 0 and running snapshots, at peers), twin.py (redundant computation),
+saves.py (files) and boundary.py (what crossed between stages). A newcomer has rebuild.py (by the
+method that the driver has chosen), transfer.py (exact state from peers), feeding.py (what it is
+sent while it follows) and relearn.py (training what was guessed).
+"""
