@@ -47,14 +47,14 @@ class Journal:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = path.with_name(path.name + ".lock").open("wb")
         except OSError as error:
-            raise JournalError(f"can't use the journal {path}: {error.strerror}") from error
+            raise _unusable(path, error) from error
         try:
             self._take_lock()
             self.view = self._read()
             self._compact()
         except OSError as error:
             self._lock.close()
-            raise JournalError(f"can't use the journal {path}: {error.strerror}") from error
+            raise _unusable(path, error) from error
         except JournalError:
             self._lock.close()
             raise
@@ -149,6 +149,14 @@ class Journal:
         if self._file is not None:
             self._file.close()
         self._file, self._compacted = file, file.tell()
+
+
+def _unusable(path: Path, error: OSError) -> JournalError:
+    why = f"{path.parent} is a file" if isinstance(error, FileExistsError) else error.strerror
+    return JournalError(
+        f"can't use the journal {path}: {why}; let this user write there, free space, or choose "
+        "another --journal"
+    )
 
 
 def _damaged(path: Path, how: str) -> JournalError:

@@ -424,10 +424,11 @@ def node_command(
     from planaria.node.report.ledger import LedgerError
     from planaria.node.run_file import RunFileError
     from planaria.node.serve import NodeError, Options, serve
+    from planaria.node.state.saves import SaveError
 
     _begin_service()
     kinds = (RegistryUnreachable, JoinRefused, NodeError, CorpusError, LedgerError, RunFileError)
-    with refusing(*kinds, CredentialsError, OSError, ValueError):
+    with refusing(*kinds, CredentialsError, SaveError, OSError, ValueError):
         credentials = Credentials.load(ca, certificate, key, token)
         options = Options(
             join=tuple(join.split(",")),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import torch
 
@@ -53,6 +55,9 @@ class Options:
 async def serve(options: Options) -> int:
     """Returns the exit status. Raises NodeError, RegistryUnreachable, JoinRefused."""
     check_reachable(options)
+    for option, folder in (("--save-dir", options.save_dir), ("--out", options.out)):
+        if folder is not None:
+            check_writable(option, folder)
     device = pick_device(options.device)
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -100,7 +105,28 @@ async def _live_until(node: Node, stop: asyncio.Event, grace: float) -> str:
         retiring.cancel()
         node.stop("stopped by its owner")
     stopping.cancel()
-    return await living
+    try:
+        return await living
+    except Exception as error:
+        await node.leave(f"it crashed: {error}")
+        raise
+
+
+def check_writable(option: str, folder: Path) -> None:
+    """Writes there, since permissions say neither that the disk is full nor that it is read-only.
+    Raises NodeError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=folder, prefix=".planaria-") as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        why = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+        raise NodeError(
+            f"{option} {folder} can't be written: {why}; let this user write there, "
+            "free space, or name another folder"
+        ) from error
 
 
 def pick_device(name: str) -> torch.device:

@@ -1,7 +1,10 @@
-"""What `planaria node` and `planaria bootstrap` say of addresses before they do anything."""
+"""What `planaria node` and `planaria bootstrap` say of their options before they do anything."""
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,15 @@ from typer.testing import CliRunner
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.credentials import PLAIN
 from planaria.node.cli import app
-from planaria.node.serve import NodeError, Options, check_reachable, find_place
+from planaria.node.serve import (
+    NodeError,
+    Options,
+    _live_until,
+    check_reachable,
+    check_writable,
+    find_place,
+)
+from planaria.node.state.saves import SaveError
 
 CPU = torch.device("cpu")
 
@@ -84,3 +95,62 @@ def test_an_address_that_is_none_is_said_at_once(
     assert result.exit_code == 1
     assert f"error: the address '{address}'" in result.output
     assert problem in result.output
+
+
+@pytest.mark.parametrize("option", ["--save-dir", "--out"])
+def test_a_folder_that_cannot_be_written_is_said_before_joining(
+    option: str, tmp_path: Path
+) -> None:
+    """Under a file: root can't either. Nobody listens at the registry's address."""
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "folder"
+    result = CliRunner().invoke(app, ["node", "--join", "127.0.0.1:1", option, str(folder)])
+    assert result.exit_code == 1
+    assert f"error: {option} {folder} can't be written: Not a directory" in result.output
+    result = CliRunner().invoke(app, ["node", "--join", "127.0.0.1:1", option, str(folder.parent)])
+    assert f"error: {option} {folder.parent} can't be written: it is a file" in result.output
+
+
+def test_a_full_disk_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(NodeError, match=r"No space left on device.*free space"):
+        check_writable("--out", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_can_be_written_is_made_and_left_empty(tmp_path: Path) -> None:
+    check_writable("--save-dir", tmp_path / "deep" / "saves")
+    assert list((tmp_path / "deep" / "saves").iterdir()) == []
+
+
+def test_a_journal_that_cannot_be_written_is_said(data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(f'[model]\nstages = 1\n[data]\npath = "{data}"\n')
+    run.with_name("file").touch()
+    journal = tmp_path / "file" / "journal"
+    arguments = ["bootstrap", "--listen", "127.0.0.1:0", "--run", str(run)]
+    result = CliRunner().invoke(app, [*arguments, "--journal", str(journal)])
+    assert result.exit_code == 1
+    assert f"error: can't use the journal {journal}: {journal.parent} is a file; " in result.output
+
+
+class Crashing:
+    """A node that has joined and then can't serve."""
+
+    why = ""
+
+    async def live(self) -> str:
+        raise SaveError("saves of another run")
+
+    async def leave(self, why: str) -> None:
+        self.why = why
+
+
+async def test_a_node_that_crashes_leaves() -> None:
+    node = Crashing()
+    with pytest.raises(SaveError):
+        await _live_until(node, asyncio.Event(), grace=1.0)  # type: ignore[arg-type]
+    assert node.why == "it crashed: saves of another run"
