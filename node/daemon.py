@@ -64,12 +64,7 @@ from planaria.node.state.saves import SaveError
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.transfer import StateClient, StateServer, TransferError
 from planaria.node.transaction.attempt import Attempt, Workplace
-from planaria.node.transaction.averaging import (
-    Abandoned,
-    Averaging,
-    AveragingError,
-    ReplicaLostError,
-)
+from planaria.node.transaction.averaging import Averaging
 from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.driver import Phase as DriverPhase
 from planaria.node.transaction.effects import (
@@ -92,7 +87,8 @@ from planaria.node.transaction.following import feeders
 from planaria.node.transaction.member import Frames, Member, Phase
 from planaria.node.transaction.rules import Rules
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.exchange import ComplaintError, Exchange
+from planaria.node.wire import tensors
+from planaria.node.wire.exchange import ComplaintError, Exchange, PeerLostError
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links, LinkSettings, Peer
 from planaria.node.wire.looped import LoopedExchanges
@@ -183,8 +179,7 @@ class Node:
         self.parked: dict[str, list[tuple[float, pb.Message | Frame]]] = {}
         self.fetching: asyncio.Task[None] | None = None
         self.attempt: Attempt | None = None
-        self.completing: Exchange[None] | None = None
-        self.reducing = 0
+        self.reducing: tuple[Ballot, Exchange[None]] | None = None
         self.reduced_norm = self.omega = 0.0
         self.tokens_per_second = 0.0
         self.trouble = ""  # with saving
@@ -199,7 +194,7 @@ class Node:
         self.state_server = StateServer(
             self.send_message, self.links.send_frame, self._served_state, self.compute.run
         )
-        self.pins = Pins()
+        self.pins = Pins(tensors)
         self.based_on = (0, pb.Commit())  # step of the attempt's weights, newest commit in them
         self.boundary_client = BoundaryClient(self.send_message, self.compute.run)
         self.boundary_server: BoundaryServer | None = None
@@ -207,7 +202,9 @@ class Node:
             *(self.send_message, self.send_frame, self.compute.run, time.monotonic),
             self._relearning,
         )
-        self.averaging = Averaging(self.node, self.send_frame, self.compute.run, run.wire.averaging)
+        self.averaging = Averaging(
+            self.node, self.exchanges, self.send_frame, tensors, run.wire.averaging
+        )
 
     # --- life
 
@@ -398,7 +395,7 @@ class Node:
 
         module, self.optimizer, self.holdings = await self.compute.run(build)
         holdings = self.holdings
-        self.gradients = Gradients(self.optimizer.gradient)
+        self.gradients = Gradients(self.optimizer.gradient, tensors)
         corpus = self.corpus if stage == 0 else None
         self.workplace = Workplace(
             node=self.node,
@@ -518,7 +515,7 @@ class Node:
         elif self.member is None:
             return  # what it belongs to has begun without this node
         elif frame.kind == "follow":
-            self.spawn(self._take_gradient(peer, frame))
+            self.exchanges.start(self._take_gradient(peer, frame))
         elif frame.kind in ("twin", "copy"):
             self.holdings.on_frame(peer, frame)
         else:
@@ -645,12 +642,13 @@ class Node:
                     self.attempt = None
             case Reduce(ballot, _):
                 assert self.attempt is not None
-                self.completing = self.exchanges.start(self._complete(ballot, self.attempt))
+                reducing = self.exchanges.start(self._reduce(ballot, self.attempt))
+                self.reducing = ballot, reducing
             case Apply(commit):
-                # Posted at once: what comes next must find it before itself in the thread.
-                self.spawn(self._applied(commit, self._apply(commit)))
+                # Posts at once: what comes next must find it before itself in the thread.
+                self.exchanges.start(self._apply(commit))
             case Adopt(ballot):
-                self.spawn(self._adopted(ballot, self._adopt(ballot)))
+                self.exchanges.start(self._adopt(ballot))
             case Fetch(ballot, sync):
                 self.gradients.forget(ballot)
                 if self.fetching is not None:
@@ -690,50 +688,46 @@ class Node:
             self.on_frame(peer, frame)
 
     def _abandon(self, before: Ballot) -> None:
-        if self.completing is not None:
-            self.completing.cancel()
-        self.averaging.abandon(before)
-        self.holdings.abandon(before)
-
-    async def _complete(self, ballot: Ballot, attempt: Attempt) -> None:
-        assert self.member is not None
-        try:
-            await attempt.complete(self.exchanges, self.run.swarm.progress)
-        except ComplaintError as error:
-            self._carry_out(self.member.failed(ballot, str(error), error.accused))
-            return
-        self.spawn(self._reduce(ballot, attempt))
+        """Ballots older than that are void."""
+        if self.reducing is not None and self.reducing[0] < before:
+            self.reducing[1].cancel()
+        self.averaging.forget(before)
+        self.holdings.forget(before)
 
     async def _reduce(self, ballot: Ballot, attempt: Attempt) -> None:
         assert self.member is not None
-        begin, progress = attempt.begin, self.run.swarm.progress
-        replicas = sorted(place.node for place in begin.members if place.stage == self.stage)
-        self.reducing += 1
         try:
-            gradient, applied = self.optimizer.gradient, attempt.applied
-            await self.averaging.reduce(
-                ballot, replicas, gradient, applied, len(begin.plan), progress
-            )
-            norm = await self.compute.run(self.optimizer.squared_norm)
-            if self.holdings.twin is not None:
-                await self.holdings.twin.exchange(
-                    ballot, begin.members, self.optimizer.gradient, norm, self.run.swarm.progress
-                )
-        except Abandoned:
-            return
-        except ReplicaLostError as error:
+            norm = await self._reduce_all(ballot, attempt)
+        except PeerLostError as error:
             for node in error.accused:
                 self.cut_off(ballot, node, str(error))
             return
-        except AveragingError as error:
-            self._carry_out(self.member.failed(ballot, str(error), error.accused))
+        except ComplaintError as error:
+            self.attempt_failed(ballot, str(error), error.accused)
             return
-        finally:
-            self.reducing -= 1
-        self.reduced_norm = norm
         seconds = self.workplace.seconds_per_microbatch
         self._carry_out(self.member.reduced(ballot, norm, math.isfinite(norm), seconds))
-        await self._feed(ballot, begin)
+        self.exchanges.start(self._feed(ballot, attempt.begin))
+
+    async def _reduce_all(self, ballot: Ballot, attempt: Attempt) -> float:
+        """The stage's gradient, summed over its replicas, and the twin's; the squared norm of the
+        former. Raises ComplaintError."""
+        begin, gradient = attempt.begin, self.optimizer.gradient
+        progress = self.run.swarm.progress
+        replicas = sorted(place.node for place in begin.members if place.stage == self.stage)
+        await attempt.complete(self.exchanges, progress)
+        await self.averaging.reduce(
+            ballot, replicas, gradient, attempt.applied, len(begin.plan), progress
+        )
+        norm = await self.exchanges.compute(self._squared_norm)
+        if self.holdings.twin is not None:
+            await self.holdings.twin.exchange(ballot, begin.members, gradient, norm, progress)
+        return norm
+
+    def _squared_norm(self) -> float:
+        """Of the reduced gradient. In the compute thread, where the commit needs it again."""
+        self.reduced_norm = self.optimizer.squared_norm()
+        return self.reduced_norm
 
     # --- joiners that follow
 
@@ -743,7 +737,7 @@ class Node:
         if not joiners:
             return
         gradient = self.optimizer.gradient
-        frame = await self.compute.run(partial(gradient_frame, ballot, gradient))
+        frame = await self.exchanges.compute(partial(gradient_frame, ballot, gradient, tensors))
         for joiner in joiners:
             fits = self.links.unacknowledged_by(joiner) + frame.size <= backlog(gradient)
             self.send_frame(joiner, frame if fits else no_gradient(ballot))
@@ -753,38 +747,33 @@ class Node:
         ballot = Ballot(*frame.ballot)
         if self.member is None or self.member.following is None:
             return
-        gradient = await self.compute.run(partial(self.gradients.parse, frame))
+        gradient = await self.exchanges.compute(partial(self.gradients.parse, frame))
         if gradient is not None and self.gradients.put(ballot, gradient):
             self._carry_out(self.member.gradient_came(ballot, peer))
         else:
             self._carry_out(self.member.gradient_missed(ballot))
 
-    def _adopt(self, ballot: Ballot) -> asyncio.Future[float]:
+    async def _adopt(self, ballot: Ballot) -> None:
+        """What a replica has reduced is as good as if this node had."""
+        assert self.member is not None
         gradient = self.gradients.get(ballot)
 
         def adopt() -> float:
             self.optimizer.gradient.copy_(gradient)
-            self.reduced_norm = self.optimizer.squared_norm()
-            return self.reduced_norm
+            return self._squared_norm()
 
-        return self.compute.run(adopt)
-
-    async def _adopted(self, ballot: Ballot, adopting: asyncio.Future[float]) -> None:
-        assert self.member is not None
-        norm = await adopting
+        norm = await self.exchanges.compute(adopt)
         self._carry_out(self.member.reduced(ballot, norm, math.isfinite(norm), 0.0))
 
     # --- commits and state
 
-    def _apply(self, commit: pb.Commit) -> asyncio.Future[bytes]:
-        assert self.stage is not None
+    async def _apply(self, commit: pb.Commit) -> None:
+        assert self.stage is not None and self.member is not None
         training, stage = self.run.training, self.stage
         peak = training.lr or self.config.learning_rate
         lr = learning_rate.scheduled(
             commit.step, self.run.steps, peak, training.warmup, training.lr_floor
         )
-
-        assert self.member is not None
         lineage, boosted_at = self.member.lineage, self.member.boosted_at
         begin = self.attempt.begin if self.attempt else pb.Begin()  # a joiner has none
         replicas = [place.node for place in begin.members if place.stage == stage]
@@ -805,11 +794,7 @@ class Node:
             self.holdings.save(self._state(lineage, commit.step, commit, boosted_at), first)
             return digest
 
-        return self.compute.run(apply)
-
-    async def _applied(self, commit: pb.Commit, applying: asyncio.Future[bytes]) -> None:
-        assert self.member is not None
-        digest = await applying
+        digest = await self.exchanges.compute(apply)
         self._note(commit)
         if commit.seconds:
             self.tokens_per_second = commit.tokens / commit.seconds
@@ -942,7 +927,7 @@ class Node:
 
     def _doing(self) -> str:
         assert self.member is not None
-        if self.reducing or (self.completing is not None and not self.completing.done):
+        if self.reducing is not None and not self.reducing[1].done:
             return "average"
         if self.member.phase is Phase.SYNCING or self.driver.phase is DriverPhase.SYNCING:
             return "rebuild"

@@ -7,7 +7,7 @@ and with numbers for tensors.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -56,4 +56,23 @@ class Tensors(Protocol):
 
     def empty(self, values: int) -> Tensor:
         """float32 [values] on the CPU."""
+        ...
+
+
+class Optimizer(Protocol):
+    """One stage's weights and what they learn by, flat. All of it belongs to the compute thread,
+    but for the tensors' sizes. `seconds`: spent in `step`."""
+
+    weights: Tensor
+    gradient: Tensor
+    steps: int
+    seconds: float
+
+    def zero_gradient(self) -> None: ...
+    def squared_norm(self) -> float: ...
+    def step(self, lr: float, clip_scale: float) -> None: ...
+    def digest(self) -> bytes: ...
+    def state(self, optimizer: bool) -> list[tuple[str, Tensor]]: ...
+    def load(self, tensors: Iterable[tuple[str, Tensor]], steps: int) -> None:
+        """Raises ValueError."""
         ...

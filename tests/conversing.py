@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
+import random
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from planaria.node.ports import Priority
@@ -26,6 +29,21 @@ class AtOnce:
         then(result)
 
 
+class Slow:
+    """In place of the compute thread: each work takes a moment that is drawn."""
+
+    def __init__(self, nodes: Nodes, draw: random.Random) -> None:
+        self._nodes, self._random = nodes, draw
+        self._free = 0.0
+
+    def post(
+        self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
+    ) -> None:
+        self._free = max(self._free, self._nodes.now) + self._random.random() / 1000
+        done = partial(AtOnce().post, work, then, priority)
+        self._nodes.after(self._free - self._nodes.now, done)
+
+
 class Nodes:
     """The exchanges of several nodes, and one clock."""
 
@@ -33,6 +51,7 @@ class Nodes:
         self.now = 0.0
         self._all: list[Exchanges] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
 
     def new(self, compute: Any = None) -> Exchanges:
         """Of one more node."""
@@ -42,7 +61,7 @@ class Nodes:
         return exchanges
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
-        heapq.heappush(self._timers, (self.now + seconds, len(self._timers), call))
+        heapq.heappush(self._timers, (self.now + seconds, next(self._numbers), call))
 
     def step(self) -> bool:
         """Everything that can happen now does; then the clock jumps. False: nothing is left."""
@@ -66,6 +85,14 @@ class Nodes:
             went_on = self.step()
             assert went_on or exchange.done, "everybody waits, and nothing will come"
         return exchange.result()
+
+    def error(self, exchange: Exchange[Any]) -> Exception | None:
+        """What the exchange raised."""
+        try:
+            self.outcome(exchange)
+        except Exception as error:  # noqa: BLE001 (whatever it is, the test looks at it)
+            return error
+        return None
 
     def run(self, exchanges: Exchanges, work: Coroutine[Any, Any, T]) -> T:
         return self.outcome(exchanges.start(work))

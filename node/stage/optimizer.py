@@ -11,6 +11,7 @@ one doesn't), and the norm adds in an order that depends on the length alone.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -29,7 +30,8 @@ class StageOptimizer:
     `weights`, `gradient`, `first_moment` and `second_moment` are flat float32 tensors on `device`,
     in the order of `module.named_parameters()`. The module is moved there; its parameters and their
     `.grad` become views, so backward adds into `gradient`. `steps` is Adam's own count: a rebuilt
-    stage starts at 0 again. Raises ValueError for a module without parameters or of other dtypes.
+    stage starts at 0 again. `seconds`: spent in `step`. Raises ValueError for a module without
+    parameters or of other dtypes.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -44,6 +46,7 @@ class StageOptimizer:
         self.first_moment = torch.zeros_like(self.weights)
         self.second_moment = torch.zeros_like(self.weights)
         self.steps = 0
+        self.seconds = 0.0
         self._parameters = list(parameters.values())
         for parameter, weights in self._split(self.weights):
             parameter.data = weights.view_as(parameter)
@@ -72,6 +75,7 @@ class StageOptimizer:
     @torch.no_grad()
     def step(self, lr: float, clip_scale: float = 1.0) -> None:
         """One update with `clip_scale` x gradient; the gradient itself stays as it is."""
+        started = time.perf_counter()
         self.steps += 1
         step_size = lr / (1 - BETA1**self.steps)
         second_scale = (1 - BETA2**self.steps) ** -0.5
@@ -85,6 +89,7 @@ class StageOptimizer:
             v.mul_(BETA2).add_(t.mul_(t))
             torch.sqrt(v, out=t).mul_(second_scale).add_(EPSILON)
             w.sub_(torch.div(m, t, out=t).mul_(step_size))
+        self.seconds += time.perf_counter() - started
 
     def squared_norm(self) -> float:
         """Squared norm of the gradient, in float64; inf or nan if any element is."""

@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import torch
-
+from planaria.node.ports import Tensors
 from planaria.node.state.stage_state import StageState
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire.frames import Frame, WireError
-from planaria.node.wire.tensors import decode, encode
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ FEWEST: Final = 4
 """Gradients that may wait, however large they are."""
 
 
-def backlog(gradient: torch.Tensor) -> int:
+def backlog(gradient: Tensor) -> int:
     """Bytes of such gradients that may wait."""
     return max(BACKLOG, FEWEST * gradient.nbytes)
 
@@ -34,7 +35,8 @@ def backlog(gradient: torch.Tensor) -> int:
 class Pins:
     """Copies of this stage's past states, for joiners that still fetch them."""
 
-    def __init__(self) -> None:
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
         self._states: dict[int, StageState] = {}
 
     def get(self, step: int) -> StageState | None:
@@ -47,7 +49,7 @@ class Pins:
         self._states = {step: pin for step, pin in self._states.items() if step in steps}
         if state.id.step not in steps:
             return lambda: None
-        copies = {name: torch.empty_like(t, device="cpu") for name, t in state.tensors.items()}
+        copies = {name: self._tensors.empty(t.numel()) for name, t in state.tensors.items()}
         self._states[state.id.step] = replace(state, tensors=copies)
 
         def copy() -> None:
@@ -57,15 +59,16 @@ class Pins:
         return copy
 
 
-def gradient_frame(ballot: Ballot, gradient: torch.Tensor) -> Frame:
+def gradient_frame(ballot: Ballot, gradient: Tensor, tensors: Tensors) -> Frame:
     """A copy of the reduced gradient, exact, as it is sent to a joiner. Compute thread."""
-    descriptors, payload = encode([gradient.detach().to("cpu", copy=True)], "none")
-    return Frame("follow", (ballot.view, ballot.attempt), {}, descriptors, payload)
+    copy = tensors.empty(gradient.numel())
+    copy.copy_(gradient.detach())
+    return Frame("follow", ballot, {}, *tensors.encode([copy], "none"))
 
 
 def no_gradient(ballot: Ballot) -> Frame:
     """In its place when too many wait to be sent."""
-    return Frame("follow", (ballot.view, ballot.attempt), {}, [], b"")
+    return Frame("follow", ballot, {}, [], b"")
 
 
 class Gradients:
@@ -74,17 +77,17 @@ class Gradients:
     `like` is the stage's own gradient, float32 [n].
     """
 
-    def __init__(self, like: torch.Tensor) -> None:
-        self._like = like
-        self._waiting: dict[Ballot, torch.Tensor] = {}
+    def __init__(self, like: Tensor, tensors: Tensors) -> None:
+        self._like, self._tensors = like, tensors
+        self._waiting: dict[Ballot, Tensor] = {}
 
-    def parse(self, frame: Frame) -> torch.Tensor | None:
+    def parse(self, frame: Frame) -> Tensor | None:
         """float32 [n] on the CPU; None, with a line in the log, when it can't be used."""
         if not frame.descriptors:
             log.warning("no gradient of %s to follow with: too many wait", frame.ballot)
             return None
         try:
-            (gradient,) = decode(frame.descriptors, frame.payload)
+            (gradient,) = self._tensors.decode(frame.descriptors, frame.payload)
         except (WireError, ValueError) as error:
             log.warning("no gradient of %s to follow with: %s", frame.ballot, error)
             return None
@@ -93,7 +96,7 @@ class Gradients:
             return None
         return gradient
 
-    def put(self, ballot: Ballot, gradient: torch.Tensor) -> bool:
+    def put(self, ballot: Ballot, gradient: Tensor) -> bool:
         """False: too many wait already."""
         waiting = (len(self._waiting) + 1) * gradient.nbytes
         if waiting > backlog(gradient):
@@ -101,7 +104,7 @@ class Gradients:
         self._waiting[ballot] = gradient
         return True
 
-    def get(self, ballot: Ballot) -> torch.Tensor:
+    def get(self, ballot: Ballot) -> Tensor:
         return self._waiting[ballot]
 
     def forget(self, through: Ballot) -> None:

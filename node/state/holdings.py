@@ -20,14 +20,17 @@ from planaria.node.report.events import Cost
 from planaria.node.run_file import RunFile
 from planaria.node.stage.compute import ComputeThread
 from planaria.node.stage.model import parameter_shapes
+from planaria.node.stage.next_stage import build as build_next_stage
 from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.boundary import BoundaryKeeper
 from planaria.node.state.copies import Holder, Outgoing, Sender
 from planaria.node.state.saves import SaveError, Saves, Writer
 from planaria.node.state.stage_state import Age, StageState, StateId
-from planaria.node.state.twin import Twin
+from planaria.node.state.twin import Twin, next_stage
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire import tensors
+from planaria.node.wire.exchange import Exchanges
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links
 from planaria.recovery.decide import Kind
@@ -44,6 +47,9 @@ class Host(Protocol):
     node: str
     compute: ComputeThread
     links: Links
+
+    @property
+    def exchanges(self) -> Exchanges: ...
 
     def send_message(self, peer: str, message: pb.Message) -> bool: ...
     def send_frame(self, peer: str, frame: Frame) -> bool: ...
@@ -107,8 +113,18 @@ class Holdings:
         self.boundary = BoundaryKeeper(when_idle, run.recovery.relearn_steps) if relearns else None
         self.twin: Twin | None = None
         if policy == "redundant":
-            send, post = host.send_frame, host.compute.run
-            self.twin = Twin(host.node, stage, config, run, device, send, post)
+            behind = next_stage(stage, config.stages)
+            optimizer, forward = build_next_stage(behind, config, run, device)
+            self.twin = Twin(
+                node=host.node,
+                stage=stage,
+                stages=config.stages,
+                optimizer=optimizer,
+                forward=forward,
+                exchanges=host.exchanges,
+                send=host.send_frame,
+                tensors=tensors,
+            )
         self.sender: Sender | None = None
         self.holder: Holder | None = None
         self._carry_copies()
@@ -180,9 +196,10 @@ class Holdings:
         if self.boundary is not None:
             self.boundary.drop()
 
-    def abandon(self, before: Ballot) -> None:
+    def forget(self, before: Ballot) -> None:
+        """Ballots older than `before` are void."""
         if self.twin is not None:
-            self.twin.abandon(before)
+            self.twin.forget(before)
 
     def committing(self, step: int, lineage: int) -> None:
         """The commit of `step` is about to be posted to the compute thread."""

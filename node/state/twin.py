@@ -12,43 +12,32 @@ takes over exactly, and the cost.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final
 
-import torch
-
-from planaria.node.ports import Priority
-from planaria.node.run_file import RunFile
-from planaria.node.stage.model import EmbeddingStage, build_stage
-from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.stage.shape import ModelConfig
+from planaria.node.ports import Optimizer, Priority, Tensors
 from planaria.node.state.stage_state import StageState, StateId
-from planaria.node.transaction.averaging import Abandoned, AveragingError, ReplicaLostError
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.exchange import (
+    ComplaintError,
+    Exchanges,
+    Inbox,
+    Inboxes,
+    Lost,
+    PeerLostError,
+)
 from planaria.node.wire.frames import Frame, WireError
-from planaria.node.wire.tensors import decode, encode
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 PIECE: Final = 1 << 20  # values of the gradient that travel in one frame: 4 MiB
-
-
-class TwinError(AveragingError):
-    """The next stage's gradient can't be had; the attempt has failed. `accused`: whose fault."""
-
-
-class InComputeThread(Protocol):
-    """Posts work at once; what is posted with the same priority runs in order."""
-
-    def __call__(self, task: Callable[[], T], priority: Priority = ..., /) -> Awaitable[T]: ...
 
 
 def next_stage(stage: int, stages: int) -> int:
@@ -73,72 +62,68 @@ def servers(of: int, stages: int, members: Iterable[pb.Place]) -> dict[str, str]
 class Twin:
     """The next stage, as a node holds it beside its own.
 
-    `send_frame` queues a frame for a peer and says False when there is no way to it. Takes 16 bytes
-    for each of the stage's parameters, and the gradient's 4 once more while it travels. `apply`,
-    `forward` and `load` run in the compute thread, all else on one event loop.
+    Takes 16 bytes for each of the stage's parameters, and the gradient's 4 once more while it
+    travels. `apply`, `forward` and `load` run in the compute thread, all else on the event loop.
     """
 
     def __init__(
         self,
         node: str,
         stage: int,
-        config: ModelConfig,
-        run: RunFile,
-        device: torch.device,
-        send_frame: Callable[[str, Frame], bool],
-        in_compute_thread: InComputeThread,
+        stages: int,
+        optimizer: Optimizer,
+        forward: Callable[[Tensor], Tensor],
+        exchanges: Exchanges,
+        send: Callable[[str, Frame], bool],
+        tensors: Tensors,
     ) -> None:
-        """`stage` is the node's own. At step 0 the twin is exact: weights follow from the seed."""
-        self._node, self._own_stage, self._stages = node, stage, config.stages
-        self._send_frame, self._in_compute_thread = send_frame, in_compute_thread
-        self.stage = next_stage(stage, config.stages)
-        module = build_stage(config, self.stage, run.seed).to(device)
-        self.optimizer = StageOptimizer(module, device)
-        self._forward: Callable[[torch.Tensor], torch.Tensor]
-        self._forward = module.logits if isinstance(module, EmbeddingStage) else module
-        if run.training.compile:
-            self._forward = torch.compile(self._forward)
+        """`stage` is the node's own; `optimizer` and `forward` are of the stage behind it, as it is
+        at step 0: made from the seed, and so exact. `send` queues a frame for a peer and says False
+        when there is no way to it.
+        """
+        self.stage = next_stage(stage, stages)
+        self.optimizer = optimizer
+        self._node, self._own_stage, self._stages = node, stage, stages
+        self._forward, self._tensors = forward, tensors
+        self._exchanges, self._send = exchanges, send
+        some_twice = 2 * optimizer.gradient.nbytes
+        self._inboxes: Inboxes[Ballot, Frame] = Inboxes(exchanges, NEVER, some_twice)
         # Not of the node's committed step: it is stale.
         initial = StateId(self.stage, lineage=0, step=0, made=NEVER)
-        tensors = dict(self.optimizer.state(optimizer=True))
-        self.state = StageState(initial, tensors, 0.0, 0, pb.Commit(), 0)
+        state = dict(optimizer.state(optimizer=True))
+        self.state = StageState(initial, state, 0.0, 0, pb.Commit(), 0)
         self._reduced = (NEVER, 0.0)  # whose gradient is whole in the optimizer's; its squared norm
-        self._running: _Gathering | None = None
-        self._oldest = NEVER  # below it nothing has an effect
-        self._early: dict[str, list[Frame]] = {}  # by sender, of one ballot each
         # What it costs
         self.forwards = 0
-        self.forward_seconds = 0.0  # in the compute thread, most of them while it had nothing else
-        self.critical_seconds = 0.0  # that Ready and the next step had to wait for the twin
         self.bytes_sent = 0  # of this node's gradient, to those who hold its stage's twin
+        self._exchange_seconds = 0.0
 
     @property
     def memory_bytes(self) -> int:
         """Weights, gradient and both moments."""
         return 4 * self.optimizer.weights.nbytes
 
+    @property
+    def critical_seconds(self) -> float:
+        """How long Ready and the next step have waited for the twin."""
+        return self._exchange_seconds + self.optimizer.seconds
+
     # --- training
 
-    @torch.no_grad()
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """What the next stage makes of this stage's output, float [B, T, dim] to the same.
 
         The twin of stage 0 gives the logits, float [B, T, vocabulary]: the targets, and with them
         the loss, are at the source.
         """
-        started = time.perf_counter()
-        y = self._forward(x)
-        if y.is_cuda:
-            torch.cuda.synchronize(y.device)  # the seconds are to be those of the work
         self.forwards += 1
-        self.forward_seconds += time.perf_counter() - started
-        return y
+        return self._forward(x)
 
     async def exchange(
         self,
         ballot: Ballot,
         members: Sequence[pb.Place],
-        gradient: torch.Tensor,
+        gradient: Tensor,
         squared_norm: float,
         deadline: float,
     ) -> None:
@@ -146,115 +131,74 @@ class Twin:
         the redundant forwards finish. Only then may the node answer Ready.
 
         `squared_norm` is the gradient's, `deadline` the seconds that each frame is waited for.
-        Raises TwinError, ReplicaLostError, or Abandoned when a newer ballot has made this one void.
+        Raises ComplaintError, and PeerLostError when a holder can't be reached.
         """
-        if ballot < self._oldest:
-            raise Abandoned(f"ballot {ballot} is void since {self._oldest}")
-        self.abandon(ballot)
-        started = time.monotonic()
+        started = self._exchanges.now
         server = servers(self.stage, self._stages, members)[self._node]
-        parts = torch.split(self.optimizer.gradient, PIECE)
-        running = self._running = _Gathering(ballot, self.stage, server, parts)
-        early, self._early = self._early, {}
-        for peer, frames in early.items():
-            for frame in frames:
-                self.on_frame(peer, frame)
+        gathering = _Gathering(self.stage, server, self.optimizer.gradient, self._tensors)
         try:
-            await self._serve(running, members, gradient, squared_norm)
-            await self._gather(running, deadline)
-            await self._compute(running, _nothing, Priority.BACKGROUND)
-            self._reduced = (ballot, running.squared_norm)
+            with self._inboxes.open(ballot) as inbox:
+                await self._serve(ballot, members, gradient, squared_norm)
+                await self._gather(inbox, gathering, deadline)
+                whole = partial(self._hold, ballot, gathering)
+                await self._exchanges.compute(whole, Priority.BACKGROUND)
         finally:
-            if self._running is running:
-                self._running = None
-            self.abandon(Ballot(ballot.view, ballot.attempt + 1))
-            self.critical_seconds += time.monotonic() - started
+            self.forget(Ballot(ballot.view, ballot.attempt + 1))
+            self._exchange_seconds += self._exchanges.now - started
 
     async def _serve(
         self,
-        running: _Gathering,
+        ballot: Ballot,
         members: Sequence[pb.Place],
-        gradient: torch.Tensor,
+        gradient: Tensor,
         squared_norm: float,
     ) -> None:
         plan = servers(self._own_stage, self._stages, members)
         holders = [holder for holder, server in plan.items() if server == self._node]
         if not holders:
             return
-        fields = {"squared_norm": squared_norm}
-        for number, part in enumerate(torch.split(gradient.detach(), PIECE)):
-            make = partial(_frame, running.ballot, fields | {"piece": number}, part)
-            frame = await self._compute(running, make)
+        for number, part in enumerate(_pieces(gradient.detach())):
+            fields = {"squared_norm": squared_norm, "piece": number}
+            frame = await self._exchanges.compute(partial(self._frame, ballot, fields, part))
             for holder in holders:
-                if not self._send_frame(holder, frame):
-                    raise ReplicaLostError(
+                if not self._send(holder, frame):
+                    raise PeerLostError(
                         f"there is no link to {holder}, which holds a twin", [holder]
                     )
                 self.bytes_sent += frame.size
 
-    async def _gather(self, running: _Gathering, deadline: float) -> None:
-        while running.missing:
+    def _frame(self, ballot: Ballot, fields: dict[str, float], part: Tensor) -> Frame:
+        # A copy: what waits to be sent must not change, whatever becomes of the gradient.
+        return Frame("twin", ballot, fields, *self._tensors.encode([part.clone()], "none"))
+
+    async def _gather(self, inbox: Inbox[Frame], gathering: _Gathering, deadline: float) -> None:
+        while gathering.missing:
             try:
-                async with asyncio.timeout(deadline):
-                    item = await running.inbox.get()
+                peer, frame = await inbox.take(self._exchanges.now + deadline)
             except TimeoutError:
-                raise TwinError(
-                    f"{running.describe_missing()} from {running.server} did not come for "
-                    f"{deadline:g} s",
-                    [running.server],
-                ) from None
-            running.check()
-            if item is None:
-                continue
-            peer, frame = item
-            if peer != running.server:
+                raise gathering.did_not_come(deadline) from None
+            if isinstance(frame, Lost):
+                continue  # what was on its way is sent again
+            if peer != gathering.server:
                 log.warning(
                     "dropped a gradient for the twin of stage %d from %s: %s is to send it",
-                    *(self.stage, peer, running.server),
+                    *(self.stage, peer, gathering.server),
                 )
                 continue
-            await self._compute(running, partial(running.absorb, frame))
+            await self._exchanges.compute(partial(gathering.absorb, frame))
 
-    async def _compute(
-        self, running: _Gathering, work: Callable[[], T], priority: Priority = Priority.CONTROL
-    ) -> T:
-        result = await self._in_compute_thread(work, priority)
-        running.check()
-        return result
+    def _hold(self, ballot: Ballot, gathering: _Gathering) -> None:
+        """In the compute thread, behind the redundant forwards."""
+        self._reduced = ballot, gathering.squared_norm
 
     def on_frame(self, peer: str, frame: Frame) -> None:
         """A frame of kind "twin" has come. It waits for its exchange if that is to start yet; if it
         is over or void, the frame has no effect."""
-        if self._running is not None and frame.ballot == self._running.ballot:
-            self._running.inbox.put_nowait((peer, frame))
-        elif frame.ballot >= self._oldest:
-            self._keep_early(peer, frame)
+        self._inboxes.put(Ballot(*frame.ballot), peer, frame, frame.size)
 
-    def _keep_early(self, peer: str, frame: Frame) -> None:
-        kept = self._early.setdefault(peer, [])
-        if kept and frame.ballot < kept[0].ballot:
-            return  # who has begun a newer attempt has given up the older ones
-        if kept and frame.ballot > kept[0].ballot:
-            kept.clear()
-        size = sum(f.size for f in kept)
-        if size + frame.size > 2 * self.optimizer.gradient.nbytes:  # some may come twice
-            log.warning(
-                "dropped a gradient from %s: %d bytes are kept, more than it can need", peer, size
-            )
-            return
-        kept.append(frame)
-
-    def abandon(self, before: Ballot) -> None:
-        """Ballots older than `before` are void: their exchange raises Abandoned."""
-        self._oldest = max(self._oldest, before)
-        self._early = {
-            peer: frames
-            for peer, frames in self._early.items()
-            if frames and frames[0].ballot >= self._oldest
-        }
-        if self._running is not None and self._running.ballot < self._oldest:
-            self._running.void = True
-            self._running.inbox.put_nowait(None)
+    def forget(self, before: Ballot) -> None:
+        """Ballots older than `before` are void: what comes for them has no effect."""
+        self._inboxes.forget(before)
 
     def apply(self, commit: pb.Commit, lr: float) -> None:
         """Apply the commit as the next stage does; a stale twin stays as it is.
@@ -263,7 +207,6 @@ class Twin:
         """
         if commit.step != self.state.id.step + 1:
             return
-        started = time.perf_counter()
         ballot, squared_norm = self._reduced
         assert ballot == Ballot.of(commit.ballot), f"{commit.step} without the gradient of {ballot}"
         if not commit.skipped:
@@ -275,7 +218,6 @@ class Twin:
             last=commit,
             optimizer_step=self.optimizer.steps,
         )
-        self.critical_seconds += time.perf_counter() - started
 
     # --- the state
 
@@ -291,55 +233,43 @@ class Twin:
 class _Gathering:
     """The next stage's reduced gradient on its way into the twin's."""
 
-    def __init__(
-        self, ballot: Ballot, stage: int, server: str, parts: Sequence[torch.Tensor]
-    ) -> None:
-        self.ballot, self.stage, self.server, self.parts = ballot, stage, server, parts
-        self.missing = set(range(len(parts)))
+    def __init__(self, stage: int, server: str, gradient: Tensor, tensors: Tensors) -> None:
+        self.stage, self.server, self.tensors = stage, server, tensors
+        self.parts = _pieces(gradient)
+        self.missing = set(range(len(self.parts)))
         self.squared_norm = 0.0
-        self.void = False
-        self.inbox: asyncio.Queue[tuple[str, Frame] | None] = asyncio.Queue()  # None: wake up
 
-    def check(self) -> None:
-        """Raises Abandoned."""
-        if self.void:
-            raise Abandoned(f"ballot {self.ballot} is void: there is a newer one")
-
-    def describe_missing(self) -> str:
-        return (
-            f"{len(self.missing)} of {len(self.parts)} pieces of stage {self.stage}'s gradient "
-            "for its twin"
+    def did_not_come(self, deadline: float) -> ComplaintError:
+        return ComplaintError(
+            f"{len(self.missing)} of {len(self.parts)} pieces of stage {self.stage}'s gradient for "
+            f"its twin from {self.server} did not come for {deadline:g} s",
+            [self.server],
         )
 
     def absorb(self, frame: Frame) -> None:
-        """In the compute thread. Raises TwinError for a frame that can't be right."""
+        """In the compute thread. Raises ComplaintError for a frame that can't be right."""
         piece, squared_norm = frame.fields.get("piece"), frame.fields.get("squared_norm")
         if type(piece) is not int or not 0 <= piece < len(self.parts):
-            raise self._complain(f"piece {piece!r} of {len(self.parts)}")
+            raise self._complaint(f"piece {piece!r} of {len(self.parts)}")
         if type(squared_norm) is not float or squared_norm < 0:
-            raise self._complain(f"{squared_norm!r} as a squared norm")
+            raise self._complaint(f"{squared_norm!r} as a squared norm")
         part = self.parts[piece]
         try:
-            tensors = decode(frame.descriptors, frame.payload, part.device)
+            tensors = self.tensors.decode(frame.descriptors, frame.payload, part.device)
         except WireError as error:
-            raise self._complain(f"damaged bytes: {error}") from error
+            raise self._complaint(f"damaged bytes: {error}") from error
         if [(t.dtype, t.shape) for t in tensors] != [(part.dtype, part.shape)]:
             found = ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in tensors)
-            raise self._complain(f"{found or 'nothing'} for {part.dtype} {tuple(part.shape)}")
+            raise self._complaint(f"{found or 'nothing'} for {part.dtype} {tuple(part.shape)}")
         part.copy_(tensors[0])  # once more does no harm: a link that broke sends again
         self.squared_norm = squared_norm
         self.missing.discard(piece)
 
-    def _complain(self, what: str) -> TwinError:
+    def _complaint(self, what: str) -> ComplaintError:
         reason = f"{self.server} sent {what}, in a gradient for the twin of stage {self.stage}"
-        return TwinError(reason, [self.server])
+        return ComplaintError(reason, [self.server])
 
 
-def _frame(ballot: Ballot, fields: dict[str, float], part: torch.Tensor) -> Frame:
-    # A copy: what waits to be sent must not change, whatever becomes of the gradient.
-    descriptors, payload = encode([part.clone()], "none")
-    return Frame("twin", ballot, fields, descriptors, payload)
-
-
-def _nothing() -> None:
-    """Runs behind all that was posted before with its priority."""
+def _pieces(gradient: Tensor) -> list[Tensor]:
+    """Views of its parts."""
+    return [gradient[first : first + PIECE] for first in range(0, gradient.numel(), PIECE)]

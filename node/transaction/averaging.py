@@ -14,16 +14,18 @@ every replica sees all the names and checks for itself that the stage applied ea
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-import torch
-
+from planaria.node.ports import Tensors
+from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.wire.exchange import ComplaintError, Exchanges, Inboxes, Lost, PeerLostError
 from planaria.node.wire.frames import Codec, Frame, WireError
-from planaria.node.wire.tensors import decode, encode
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -34,30 +36,10 @@ NAMED: Final = 8  # microbatches in an error message
 Outgoing: TypeAlias = list[tuple[str, Frame]]  # frames, each with the node it goes to
 
 
-class AveragingError(Exception):
-    """The gradients can't be summed; the gradient's contents are void, the attempt has failed.
-
-    `accused`: the nodes that were waited for in vain, or that sent what can't be right.
-    """
-
-    def __init__(self, reason: str, accused: Collection[str] = ()) -> None:
-        super().__init__(reason)
-        self.accused = sorted(accused)
-
-
-class ReplicaLostError(AveragingError):
-    """One of the replicas can't be reached: without it, or with what it did done by others, the
-    gradients can still be summed."""
-
-
-class Abandoned(Exception):  # noqa: N818 (not an error)
-    """A newer ballot has made this reduction void, and the gradient's contents with it."""
-
-
 def check_ids(shares: Mapping[str, Collection[int]], window: int) -> None:
     """Each of the microbatches 0..window-1 is in exactly one replica's share, once.
 
-    Raises AveragingError that names the ids that are not, and accuses who holds them.
+    Raises ComplaintError that names the ids that are not, and accuses who holds them.
     """
     holders: dict[int, list[str]] = {}
     for node, ids in sorted(shares.items()):
@@ -75,7 +57,7 @@ def check_ids(shares: Mapping[str, Collection[int]], window: int) -> None:
         faults.append(f"in nobody's gradient: {_name_ids(missing, holders)}")
     if faults:
         accused = {node for i in unknown + twice for node in holders[i]}
-        raise AveragingError(
+        raise ComplaintError(
             f"the stage's gradient is not that of the window's {window} microbatches; "
             + "; ".join(faults),
             accused,
@@ -90,144 +72,94 @@ def _name_ids(ids: Sequence[int], holders: Mapping[int, Sequence[str]]) -> str:
 class Averaging:
     """One node's side of the reductions, one at a time.
 
-    `send_frame` queues a frame for a peer and says False when there is no way to it.
-    `in_compute_thread` posts work at once and must run what it gets in order: whoever touches the
-    gradient after a reduction has failed does so through it, behind the reduction's last work.
-    All methods belong to one event loop.
+    `send` queues a frame for a peer and says False when there is no way to it. Who cancels a
+    reduction may touch the gradient in the compute thread, behind the reduction's last work there.
     """
 
     def __init__(
         self,
         node: str,
-        send_frame: Callable[[str, Frame], bool],
-        in_compute_thread: Callable[[Callable[[], Outgoing]], Awaitable[Outgoing]],
+        exchanges: Exchanges,
+        send: Callable[[str, Frame], bool],
+        tensors: Tensors,
         codec: Codec,
     ) -> None:
         self._node = node
-        self._send_frame = send_frame
-        self._in_compute_thread = in_compute_thread
+        self._exchanges = exchanges
+        self._send = send
+        self._tensors = tensors
         self._codec: Codec = codec
-        self._running: _Running | None = None
-        self._oldest = (0, 0)  # ballot; below it nothing has an effect
-        self._early: list[tuple[str, Frame]] = []
+        self._inboxes: Inboxes[Ballot, Frame] = Inboxes(exchanges, NEVER, EARLY_LIMIT)
 
     async def reduce(
         self,
-        ballot: tuple[int, int],
+        ballot: Ballot,
         replicas: Sequence[str],
-        gradient: torch.Tensor,
+        gradient: Tensor,
         ids: Collection[int],
         window: int,
         deadline: float,
     ) -> None:
-        """Replace `gradient` (float32 [n], contiguous) by its sum over `replicas`, in place.
+        """Replace `gradient` (float32 [n]) by its sum over `replicas`, in place.
 
         `replicas` are the stage's members, this node among them; `ids` the microbatches that this
         node's gradient is of; `window` their number over all replicas. `deadline` bounds, in
         seconds, how long frames of others are waited for.
 
         Takes about twice the gradient's memory, one half of it for what waits to be sent.
-        Raises AveragingError, Abandoned, or ValueError for arguments that can't be meant.
+        Raises ComplaintError, PeerLostError when the gradients can still be summed without the
+        accused, and ValueError for arguments that can't be meant. Once it has failed or is
+        cancelled the gradient's contents are void.
         """
-        # Before anything else: an older reduction must not touch the gradient any more.
-        if ballot < self._oldest:
-            raise Abandoned(f"ballot {ballot} is void since {self._oldest}")
-        self.abandon(ballot)
-        running = self._running = _Running(ballot)
+        until = self._exchanges.now + deadline
+        reduction = Reduction(
+            self._node, ballot, replicas, gradient, ids, window, self._tensors, self._codec
+        )
         try:
-            reduction = Reduction(self._node, ballot, replicas, gradient, ids, window, self._codec)
-            for peer, frame in self._take_early(ballot):
-                running.inbox.put_nowait((peer, frame))
-            await self._exchange(running, reduction, deadline)
+            with self._inboxes.open(ballot) as inbox:
+                for number in range(reduction.pieces):
+                    await self._compute(partial(reduction.contribute, number))
+                while awaited := reduction.awaited():
+                    phase, nodes = awaited
+                    try:
+                        peer, item = await inbox.take(until)
+                    except TimeoutError:
+                        raise ComplaintError(
+                            f"after {deadline:g} s the {phase} of {', '.join(nodes)} is not there",
+                            nodes,
+                        ) from None
+                    await self._absorb(reduction, peer, item)
         finally:
-            if self._running is running:
-                self._running = None
-            view, attempt = ballot
-            self.abandon((view, attempt + 1))
+            self.forget(Ballot(ballot.view, ballot.attempt + 1))
 
     def on_frame(self, peer: str, frame: Frame) -> None:
         """A frame of kind "average" has come. It waits for its reduction if that is to start yet;
         if it is over or void, the frame has no effect."""
-        if self._running is not None and frame.ballot == self._running.ballot:
-            self._running.inbox.put_nowait((peer, frame))
-        elif frame.ballot >= self._oldest:
-            self._keep_early(peer, frame)
+        self._inboxes.put(Ballot(*frame.ballot), peer, frame, frame.size)
 
     def on_peer_lost(self, peer: str, reason: str) -> None:
         """The link to `peer` is gone: the reduction fails if it still needs something from there.
 
         Frames that have come before are still good."""
-        if self._running is not None:
-            self._running.inbox.put_nowait((peer, reason))
+        self._inboxes.lost(peer, reason)
 
-    def abandon(self, before: tuple[int, int]) -> None:
-        """Ballots older than `before` are void: their reduction raises Abandoned."""
-        self._oldest = max(self._oldest, before)
-        self._early = [(p, frame) for p, frame in self._early if frame.ballot >= self._oldest]
-        if self._running is not None and self._running.ballot < self._oldest:
-            self._running.void = True
-            self._running.inbox.put_nowait(None)
+    def forget(self, before: Ballot) -> None:
+        """Ballots older than `before` are void: what comes for them has no effect."""
+        self._inboxes.forget(before)
 
-    def _keep_early(self, peer: str, frame: Frame) -> None:
-        kept = sum(f.size for p, f in self._early if p == peer)
-        if kept + frame.size > EARLY_LIMIT:
-            log.warning(
-                "dropped a gradient from %s: %d bytes of its reductions to come are kept already",
-                *(peer, kept),
-            )
-            return
-        self._early.append((peer, frame))
+    async def _absorb(self, reduction: Reduction, peer: str, item: Frame | Lost) -> None:
+        if isinstance(item, Lost):
+            if reduction.needs(peer):
+                raise PeerLostError(f"lost {peer} before its sums were here: {item.reason}", [peer])
+        elif peer in reduction.ranks:
+            await self._compute(partial(reduction.absorb, peer, item))
+        else:
+            log.warning("dropped a gradient from %s, no replica of this stage", peer)
 
-    def _take_early(self, ballot: tuple[int, int]) -> list[tuple[str, Frame]]:
-        taken = [(peer, frame) for peer, frame in self._early if frame.ballot == ballot]
-        self._early = [(peer, frame) for peer, frame in self._early if frame.ballot != ballot]
-        return taken
-
-    async def _exchange(self, running: _Running, reduction: Reduction, deadline: float) -> None:
-        end = asyncio.get_running_loop().time() + deadline
-        for number in range(reduction.pieces):
-            await self._compute(running, partial(reduction.contribute, number))
-        while awaited := reduction.awaited():
-            phase, nodes = awaited
-            try:
-                async with asyncio.timeout_at(end):
-                    item = await running.inbox.get()
-            except TimeoutError:
-                raise AveragingError(
-                    f"after {deadline:g} s the {phase} of {', '.join(nodes)} is not there", nodes
-                ) from None
-            running.check()
-            match item:
-                case (peer, Frame() as frame) if peer in reduction.ranks:
-                    await self._compute(running, partial(reduction.absorb, peer, frame))
-                case (peer, Frame()):
-                    log.warning("dropped a gradient from %s, no replica of this stage", peer)
-                case (peer, str() as reason) if reduction.needs(peer):
-                    raise ReplicaLostError(
-                        f"lost {peer} before its sums were here: {reason}", [peer]
-                    )
-
-    async def _compute(self, running: _Running, work: Callable[[], Outgoing]) -> None:
-        outgoing = await self._in_compute_thread(work)
-        running.check()
-        for peer, frame in outgoing:
-            if not self._send_frame(peer, frame):
-                raise ReplicaLostError(f"there is no link to {peer}", [peer])
-
-
-class _Running:
-    """The reduction under way, as the event loop sees it."""
-
-    def __init__(self, ballot: tuple[int, int]) -> None:
-        self.ballot = ballot
-        self.void = False
-        # A frame, or why its sender is lost; None wakes up who waits.
-        self.inbox: asyncio.Queue[tuple[str, Frame | str] | None] = asyncio.Queue()
-
-    def check(self) -> None:
-        """Raises Abandoned."""
-        if self.void:
-            raise Abandoned(f"ballot {self.ballot} is void: there is a newer one")
+    async def _compute(self, work: Callable[[], Outgoing]) -> None:
+        for peer, frame in await self._exchanges.compute(work):
+            if not self._send(peer, frame):
+                raise PeerLostError(f"there is no link to {peer}", [peer])
 
 
 class Reduction:
@@ -241,17 +173,18 @@ class Reduction:
     def __init__(
         self,
         node: str,
-        ballot: tuple[int, int],
+        ballot: Ballot,
         replicas: Sequence[str],
-        gradient: torch.Tensor,
+        gradient: Tensor,
         ids: Collection[int],
         window: int,
+        tensors: Tensors,
         codec: Codec,
     ) -> None:
-        """Raises ValueError, and AveragingError when this node is alone and ids are wrong."""
-        if gradient.dim() != 1 or gradient.dtype != torch.float32 or not gradient.is_contiguous():
+        """Raises ValueError, and ComplaintError when this node is alone and ids are wrong."""
+        if len(gradient.shape) != 1 or gradient.dtype != tensors.empty(0).dtype:
             raise ValueError(
-                "a gradient to be averaged is one contiguous row of float32, not "
+                "a gradient to be averaged is one row of float32, not "
                 f"{gradient.dtype} {tuple(gradient.shape)}"
             )
         self.nodes = sorted(replicas)
@@ -259,13 +192,14 @@ class Reduction:
         if node not in self.ranks or len(self.ranks) < len(self.nodes):
             raise ValueError(f"replicas {self.nodes} don't name {node} and each other once")
         self.node, self.rank = node, self.ranks[node]
-        self.ballot, self.codec, self.window = ballot, codec, window
+        self.ballot, self.window = ballot, window
+        self.port, self.codec = tensors, codec
         self.parts = [
             _pieces(gradient.detach(), rank, len(self.nodes)) for rank in self.ranks.values()
         ]
         self.shares: dict[str, Collection[int]] = {node: sorted(ids)}
         own = self.parts[self.rank]
-        self.totals: list[torch.Tensor | None] = [None] * len(own)
+        self.totals: list[Tensor | None] = [None] * len(own)
         self.added = [0] * len(own)  # replicas whose contribution is in the total
         self.held: dict[tuple[int, int], Frame] = {}  # contributions by piece, rank
         others = [rank for rank in self.ranks.values() if rank != self.rank]
@@ -310,12 +244,12 @@ class Reduction:
     def absorb(self, peer: str, frame: Frame) -> Outgoing:
         """Take in a replica's frame; the sums that it completes are to be sent.
 
-        Raises AveragingError for a frame that can't be right, and for ids that aren't the window's.
+        Raises ComplaintError for a frame that can't be right, and for ids that aren't the window's.
         """
         phase, piece, rank = frame.fields.get("phase"), frame.fields.get("piece"), self.ranks[peer]
         missing = {"contribution": self.contributions, "sum": self.sums}.get(str(phase), {})
         if type(piece) is not int or piece not in missing.get(rank, ()):
-            raise AveragingError(f"{peer} sent piece {piece!r} of phase {phase!r} unasked", [peer])
+            raise ComplaintError(f"{peer} sent piece {piece!r} of phase {phase!r} unasked", [peer])
         missing[rank].discard(piece)
         if phase == "sum":
             self.parts[rank][piece].copy_(self._values(peer, frame, self.parts[rank][piece]))
@@ -327,7 +261,7 @@ class Reduction:
 
     def _note_ids(self, peer: str, ids: Any) -> None:
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-            raise AveragingError(f"{peer} names its microbatches by {ids!r}, no list", [peer])
+            raise ComplaintError(f"{peer} names its microbatches by {ids!r}, no list", [peer])
         self.shares[peer] = ids
         if len(self.shares) == len(self.nodes):
             check_ids(self.shares, self.window)
@@ -352,27 +286,25 @@ class Reduction:
         own.copy_(total if self.codec == "none" else self._values(self.node, frame, own))
         return [(self.nodes[rank], frame) for rank in self.sums]
 
-    def _frame(
-        self, phase: Literal["contribution", "sum"], piece: int, values: torch.Tensor
-    ) -> Frame:
-        descriptors, payload = encode([values], self.codec)
+    def _frame(self, phase: Literal["contribution", "sum"], piece: int, values: Tensor) -> Frame:
+        descriptors, payload = self.port.encode([values], self.codec)
         fields = {"phase": phase, "piece": piece}
         return Frame("average", self.ballot, fields, descriptors, payload)
 
-    def _values(self, peer: str, frame: Frame, like: torch.Tensor) -> torch.Tensor:
+    def _values(self, peer: str, frame: Frame, like: Tensor) -> Tensor:
         try:
-            tensors = decode(frame.descriptors, frame.payload, like.device)
+            tensors = self.port.decode(frame.descriptors, frame.payload, like.device)
         except WireError as error:
-            raise AveragingError(f"what {peer} sent is damaged: {error}", [peer]) from error
+            raise ComplaintError(f"what {peer} sent is damaged: {error}", [peer]) from error
         if [(t.dtype, t.shape) for t in tensors] != [(like.dtype, like.shape)]:
             found = ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in tensors)
-            raise AveragingError(
+            raise ComplaintError(
                 f"{peer} sent {found or 'nothing'} for {like.dtype} {tuple(like.shape)}", [peer]
             )
         return tensors[0]
 
 
-def _pieces(gradient: torch.Tensor, rank: int, replicas: int) -> list[torch.Tensor]:
+def _pieces(gradient: Tensor, rank: int, replicas: int) -> list[Tensor]:
     """Views of the rank's part. An empty part is one empty piece, for the ids go with a piece."""
     start, stop = (gradient.numel() * i // replicas for i in (rank, rank + 1))
     part = gradient[start:stop]

@@ -120,7 +120,7 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
         return 0 if drives else trained(attempt.begin)
 
     def averaged(averaging: Any, peer: str, frame: Any) -> int:
-        member = averaging._send_frame.__self__.member
+        member = averaging._send.__self__.member
         return member.step if member.phase is Phase.REDUCING else 0
 
     def saved(node: Any, *_: Any) -> int:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from conversing import Nodes
 
 from planaria.node.run_file import loads, override
 from planaria.node.stage.compute import Priority
@@ -41,6 +42,7 @@ class Host:
 
     def __init__(self) -> None:
         self.compute: Any = self
+        self.exchanges = Nodes().new()
         self.saves: list[tuple[str, int]] = []
 
     def run(self, work: Callable[[], T], priority: Priority = Priority.CONTROL) -> T:

@@ -5,10 +5,12 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from conversing import AtOnce, Nodes, Slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,19 +18,20 @@ from planaria.node.ports import Priority
 from planaria.node.run_file import RunFile, loads, override
 from planaria.node.stage.compute import ComputeThread
 from planaria.node.stage.model import EmbeddingStage, build_stage
+from planaria.node.stage.next_stage import build
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.shape import ModelConfig, model_config
 from planaria.node.stage.work import TorchWork
 from planaria.node.state.stage_state import StageState, StateId
-from planaria.node.state.twin import Twin, TwinError, next_stage, servers
+from planaria.node.state.twin import Twin, next_stage, servers
 from planaria.node.transaction.attempt import Attempt, Workplace
-from planaria.node.transaction.averaging import Abandoned, ReplicaLostError
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire import tensors
+from planaria.node.wire.exchange import ComplaintError, Exchange, Exchanges, PeerLostError
 from planaria.node.wire.frames import Frame, buffers_of
 from planaria.node.wire.tensors import decode, encode
 
-T = TypeVar("T")
 CPU = torch.device("cpu")
 BALLOT = Ballot(3, 1)
 RUN = loads('[model]\npreset = "tiny"\ndim = 8\nheads = 2\nhidden = 8\ncontext = 8')
@@ -54,8 +57,16 @@ def places(*replicas: int) -> list[pb.Place]:
     ]
 
 
-async def at_once(task: Callable[[], T], priority: Priority = Priority.CONTROL) -> T:
-    return task()
+def twin_of(
+    node: str,
+    stage: int,
+    config: ModelConfig,
+    exchanges: Exchanges,
+    send: Callable[[str, Frame], bool] = lambda peer, frame: True,
+    run: RunFile = RUN,
+) -> Twin:
+    optimizer, forward = build(next_stage(stage, config.stages), config, run, CPU)
+    return Twin(node, stage, config.stages, optimizer, forward, exchanges, send, tensors)
 
 
 def copied(frame: Frame) -> Frame:
@@ -119,9 +130,14 @@ class Swarm:
             place.node: StageOptimizer(build_stage(config, place.stage, RUN.seed), CPU)
             for place in members
         }
+        self.time = Nodes()
+        self.exchanges = {
+            place.node: self.time.new(Slow(self.time, self.random)) for place in members
+        }
         self.twins = {
-            place.node: Twin(
-                place.node, place.stage, config, RUN, CPU, self._send(place.node), self._compute
+            place.node: twin_of(
+                *(place.node, place.stage, config),
+                *(self.exchanges[place.node], self._send(place.node)),
             )
             for place in members
         }
@@ -132,7 +148,7 @@ class Swarm:
     def _send(self, source: str) -> Callable[[str, Frame], bool]:
         def send(target: str, frame: Frame) -> bool:
             self.in_flight.append((source, target, frame))
-            asyncio.get_running_loop().call_soon(self._deliver)
+            self.time.after(self.random.random() / 1000, self._deliver)
             return True
 
         return send
@@ -142,16 +158,11 @@ class Swarm:
         source, target, frame = self.in_flight.pop(index)
         self.twins[target].on_frame(source, copied(frame))
 
-    async def _compute(self, task: Callable[[], T], priority: Priority = Priority.CONTROL) -> T:
-        for _ in range(self.random.randrange(3)):
-            await asyncio.sleep(0)
-        return task()
-
-    def start(self) -> list[asyncio.Task[None]]:
+    def start(self) -> list[Exchange[None]]:
         """A new attempt, up to where each stage's replicas have averaged."""
         self.ballot = Ballot(self.ballot.view, self.ballot.attempt + 1)
         for twin in self.twins.values():
-            twin.abandon(self.ballot)
+            twin.forget(self.ballot)
         generator = torch.Generator().manual_seed(self.ballot.attempt)
         gradients = {
             stage: torch.randn(len(self.own[f"{stage}.0"].weights), generator=generator)
@@ -159,7 +170,7 @@ class Swarm:
         }
         nodes = list(self.own)
         self.random.shuffle(nodes)
-        tasks = []
+        started = []
         for node in nodes:
             optimizer = self.own[node]
             optimizer.gradient.copy_(gradients[self.stage_of[node]])
@@ -168,11 +179,12 @@ class Swarm:
             work = self.twins[node].exchange(
                 self.ballot, self.members, optimizer.gradient, norm, 60.0
             )
-            tasks.append(asyncio.create_task(work))
-        return tasks
+            started.append(self.exchanges[node].start(work))
+        return started
 
-    async def commit(self, skipped: bool = False) -> None:
-        await asyncio.gather(*self.start())
+    def commit(self, skipped: bool = False) -> None:
+        for exchange in self.start():
+            self.time.outcome(exchange)
         self.step += 1
         commit = self.record(skipped)
         for node, optimizer in self.own.items():
@@ -192,15 +204,13 @@ class Swarm:
             lr_scale=[1 + stage / 10 for stage in stages],
         )
 
-    async def abort(self) -> None:
+    def abort(self) -> None:
         """The attempt ends wherever it is."""
-        tasks = self.start()
+        exchanges = self.start()
         for _ in range(self.random.randrange(60)):
-            await asyncio.sleep(0)
-        for twin in self.twins.values():
-            twin.abandon(Ballot(self.ballot.view, self.ballot.attempt + 1))
-        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
-            assert outcome is None or isinstance(outcome, Abandoned)
+            self.time.step()
+        for exchange in exchanges:
+            exchange.cancel()
         for optimizer in self.own.values():
             optimizer.zero_gradient()
 
@@ -217,30 +227,27 @@ class Swarm:
 def test_after_each_commit_stage_and_twin_are_bit_identical(
     replicas: list[int], story: list[str], seed: int
 ) -> None:
-    async def live() -> None:
-        swarm = Swarm(places(*replicas), seed)
-        applied, made = dict.fromkeys(range(len(replicas)), 0.0), NEVER
-        for event in story:
-            if event == "abort":
-                await swarm.abort()
-            else:
-                await swarm.commit(skipped=event == "skip")
-                made = swarm.ballot
-                if event == "commit":
-                    applied = dict(swarm.norms)
-            for node, optimizer in swarm.own.items():
-                for twin in swarm.holders(stage := swarm.stage_of[node]):
-                    assert same(twin.optimizer, optimizer)
-                    assert twin.optimizer.digest() == optimizer.digest()
-                    assert twin.state.id == StateId(stage, 0, swarm.step, made)
-                    assert twin.state.omega == applied[stage]
-
-    asyncio.run(live())
+    swarm = Swarm(places(*replicas), seed)
+    applied, made = dict.fromkeys(range(len(replicas)), 0.0), NEVER
+    for event in story:
+        if event == "abort":
+            swarm.abort()
+        else:
+            swarm.commit(skipped=event == "skip")
+            made = swarm.ballot
+            if event == "commit":
+                applied = dict(swarm.norms)
+        for node, optimizer in swarm.own.items():
+            for twin in swarm.holders(stage := swarm.stage_of[node]):
+                assert same(twin.optimizer, optimizer)
+                assert twin.optimizer.digest() == optimizer.digest()
+                assert twin.state.id == StateId(stage, 0, swarm.step, made)
+                assert twin.state.omega == applied[stage]
 
 
-async def test_each_gradient_is_sent_once_to_each_holder() -> None:
+def test_each_gradient_is_sent_once_to_each_holder() -> None:
     swarm = Swarm(places(3, 1, 2), seed=0)
-    await swarm.commit()
+    swarm.commit()
     sent = {node: twin.bytes_sent for node, twin in swarm.twins.items()}
     size = [swarm.own[f"{stage}.0"].gradient.nbytes for stage in range(3)]
     assert sent == {
@@ -255,51 +262,54 @@ async def test_each_gradient_is_sent_once_to_each_holder() -> None:
 MEMBERS = places(1, 1, 1, 1)
 
 
-def holder(
-    send: Callable[[str, Frame], bool] = lambda peer, frame: True,
-    in_compute_thread: Any = at_once,
-) -> Twin:
+class Holder:
     """1.0, of three body stages, which holds stage 2."""
-    return Twin("1.0", 1, config_of(3), RUN, CPU, send, in_compute_thread)
+
+    def __init__(
+        self, send: Callable[[str, Frame], bool] = lambda peer, frame: True, compute: Any = None
+    ) -> None:
+        self.time = Nodes()
+        self.exchanges = self.time.new(compute)
+        self.twin = twin_of("1.0", 1, config_of(3), self.exchanges, send)
+        self.optimizer = self.twin.optimizer
+        self.on_frame = self.twin.on_frame
+
+    def exchange(self, *arguments: Any) -> None:
+        self.time.run(self.exchanges, self.twin.exchange(*arguments))
+
+    def gather(self, ballot: Ballot = BALLOT, replicas: int = 1) -> None:
+        """Only what is there already is heard."""
+        self.exchange(ballot, places(*[replicas] * 4), torch.zeros(200), 0.0, 0)
 
 
-async def frames_of(
+def frames_of(
     value: float, replica: int = 0, replicas: int = 1, ballot: Ballot = BALLOT
 ) -> list[Frame]:
     """What a node of stage 2 sends to 1.0 when its reduced gradient is `value` everywhere."""
     sent: list[tuple[str, Frame]] = []
-    node = Twin(
-        f"2.{replica}",
-        2,
-        config_of(3),
-        RUN,
-        CPU,
+    time = Nodes()
+    exchanges = time.new()
+    node = twin_of(
+        *(f"2.{replica}", 2, config_of(3), exchanges),
         lambda peer, frame: not sent.append((peer, frame)),
-        at_once,
     )
     gradient = torch.full_like(node.optimizer.gradient, value)
     norm = float(gradient.double().square().sum())
-    with pytest.raises(TwinError):  # it is alone, too
-        await node.exchange(ballot, places(*[replicas] * 4), gradient, norm, 0)
+    with pytest.raises(ComplaintError):  # it is alone, too
+        time.run(exchanges, node.exchange(ballot, places(*[replicas] * 4), gradient, norm, 0))
     return [copied(frame) for peer, frame in sent if peer == "1.0"]
 
 
-async def gather(twin: Twin, ballot: Ballot = BALLOT, replicas: int = 1) -> None:
-    """Only what is there already is heard."""
-    gradient = torch.zeros(200)
-    await twin.exchange(ballot, places(*[replicas] * 4), gradient, 0.0, 0)
-
-
 @pytest.mark.parametrize("lost", [0, 1, -1])
-async def test_the_deadline_names_who_did_not_send(lost: int) -> None:
-    twin = holder()
-    frames = await frames_of(1.0)
+def test_the_deadline_names_who_did_not_send(lost: int) -> None:
+    twin = Holder()
+    frames = frames_of(1.0)
     frames.pop(lost)
     for frame in frames:
         twin.on_frame("2.0", frame)
     complaint = f"1 of {len(frames) + 1} pieces of stage 2's gradient .* from 2.0 did not come"
-    with pytest.raises(TwinError, match=complaint) as caught:
-        await gather(twin)
+    with pytest.raises(ComplaintError, match=complaint) as caught:
+        twin.gather()
     assert caught.value.accused == ["2.0"]
 
 
@@ -341,69 +351,69 @@ def with_tensors(*tensors: torch.Tensor) -> Callable[[Frame], Frame]:
         (with_fields(squared_norm="1"), "squared norm"),
     ],
 )
-async def test_a_frame_that_cannot_be_right_accuses_its_sender(
+def test_a_frame_that_cannot_be_right_accuses_its_sender(
     change: Callable[[Frame], Frame], complaint: str
 ) -> None:
-    twin = holder()
-    for frame in await frames_of(1.0):
+    twin = Holder()
+    for frame in frames_of(1.0):
         twin.on_frame("2.0", change(frame))
-    with pytest.raises(TwinError, match=complaint) as caught:
-        await gather(twin)
+    with pytest.raises(ComplaintError, match=complaint) as caught:
+        twin.gather()
     assert caught.value.accused == ["2.0"]
 
 
-async def test_after_a_failure_the_next_attempt_is_whole() -> None:
-    twin = holder()
-    for frame in await frames_of(1.0):
+def test_after_a_failure_the_next_attempt_is_whole() -> None:
+    twin = Holder()
+    for frame in frames_of(1.0):
         twin.on_frame("2.0", damaged(frame))
-    with pytest.raises(TwinError):
-        await gather(twin)
+    with pytest.raises(ComplaintError):
+        twin.gather()
     again = Ballot(3, 2)
-    for frame in await frames_of(2.0, ballot=again):
+    for frame in frames_of(2.0, ballot=again):
         twin.on_frame("2.0", frame)
-    await gather(twin, again)
+    twin.gather(again)
     assert torch.equal(twin.optimizer.gradient, torch.full_like(twin.optimizer.gradient, 2.0))
 
 
-async def test_a_piece_may_come_twice() -> None:
-    twin = holder()
-    first, *others = await frames_of(3.0)
+def test_a_piece_may_come_twice() -> None:
+    twin = Holder()
+    first, *others = frames_of(3.0)
     for frame in (first, first, *others):
         twin.on_frame("2.0", frame)
-    await gather(twin)
+    twin.gather()
     assert torch.equal(twin.optimizer.gradient, torch.full_like(twin.optimizer.gradient, 3.0))
 
 
-async def test_only_the_replica_that_serves_this_node_is_heard(
+def test_only_the_replica_that_serves_this_node_is_heard(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    twin = holder()
-    for frame in await frames_of(1.0):
+    twin = Holder()
+    for frame in frames_of(1.0):
         for peer in ("2.1", "3.0", "stranger"):
             twin.on_frame(peer, frame)
-    with pytest.raises(TwinError, match=r"from 2\.0 did not come") as caught:
-        await gather(twin, replicas=2)
+    with pytest.raises(ComplaintError, match=r"from 2\.0 did not come") as caught:
+        twin.gather(replicas=2)
     assert caught.value.accused == ["2.0"]
     assert "dropped a gradient for the twin of stage 2 from stranger" in caplog.text
     assert not twin.optimizer.gradient.any()
 
 
-async def test_a_holder_without_a_link_is_accused() -> None:
-    twin = holder(send=lambda peer, frame: False)
-    for frame in await frames_of(1.0):
+def test_a_holder_without_a_link_is_accused() -> None:
+    twin = Holder(send=lambda peer, frame: False)
+    for frame in frames_of(1.0):
         twin.on_frame("2.0", frame)
-    with pytest.raises(ReplicaLostError, match=r"no link to 0\.0") as caught:
-        await gather(twin)
+    with pytest.raises(PeerLostError, match=r"no link to 0\.0") as caught:
+        twin.gather()
     assert caught.value.accused == ["0.0"]
 
 
-async def test_what_waits_to_be_sent_does_not_change_with_the_gradient() -> None:
+def test_what_waits_to_be_sent_does_not_change_with_the_gradient() -> None:
     sent: list[Frame] = []
-    twin = holder(send=lambda peer, frame: not sent.append(frame))
-    for frame in await frames_of(1.0):
+    twin = Holder(send=lambda peer, frame: not sent.append(frame))
+    for frame in frames_of(1.0):
         twin.on_frame("2.0", frame)
     gradient = torch.ones(200)
-    await twin.exchange(BALLOT, MEMBERS, gradient, 200.0, 0)
+    twin.exchange(BALLOT, MEMBERS, gradient, 200.0, 0)
     gradient.zero_()
     values = [decode(copied(frame).descriptors, copied(frame).payload)[0] for frame in sent]
     assert torch.equal(torch.cat(values), torch.ones(200))
@@ -412,90 +422,83 @@ async def test_what_waits_to_be_sent_does_not_change_with_the_gradient() -> None
 # Ballots
 
 
-async def test_frames_of_a_coming_exchange_are_kept_and_old_ones_dropped() -> None:
-    twin = holder()
+def test_frames_of_a_coming_exchange_are_kept_and_old_ones_dropped() -> None:
+    twin = Holder()
     older, newer = Ballot(3, 0), Ballot(3, 2)
     for value, ballot in ((9.0, older), (1.0, BALLOT)):
-        for frame in await frames_of(value, ballot=ballot):
+        for frame in frames_of(value, ballot=ballot):
             twin.on_frame("2.0", frame)
-    for frame in await frames_of(9.0, ballot=older):
+    for frame in frames_of(9.0, ballot=older):
         twin.on_frame("2.0", frame)
-    await gather(twin)
+    twin.gather()
     assert torch.equal(twin.optimizer.gradient, torch.full_like(twin.optimizer.gradient, 1.0))
-    for frame in await frames_of(9.0):  # over
+    for frame in frames_of(9.0):  # over
         twin.on_frame("2.0", frame)
-    for frame in await frames_of(2.0, ballot=newer):
+    for frame in frames_of(2.0, ballot=newer):
         twin.on_frame("2.0", frame)
-    await gather(twin, newer)
+    twin.gather(newer)
     assert torch.equal(twin.optimizer.gradient, torch.full_like(twin.optimizer.gradient, 2.0))
 
 
-async def test_frames_of_the_next_exchange_outlive_this_one() -> None:
-    twin = holder()
+def test_frames_of_the_next_exchange_outlive_this_one() -> None:
+    twin = Holder()
     for peer, ballot in (("2.0", BALLOT), ("2.1", Ballot(3, 2))):
-        for frame in await frames_of(1.0, ballot=ballot):
+        for frame in frames_of(1.0, ballot=ballot):
             twin.on_frame(peer, frame)
-    await gather(twin)
+    twin.gather()
     members = [place for place in places(2, 2, 2, 2) if place.node != "2.0"]
-    await twin.exchange(Ballot(3, 2), members, torch.zeros(8), 0.0, 0)
+    twin.exchange(Ballot(3, 2), members, torch.zeros(8), 0.0, 0)
 
 
-async def test_an_exchange_that_is_over_or_void_cannot_start() -> None:
-    twin = holder()
-    for frame in await frames_of(1.0):
+def test_what_comes_for_an_exchange_that_is_over_or_void_has_no_effect() -> None:
+    twin = Holder()
+    for frame in frames_of(1.0):
         twin.on_frame("2.0", frame)
-    await gather(twin)
-    with pytest.raises(Abandoned):
-        await gather(twin)
-    twin.abandon(Ballot(4, 1))
-    with pytest.raises(Abandoned):
-        await gather(twin, Ballot(4, 0))
+    twin.gather()
+    twin.twin.forget(Ballot(4, 1))
+    for ballot in (BALLOT, Ballot(4, 0)):
+        for frame in frames_of(2.0, ballot=ballot):
+            twin.on_frame("2.0", frame)
+        with pytest.raises(ComplaintError, match="did not come"):
+            twin.gather(ballot)
 
 
-async def test_an_abandoned_exchange_ends_at_once() -> None:
-    twin = holder()
-    asyncio.get_running_loop().call_soon(twin.abandon, Ballot(3, 2))
-    with pytest.raises(Abandoned):
-        await twin.exchange(BALLOT, MEMBERS, torch.zeros(8), 0.0, 60.0)
-    assert asyncio.all_tasks() == {asyncio.current_task()}
-
-
-async def test_abandoned_inside_the_compute_thread() -> None:
-    async def compute(task: Callable[[], T], priority: Priority = Priority.CONTROL) -> T:
-        twin.abandon(Ballot(3, 2))
-        return task()
-
+def test_what_it_made_when_it_was_cancelled_is_not_sent() -> None:
     sent: list[str] = []
-    twin = holder(lambda peer, frame: not sent.append(peer), compute)
-    with pytest.raises(Abandoned):
-        await twin.exchange(BALLOT, MEMBERS, torch.zeros(8), 0.0, 60.0)
+    time = Nodes()
+    exchanges = time.new(Slow(time, random.Random(0)))
+    twin = twin_of("1.0", 1, config_of(3), exchanges, lambda peer, frame: not sent.append(peer))
+    exchange = exchanges.start(twin.exchange(BALLOT, MEMBERS, torch.zeros(8), 0.0, 60.0))
+    exchange.cancel()
+    while time.step():
+        pass
     assert sent == []
 
 
-async def test_a_peer_far_ahead_cannot_fill_the_memory(caplog: pytest.LogCaptureFixture) -> None:
-    twin = holder()
-    frames = await frames_of(1.0)
+def test_a_peer_far_ahead_cannot_fill_the_memory(caplog: pytest.LogCaptureFixture) -> None:
+    twin = Holder()
+    frames = frames_of(1.0)
     for _ in range(5):
         for frame in frames:
             twin.on_frame("2.0", frame)
-    assert caplog.text.count("dropped a gradient from 2.0") >= 3 * len(frames)
-    newest = await frames_of(2.0, ballot=Ballot(3, 7))  # in the place of the older ones
+    assert caplog.text.count("bytes from 2.0: too many wait") >= 3 * len(frames)
+    newest = frames_of(2.0, ballot=Ballot(3, 7))  # in the place of the older ones
     for frame in (*newest, *frames):
         twin.on_frame("2.0", frame)
-    await gather(twin, Ballot(3, 7))
+    twin.gather(Ballot(3, 7))
     assert torch.equal(twin.optimizer.gradient, torch.full_like(twin.optimizer.gradient, 2.0))
 
 
-async def test_a_commit_of_another_attempt_than_the_gradients_is_refused() -> None:
-    twin = holder()
-    for frame in await frames_of(1.0):
+def test_a_commit_of_another_attempt_than_the_gradients_is_refused() -> None:
+    twin = Holder()
+    for frame in frames_of(1.0):
         twin.on_frame("2.0", frame)
-    await gather(twin)
+    twin.gather()
     before = state_of(twin.optimizer)
     commit = pb.Commit(step=1, ballot=Ballot(3, 0).message(), clip_scale=[1] * 4, lr_scale=[1] * 4)
     with pytest.raises(AssertionError):
-        twin.apply(commit, 0.1)
-    assert twin.state.id.step == 0
+        twin.twin.apply(commit, 0.1)
+    assert twin.twin.state.id.step == 0
     assert all(map(torch.equal, before[1], state_of(twin.optimizer)[1]))
 
 
@@ -506,33 +509,33 @@ def fetched(state: StageState) -> StageState:
     return replace(state, tensors={name: t.clone() for name, t in state.tensors.items()})
 
 
-async def test_a_twin_that_comes_later_is_stale_until_it_has_the_stages_state() -> None:
+def test_a_twin_that_comes_later_is_stale_until_it_has_the_stages_state() -> None:
     swarm = Swarm(places(2, 2, 2), seed=1)
-    await swarm.commit()
+    swarm.commit()
     late = swarm.twins["1.0"]
     missed = replace(late.state.id, step=0)
     late.state = replace(late.state, id=missed)
     before = state_of(late.optimizer)
-    await swarm.commit()
+    swarm.commit()
     assert late.state.id.step == 0
     assert all(map(torch.equal, before[1], state_of(late.optimizer)[1]))
-    tensors = dict(swarm.own["2.1"].state(optimizer=True))
-    last = swarm.record()
-    boosted = StageState(StateId.after(last, 2, 1, swarm.step), tensors, 7.5, 1, last, 2)
-    tasks = swarm.start()  # it comes while the next attempt runs
+    values, last = dict(swarm.own["2.1"].state(optimizer=True)), swarm.record()
+    boosted = StageState(StateId.after(last, 2, 1, swarm.step), values, 7.5, 1, last, 2)
+    exchanges = swarm.start()  # it comes while the next attempt runs
     late.load(fetched(boosted))
-    await asyncio.gather(*tasks)
+    for exchange in exchanges:
+        swarm.time.outcome(exchange)
     assert late.state.id == StateId(2, 1, 2, Ballot.of(boosted.last.ballot))
     assert (late.state.omega, late.state.boosted_at) == (7.5, 1)
-    await swarm.commit()
+    swarm.commit()
     assert late.state.id == StateId(2, 1, 3, swarm.ballot)
     assert same(late.optimizer, swarm.own["2.0"])
 
 
-async def test_what_a_twin_serves_is_the_stages_state() -> None:
+def test_what_a_twin_serves_is_the_stages_state() -> None:
     swarm = Swarm(places(1, 1, 1, 1), seed=2)
-    await swarm.commit()
-    await swarm.commit(skipped=True)
+    swarm.commit()
+    swarm.commit(skipped=True)
     for stage in range(4):
         (twin,) = swarm.holders(stage)
         served = twin.state
@@ -543,9 +546,9 @@ async def test_what_a_twin_serves_is_the_stages_state() -> None:
         assert same(fresh, swarm.own[f"{stage}.0"])
 
 
-async def test_a_state_of_another_stage_changes_nothing() -> None:
+def test_a_state_of_another_stage_changes_nothing() -> None:
     swarm = Swarm(places(1, 1, 1), seed=3)
-    await swarm.commit()
+    swarm.commit()
     (of_embedding,) = swarm.holders(0)
     (of_body,) = swarm.holders(1)
     before = state_of(of_body.optimizer)
@@ -563,7 +566,7 @@ async def test_a_state_of_another_stage_changes_nothing() -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_the_redundant_forward_is_the_next_stages_bit_for_bit(stage: int, bf16: bool) -> None:
     config = config_of(3)
-    twin = Twin("n", stage, config, RUN, CPU, lambda peer, frame: True, at_once)
+    twin = twin_of("n", stage, config, Nodes().new())
     behind = build_stage(config, (stage + 1) % 4, RUN.seed)
     x = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(stage))
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -575,16 +578,6 @@ def test_the_redundant_forward_is_the_next_stages_bit_for_bit(stage: int, bf16: 
     assert torch.equal(found, expected)
     assert twin.forwards == 1
     assert twin.memory_bytes == 16 * sum(p.numel() for p in behind.parameters())
-
-
-class Recording(Twin):
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.outputs: list[torch.Tensor] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.outputs.append(super().forward(x))
-        return self.outputs[-1]
 
 
 class Outgoing:
@@ -634,8 +627,9 @@ async def pass_through(
         for stage in (1, 2, 3):
             node = f"{stage}.0"
             module = build_stage(config, stage, run.seed)
-            twin = Recording(node, stage, config, run, CPU, outgoing.send_frame, compute.run)
+            twin = twin_of(node, stage, config, Nodes().new(), outgoing.send_frame, run)
             twin.state = replace(twin.state, id=replace(twin.state.id, step=twin_step))
+            twin.forward = partial(_note, twin.forward, redundant)
             work = TorchWork(
                 *(node, module, StageOptimizer(module, CPU), run, config, CPU),
                 twin=twin if stage < 3 else None,
@@ -647,12 +641,17 @@ async def pass_through(
                 attempt.take(f"{stage - 1}.0", copied(frame))
             frames = [await outgoing.frames.get() for _ in frames]
             await compute.run(lambda: None, Priority.BACKGROUND)
-            redundant += twin.outputs
             if stage > 1:
                 real += [decode(f.descriptors, copied(f).payload)[0] for f in frames]
     finally:
         await asyncio.to_thread(compute.stop)
     return redundant, real
+
+
+def _note(
+    forward: Callable[[torch.Tensor], torch.Tensor], outputs: list[torch.Tensor], x: torch.Tensor
+) -> None:
+    outputs.append(forward(x))
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
@@ -684,19 +683,21 @@ async def test_nothing_is_computed_twice_in_an_evaluation_or_by_a_stale_twin(
     assert len(real) == 4
 
 
-async def test_nobody_is_ready_before_the_redundant_forwards_are_done() -> None:
-    posted: list[Callable[[], object]] = []
+def test_nobody_is_ready_before_the_redundant_forwards_are_done() -> None:
+    forwards: list[Callable[[], object]] = []
 
-    async def compute(task: Callable[[], T], priority: Priority = Priority.CONTROL) -> T:
+    class Busy(AtOnce):
         """There is no bubble: background work is done when somebody waits for it."""
-        if priority is Priority.BACKGROUND:
-            for earlier in posted:
-                earlier()
-        return task()
 
-    twin = holder(in_compute_thread=compute)
-    posted += [lambda: twin.forward(torch.zeros(2, 8, 8))] * 5
-    for frame in await frames_of(1.0):
-        twin.on_frame("2.0", frame)
-    await gather(twin)
-    assert twin.forwards == 5
+        def post(self, work: Any, then: Any, priority: Priority) -> None:
+            if priority is Priority.BACKGROUND:
+                for forward in forwards:
+                    forward()
+            super().post(work, then, priority)
+
+    holder = Holder(compute=Busy())
+    forwards += [lambda: holder.twin.forward(torch.zeros(2, 8, 8))] * 5
+    for frame in frames_of(1.0):
+        holder.on_frame("2.0", frame)
+    holder.gather()
+    assert holder.twin.forwards == 5

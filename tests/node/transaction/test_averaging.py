@@ -1,29 +1,25 @@
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
-from typing import TypeVar, get_args
+from functools import partial, reduce
+from typing import Any, get_args
 
 import pytest
 import torch
+from conversing import Nodes, Slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.node.transaction import averaging
-from planaria.node.transaction.averaging import (
-    Abandoned,
-    Averaging,
-    AveragingError,
-    Reduction,
-    check_ids,
-)
+from planaria.node.transaction.averaging import Averaging, Reduction, check_ids
+from planaria.node.transaction.effects import Ballot
+from planaria.node.wire import tensors
+from planaria.node.wire.exchange import ComplaintError, Exchange, PeerLostError
 from planaria.node.wire.frames import Codec, Frame
 from planaria.node.wire.tensors import decode
 
-T = TypeVar("T")
-BALLOT = (3, 1)
+BALLOT = Ballot(3, 1)
 NODES = ["a", "b", "c", "d", "e"]
 CODECS = get_args(Codec)
 
@@ -35,10 +31,6 @@ def small_pieces() -> Iterator[None]:
         yield
 
 
-async def at_once(work: Callable[[], T]) -> T:
-    return work()
-
-
 class Network:
     """Delivers frames in an order drawn from `seed`, as copies made when they are delivered.
 
@@ -47,7 +39,9 @@ class Network:
 
     def __init__(self, nodes: Sequence[str], codec: Codec = "none", seed: int = 0) -> None:
         self.random = random.Random(seed)
+        self.time = Nodes()
         self.in_flight: list[tuple[str, str, Frame]] = []
+        self.exchanges = {node: self.time.new(Slow(self.time, self.random)) for node in nodes}
         self.nodes = {node: self._node(node, codec) for node in nodes}
         self.passes: Callable[[str, str, Frame], bool] = lambda source, target, frame: True
 
@@ -56,21 +50,22 @@ class Network:
             if peer not in self.nodes:
                 return False
             self.in_flight.append((node, peer, frame))
-            asyncio.get_running_loop().call_soon(self._deliver)
+            self.time.after(self.random.random() / 1000, self._deliver)
             return True
 
-        return Averaging(node, send, self._compute, codec)
-
-    async def _compute(self, work: Callable[[], T]) -> T:
-        for _ in range(self.random.randrange(3)):
-            await asyncio.sleep(0)
-        return work()
+        return Averaging(node, self.exchanges[node], send, tensors, codec)
 
     def _deliver(self) -> None:
         index = self.random.randrange(len(self.in_flight))
         source, target, frame = self.in_flight.pop(index)
         if self.passes(source, target, frame):
             self.nodes[target].on_frame(source, copied(frame))
+
+    def start(self, node: str, *arguments: Any) -> Exchange[None]:
+        return self.exchanges[node].start(self.nodes[node].reduce(*arguments))
+
+    def reduce(self, node: str, *arguments: Any) -> None:
+        self.time.outcome(self.start(node, *arguments))
 
 
 def copied(frame: Frame) -> Frame:
@@ -92,39 +87,40 @@ def start_all(
     values: Sequence[torch.Tensor],
     ids: Sequence[Sequence[int]] | None = None,
     window: int = 6,
-) -> list[asyncio.Task[None]]:
+) -> list[Exchange[None]]:
     nodes = list(network.nodes)
     ids = shares(nodes, window) if ids is None else ids
     return [
-        asyncio.create_task(member.reduce(BALLOT, nodes[::-1], gradient, share, window, 60.0))
-        for member, gradient, share in zip(network.nodes.values(), values, ids, strict=True)
+        network.start(node, BALLOT, nodes[::-1], gradient, share, window, 60.0)
+        for node, gradient, share in zip(nodes, values, ids, strict=True)
     ]
 
 
-async def reduce_all(
+def reduce_all(
     network: Network,
     values: Sequence[torch.Tensor],
     ids: Sequence[Sequence[int]] | None = None,
-) -> list[BaseException | None]:
+) -> list[Exception | None]:
     """Every node's outcome: None or what it raised."""
-    return await asyncio.gather(*start_all(network, values, ids), return_exceptions=True)
+    return [network.time.error(one) for one in start_all(network, values, ids)]
 
 
-async def first_failure(tasks: Sequence[asyncio.Task[None]]) -> BaseException | None:
+def first_failure(network: Network, exchanges: Sequence[Exchange[None]]) -> Exception | None:
     """The others, who would wait for the one that failed, are cancelled."""
-    done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    for task in waiting:
-        task.cancel()
-    await asyncio.gather(*waiting, return_exceptions=True)
-    return next((error for task in done if (error := task.exception())), None)
+    while network.time.step():
+        for one in exchanges:
+            if one.done and (error := network.time.error(one)) is not None:
+                for other in exchanges:
+                    other.cancel()
+                return error
+    return next(filter(None, map(network.time.error, exchanges)), None)
 
 
 def averaged(
     nodes: Sequence[str], length: int, codec: Codec = "none", seed: int = 0
 ) -> list[torch.Tensor]:
     values = gradients(nodes, length)
-    outcomes = asyncio.run(reduce_all(Network(nodes, codec, seed), values))
-    assert outcomes == [None] * len(nodes)
+    assert reduce_all(Network(nodes, codec, seed), values) == [None] * len(nodes)
     return values
 
 
@@ -166,24 +162,24 @@ def test_the_order_of_arrival_changes_no_bit(codec: Codec) -> None:
         ([[0, 1, -1], [2], [3, 4, 5]], ["a"], "not of this window: -1 (a)"),
     ],
 )
-async def test_every_replica_finds_microbatches_that_are_not_the_window(
+def test_every_replica_finds_microbatches_that_are_not_the_window(
     ids: list[list[int]], accused: list[str], named: str
 ) -> None:
     network = Network(NODES[:3])
-    for outcome in await reduce_all(network, gradients(NODES[:3], 20), ids):
-        assert isinstance(outcome, AveragingError)
+    for outcome in reduce_all(network, gradients(NODES[:3], 20), ids):
+        assert isinstance(outcome, ComplaintError)
         assert named in str(outcome)
         assert outcome.accused == accused
 
 
-async def test_a_single_replica_checks_its_ids_and_leaves_the_gradient() -> None:
+def test_a_single_replica_checks_its_ids_and_leaves_the_gradient() -> None:
     alone = Network(["a"], "int8")
     (gradient,) = gradients(["a"], 50)
     before = gradient.clone()
-    assert await reduce_all(alone, [gradient]) == [None]
+    assert reduce_all(alone, [gradient]) == [None]
     assert torch.equal(gradient, before)
-    with pytest.raises(AveragingError, match="nobody's gradient: 1"):
-        await alone.nodes["a"].reduce((3, 2), ["a"], gradient, [0, 2], 3, 60.0)
+    with pytest.raises(ComplaintError, match="nobody's gradient: 1"):
+        alone.reduce("a", Ballot(3, 2), ["a"], gradient, [0, 2], 3, 60.0)
 
 
 @given(st.dictionaries(st.sampled_from(NODES), st.lists(st.integers(-1, 6), max_size=6)))
@@ -191,7 +187,7 @@ def test_ids_pass_only_when_each_is_there_once(found: dict[str, list[int]]) -> N
     exact = sorted(i for ids in found.values() for i in ids) == list(range(5))
     try:
         check_ids(found, 5)
-    except AveragingError:
+    except ComplaintError:
         assert not exact
     else:
         assert exact
@@ -200,16 +196,16 @@ def test_ids_pass_only_when_each_is_there_once(found: dict[str, list[int]]) -> N
 # Faults
 
 
-async def test_a_peer_without_a_link_is_accused() -> None:
+def test_a_peer_without_a_link_is_accused() -> None:
     network = Network(["a", "b"])
-    with pytest.raises(AveragingError, match="no link to c") as caught:
-        await network.nodes["a"].reduce(BALLOT, ["a", "b", "c"], torch.ones(9), [0], 3, 60.0)
+    with pytest.raises(ComplaintError, match="no link to c") as caught:
+        network.reduce("a", BALLOT, ["a", "b", "c"], torch.ones(9), [0], 3, 60.0)
     assert caught.value.accused == ["c"]
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("through", range(6))  # of the six frames that c sends to a
-async def test_a_peer_lost_before_or_while_sending(through: int, seed: int) -> None:
+def test_a_peer_lost_before_or_while_sending(through: int, seed: int) -> None:
     network = Network(["a", "b", "c"], seed=seed)
     sent = 0
 
@@ -223,15 +219,15 @@ async def test_a_peer_lost_before_or_while_sending(through: int, seed: int) -> N
         return sent <= through
 
     network.passes = passes
-    error = await first_failure(start_all(network, gradients("abc", 63)))
-    assert isinstance(error, AveragingError)
+    error = first_failure(network, start_all(network, gradients("abc", 63)))
+    assert isinstance(error, PeerLostError)
     assert "lost c" in str(error)
     assert "connection reset" in str(error)
     assert error.accused == ["c"]
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_a_peer_lost_after_its_part_does_no_harm(seed: int) -> None:
+def test_a_peer_lost_after_its_part_does_no_harm(seed: int) -> None:
     network = Network(["a", "b", "c"], seed=seed)
     sent = 0
 
@@ -239,35 +235,47 @@ async def test_a_peer_lost_after_its_part_does_no_harm(seed: int) -> None:
         nonlocal sent
         if (source, target) == ("c", "a") and (sent := sent + 1) == 6:
             lost = network.nodes["a"].on_peer_lost
-            asyncio.get_running_loop().call_soon(lost, "c", "connection reset")
+            network.time.after(0.0, partial(lost, "c", "connection reset"))
         return True
 
     network.passes = passes
-    assert await first_failure(start_all(network, gradients("abc", 63))) is None
+    assert first_failure(network, start_all(network, gradients("abc", 63))) is None
     assert sent == 6
 
 
 def replica(node: str, nodes: Sequence[str], gradient: torch.Tensor, ids: list[int]) -> Reduction:
-    return Reduction(node, BALLOT, nodes, gradient, ids, 4, "none")
+    return Reduction(node, BALLOT, nodes, gradient, ids, 4, tensors, "none")
 
 
-def alone(node: str = "a", send: Callable[[str, Frame], bool] = lambda p, f: True) -> Averaging:
-    return Averaging(node, send, at_once, "none")
+class Alone:
+    """One replica, without the others."""
+
+    def __init__(self, send: Callable[[str, Frame], bool] = lambda peer, frame: True) -> None:
+        self.time = Nodes()
+        self.exchanges = self.time.new()
+        self.averaging = Averaging("a", self.exchanges, send, tensors, "none")
+        self.on_frame = self.averaging.on_frame
+
+    def start(self, *arguments: Any) -> Exchange[None]:
+        return self.exchanges.start(self.averaging.reduce(*arguments))
+
+    def reduce(self, *arguments: Any) -> None:
+        self.time.outcome(self.start(*arguments))
 
 
-async def test_the_deadline_names_who_did_not_contribute() -> None:
-    with pytest.raises(AveragingError, match="after 0 s the contribution of b, c is") as caught:
-        await alone().reduce(BALLOT, ["a", "b", "c"], torch.ones(9), [0], 4, 0)
+def test_the_deadline_names_who_did_not_contribute() -> None:
+    with pytest.raises(ComplaintError, match="after 0 s the contribution of b, c is") as caught:
+        Alone().reduce(BALLOT, ["a", "b", "c"], torch.ones(9), [0], 4, 0)
     assert caught.value.accused == ["b", "c"]
 
 
-async def test_the_deadline_names_who_did_not_send_its_sum() -> None:
+def test_the_deadline_names_who_did_not_send_its_sum() -> None:
     b = replica("b", ["a", "b"], torch.ones(8), [2, 3])
-    member = alone()
+    member = Alone()
     for _, frame in b.contribute(0):
         member.on_frame("b", copied(frame))
-    with pytest.raises(AveragingError, match="after 0 s the sum of b is") as caught:
-        await member.reduce(BALLOT, ["a", "b"], torch.ones(8), [0, 1], 4, 0)
+    with pytest.raises(ComplaintError, match="after 0 s the sum of b is") as caught:
+        member.reduce(BALLOT, ["a", "b"], torch.ones(8), [0, 1], 4, 0)
     assert caught.value.accused == ["b"]
 
 
@@ -304,41 +312,41 @@ def without_tensors(frame: Frame) -> Frame:
         (with_fields(ids=[2, "3"]), "names its microbatches"),
     ],
 )
-async def test_a_frame_that_cannot_be_right_accuses_its_sender(
+def test_a_frame_that_cannot_be_right_accuses_its_sender(
     change: Callable[[Frame], Frame], complaint: str
 ) -> None:
     ((_, frame),) = replica("b", ["a", "b"], torch.ones(8), [2, 3]).contribute(0)
-    member = alone()
+    member = Alone()
     member.on_frame("b", change(frame))
-    with pytest.raises(AveragingError, match=complaint) as caught:
-        await member.reduce(BALLOT, ["a", "b"], torch.ones(8), [0, 1], 4, 60.0)
+    with pytest.raises(ComplaintError, match=complaint) as caught:
+        member.reduce(BALLOT, ["a", "b"], torch.ones(8), [0, 1], 4, 60.0)
     assert caught.value.accused == ["b"]
 
 
-async def test_replicas_of_different_length_notice() -> None:
+def test_replicas_of_different_length_notice() -> None:
     ((_, frame),) = replica("b", ["a", "b"], torch.ones(10), [2, 3]).contribute(0)
-    member = alone()
+    member = Alone()
     member.on_frame("b", frame)
-    with pytest.raises(AveragingError, match=r"\(5,\) for torch.float32 \(4,\)"):
-        await member.reduce(BALLOT, ["a", "b"], torch.ones(8), [0, 1], 4, 60.0)
+    with pytest.raises(ComplaintError, match=r"\(5,\) for torch.float32 \(4,\)"):
+        member.reduce(BALLOT, ["a", "b"], torch.ones(8), [0, 1], 4, 60.0)
 
 
-async def test_a_contribution_counts_once() -> None:
+def test_a_contribution_counts_once() -> None:
     ((_, frame),) = replica("b", ["a", "b"], torch.ones(8), [2, 3]).contribute(0)
-    member = alone()
+    member = Alone()
     member.on_frame("b", copied(frame))
     member.on_frame("b", copied(frame))
-    with pytest.raises(AveragingError, match="unasked"):
-        await member.reduce(BALLOT, ["a", "b"], torch.ones(8), [0, 1], 4, 60.0)
+    with pytest.raises(ComplaintError, match="unasked"):
+        member.reduce(BALLOT, ["a", "b"], torch.ones(8), [0, 1], 4, 60.0)
 
 
-async def test_others_than_replicas_are_not_heard() -> None:
+def test_others_than_replicas_are_not_heard() -> None:
     ((_, frame),) = replica("b", ["a", "b"], torch.ones(8), [2, 3]).contribute(0)
-    member = alone()
+    member = Alone()
     member.on_frame("stranger", frame)
-    member.on_peer_lost("stranger", "gone")
-    with pytest.raises(AveragingError, match="the contribution of b"):
-        await member.reduce(BALLOT, ["a", "b"], torch.ones(8), [0, 1], 4, 0)
+    member.averaging.on_peer_lost("stranger", "gone")
+    with pytest.raises(ComplaintError, match="the contribution of b"):
+        member.reduce(BALLOT, ["a", "b"], torch.ones(8), [0, 1], 4, 0)
 
 
 @pytest.mark.parametrize(
@@ -348,18 +356,17 @@ async def test_others_than_replicas_are_not_heard() -> None:
         (["a", "a"], torch.ones(4)),
         (["a"], torch.ones(2, 2)),
         (["a"], torch.ones(4, dtype=torch.float64)),
-        (["a"], torch.ones(8)[::2]),
     ],
 )
-async def test_arguments_that_cannot_be_meant(replicas: list[str], gradient: torch.Tensor) -> None:
+def test_arguments_that_cannot_be_meant(replicas: list[str], gradient: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"replicas|float32"):
-        await alone().reduce(BALLOT, replicas, gradient, [0], 1, 60.0)
+        Alone().reduce(BALLOT, replicas, gradient, [0], 1, 60.0)
 
 
 # Ballots
 
 
-async def test_frames_of_a_coming_reduction_are_kept_and_old_ones_dropped() -> None:
+def test_frames_of_a_coming_reduction_are_kept_and_old_ones_dropped() -> None:
     mine, theirs = gradients("ab", 33)
     expected = mine + theirs
     peer = replica("b", ["a", "b"], theirs, [2, 3])
@@ -369,104 +376,74 @@ async def test_frames_of_a_coming_reduction_are_kept_and_old_ones_dropped() -> N
             member.on_frame("b", copied(reply))
         return True
 
-    member = alone("a", answer)
-    member.abandon(BALLOT)
+    member = Alone(answer)
+    member.averaging.forget(BALLOT)
     old = replica("b", ["a", "b"], torch.full((33,), 9.0), [2, 3])
-    old.ballot = (3, 0)
+    old.ballot = Ballot(3, 0)
     for reduction in (old, peer):
         for piece in range(reduction.pieces):
             for _, frame in reduction.contribute(piece):
                 member.on_frame("b", copied(frame))
-    await member.reduce(BALLOT, ["a", "b"], mine, [0, 1], 4, 60.0)
+    member.reduce(BALLOT, ["a", "b"], mine, [0, 1], 4, 60.0)
     assert peer.awaited() is None
     assert torch.equal(mine, expected)
     assert torch.equal(theirs, expected)
 
 
-async def test_a_reduction_that_is_over_leaves_no_frames_behind() -> None:
-    network = Network(["a", "b"])
-    assert await reduce_all(network, gradients("ab", 33)) == [None, None]
+def test_a_reduction_that_is_over_leaves_no_frames_behind() -> None:
+    member = Alone()
+    member.reduce(BALLOT, ["a"], torch.ones(8), [0], 1, 60.0)
     late = replica("b", ["a", "b"], torch.ones(8), [2, 3]).contribute(0)[0][1]
-    member = network.nodes["a"]
     member.on_frame("b", late)
-    with pytest.raises(Abandoned):
-        await member.reduce(BALLOT, ["a", "b"], torch.ones(8), [0, 1], 4, 60.0)
-    with pytest.raises(AveragingError, match="the contribution of b"):
-        await member.reduce((3, 2), ["a", "b"], torch.ones(8), [0, 1], 4, 0)
+    for ballot in (BALLOT, Ballot(3, 2)):
+        with pytest.raises(ComplaintError, match="the contribution of b"):
+            member.reduce(ballot, ["a", "b"], torch.ones(8), [0, 1], 4, 0)
 
 
-async def test_a_peer_far_ahead_cannot_fill_the_memory(
+def test_a_peer_far_ahead_cannot_fill_the_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(averaging, "EARLY_LIMIT", 40)
-    member = alone()
-    member.abandon((4, 1))
-    for view, attempt in [*[(3, 1)] * 5, *[(4, attempt) for attempt in range(1, 6)]]:
+    member = Alone()
+    member.averaging.forget(Ballot(4, 1))
+    for view, attempt in [*[(3, 1)] * 5, *[(4, 1), (4, 2)] * 5]:
         frame = replica("b", ["a", "b"], torch.ones(8), [2, 3]).contribute(0)[0][1]  # 16 bytes
-        frame.ballot = (view, attempt)
+        frame.ballot = Ballot(view, attempt)
         member.on_frame("b", frame)
-    assert caplog.text.count("dropped a gradient from b: 32 bytes") == 3
+    assert caplog.text.count("dropped 16 bytes from b") == 3
 
 
-async def test_an_abandoned_reduction_ends_at_once_and_the_next_one_works() -> None:
+@pytest.mark.parametrize("steps", range(12))
+def test_a_cancelled_reduction_ends_at_once_and_the_next_one_works(steps: int) -> None:
     network = Network(["a", "b"])
-    member = network.nodes["a"]
-    asyncio.get_running_loop().call_soon(member.abandon, (3, 2))
-    with pytest.raises(Abandoned):
-        await member.reduce(BALLOT, ["a", "b"], torch.ones(9), [0], 2, 60.0)
-    values = gradients("ab", 9)
+    older = start_all(network, gradients("ab", 33))
+    for _ in range(steps):
+        network.time.step()
+    values = gradients("ab", 33)
     expected = values[0] + values[1]
-    await asyncio.gather(
-        *(
-            network.nodes[node].reduce((3, 2), ["a", "b"], gradient, [i], 2, 60.0)
-            for i, (node, gradient) in enumerate(zip("ab", values, strict=True))
-        )
-    )
+    for member, one in zip(network.nodes.values(), older, strict=True):
+        one.cancel()
+        member.forget(Ballot(3, 2))
+    newer = [
+        network.start(node, Ballot(3, 2), ["a", "b"], gradient, [i], 2, 60.0)
+        for i, (node, gradient) in enumerate(zip("ab", values, strict=True))
+    ]
+    assert [network.time.error(one) for one in newer] == [None, None]
     assert torch.equal(values[0], expected)
+    assert torch.equal(values[1], expected)
 
 
-async def test_abandoned_inside_the_compute_thread() -> None:
-    async def compute(work: Callable[[], T]) -> T:
-        member.abandon((3, 2))
-        return work()
-
+def test_what_it_computed_when_it_was_cancelled_is_not_sent() -> None:
     sent: list[str] = []
-    member = Averaging("a", lambda peer, frame: not sent.append(peer), compute, "none")
-    with pytest.raises(Abandoned):
-        await member.reduce(BALLOT, ["a", "b"], torch.ones(9), [0], 2, 60.0)
+    time = Nodes()
+    exchanges = time.new(Slow(time, random.Random(0)))
+    member = Averaging("a", exchanges, lambda peer, frame: not sent.append(peer), tensors, "none")
+    gradient = torch.ones(9)
+    one = exchanges.start(member.reduce(BALLOT, ["a", "b"], gradient, [0], 2, 60.0))
+    one.cancel()
+    while time.step():
+        pass
     assert sent == []
-
-
-async def test_a_newer_reduction_abandons_the_older_one() -> None:
-    network = Network(["a", "b"])
-    older = asyncio.create_task(
-        network.nodes["a"].reduce((3, 0), ["a", "b"], torch.ones(9), [0], 2, 60.0)
-    )
-    await asyncio.sleep(0)
-    values = gradients("ab", 9)
-    expected = values[0] + values[1]
-    assert await reduce_all(network, values, [[0, 1, 2], [3, 4, 5]]) == [None, None]
-    assert torch.equal(values[0], expected)
-    with pytest.raises(Abandoned):
-        await older
-
-
-async def test_a_cancelled_reduction_leaves_nothing_running() -> None:
-    sent = asyncio.Event()
-
-    def send(peer: str, frame: Frame) -> bool:
-        sent.set()
-        return True
-
-    member = alone("a", send)
-    task = asyncio.create_task(member.reduce(BALLOT, ["a", "b"], torch.ones(9), [0], 2, 60.0))
-    await sent.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert asyncio.all_tasks() == {asyncio.current_task()}
-    with pytest.raises(AveragingError, match="the contribution of b"):
-        await member.reduce((3, 2), ["a", "b"], torch.ones(9), [0], 2, 0)
 
 
 def test_what_waits_to_be_sent_does_not_change_with_the_gradient() -> None:

@@ -9,7 +9,9 @@ from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.following import Following, feeders
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire import tensors
 from planaria.node.wire.frames import Frame
+from planaria.node.wire.tensors import encode
 
 names = st.text("abcdef", min_size=1, max_size=3)
 placed = st.lists(st.tuples(names, st.integers(0, 3)), max_size=12, unique_by=lambda p: p[0])
@@ -90,7 +92,7 @@ def state(step: int, values: torch.Tensor) -> StageState:
 
 
 def test_a_pin_keeps_the_state_while_the_weights_change() -> None:
-    weights, pins = torch.arange(4.0), Pins()
+    weights, pins = torch.arange(4.0), Pins(tensors)
     pins.keep({3}, state(3, weights))()
     weights.add_(1)
     pins.keep({3}, state(4, weights))()
@@ -102,7 +104,7 @@ def test_a_pin_keeps_the_state_while_the_weights_change() -> None:
 
 
 def test_a_pin_is_given_up_when_no_joiner_needs_it() -> None:
-    weights, pins = torch.arange(4.0), Pins()
+    weights, pins = torch.arange(4.0), Pins(tensors)
     pins.keep({3}, state(3, weights))()
     pins.keep({4}, state(4, weights))()
     assert pins.get(3) is None
@@ -123,9 +125,9 @@ def sent(frame: Frame) -> Frame:
 def test_a_gradient_arrives_as_it_was_when_it_was_sent() -> None:
     gradient = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     before = gradient.clone()
-    frame = gradient_frame(Ballot(2, 3), gradient)
+    frame = gradient_frame(Ballot(2, 3), gradient, tensors)
     gradient.zero_()
-    gradients = Gradients(gradient)
+    gradients = Gradients(gradient, tensors)
     parsed = gradients.parse(sent(frame))
     assert parsed is not None
     assert gradients.put(Ballot(*frame.ballot), parsed)
@@ -139,22 +141,25 @@ def test_a_gradient_arrives_as_it_was_when_it_was_sent() -> None:
     ("frame", "complaint"),
     [
         (no_gradient(Ballot(1, 2)), "too many wait"),
-        (gradient_frame(Ballot(1, 2), torch.zeros(9)), "of torch.float32 torch.Size"),
-        (gradient_frame(Ballot(1, 2), torch.zeros(8).half()), "a gradient of torch.float16"),
+        (gradient_frame(Ballot(1, 2), torch.zeros(9), tensors), "of torch.float32 torch.Size"),
+        (
+            Frame("follow", Ballot(1, 2), {}, *encode([torch.zeros(8).half()], "none")),
+            "a gradient of torch.float16",
+        ),
     ],
 )
 def test_what_is_no_gradient_of_this_stage_is_not_used(
     frame: Frame, complaint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert Gradients(torch.zeros(8)).parse(frame) is None
+    assert Gradients(torch.zeros(8), tensors).parse(frame) is None
     assert complaint in caplog.text
 
 
 def test_a_damaged_gradient_is_not_used() -> None:
-    frame = sent(gradient_frame(Ballot(1, 2), torch.ones(8)))
+    frame = sent(gradient_frame(Ballot(1, 2), torch.ones(8), tensors))
     assert isinstance(frame.payload, bytearray)
     frame.payload[5] ^= 1
-    assert Gradients(torch.zeros(8)).parse(frame) is None
+    assert Gradients(torch.zeros(8), tensors).parse(frame) is None
 
 
 def test_only_so_many_bytes_wait_but_a_few_gradients_may_always(
@@ -162,10 +167,10 @@ def test_only_so_many_bytes_wait_but_a_few_gradients_may_always(
 ) -> None:
     gradient = torch.zeros(8)
     monkeypatch.setattr(feeding, "BACKLOG", 6 * gradient.nbytes)
-    gradients = Gradients(gradient)
+    gradients = Gradients(gradient, tensors)
     assert [gradients.put(Ballot(1, i), gradient) for i in range(8)] == 6 * [True] + 2 * [False]
     gradients.forget(Ballot(1, 2))
     assert gradients.put(Ballot(1, 9), gradient)
     monkeypatch.setattr(feeding, "BACKLOG", 1)
-    few = Gradients(gradient)
+    few = Gradients(gradient, tensors)
     assert [few.put(Ballot(1, i), gradient) for i in range(5)] == 4 * [True] + [False]
