@@ -14,7 +14,7 @@ COMPOSE=${COMPOSE:-$ENGINE compose}
 PYTHON=${PYTHON:-python3}
 
 compose() {
-    timeout 120 $COMPOSE -p planaria-check -f docker/compose.yaml "$@"
+    timeout 600 $COMPOSE -p planaria-check -f docker/compose.yaml "$@"
 }
 
 say() {
@@ -87,10 +87,10 @@ say "start a registry, a node for stage 0, four nodes for the body"
 compose down -v >/dev/null 2>&1 || true
 compose run --rm -T data
 compose up -d
-await 120 "step 20 committed" at_least 20
+await 300 "step 20 committed" at_least 20
 for id in $(compose ps -q); do
     if [ "$($ENGINE inspect --format '{{.State.Running}}' "$id")" = true ]; then
-        await 30 "$id healthy" "$ENGINE" exec "$id" healthcheck.py
+        await 120 "$id healthy" "$ENGINE" exec "$id" healthcheck.py
     fi
 done
 
@@ -100,7 +100,7 @@ before=$(committed)
 killed=$(date +%s)
 $ENGINE kill -s KILL "$victim"
 $ENGINE start "$victim"
-await 90 "step $((before + 20)) committed, $before when killed," at_least $((before + 20))
+await 300 "step $((before + 20)) committed, $before when killed," at_least $((before + 20))
 recall 'next("rebuilt by {method} at step {step}; steps waited {stall_seconds:.2f} s".format(**one)
              for one in events if one["kind"] == "rebuilt" and one["time"] > '"$killed)"
 
@@ -114,7 +114,7 @@ alone=$(recall "sum(one['kind'] == 'committed' and one['time'] > $killed + 1 for
 echo "$alone steps committed without a registry"
 [ "$alone" -gt 0 ]
 $ENGINE start "$registry"
-await 60 "the same nodes known to the registry" known "$members"
+await 300 "the same nodes known to the registry" known "$members"
 
 say "audit"
 compose exec -T stage-0 planaria audit state
