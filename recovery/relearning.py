@@ -10,29 +10,21 @@ update), a rate that falls to 0, and updates that move a matrix in all its direc
 
 from __future__ import annotations
 
-import math
 import struct
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 from itertools import pairwise
-from typing import Final, Protocol
+from typing import Final
 
-import torch
 import xxhash
-from torch import Tensor, nn
 
 FIRST: Final = 4
 """Times as many passes where the first body stage is learned, alone or with others. It makes of
 embeddings what all others read, so half learned it costs ten times as much as any other."""
-MOMENTUM: Final = 0.8
 PULL: Final = 0.1
 """Share of the way back to the guess that each update goes, times the learning rate, where the
 first body stage is learned."""
 YOUNG: Final = 100
 """Steps of training after which relearning has its whole rate."""
-ROUNDS: Final = 5
-QUINTIC: Final = (3.4445, -4.7750, 2.0315)
-
-# How
 
 
 def parts(samples: int, at_a_time: int) -> list[slice]:
@@ -74,149 +66,6 @@ def rate(lr: float, updates: float, time: float = 0.0) -> float:
     """Learning rate of the next update. It falls in a line to 0 at the last update, or when the
     time is over, if that comes first; of both the share that is done, 0 to 1."""
     return lr * (1 - min(1.0, max(updates, time)))
-
-
-# One update
-
-
-class Update(Protocol):
-    """Changes a stage's weights by their gradients."""
-
-    def step(self, lr: float) -> None: ...
-
-
-class Muon:
-    """Momentum, orthogonalized (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
-
-    A matrix moves by lr sqrt(max(1, rows / columns)) times the orthogonal matrix that is nearest to
-    its Nesterov momentum, and by lr times `pull` of the way back to what it was at first. In
-    directions that no pair tells anything about, updates otherwise add up to a random walk.
-
-    Vectors, the weights of norms, stay: the matrix behind a norm can do all that they do, and when
-    both move, the one shrinks, the other grows, and training goes on with large weights that it
-    moves too slowly.
-
-    torch.optim.Muon isn't used: making one loads torch's compiler, for seconds in which the whole
-    swarm waits, and it computes in bfloat16, which differs from one processor to the next.
-    """
-
-    def __init__(self, stage: nn.Module, pull: float = 0.0) -> None:
-        self._pull = pull
-        matrices = [p for p in stage.parameters() if p.dim() == 2]
-        self._matrices = [
-            (p, p.detach().clone() if pull else None, torch.zeros_like(p)) for p in matrices
-        ]
-
-    @torch.no_grad()
-    def step(self, lr: float) -> None:
-        for weights, guess, momentum in self._matrices:
-            if (gradient := weights.grad) is None:
-                continue
-            momentum.lerp_(gradient, 1 - MOMENTUM)
-            rows, columns = weights.shape
-            scale = math.sqrt(max(1.0, rows / columns))
-            direction = orthogonalized(gradient.lerp(momentum, MOMENTUM))
-            if guess is not None:
-                weights.lerp_(guess, self._pull * lr)
-            weights.sub_(direction, alpha=lr * scale)
-
-
-def orthogonalized(matrix: Tensor) -> Tensor:
-    """Nearly U Vᵀ of the matrix's U S Vᵀ: by a quintic Newton-Schulz iteration that is steepest at
-    0, with the coefficients of Jordan et al. Singular values of 0.3 % of the norm or more come out
-    between 0.68 and 1.21, smaller ones smaller."""
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
-    x = x / (torch.linalg.matrix_norm(x) + 1e-7)
-    a, b, c = QUINTIC
-    for _ in range(ROUNDS):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    out: Tensor = x.T if tall else x
-    return out
-
-
-# One pair
-
-
-class Learner:
-    """One stage's part: forward, then backward, which updates its weights.
-
-    `stage` maps a float [B, T, dim] to the same; `bf16` has it computed under autocast.
-    """
-
-    def __init__(
-        self, stage: nn.Module, lr: float, bf16: bool = False, update: Update | None = None
-    ) -> None:
-        self.lr = lr
-        self._stage, self._bf16 = stage, bf16
-        self._update = update or Muon(stage)
-        self._passed: tuple[Tensor, Tensor] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """float32 [B, T, dim] to the same, without a graph; `backward` is to follow."""
-        x = x.detach().requires_grad_()
-        y = self._compute(x)
-        self._passed = x, y
-        return y.detach()
-
-    def backward(self, gradient: Tensor) -> Tensor:
-        """One update from the error's gradient at the output; gives that at the input."""
-        assert self._passed is not None, "backward goes with the forward before it"
-        (x, y), self._passed = self._passed, None
-        self._stage.zero_grad(set_to_none=False)
-        y.backward(gradient)  # type: ignore[no-untyped-call]
-        self._update.step(self.lr)
-        assert x.grad is not None
-        return x.grad
-
-    @torch.no_grad()
-    def measure(self, x: Tensor) -> Tensor:
-        """As `forward`, with nothing to follow."""
-        return self._compute(x)
-
-    def _compute(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self._bf16):
-            y: Tensor = self._stage(x)
-            return y.float()
-
-
-def squared_distance(a: Tensor, b: Tensor) -> float:
-    return float((a - b).double().square_().sum())
-
-
-def error_gradient(found: Tensor, output: Tensor, squared_norm: float) -> Tensor:
-    """Gradient, at `found`, of the residual error ||found - output||² / ||output - input||².
-
-    Blocks add to their input, so this is the error of what they add, in units of what they should
-    add. `squared_norm` is the denominator; where it is 0, there is nothing to be learned.
-    """
-    return (found - output).mul_(2 / squared_norm if squared_norm else 0.0)
-
-
-# All in one process
-
-
-def learn(chain: Sequence[Learner], x: Tensor, y: Tensor) -> None:
-    """One update of every stage of a run, in the order of the visits, from its input and output."""
-    found = x
-    for learner in chain:
-        found = learner.forward(found)
-    gradient = error_gradient(found, y, squared_distance(y, x))
-    for learner in reversed(chain):
-        gradient = learner.backward(gradient)
-
-
-def residual_error(chain: Sequence[Learner], pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Of a run, over all pairs of its input and output; inf where nothing was to be added."""
-    error = norm = 0.0
-    for x, y in pairs:
-        found = x
-        for learner in chain:
-            found = learner.measure(found)
-        error += squared_distance(found, y)
-        norm += squared_distance(y, x)
-    return ratio(error, norm)
 
 
 def ratio(error: float, norm: float) -> float:

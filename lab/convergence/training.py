@@ -39,17 +39,9 @@ from planaria.recovery.decide import (
     Stop,
     decide,
 )
+from planaria.recovery.learner import Learner, Muon, Update, learn, residual_error, squared_distance
 from planaria.recovery.orders import all_orders, blocks, order, runs
-from planaria.recovery.relearning import (
-    PULL,
-    Learner,
-    Muon,
-    Update,
-    parts,
-    rate,
-    residual_error,
-    shuffled,
-)
+from planaria.recovery.relearning import PULL, parts, rate, shuffled
 from planaria.recovery.snapshot import HeldSnapshot, Layout, SentSnapshot, holder_stage
 from planaria.recovery.snapshot import decode as decode_update
 
@@ -526,7 +518,7 @@ class Swarm:
             if not ablation.relearn_constant:
                 for learner in learners.values():
                     learner.lr = rate(lr, done / updates)
-            relearning.learn([learners[of] for of in visited], x.float(), y.float())
+            learn([learners[of] for of in visited], x.float(), y.float())
         after = self._residual(learners, measured)
         undone = not (math.isfinite(after) and after <= before)
         for of in block:
@@ -553,7 +545,7 @@ class Swarm:
         error = norm = 0.0
         for visited, pairs in chains.items():
             wide = [(x.float(), y.float()) for x, y in pairs]
-            of_chain = math.fsum(relearning.squared_distance(y, x) for x, y in wide)
+            of_chain = math.fsum(squared_distance(y, x) for x, y in wide)
             error += residual_error([learners[of] for of in visited], wide) * of_chain
             norm += of_chain
         return relearning.ratio(error, norm)

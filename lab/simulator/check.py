@@ -54,7 +54,7 @@ from planaria.node.run_file import RunFile, loads, override
 from planaria.node.stage.model import BodyStage, EmbeddingStage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.shape import ModelConfig, model_config
-from planaria.recovery.relearning import Learner, learn
+from planaria.recovery.learner import Learner, learn
 
 SAMPLES, TABLE = "check.jsonl", "check.md"
 SCRATCH: Final = Path("out/check")

@@ -18,7 +18,7 @@ from planaria.node.run_file import Codec, RunFile
 from planaria.node.stage.model import parameter_shapes
 from planaria.node.stage.shape import ModelConfig
 from planaria.node.wire.frames import encoded_size
-from planaria.recovery.relearning import ROUNDS
+from planaria.recovery.learner import ROUNDS
 
 VALUE = torch.float32.itemsize
 """Bytes of a weight, of a gradient's value, and of each of Adam's moments."""
@@ -249,7 +249,7 @@ def relearned_at_a_time(run: RunFile) -> int:
 
 def orthogonalizing_flops(config: ModelConfig) -> float:
     """Of an update of relearning, for all matrices of a body stage: each round multiplies a matrix
-    with itself, the square that comes of it with itself, and both (recovery/relearning.py)."""
+    with itself, the square that comes of it with itself, and both (recovery/learner.py)."""
     matrices = [sorted(shape) for shape in parameter_shapes(config, 1) if len(shape) == 2]
     return ROUNDS * sum(4.0 * m * m * n + 2.0 * m**3 for m, n in matrices)
 

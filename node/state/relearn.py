@@ -29,17 +29,8 @@ from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame, WireError
 from planaria.node.wire.tensors import decode, encode
-from planaria.recovery.relearning import (
-    Learner,
-    Muon,
-    error_gradient,
-    parts,
-    pull,
-    rate,
-    ratio,
-    shuffled,
-    squared_distance,
-)
+from planaria.recovery.learner import Learner, Muon, error_gradient, squared_distance
+from planaria.recovery.relearning import parts, pull, rate, ratio, shuffled
 
 log = logging.getLogger(__name__)
 

@@ -9,24 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from planaria.recovery.orders import Run, adjoining, blocks, order, runs
-from planaria.recovery.relearning import (
-    PULL,
-    YOUNG,
+from planaria.recovery.learner import (
     Learner,
     Muon,
     error_gradient,
     learn,
     orthogonalized,
-    parts,
-    passes,
-    peak,
-    pull,
-    rate,
     residual_error,
-    shuffled,
     squared_distance,
 )
+from planaria.recovery.orders import Run, adjoining, blocks, order, runs
+from planaria.recovery.relearning import PULL, YOUNG, parts, passes, peak, pull, rate, shuffled
 
 
 @st.composite

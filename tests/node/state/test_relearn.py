@@ -21,17 +21,9 @@ from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
 from planaria.recovery.checkfree import average
+from planaria.recovery.learner import Learner, Muon, learn, residual_error
 from planaria.recovery.orders import order, runs
-from planaria.recovery.relearning import (
-    Learner,
-    Muon,
-    learn,
-    parts,
-    pull,
-    rate,
-    residual_error,
-    shuffled,
-)
+from planaria.recovery.relearning import parts, pull, rate, shuffled
 
 T = TypeVar("T")
 BALLOT = Ballot(3, 5)
