@@ -424,7 +424,7 @@ def node_command(
     from planaria.node.report.ledger import LedgerError
     from planaria.node.run_file import RunFileError
     from planaria.node.serve import NodeError, Options, serve
-    from planaria.node.state.saves import SaveError
+    from planaria.node.state.stage_state import SaveError
 
     _begin_service()
     kinds = (RegistryUnreachable, JoinRefused, NodeError, CorpusError, LedgerError, RunFileError)

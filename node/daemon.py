@@ -51,7 +51,8 @@ from planaria.node.report.wall_clock import WallClock
 from planaria.node.run_file import RunFile
 from planaria.node.stage import learning_rate
 from planaria.node.stage.compute import ComputeThread
-from planaria.node.stage.model import BodyStage, build_stage
+from planaria.node.stage.model import BodyStage, build_stage, parameter_shapes
+from planaria.node.stage.next_stage import build as build_next_stage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.shape import ModelConfig
 from planaria.node.stage.work import TorchWork
@@ -60,7 +61,7 @@ from planaria.node.state.feeding import Gradients, Pins, backlog, gradient_frame
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.rebuild import Rebuilding
 from planaria.node.state.relearn import RelearnError, Relearning
-from planaria.node.state.saves import SaveError
+from planaria.node.state.saves import saves_on_disk
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.transfer import StateClient, StateServer, TransferError
 from planaria.node.transaction.attempt import Attempt, Workplace
@@ -94,6 +95,7 @@ from planaria.node.wire.link import Links, LinkSettings, Peer
 from planaria.node.wire.looped import LoopedExchanges
 from planaria.node.wire.measuring import measure
 from planaria.recovery.decide import Kind
+from planaria.recovery.snapshot import Layout
 
 log = logging.getLogger("planaria")
 
@@ -388,8 +390,17 @@ class Node:
             if isinstance(module, BodyStage):
                 module.recompute = run.training.recompute
             holdings = Holdings(
-                *(self, stage, self.run_id, run, self.config, device),
-                *(self.place.save_dir, self.loop.call_soon_threadsafe),
+                host=self,
+                stage=stage,
+                stages=self.config.stages,
+                run=run,
+                tensors=tensors,
+                layout=lambda stage: Layout(parameter_shapes(self.config, stage)),
+                build=partial(build_next_stage, config=self.config, run=run, device=device),
+                open_disk=saves_on_disk(
+                    self.run_id, stage, run.saves.in_flight, self.loop.call_soon_threadsafe
+                ),
+                save_dir=self.place.save_dir,
             )
             return module, StageOptimizer(module, device), holdings
 
@@ -428,7 +439,13 @@ class Node:
             )
         self.rebuilding = Rebuilding(
             *(stage, run, self.config, module, self.optimizer, member, holdings, self.compute),
-            *(self.state_client, self.boundary_client, self.relearning, self.events),
+            *(
+                self.exchanges,
+                self.state_client,
+                self.boundary_client,
+                self.relearning,
+                self.events,
+            ),
         )
         self.tell(Serving(stage=stage, device=str(device)))
         self.member = member  # from here on it answers
@@ -581,6 +598,12 @@ class Node:
         self.links.demand(peer)
         parked.append((self.loop.time(), item))
         return True
+
+    def linked(self, peer: str) -> bool:
+        return self.links.linked(peer)
+
+    def demand(self, peer: str) -> None:
+        self.links.demand(peer)
 
     def _forget_parked(self, now: float) -> None:
         for peer, parked in list(self.parked.items()):
@@ -822,8 +845,8 @@ class Node:
                     self._carry_out(member.fetched(synced, member.last, member.boosted_at))
                 return
             rebuilt = await rebuilding.rebuild(ballot, sync)
-        except (TransferError, SaveError, RelearnError) as error:
-            accused = error.accused if isinstance(error, RelearnError) else []
+        except (TransferError, ComplaintError, RelearnError) as error:
+            accused = [] if isinstance(error, TransferError) else error.accused
             self._carry_out(self.member.failed(ballot, str(error), accused))
             return
         if rebuilt is None:

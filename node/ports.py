@@ -7,12 +7,15 @@ and with numbers for tensors.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from planaria.node.run_file import Writes
+    from planaria.node.state.stage_state import Age, StageState, StateId
     from planaria.node.wire.frames import Codec, Descriptor, Payload
 
 T = TypeVar("T")
@@ -75,4 +78,54 @@ class Optimizer(Protocol):
     def state(self, optimizer: bool) -> list[tuple[str, Tensor]]: ...
     def load(self, tensors: Iterable[tuple[str, Tensor]], steps: int) -> None:
         """Raises ValueError."""
+        ...
+
+
+class Disk(Protocol):
+    """A stage's saves in one folder: each is there whole or not at all, whatever dies when."""
+
+    @property
+    def critical_seconds(self) -> float:
+        """What `write` has taken of the compute thread's time."""
+        ...
+
+    @property
+    def bytes_written(self) -> int: ...
+
+    def listed(self, refused: Collection[Age] = ()) -> list[StateId]:
+        """What is there but for those, newest first. Of each only the beginning has been read."""
+        ...
+
+    def damaged(self) -> set[Age]:
+        """Those that `load` would refuse. Reads them all, in the compute thread."""
+        ...
+
+    def write(self, state: StageState) -> None:
+        """In the compute thread: the state as it is now. It may wait for the writes before.
+        Whether it was saved is told to who has opened the disk. Raises ValueError for what is no
+        state of the stage."""
+        ...
+
+    def load(self, save: Age, then: Callable[[StageState | Exception], None]) -> None:
+        """`then` gets it, or SaveError if it can't be used, on the event loop."""
+        ...
+
+    def finish(self, seconds: float) -> None:
+        """Waits, blocking, for the writes in flight. What is written after this is an error."""
+        ...
+
+
+class OpenDisk(Protocol):
+    """Opens a folder for the saves of a stage, in the compute thread."""
+
+    def __call__(
+        self,
+        folder: Path,
+        mode: Writes,
+        keep: int,
+        saved: Callable[[Age], None],
+        failed: Callable[[str], None],
+    ) -> Disk:
+        """The newest `keep` are kept. On the event loop `saved` gets what is on disk, `failed` a
+        sentence on what isn't. Raises SaveError for a folder that can't be used."""
         ...

@@ -49,13 +49,14 @@ class Nodes:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.crashes: list[BaseException] = []  # what exchanges have raised; `outcome` does, too
         self._all: list[Exchanges] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
 
     def new(self, compute: Any = None) -> Exchanges:
         """Of one more node."""
-        exchanges = Exchanges(compute or AtOnce(), soon=_nothing, crashed=_nothing)
+        exchanges = Exchanges(compute or AtOnce(), _nothing, self.crashes.append)
         exchanges.run(self.now)
         self._all.append(exchanges)
         return exchanges
@@ -65,19 +66,29 @@ class Nodes:
 
     def step(self) -> bool:
         """Everything that can happen now does; then the clock jumps. False: nothing is left."""
+        busy = any(not exchanges.idle or exchanges.wake <= self.now for exchanges in self._all)
         for exchanges in self._all:
             exchanges.run(self.now)
-        if not all(exchanges.idle for exchanges in self._all):
+        if busy or not all(exchanges.idle for exchanges in self._all):
             return True
         due = min((exchanges.wake for exchanges in self._all), default=math.inf)
         if self._timers and self._timers[0][0] <= due:
             self.now, _, call = heapq.heappop(self._timers)
+            for exchanges in self._all:
+                exchanges.at(self.now)
             call()
             return True
         if due == math.inf:
             return False
         self.now = max(self.now, due)
         return True
+
+    def sleep(self, seconds: float) -> None:
+        """Everything happens that does in this time."""
+        over: list[None] = []
+        self.after(seconds, lambda: over.append(None))
+        while not over:
+            self.step()
 
     def outcome(self, exchange: Exchange[T]) -> T:
         """Raises what the exchange raised, or AssertionError when it waits for ever."""
@@ -98,5 +109,5 @@ class Nodes:
         return self.outcome(exchanges.start(work))
 
 
-def _nothing(*_: object) -> None:
-    """What an exchange raises is raised again by `outcome`."""
+def _nothing() -> None:
+    """`step` looks by itself whether there is something to run."""

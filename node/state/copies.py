@@ -10,12 +10,11 @@ by nobody who is left never happened, and a stage must not come back from it.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import count
@@ -26,9 +25,9 @@ from google.protobuf.message import DecodeError
 
 from planaria.node.run_file import RecoverySection
 from planaria.node.state.stage_state import Age, StageState, StateId
-from planaria.node.state.transfer import InComputeThread
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
 from planaria.node.wire.frames import NAME_LIMIT, Frame, WireError
 from planaria.node.wire.tensors import decode, encode
 from planaria.recovery import snapshot
@@ -45,8 +44,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Kind = Literal["copy", "snapshot"]
-Spawn = Callable[[Coroutine[Any, Any, None]], object]
-"""Runs it as a task, and makes its crash known."""
+Send = Callable[[str, pb.Message | Frame], bool]
+"""To that peer; False: there is no link to it."""
 
 FRAME: Final = 1 << 20  # bytes of payload, at most
 LEAST_FRAME: Final = 16 << 10
@@ -153,10 +152,6 @@ class Header:
         return Age(self.lineage, self.step)
 
 
-class _LostError(Exception):
-    """An update can't be brought to its holder; the message says why."""
-
-
 @dataclass
 class _Recipient:
     """What the sender knows of a holder."""
@@ -175,7 +170,12 @@ class _Update:
     kept: bool = False
     lost: str = ""  # why
     memory_bytes: int = 0  # kept for this one alone
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    news: Outcome[None] | None = None  # of what it waits for
+
+    def told(self) -> None:
+        """Something has happened that it may wait for."""
+        if self.news is not None:
+            self.news.fulfil(None)
 
 
 class Sender:
@@ -190,18 +190,16 @@ class Sender:
 
     def __init__(
         self,
+        exchanges: Exchanges,
         outgoing: Outgoing,
         state: Callable[[], StageState | None],
-        send_frame: Callable[[str, Frame], bool],
-        in_compute_thread: InComputeThread,
-        spawn: Spawn,
+        send: Send,
         silence: float = SILENCE,
     ) -> None:
+        self._exchanges = exchanges
         self._outgoing = outgoing
         self._state = state
-        self._send_frame = send_frame
-        self._in_compute_thread = in_compute_thread
-        self._spawn = spawn
+        self._send = send
         self._silence = silence
         self._budget = Budget(outgoing.bytes_per_second)
         paced = min(FRAME, max(LEAST_FRAME, PACE * outgoing.bytes_per_second))
@@ -226,10 +224,10 @@ class Sender:
     def set_holders(self, nodes: Iterable[str]) -> None:
         """To whom it goes from now on; none: this node doesn't send."""
         wanted = set(nodes)
-        for node in self._recipients.keys() - wanted:
+        for node in sorted(self._recipients.keys() - wanted):
             del self._recipients[node]
             self._lose(node, "it is to hold it no longer")
-        for node in wanted - self._recipients.keys():
+        for node in sorted(wanted - self._recipients.keys()):
             self._recipients[node] = _Recipient(self._outgoing.new_sent())
         self._start()
 
@@ -253,7 +251,7 @@ class Sender:
             if kept.error:
                 update.lost = update.lost or f"it says: {_shorten(kept.error)}"
             update.kept = not kept.received
-        update.news.set()  # if it was another's frame: there may be room for this one's now
+        update.told()  # if it was another's frame: there may be room for this one's now
 
     def on_peer_lost(self, peer: str, reason: str) -> None:
         """The link to a peer is gone, with what was under way on it."""
@@ -265,7 +263,7 @@ class Sender:
     def _lose(self, holder: str, reason: str) -> None:
         if self._update is not None and self._update.holder == holder:
             self._update.lost = self._update.lost or reason
-            self._update.news.set()
+            self._update.told()
 
     def _start(self) -> None:
         """Begin the next update, if one is due and none is under way."""
@@ -285,9 +283,7 @@ class Sender:
         recipient = self._recipients[holder]
         sent, recipient.started = recipient.sent, state.id.step
         self._update = _Update(holder, next(self._transfers), state.id.step)
-        # Posted now, before a later step can be.
-        taking = self._in_compute_thread(partial(self._take, sent, state))
-        self._spawn(self._bring(self._update, sent, state, taking))
+        self._exchanges.start(self._bring(self._update, sent, state))
 
     def _take(self, sent: Sent, state: StageState) -> snapshot.Update:
         started = time.perf_counter()
@@ -295,21 +291,16 @@ class Sender:
         self.critical_seconds += time.perf_counter() - started
         return update
 
-    async def _bring(
-        self,
-        update: _Update,
-        sent: Sent,
-        state: StageState,
-        taking: Awaitable[snapshot.Update],
-    ) -> None:
+    async def _bring(self, update: _Update, sent: Sent, state: StageState) -> None:
         try:
-            content = await taking
+            # Posted as soon as it is started, before a later step can be.
+            content = await self._exchanges.compute(partial(self._take, sent, state))
             if self._outgoing.kind == "snapshot":  # a copy is its `Sent`'s
                 update.memory_bytes = content.payload.nbytes
             header, payload = self._compose(update, state, content)
             await self._transfer(update, header, payload)
             await self._wait(update, lambda: update.kept, "that it counts")
-        except _LostError as lost:
+        except ComplaintError as lost:
             sent.lost(update.step)
             log.warning(
                 "the %s of stage %d at step %d didn't get to %s: %s",
@@ -350,9 +341,8 @@ class Sender:
         header: Header,
         payload: list[torch.Tensor],
     ) -> None:
-        """Raises _LostError."""
+        """Raises ComplaintError when it can't be brought to its holder."""
         holder = update.holder
-        now = asyncio.get_running_loop().time
         told = vars(header)
         for offset in range(0, header.size, self._frame):
             end = min(offset + self._frame, header.size)
@@ -364,30 +354,31 @@ class Sender:
                 lambda: self._outstanding[holder] < OUTSTANDING,
                 f"{offset} of {header.size} B",
             )
-            await asyncio.sleep(self._budget.wait(now()))
+            await self._exchanges.sleep(self._budget.wait(self._exchanges.now))
             self._check(update)
-            if not self._send_frame(holder, frame):
-                raise _LostError("there is no link to it")
-            self._budget.spend(size, now())
+            if not self._send(holder, frame):
+                raise ComplaintError("there is no link to it", [holder])
+            self._budget.spend(size, self._exchanges.now)
             self._outstanding[holder] += 1
             self.bytes_sent += size
 
     async def _wait(self, update: _Update, done: Callable[[], bool], what: str) -> None:
-        """Raises _LostError, also when the holder is silent."""
+        """Raises ComplaintError, also when the holder is silent."""
         self._check(update)
         while not done():
-            update.news.clear()
+            update.news = Outcome(self._exchanges)
             try:
-                async with asyncio.timeout(self._silence):
-                    await update.news.wait()
+                await update.news.within(self._exchanges.now + self._silence)
             except TimeoutError:
-                raise _LostError(f"waited {self._silence:g} s for it to answer ({what})") from None
+                raise ComplaintError(
+                    f"waited {self._silence:g} s for it to answer ({what})", [update.holder]
+                ) from None
             self._check(update)
 
     @staticmethod
     def _check(update: _Update) -> None:
         if update.lost:
-            raise _LostError(update.lost)
+            raise ComplaintError(update.lost, [update.holder])
 
 
 def _slice(payload: list[torch.Tensor], start: int, end: int) -> list[torch.Tensor]:
@@ -444,15 +435,13 @@ class Holder:
 
     def __init__(
         self,
+        exchanges: Exchanges,
         holds: Mapping[tuple[Kind, int], Layout],
-        send: Callable[[str, pb.Message], bool],
-        in_compute_thread: InComputeThread,
-        spawn: Spawn,
+        send: Send,
     ) -> None:
+        self._exchanges = exchanges
         self._layouts: dict[tuple[str, int], Layout] = dict(holds.items())
         self._send = send
-        self._in_compute_thread = in_compute_thread
-        self._spawn = spawn
         self._arriving: dict[tuple[str, int], _Arriving] = {}
         self._waiting: dict[tuple[str, int], _Arriving] = {}  # whole, for this node's own commit
         self._held: dict[tuple[str, int], _Held] = {}
@@ -621,7 +610,7 @@ class Holder:
         if (made and made[-1] != Ballot.of(update.last.ballot)) or (waited and not made):
             self._refuse(update, f"step {step} was committed otherwise here")
             return
-        self._spawn(self._count_in(key, update))
+        self._exchanges.start(self._count_in(key, update))
 
     def _refuse(self, update: _Arriving, reason: str) -> None:
         log.warning("refused an update from %s: %s", update.peer, reason)
@@ -633,7 +622,7 @@ class Holder:
         header, layout = update.header, self._layouts[key]
         codec: Any = header.codec
         try:
-            blocks, values = await self._in_compute_thread(
+            blocks, values = await self._exchanges.compute(
                 lambda: self._timed(
                     partial(
                         snapshot.decode,
@@ -657,7 +646,7 @@ class Holder:
             else:
                 state = HeldSnapshot(layout, header.tensors)
             self._held[key] = _Held(header, update.last, state)
-            await self._in_compute_thread(
+            await self._exchanges.compute(
                 lambda: self._timed(partial(state.overlay, header.step, blocks, values))
             )
         self._answer(update.peer, vars(header))

@@ -11,30 +11,25 @@ import logging
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-import torch
-
-from planaria.node.ports import Priority
+from planaria.node.ports import Disk, OpenDisk, Optimizer, Priority, Tensors
 from planaria.node.report.events import Cost
-from planaria.node.run_file import RunFile
+from planaria.node.run_file import RunFile, Writes
 from planaria.node.stage.compute import ComputeThread
-from planaria.node.stage.model import parameter_shapes
-from planaria.node.stage.next_stage import build as build_next_stage
-from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.boundary import BoundaryKeeper
 from planaria.node.state.copies import Holder, Outgoing, Sender
-from planaria.node.state.saves import SaveError, Saves, Writer
-from planaria.node.state.stage_state import Age, StageState, StateId
+from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from planaria.node.state.twin import Twin, next_stage
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire import tensors
-from planaria.node.wire.exchange import Exchanges
+from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
 from planaria.node.wire.frames import Frame
-from planaria.node.wire.link import Links
 from planaria.recovery.decide import Kind
 from planaria.recovery.snapshot import Layout, held_at, route
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger("planaria")
 
@@ -46,13 +41,13 @@ class Host(Protocol):
 
     node: str
     compute: ComputeThread
-    links: Links
 
     @property
     def exchanges(self) -> Exchanges: ...
 
-    def send_message(self, peer: str, message: pb.Message) -> bool: ...
-    def send_frame(self, peer: str, frame: Frame) -> bool: ...
+    def send(self, peer: str, item: pb.Message | Frame) -> bool: ...
+    def linked(self, peer: str) -> bool: ...
+    def demand(self, peer: str) -> None: ...
     def spawn(self, work: Coroutine[Any, Any, None]) -> object: ...
     def own_state(self) -> StageState | None: ...
     def saved(self, kind: Kind, save: Age) -> None: ...
@@ -60,31 +55,21 @@ class Host(Protocol):
 
 
 class Files:
-    """Saves of the node's own stage: a kind of holding, in one folder."""
+    """Saves of the node's own stage: a kind of holding, every so many steps."""
 
-    def __init__(self, kind: Kind, saves: Saves, writer: Writer, every: int) -> None:
-        self.kind, self.saves, self.writer, self.every = kind, saves, writer, every
-        self.refused = set(saves.listed()) - set(saves.sound())
+    def __init__(self, kind: Kind, disk: Disk, every: int) -> None:
+        self.kind, self.disk, self.every = kind, disk, every
+        self.refused = disk.damaged()
 
     def holdings(self) -> list[pb.Holding]:
-        try:
-            listed = self.saves.listed()
-        except OSError as error:
-            log.error("can't list the saves in %s: %s", self.saves.folder, error.strerror)
-            return []
-        found = []
-        for save in listed:
-            try:
-                if save not in self.refused:
-                    found.append(self.saves.id_of(save).holding(self.kind))
-            except SaveError as error:  # damaged meanwhile, or gone: a newer one took its place
-                log.warning("not offered: %s", error)
-        return found
+        return [save.holding(self.kind) for save in self.disk.listed(self.refused)]
 
-    def load(self, save: Age) -> StageState:
+    async def load(self, exchanges: Exchanges, save: Age) -> StageState:
         """Raises SaveError; what can't be loaded is offered no more."""
+        loaded: Outcome[StageState] = Outcome(exchanges)
+        self.disk.load(save, loaded.settle)
         try:
-            return self.saves.load(save)
+            return await loaded
         except SaveError:
             self.refused.add(save)
             raise
@@ -98,38 +83,40 @@ class Holdings:
         self,
         host: Host,
         stage: int,
-        run_id: str,
+        stages: int,
         run: RunFile,
-        config: ModelConfig,
-        device: torch.device,
+        tensors: Tensors,
+        layout: Callable[[int], Layout],
+        build: Callable[[int], tuple[Optimizer, Callable[[Tensor], Tensor]]],
+        open_disk: OpenDisk,
         save_dir: Path | None,
-        on_loop: Callable[..., object],
     ) -> None:
-        """`on_loop` is the loop's `call_soon_threadsafe`. Raises SaveError."""
-        self.host, self.stage, self.run_id, self.run, self.config = host, stage, run_id, run, config
+        """`stages`: body stages of the model. `layout`: of the tensors of that stage.
+        `build`: that stage as it is at step 0, and its forward pass. Raises SaveError for a folder
+        that can't be used."""
+        self.host, self.stage, self.stages, self.run = host, stage, stages, run
         self.policy = policy = run.recovery.policy
         relearns = run.recovery.relearn_passes > 0 and policy != "checkpoint"
         when_idle = partial(host.compute.run, priority=Priority.BACKGROUND)
         self.boundary = BoundaryKeeper(when_idle, run.recovery.relearn_steps) if relearns else None
         self.twin: Twin | None = None
         if policy == "redundant":
-            behind = next_stage(stage, config.stages)
-            optimizer, forward = build_next_stage(behind, config, run, device)
+            optimizer, forward = build(next_stage(stage, stages))
             self.twin = Twin(
                 node=host.node,
                 stage=stage,
-                stages=config.stages,
+                stages=stages,
                 optimizer=optimizer,
                 forward=forward,
                 exchanges=host.exchanges,
-                send=host.send_frame,
+                send=host.send,
                 tensors=tensors,
             )
         self.sender: Sender | None = None
         self.holder: Holder | None = None
-        self._carry_copies()
+        self._carry_copies(layout)
         self.files: list[Files] = []
-        self._on_loop, self._closed = on_loop, False
+        self._open_disk, self._closed = open_disk, False
         if save_dir is not None:
             saves = run.saves
             self._add_files("save", save_dir, saves.every, saves.writes, saves.keep)
@@ -137,39 +124,32 @@ class Holdings:
             every, writes = run.recovery.checkpoint_every, run.recovery.checkpoint_writes
             self._add_files("checkpoint", Path(run.recovery.checkpoint_dir), every, writes, 4)
 
-    def _carry_copies(self) -> None:
+    def _carry_copies(self, layout: Callable[[int], Layout]) -> None:
         """Copies of stage 0, or snapshots: what this node sends, and what it holds of others."""
         kind: Kind = "snapshot" if self.policy == "snapshot" else "copy"
         if self.policy not in ("snapshot", "checkfree", "checkfree+"):
             return
-        host, recovery, stages = self.host, self.run.recovery, self.config.stages
+        host, recovery, stages = self.host, self.run.recovery, self.stages
         held = [(k, of) for k, of in held_at(self.stage, stages) if k == kind]
         if held:
-            layouts = {(k, of): self._layout(of) for k, of in held}
-            self.holder = Holder(layouts, host.send_message, host.compute.run, host.spawn)
+            layouts = {(k, of): layout(of) for k, of in held}
+            self.holder = Holder(host.exchanges, layouts, host.send)
         if kind == "snapshot" or self.stage == 0:
-            layout = self._layout(self.stage)
+            own = layout(self.stage)
             if kind == "copy":
-                outgoing = Outgoing.copies(layout, recovery)
+                outgoing = Outgoing.copies(own, recovery)
             else:
-                outgoing = Outgoing.snapshots(self.stage, layout, recovery, self.run.seed)
-            state, send = host.own_state, host.links.send_frame
-            self.sender = Sender(outgoing, state, send, host.compute.run, host.spawn)
+                outgoing = Outgoing.snapshots(self.stage, own, recovery, self.run.seed)
+            self.sender = Sender(host.exchanges, outgoing, host.own_state, self._send_at_once)
 
-    def _layout(self, stage: int) -> Layout:
-        return Layout(parameter_shapes(self.config, stage))
+    def _send_at_once(self, peer: str, item: pb.Message | Frame) -> bool:
+        """Or never: when a link comes up there will be a newer state to send."""
+        return self.host.linked(peer) and self.host.send(peer, item)
 
-    def _add_files(self, kind: Kind, folder: Path, every: int, writes: Any, keep: int) -> None:
-        saves = Saves(folder, self.run_id, self.stage, keep)
-
-        def saved(save: Age) -> None:
-            self._on_loop(self.host.saved, kind, save)
-
-        def failed(reason: str) -> None:
-            self._on_loop(self.host.save_failed, reason)
-
-        writer = Writer(saves, writes, self.run.saves.in_flight, failed, saved)
-        self.files.append(Files(kind, saves, writer, every))
+    def _add_files(self, kind: Kind, folder: Path, every: int, writes: Writes, keep: int) -> None:
+        saved, failed = partial(self.host.saved, kind), self.host.save_failed
+        disk = self._open_disk(folder, writes, keep, saved, failed)
+        self.files.append(Files(kind, disk, every))
 
     # --- training
 
@@ -184,11 +164,11 @@ class Holdings:
         if self.sender is not None:
             kind: Any = "snapshot" if self.policy == "snapshot" else "copy"
             members = [(place.node, place.stage) for place in begin.members]
-            way = route(kind, self.stage, members, self.config.stages)
+            way = route(kind, self.stage, members, self.stages)
             mine = way is not None and way.sender == self.host.node
             holders = way.holders if way is not None and mine else ()
             for holder in holders:
-                self.host.links.demand(holder)
+                self.host.demand(holder)
             self.sender.set_holders(holders)
 
     def dropped(self) -> None:
@@ -218,7 +198,7 @@ class Holdings:
         for files in () if self._closed else self.files:
             due = state.id.step % files.every == 0 and (first or files.kind == "save")
             if due or (always and files.kind == "save"):
-                files.writer.save(state)
+                files.disk.write(state)
 
     def in_place(self, own: StateId) -> None:
         """This node has that state of its stage: applied, fetched or loaded."""
@@ -272,16 +252,17 @@ class Holdings:
             return self.holder.state("copy" if kind == "copy" else "snapshot", stage)
         return None
 
-    def load(self, source: pb.Source, method: str) -> StageState:
-        """The node's own file that the driver has chosen. Reads the disk. Raises SaveError."""
+    async def load(self, source: pb.Source, method: str) -> StageState:
+        """The node's own file that the driver has chosen. Raises ComplaintError."""
         kind = "checkpoint" if method == "checkpoint" else "save"
+        problem = f"no folder for a {kind} at this node"
         for files in self.files:
             if files.kind == kind or method == "save":
                 try:
-                    return files.load(Age(source.lineage, source.step))
+                    return await files.load(self.host.exchanges, Age(source.lineage, source.step))
                 except SaveError as error:
-                    problem = error
-        raise SaveError(str(problem) if self.files else f"no folder for a {kind} at this node")
+                    problem = str(error)
+        raise ComplaintError(problem)
 
     def costs(self) -> dict[str, Cost]:
         """By what it is for."""
@@ -299,9 +280,9 @@ class Holdings:
             kept = Cost(0, self.holder.memory_bytes, self.holder.critical_seconds)
             found[name] = found.get(name, Cost()) + kept
         for files in self.files:
-            writer = files.writer
+            disk = files.disk
             found["checkpoint" if files.kind == "checkpoint" else "saves"] = Cost(
-                writer.bytes_written, 0, writer.critical_seconds
+                disk.bytes_written, 0, disk.critical_seconds
             )
         return found
 
@@ -309,4 +290,4 @@ class Holdings:
         """Waits, blocking, for the writes in flight; nothing is saved afterwards."""
         self._closed = True
         for files in self.files:
-            files.writer.close(seconds)
+            files.disk.finish(seconds)

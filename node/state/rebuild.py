@@ -26,6 +26,7 @@ from planaria.node.state.transfer import Delivery, StateClient
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.member import Member
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.looped import LoopedExchanges
 from planaria.recovery import checkfree
 from planaria.recovery.decide import INEXACT
 from planaria.recovery.relearning import passes, peak
@@ -52,6 +53,7 @@ class Rebuilding:
         member: Member,
         holdings: Holdings,
         compute: ComputeThread,
+        exchanges: LoopedExchanges,
         states: StateClient,
         boundary: BoundaryClient,
         relearning: Relearning,
@@ -59,15 +61,15 @@ class Rebuilding:
     ) -> None:
         self.stage, self.run, self.config = stage, run, config
         self.module, self.optimizer, self.member = module, optimizer, member
-        self.holdings, self.compute = holdings, compute
+        self.holdings, self.compute, self.exchanges = holdings, compute, exchanges
         self.states, self.boundary, self.relearning = states, boundary, relearning
         self.events = events
 
     async def rebuild(self, ballot: Ballot, sync: pb.Sync) -> tuple[pb.Synced, StageState] | None:
         """The new state, which is in place when this returns; None: it was no longer wanted.
 
-        Raises TransferError, SaveError or RelearnError when it can't be done; then the driver has
-        to be told.
+        Raises TransferError, ComplaintError or RelearnError when it can't be done; then the driver
+        has to be told.
         """
         now = asyncio.get_running_loop().time
         started = now()
@@ -129,7 +131,7 @@ class Rebuilding:
             initial = await self.compute.run(partial(self._initial, sync.lineage))
             return [Delivery(initial, bytes=0)]
         own = next(source for source in sync.sources if source.stage == self.stage)
-        state = await asyncio.to_thread(self.holdings.load, own, sync.method)
+        state = await self.exchanges.outcome(self.holdings.load(own, sync.method))
         return [Delivery(state, state.bytes)]
 
     async def _fetch_from_peers(self, ballot: Ballot, sync: pb.Sync) -> list[Delivery]:

@@ -27,7 +27,7 @@ import re
 import time
 from base64 import b64decode, b64encode
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from queue import Empty, Queue
@@ -41,7 +41,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
-from planaria.node.state.stage_state import Age, StageState, StateId
+from planaria.node.ports import OpenDisk
+from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -66,10 +67,6 @@ _REMEDIES: Final = {
 Mode: TypeAlias = Literal["blocking", "overlapped"]
 Fields: TypeAlias = dict[str, str]
 Bytes: TypeAlias = NDArray[np.uint8]
-
-
-class SaveError(Exception):
-    """A save that can't be used; the message names the file and what is wrong with it."""
 
 
 class Saves:
@@ -346,6 +343,92 @@ class Writer:
 
     def _what(self, save: Age) -> str:
         return f"saving step {save.step} of stage {self._saves.stage} in {self._saves.folder}"
+
+
+class SavesOnDisk:
+    """The port `Disk`: saves that a thread of their own writes, and another one reads.
+
+    `on_loop` is the loop's `call_soon_threadsafe`; there `saved(save)` and `failed(sentence)` are
+    called. Raises ValueError as `Writer` does.
+    """
+
+    def __init__(
+        self,
+        saves: Saves,
+        mode: Mode,
+        in_flight: int,
+        on_loop: Callable[..., object],
+        saved: Callable[[Age], None],
+        failed: Callable[[str], None],
+    ) -> None:
+        self._saves, self._on_loop = saves, on_loop
+
+        def tell_saved(save: Age) -> None:
+            on_loop(saved, save)
+
+        def tell_failed(reason: str) -> None:
+            on_loop(failed, reason)
+
+        self._writer = Writer(saves, mode, in_flight, tell_failed, tell_saved)
+
+    @property
+    def critical_seconds(self) -> float:
+        return self._writer.critical_seconds
+
+    @property
+    def bytes_written(self) -> int:
+        return self._writer.bytes_written
+
+    def listed(self, refused: Collection[Age] = ()) -> list[StateId]:
+        try:
+            saves = self._saves.listed()
+        except OSError as error:
+            log.error("can't list the saves in %s: %s", self._saves.folder, error.strerror)
+            return []
+        found = []
+        for save in saves:
+            try:
+                if save not in refused:
+                    found.append(self._saves.id_of(save))
+            except SaveError as error:  # damaged meanwhile, or gone: a newer one took its place
+                log.warning("not offered: %s", error)
+        return found
+
+    def damaged(self) -> set[Age]:
+        return set(self._saves.listed()) - set(self._saves.sound())
+
+    def write(self, state: StageState) -> None:
+        self._writer.save(state)
+
+    def load(self, save: Age, then: Callable[[StageState | Exception], None]) -> None:
+        def read() -> None:
+            try:
+                result: StageState | Exception = self._saves.load(save)
+            except Exception as error:  # noqa: BLE001 (whatever it is, it belongs to who waits)
+                result = error
+            self._on_loop(then, result)
+
+        # A daemon: a hung disk must not keep the process from leaving.
+        Thread(target=read, name="load", daemon=True).start()
+
+    def finish(self, seconds: float) -> None:
+        self._writer.close(seconds)
+
+
+def saves_on_disk(run: str, stage: int, in_flight: int, on_loop: Callable[..., object]) -> OpenDisk:
+    """Opens folders for the saves of a stage; the rest as for SavesOnDisk."""
+
+    def open_disk(
+        folder: Path,
+        mode: Mode,
+        keep: int,
+        saved: Callable[[Age], None],
+        failed: Callable[[str], None],
+    ) -> SavesOnDisk:
+        saves = Saves(folder, run, stage, keep)
+        return SavesOnDisk(saves, mode, in_flight, on_loop, saved, failed)
+
+    return open_disk
 
 
 # The file: 8 bytes, the length of the header; the header, JSON; the tensors, end to end. What is

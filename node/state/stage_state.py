@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class SaveError(Exception):
+    """A save that can't be used; the message names it and what is wrong with it."""
+
+
 class Age(NamedTuple):
     """What orders the states of a stage: a run that goes back to its files counts steps anew."""
 

@@ -72,6 +72,13 @@ class Outcome(Generic[T]):
             self._error, self.done = error, True
             self._tell()
 
+    def settle(self, result: T | Exception) -> None:
+        """With what some work has returned, or raised."""
+        if isinstance(result, Exception):
+            self.fail(result)
+        else:
+            self.fulfil(result)
+
     def _tell(self) -> None:
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
@@ -235,14 +242,7 @@ class Exchanges:
     async def compute(self, work: Callable[[], T], priority: Priority = Priority.CONTROL) -> T:
         """In the compute thread. Raises what the work raises."""
         outcome: Outcome[T] = Outcome(self)
-
-        def then(result: T | Exception) -> None:
-            if isinstance(result, Exception):
-                outcome.fail(result)
-            else:
-                outcome.fulfil(result)
-
-        self._compute.post(work, then, priority)
+        self._compute.post(work, outcome.settle, priority)
         return await outcome
 
     async def sleep(self, seconds: float) -> None:

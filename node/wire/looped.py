@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from planaria.node.ports import Compute
 from planaria.node.wire.exchange import Exchanges
+
+T = TypeVar("T")
 
 
 class LoopedExchanges(Exchanges):
@@ -32,6 +35,27 @@ class LoopedExchanges(Exchanges):
         for handle in (self._soon_handle, self._alarm):
             if handle is not None:
                 handle.cancel()
+
+    async def outcome(self, work: Coroutine[Any, Any, T]) -> T:
+        """What comes of an exchange, for a task of the loop; it is given up when the task is."""
+        found: asyncio.Future[T] = self._loop.create_future()
+
+        async def converse() -> None:
+            try:
+                result = await work
+            except Exception as error:  # noqa: BLE001 (raised again at the task)
+                if not found.cancelled():
+                    found.set_exception(error)
+            else:
+                if not found.cancelled():
+                    found.set_result(result)
+
+        self.at(self._loop.time())
+        exchange = self.start(converse())
+        try:
+            return await found
+        finally:
+            exchange.cancel()
 
     def _run_soon(self) -> None:
         if self._soon_handle is None and not self._closed:

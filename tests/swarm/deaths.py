@@ -128,7 +128,7 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
         before = node.member.step - 1
         if before == 0 or before % files.every:
             return 0
-        while files.saves.listed()[:1] < [Age(node.member.lineage, before)]:
+        while [save.age for save in files.disk.listed()[:1]] < [Age(node.member.lineage, before)]:
             time.sleep(0.001)
         return node.member.step
 
@@ -149,7 +149,7 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
         "source": (Attempt, "_came_home", brought_home),
         "patch": (Attempt, "go_on", lambda attempt, ballot, begin: begin.step),
         # when the step before is on its disk, and before it is ready for another
-        "saved": (Node, "_complete", saved),
+        "saved": (Node, "_reduce", saved),
         "sync": (Driver, "_synced", lambda driver, syncing, peer, synced, now: synced.step),
     }
 

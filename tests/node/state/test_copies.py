@@ -2,25 +2,26 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, TypeVar
 
 import pytest
 import torch
+from conversing import AtOnce, Nodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_time import run
 
+from planaria.node.ports import Priority
 from planaria.node.run_file import RecoverySection
 from planaria.node.state import copies
 from planaria.node.state.copies import Budget, Holder, Kind, Outgoing, Sender
 from planaria.node.state.stage_state import Age, StageState, StateId
-from planaria.node.state.transfer import StateClient, StateServer
+from planaria.node.state.transfer import Delivery, StateClient, StateServer
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
 from planaria.recovery.snapshot import Layout
@@ -40,25 +41,20 @@ def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
 class Compute:
     """The compute thread's order, without the thread."""
 
-    def __init__(self) -> None:
-        self.posted: deque[tuple[asyncio.Future[Any], Callable[[], Any]]] = deque()
+    def __init__(self, nodes: Nodes) -> None:
+        self.nodes = nodes
+        self.posted: deque[Callable[[], None]] = deque()
         self.held = False
 
-    def __call__(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-        self.posted.append((future, work))
-        loop.call_soon(self.work)
-        return future
+    def post(
+        self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
+    ) -> None:
+        self.posted.append(partial(AtOnce().post, work, then, priority))
+        self.nodes.after(0.0, self.work)
 
     def work(self) -> None:
-        if self.held or not self.posted:
-            return
-        future, work = self.posted.popleft()
-        try:
-            future.set_result(work())
-        except Exception as error:  # noqa: BLE001 (it belongs to who waits)
-            future.set_exception(error)
+        if not self.held and self.posted:
+            self.posted.popleft()()
 
 
 @cache
@@ -83,16 +79,12 @@ class Training:
     """A node that sends: its state, a commit at a time."""
 
     def __init__(self, world: World, outgoing: Outgoing, name: str, silence: float) -> None:
-        self.name, self.compute = name, Compute()
+        self.name, self.nodes = name, world.nodes
+        self.exchanges = world.nodes.new(Compute(world.nodes))
         self.step, self.last = 0, pb.Commit()
         self.flats = [torch.zeros(LAYOUT.values) for _ in NAMES]
         self.sender = Sender(
-            outgoing,
-            self.state,
-            partial(world.carry, name),
-            self.compute,
-            world.spawn,
-            silence,
+            self.exchanges, outgoing, self.state, partial(world.carry, name), silence
         )
         self.lineage = 0
 
@@ -107,9 +99,9 @@ class Training:
             optimizer_step=self.step,
         )
 
-    async def commit(self, step: int, attempt: int = 0) -> None:
+    def commit(self, step: int, attempt: int = 0) -> None:
         self.step, self.last = step, commit_of(step, attempt)
-        await self.compute(partial(self.apply, step))
+        self.nodes.run(self.exchanges, self.exchanges.compute(partial(self.apply, step)))
         if self.step == step:
             self.sender.committed(self.state().id)
 
@@ -136,7 +128,7 @@ class World:
             else Outgoing.snapshots(self.stage, LAYOUT, section, seed=5)
         )
         self.silence = silence
-        self.tasks: set[asyncio.Task[None]] = set()
+        self.nodes = Nodes()
         self.pipes: dict[tuple[str, str], deque[Callable[[], None]]] = {}
         self.held = False  # nothing is delivered
         self.faults: Callable[[Frame], Frame | None] = lambda frame: frame
@@ -147,13 +139,11 @@ class World:
         self.trainings: dict[str, Training] = {}
         self.training = self.train("s")
         self.sender = self.training.sender
-        self.computes = {name: Compute() for name in ("h", "i")}
+        self.computes = {name: Compute(self.nodes) for name in ("h", "i")}
+        self.exchanges = {name: self.nodes.new(self.computes[name]) for name in ("h", "i")}
         self.holders = {
             name: Holder(
-                {(kind, self.stage): LAYOUT},
-                partial(self.answer, name),
-                self.computes[name],
-                self.spawn,
+                self.exchanges[name], {(kind, self.stage): LAYOUT}, partial(self.answer, name)
             )
             for name in ("h", "i")
         }
@@ -164,17 +154,13 @@ class World:
         self.trainings[name] = Training(self, self.outgoing, name, self.silence)
         return self.trainings[name]
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self.tasks.add(task)
-        return task
-
     # --- links
 
-    def carry(self, source: str, to: str, frame: Frame) -> bool:
+    def carry(self, source: str, to: str, frame: pb.Message | Frame) -> bool:
+        assert isinstance(frame, Frame)
         if to in self.unlinked:
             return False
-        self.sent.append((asyncio.get_running_loop().time(), to, frame))
+        self.sent.append((self.nodes.now, to, frame))
         self.unanswered[source, to] += 1
         assert self.unanswered[source, to] <= copies.OUTSTANDING
         changed = self.faults(frame)
@@ -187,7 +173,8 @@ class World:
         payload = bytearray().join(frame.payload)
         self.holders[to].on_frame(source, Frame.parse(frame.head(), payload))
 
-    def answer(self, holder: str, to: str, message: pb.Message) -> bool:
+    def answer(self, holder: str, to: str, message: pb.Message | Frame) -> bool:
+        assert isinstance(message, pb.Message)
         kept = pb.Message.FromString(message.SerializeToString()).kept
         self.kept.append((holder, kept))
         self.push(holder, to, partial(self.hear, to, holder, kept))
@@ -200,7 +187,7 @@ class World:
 
     def push(self, source: str, to: str, delivery: Callable[[], None]) -> None:
         self.pipes.setdefault((source, to), deque()).append(delivery)
-        asyncio.get_running_loop().call_soon(self.deliver, (source, to))
+        self.nodes.after(0.0, partial(self.deliver, (source, to)))
 
     def deliver(self, pipe: tuple[str, str]) -> None:
         if self.pipes[pipe] and not self.held:
@@ -223,27 +210,20 @@ class World:
 
     # --- time
 
-    async def settle(self) -> None:
+    def settle(self) -> None:
         """Until nobody has anything to do."""
-        while running := {task for task in self.tasks if not task.done()}:
-            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        for task in self.tasks:
-            task.result()
-        for _ in range(20):
-            await asyncio.sleep(0)
+        while self.nodes.step():
+            pass
+        for error in self.nodes.crashes:
+            raise error
 
-    async def moment(self) -> None:
+    def moment(self) -> None:
         """Let everything happen that takes less than a second."""
-        await asyncio.sleep(1)
+        self.nodes.sleep(1.0)
 
-    async def close(self) -> None:
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-
-    async def step(self, step: int, attempt: int = 0) -> None:
+    def step(self, step: int, attempt: int = 0) -> None:
         """Everybody commits it."""
-        await self.training.commit(step, attempt)
+        self.training.commit(step, attempt)
         for holder in self.holders.values():
             holder.committed(having(step, attempt))
 
@@ -294,134 +274,110 @@ class World:
 
 @pytest.mark.parametrize("moments", [False, True])
 def test_a_copy_comes_back_exactly_with_all_that_belongs_to_it(moments: bool) -> None:
-    async def work() -> None:
-        world = World("copy", stage0_moments=moments)
-        await world.step(1)
-        await world.settle()
-        state = world.holder.state("copy", 0)
-        assert state is not None
-        own = world.training.state()
-        names = NAMES if moments else NAMES[:1]
-        assert list(state.tensors) == list(names)
-        for name in names:
-            assert torch.equal(state.tensors[name], own.tensors[name])
-        assert (state.id, state.omega, state.boosted_at) == (own.id, 1.5, 3)
-        assert state.last == own.last
-        assert state.optimizer_step == (1 if moments else 0)
-        assert world.holder.fidelity("copy", 0) == ((1, 1.0, 1), 0.0)
-        size = 4 * LAYOUT.values * len(names)
-        assert world.sender.bytes_sent > size
-        assert world.holder.bytes_received >= size
-        assert world.sender.memory_bytes >= size
-        assert world.holder.memory_bytes >= size
-
-    run(work())
+    world = World("copy", stage0_moments=moments)
+    world.step(1)
+    world.settle()
+    state = world.holder.state("copy", 0)
+    assert state is not None
+    own = world.training.state()
+    names = NAMES if moments else NAMES[:1]
+    assert list(state.tensors) == list(names)
+    for name in names:
+        assert torch.equal(state.tensors[name], own.tensors[name])
+    assert (state.id, state.omega, state.boosted_at) == (own.id, 1.5, 3)
+    assert state.last == own.last
+    assert state.optimizer_step == (1 if moments else 0)
+    assert world.holder.fidelity("copy", 0) == ((1, 1.0, 1), 0.0)
+    size = 4 * LAYOUT.values * len(names)
+    assert world.sender.bytes_sent > size
+    assert world.holder.bytes_received >= size
+    assert world.sender.memory_bytes >= size
+    assert world.holder.memory_bytes >= size
 
 
 def test_copies_go_to_one_holder_at_a_time() -> None:
-    async def work() -> None:
-        world = World("copy", holders=("h", "i"))
-        for step in (1, 2):
-            await world.step(step)
-            await world.settle()
-            assert (world.step_held("h"), world.step_held("i")) == (step, step)
-        runs = [to for to, _ in itertools.groupby(to for _, to, _ in world.sent)]
-        assert runs == ["h", "i", "h", "i"]
-
-    run(work())
+    world = World("copy", holders=("h", "i"))
+    for step in (1, 2):
+        world.step(step)
+        world.settle()
+        assert (world.step_held("h"), world.step_held("i")) == (step, step)
+    runs = [to for to, _ in itertools.groupby(to for _, to, _ in world.sent)]
+    assert runs == ["h", "i", "h", "i"]
 
 
 def test_a_slow_transfer_is_followed_by_that_of_the_newest_step() -> None:
-    async def work() -> None:
-        world = World("copy")
-        world.held = True
-        for step in range(1, 6):
-            await world.step(step)
-        await world.moment()
-        assert len(world.sent) == copies.OUTSTANDING
-        world.release()
-        await world.settle()
-        steps = [frame.fields["step"] for _, _, frame in world.sent]
-        assert [step for step, _ in itertools.groupby(steps)] == [1, 5]
-        assert world.step_held() == 5
-        world.assert_true()
-
-    run(work())
+    world = World("copy")
+    world.held = True
+    for step in range(1, 6):
+        world.step(step)
+    world.moment()
+    assert len(world.sent) == copies.OUTSTANDING
+    world.release()
+    world.settle()
+    steps = [frame.fields["step"] for _, _, frame in world.sent]
+    assert [step for step, _ in itertools.groupby(steps)] == [1, 5]
+    assert world.step_held() == 5
+    world.assert_true()
 
 
 def test_a_holder_has_the_copy_before_until_its_node_has_committed_the_new_one() -> None:
-    async def work() -> None:
-        world = World("copy")
-        await world.step(1)
-        await world.settle()
-        await world.training.commit(2)
-        await world.moment()
-        assert world.step_held() == 1
-        assert not [k for _, k in world.kept if k.step == 2 and not k.received]
-        world.holder.committed(having(2))
-        await world.settle()
-        assert world.step_held() == 2
-        world.assert_true()
-
-    run(work())
+    world = World("copy")
+    world.step(1)
+    world.settle()
+    world.training.commit(2)
+    world.moment()
+    assert world.step_held() == 1
+    assert not [k for _, k in world.kept if k.step == 2 and not k.received]
+    world.holder.committed(having(2))
+    world.settle()
+    assert world.step_held() == 2
+    world.assert_true()
 
 
 @pytest.mark.parametrize("kind", ["copy", "snapshot"])
 def test_what_was_committed_by_nobody_who_is_left_is_forgotten(kind: Kind) -> None:
-    async def work() -> None:
-        world = World(kind, snapshot_fraction=1.0, snapshot_period=1)
-        await world.step(1)
-        await world.settle()
-        await world.training.commit(2)
-        await world.moment()
-        world.holder.committed(having(2, attempt=9))
-        await world.settle()
-        assert world.step_held() == 1
-        assert "committed otherwise" in world.kept[-1][1].error
-        world.assert_true()
-
-    run(work())
+    world = World(kind, snapshot_fraction=1.0, snapshot_period=1)
+    world.step(1)
+    world.settle()
+    world.training.commit(2)
+    world.moment()
+    world.holder.committed(having(2, attempt=9))
+    world.settle()
+    assert world.step_held() == 1
+    assert "committed otherwise" in world.kept[-1][1].error
+    world.assert_true()
 
 
 def test_a_holder_that_went_past_a_step_does_not_trust_its_update() -> None:
-    async def work() -> None:
-        world = World("copy")
-        await world.training.commit(2)
-        await world.moment()
-        world.holder.committed(having(3))  # it was not there, and has fetched its state
-        await world.settle()
-        assert world.step_held() is None
-        await world.training.commit(3)
-        await world.settle()
-        assert world.step_held() == 3
-
-    run(work())
+    world = World("copy")
+    world.training.commit(2)
+    world.moment()
+    world.holder.committed(having(3))  # it was not there, and has fetched its state
+    world.settle()
+    assert world.step_held() is None
+    world.training.commit(3)
+    world.settle()
+    assert world.step_held() == 3
 
 
 def test_a_late_copy_of_the_same_commits_counts_at_once() -> None:
-    async def work() -> None:
-        world = World("copy")
-        for step in (1, 2, 3):
-            world.holder.committed(having(step))
-        await world.training.commit(2)
-        await world.settle()
-        assert world.step_held() == 2
-
-    run(work())
+    world = World("copy")
+    for step in (1, 2, 3):
+        world.holder.committed(having(step))
+    world.training.commit(2)
+    world.settle()
+    assert world.step_held() == 2
 
 
 def test_a_state_that_was_rebuilt_from_an_older_one_waits_for_its_next_commit() -> None:
-    async def work() -> None:
-        world = World("copy")
-        world.training.step, world.training.last = 2, commit_of(1)
-        world.sender.committed(world.training.state().id)
-        await world.settle()
-        assert world.sent == []
-        await world.step(3)
-        await world.settle()
-        assert world.step_held() == 3
-
-    run(work())
+    world = World("copy")
+    world.training.step, world.training.last = 2, commit_of(1)
+    world.sender.committed(world.training.state().id)
+    world.settle()
+    assert world.sent == []
+    world.step(3)
+    world.settle()
+    assert world.step_held() == 3
 
 
 # Snapshots
@@ -429,144 +385,126 @@ def test_a_state_that_was_rebuilt_from_an_older_one_waits_for_its_next_commit() 
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
 def test_a_snapshot_is_announced_when_every_block_has_come(codec: str) -> None:
-    async def work() -> None:
-        world = World(
-            snapshot_fraction=0.25, snapshot_period=8, snapshot_codec=codec, snapshot_moments=True
-        )
-        for step in range(1, 9):
-            await world.step(step)
-            await world.settle()
-            assert world.step_held() == (7 if step > 6 else None)
-            world.assert_true(exact=codec == "none")
-            world.assert_agreed(world.sender)
-        fidelity = world.holder.fidelity("snapshot", 2)
-        assert fidelity is not None
-        assert fidelity.staleness.oldest == 1
-        assert fidelity.staleness.newest == 7
-        state = world.holder.state("snapshot", 2)
-        assert state is not None
-        assert (state.optimizer_step, state.last) == (7, commit_of(7))
-        distance = (values_at(7, 0)[0].double() - state.tensors["weights"].double()).norm().item()
-        assert fidelity.perturbation == pytest.approx(distance, rel=1e-6)
-
-    run(work())
+    world = World(
+        snapshot_fraction=0.25, snapshot_period=8, snapshot_codec=codec, snapshot_moments=True
+    )
+    for step in range(1, 9):
+        world.step(step)
+        world.settle()
+        assert world.step_held() == (7 if step > 6 else None)
+        world.assert_true(exact=codec == "none")
+        world.assert_agreed(world.sender)
+    fidelity = world.holder.fidelity("snapshot", 2)
+    assert fidelity is not None
+    assert fidelity.staleness.oldest == 1
+    assert fidelity.staleness.newest == 7
+    state = world.holder.state("snapshot", 2)
+    assert state is not None
+    assert (state.optimizer_step, state.last) == (7, commit_of(7))
+    distance = (values_at(7, 0)[0].double() - state.tensors["weights"].double()).norm().item()
+    assert fidelity.perturbation == pytest.approx(distance, rel=1e-6)
 
 
 def test_a_lost_update_counts_as_never_sent_and_goes_first() -> None:
-    async def work() -> None:
-        world = World(snapshot_fraction=0.25, snapshot_period=4, snapshot_choice="round")
-        await world.step(1)
-        await world.settle()
-        world.held = True
-        idle = world.sender.memory_bytes
-        await world.step(2)
-        await world.moment()
-        assert world.sender.memory_bytes > idle
-        world.release()
-        for _ in range(5):
-            await asyncio.sleep(0)
-        before = world.holder.memory_bytes
-        world.lose_link("s", "h")
-        assert world.holder.memory_bytes < before, "what came by halves is forgotten"
-        await world.settle()
-        sent: Any = world.sender._recipients["h"].sent
-        first = sent.taken == 1
-        assert set(sent.taken[~first].tolist()) == {-1}
-        for step in (3, 4, 5):
-            await world.step(step)
-            await world.settle()
-            world.assert_true()
-            world.assert_agreed(world.sender)
-        assert world.step_held() == 5
-        assert set(sent.taken.tolist()) == {1, 3, 4, 5}
-
-    run(work())
+    world = World(snapshot_fraction=0.25, snapshot_period=4, snapshot_choice="round")
+    world.step(1)
+    world.settle()
+    world.held = True
+    idle = world.sender.memory_bytes
+    world.step(2)
+    world.moment()
+    assert world.sender.memory_bytes > idle
+    world.release()
+    for _ in range(5):
+        world.nodes.sleep(0)
+    before = world.holder.memory_bytes
+    world.lose_link("s", "h")
+    assert world.holder.memory_bytes < before, "what came by halves is forgotten"
+    world.settle()
+    sent: Any = world.sender._recipients["h"].sent
+    first = sent.taken == 1
+    assert set(sent.taken[~first].tolist()) == {-1}
+    for step in (3, 4, 5):
+        world.step(step)
+        world.settle()
+        world.assert_true()
+        world.assert_agreed(world.sender)
+    assert world.step_held() == 5
+    assert set(sent.taken.tolist()) == {1, 3, 4, 5}
 
 
 def test_a_new_holder_starts_with_nothing() -> None:
-    async def work() -> None:
-        world = World(snapshot_fraction=0.5, snapshot_period=2)
-        for step in (1, 2):
-            await world.step(step)
-            await world.settle()
-        assert world.step_held("h") == 2
-        world.sender.set_holders(["i"])
-        await world.settle()
-        for step in (3, 4):
-            assert world.step_held("i") is None or step == 4
-            await world.step(step)
-            await world.settle()
-        assert world.step_held("i") is not None
-        assert world.step_held("h") == 2
-        world.assert_true("i")
-
-    run(work())
+    world = World(snapshot_fraction=0.5, snapshot_period=2)
+    for step in (1, 2):
+        world.step(step)
+        world.settle()
+    assert world.step_held("h") == 2
+    world.sender.set_holders(["i"])
+    world.settle()
+    for step in (3, 4):
+        assert world.step_held("i") is None or step == 4
+        world.step(step)
+        world.settle()
+    assert world.step_held("i") is not None
+    assert world.step_held("h") == 2
+    world.assert_true("i")
 
 
 def test_another_sender_overlays_what_the_first_had_sent() -> None:
-    async def work() -> None:
-        world = World(snapshot_fraction=0.25, snapshot_period=4)
-        for step in range(1, 5):
-            await world.step(step)
-            await world.settle()
-        assert world.step_held() == 4
-        world.sender.set_holders([])
-        second = world.train("t")
-        second.sender.set_holders(["h"])
-        await second.commit(5)
-        world.holder.committed(having(5))
-        await world.settle()
-        assert world.step_held() == 5
-        world.assert_true()
-        world.assert_agreed(second.sender)
-        fidelity = world.holder.fidelity("snapshot", 2)
-        assert fidelity is not None
-        assert fidelity.staleness.newest == 5
-        assert fidelity.staleness.oldest < 5
-        assert math.isnan(fidelity.perturbation), "it doesn't know what the first one sent"
-
-    run(work())
+    world = World(snapshot_fraction=0.25, snapshot_period=4)
+    for step in range(1, 5):
+        world.step(step)
+        world.settle()
+    assert world.step_held() == 4
+    world.sender.set_holders([])
+    second = world.train("t")
+    second.sender.set_holders(["h"])
+    second.commit(5)
+    world.holder.committed(having(5))
+    world.settle()
+    assert world.step_held() == 5
+    world.assert_true()
+    world.assert_agreed(second.sender)
+    fidelity = world.holder.fidelity("snapshot", 2)
+    assert fidelity is not None
+    assert fidelity.staleness.newest == 5
+    assert fidelity.staleness.oldest < 5
+    assert math.isnan(fidelity.perturbation), "it doesn't know what the first one sent"
 
 
 def test_a_round_that_is_not_through_postpones_the_next() -> None:
-    async def work() -> None:
-        world = World(snapshot_fraction=0.5, snapshot_period=4)  # every 2 steps
-        await world.step(1)
-        await world.settle()
-        world.held = True
-        for step in range(2, 7):
-            await world.step(step)
-            await world.moment()
-        assert {frame.fields["step"] for _, _, frame in world.sent} == {1, 3}
-        world.release()
-        await world.settle()
-        assert {frame.fields["step"] for _, _, frame in world.sent} == {1, 3, 6}
-        for step in (7, 8):
-            await world.step(step)
-            await world.settle()
-        assert {frame.fields["step"] for _, _, frame in world.sent} == {1, 3, 6, 8}
-
-    run(work())
+    world = World(snapshot_fraction=0.5, snapshot_period=4)  # every 2 steps
+    world.step(1)
+    world.settle()
+    world.held = True
+    for step in range(2, 7):
+        world.step(step)
+        world.moment()
+    assert {frame.fields["step"] for _, _, frame in world.sent} == {1, 3}
+    world.release()
+    world.settle()
+    assert {frame.fields["step"] for _, _, frame in world.sent} == {1, 3, 6}
+    for step in (7, 8):
+        world.step(step)
+        world.settle()
+    assert {frame.fields["step"] for _, _, frame in world.sent} == {1, 3, 6, 8}
 
 
 def test_a_run_that_goes_back_to_its_saves_starts_its_snapshots_again() -> None:
-    async def work() -> None:
-        world = World(snapshot_fraction=0.5, snapshot_period=2)
-        for step in (1, 2, 3):
-            await world.step(step)
-            await world.settle()
-        assert world.step_held() == 3
-        world.training.lineage = 1
-        for step in (2, 3):
-            await world.training.commit(step, attempt=50 + step)
-            world.holder.committed(having(step, 50 + step, lineage=1))
-            assert world.step_held() is None
-            await world.settle()
-        (holding,) = world.holder.holdings()
-        assert (holding.step, holding.lineage) == (3, 1)
-        world.assert_true()
-
-    run(work())
+    world = World(snapshot_fraction=0.5, snapshot_period=2)
+    for step in (1, 2, 3):
+        world.step(step)
+        world.settle()
+    assert world.step_held() == 3
+    world.training.lineage = 1
+    for step in (2, 3):
+        world.training.commit(step, attempt=50 + step)
+        world.holder.committed(having(step, 50 + step, lineage=1))
+        assert world.step_held() is None
+        world.settle()
+    (holding,) = world.holder.holdings()
+    assert (holding.step, holding.lineage) == (3, 1)
+    world.assert_true()
 
 
 # What goes wrong
@@ -575,75 +513,63 @@ def test_a_run_that_goes_back_to_its_saves_starts_its_snapshots_again() -> None:
 def test_a_silent_holder_is_named_and_queues_nothing_more(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def work() -> None:
-        world = World("copy")
-        world.held = True
-        for step in range(1, 5):
-            await world.step(step)
-            await world.settle()
-        assert len(world.sent) == copies.OUTSTANDING
-        world.release()
-        await world.step(5)
-        await world.settle()
-        assert world.step_held() == 5
+    world = World("copy")
+    world.held = True
+    for step in range(1, 5):
+        world.step(step)
+        world.settle()
+    assert len(world.sent) == copies.OUTSTANDING
+    world.release()
+    world.step(5)
+    world.settle()
+    assert world.step_held() == 5
 
-    with caplog.at_level(logging.WARNING):
-        run(work())
     messages = [record.getMessage() for record in caplog.records]
     assert any("didn't get to h: waited 10 s for it to answer" in text for text in messages)
 
 
 def test_an_answer_makes_room_for_one_frame() -> None:
-    async def work() -> None:
-        world = World("copy")
-        world.held = True
-        await world.step(1)
-        await world.moment()
-        world.held = False
-        world.deliver(("s", "h"))
-        world.deliver(("h", "s"))
-        world.held = True
-        await world.moment()
-        assert len(world.sent) == copies.OUTSTANDING + 1
-        world.release()
-        await world.settle()
-        assert world.step_held() == 1
-
-    run(work())
+    world = World("copy")
+    world.held = True
+    world.step(1)
+    world.moment()
+    world.held = False
+    world.deliver(("s", "h"))
+    world.deliver(("h", "s"))
+    world.held = True
+    world.moment()
+    assert len(world.sent) == copies.OUTSTANDING + 1
+    world.release()
+    world.settle()
+    assert world.step_held() == 1
 
 
 def test_without_a_link_the_next_commit_tries_again(caplog: pytest.LogCaptureFixture) -> None:
-    async def work() -> None:
-        world = World("copy")
-        world.unlinked.add("h")
-        await world.step(1)
-        await world.settle()
-        assert world.sent == []
-        world.unlinked.clear()
-        await world.step(2)
-        await world.settle()
-        assert world.step_held() == 2
+    world = World("copy")
+    world.unlinked.add("h")
+    world.step(1)
+    world.settle()
+    assert world.sent == []
+    world.unlinked.clear()
+    world.step(2)
+    world.settle()
+    assert world.step_held() == 2
 
-    with caplog.at_level(logging.WARNING):
-        run(work())
     assert "didn't get to h: there is no link to it" in caplog.text
 
 
 def test_a_holder_that_holds_no_longer_is_left_alone() -> None:
-    async def work() -> None:
-        world = World("copy")
-        world.held = True
-        await world.step(1)
-        await world.moment()
-        world.sender.set_holders([])
-        world.release()
-        await world.settle()
-        await world.step(2)
-        await world.settle()
-        assert {frame.fields["step"] for _, _, frame in world.sent} == {1}
-        assert world.step_held() is None
-
-    run(work())
+    world = World("copy")
+    world.held = True
+    world.step(1)
+    world.moment()
+    world.sender.set_holders([])
+    world.release()
+    world.settle()
+    world.step(2)
+    world.settle()
+    assert {frame.fields["step"] for _, _, frame in world.sent} == {1}
+    assert world.step_held() is None
 
 
 def damaged(frame: Frame) -> Frame:
@@ -655,25 +581,22 @@ def damaged(frame: Frame) -> Frame:
 
 @pytest.mark.parametrize("kind", ["copy", "snapshot"])
 def test_a_damaged_update_changes_nothing(kind: Kind) -> None:
-    async def work() -> None:
-        world = World(kind, snapshot_fraction=1.0, snapshot_period=1)
-        await world.step(1)
-        await world.settle()
-        world.faults = lambda frame: damaged(frame) if frame.fields["offset"] == 600 else frame
-        before = world.holder.memory_bytes
-        await world.step(2)
-        await world.settle()
-        assert world.step_held() == 1
-        assert world.holder.memory_bytes == before
-        assert any("arrived damaged" in kept.error for _, kept in world.kept)
-        world.assert_true()
-        world.faults = lambda frame: frame
-        await world.step(3)
-        await world.settle()
-        assert world.step_held() == 3
-        world.assert_true()
-
-    run(work())
+    world = World(kind, snapshot_fraction=1.0, snapshot_period=1)
+    world.step(1)
+    world.settle()
+    world.faults = lambda frame: damaged(frame) if frame.fields["offset"] == 600 else frame
+    before = world.holder.memory_bytes
+    world.step(2)
+    world.settle()
+    assert world.step_held() == 1
+    assert world.holder.memory_bytes == before
+    assert any("arrived damaged" in kept.error for _, kept in world.kept)
+    world.assert_true()
+    world.faults = lambda frame: frame
+    world.step(3)
+    world.settle()
+    assert world.step_held() == 3
+    world.assert_true()
 
 
 @pytest.mark.parametrize(
@@ -704,102 +627,87 @@ def test_a_damaged_update_changes_nothing(kind: Kind) -> None:
     ],
 )
 def test_updates_that_cannot_be_are_refused(changes: dict[str, Any], why: str) -> None:
-    async def work() -> None:
-        world = World(snapshot_fraction=1.0, snapshot_period=1)
-        world.faults = lambda frame: Frame(
-            frame.kind, frame.ballot, frame.fields | changes, frame.descriptors, frame.payload
-        )
-        await world.step(1)
-        await world.moment()
-        assert any(why in kept.error for _, kept in world.kept), [k.error for _, k in world.kept]
-        assert world.step_held() is None
-        assert world.holder.memory_bytes < 10_000
-        await world.settle()
-        world.faults = lambda frame: frame
-        await world.step(2)
-        await world.settle()
-        assert world.step_held() == 2
-        world.assert_true()
-
-    run(work())
+    world = World(snapshot_fraction=1.0, snapshot_period=1)
+    world.faults = lambda frame: Frame(
+        frame.kind, frame.ballot, frame.fields | changes, frame.descriptors, frame.payload
+    )
+    world.step(1)
+    world.moment()
+    assert any(why in kept.error for _, kept in world.kept), [k.error for _, k in world.kept]
+    assert world.step_held() is None
+    assert world.holder.memory_bytes < 10_000
+    world.settle()
+    world.faults = lambda frame: frame
+    world.step(2)
+    world.settle()
+    assert world.step_held() == 2
+    world.assert_true()
 
 
 def test_values_that_are_not_finite_are_refused() -> None:
-    async def work() -> None:
-        world = World(snapshot_fraction=1.0, snapshot_period=1)
-        await world.step(1)
-        await world.settle()
-        world.training.apply = lambda step: world.training.flats[0].fill_(math.inf)  # type: ignore[method-assign]
-        await world.step(2)
-        await world.settle()
-        assert "aren't finite" in world.kept[-1][1].error
-        assert world.step_held() == 1
-        world.assert_true()
-
-    run(work())
+    world = World(snapshot_fraction=1.0, snapshot_period=1)
+    world.step(1)
+    world.settle()
+    world.training.apply = lambda step: world.training.flats[0].fill_(math.inf)  # type: ignore[method-assign]
+    world.step(2)
+    world.settle()
+    assert "aren't finite" in world.kept[-1][1].error
+    assert world.step_held() == 1
+    world.assert_true()
 
 
 def test_a_stranger_cannot_spoil_an_update() -> None:
-    async def work() -> None:
-        world = World("copy")
-        world.train("x")
+    world = World("copy")
+    world.train("x")
 
-        def meddle(frame: Frame) -> Frame:
-            if frame.fields["offset"]:
-                world.push("x", "h", partial(world.arrive, "x", "h", frame))
-            return frame
+    def meddle(frame: Frame) -> Frame:
+        if frame.fields["offset"]:
+            world.push("x", "h", partial(world.arrive, "x", "h", frame))
+        return frame
 
-        world.faults = meddle
-        await world.step(1)
-        await world.settle()
-        assert world.step_held() == 1
-        world.assert_true()
-        errors = [kept.error for _, kept in world.kept if kept.error]
-        assert len(errors) == len(world.sent) - 1
-        assert all("an update that isn't known" in error for error in errors)
-
-    run(work())
+    world.faults = meddle
+    world.step(1)
+    world.settle()
+    assert world.step_held() == 1
+    world.assert_true()
+    errors = [kept.error for _, kept in world.kept if kept.error]
+    assert len(errors) == len(world.sent) - 1
+    assert all("an update that isn't known" in error for error in errors)
 
 
 def test_an_update_that_is_late_does_not_put_blocks_back() -> None:
-    async def work() -> None:
-        world = World(snapshot_fraction=1.0, snapshot_period=1)
-        world.held = True
-        await world.step(1)
-        await world.moment()
-        second = world.train("t")
-        await world.step(2)
-        world.held = False
-        second.sender.set_holders(["h"])
-        await second.commit(2)
-        await world.moment()
-        assert world.step_held() == 2
-        for _ in range(copies.OUTSTANDING):
-            world.deliver(("s", "h"))
-        await world.moment()
-        assert "a newer one counts already" in {kept.error for _, kept in world.kept}
-        assert world.step_held() == 2
-        world.assert_true()
-        await world.settle()
-
-    run(work())
+    world = World(snapshot_fraction=1.0, snapshot_period=1)
+    world.held = True
+    world.step(1)
+    world.moment()
+    second = world.train("t")
+    world.step(2)
+    world.held = False
+    second.sender.set_holders(["h"])
+    second.commit(2)
+    world.moment()
+    assert world.step_held() == 2
+    for _ in range(copies.OUTSTANDING):
+        world.deliver(("s", "h"))
+    world.moment()
+    assert "a newer one counts already" in {kept.error for _, kept in world.kept}
+    assert world.step_held() == 2
+    world.assert_true()
+    world.settle()
 
 
 def test_an_update_of_a_past_that_is_given_up_meanwhile_does_not_count() -> None:
-    async def work() -> None:
-        world = World(snapshot_fraction=1.0, snapshot_period=1)
-        world.computes["h"].held = True
-        await world.step(5)
-        await world.moment()
-        assert world.computes["h"].posted
-        world.holder.committed(having(3, 70, lineage=1))
-        world.computes["h"].held = False
-        world.computes["h"].work()
-        await world.settle()
-        assert world.kept[-1][1].error
-        assert world.step_held() is None
-
-    run(work())
+    world = World(snapshot_fraction=1.0, snapshot_period=1)
+    world.computes["h"].held = True
+    world.step(5)
+    world.moment()
+    assert world.computes["h"].posted
+    world.holder.committed(having(3, 70, lineage=1))
+    world.computes["h"].held = False
+    world.computes["h"].work()
+    world.settle()
+    assert world.kept[-1][1].error
+    assert world.step_held() is None
 
 
 # Whatever happens
@@ -815,129 +723,127 @@ def test_an_update_of_a_past_that_is_given_up_meanwhile_does_not_count() -> None
 def test_what_is_held_is_true_whatever_happens(
     seed: int, kind: Kind, codec: str, choice: str
 ) -> None:
-    async def work() -> None:
-        timing = random.Random(seed)
-        world = World(
-            kind,
-            snapshot_fraction=timing.choice([0.2, 0.5, 1.0]),
-            snapshot_period=timing.choice([1, 4]),
-            snapshot_codec=codec,
-            snapshot_choice=choice,
-        )
-        training, committed, step = world.training, {"h": 0, "i": 0}, 0
-        for _ in range(60):
-            match timing.randrange(8):
-                case 0 | 1 if all(own >= step for own in committed.values()):
-                    step += 1
-                    await training.commit(step)
-                case 2 | 3:
-                    for holder in committed:
-                        if committed[holder] < step and timing.random() < 0.7:
-                            committed[holder] = step
-                            world.holders[holder].committed(having(step))
-                case 4:
-                    world.lose_link(training.name, timing.choice("hi"))
-                case 5:
-                    training.sender.set_holders(timing.sample("hi", timing.randrange(3)))
-                case 6 if timing.random() < 0.3:
-                    training.sender.set_holders([])
-                    training = world.train(f"s{len(world.trainings)}")
-                    training.sender.set_holders(["h"])
-                case 7:
-                    world.held = not world.held
-                    if not world.held:
-                        world.release()
-            for _ in range(timing.randrange(20)):
-                await asyncio.sleep(timing.choice([0, 0, 1e-9, 1e-6]))
-            for holder in "hi":
-                world.assert_true(holder, exact=codec == "none" or kind == "copy")
-        world.release()
-        for holder in committed:
-            world.holders[holder].committed(having(step))
-        training.sender.set_holders(["h", "i"])
-        await world.settle()
-        for _ in range(12):
-            step += 1
-            await training.commit(step)
-            for holder in world.holders.values():
-                holder.committed(having(step))
-            await world.settle()
-        for holder in "hi":
-            assert step - 4 <= (world.step_held(holder) or 0) <= step
-            world.assert_true(holder, exact=codec == "none" or kind == "copy")
-            if kind == "snapshot":
-                world.assert_agreed(training.sender, holder)
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copies, "FRAME", 2000)
-        run(work())
+        live_through_it(seed, kind, codec, choice)
+
+
+def live_through_it(seed: int, kind: Kind, codec: str, choice: str) -> None:
+    timing = random.Random(seed)
+    world = World(
+        kind,
+        snapshot_fraction=timing.choice([0.2, 0.5, 1.0]),
+        snapshot_period=timing.choice([1, 4]),
+        snapshot_codec=codec,
+        snapshot_choice=choice,
+    )
+    training, committed, step = world.training, {"h": 0, "i": 0}, 0
+    for _ in range(60):
+        match timing.randrange(8):
+            case 0 | 1 if all(own >= step for own in committed.values()):
+                step += 1
+                training.commit(step)
+            case 2 | 3:
+                for holder in committed:
+                    if committed[holder] < step and timing.random() < 0.7:
+                        committed[holder] = step
+                        world.holders[holder].committed(having(step))
+            case 4:
+                world.lose_link(training.name, timing.choice("hi"))
+            case 5:
+                training.sender.set_holders(timing.sample("hi", timing.randrange(3)))
+            case 6 if timing.random() < 0.3:
+                training.sender.set_holders([])
+                training = world.train(f"s{len(world.trainings)}")
+                training.sender.set_holders(["h"])
+            case 7:
+                world.held = not world.held
+                if not world.held:
+                    world.release()
+        for _ in range(timing.randrange(20)):
+            world.nodes.sleep(timing.choice([0, 0, 1e-9, 1e-6]))
+        for holder in "hi":
+            world.assert_true(holder, exact=codec == "none" or kind == "copy")
+    world.release()
+    for holder in committed:
+        world.holders[holder].committed(having(step))
+    training.sender.set_holders(["h", "i"])
+    world.settle()
+    for _ in range(12):
+        step += 1
+        training.commit(step)
+        for holder in world.holders.values():
+            holder.committed(having(step))
+        world.settle()
+    for holder in "hi":
+        assert step - 4 <= (world.step_held(holder) or 0) <= step
+        world.assert_true(holder, exact=codec == "none" or kind == "copy")
+        if kind == "snapshot":
+            world.assert_agreed(training.sender, holder)
 
 
 def test_a_joiner_fetches_what_is_held_bit_for_bit() -> None:
-    async def work() -> None:
-        world = World(snapshot_fraction=0.5, snapshot_period=2, snapshot_codec="int8")
-        for step in (1, 2):
-            await world.step(step)
-            await world.settle()
-        holder = world.holder
+    world = World(snapshot_fraction=0.5, snapshot_period=2, snapshot_codec="int8")
+    for step in (1, 2):
+        world.step(step)
+        world.settle()
+    holder = world.holder
 
-        def to_joiner(peer: str, item: pb.Message | Frame) -> bool:
-            if isinstance(item, Frame):
-                assert isinstance(item.payload, tuple)
-                item = Frame.parse(item.head(), bytearray().join(item.payload))
-                asyncio.get_running_loop().call_soon(client.on_frame, "h", item)
-            else:
-                asyncio.get_running_loop().call_soon(client.on_message, "h", item)
-            return True
+    def to_joiner(peer: str, item: pb.Message | Frame) -> bool:
+        if isinstance(item, Frame):
+            assert isinstance(item.payload, tuple)
+            item = Frame.parse(item.head(), bytearray().join(item.payload))
+            asyncio.get_running_loop().call_soon(client.on_frame, "h", item)
+        else:
+            asyncio.get_running_loop().call_soon(client.on_message, "h", item)
+        return True
 
-        def ask(peer: str, message: pb.Message) -> bool:
-            server.on_message("joiner", message)
-            return True
+    def ask(peer: str, message: pb.Message) -> bool:
+        server.on_message("joiner", message)
+        return True
 
-        server = StateServer(
-            to_joiner,
-            to_joiner,
-            lambda *_: holder.state("snapshot", 2),
-            world.computes["h"],
-        )
-        client = StateClient(ask, Compute(), shard_size=400)
-        fetched = await client.fetch(2, Age(0, 2), ["h"], True, 60.0)
-        state = holder.state("snapshot", 2)
-        assert state is not None
-        for name, tensor in state.tensors.items():
-            assert torch.equal(fetched.state.tensors[name], tensor)
-        assert (fetched.state.optimizer_step, fetched.state.last) == (2, commit_of(2))
+    async def at_once(work: Callable[[], T]) -> T:
+        return work()
+
+    async def fetch() -> Delivery:
+        delivery = await client.fetch(2, Age(0, 2), ["h"], True, 60.0)
         await server.close()
+        return delivery
 
-    run(work())
+    server = StateServer(to_joiner, to_joiner, lambda *_: holder.state("snapshot", 2), at_once)
+    client = StateClient(ask, at_once, shard_size=400)
+    fetched = run(fetch())
+    state = holder.state("snapshot", 2)
+    assert state is not None
+    for name, tensor in state.tensors.items():
+        assert torch.equal(fetched.state.tensors[name], tensor)
+    assert (fetched.state.optimizer_step, fetched.state.last) == (2, commit_of(2))
 
 
 def test_what_is_overlaid_counts_before_those_who_ask_then_can_look() -> None:
-    async def work() -> None:
-        world = World(snapshot_fraction=1.0, snapshot_period=1)
-        await world.step(1)
-        await world.settle()
-        world.computes["h"].held = True
-        await world.step(2)
-        await world.moment()
-        (_,) = world.computes["h"].posted  # the check
-        world.computes["h"].held = False
+    world = World(snapshot_fraction=1.0, snapshot_period=1)
+    world.step(1)
+    world.settle()
+    world.computes["h"].held = True
+    world.step(2)
+    world.moment()
+    (_,) = world.computes["h"].posted  # the check
+    world.computes["h"].held = False
+    world.computes["h"].work()
+    world.computes["h"].held = True
+    world.moment()
+    assert world.step_held() == 2
+    state = world.holder.state("snapshot", 2)
+    assert state is not None
+    weights = state.tensors["weights"]
+    assert torch.equal(weights, values_at(1, 0)[0])
+    source = world.exchanges["h"]
+    seen = source.start(source.compute(weights.clone))
+    world.computes["h"].held = False
+    for _ in range(2):
         world.computes["h"].work()
-        world.computes["h"].held = True
-        await world.moment()
-        assert world.step_held() == 2
-        state = world.holder.state("snapshot", 2)
-        assert state is not None
-        weights = state.tensors["weights"]
-        assert torch.equal(weights, values_at(1, 0)[0])
-        seen = world.computes["h"](weights.clone)  # as a source would
-        world.computes["h"].held = False
-        for _ in range(2):
-            world.computes["h"].work()
-        assert torch.equal(await seen, values_at(2, 0)[0])
-        await world.settle()
-
-    run(work())
+    assert torch.equal(world.nodes.outcome(seen), values_at(2, 0)[0])
+    world.settle()
 
 
 # The budget
@@ -973,20 +879,17 @@ def test_a_budget_does_not_hold_back_more_than_it_must() -> None:
 
 
 def test_a_snapshot_leaves_no_faster_than_its_budget() -> None:
-    async def work() -> None:
-        world = World(snapshot_fraction=1.0, snapshot_period=1, snapshot_mbps=0.008)  # 1 kB/s
-        for step in (1, 2, 3):
-            await world.step(step)
-            await world.settle()
-        times = [(at, frame.size) for at, _, frame in world.sent]
-        assert all(size <= 200 for _, size in times)
-        for first in range(len(times)):
-            for last in range(first, len(times)):
-                total = sum(size for _, size in times[first:last])
-                assert total <= 1000 * (times[last][0] - times[first][0]) + 1e-6
-        assert world.step_held() == 3
-        seconds = times[-1][0]
-        assert world.sender.bytes_sent <= 1000 * seconds + 800
-        assert world.sender.bytes_sent >= 0.9 * 1000 * seconds
-
-    run(work())
+    world = World(snapshot_fraction=1.0, snapshot_period=1, snapshot_mbps=0.008)  # 1 kB/s
+    for step in (1, 2, 3):
+        world.step(step)
+        world.settle()
+    times = [(at, frame.size) for at, _, frame in world.sent]
+    assert all(size <= 200 for _, size in times)
+    for first in range(len(times)):
+        for last in range(first, len(times)):
+            total = sum(size for _, size in times[first:last])
+            assert total <= 1000 * (times[last][0] - times[first][0]) + 1e-6
+    assert world.step_held() == 3
+    seconds = times[-1][0]
+    assert world.sender.bytes_sent <= 1000 * seconds + 800
+    assert world.sender.bytes_sent >= 0.9 * 1000 * seconds

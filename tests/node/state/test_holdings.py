@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,13 +12,18 @@ import pytest
 import torch
 from conversing import Nodes
 
-from planaria.node.run_file import loads, override
-from planaria.node.stage.compute import Priority
+from planaria.node.ports import OpenDisk, Priority
+from planaria.node.run_file import Writes, loads, override
+from planaria.node.stage.next_stage import build as build_next_stage
 from planaria.node.stage.shape import model_config
 from planaria.node.state.holdings import Holdings
-from planaria.node.state.stage_state import StageState, StateId
+from planaria.node.state.saves import saves_on_disk
+from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire import tensors
+from planaria.node.wire.exchange import ComplaintError
+from planaria.recovery.snapshot import Layout
 
 T = TypeVar("T")
 STAGE = 1
@@ -41,9 +48,10 @@ class Host:
     node = "1.0"
 
     def __init__(self) -> None:
-        self.compute: Any = self
         self.exchanges = Nodes().new()
+        self.compute: Any = self
         self.saves: list[tuple[str, int]] = []
+        self.trouble: list[str] = []
 
     def run(self, work: Callable[[], T], priority: Priority = Priority.CONTROL) -> T:
         return work()
@@ -51,22 +59,45 @@ class Host:
     def send_message(self, *_: object) -> bool:
         return False
 
-    send_frame = spawn = send_message
+    send = spawn = send_message
+
+    def linked(self, peer: str) -> bool:
+        return False
+
+    def demand(self, peer: str) -> None:
+        raise AssertionError("nothing is sent")
+
+    def own_state(self) -> None:
+        return None
 
     def saved(self, kind: str, save: Any) -> None:
         self.saves.append((kind, save.step))
 
+    def save_failed(self, reason: str) -> None:
+        self.trouble.append(reason)
 
-def holdings(folder: Path, policy: str = "checkfree") -> Holdings:
+
+def holdings(
+    folder: Path, policy: str = "checkfree", open_disk: OpenDisk | None = None
+) -> Holdings:
     run = override(RUN, recovery__policy=policy, recovery__checkpoint_dir=str(folder / "shared"))
     run = override(run, recovery__checkpoint_every=2)
 
     def at_once(work: Callable[..., object], *arguments: Any) -> object:
         return work(*arguments)
 
-    config, host = model_config(run.model, vocabulary=16), Host()
-    device, disk = torch.device("cpu"), folder / "own"
-    return Holdings(host, STAGE, "run", run, config, device, disk, at_once)  # type: ignore[arg-type]
+    config, device = model_config(run.model, vocabulary=16), torch.device("cpu")
+    return Holdings(
+        host=Host(),
+        stage=STAGE,
+        stages=3,
+        run=run,
+        tensors=tensors,
+        layout=lambda stage: Layout([(stage + 1,)]),
+        build=partial(build_next_stage, config=config, run=run, device=device),
+        open_disk=open_disk or saves_on_disk("run", STAGE, 2, at_once),
+        save_dir=folder / "own",
+    )
 
 
 def commit_of(step: int, ballot: Ballot) -> pb.Commit:
@@ -128,6 +159,118 @@ def test_a_file_that_is_damaged_while_the_node_lives_is_not_offered(tmp_path: Pa
     newest = tmp_path / "own/stage-1/step-00000004-0.safetensors"
     newest.write_bytes(b"\0" + newest.read_bytes()[1:])
     assert [one.step for one in keeps.listed()] == [2]
+
+
+class Shelf:
+    """A disk in memory. What `load` is to say of a save is drawn up when it is asked for."""
+
+    critical_seconds, bytes_written = 0.0, 0
+
+    def __init__(self, damaged: set[Age]) -> None:
+        self.states: dict[Age, StageState] = {}
+        self._damaged = damaged
+        self.asked: list[tuple[Age, Callable[[StageState | Exception], None]]] = []
+        self.finished = False
+
+    def listed(self, refused: Collection[Age] = ()) -> list[StateId]:
+        ages = sorted(self.states.keys() - set(refused), reverse=True)
+        return [self.states[age].id for age in ages]
+
+    def damaged(self) -> set[Age]:
+        return self._damaged
+
+    def write(self, state: StageState) -> None:
+        self.states[state.id.age] = state
+
+    def load(self, save: Age, then: Callable[[StageState | Exception], None]) -> None:
+        self.asked.append((save, then))
+
+    def finish(self, seconds: float) -> None:
+        self.finished = True
+
+
+class Shelves:
+    """Opens them; `damaged` is so from the beginning."""
+
+    def __init__(self, damaged: set[Age] | None = None) -> None:
+        self.damaged = damaged or set()
+        self.by_folder: dict[str, Shelf] = {}
+
+    def __call__(
+        self,
+        folder: Path,
+        mode: Writes,
+        keep: int,
+        saved: Callable[[Age], None],
+        failed: Callable[[str], None],
+    ) -> Shelf:
+        return self.by_folder.setdefault(folder.name, Shelf(self.damaged))
+
+
+def state_of(step: int) -> StageState:
+    return state(step, commit_of(step, Ballot(1, step)))
+
+
+def test_a_file_is_written_where_its_step_is_due(tmp_path: Path) -> None:
+    shelves = Shelves()
+    keeps = holdings(tmp_path, "checkpoint", shelves)
+    for step in range(1, 6):
+        keeps.save(state_of(step), first=step != 2)
+    keeps.save(state_of(7), first=True, always=True)
+    keeps.finish_saves()
+    keeps.save(state_of(8), first=True)
+    assert [age.step for age in shelves.by_folder["own"].states] == [2, 4, 7]
+    assert [age.step for age in shelves.by_folder["shared"].states] == [4], "the first writes them"
+    assert all(shelf.finished for shelf in shelves.by_folder.values())
+
+
+def test_a_file_that_could_not_be_loaded_is_not_offered_again(tmp_path: Path) -> None:
+    shelves = Shelves(damaged={Age(0, 6)})
+    keeps = holdings(tmp_path, open_disk=shelves)
+    for step in (2, 4, 6):
+        keeps.save(state_of(step), first=True)
+    assert [one.step for one in keeps.listed()] == [4, 2]
+    exchanges = keeps.host.exchanges
+    loading = exchanges.start(keeps.load(pb.Source(stage=STAGE, step=4), "save"))
+    ((save, then),) = shelves.by_folder["own"].asked
+    assert save == Age(0, 4)
+    then(SaveError("step 4 is damaged"))
+    exchanges.run(0.0)
+    with pytest.raises(ComplaintError, match="step 4 is damaged"):
+        loading.result()
+    assert [one.step for one in keeps.listed()] == [2]
+
+
+def test_what_a_policy_loads_comes_from_its_own_folder(tmp_path: Path) -> None:
+    shelves = Shelves()
+    keeps = holdings(tmp_path, "checkpoint", shelves)
+    exchanges = keeps.host.exchanges
+    loading = exchanges.start(keeps.load(pb.Source(stage=STAGE, step=4), "checkpoint"))
+    assert not shelves.by_folder["own"].asked
+    ((_, then),) = shelves.by_folder["shared"].asked
+    then(state_of(4))
+    exchanges.run(0.0)
+    assert loading.result().id.step == 4
+
+
+def test_without_a_folder_there_is_nothing_to_load(tmp_path: Path) -> None:
+    keeps = holdings(tmp_path, open_disk=Shelves())
+    exchanges = keeps.host.exchanges
+    with pytest.raises(ComplaintError, match="no folder for a checkpoint at this node"):
+        exchanges.start(keeps.load(pb.Source(stage=STAGE, step=4), "checkpoint")).result()
+
+
+def test_a_file_comes_back_as_an_exchange(tmp_path: Path) -> None:
+    keeps = holdings(tmp_path)
+    two = state(2, commit_of(2, Ballot(3, 5)))
+    save(keeps, two)
+    loading = keeps.host.exchanges.start(keeps.load(pb.Source(stage=STAGE, step=2), "save"))
+    for thread in threading.enumerate():
+        if thread.name == "load":
+            thread.join(60)
+    keeps.host.exchanges.run(0.0)
+    assert loading.result().id == two.id
+    assert torch.equal(loading.result().tensors["weights"], two.tensors["weights"])
 
 
 def test_a_twin_says_by_which_commit_its_step_was_made(tmp_path: Path) -> None:

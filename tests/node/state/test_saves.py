@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from planaria.node.state import saves as module
-from planaria.node.state.saves import SaveError, Saves, Writer, name_of
-from planaria.node.state.stage_state import Age, StageState, StateId
+from planaria.node.state.saves import Saves, Writer, name_of
+from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
 
