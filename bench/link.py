@@ -165,7 +165,7 @@ async def _send_frames(
             descriptors, buffers = await asyncio.to_thread(encode, [tensor], "none")
         else:
             descriptors, buffers = encoded[index % len(tensors)]
-        sender.links.send_frame("b", Frame("activation", (1, 1), {}, descriptors, buffers))
+        sender.links.send("b", Frame("activation", (1, 1), {}, descriptors, buffers))
     await sender.hear("answer")
     return total / (perf_counter() - start) / 1e9
 

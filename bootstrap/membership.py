@@ -26,7 +26,7 @@ from planaria.bootstrap.registry_pb2 import (
     View,
 )
 
-PROTOCOL = 2
+PROTOCOL = 3
 DECISIONS_KEPT = 200
 EVICTED_KEPT = 10_000
 COMPLAINTS = 3  # answered accusations by the same node after which the pair is taken for cut off

@@ -7,16 +7,23 @@ and with numbers for tensors.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from planaria.node.report.events import Event
     from planaria.node.run_file import Writes
+    from planaria.node.state.boundary import Fetched
+    from planaria.node.state.relearn import Lesson
     from planaria.node.state.stage_state import Age, StageState, StateId
-    from planaria.node.wire.frames import Codec, Descriptor, Payload
+    from planaria.node.transaction.attempt import StageWork
+    from planaria.node.wire import stage_pb2 as pb
+    from planaria.node.wire.exchange import Exchanges
+    from planaria.node.wire.frames import Codec, Descriptor, Frame, Payload
 
 T = TypeVar("T")
 
@@ -29,6 +36,26 @@ class Priority(enum.IntEnum):
     BACKWARD = 1
     FORWARD = 2
     BACKGROUND = 3
+
+
+class Net(Protocol):
+    """The links of a node."""
+
+    def send(self, peer: str, item: pb.Message | Frame) -> bool:
+        """Queues it on the link to `peer`. False: none is up."""
+        ...
+
+    def demand(self, peer: str) -> None:
+        """A link to `peer`, a member, is needed."""
+        ...
+
+    def linked(self, peer: str) -> bool:
+        """Whether one is up."""
+        ...
+
+    def unacknowledged_by(self, peer: str) -> int:
+        """Bytes of frames that were sent to `peer`, of which it hasn't said that they came."""
+        ...
 
 
 class Compute(Protocol):
@@ -59,25 +86,6 @@ class Tensors(Protocol):
 
     def empty(self, values: int) -> Tensor:
         """float32 [values] on the CPU."""
-        ...
-
-
-class Optimizer(Protocol):
-    """One stage's weights and what they learn by, flat. All of it belongs to the compute thread,
-    but for the tensors' sizes. `seconds`: spent in `step`."""
-
-    weights: Tensor
-    gradient: Tensor
-    steps: int
-    seconds: float
-
-    def zero_gradient(self) -> None: ...
-    def squared_norm(self) -> float: ...
-    def step(self, lr: float, clip_scale: float) -> None: ...
-    def digest(self) -> bytes: ...
-    def state(self, optimizer: bool) -> list[tuple[str, Tensor]]: ...
-    def load(self, tensors: Iterable[tuple[str, Tensor]], steps: int) -> None:
-        """Raises ValueError."""
         ...
 
 
@@ -129,3 +137,120 @@ class OpenDisk(Protocol):
         """The newest `keep` are kept. On the event loop `saved` gets what is on disk, `failed` a
         sentence on what isn't. Raises SaveError for a folder that can't be used."""
         ...
+
+
+class Optimizer(Protocol):
+    """One stage's weights and what they learn by, flat. All of it belongs to the compute thread,
+    but for the tensors' sizes. `seconds`: spent in `step`."""
+
+    weights: Tensor
+    gradient: Tensor
+    steps: int
+    seconds: float
+
+    def zero_gradient(self) -> None: ...
+    def squared_norm(self) -> float: ...
+    def step(self, lr: float, clip_scale: float) -> None: ...
+    def digest(self) -> bytes: ...
+    def state(self, optimizer: bool) -> list[tuple[str, Tensor]]: ...
+    def load(self, tensors: Iterable[tuple[str, Tensor]], steps: int) -> None:
+        """Raises ValueError."""
+        ...
+
+
+class Learned(NamedTuple):
+    """What is to be known of a stage's weights once they have changed."""
+
+    digest: bytes
+    omega: float  # squared norm of the last committed gradient
+    optimizer_step: int
+
+
+class Arithmetic(Protocol):
+    """One stage's. All of it belongs to the compute thread, but for the sizes of the tensors."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The weights and moments themselves, as in `StageState`."""
+        ...
+
+    @property
+    def gradient(self) -> Tensor:
+        """The stage's own, float32 [n]."""
+        ...
+
+    @property
+    def work(self) -> StageWork: ...
+
+    def digest(self) -> bytes:
+        """Of the weights."""
+        ...
+
+    def reduced(self) -> float:
+        """The gradient is the sum over all replicas; its squared norm."""
+        ...
+
+    def adopt(self, gradient: Tensor) -> float:
+        """As `reduced`, of a sum that a replica has sent."""
+        ...
+
+    def apply(self, commit: pb.Commit, lr: float) -> Learned:
+        """The reduced gradient, with `lr` before the stage's scale; the gradient is zero then."""
+        ...
+
+    def initial(self, lineage: int) -> StageState:
+        """What the stage was before the first step."""
+        ...
+
+    def put_in_place(self, sync: pb.Sync, states: Sequence[StageState]) -> Learned:
+        """What `sync` makes of the states of its source stages, in their order. What guesses the
+        weights starts Adam afresh, as published."""
+        ...
+
+    def lesson(self, fetched: Fetched, lost: Collection[int]) -> Lesson:
+        """For relearning what is in place; `lost` relearn together."""
+        ...
+
+    def boundary_tensor(self, frame: Frame) -> Tensor:
+        """bf16 on the CPU. Raises WireError when it is damaged, or not finite."""
+        ...
+
+
+class Record(Protocol):
+    """Where a seat tells what happens."""
+
+    def tell(self, event: Event) -> None:
+        """A line of the event log."""
+        ...
+
+    def committed(self, commit: pb.Commit) -> None:
+        """A line of the ledger, at stage 0."""
+        ...
+
+    def changed(self) -> None:
+        """What the registry is to hear of this seat is something else now."""
+        ...
+
+    def halted(self, halt: pb.Halt) -> None:
+        """The run is over, or can't go on; the weights are kept."""
+        ...
+
+    def suspect(self, node: str, why: str) -> None:
+        """The registry is to ask this member whether it is alive."""
+        ...
+
+    def over(self, reason: str) -> None:
+        """This node is a member no longer: it drops everything and joins again as a new one."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ports:
+    """All of it."""
+
+    net: Net
+    exchanges: Exchanges
+    compute: Compute
+    tensors: Tensors
+    arithmetic: Arithmetic
+    record: Record

@@ -10,23 +10,23 @@ takes more than two bytes a value is narrowed to bf16, when the compute thread h
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
-import torch
-
-from planaria.node.state.transfer import InComputeThread
+from planaria.node.ports import Priority, Tensors
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.exchange import Exchanges, Inbox, Inboxes, Lost
 from planaria.node.wire.frames import Descriptor, Frame, Payload, WireError
-from planaria.node.wire.tensors import decode, encode
 from planaria.recovery.orders import runs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -65,15 +65,11 @@ class Kept(NamedTuple):
     def narrow(self) -> bool:
         return all(map(_is_narrow, self.descriptors))
 
-    def narrowed(self) -> Kept:
+    def narrowed(self, tensors: Tensors) -> Kept:
         if self.narrow:
             return self
-        descriptors, payload = encode(decode(self.descriptors, self.payload), "bf16")
-        return Kept(self.stages, descriptors, payload)
-
-
-def _narrowed(kept: Sequence[Kept]) -> list[Kept]:
-    return [one.narrowed() for one in kept]
+        wide = tensors.decode(self.descriptors, self.payload)
+        return Kept(self.stages, *tensors.encode(wide, "bf16"))
 
 
 def _is_narrow(descriptor: Descriptor) -> bool:
@@ -103,10 +99,9 @@ class BoundaryKeeper:
     the step has been computed, so nothing is added to a step that has been committed.
     """
 
-    def __init__(self, when_idle: InComputeThread, steps: int) -> None:
-        """`when_idle` runs work in the compute thread that nobody waits for; at most `steps`
-        committed ones are kept."""
-        self._when_idle = when_idle
+    def __init__(self, exchanges: Exchanges, tensors: Tensors, steps: int) -> None:
+        """At most `steps` committed ones are kept."""
+        self._exchanges, self._tensors = exchanges, tensors
         self._attempt = _Step(NEVER, 0)
         self._committed: deque[_Step] = deque(maxlen=steps)
         self._at = (0, 0)  # lineage and number of the newest committed step
@@ -155,9 +150,13 @@ class BoundaryKeeper:
             piece: list[tuple[_Step, Crossing, Kept]] = []
             while wide and sum(kept.size for _, _, kept in piece) < PIECE:
                 piece.append(wide.pop())
-            narrowed = await self._when_idle(partial(_narrowed, [kept for _, _, kept in piece]))
+            work = partial(self._narrowed, [kept for _, _, kept in piece])
+            narrowed = await self._exchanges.compute(work, Priority.BACKGROUND)
             for (step, crossing, _), kept in zip(piece, narrowed, strict=True):
                 step.add(crossing, kept)
+
+    def _narrowed(self, kept: Sequence[Kept]) -> list[Kept]:
+        return [one.narrowed(self._tensors) for one in kept]
 
     def keep(
         self, side: Side, frame: Frame, ballot: tuple[int, int], stages: Sequence[int]
@@ -211,12 +210,10 @@ class BoundaryServer:
     def __init__(
         self,
         keeper: BoundaryKeeper,
-        send: Callable[[str, pb.Message], bool],
-        send_frame: Callable[[str, Frame], bool],
+        tensors: Tensors,
+        send: Callable[[str, pb.Message | Frame], bool],
     ) -> None:
-        self._keeper = keeper
-        self._send = send
-        self._send_frame = send_frame
+        self._keeper, self._tensors, self._send = keeper, tensors, send
 
     def on_message(self, peer: str, message: pb.Message) -> None:
         """A BoundaryRequest has come."""
@@ -241,8 +238,8 @@ class BoundaryServer:
                 "stages": list(pair.stages),
                 "side": side,
             }
-            _, descriptors, payload = kept.narrowed()
-            self._send_frame(peer, Frame("boundary", ballot, fields, descriptors, payload))
+            _, descriptors, payload = kept.narrowed(self._tensors)
+            self._send(peer, Frame("boundary", ballot, fields, descriptors, payload))
         manifest.count = len(sides)
         self._send(peer, pb.Message(ballot=message.ballot, boundary_manifest=manifest))
 
@@ -267,25 +264,28 @@ class Fetched:
     """What it got: tensors of `shape`, bf16 on the CPU, without any that is not finite."""
 
     shape: tuple[int, int, int]
-    inputs: dict[Pair, torch.Tensor] = field(default_factory=dict)
-    outputs: dict[Pair, torch.Tensor] = field(default_factory=dict)
+    inputs: dict[Pair, Tensor] = field(default_factory=dict)
+    outputs: dict[Pair, Tensor] = field(default_factory=dict)
     bytes: int = 0
     complaints: list[str] = field(default_factory=list)  # what did not come, and why
 
 
-_Answer: TypeAlias = pb.BoundaryManifest | Frame | str  # str: why the peer is lost
+_Answer: TypeAlias = pb.BoundaryManifest | Frame
 
 
 class BoundaryClient:
-    """Fetches boundary tensors, for one joiner at a time or several."""
+    """Fetches boundary tensors, for one joiner at a time or several. `parse`, in the compute
+    thread, makes the bf16 tensor of a frame, or raises WireError."""
 
     def __init__(
-        self, send: Callable[[str, pb.Message], bool], in_compute_thread: InComputeThread
+        self,
+        exchanges: Exchanges,
+        send: Callable[[str, pb.Message], bool],
+        parse: Callable[[Frame], Tensor],
     ) -> None:
-        self._send = send
-        self._in_compute_thread = in_compute_thread
+        self.exchanges, self.send, self.parse = exchanges, send, parse
         self._numbers = count(1)
-        self._inboxes: dict[int, asyncio.Queue[tuple[str, _Answer]]] = {}
+        self._inboxes: Inboxes[int, _Answer] = Inboxes(exchanges, 0)
 
     async def fetch(
         self, ballot: Ballot, wanted: Wanted, neighbours: Sequence[str], deadline: float
@@ -296,30 +296,21 @@ class BoundaryClient:
         the complaints name it. Raises nothing of its own.
         """
         number = next(self._numbers)
-        inbox = self._inboxes[number] = asyncio.Queue()
-        try:
-            fetch = _Fetch(number, ballot, wanted, self._send, self._in_compute_thread)
-            return await fetch.run(inbox, neighbours, deadline)
-        finally:
-            del self._inboxes[number]
+        with self._inboxes.open(number) as inbox:
+            return await _Fetch(self, number, ballot, wanted).run(inbox, neighbours, deadline)
 
     def on_message(self, peer: str, message: pb.Message) -> None:
         """A BoundaryManifest has come."""
         manifest = message.boundary_manifest
-        self._put(manifest.transfer, peer, manifest)
+        self._inboxes.put(manifest.transfer, peer, manifest)
 
     def on_frame(self, peer: str, frame: Frame) -> None:
         """A frame of kind "boundary" has come."""
-        self._put(frame.fields.get("transfer"), peer, frame)
+        if type(number := frame.fields.get("transfer")) is int:
+            self._inboxes.put(number, peer, frame)
 
     def on_peer_lost(self, peer: str, reason: str) -> None:
-        for inbox in self._inboxes.values():
-            inbox.put_nowait((peer, reason))
-
-    def _put(self, number: Any, peer: str, answer: _Answer) -> None:
-        """What is late has no effect."""
-        if isinstance(number, int) and (inbox := self._inboxes.get(number)) is not None:
-            inbox.put_nowait((peer, answer))
+        self._inboxes.lost(peer, reason)
 
 
 @dataclass
@@ -332,34 +323,24 @@ class _Neighbour:
 
 
 class _Fetch:
-    def __init__(
-        self,
-        number: int,
-        ballot: Ballot,
-        wanted: Wanted,
-        send: Callable[[str, pb.Message], bool],
-        in_compute_thread: InComputeThread,
-    ) -> None:
-        self._number, self._ballot, self._wanted = number, ballot, wanted
-        self._send, self._in_compute_thread = send, in_compute_thread
+    def __init__(self, client: BoundaryClient, number: int, ballot: Ballot, wanted: Wanted) -> None:
+        self._client, self._number = client, number
+        self._ballot, self._wanted = ballot, wanted
         self._waiting: dict[str, _Neighbour] = {}  # for these
         self._fetched = Fetched(wanted.shape)
 
     async def run(
-        self,
-        inbox: asyncio.Queue[tuple[str, _Answer]],
-        neighbours: Sequence[str],
-        deadline: float,
+        self, inbox: Inbox[_Answer], neighbours: Sequence[str], deadline: float
     ) -> Fetched:
+        until = self._client.exchanges.now + deadline
         self._waiting = {node: _Neighbour() for node in neighbours}
         for node in neighbours:
             self._ask(node)
         try:
-            async with asyncio.timeout(deadline):
-                while self._waiting:
-                    peer, answer = await inbox.get()
-                    if peer in self._waiting:
-                        await self._take(peer, answer)
+            while self._waiting:
+                peer, answer = await inbox.take(until)
+                if peer in self._waiting:
+                    await self._take(peer, answer)
         except TimeoutError:
             for node in list(self._waiting):
                 self._give_up(node, f"waited {deadline:g} s for it")
@@ -375,9 +356,8 @@ class _Fetch:
             offset=state.asked,
         )
         state.asked += BATCH
-        if not self._send(
-            node, pb.Message(ballot=self._ballot.message(), boundary_request=request)
-        ):
+        message = pb.Message(ballot=self._ballot.message(), boundary_request=request)
+        if not self._client.send(node, message):
             self._give_up(node, "there is no link to it")
 
     def _give_up(self, node: str, why: str) -> None:
@@ -389,11 +369,11 @@ class _Fetch:
         log.warning("step %d, stage %d: %s", self._wanted.step, self._wanted.stage, what)
         self._fetched.complaints.append(what)
 
-    async def _take(self, peer: str, answer: _Answer) -> None:
+    async def _take(self, peer: str, answer: _Answer | Lost) -> None:
         state = self._waiting[peer]
         match answer:
-            case str():
-                self._give_up(peer, f"lost: {answer}")
+            case Lost(reason):
+                self._give_up(peer, f"lost: {reason}")
                 return
             case pb.BoundaryManifest():
                 if answer.error:
@@ -421,7 +401,7 @@ class _Fetch:
             if any(pair[:2] == other[:2] for other in tensors):
                 what = f"microbatch {pair.microbatch} in step {pair.step}"
                 raise WireError(f"the {side} of {what} is here already")
-            tensor = await self._in_compute_thread(partial(_decode, frame))
+            tensor = await self._client.exchanges.compute(partial(self._client.parse, frame))
         except WireError as error:
             self._complain(f"{peer} sent a bad boundary tensor: {error}")
             return
@@ -456,11 +436,3 @@ class _Fetch:
         if frame.descriptors[0].shape != wanted.shape:
             raise WireError(f"its shape is {frame.descriptors[0].shape}, not {wanted.shape}")
         return pair, side
-
-
-def _decode(frame: Frame) -> torch.Tensor:
-    """Raises WireError."""
-    (tensor,) = decode(frame.descriptors, frame.payload)
-    if not torch.isfinite(tensor).all():
-        raise WireError("it is not finite")
-    return tensor.to(torch.bfloat16)

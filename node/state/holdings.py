@@ -8,19 +8,19 @@ node's stage.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
-from planaria.node.ports import Disk, OpenDisk, Optimizer, Priority, Tensors
+from planaria.node.ports import Disk, OpenDisk, Tensors
 from planaria.node.report.events import Cost
 from planaria.node.run_file import RunFile, Writes
-from planaria.node.stage.compute import ComputeThread
+from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.boundary import BoundaryKeeper
 from planaria.node.state.copies import Holder, Outgoing, Sender
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
-from planaria.node.state.twin import Twin, next_stage
+from planaria.node.state.twin import Twin
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
@@ -28,27 +28,24 @@ from planaria.node.wire.frames import Frame
 from planaria.recovery.decide import Kind
 from planaria.recovery.snapshot import Layout, held_at, route
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 log = logging.getLogger("planaria")
 
 CLOSE: Final = 10.0  # seconds that the last saves have to get to disk
 
 
 class Host(Protocol):
-    """The node that keeps all this; called on the event loop."""
+    """The seat that keeps all this; called on the event loop."""
 
     node: str
-    compute: ComputeThread
-
-    @property
-    def exchanges(self) -> Exchanges: ...
+    stage: int
+    run: RunFile
+    config: ModelConfig
+    exchanges: Exchanges
+    tensors: Tensors
 
     def send(self, peer: str, item: pb.Message | Frame) -> bool: ...
     def linked(self, peer: str) -> bool: ...
     def demand(self, peer: str) -> None: ...
-    def spawn(self, work: Coroutine[Any, Any, None]) -> object: ...
     def own_state(self) -> StageState | None: ...
     def saved(self, kind: Kind, save: Age) -> None: ...
     def save_failed(self, reason: str) -> None: ...
@@ -82,36 +79,21 @@ class Holdings:
     def __init__(
         self,
         host: Host,
-        stage: int,
-        stages: int,
-        run: RunFile,
-        tensors: Tensors,
+        twin: Twin | None,
         layout: Callable[[int], Layout],
-        build: Callable[[int], tuple[Optimizer, Callable[[Tensor], Tensor]]],
         open_disk: OpenDisk,
         save_dir: Path | None,
     ) -> None:
-        """`stages`: body stages of the model. `layout`: of the tensors of that stage.
-        `build`: that stage as it is at step 0, and its forward pass. Raises SaveError for a folder
-        that can't be used."""
-        self.host, self.stage, self.stages, self.run = host, stage, stages, run
+        """`twin`: with the policy "redundant"; `layout`: of the tensors of that stage. Raises
+        SaveError for a folder that can't be used."""
+        self.host, self.twin = host, twin
+        self.stage, self.run, self.config = host.stage, host.run, host.config
+        run = host.run
         self.policy = policy = run.recovery.policy
-        relearns = run.recovery.relearn_passes > 0 and policy != "checkpoint"
-        when_idle = partial(host.compute.run, priority=Priority.BACKGROUND)
-        self.boundary = BoundaryKeeper(when_idle, run.recovery.relearn_steps) if relearns else None
-        self.twin: Twin | None = None
-        if policy == "redundant":
-            optimizer, forward = build(next_stage(stage, stages))
-            self.twin = Twin(
-                node=host.node,
-                stage=stage,
-                stages=stages,
-                optimizer=optimizer,
-                forward=forward,
-                exchanges=host.exchanges,
-                send=host.send,
-                tensors=tensors,
-            )
+        self.boundary: BoundaryKeeper | None = None
+        if run.recovery.relearn_passes > 0 and policy != "checkpoint":
+            steps = run.recovery.relearn_steps
+            self.boundary = BoundaryKeeper(host.exchanges, host.tensors, steps)
         self.sender: Sender | None = None
         self.holder: Holder | None = None
         self._carry_copies(layout)
@@ -129,7 +111,7 @@ class Holdings:
         kind: Kind = "snapshot" if self.policy == "snapshot" else "copy"
         if self.policy not in ("snapshot", "checkfree", "checkfree+"):
             return
-        host, recovery, stages = self.host, self.run.recovery, self.stages
+        host, recovery, stages = self.host, self.run.recovery, self.config.stages
         held = [(k, of) for k, of in held_at(self.stage, stages) if k == kind]
         if held:
             layouts = {(k, of): layout(of) for k, of in held}
@@ -164,7 +146,7 @@ class Holdings:
         if self.sender is not None:
             kind: Any = "snapshot" if self.policy == "snapshot" else "copy"
             members = [(place.node, place.stage) for place in begin.members]
-            way = route(kind, self.stage, members, self.stages)
+            way = route(kind, self.stage, members, self.config.stages)
             mine = way is not None and way.sender == self.host.node
             holders = way.holders if way is not None and mine else ()
             for holder in holders:
@@ -185,7 +167,6 @@ class Holdings:
         """The commit of `step` is about to be posted to the compute thread."""
         if self.boundary is not None:
             self.boundary.commit(step, lineage)
-            self.host.spawn(self.boundary.narrow())
 
     def apply(self, commit: pb.Commit, lr: float) -> None:
         """In the compute thread, after the optimizer."""
@@ -204,6 +185,7 @@ class Holdings:
         """This node has that state of its stage: applied, fetched or loaded."""
         if self.boundary is not None:
             self.boundary.stand_at(own.step, own.lineage)
+            self.host.exchanges.start(self.boundary.narrow())
         if self.sender is not None:
             self.sender.committed(own)
         if self.holder is not None:

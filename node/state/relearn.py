@@ -10,45 +10,80 @@ updated weights.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Final, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
-import torch
-from torch import nn
-
-from planaria.node.stage.optimizer import StageOptimizer
+from planaria.node.ports import Tensors
 from planaria.node.state.boundary import Fetched, Pair
-from planaria.node.state.transfer import InComputeThread
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.exchange import ComplaintError, Exchanges, Inbox, Inboxes, Lost
 from planaria.node.wire.frames import Frame, WireError
-from planaria.node.wire.tensors import decode, encode
-from planaria.recovery.learner import Learner, Muon, error_gradient, squared_distance
-from planaria.recovery.relearning import parts, pull, rate, ratio, shuffled
+from planaria.recovery.relearning import parts, rate, ratio, shuffled
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Way = Literal["forward", "backward"]
+Item: TypeAlias = pb.Relearn | Frame
 
 TOGETHER: Final = 8
 """Pieces in a training round of several joiners: so often they ask whether the time is over."""
 HELD: Final = 8
 """Messages and frames of one joiner that may wait here. In step, it sends two at a time."""
+EARLY_LIMIT: Final = 16 << 20
+"""Bytes of one joiner that may wait until this node begins: no more than its report comes early."""
 
 
-class RelearnError(Exception):
-    """Relearning can't go on, and the stage's weights are void. `accused`: whose fault it is."""
+class Piece(NamedTuple):
+    """Samples [first, end) of a pair."""
 
-    def __init__(self, reason: str, accused: Sequence[str] = ()) -> None:
-        super().__init__(reason)
-        self.accused = list(accused)
+    pair: Pair
+    first: int
+    end: int
+
+
+class Ended(NamedTuple):
+    """What comes of a piece at the end of its run."""
+
+    back: list[Tensor]  # the gradient; empty when measuring
+    norm: float  # the residual's denominator
+    error: float | None  # squared, when measuring
+
+
+class Lesson(Protocol):
+    """The arithmetic of one stage that relearns. All of it runs in the compute thread; tensors are
+    float32 [samples, tokens, dim]. What came in at the run's start may go along, as a second."""
+
+    def start(self, piece: Piece, with_start: bool) -> list[Tensor]:
+        """What went into the run."""
+        ...
+
+    def pass_on(self, given: list[Tensor], lr: float | None) -> list[Tensor]:
+        """Forward; with a learning rate, `pass_back` is to follow."""
+        ...
+
+    def pass_back(self, gradient: Tensor) -> Tensor:
+        """An update from the gradient at the output; gives that at the input."""
+        ...
+
+    def end(self, piece: Piece, given: list[Tensor], norm: float | None, lr: float | None) -> Ended:
+        """Forward, and compare with what came out of the run; with a learning rate, an update.
+        `norm`: the denominator, unless the run's start is in `given`."""
+        ...
+
+    def finish(self, undo: bool) -> None:
+        """Drop the gradient; with `undo`, the weights are those that the lesson was made with, and
+        Adam is fresh."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -59,7 +94,6 @@ class Terms:
     passes: int  # over all pairs, at most
     seconds: float  # at most, with the measuring before and after; 0: no training
     lr: float  # at first
-    bf16: bool  # autocast
     patience: float  # seconds that one wait for another joiner may take
 
 
@@ -82,87 +116,61 @@ class Block:
 
 
 class Relearning:
-    """A node's side of it, for one block at a time. All methods belong to one event loop."""
+    """A node's side of it, for one block at a time. `measured` is told of each residual error that
+    this node, leading a block, finds."""
 
     def __init__(
         self,
-        send: Callable[[str, pb.Message], bool],
-        send_frame: Callable[[str, Frame], bool],
-        in_compute_thread: InComputeThread,
-        now: Callable[[], float],
+        exchanges: Exchanges,
+        tensors: Tensors,
+        send: Callable[[str, pb.Message | Frame], bool],
         measured: Callable[[int, float], None] = lambda round, residual: None,
     ) -> None:
-        """`measured` is told of each residual error that this node, leading a block, finds."""
+        self.exchanges, self.tensors, self.send = exchanges, tensors, send
         self.measured = measured
-        self.send = send
-        self.send_frame = send_frame
-        self.in_compute_thread = in_compute_thread
-        self.now = now  # seconds
-        self._mailbox = _Mailbox(NEVER)
+        self._inboxes: Inboxes[Ballot, Item] = Inboxes(exchanges, NEVER, EARLY_LIMIT)
 
     async def run(
-        self,
-        block: Block,
-        stage: nn.Module,
-        optimizer: StageOptimizer,
-        fetched: Fetched,
-        terms: Terms,
+        self, block: Block, lesson: Lesson, fetched: Fetched, terms: Terms
     ) -> pb.Relearned:
-        """Train `stage`, a float32 [B, T, dim] to the same, whose weights are `optimizer`'s.
+        """Train the stage of `lesson` on what was fetched.
 
         Adam's moments stay as they are. When the error over the newest step's pairs is not finite
         or has grown, the weights are again those before, with a fresh Adam, and `undone` says so.
         The residuals are those of the whole block: the same at every joiner, like all of
         the result but `seconds` and `fetched_bytes`.
 
-        Raises RelearnError when another joiner is lost, late or wrong. Then, and when this is
-        cancelled, the weights are void, and nothing runs on but the one piece of work that the
+        Raises ComplaintError when another joiner is lost, late or wrong. Then, and when this is
+        given up, the weights are void, and nothing runs on but the one piece of work that the
         compute thread may be at.
         """
-        mailbox = self._mailbox_of(block.ballot) or _Mailbox(block.ballot)
-        learner = Learner(stage, terms.lr, terms.bf16, Muon(stage, pull(block.joiners)))
-        device = optimizer.weights.device
-        joiner = _Joiner(self, block, learner, device, fetched, terms, mailbox)
-        started = self.now()
-        try:
-            before = await joiner.compute(optimizer.weights.clone)
-            leads = block.leader == block.stage
-            result = await (joiner.lead() if leads else joiner.follow())
-            if result.undone:
-                await joiner.compute(lambda: optimizer.load([("weights", before)], 0))
-            await joiner.compute(optimizer.zero_gradient)
-        finally:
-            joiner.over = True
-            if self._mailbox is mailbox:
-                self._mailbox = _Mailbox(NEVER)
-        result.seconds = self.now() - started
+        started = self.exchanges.now
+        with self._inboxes.open(block.ballot) as inbox:
+            joiner = _Joiner(self, block, lesson, fetched, terms, _Mailbox(self.exchanges, inbox))
+            try:
+                leads = block.leader == block.stage
+                result = await (joiner.lead() if leads else joiner.follow())
+                await joiner.compute(partial(lesson.finish, result.undone))
+            finally:
+                joiner.over = True
+                self._inboxes.forget(Ballot(block.ballot.view, block.ballot.attempt + 1))
+        result.seconds = self.exchanges.now - started
         result.fetched_bytes = fetched.bytes
         log.info("stage %d relearned: %s", block.stage, explain(result))
         return result
 
     def on_message(self, peer: str, message: pb.Message) -> None:
         """A Relearn has come. It waits if this node is to begin yet; an older one has no effect."""
-        if (mailbox := self._mailbox_of(Ballot.of(message.ballot))) is not None:
-            mailbox.put(peer, message.relearn.round, message.relearn)
+        relearn = message.relearn
+        self._inboxes.put(Ballot.of(message.ballot), peer, relearn, relearn.ByteSize())
 
     def on_frame(self, peer: str, frame: Frame) -> None:
         """A frame of kind "relearn" has come."""
-        if (mailbox := self._mailbox_of(Ballot(*frame.ballot))) is None:
-            return
-        match frame.fields:
-            case {"round": int(number), "piece": int(place), "way": str(way)}:
-                mailbox.put(peer, (number, place, way), frame)
-            case fields:
-                mailbox.lose(peer, f"it sent a frame with the fields {sorted(fields)}")
+        self._inboxes.put(Ballot(*frame.ballot), peer, frame, frame.size)
 
     def on_peer_lost(self, peer: str, reason: str) -> None:
         """What it has sent before is still good."""
-        self._mailbox.lose(peer, f"lost: {reason}")
-
-    def _mailbox_of(self, ballot: Ballot) -> _Mailbox | None:
-        if ballot > self._mailbox.ballot:
-            self._mailbox = _Mailbox(ballot)
-        return self._mailbox if ballot == self._mailbox.ballot else None
+        self._inboxes.lost(peer, reason)
 
 
 def explain(result: pb.Relearned) -> str:
@@ -203,14 +211,6 @@ def _said(pair: Pair, **sides: bool) -> pb.BoundaryPair:
     return pb.BoundaryPair(step=pair.step, microbatch=pair.microbatch, stages=pair.stages, **sides)
 
 
-class _Piece(NamedTuple):
-    """Samples [first, end) of a pair."""
-
-    pair: Pair
-    first: int
-    end: int
-
-
 class _Joiner:
     """One block's relearning at one node."""
 
@@ -218,28 +218,27 @@ class _Joiner:
         self,
         node: Relearning,
         block: Block,
-        learner: Learner,
-        device: torch.device,
+        lesson: Lesson,
         fetched: Fetched,
         terms: Terms,
         mailbox: _Mailbox,
     ) -> None:
-        self.node, self.block, self.learner, self.device = node, block, learner, device
+        self.node, self.block, self.lesson = node, block, lesson
         self.fetched, self.terms, self.mailbox = fetched, terms, mailbox
         self.over = False
         self.round = 0
-        self.newest: list[_Piece] = []  # the pairs of the newest step
-        self.pieces: list[_Piece] = []  # of a pass
+        self.newest: list[Piece] = []  # the pairs of the newest step
+        self.pieces: list[Piece] = []  # of a pass
         self.order: list[int] = []  # in which the running pass takes them
         self.updates = 0
         # Of pieces that end here: the residual's denominator, and the error when last measured.
-        self.norms: dict[_Piece, float] = {}
-        self.errors: dict[_Piece, float] = {}
+        self.norms: dict[Piece, float] = {}
+        self.errors: dict[Piece, float] = {}
 
     # --- who says what is done
 
     async def lead(self) -> pb.Relearned:
-        now = self.node.now
+        exchanges = self.node.exchanges
         reports: dict[int, Sequence[pb.BoundaryPair]] = {self.block.stage: self._report()}
         for stage, node in self.block.others.items():
             reports[stage] = (await self._hear(node, 0)).pairs
@@ -249,9 +248,9 @@ class _Joiner:
         )
         if pairs:
             named = list(map(_said, pairs))
-            started = now()
+            started = exchanges.now
             before = await self._measure(pb.Relearn(work=pb.Relearn.MEASURE, pairs=named))
-            begin = now()
+            begin = exchanges.now
             # Measuring afterwards will take as long again.
             end = started + self.terms.seconds - (begin - started)
             result.passes = await self._train(begin, end)
@@ -266,7 +265,7 @@ class _Joiner:
         """Returns the whole passes."""
         at_a_time = TOGETHER if self.block.others else 1
         wanted = self.terms.passes * len(self.pieces)
-        while self.updates < wanted and (now := self.node.now()) < end:
+        while self.updates < wanted and (now := self.node.exchanges.now) < end:
             order = pb.Relearn(
                 work=pb.Relearn.TRAIN,
                 first=self.updates,
@@ -317,7 +316,7 @@ class _Joiner:
             return
         for place, piece in enumerate(self.newest):
             # When they first measure, the run's input comes along: the end needs it for the norm.
-            await self._visit(piece, place, train=False, with_start=self.round == 1)
+            await self._visit(piece, place, None, with_start=self.round == 1)
 
     async def _update(self, order: pb.Relearn) -> None:
         wanted = self.terms.passes * len(self.pieces)
@@ -325,16 +324,16 @@ class _Joiner:
             leader = self.block.joiners[self.block.leader]
             what = f"{order.count} updates after {order.first}"
             reason = f"{leader} wants {what}, after {self.updates} of {wanted}"
-            raise RelearnError(reason, [leader])
+            raise ComplaintError(reason, [leader])
         for _ in range(order.count):
             share = self.updates / wanted
-            self.learner.lr = rate(self.terms.lr, share, order.time_gone)
+            lr = rate(self.terms.lr, share, order.time_gone)
             a_pass, place = divmod(self.updates, len(self.pieces))
             if place == 0:
                 self.order = shuffled(len(self.pieces), a_pass)
             # In the first pass the run's input comes along, too: not all of it has been measured.
             piece = self.pieces[self.order[place]]
-            await self._visit(piece, place, train=True, with_start=a_pass == 0)
+            await self._visit(piece, place, lr, with_start=a_pass == 0)
             self.updates += 1
 
     def _report(self) -> list[pb.BoundaryPair]:
@@ -364,84 +363,62 @@ class _Joiner:
                 or (ends[1] == here and pair not in self.fetched.outputs)
             ):
                 leader = self.block.joiners[self.block.leader]
-                raise RelearnError(f"{leader} wants {pair} trained on, which can't be", [leader])
+                raise ComplaintError(f"{leader} wants {pair} trained on, which can't be", [leader])
         samples = self.fetched.shape[0]
         newest = max(pair.step for pair in pairs)
-        self.newest = [_Piece(pair, 0, samples) for pair in pairs if pair.step == newest]
+        self.newest = [Piece(pair, 0, samples) for pair in pairs if pair.step == newest]
         self.pieces = [
-            _Piece(pair, part.start, part.stop)
+            Piece(pair, part.start, part.stop)
             for pair in pairs
             for part in parts(samples, self.terms.samples)
         ]
 
     # --- one piece
 
-    async def _visit(self, piece: _Piece, place: int, train: bool, with_start: bool) -> None:
-        """Forward to the end of the run, and back: with gradients, or empty when measuring. What
-        came in at the run's start goes along if so wanted."""
-        stages = piece.pair.stages
+    async def _visit(self, piece: Piece, place: int, lr: float | None, with_start: bool) -> None:
+        """Forward to the end of the run, and back: with gradients, or empty when measuring, without
+        a learning rate. What came in at the run's start goes along if so wanted."""
+        stages, lesson = piece.pair.stages, self.lesson
         if self.block.stage not in stages:
             return
+        train = lr is not None
         at = stages.index(self.block.stage)
         before = stages[at - 1] if at > 0 else None
         behind = stages[at + 1] if at + 1 < len(stages) else None
         shape = (piece.end - piece.first, *self.fetched.shape[1:])
         if before is None:
-            given = await self.compute(partial(self._start, piece, with_start))
+            given = await self.compute(partial(lesson.start, piece, with_start))
         else:
             given = await self._receive(before, place, "forward", [shape] * (1 + with_start))
         if behind is None:
-            back = await self.compute(partial(self._end, piece, given, train))
+            ended = await self.compute(partial(lesson.end, piece, given, self.norms.get(piece), lr))
+            self.norms[piece], back = ended.norm, ended.back
+            if ended.error is not None:
+                self.errors[piece] = ended.error
         else:
-            onward = await self.compute(partial(self._pass_on, given, train))
+            onward = await self.compute(partial(lesson.pass_on, given, lr))
             await self._send(behind, place, "forward", onward)
             back = await self._receive(behind, place, "backward", [shape] * train)
             if train:
-                back = await self.compute(partial(self._pass_back, back))
+                back = [await self.compute(partial(lesson.pass_back, *back))]
         if before is not None:
             await self._send(before, place, "backward", back)
-
-    def _start(self, piece: _Piece, with_start: bool) -> list[torch.Tensor]:
-        x = self._part(self.fetched.inputs, piece)
-        return [x, x] if with_start else [x]
-
-    def _pass_on(self, given: list[torch.Tensor], train: bool) -> list[torch.Tensor]:
-        x, *start = given
-        return [self.learner.forward(x) if train else self.learner.measure(x), *start]
-
-    def _pass_back(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
-        (gradient,) = given
-        return [self.learner.backward(gradient)]
-
-    def _end(self, piece: _Piece, given: list[torch.Tensor], train: bool) -> list[torch.Tensor]:
-        x, *start = given
-        output = self._part(self.fetched.outputs, piece)
-        if start:
-            self.norms[piece] = squared_distance(output, start[0])
-        if train:
-            gradient = error_gradient(self.learner.forward(x), output, self.norms[piece])
-            return [self.learner.backward(gradient)]
-        self.errors[piece] = squared_distance(self.learner.measure(x), output)
-        return []
-
-    def _part(self, tensors: Mapping[Pair, torch.Tensor], piece: _Piece) -> torch.Tensor:
-        return tensors[piece.pair][piece.first : piece.end].to(self.device).float()
 
     # --- the compute thread and the others
 
     async def compute(self, work: Callable[[], T]) -> T:
         def unless_over() -> T:
             if self.over:
-                raise RelearnError("this relearning is over")
+                raise ComplaintError("this relearning is over")
             return work()
 
-        return await self.node.in_compute_thread(unless_over)
+        return await self.node.exchanges.compute(unless_over)
 
     def _tell(self, node: str, relearn: pb.Relearn) -> None:
         if not self.node.send(
             node, pb.Message(ballot=self.block.ballot.message(), relearn=relearn)
         ):
-            raise RelearnError(f"there is no link to {node} to relearn with", [node])
+            raise ComplaintError(f"there is no link to {node} to relearn with", [node])
 
     async def _hear(self, node: str, number: int) -> pb.Relearn:
         what = f"its word in round {number} of relearning"
@@ -449,17 +426,17 @@ class _Joiner:
         assert isinstance(heard, pb.Relearn)
         return heard
 
-    async def _send(self, stage: int, place: int, way: Way, tensors: list[torch.Tensor]) -> None:
+    async def _send(self, stage: int, place: int, way: Way, tensors: list[Tensor]) -> None:
         node = self.block.joiners[stage]
         fields = {"round": self.round, "piece": place, "way": way}
-        descriptors, payload = await self.compute(lambda: encode(tensors, "none"))
+        descriptors, payload = await self.compute(lambda: self.node.tensors.encode(tensors, "none"))
         frame = Frame("relearn", self.block.ballot, fields, descriptors, payload)
-        if not self.node.send_frame(node, frame):
-            raise RelearnError(f"there is no link to {node} to relearn with", [node])
+        if not self.node.send(node, frame):
+            raise ComplaintError(f"there is no link to {node} to relearn with", [node])
 
     async def _receive(
         self, stage: int, place: int, way: Way, shapes: Sequence[tuple[int, ...]]
-    ) -> list[torch.Tensor]:
+    ) -> list[Tensor]:
         node = self.block.joiners[stage]
         what = f"piece {place} on its way {way} in round {self.round} of relearning"
         frame = await self.mailbox.take(node, (self.round, place, way), what, self.terms.patience)
@@ -469,41 +446,51 @@ class _Joiner:
             found = [(d.dtype, d.shape, d.codec) for d in frame.descriptors]
             if found != wanted:
                 raise WireError(f"its tensors are {found}, not {wanted}")
-            return await self.compute(lambda: decode(frame.descriptors, frame.payload, self.device))
+            return await self.compute(
+                lambda: self.node.tensors.decode(frame.descriptors, frame.payload)
+            )
         except WireError as error:
-            raise RelearnError(f"{node} sent a bad {what}: {error}", [node]) from error
+            raise ComplaintError(f"{node} sent a bad {what}: {error}", [node]) from error
 
 
 class _Mailbox:
-    """What the others have sent under one ballot and nobody has asked for yet."""
+    """What the others have sent and nobody has asked for yet."""
 
-    def __init__(self, ballot: Ballot) -> None:
-        self.ballot = ballot
-        self._held: dict[tuple[str, object], pb.Relearn | Frame] = {}
+    def __init__(self, exchanges: Exchanges, inbox: Inbox[Item]) -> None:
+        self._exchanges, self._inbox = exchanges, inbox
+        self._held: dict[tuple[str, object], Item] = {}
         self._lost: dict[str, str] = {}  # by node: why nothing more comes from it
-        self._changed = asyncio.Event()
 
-    def put(self, peer: str, key: object, item: pb.Relearn | Frame) -> None:
-        if sum(sender == peer for sender, _ in self._held) >= HELD:
-            self.lose(peer, f"it sent more than {HELD} things that nobody asked for")
-            return
-        self._held[peer, key] = item
-        self._changed.set()
-
-    def lose(self, peer: str, reason: str) -> None:
-        self._lost.setdefault(peer, reason)
-        self._changed.set()
-
-    async def take(self, peer: str, key: object, what: str, patience: float) -> pb.Relearn | Frame:
-        """Raises RelearnError that names whom it waited for."""
-        try:
-            async with asyncio.timeout(patience):
-                while (peer, key) not in self._held:
-                    if peer in self._lost:
-                        reason = f"{peer} did not send {what}: {self._lost[peer]}"
-                        raise RelearnError(reason, [peer])
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            raise RelearnError(f"waited {patience:g} s for {peer} to send {what}", [peer]) from None
+    async def take(self, peer: str, key: object, what: str, patience: float) -> Item:
+        """Raises ComplaintError that names whom it waited for."""
+        until = self._exchanges.now + patience
+        while (peer, key) not in self._held:
+            if peer in self._lost:
+                reason = f"{peer} did not send {what}: {self._lost[peer]}"
+                raise ComplaintError(reason, [peer])
+            try:
+                self._put(*await self._inbox.take(until))
+            except TimeoutError:
+                reason = f"waited {patience:g} s for {peer} to send {what}"
+                raise ComplaintError(reason, [peer]) from None
         return self._held.pop((peer, key))
+
+    def _put(self, peer: str, item: Item | Lost) -> None:
+        match item:
+            case Lost(reason):
+                self._lose(peer, f"lost: {reason}")
+            case pb.Relearn():
+                self._hold(peer, item.round, item)
+            case Frame(fields={"round": int(number), "piece": int(place), "way": str(way)}):
+                self._hold(peer, (number, place, way), item)
+            case Frame(fields=fields):
+                self._lose(peer, f"it sent a frame with the fields {sorted(fields)}")
+
+    def _hold(self, peer: str, key: object, item: Item) -> None:
+        if sum(sender == peer for sender, _ in self._held) >= HELD:
+            self._lose(peer, f"it sent more than {HELD} things that nobody asked for")
+        else:
+            self._held[peer, key] = item
+
+    def _lose(self, peer: str, reason: str) -> None:
+        self._lost.setdefault(peer, reason)

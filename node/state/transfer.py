@@ -9,27 +9,27 @@ committed another one refuses.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
+from itertools import accumulate, count, pairwise
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import msgpack
-import torch
 
+from planaria.node.ports import Tensors
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import Frame, WireError
-from planaria.node.wire.tensors import decode, encode
+from planaria.node.wire.exchange import ComplaintError, Exchanges, Inbox, Inboxes, Lost
+from planaria.node.wire.frames import SIZES, Frame, WireError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 SHARD: Final = 4 << 20  # bytes
 SHARD_LIMIT: Final = 16 << 20  # bytes that a source serves at a time
@@ -43,17 +43,7 @@ TENSORS_LIMIT: Final = 64
 NAME_LIMIT: Final = 64  # characters
 REASON_LIMIT: Final = 200  # characters of what a source says
 WEIGHTS: Final = "weights"  # the tensor that goes without the optimizer
-VALUE: Final = torch.float32.itemsize  # bytes
-
-
-class TransferError(Exception):
-    """The state can't be had; the message names every source and what was wrong with it."""
-
-
-class InComputeThread(Protocol):
-    """Posts work at once; what is posted runs in order."""
-
-    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
+VALUE: Final = SIZES["float32"]  # bytes
 
 
 # What is transferred
@@ -149,16 +139,14 @@ class StateServer:
 
     def __init__(
         self,
-        send: Callable[[str, pb.Message], bool],
-        send_frame: Callable[[str, Frame], bool],
+        exchanges: Exchanges,
+        tensors: Tensors,
+        send: Callable[[str, pb.Message | Frame], bool],
         state: Callable[[str, int, int], StageState | None],
-        in_compute_thread: InComputeThread,
     ) -> None:
-        self._send = send
-        self._send_frame = send_frame
-        self._state = state
-        self._in_compute_thread = in_compute_thread
-        self._serving: dict[asyncio.Task[None], str] = {}
+        self._exchanges, self._tensors = exchanges, tensors
+        self._send, self._state = send, state
+        self._serving: Counter[str] = Counter()  # requests, by joiner
 
     def on_message(self, peer: str, message: pb.Message) -> None:
         """A StateRequest or a ShardRequest has come; other messages have no effect."""
@@ -168,21 +156,17 @@ class StateServer:
             case "shard_request":
                 self._serve(peer, self._send_shard(peer, message))
 
-    async def close(self) -> None:
-        """Leave what is being served."""
-        serving = list(self._serving)
-        for task in serving:
-            task.cancel()
-        await asyncio.gather(*serving, return_exceptions=True)
-
     def _serve(self, peer: str, work: Coroutine[Any, Any, None]) -> None:
-        if sum(other == peer for other in self._serving.values()) >= REQUESTS:
+        if self._serving[peer] >= REQUESTS:
             log.warning("dropped a request for state from %s: %d are being served", peer, REQUESTS)
             work.close()
             return
-        task = asyncio.get_running_loop().create_task(work)
-        self._serving[task] = peer
-        task.add_done_callback(self._serving.pop)
+        self._exchanges.start(self._served(peer, work))
+
+    async def _served(self, peer: str, work: Coroutine[Any, Any, None]) -> None:
+        self._serving[peer] += 1
+        await work
+        self._serving[peer] -= 1
 
     def _pinned(self, request: pb.StateRequest | pb.ShardRequest) -> StageState:
         """Raises ValueError that says why not."""
@@ -202,7 +186,7 @@ class StateServer:
             self._pinned(request)
             # Behind this, the pinned step is applied. If it is then still the committed one, all
             # the figures are of this step.
-            await self._in_compute_thread(lambda: None)
+            await self._exchanges.compute(lambda: None)
             state = self._pinned(request)
         except ValueError as error:
             manifest.error = str(error)
@@ -230,20 +214,20 @@ class StateServer:
             )
             self._send(peer, pb.Message(ballot=message.ballot, shard_refusal=refusal))
             return
-        descriptors, payload = await self._in_compute_thread(
+        descriptors, payload = await self._exchanges.compute(
             # Copies: the next commit must not change what waits to be sent.
-            lambda: encode([part.clone() for part in values], "none")
+            lambda: self._tensors.encode([part.clone() for part in values], "none")
         )
         fields = {"transfer": request.transfer, "offset": shard.offset, "size": shard.size}
         ballot = message.ballot.view, message.ballot.attempt
-        self._send_frame(peer, Frame("state", ballot, fields, descriptors, payload))
+        self._send(peer, Frame("state", ballot, fields, descriptors, payload))
 
 
-def _offered(state: StageState, optimizer: bool) -> list[tuple[str, torch.Tensor]]:
+def _offered(state: StageState, optimizer: bool) -> list[tuple[str, Tensor]]:
     return [(name, t) for name, t in state.tensors.items() if optimizer or name == WEIGHTS]
 
 
-def _values_of(tensors: Sequence[torch.Tensor], shard: Shard) -> list[torch.Tensor]:
+def _values_of(tensors: Sequence[Tensor], shard: Shard) -> list[Tensor]:
     """The shard's part of each tensor, as views. Raises ValueError for no shard of theirs."""
     total = VALUE * sum(tensor.numel() for tensor in tensors)
     if not 0 < shard.size <= SHARD_LIMIT or shard.offset + shard.size > total:
@@ -384,7 +368,7 @@ class ShardPlan:
                         self.failed(source, offset, f"silent for {self._silence:g} s", now)
 
 
-_Answer: TypeAlias = pb.StateManifest | pb.ShardRefusal | Frame | str  # str: why the peer is lost
+_Answer: TypeAlias = pb.StateManifest | pb.ShardRefusal | Frame
 
 
 class StateClient:
@@ -392,20 +376,20 @@ class StateClient:
 
     def __init__(
         self,
+        exchanges: Exchanges,
+        tensors: Tensors,
         send: Callable[[str, pb.Message], bool],
-        in_compute_thread: InComputeThread,
         *,
         shard_size: int = SHARD,
         silence: float = SILENCE,
         limit: int = STATE_LIMIT,
     ) -> None:
-        self.send = send
-        self.in_compute_thread = in_compute_thread
+        self.exchanges, self.tensors, self.send = exchanges, tensors, send
         self.shard_size = shard_size
         self.silence = silence
         self.limit = limit
         self._numbers = count(1)
-        self._inboxes: dict[int, asyncio.Queue[tuple[str, _Answer]]] = {}  # by transfer
+        self._inboxes: Inboxes[int, _Answer] = Inboxes(exchanges, 0)
 
     async def fetch(
         self,
@@ -421,37 +405,31 @@ class StateClient:
         """The state of `stage`, of that age, from `sources`: its replicas or, with a `kind` of
         Holding, its holders; with `optimizer`, Adam's moments too. `deadline`: seconds, for all of
         it. `on_progress` gets the number of bytes that are there. `ballot` goes with every request.
-        Raises TransferError.
+        Raises ComplaintError that names every source and what was wrong with it.
         """
         transfer = next(self._numbers)
-        inbox = self._inboxes[transfer] = asyncio.Queue()
         request = _Request(transfer, stage, age, optimizer, ballot, kind)
         fetch = _Fetch(self, request, list(dict.fromkeys(sources)), deadline, on_progress)
-        try:
+        with self._inboxes.open(transfer) as inbox:
             return await fetch.run(inbox)
-        finally:
-            del self._inboxes[transfer]
 
     def on_message(self, peer: str, message: pb.Message) -> None:
         """A StateManifest or a ShardRefusal has come; other messages have no effect."""
         match message.WhichOneof("body"):
             case "state_manifest":
-                self._put(message.state_manifest.transfer, peer, message.state_manifest)
+                manifest = message.state_manifest
+                self._inboxes.put(manifest.transfer, peer, manifest)
             case "shard_refusal":
-                self._put(message.shard_refusal.transfer, peer, message.shard_refusal)
+                refusal = message.shard_refusal
+                self._inboxes.put(refusal.transfer, peer, refusal)
 
     def on_frame(self, peer: str, frame: Frame) -> None:
         """A frame of kind "state" has come."""
-        self._put(frame.fields.get("transfer"), peer, frame)
+        if type(transfer := frame.fields.get("transfer")) is int:
+            self._inboxes.put(transfer, peer, frame)
 
     def on_peer_lost(self, peer: str, reason: str) -> None:
-        for inbox in self._inboxes.values():
-            inbox.put_nowait((peer, reason))
-
-    def _put(self, transfer: Any, peer: str, answer: _Answer) -> None:
-        # One that is over has no inbox: what comes late has no effect.
-        if type(transfer) is int and (inbox := self._inboxes.get(transfer)) is not None:
-            inbox.put_nowait((peer, answer))
+        self._inboxes.lost(peer, reason)
 
 
 @dataclass(frozen=True)
@@ -511,33 +489,35 @@ class _Fetch:
         self.request = request
         self.deadline = deadline
         self.on_progress = on_progress
-        self.clock = asyncio.get_running_loop().time
-        self.started = self.clock()
+        self.started = client.exchanges.now
         self.silent: list[str] = list(sources)  # no manifest yet
         self.given_up: dict[str, str] = {}  # by source: why, before the plan knew it
         self.manifest: Manifest | None = None
         self.plan = ShardPlan(0, client.shard_size, client.silence)
-        self.values = torch.empty(0)
+        self.values = client.tensors.empty(0)
         self.served = dict.fromkeys(sources, 0)
 
-    async def run(self, inbox: asyncio.Queue[tuple[str, _Answer]]) -> Delivery:
+    async def run(self, inbox: Inbox[_Answer]) -> Delivery:
         for source in list(self.silent):
             if not self.client.send(source, self.request.manifest()):
                 self._give_up(source, "there is no link to it")
         while self.manifest is None or not self.plan.done:
-            if inbox.empty():  # else who seems silent may just be unheard
-                self._expire(self.clock())
+            if inbox.empty:  # else who seems silent may just be unheard
+                self._expire(self._now)
             self._ask_shards()
             if not (self.silent or self.plan.sources):
-                raise TransferError(f"{self._what()} is not to be had: {self._complaints()}")
+                raise ComplaintError(f"{self._what()} is not to be had: {self._complaints()}")
             try:
-                async with asyncio.timeout_at(self._wake()):
-                    peer, answer = await inbox.get()
+                peer, answer = await inbox.take(self._wake())
             except TimeoutError:
                 self._check_deadline()
                 continue
             await self._take(peer, answer)
         return self._delivered(self.manifest)
+
+    @property
+    def _now(self) -> float:
+        return self.client.exchanges.now
 
     def _what(self) -> str:
         return f"the state of step {self.request.age.step}"
@@ -551,11 +531,11 @@ class _Fetch:
         return min(self.started + self.deadline, patience, self.plan.wake)
 
     def _check_deadline(self) -> None:
-        if self.clock() >= self.started + self.deadline:
+        if self._now >= self.started + self.deadline:
             waited_for = ", ".join(self.silent + self.plan.sources)
             missing = f"{self.plan.missing} shards" if self.manifest else "every manifest"
             gone = self.given_up or self.plan.dropped
-            raise TransferError(
+            raise ComplaintError(
                 f"{self._what()} is not there after {self.deadline:g} s: {missing} missing, "
                 f"waited for {waited_for}" + (f"; {self._complaints()}" if gone else "")
             )
@@ -575,14 +555,14 @@ class _Fetch:
                 self._give_up(source, f"no manifest in {self.client.silence:g} s")
 
     def _ask_shards(self) -> None:
-        while asked := self.plan.ask(self.clock()):
+        while asked := self.plan.ask(self._now):
             for source, shard in asked:
                 if not self.client.send(source, self.request.shard(shard)):
                     self._give_up(source, "there is no link to it")
 
-    async def _take(self, peer: str, answer: _Answer) -> None:
+    async def _take(self, peer: str, answer: _Answer | Lost) -> None:
         match answer:
-            case str(reason) if peer in self.silent or peer in self.plan.sources:
+            case Lost(reason) if peer in self.silent or peer in self.plan.sources:
                 self._give_up(peer, f"lost: {reason}")
             case pb.StateManifest() if peer in self.silent:
                 self._take_manifest(peer, answer)
@@ -602,9 +582,9 @@ class _Fetch:
             self.manifest = manifest
             self.plan = ShardPlan(manifest.size, client.shard_size, client.silence)
             try:
-                self.values = torch.empty(manifest.size // VALUE)
-            except RuntimeError as error:
-                raise TransferError(
+                self.values = client.tensors.empty(manifest.size // VALUE)
+            except MemoryError as error:
+                raise ComplaintError(
                     f"there is no memory for {self._what()}, {manifest.size} bytes"
                 ) from error
         elif manifest != self.manifest:
@@ -619,22 +599,23 @@ class _Fetch:
         if shard is None:
             return  # late: by now it is asked of another
         try:
-            await self.client.in_compute_thread(partial(_place, frame, shard, self.values))
+            await self.client.exchanges.compute(partial(self._place, frame, shard))
         except WireError as error:
             self._shard_failed(peer, shard.offset, str(error))
             return
-        self.plan.received(peer, shard.offset, self.clock())
+        self.plan.received(peer, shard.offset, self._now)
         self.served[peer] += shard.size
         if self.on_progress is not None:
             self.on_progress(sum(self.served.values()))
 
     def _shard_failed(self, peer: str, offset: int, reason: str) -> None:
         log.warning("no shard at %d of %s from %s: %s", offset, self._what(), peer, reason)
-        self.plan.failed(peer, offset, reason, self.clock())
+        self.plan.failed(peer, offset, reason, self._now)
 
     def _delivered(self, manifest: Manifest) -> Delivery:
         sizes = [values for _, values in manifest.tensors]
-        parts = self.values.split_with_sizes(sizes)
+        ends = list(accumulate(sizes, initial=0))
+        parts = [self.values[start:end] for start, end in pairwise(ends)]
         request, last = self.request, manifest.message.last
         state = StageState(
             id=StateId.after(last, request.stage, *request.age),
@@ -644,18 +625,18 @@ class _Fetch:
             last=last,
             optimizer_step=manifest.optimizer_step,
         )
-        return Delivery(state, manifest.size, self.clock() - self.started, self.served)
+        return Delivery(state, manifest.size, self._now - self.started, self.served)
 
-
-def _place(frame: Frame, shard: Shard, values: torch.Tensor) -> None:
-    """Put a shard where it belongs. Raises WireError when it is damaged, or not what was asked."""
-    if any((d.dtype, d.codec) != ("float32", "none") for d in frame.descriptors):
-        raise WireError("a shard that isn't exact float32")
-    parts = decode(frame.descriptors, frame.payload)
-    size = VALUE * sum(part.numel() for part in parts)
-    if size != shard.size:
-        raise WireError(f"a shard of {size} bytes, not {shard.size}")
-    position = shard.offset // VALUE
-    for part in parts:
-        values[position : position + part.numel()] = part.view(-1)
-        position += part.numel()
+    def _place(self, frame: Frame, shard: Shard) -> None:
+        """Put a shard where it belongs, in the compute thread. Raises WireError when it is damaged,
+        or not what was asked."""
+        if any((d.dtype, d.codec) != ("float32", "none") for d in frame.descriptors):
+            raise WireError("a shard that isn't exact float32")
+        parts = self.client.tensors.decode(frame.descriptors, frame.payload)
+        size = VALUE * sum(part.numel() for part in parts)
+        if size != shard.size:
+            raise WireError(f"a shard of {size} bytes, not {shard.size}")
+        position = shard.offset // VALUE
+        for part in parts:
+            self.values[position : position + part.numel()] = part.view(-1)
+            position += part.numel()

@@ -30,6 +30,7 @@ from planaria.recovery.decide import Masking
 
 if TYPE_CHECKING:
     from planaria.node.state.boundary import BoundaryKeeper, Side
+    from planaria.node.state.twin import Twin
     from planaria.node.wire.frames import Frame
 
 MEASURED: Final = 9
@@ -102,6 +103,9 @@ class StageWork(Protocol):
     A pass of another attempt than the one that began last is not done any more: None. A pass in
     another node's place adds to a gradient of its own, until that node's are inherited.
     """
+
+    twin: Twin | None
+    """Of the next stage, for redundant computation."""
 
     def begin(self, ballot: Ballot, begin: pb.Begin) -> None:
         """Nothing is left of what began before, and the gradient is zero."""

@@ -121,6 +121,7 @@ class Frame:
     fields: dict[str, Any]  # by kind; small, of what msgpack knows
     descriptors: list[Descriptor]  # of the tensors in the payload; none: plain bytes
     payload: Payload
+    seat: int = 0  # stage at which the node that gets it has the seat that it is for
 
     @property
     def size(self) -> int:
@@ -128,10 +129,12 @@ class Frame:
         return sum(buffer.nbytes for buffer in buffers_of(self.payload))
 
     def head(self) -> bytes:
-        """msgpack: [kind, view, attempt, fields, descriptors]. Raises WireError."""
+        """msgpack: [kind, view, attempt, fields, descriptors, seat]. Raises WireError."""
         _check_names(self.fields)
         try:
-            head: bytes = msgpack.packb([self.kind, *self.ballot, self.fields, self.descriptors])
+            head: bytes = msgpack.packb(
+                [self.kind, *self.ballot, self.fields, self.descriptors, self.seat]
+            )
         except (TypeError, ValueError, OverflowError) as error:
             raise WireError(f"the fields of a frame can't be packed: {error}") from error
         if len(head) > HEAD_LIMIT:
@@ -141,7 +144,7 @@ class Frame:
     @classmethod
     def parse(cls, head: Buffer, payload: Payload, limit: int = PAYLOAD_LIMIT) -> Frame:
         """Raises WireError. `limit`: bytes of payload."""
-        kind, view, attempt, fields, descriptors = _unpack_head(head)
+        kind, view, attempt, fields, descriptors, seat = _unpack_head(head)
         if not isinstance(kind, str) or kind not in KINDS:
             raise WireError(f"a frame of kind {kind!r}, which is none of {', '.join(KINDS)}")
         if not _is_uint64(view) or not _is_uint64(attempt):
@@ -151,9 +154,10 @@ class Frame:
         _check_names(fields)
         if not isinstance(descriptors, list) or len(descriptors) > TENSOR_LIMIT:
             raise WireError(f"the descriptors are no list of at most {TENSOR_LIMIT}")
-        frame = cls(
-            kind, (view, attempt), fields, [Descriptor.parse(raw) for raw in descriptors], payload
-        )
+        if not _is_uint64(seat):
+            raise WireError(f"the seat {seat!r} is no stage")
+        parsed = [Descriptor.parse(raw) for raw in descriptors]
+        frame = cls(kind, (view, attempt), fields, parsed, payload, seat)
         check_payload_size(frame.size, limit)
         if frame.descriptors and (told := sum(d.size for d in frame.descriptors)) != frame.size:
             raise WireError(f"the descriptors say {told} bytes, the payload has {frame.size}")
@@ -184,8 +188,10 @@ def _unpack_head(head: Buffer) -> list[Any]:
         raise WireError(
             f"the head of a frame is not msgpack: {error or type(error).__name__}"
         ) from error
-    if not isinstance(parts, list) or len(parts) != 5:
-        raise WireError("the head of a frame is not [kind, view, attempt, fields, descriptors]")
+    if not isinstance(parts, list) or len(parts) != 6:
+        raise WireError(
+            "the head of a frame is not [kind, view, attempt, fields, descriptors, seat]"
+        )
     return parts
 
 

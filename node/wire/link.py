@@ -407,25 +407,19 @@ class Links:
             self._demanded.add(node)
             self._dialling[node] = self.spawn(self._keep_dialled(node), f"dial {node}")
 
-    def send(self, peer: str, message: stage_pb2.Message) -> bool:
-        """Queues a control message. False: there is no link, it is dropped. Raises WireError when
-        it is too long."""
+    def send(self, peer: str, item: stage_pb2.Message | Frame) -> bool:
+        """Queues it. False: there is no link, it is dropped. Raises WireError for a frame that
+        can't travel, and for a message that is too long."""
         link = self._links.get(peer)
         if link is None:
             return False
-        data = message.SerializeToString()
+        if isinstance(item, Frame):
+            link.send_frame(item)
+            return True
+        data = item.SerializeToString()
         if len(data) > MESSAGE_LIMIT:
             raise WireError(f"a message of {len(data)} bytes; at most {MESSAGE_LIMIT}")
         link.send(data)
-        return True
-
-    def send_frame(self, peer: str, frame: Frame) -> bool:
-        """Queues a frame; its payload must not change until it is acknowledged. False: there is no
-        link, it is dropped. Raises WireError when it can't travel."""
-        link = self._links.get(peer)
-        if link is None:
-            return False
-        link.send_frame(frame)
         return True
 
     async def deliver(self, peer: str, frame: Frame) -> None:

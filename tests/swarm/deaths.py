@@ -94,9 +94,9 @@ class Swarm:
 
 def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
     """By name: the method at whose call a node dies, and the step that the call is about."""
-    from planaria.node.daemon import Node
+    from planaria.node.agent import Agent
+    from planaria.node.stage.arithmetic import TorchStage
     from planaria.node.stage.work import TorchWork
-    from planaria.node.state.rebuild import Rebuilding
     from planaria.node.state.stage_state import Age
     from planaria.node.state.transfer import StateServer
     from planaria.node.transaction.attempt import Attempt
@@ -123,14 +123,14 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
         member = averaging._send.__self__.member
         return member.step if member.phase is Phase.REDUCING else 0
 
-    def saved(node: Any, *_: Any) -> int:
-        (files,) = node.holdings.files
-        before = node.member.step - 1
+    def saved(seat: Any, *_: Any) -> int:
+        (files,) = seat.holdings.files
+        before = seat.member.step - 1
         if before == 0 or before % files.every:
             return 0
-        while [save.age for save in files.disk.listed()[:1]] < [Age(node.member.lineage, before)]:
+        while [save.age for save in files.disk.listed()[:1]] < [Age(seat.member.lineage, before)]:
             time.sleep(0.001)
-        return node.member.step
+        return seat.member.step
 
     return {
         # between Ready and Commit: a member that has the commit in its hands, the driver that has
@@ -138,7 +138,7 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
         "commit": (Member, "_commit", lambda member, commit: commit.step),
         "decide": (Driver, "_decide", lambda driver, attempt, *_: attempt.begin.step),
         # in a rebuild: the joiner with all it has fetched, a source, the driver that has sent Sync
-        "place": (Rebuilding, "_put_in_place", lambda self, sync, states: sync.step),
+        "place": (TorchStage, "put_in_place", lambda stage, sync, states: sync.step),
         "serve": (StateServer, "_send_manifest", lambda s, p, message: message.state_request.step),
         # in a step: before a forward pass, between that and its backward pass, after it, while
         # replicas average, as a source that doesn't drive, and when others are to be made up for
@@ -149,7 +149,7 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
         "source": (Attempt, "_came_home", brought_home),
         "patch": (Attempt, "go_on", lambda attempt, ballot, begin: begin.step),
         # when the step before is on its disk, and before it is ready for another
-        "saved": (Node, "_reduce", saved),
+        "saved": (Agent, "_reduce", saved),
         "sync": (Driver, "_synced", lambda driver, syncing, peer, synced, now: synced.step),
     }
 

@@ -11,10 +11,13 @@ import torch
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.membership import Dial, Evict, Issue, Membership, Probe, Refused, Rules
+from planaria.node.agent import Agent
 from planaria.node.daemon import Node, Place
 from planaria.node.data.corpus import Corpus
 from planaria.node.run_file import RunFile
 from planaria.node.stage.shape import model_config
+from planaria.node.state.holdings import Holdings
+from planaria.node.transaction.member import Member
 
 
 class LocalRegistry:
@@ -110,6 +113,26 @@ class LocalClient:
         )
 
 
+class OneSeat(Node):
+    """A node, and what its only seat has; None: it has none yet."""
+
+    @property
+    def seat(self) -> Agent | None:
+        return next(iter(self.seats.values()), None)
+
+    @property
+    def stage(self) -> int | None:
+        return self.seat and self.seat.stage
+
+    @property
+    def member(self) -> Member | None:
+        return self.seat and self.seat.member
+
+    @property
+    def holdings(self) -> Holdings:
+        return self.seat.holdings
+
+
 class LocalSwarm:
     """Nodes by slot (stage, replica); `kill` ends one without a goodbye."""
 
@@ -129,7 +152,7 @@ class LocalSwarm:
             Rules("run", self.config.stages, replicas, max_replicas=replicas, start_grace=60)
         )
         self.after_view = after_view
-        self.nodes: dict[tuple[int, int], tuple[Node, asyncio.Task[str]]] = {}
+        self.nodes: dict[tuple[int, int], tuple[OneSeat, asyncio.Task[str]]] = {}
 
     async def __aenter__(self) -> LocalSwarm:
         if self.after_view:
@@ -147,14 +170,14 @@ class LocalSwarm:
             await asyncio.gather(task, return_exceptions=True)
         self.ticking.cancel()
 
-    def start(self, stage: int | None, replica: int, advertise: str = "127.0.0.1:0") -> Node:
+    def start(self, stage: int | None, replica: int, advertise: str = "127.0.0.1:0") -> OneSeat:
         """`stage`: None for a standby, when every stage has its replicas."""
         listen = "127.0.0.1:0" if advertise else None
         saves = self.saves and self.saves / f"{stage}.{replica}"
         place = Place(stage, listen, advertise, torch.device("cpu"), self.out, "here", saves)
         client = LocalClient(self.registry)
         corpus = None if stage else self.corpus
-        node = Node(place, "run", self.run, self.config, corpus, client, 1.0)
+        node = OneSeat(place, "run", self.run, self.config, corpus, client, 1.0)
         self.nodes[stage, replica] = (node, asyncio.create_task(node.live()))
         return node
 

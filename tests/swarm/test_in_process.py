@@ -315,16 +315,16 @@ async def test_a_gradient_for_a_twin_that_is_lost_with_its_link_is_sent_again(co
     run = override(loads(SMALL.format(stages=3, replicas=1)), recovery__policy="redundant")
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         node, _ = swarm.nodes[2, 0]
-        send_frame, lost = node.links.send_frame, []
+        send, lost = node.links.send, []
 
-        def send_or_lose(peer: str, frame: Frame) -> bool:
-            if frame.kind != "twin" or lost:
-                return send_frame(peer, frame)
-            lost.append(frame)
-            asyncio.get_running_loop().call_soon(node.on_link_lost, peer, "cut", [frame])
+        def send_or_lose(peer: str, item: pb.Message | Frame) -> bool:
+            if not isinstance(item, Frame) or item.kind != "twin" or lost:
+                return send(peer, item)
+            lost.append(item)
+            asyncio.get_running_loop().call_soon(node.on_link_lost, peer, "cut", [item])
             return True
 
-        node.links.send_frame = send_or_lose
+        node.links.send = send_or_lose
         await swarm.until(swarm.finished)
         holder, _ = swarm.nodes[1, 0]
         assert holder.holdings.twin.state.id.step == run.steps

@@ -1,17 +1,18 @@
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar, cast
 
 import pytest
 import torch
-from conversing import AtOnce
+from conversing import AtOnce, Nodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planaria.node.ports import Priority
 from planaria.node.run_file import ModelSection, RunFile, WireSection
+from planaria.node.stage.lesson import boundary_tensor
 from planaria.node.stage.model import build_stage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.shape import model_config
@@ -30,6 +31,8 @@ from planaria.node.state.boundary import (
 from planaria.node.transaction.attempt import Attempt, Workplace
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire import tensors
+from planaria.node.wire.exchange import Exchange
 from planaria.node.wire.frames import Codec, Frame
 from planaria.node.wire.tensors import decode, encode
 from planaria.recovery.orders import adjoining, order, runs
@@ -43,8 +46,8 @@ ELEMENTS = 2 * 3 * 4
 MICROBATCHES = 6
 
 
-async def at_once(work: Callable[[], T]) -> T:
-    return work()
+def keeper_of(steps: int) -> BoundaryKeeper:
+    return BoundaryKeeper(Nodes().new(), tensors, steps)
 
 
 def bf16(tensor: torch.Tensor) -> torch.Tensor:
@@ -81,9 +84,7 @@ def route(microbatch: int, stages: int, swapped: bool) -> tuple[int, ...]:
 def keepers(stages: int, swapped: bool, codec: Codec = "none") -> dict[str, BoundaryKeeper]:
     """Two replicas of each stage, after steps whose microbatches went through them in turn."""
     found = {
-        f"{stage}.{replica}": BoundaryKeeper(at_once, STEPS)
-        for stage in range(stages + 1)
-        for replica in "ab"
+        f"{stage}.{replica}": keeper_of(STEPS) for stage in range(stages + 1) for replica in "ab"
     }
     for step in range(STEP - STEPS + 1, STEP + 1):
         for keeper in found.values():
@@ -108,7 +109,9 @@ class Network:
     what arrives instead; None: nothing. At most a request's batch is ever on its way."""
 
     def __init__(self, nodes: dict[str, BoundaryKeeper]) -> None:
-        self.client = BoundaryClient(self._ask, at_once)
+        self.nodes = Nodes()
+        self.exchanges = self.nodes.new()
+        self.client = BoundaryClient(self.exchanges, self._ask, boundary_tensor)
         self.servers = {node: self._server(node, keeper) for node, keeper in nodes.items()}
         self.faults: dict[str, Callable[[Answer], Answer | None]] = {}
         self.asked: list[tuple[str, int]] = []
@@ -125,7 +128,7 @@ class Network:
                 self.client.on_message(node, pb.Message.FromString(changed.SerializeToString()))
             return True
 
-        return BoundaryServer(keeper, answer, answer)
+        return BoundaryServer(keeper, tensors, answer)
 
     def _ask(self, node: str, message: pb.Message) -> bool:
         if node not in self.servers:
@@ -137,13 +140,14 @@ class Network:
     def fetch(self, stage: int, lost: set[int], neighbours: Sequence[str]) -> Fetched:
         """With no time for what isn't there at once."""
         wanted = Wanted(STEP, STEPS, stage, frozenset(lost), MICROBATCHES, SHAPE)
-        return asyncio.run(self.client.fetch(BALLOT, wanted, neighbours, 0.0))
+        fetching = self.client.fetch(BALLOT, wanted, neighbours, 0.0)
+        return self.nodes.run(self.exchanges, fetching)
 
 
 def check_values(fetched: Fetched, stages: int, swapped: bool) -> None:
     """Each tensor is what crossed at that end of the run."""
-    for tensors, end in ((fetched.inputs, 0), (fetched.outputs, 1)):
-        for pair, tensor in tensors.items():
+    for found, end in ((fetched.inputs, 0), (fetched.outputs, 1)):
+        for pair, tensor in found.items():
             visits = route(pair.microbatch, stages, swapped)
             (run,) = [run for run in runs(visits, set(pair.stages)) if run.stages == pair.stages]
             crossed = values(pair.microbatch, (run.start, run.end)[end], pair.step)
@@ -160,7 +164,7 @@ def decoded(kept: Kept) -> torch.Tensor:
 
 
 def test_what_is_kept_is_of_the_last_committed_step() -> None:
-    keeper = BoundaryKeeper(at_once, 1)
+    keeper = keeper_of(1)
     keeper.start(BALLOT, STEP)
     for position in (1, 2):
         keep(keeper, "received" if position == 1 else "sent", crossing(0, position))
@@ -183,7 +187,7 @@ def test_what_is_kept_is_of_the_last_committed_step() -> None:
 
 
 def test_a_commit_of_a_step_that_was_not_attempted_here_leaves_nothing() -> None:
-    keeper = BoundaryKeeper(at_once, 1)
+    keeper = keeper_of(1)
     keeper.start(BALLOT, STEP)
     keep(keeper, "sent", crossing(0, 2))
     keeper.commit(STEP + 1, 0)
@@ -191,26 +195,35 @@ def test_a_commit_of_a_step_that_was_not_attempted_here_leaves_nothing() -> None
     assert keeper.memory_bytes == 0
 
 
+class Beforehand(AtOnce):
+    """A compute thread that does something before each work."""
+
+    def __init__(self, first: Callable[[Priority], object]) -> None:
+        self._first = first
+
+    def post(
+        self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
+    ) -> None:
+        self._first(priority)
+        super().post(work, then, priority)
+
+
 @pytest.mark.parametrize("codec", ["none", "bf16", "fp16", "int8"])
-async def test_once_committed_it_is_narrowed_to_two_bytes_a_value(
+def test_once_committed_it_is_narrowed_to_two_bytes_a_value(
     codec: Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(boundary, "PIECE", 2 * ELEMENTS * 4)
-    pieces = 0
-
-    async def count(work: Callable[[], T]) -> T:
-        nonlocal pieces
-        pieces += 1
-        return work()
-
-    keeper = BoundaryKeeper(count, 1)
+    pieces: list[Priority] = []
+    nodes = Nodes()
+    exchanges = nodes.new(Beforehand(pieces.append))
+    keeper = BoundaryKeeper(exchanges, tensors, 1)
     keeper.start(BALLOT, STEP)
     frames = [crossing(microbatch, 2, codec=codec) for microbatch in range(5)]
     for frame in frames:
         keep(keeper, "sent", frame)
     keeper.commit(STEP, 0)
-    await keeper.narrow()
-    assert pieces == (3 if codec == "none" else 0)
+    nodes.run(exchanges, keeper.narrow())
+    assert pieces == [Priority.BACKGROUND] * (3 if codec == "none" else 0)
     assert keeper.memory_bytes <= 5 * ELEMENTS * 2
     for frame, (_, _, kept) in zip(frames, keeper.sides(STEP, 2, frozenset([2])), strict=True):
         if codec == "none":
@@ -219,24 +232,21 @@ async def test_once_committed_it_is_narrowed_to_two_bytes_a_value(
             assert kept.payload is frame.payload  # the very bytes
 
 
-async def test_the_next_commit_ends_the_narrowing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_commit_ends_the_narrowing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boundary, "PIECE", 1)
-
-    async def commit_meanwhile(work: Callable[[], T]) -> T:
-        keeper.commit(STEP + 1, 0)
-        return work()
-
-    keeper = BoundaryKeeper(commit_meanwhile, 1)
+    nodes = Nodes()
+    exchanges = nodes.new(Beforehand(lambda _: keeper.commit(STEP + 1, 0)))
+    keeper = BoundaryKeeper(exchanges, tensors, 1)
     keeper.start(BALLOT, STEP)
     for microbatch in range(3):
         keep(keeper, "sent", crossing(microbatch, 2))
     keeper.commit(STEP, 0)
-    await keeper.narrow()
+    nodes.run(exchanges, keeper.narrow())
     assert keeper.memory_bytes == 0
 
 
 def test_frames_of_other_attempts_and_evaluations_are_not_kept() -> None:
-    keeper = BoundaryKeeper(at_once, 1)
+    keeper = keeper_of(1)
     keep(keeper, "sent", crossing(0, 2))  # nothing has begun
     keeper.start(BALLOT, STEP)
     keep(keeper, "sent", crossing(0, 2, ballot=Ballot(3, 4)))
@@ -248,7 +258,7 @@ def test_frames_of_other_attempts_and_evaluations_are_not_kept() -> None:
 
 
 def test_a_second_visit_replaces_the_first() -> None:
-    keeper = BoundaryKeeper(at_once, 1)
+    keeper = keeper_of(1)
     keeper.start(BALLOT, STEP)
     keep(keeper, "sent", crossing(0, 2))
     keep(keeper, "sent", crossing(0, 2, version=1))
@@ -262,7 +272,7 @@ def test_a_second_visit_replaces_the_first() -> None:
 def test_attempts_that_come_and_go(steps: int, data: st.DataObject) -> None:
     """Whatever starts, fails, commits, is missed or gone back behind: what is kept is what the last
     committed attempts were given, as far as they lead without a gap to where the run stands."""
-    keeper = BoundaryKeeper(at_once, steps)
+    keeper = keeper_of(steps)
     step, lineage = 0, 0
     history: list[dict[Pair, torch.Tensor]] = []  # of consecutive steps, up to `step`
     for attempt in range(1, data.draw(st.integers(1, 9)) + 1):
@@ -295,33 +305,35 @@ def test_attempts_that_come_and_go(steps: int, data: st.DataObject) -> None:
         assert torch.equal(decoded(tensor), kept[pair])
 
 
-async def test_what_the_next_commit_finds_wide_it_has_narrowed(
+def test_what_the_next_commit_finds_wide_it_has_narrowed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The compute thread has time for a piece only between two commits, and then for all."""
     monkeypatch.setattr(boundary, "PIECE", 1)
-    narrowing: list[asyncio.Task[None]] = []
-    pieces = 0
+    narrowing: list[Exchange[None]] = []
+    trained = pieces = 0
 
-    async def work_once(work: Callable[[], T]) -> T:
+    def before_a_piece(_: Priority) -> None:
         nonlocal pieces
         pieces += 1
-        if len(narrowing) < 3:
-            train(STEP + len(narrowing))
-            await asyncio.sleep(0)
-        return work()
+        if trained < 3:
+            train(STEP + trained)
 
     def train(step: int) -> None:
+        nonlocal trained
+        trained += 1
         keeper.start(BALLOT, step)
         for microbatch in range(3):
             keep(keeper, "sent", crossing(microbatch, 2, version=step))
         keeper.commit(step, 0)
-        narrowing.append(asyncio.create_task(keeper.narrow()))
+        narrowing.append(exchanges.start(keeper.narrow()))
 
-    keeper = BoundaryKeeper(work_once, 3)
+    nodes = Nodes()
+    exchanges = nodes.new(Beforehand(before_a_piece))
+    keeper = BoundaryKeeper(exchanges, tensors, 3)
     train(STEP)
-    while pending := [task for task in narrowing if not task.done()]:
-        await asyncio.gather(*pending)
+    for one in narrowing:
+        nodes.outcome(one)
     assert len(narrowing) == 3
     assert keeper.memory_bytes == 3 * 3 * ELEMENTS * 2
     assert pieces <= 3 * 3 + 2  # one that was under way at each commit is done twice
@@ -530,7 +542,7 @@ def test_a_stage_keeps_what_comes_in_and_goes_out(codec: Codec, kind: Any) -> No
     config = model_config(section, 16)
     run = RunFile(model=section, wire=WireSection(activations=codec))
     module = build_stage(config, 2, 0)
-    keeper, daemon = BoundaryKeeper(at_once, 1), Daemon()
+    keeper, daemon = keeper_of(1), Daemon()
     cpu = torch.device("cpu")
     work = TorchWork("c", module, StageOptimizer(module, cpu), run, config, cpu)
     place = Workplace("c", "reassign", 4, work, AtOnce(), daemon, boundary=keeper)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import itertools
 import math
 import random
@@ -14,15 +13,15 @@ import torch
 from conversing import AtOnce, Nodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_time import run
 
 from planaria.node.ports import Priority
 from planaria.node.run_file import RecoverySection
 from planaria.node.state import copies
 from planaria.node.state.copies import Budget, Holder, Kind, Outgoing, Sender
 from planaria.node.state.stage_state import Age, StageState, StateId
-from planaria.node.state.transfer import Delivery, StateClient, StateServer
+from planaria.node.state.transfer import StateClient, StateServer
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire import tensors
 from planaria.node.wire.frames import Frame
 from planaria.recovery.snapshot import Layout
 
@@ -793,26 +792,22 @@ def test_a_joiner_fetches_what_is_held_bit_for_bit() -> None:
         if isinstance(item, Frame):
             assert isinstance(item.payload, tuple)
             item = Frame.parse(item.head(), bytearray().join(item.payload))
-            asyncio.get_running_loop().call_soon(client.on_frame, "h", item)
+            world.nodes.after(0.0, partial(client.on_frame, "h", item))
         else:
-            asyncio.get_running_loop().call_soon(client.on_message, "h", item)
+            world.nodes.after(0.0, partial(client.on_message, "h", item))
         return True
 
-    def ask(peer: str, message: pb.Message) -> bool:
+    def ask(peer: str, message: pb.Message | Frame) -> bool:
+        assert isinstance(message, pb.Message)
         server.on_message("joiner", message)
         return True
 
-    async def at_once(work: Callable[[], T]) -> T:
-        return work()
-
-    async def fetch() -> Delivery:
-        delivery = await client.fetch(2, Age(0, 2), ["h"], True, 60.0)
-        await server.close()
-        return delivery
-
-    server = StateServer(to_joiner, to_joiner, lambda *_: holder.state("snapshot", 2), at_once)
-    client = StateClient(ask, at_once, shard_size=400)
-    fetched = run(fetch())
+    exchanges = world.nodes.new(Compute(world.nodes))
+    server = StateServer(
+        world.exchanges["h"], tensors, to_joiner, lambda *_: holder.state("snapshot", 2)
+    )
+    client = StateClient(exchanges, tensors, ask, shard_size=400)
+    fetched = world.nodes.run(exchanges, client.fetch(2, Age(0, 2), ["h"], True, 60.0))
     state = holder.state("snapshot", 2)
     assert state is not None
     for name, tensor in state.tensors.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,9 +11,9 @@ import pytest
 import torch
 from conversing import Nodes
 
-from planaria.node.ports import OpenDisk, Priority
-from planaria.node.run_file import Writes, loads, override
-from planaria.node.stage.next_stage import build as build_next_stage
+from planaria.node.ports import OpenDisk
+from planaria.node.run_file import RunFile, Writes, loads, override
+from planaria.node.stage.arithmetic import make_twin
 from planaria.node.stage.shape import model_config
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.saves import saves_on_disk
@@ -43,23 +42,21 @@ every = 2
 
 
 class Host:
-    """A node of which nothing is sent."""
+    """A seat of which nothing is sent."""
 
     node = "1.0"
+    stage = STAGE
+    tensors = tensors
 
-    def __init__(self) -> None:
-        self.exchanges = Nodes().new()
-        self.compute: Any = self
+    def __init__(self, run: RunFile) -> None:
+        self.run, self.config = run, model_config(run.model, vocabulary=16)
+        self.nodes = Nodes()
+        self.exchanges = self.nodes.new()
         self.saves: list[tuple[str, int]] = []
         self.trouble: list[str] = []
 
-    def run(self, work: Callable[[], T], priority: Priority = Priority.CONTROL) -> T:
-        return work()
-
-    def send_message(self, *_: object) -> bool:
+    def send(self, *_: object) -> bool:
         return False
-
-    send = spawn = send_message
 
     def linked(self, peer: str) -> bool:
         return False
@@ -86,18 +83,14 @@ def holdings(
     def at_once(work: Callable[..., object], *arguments: Any) -> object:
         return work(*arguments)
 
-    config, device = model_config(run.model, vocabulary=16), torch.device("cpu")
-    return Holdings(
-        host=Host(),
-        stage=STAGE,
-        stages=3,
-        run=run,
-        tensors=tensors,
-        layout=lambda stage: Layout([(stage + 1,)]),
-        build=partial(build_next_stage, config=config, run=run, device=device),
-        open_disk=open_disk or saves_on_disk("run", STAGE, 2, at_once),
-        save_dir=folder / "own",
-    )
+    disk = open_disk or saves_on_disk("run", STAGE, 2, at_once)
+    host = Host(run)
+    twin = make_twin(host, torch.device("cpu")) if policy == "redundant" else None
+    return Holdings(host, twin, layout, disk, folder / "own")
+
+
+def layout(stage: int) -> Layout:
+    return Layout([(stage + 1,)])
 
 
 def commit_of(step: int, ballot: Ballot) -> pb.Commit:

@@ -1,24 +1,29 @@
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import pytest
 import torch
+from conversing import AtOnce, Nodes
 
+from planaria.node.ports import Priority
 from planaria.node.run_file import ModelSection
+from planaria.node.stage.lesson import StageLesson
 from planaria.node.stage.model import BodyStage, EmbeddingStage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.shape import ModelConfig, model_config
 from planaria.node.state import relearn
 from planaria.node.state.boundary import Fetched, Pair
-from planaria.node.state.relearn import Block, RelearnError, Relearning, Terms, whole_pairs
+from planaria.node.state.relearn import Block, Relearning, Terms, whole_pairs
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire import tensors
+from planaria.node.wire.exchange import ComplaintError, Exchange
 from planaria.node.wire.frames import Frame
 from planaria.recovery.checkfree import average
 from planaria.recovery.learner import Learner, Muon, learn, residual_error
@@ -34,11 +39,7 @@ SHAPE = (2, 4, 8)
 MICROBATCHES = 4
 STEPS = (6, 7)
 PAIRS = len(STEPS) * MICROBATCHES
-TERMS = Terms(samples=1, passes=3, seconds=math.inf, lr=1e-2, bf16=False, patience=60.0)
-
-
-async def at_once(work: Callable[[], T]) -> T:
-    return work()
+TERMS = Terms(samples=1, passes=3, seconds=math.inf, lr=1e-2, patience=60.0)
 
 
 class Student(NamedTuple):
@@ -93,29 +94,66 @@ def fetched_by(stage: int, pairs: Pairs, shape: tuple[int, int, int] = SHAPE) ->
     )
 
 
+def lesson(one: Student, fetched: Fetched, lost: Sequence[int], bf16: bool = False) -> StageLesson:
+    return StageLesson(one.module, one.optimizer, fetched, lost, bf16)
+
+
+class ASecondEach:
+    """In place of the compute thread: each work takes a second."""
+
+    def __init__(self, time: Nodes) -> None:
+        self._time = time
+        self._free = 0.0
+
+    def post(
+        self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
+    ) -> None:
+        self._free = max(self._free, self._time.now) + 1
+        done = partial(AtOnce().post, work, then, priority)
+        self._time.after(self._free - self._time.now, done)
+
+
 class Network:
     """Joiners of `stages`; frames and messages arrive in turn, as copies made on delivery. `passes`
-    is asked for each; what doesn't pass is gone."""
+    is asked for each; what doesn't pass is gone. In a `slow` one each work takes a second, and
+    otherwise nothing takes time."""
 
-    def __init__(self, stages: Sequence[int], now: Callable[[], float] = lambda: 0.0) -> None:
-        self.nodes = {
-            f"joiner-{stage}": Relearning(
-                lambda to, message, stage=stage: self._post(f"joiner-{stage}", to, message),
-                lambda to, frame, stage=stage: self._post(f"joiner-{stage}", to, frame),
-                at_once,
-                now,
-            )
+    def __init__(self, stages: Sequence[int], slow: bool = False) -> None:
+        self.time = Nodes()
+        self.exchanges = {
+            f"joiner-{stage}": self.time.new(ASecondEach(self.time) if slow else AtOnce())
             for stage in stages
         }
+        self.nodes = {
+            name: Relearning(exchanges, tensors, partial(self._post, name))
+            for name, exchanges in self.exchanges.items()
+        }
+        self.under_way = 0
         self.passes: Callable[[str, str, pb.Message | Frame], bool] = lambda a, b, item: True
+
+    def begin(
+        self,
+        joiners: Mapping[int, str],
+        stage: int,
+        one: Student,
+        fetched: Fetched,
+        terms: Terms = TERMS,
+        bf16: bool = False,
+    ) -> Exchange[pb.Relearned]:
+        name = joiners[stage]
+        a_lesson = lesson(one, fetched, list(joiners), bf16)
+        block = Block(BALLOT, stage, joiners)
+        return self.exchanges[name].start(self.nodes[name].run(block, a_lesson, fetched, terms))
 
     def _post(self, sender: str, to: str, item: pb.Message | Frame) -> bool:
         if to not in self.nodes:
             return False
-        asyncio.get_running_loop().call_soon(self._deliver, sender, to, item)
+        self.under_way += 1
+        self.time.after(0.0, partial(self._deliver, sender, to, item))
         return True
 
     def _deliver(self, sender: str, to: str, item: pb.Message | Frame) -> None:
+        self.under_way -= 1
         if not self.passes(sender, to, item):
             return
         if isinstance(item, Frame):
@@ -137,14 +175,11 @@ def together(
     students: Mapping[int, Student],
     fetched: Mapping[int, Fetched],
     terms: Terms = TERMS,
-) -> list[asyncio.Task[pb.Relearned]]:
+    bf16: bool = False,
+) -> list[Exchange[pb.Relearned]]:
     joiners = {stage: f"joiner-{stage}" for stage in students}
     return [
-        asyncio.create_task(
-            network.nodes[joiners[stage]].run(
-                Block(BALLOT, stage, joiners), one.module, one.optimizer, fetched[stage], terms
-            )
-        )
+        network.begin(joiners, stage, one, fetched[stage], terms, bf16)
         for stage, one in students.items()
     ]
 
@@ -153,19 +188,18 @@ def relearn_all(
     students: Mapping[int, Student],
     fetched: Mapping[int, Fetched],
     terms: Terms = TERMS,
-    now: Callable[[], float] = lambda: 0.0,
+    slow: bool = False,
+    bf16: bool = False,
 ) -> list[pb.Relearned]:
-    async def all_of_them() -> list[pb.Relearned]:
-        network = Network(list(students), now)
-        return await asyncio.gather(*together(network, students, fetched, terms))
-
-    return asyncio.run(all_of_them())
+    network = Network(list(students), slow)
+    running = together(network, students, fetched, terms, bf16)
+    return [network.time.outcome(one) for one in running]
 
 
 def alone(
-    one: Student, pairs: Pairs, terms: Terms = TERMS, now: Callable[[], float] = lambda: 0.0
+    one: Student, pairs: Pairs, terms: Terms = TERMS, slow: bool = False, bf16: bool = False
 ) -> pb.Relearned:
-    (result,) = relearn_all({2: one}, {2: fetched_by(2, pairs)}, terms, now)
+    (result,) = relearn_all({2: one}, {2: fetched_by(2, pairs)}, terms, slow, bf16)
     return result
 
 
@@ -280,31 +314,26 @@ def test_which_pairs_are_whole() -> None:
 # When it is over
 
 
-class Clock:
-    """Each look takes a second."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self) -> float:
-        self.seconds += 1
-        return self.seconds
-
-
 def test_the_time_is_over_between_two_pieces() -> None:
     one = student(2)
-    terms = replace(TERMS, passes=1000, seconds=36.0)
-    result = alone(one, crossed([2], swapped=False), terms, Clock())
-    # Measuring takes a second at the start and is counted again for the end; then a look per piece.
+    terms = replace(TERMS, passes=1000, seconds=81.0)
+    result = alone(one, crossed([2], swapped=False), terms, slow=True)
+    # Measuring takes 8 seconds at the start and is counted again for the end; then 2 per piece.
     assert len(one.updates) == 33
     assert result.passes == 2
     assert result.residual_after < result.residual_before
     assert result.seconds > terms.seconds
 
 
-@pytest.mark.parametrize(("lost", "at_a_time"), [((2,), 1), ((2, 3), 8)])
+@pytest.mark.parametrize(
+    ("lost", "at_a_time", "measuring", "update"), [((2,), 1, 8, 2), ((2, 3), 8, 28, 8)]
+)
 def test_the_rate_falls_to_0_when_passes_or_time_are_over(
-    lost: tuple[int, ...], at_a_time: int, monkeypatch: pytest.MonkeyPatch
+    lost: tuple[int, ...],
+    at_a_time: int,
+    measuring: int,
+    update: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Between two looks at the clock it falls as the passes have it."""
     pairs = crossed(lost, swapped=False)
@@ -324,12 +353,11 @@ def test_the_rate_falls_to_0_when_passes_or_time_are_over(
     assert [*rates.values()] == [pytest.approx(expected)] * len(lost)
 
     rates.clear()
-    terms = replace(TERMS, passes=1000, seconds=12.0)  # of which 10 are for training
-    relearn_all({stage: student(stage) for stage in lost}, fetched, terms, Clock())
+    # Ten looks at the clock, one before each round of training.
+    terms = replace(TERMS, passes=1000, seconds=2.0 * measuring + 10 * at_a_time * update)
+    relearn_all({stage: student(stage) for stage in lost}, fetched, terms, slow=True)
     first, *others = rates.values()
-    assert first[::at_a_time] == pytest.approx(
-        [TERMS.lr * (1 - look / 10) for look in range(1, 10)]
-    )
+    assert first[::at_a_time] == pytest.approx([TERMS.lr * (1 - look / 10) for look in range(10)])
     assert all(other == first for other in others)
 
 
@@ -337,9 +365,9 @@ def test_several_stop_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relearn, "TOGETHER", 3)
     students = {stage: student(stage) for stage in (2, 3)}
     pairs = crossed([2, 3], swapped=False)
-    terms = replace(TERMS, passes=1000, seconds=30.0)
+    terms = replace(TERMS, passes=1000, seconds=500.0)
     fetched = {stage: fetched_by(stage, pairs) for stage in (2, 3)}
-    results = relearn_all(students, fetched, terms, Clock())
+    results = relearn_all(students, fetched, terms, slow=True)
     updates = {len(one.updates) for one in students.values()}
     assert len(updates) == 1
     assert 0 < updates.pop() < 90
@@ -372,8 +400,8 @@ def test_what_makes_it_worse_is_undone(lost: tuple[int, ...], lr: float) -> None
 
 def test_bf16_relearns_too() -> None:
     one = student(2)
-    terms = replace(TERMS, passes=10, bf16=True)
-    result = alone(one, crossed([2], swapped=False), terms)
+    terms = replace(TERMS, passes=10)
+    result = alone(one, crossed([2], swapped=False), terms, bf16=True)
     assert result.residual_after < result.residual_before
     assert one.optimizer.weights.dtype == torch.float32
 
@@ -381,14 +409,23 @@ def test_bf16_relearns_too() -> None:
 # When it can't go on
 
 
-async def failures(tasks: Sequence[asyncio.Task[pb.Relearned]]) -> list[BaseException | None]:
-    """The first failure comes; those who still wait are cancelled, as by a newer ballot."""
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    failed = [task.exception() if task.done() else None for task in tasks]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    return failed
+def error_of(one: Exchange[pb.Relearned]) -> Exception | None:
+    try:
+        if one.done:
+            one.result()
+    except ComplaintError as error:
+        return error
+    return None
+
+
+def failures(network: Network, running: Sequence[Exchange[pb.Relearned]]) -> list[Exception]:
+    """The first ones; those who still wait are given up, as by a newer ballot."""
+    while not any(map(error_of, running)):
+        assert network.time.step()
+    found = [error for error in map(error_of, running) if error is not None]
+    for one in running:
+        one.cancel()
+    return found
 
 
 def trio() -> tuple[dict[int, Student], dict[int, Fetched]]:
@@ -399,7 +436,7 @@ def trio() -> tuple[dict[int, Student], dict[int, Fetched]]:
 
 @pytest.mark.parametrize("dead", [2, 3, 4])
 @pytest.mark.parametrize("after", [0, 1, 7, 16])
-async def test_a_joiner_lost_in_the_middle(dead: int, after: int) -> None:
+def test_a_joiner_lost_in_the_middle(dead: int, after: int) -> None:
     students, fetched = trio()
     network = Network(list(students))
     name, sent = f"joiner-{dead}", 0
@@ -412,43 +449,38 @@ async def test_a_joiner_lost_in_the_middle(dead: int, after: int) -> None:
         return name not in (sender, to) or sent <= after
 
     network.passes = passes
-    failed = await failures(together(network, students, fetched))
-    errors = [error for error in failed if error is not None]
-    assert errors
+    errors = failures(network, together(network, students, fetched))
     for error in errors:
-        assert isinstance(error, RelearnError)
         assert error.accused == [name]
         assert "connection reset" in str(error)
 
 
-async def test_who_is_late_is_named() -> None:
+def test_who_is_late_is_named() -> None:
     students, fetched = trio()
     network = Network(list(students))
     network.passes = lambda sender, to, item: not (sender == "joiner-3" and to == "joiner-2")
-    terms = replace(TERMS, passes=1, patience=0.0)
-    tasks = together(network, students, fetched, terms)
-    failed = await failures(tasks[:1])
-    for task in tasks[1:]:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    assert isinstance(failed[0], RelearnError)
-    assert failed[0].accused == ["joiner-3"]
-    assert str(failed[0]) == ("waited 0 s for joiner-3 to send its word in round 0 of relearning")
+    leader, *_ = together(network, students, fetched, replace(TERMS, passes=1))
+    with pytest.raises(ComplaintError) as caught:
+        network.time.outcome(leader)
+    assert caught.value.accused == ["joiner-3"]
+    assert network.time.now == TERMS.patience
+    assert str(caught.value) == (
+        "waited 60 s for joiner-3 to send its word in round 0 of relearning"
+    )
 
 
-async def test_without_a_link_it_fails_at_once() -> None:
+def test_without_a_link_it_fails_at_once() -> None:
     students, fetched = trio()
     network = Network([2, 3])
-    joiners = {stage: f"joiner-{stage}" for stage in (3, 4)}
-    with pytest.raises(RelearnError, match="no link to joiner-1") as caught:
-        await network.nodes["joiner-3"].run(
-            Block(BALLOT, 3, {1: "joiner-1", **joiners}), *students[3][:2], fetched[3], TERMS
-        )
+    joiners = {stage: f"joiner-{stage}" for stage in (1, 3, 4)}
+    one = network.begin(joiners, 3, students[3], fetched[3])
+    with pytest.raises(ComplaintError, match="no link to joiner-1") as caught:
+        one.result()
     assert caught.value.accused == ["joiner-1"]
 
 
 @pytest.mark.parametrize("fault", ["bit", "shape", "fields", "flood"])
-async def test_a_bad_frame_fails_it(fault: str) -> None:
+def test_a_bad_frame_fails_it(fault: str) -> None:
     students, fetched = trio()
     network = Network(list(students))
 
@@ -472,70 +504,55 @@ async def test_a_bad_frame_fails_it(fault: str) -> None:
         return False
 
     network.passes = passes
-    errors = [e for e in await failures(together(network, students, fetched)) if e is not None]
-    assert errors
-    for error in errors:
-        assert isinstance(error, RelearnError)
+    for error in failures(network, together(network, students, fetched)):
         assert error.accused == ["joiner-3"]
 
 
 @pytest.mark.parametrize("stages", [[], [2, 3], [3], [3, 4]])
-async def test_a_leader_that_names_pairs_which_are_not_here(stages: list[int]) -> None:
+def test_a_leader_that_names_pairs_which_are_not_here(stages: list[int]) -> None:
     students, _ = trio()
     network = Network([2, 3, 4])
     joiners = {2: "joiner-2", 3: "joiner-3"}
-    task = asyncio.create_task(
-        network.nodes["joiner-3"].run(
-            Block(BALLOT, 3, joiners), *students[3][:2], Fetched(SHAPE), TERMS
-        )
-    )
+    one = network.begin(joiners, 3, students[3], Fetched(SHAPE))
     order = pb.Relearn(
         round=1, work=pb.Relearn.MEASURE, pairs=[pb.BoundaryPair(microbatch=0, stages=stages)]
     )
     network.nodes["joiner-3"].on_message(
         "joiner-2", pb.Message(ballot=BALLOT.message(), relearn=order)
     )
-    with pytest.raises(RelearnError, match="joiner-2 wants"):
-        await task
+    with pytest.raises(ComplaintError, match="joiner-2 wants"):
+        network.time.outcome(one)
 
 
 @pytest.mark.parametrize(("first", "updates"), [(0, 1), (1, 1), (0, 1000)])
-async def test_a_leader_that_wants_updates_out_of_turn(first: int, updates: int) -> None:
+def test_a_leader_that_wants_updates_out_of_turn(first: int, updates: int) -> None:
     """Before it has said of what, after some that were never made, or more than all passes."""
     students, fetched = trio()
     network = Network([2, 3, 4])
-    task = asyncio.create_task(
-        network.nodes["joiner-4"].run(
-            Block(BALLOT, 4, {2: "joiner-2", 4: "joiner-4"}), *students[4][:2], fetched[4], TERMS
-        )
-    )
+    one = network.begin({2: "joiner-2", 4: "joiner-4"}, 4, students[4], fetched[4])
     order = pb.Relearn(round=1, work=pb.Relearn.TRAIN, first=first, count=updates)
     network.nodes["joiner-4"].on_message(
         "joiner-2", pb.Message(ballot=BALLOT.message(), relearn=order)
     )
-    with pytest.raises(RelearnError, match=f"joiner-2 wants {updates} updates after {first}"):
-        await task
+    with pytest.raises(ComplaintError, match=f"joiner-2 wants {updates} updates after {first}"):
+        network.time.outcome(one)
 
 
-async def test_what_comes_early_waits_and_what_is_old_has_no_effect() -> None:
+def test_what_comes_early_waits_and_what_is_old_has_no_effect() -> None:
     """The followers' reports are there before the leader begins; so is one of an older ballot."""
     students, fetched = trio()
     network = Network(list(students))
     joiners = {stage: f"joiner-{stage}" for stage in students}
-
-    def begin(stage: int) -> asyncio.Task[pb.Relearned]:
-        return asyncio.create_task(
-            network.nodes[joiners[stage]].run(
-                Block(BALLOT, stage, joiners), *students[stage][:2], fetched[stage], TERMS
-            )
-        )
-
-    followers = [begin(3), begin(4)]
-    for _ in range(5):
-        await asyncio.sleep(0)
+    begin = {
+        stage: partial(network.begin, joiners, stage, students[stage], fetched[stage])
+        for stage in students
+    }
+    followers = [begin[3](), begin[4]()]
+    while network.under_way:
+        network.time.step()
     old = pb.Message(ballot=pb.Ballot(view=3, attempt=4), relearn=pb.Relearn(round=0))
     network.nodes["joiner-2"].on_message("joiner-3", old)
-    results = await asyncio.gather(begin(2), *followers)
+    results = [network.time.outcome(one) for one in (begin[2](), *followers)]
     assert all(result.residual_after < result.residual_before for result in results)
 
 
@@ -543,47 +560,37 @@ class Thread:
     """In place of the compute thread: works only when it is told to."""
 
     def __init__(self) -> None:
-        self.posted: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
+        self.posted: list[Callable[[], None]] = []
 
-    def run(self, work: Callable[[], T]) -> Awaitable[T]:
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self.posted.append((work, future))
-        return future
-
-    def work(self) -> None:
-        work, future = self.posted.pop(0)
-        try:
-            result = work()
-        except RelearnError as error:
-            if not future.done():
-                future.set_exception(error)
-        else:
-            if not future.done():
-                future.set_result(result)
+    def post(
+        self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
+    ) -> None:
+        self.posted.append(partial(AtOnce().post, work, then, priority))
 
 
-async def test_cancelled_it_leaves_nothing_running() -> None:
-    one, thread = student(2), Thread()
-    node = Relearning(lambda *_: False, lambda *_: False, thread.run, lambda: 0.0)
+def test_who_is_given_up_goes_no_further() -> None:
+    one, thread, time = student(2), Thread(), Nodes()
+    exchanges = time.new(thread)
+    node = Relearning(exchanges, tensors, lambda *_: False)
     fetched = fetched_by(2, crossed([2], swapped=False))
     block = Block(BALLOT, 2, {2: "me"})
-    task = asyncio.create_task(node.run(block, one.module, one.optimizer, fetched, TERMS))
+    relearning = exchanges.start(node.run(block, lesson(one, fetched, [2]), fetched, TERMS))
+
+    def work() -> None:
+        (posted,) = thread.posted  # in pieces: other work gets in between
+        thread.posted.clear()
+        posted()
+        exchanges.run(0.0)
+
     while len(one.updates) < 6:
-        await asyncio.sleep(0)
-        if thread.posted:
-            thread.work()
-            assert len(thread.posted) <= 1  # in pieces: other work gets in between
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+        work()
+    work()  # what the next update needs
     digest = one.optimizer.digest()
-    assert len(thread.posted) == 1
-    thread.work()  # posted before it was cancelled
+    relearning.cancel()
+    work()  # posted before it was given up
     assert one.optimizer.digest() == digest
     assert len(one.updates) == 6
-    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert not thread.posted
 
 
 # Whether it helps

@@ -1,31 +1,32 @@
 from __future__ import annotations
 
-import asyncio
 import random
-import selectors
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import msgpack
 import pytest
 import torch
+from conversing import AtOnce, Nodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planaria.node.ports import Compute, Priority
 from planaria.node.state import transfer
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.transfer import (
     Delivery,
-    InComputeThread,
     Manifest,
     Shard,
     ShardPlan,
     StateClient,
     StateServer,
-    TransferError,
 )
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire import tensors
+from planaria.node.wire.exchange import ComplaintError, Exchange
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.tensors import decode, encode
 
@@ -35,43 +36,6 @@ STAGE, STEP = 4, 7
 AGE = Age(1, STEP)
 SHARD_SIZE = 64
 LENGTH = 401  # values a tensor: no multiple of a shard
-
-
-class VirtualSelector(selectors.DefaultSelector):
-    """Time passes only when nobody has anything to do, and then at once."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        events = super().select(0)
-        if not events:
-            assert timeout is not None, "everybody waits, and nothing will come"
-            self.now += timeout
-        return events
-
-
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """In virtual time; nothing may be left running."""
-
-    async def alone() -> T:
-        try:
-            return await work
-        finally:
-            assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    selector = VirtualSelector()
-
-    def loop() -> asyncio.AbstractEventLoop:
-        loop = asyncio.SelectorEventLoop(selector)
-        loop.time = lambda: selector.now  # type: ignore[method-assign]
-        return loop
-
-    with asyncio.Runner(loop_factory=loop) as runner:
-        return runner.run(alone())
-
-
-async def at_once(work: Callable[[], T]) -> T:
-    return work()
 
 
 def state(seed: int = 0, step: int = STEP, length: int = LENGTH) -> StageState:
@@ -96,13 +60,18 @@ class Network:
     None: nothing. Answers arrive in an order drawn from `seed`."""
 
     def __init__(self, seed: int = 0, sources: list[str] = SOURCES) -> None:
+        self.nodes = Nodes()
         self.random = random.Random(seed)
         self.in_flight: list[Callable[[], None]] = []
         self.asked: list[tuple[str, int]] = []  # source and offset of each shard
         self.states: dict[str, StageState | None] = {source: state() for source in sources}
         self.servers = {source: self._server(source) for source in sources}
         self.faults: dict[str, Callable[[Answer], Answer | None]] = {}
-        self.client = StateClient(self._ask, at_once, shard_size=SHARD_SIZE, silence=10.0)
+        self.client = self.joiner(AtOnce())
+
+    def joiner(self, compute: Compute) -> StateClient:
+        exchanges = self.nodes.new(compute)
+        return StateClient(exchanges, tensors, self._ask, shard_size=SHARD_SIZE, silence=10.0)
 
     def _server(self, source: str) -> StateServer:
         def answer(peer: str, answer: Answer) -> bool:
@@ -112,7 +81,7 @@ class Network:
                 self._post(lambda: self._arrive(source, changed))
             return True
 
-        return StateServer(answer, answer, lambda *_: self.states[source], at_once)
+        return StateServer(self.nodes.new(), tensors, answer, lambda *_: self.states[source])
 
     def _arrive(self, source: str, answer: Answer) -> None:
         if isinstance(answer, Frame):
@@ -128,12 +97,13 @@ class Network:
         if message.HasField("shard_request"):
             self.asked.append((source, message.shard_request.offset))
         request = pb.Message.FromString(message.SerializeToString())
-        self._post(lambda: self.servers[source].on_message("joiner", request))
+        server = self.servers[source]
+        self._post(lambda: server.on_message("joiner", request))
         return True
 
     def _post(self, delivery: Callable[[], None]) -> None:
         self.in_flight.append(delivery)
-        asyncio.get_running_loop().call_soon(self._deliver)
+        self.nodes.after(0.0, self._deliver)
 
     def _deliver(self) -> None:
         self.in_flight.pop(self.random.randrange(len(self.in_flight)))()
@@ -142,20 +112,20 @@ class Network:
         del self.servers[source]
         self.client.on_peer_lost(source, "connection reset")
 
-    async def fetch(
+    def start(
         self,
         sources: list[str] = SOURCES,
         optimizer: bool = True,
         deadline: float = 60.0,
         on_progress: Callable[[int], None] | None = None,
-    ) -> Delivery:
-        servers = list(self.servers.values())
-        try:
-            return await self.client.fetch(STAGE, AGE, sources, optimizer, deadline, on_progress)
-        finally:
-            assert not self.client._inboxes
-            for server in servers:
-                await server.close()
+    ) -> Exchange[Delivery]:
+        return self.client.exchanges.start(
+            self.client.fetch(STAGE, AGE, sources, optimizer, deadline, on_progress)
+        )
+
+    def fetch(self, *arguments: Any, **options: Any) -> Delivery:
+        """As `start`, and what comes of it."""
+        return self.nodes.outcome(self.start(*arguments, **options))
 
 
 def assert_equal(found: Delivery, expected: StageState, optimizer: bool = True) -> None:
@@ -176,7 +146,7 @@ def assert_equal(found: Delivery, expected: StageState, optimizer: bool = True) 
 def test_the_state_comes_bit_equal_from_all_sources(count: int, optimizer: bool) -> None:
     network = Network(seed=count)
     there: list[int] = []
-    found = run(network.fetch(SOURCES[:count], optimizer, on_progress=there.append))
+    found = network.fetch(SOURCES[:count], optimizer, on_progress=there.append)
     assert_equal(found, state(), optimizer)
     assert sum(size > 0 for size in found.served.values()) == count
     assert there == sorted(set(there))
@@ -191,14 +161,14 @@ def test_special_values_keep_their_bits() -> None:
     served = state()
     odd = {"weights": bits.view(torch.float32)}
     network.states = dict.fromkeys(SOURCES, replace(served, tensors=odd))
-    found = run(network.fetch(optimizer=False))
+    found = network.fetch(optimizer=False)
     assert torch.equal(found.state.tensors["weights"].view(torch.int32), bits)
 
 
 def test_an_empty_state_takes_no_shards() -> None:
     network = Network()
     network.states = dict.fromkeys(SOURCES, state(length=0))
-    found = run(network.fetch())
+    found = network.fetch()
     assert found.bytes == 0
     assert found.state.tensors["weights"].shape == (0,)
 
@@ -207,15 +177,9 @@ def test_two_transfers_at_a_time() -> None:
     network = Network(sources=["a", "b", "c", "d"])
     network.states["c"] = network.states["d"] = state(seed=1)
 
-    async def both() -> list[Delivery]:
-        fetch = network.client.fetch
-        return await asyncio.gather(
-            fetch(STAGE, AGE, ["a", "b"], True, 60.0), fetch(STAGE, AGE, ["c", "d"], True, 60.0)
-        )
-
-    before, after = run(both())
-    assert_equal(before, state())
-    assert_equal(after, state(seed=1))
+    before, after = network.start(["a", "b"]), network.start(["c", "d"])
+    assert_equal(network.nodes.outcome(before), state())
+    assert_equal(network.nodes.outcome(after), state(seed=1))
 
 
 # Faults
@@ -274,7 +238,7 @@ FAULTS: dict[str, Callable[[Frame], Answer | None]] = {
 def test_what_one_source_fails_others_serve(fault: str, after: int, seed: int) -> None:
     network = Network(seed)
     network.faults["b"] = frames_from(after, FAULTS[fault])
-    found = run(network.fetch())
+    found = network.fetch()
     assert_equal(found, state())
     assert sum(source == "b" for source, _ in network.asked) <= after + 4  # two at a time
 
@@ -284,15 +248,15 @@ def test_a_fault_that_passes_costs_nothing_but_a_request(fault: str) -> None:
     network = Network(sources=["a"])
     left = [FAULTS[fault]]
     network.faults["a"] = frames_from(3, lambda frame: left.pop()(frame) if left else frame)
-    assert_equal(run(network.fetch(["a"])), state())
+    assert_equal(network.fetch(["a"]), state())
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_when_all_fail_the_error_says_what_each_of_them_said(fault: str) -> None:
     network = Network()
     network.faults = {source: frames_from(2, FAULTS[fault]) for source in SOURCES}
-    with pytest.raises(TransferError) as caught:
-        run(network.fetch())
+    with pytest.raises(ComplaintError) as caught:
+        network.fetch()
     for source in SOURCES:
         assert f"{source}: " in str(caught.value)
     assert str(caught.value).count(fault) >= 3
@@ -303,7 +267,7 @@ def test_when_all_fail_the_error_says_what_each_of_them_said(fault: str) -> None
 def test_a_source_that_dies_half_way(after: int) -> None:
     network = Network(seed=after)
     network.faults["b"] = frames_from(after, lambda frame: network.lose("b"))  # type: ignore[func-returns-value]
-    found = run(network.fetch())
+    found = network.fetch()
     assert_equal(found, state())
     assert found.served["b"] <= after * SHARD_SIZE
 
@@ -312,16 +276,16 @@ def test_when_all_die_the_error_names_them() -> None:
     network = Network()
     for source in SOURCES:
         network.faults[source] = frames_from(1, lambda _, s=source: network.lose(s))  # type: ignore[misc]
-    with pytest.raises(TransferError, match="a: lost: connection reset"):
-        run(network.fetch())
+    with pytest.raises(ComplaintError, match="a: lost: connection reset"):
+        network.fetch()
 
 
 def test_sources_that_cannot_be_reached_or_have_another_step() -> None:
     network = Network()
     network.states |= {"b": state(step=8), "c": None}
-    assert run(network.fetch(["nowhere", *SOURCES])).served.keys() == {"nowhere", *SOURCES}
-    with pytest.raises(TransferError) as caught:
-        run(network.fetch(["nowhere", "b", "c"]))
+    assert network.fetch(["nowhere", *SOURCES]).served.keys() == {"nowhere", *SOURCES}
+    with pytest.raises(ComplaintError) as caught:
+        network.fetch(["nowhere", "b", "c"])
     for said in (
         "the state of step 7 is not to be had: ",
         "nowhere: there is no link to it",
@@ -329,8 +293,8 @@ def test_sources_that_cannot_be_reached_or_have_another_step() -> None:
         "c: there is no state here",
     ):
         assert said in str(caught.value)
-    with pytest.raises(TransferError, match="no source is named"):
-        run(network.fetch([]))
+    with pytest.raises(ComplaintError, match="no source is named"):
+        network.fetch([])
 
 
 def test_a_source_that_commits_meanwhile_refuses() -> None:
@@ -341,11 +305,11 @@ def test_a_source_that_commits_meanwhile_refuses() -> None:
         return frame
 
     network.faults["b"] = frames_from(2, commit)
-    assert_equal(run(network.fetch()), state())
+    assert_equal(network.fetch(), state())
     network.states = dict.fromkeys(SOURCES, state())
     network.faults["b"] = frames_from(2, commit)
-    with pytest.raises(TransferError, match="b: step 7 is asked for, but 8 is committed here"):
-        run(network.fetch(["b"]))
+    with pytest.raises(ComplaintError, match="b: step 7 is asked for, but 8 is committed here"):
+        network.fetch(["b"])
 
 
 @pytest.mark.parametrize("agrees", [True, False])
@@ -360,7 +324,7 @@ def test_a_late_manifest_has_to_agree_with_the_first(agrees: bool) -> None:
             del network.faults["b"]
             network._arrive("b", held.pop())
 
-    found = run(network.fetch(on_progress=release))
+    found = network.fetch(on_progress=release)
     assert_equal(found, state())
     assert (found.served["b"] > 0) == agrees
 
@@ -368,7 +332,7 @@ def test_a_late_manifest_has_to_agree_with_the_first(agrees: bool) -> None:
 def test_a_silent_source_does_not_hold_up_the_others() -> None:
     network = Network()
     network.faults["b"] = lambda answer: None
-    found = run(network.fetch())
+    found = network.fetch()
     assert_equal(found, state())
     assert found.seconds == 0.0
     assert found.served["b"] == 0
@@ -377,12 +341,13 @@ def test_a_silent_source_does_not_hold_up_the_others() -> None:
 def test_a_busy_joiner_does_not_take_its_sources_for_silent() -> None:
     network = Network()
 
-    async def busy(work: Callable[[], T]) -> T:
-        await asyncio.sleep(20.0)  # virtual seconds
-        return work()
+    class Busy(AtOnce):
+        def post(self, work: Any, then: Any, priority: Priority) -> None:
+            post = partial(super().post, work, then, priority)
+            network.nodes.after(20.0, post)
 
-    network.client.in_compute_thread = busy
-    found = run(network.fetch(deadline=1e6))
+    network.client = network.joiner(Busy())
+    found = network.fetch(deadline=1e6)
     assert_equal(found, state())
     assert len(network.asked) == len(range(0, found.bytes, SHARD_SIZE))
 
@@ -390,23 +355,23 @@ def test_a_busy_joiner_does_not_take_its_sources_for_silent() -> None:
 def test_silence_of_all_is_an_error_that_says_so() -> None:
     network = Network()
     network.faults = dict.fromkeys(SOURCES, lambda answer: None)
-    with pytest.raises(TransferError, match="c: no manifest in 10 s"):
-        run(network.fetch())
+    with pytest.raises(ComplaintError, match="c: no manifest in 10 s"):
+        network.fetch()
 
 
 def test_the_deadline_names_who_was_waited_for() -> None:
     network = Network()
     network.faults = dict.fromkeys(SOURCES, lambda answer: None)
     with pytest.raises(
-        TransferError, match="after 4 s: every manifest missing, waited for a, b, c"
+        ComplaintError, match="after 4 s: every manifest missing, waited for a, b, c"
     ):
-        run(network.fetch(deadline=4.0))
+        network.fetch(deadline=4.0)
     network.faults = {"a": frames_from(5, lambda frame: None)}
     network.states["b"] = None
     with pytest.raises(
-        TransferError, match=r"after 4 s: \d+ shards missing, waited for a; b: there"
+        ComplaintError, match=r"after 4 s: \d+ shards missing, waited for a; b: there"
     ):
-        run(network.fetch(["a", "b"], deadline=4.0))
+        network.fetch(["a", "b"], deadline=4.0)
 
 
 def test_a_shard_that_was_not_asked_for_has_no_effect() -> None:
@@ -420,24 +385,20 @@ def test_a_shard_that_was_not_asked_for_has_no_effect() -> None:
             network._arrive("stranger", corrupt(frame))
         network.client.on_peer_lost("stranger", "gone")
 
-    found = run(network.fetch(on_progress=repeat))
+    found = network.fetch(on_progress=repeat)
     assert_equal(found, state())
     network._arrive("b", sent[0])  # long after
 
 
-def test_a_cancelled_transfer_leaves_nothing_behind() -> None:
+def test_a_transfer_that_is_given_up_leaves_nothing_behind() -> None:
     network = Network()
-
-    async def cancelled() -> None:
-        half = asyncio.Event()
-        task = asyncio.create_task(network.fetch(on_progress=lambda _: half.set()))
-        await half.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    run(cancelled())
-    assert_equal(run(network.fetch()), state())
+    there: list[int] = []
+    exchange = network.start(on_progress=there.append)
+    while not there:
+        assert network.nodes.step()
+    exchange.cancel()
+    assert_equal(network.fetch(), state())
+    assert len(there) == 1
 
 
 # What comes from outside
@@ -500,26 +461,22 @@ def test_no_bytes_break_the_manifest(tensors: bytes) -> None:
 def ask_server(
     *requests: pb.Message,
     served: Callable[[], StageState | None] = state,
-    compute: InComputeThread = at_once,
+    compute: Compute | None = None,
 ) -> list[Answer]:
     """The answers to requests that come at once."""
     answers: list[Answer] = []
-    done = asyncio.Event()
+    nodes = Nodes()
 
     def answer(peer: str, message: Answer) -> bool:
         answers.append(message)
-        if len(answers) == len(requests):
-            done.set()
         return True
 
-    async def ask() -> list[Answer]:
-        server = StateServer(answer, answer, lambda *_: served(), compute)
-        for request in requests:
-            server.on_message("joiner", request)
-        await done.wait()
-        return answers
-
-    return run(ask())
+    server = StateServer(nodes.new(compute), tensors, answer, lambda *_: served())
+    for request in requests:
+        server.on_message("joiner", request)
+    while nodes.step():
+        pass
+    return answers
 
 
 def shard_request(offset: int, size: int, step: int = STEP) -> pb.Message:
@@ -552,26 +509,11 @@ def test_a_joiner_cannot_have_a_source_work_on_any_number_of_requests(
 ) -> None:
     monkeypatch.setattr(transfer, "REQUESTS", 2)
 
-    async def flood() -> list[Answer]:
-        answers: list[Answer] = []
-        never = asyncio.Event()
+    class Stuck(AtOnce):
+        def post(self, work: Any, then: Any, priority: Priority) -> None:
+            """Never."""
 
-        async def compute(work: Callable[[], T]) -> T:
-            await never.wait()
-            return work()
-
-        server = StateServer(
-            lambda peer, answer: not answers.append(answer),  # type: ignore[func-returns-value]
-            lambda peer, answer: not answers.append(answer),  # type: ignore[func-returns-value]
-            lambda *_: state(),
-            compute,
-        )
-        for _ in range(5):
-            server.on_message("joiner", shard_request(0, 4))
-        await server.close()
-        return answers
-
-    assert run(flood()) == []
+    assert ask_server(*[shard_request(0, 4)] * 5, compute=Stuck()) == []
     assert caplog.text.count("dropped a request for state from joiner") == 3
 
 
@@ -590,12 +532,13 @@ def test_what_waits_to_be_sent_does_not_change_with_the_weights() -> None:
 def test_a_manifest_is_of_one_step_even_when_a_commit_comes_in_between() -> None:
     committed = [state()]
 
-    async def compute(work: Callable[[], T]) -> T:
-        committed.append(state(step=STEP + 1))
-        return work()
+    class Applying(AtOnce):
+        def post(self, work: Any, then: Any, priority: Priority) -> None:
+            committed.append(state(step=STEP + 1))
+            super().post(work, then, priority)
 
     request = pb.Message(state_request=pb.StateRequest(transfer=1, step=STEP))
-    (answer,) = ask_server(request, served=lambda: committed[-1], compute=compute)
+    (answer,) = ask_server(request, served=lambda: committed[-1], compute=Applying())
     assert isinstance(answer, pb.Message)
     assert answer.state_manifest.error == "step 7 is asked for, but 8 is committed here"
 

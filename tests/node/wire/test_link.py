@@ -115,7 +115,7 @@ async def both_ways() -> None:
                 assert one.links.send(other.name, message(step))
             for step in range(5):
                 assert await other.events.next("message") == (one.name, message(step))
-            assert one.links.send_frame(other.name, frame(10_000, microbatch=3))
+            assert one.links.send(other.name, frame(10_000, microbatch=3))
             peer, found = await other.events.next("frame")
             assert peer == one.name
             assert (found.kind, found.ballot, found.fields) == (
@@ -138,7 +138,7 @@ async def test_a_frame_of_many_chunks_in_the_default_settings() -> None:
         await up(a, b)
         tensors = [torch.arange(5_000_001), torch.ones(3, dtype=torch.uint8), torch.randn(100_000)]
         descriptors, buffers = encode(tensors, "none")
-        assert a.links.send_frame("b", Frame("state", (1, 1), {}, descriptors, buffers))
+        assert a.links.send("b", Frame("state", (1, 1), {}, descriptors, buffers))
         _, found = await b.events.next("frame")
         decoded = decode(found.descriptors, found.payload)
         assert all(torch.equal(x, y) for x, y in zip(decoded, tensors, strict=True))
@@ -150,7 +150,7 @@ async def test_an_urgent_frame_overtakes_a_big_one() -> None:
         view(1, a, b)
         await up(a, b)
         for kind in ("state", "average", "activation", "gradient"):
-            a.links.send_frame("b", frame(100_000, kind))
+            a.links.send("b", frame(100_000, kind))
         kinds = [(await b.events.next("frame"))[1].kind for _ in range(4)]
         assert kinds == ["gradient", "activation", "average", "state"]
 
@@ -159,11 +159,11 @@ async def test_a_frame_that_cannot_travel_is_said_to_its_sender() -> None:
     a, b = Node("a"), Node("b")
     async with started(a, b):
         assert not a.links.send("b", message(1))
-        assert not a.links.send_frame("b", frame())
+        assert not a.links.send("b", frame())
         view(1, a, b)
         await up(a, b)
         with pytest.raises(WireError, match="kind 'pickle'"):
-            a.links.send_frame("b", frame(kind="pickle"))
+            a.links.send("b", frame(kind="pickle"))
         with pytest.raises(WireError, match="a message of"):
             a.links.send("b", Message(failed={"reason": "a" * (link.MESSAGE_LIMIT + 1)}))
         assert a.links.linked("b")
@@ -477,14 +477,14 @@ async def test_a_broken_link_tells_what_may_be_lost_and_comes_back() -> None:
         b.address = wire.address
         view(1, a, b)
         await up(a, b)
-        a.links.send_frame("b", frame(5000, number=0))
+        a.links.send("b", frame(5000, number=0))
         assert (await b.events.next("frame"))[1].fields == {"number": 0}
-        b.links.send_frame("a", frame())  # behind the acknowledgement
+        b.links.send("a", frame())  # behind the acknowledgement
         await a.events.next("frame")
 
         wire.passing.clear()
         for number in range(1, 9):
-            a.links.send_frame("b", frame(5000, number=number))
+            a.links.send("b", frame(5000, number=number))
         assert a.links.unacknowledged == 40_000
         wire.cut()
         peer, reason, lost = await a.events.next("lost")
@@ -496,7 +496,7 @@ async def test_a_broken_link_tells_what_may_be_lost_and_comes_back() -> None:
 
         wire.passing.set()
         await up(a, b)
-        a.links.send_frame("b", frame(number=9))
+        a.links.send("b", frame(number=9))
         assert (await b.events.next("frame"))[1].fields == {"number": 9}
 
 

@@ -106,3 +106,25 @@ def test_none_goes_on_once_they_are_closed() -> None:
         return True
 
     assert virtual_time.run(main())
+
+
+def test_a_task_that_waits_for_an_exchange_is_told_and_gives_it_up() -> None:
+    async def main() -> list[str]:
+        exchanges, said = looped(), []
+
+        async def work(seconds: float) -> str:
+            try:
+                await exchanges.sleep(seconds)
+                return f"done at {exchanges.now:g}" if seconds < 5 else str(1 // 0)
+            finally:
+                said.append(f"over {seconds:g}")
+
+        said.append(await exchanges.outcome(work(2.0)))
+        with pytest.raises(ZeroDivisionError):
+            await exchanges.outcome(work(5.0))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await exchanges.outcome(work(9.0))
+        return said
+
+    assert virtual_time.run(main()) == ["over 2", "done at 2", "over 5", "over 9"]

@@ -1,0 +1,601 @@
+"""One seat at a stage: what a node does there, with no loop, clock, socket, thread or tensor.
+
+An agent owns the machines of the step transaction (`Member`, `Driver`), the attempt under way, what
+is kept for others, and the exchanges that average, fetch and relearn. Events come in, each with its
+time; what they ask for goes out through ports (node/ports.py). The daemon gives it asyncio, gRPC
+and torch, tests/simulation a virtual world: there is no other description of a node.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from planaria.bootstrap import registry_pb2 as registry
+from planaria.node.ports import Learned, Ports
+from planaria.node.report.events import (
+    Applied,
+    Cost,
+    Event,
+    RelearningRound,
+    Saved,
+    SaveFailed,
+)
+from planaria.node.run_file import RunFile
+from planaria.node.stage import learning_rate
+from planaria.node.stage.shape import ModelConfig
+from planaria.node.state.boundary import BoundaryClient, BoundaryServer
+from planaria.node.state.feeding import Gradients, Pins, backlog, gradient_frame, no_gradient
+from planaria.node.state.rebuild import Rebuilding
+from planaria.node.state.relearn import Relearning
+from planaria.node.state.stage_state import Age, StageState, StateId
+from planaria.node.state.transfer import StateClient, StateServer
+from planaria.node.transaction.attempt import Attempt, Workplace
+from planaria.node.transaction.averaging import Averaging
+from planaria.node.transaction.driver import Driver
+from planaria.node.transaction.driver import Phase as DriverPhase
+from planaria.node.transaction.effects import (
+    Adopt,
+    Apply,
+    Ballot,
+    DropAttempt,
+    Effect,
+    Fetch,
+    GoOn,
+    Halted,
+    Reduce,
+    Rejoin,
+    Send,
+    StartAttempt,
+    Suspect,
+)
+from planaria.node.transaction.following import feeders
+from planaria.node.transaction.member import Frames, Member, Phase
+from planaria.node.transaction.rules import Rules
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.exchange import ComplaintError, Exchange, PeerLostError
+from planaria.node.wire.frames import Frame
+from planaria.node.wire.outbox import Outbox
+from planaria.recovery.decide import Kind
+
+if TYPE_CHECKING:
+    from planaria.node.state.holdings import Holdings
+
+log = logging.getLogger("planaria")
+
+MOST_HELD = 4096
+"""Frames of a coming attempt that are kept, at most."""
+TO_DRIVER = frozenset(["status", "synced", "home", "ready", "failed", "cut", "stale"])
+TO_MEMBER = frozenset(["query", "sync", "step", "reduce", "halt"])
+OF_AN_ATTEMPT = frozenset(["activation", "gradient", "average", "twin"])
+"""Kinds of frames without which the attempt fails."""
+
+
+class Agent:
+    """One seat at a stage, from when the stage is built. Its events are called on one thread."""
+
+    def __init__(
+        self,
+        node: str,
+        stage: int,
+        run: RunFile,
+        config: ModelConfig,
+        ports: Ports,
+        make_holdings: Callable[[Agent], Holdings],
+    ) -> None:
+        """Called in the compute thread, after `ports.arithmetic` was made there."""
+        self.node, self.stage, self.run, self.config = node, stage, run, config
+        self.net, self.exchanges, self.record = ports.net, ports.exchanges, ports.record
+        self.arithmetic, self.tensors = ports.arithmetic, ports.tensors
+        self.peers: dict[str, int] = {}  # all members, and the stages of their seats
+        self.outbox = Outbox(ports.net, self._undelivered)
+        self.held: list[tuple[str, Frame]] = []  # frames of a coming attempt
+        self.attempt: Attempt | None = None
+        self.reducing: tuple[Ballot, Exchange[None]] | None = None
+        self.fetching: Exchange[None] | None = None
+        self.based_on = (0, pb.Commit())  # step of the attempt's weights, newest commit in them
+        self.learned = Learned(self.arithmetic.digest(), omega=0.0, optimizer_step=0)
+        self.tokens_per_second = 0.0
+        self.trouble = ""  # with saving
+        self.driver = self._new_driver()
+        self.member = self._new_member()
+        self.member.digest = self.learned.digest
+        self.holdings = make_holdings(self)
+        self.member.holdings = self.holdings.listed
+        self.arithmetic.work.twin = self.holdings.twin
+        self.workplace = Workplace(
+            node=node,
+            masking=run.recovery.masking,
+            in_flight=run.training.in_flight or config.stages + 1,
+            work=self.arithmetic.work,
+            compute=ports.compute,
+            host=self,
+            boundary=self.holdings.boundary,
+            redundant=self.holdings.twin is not None,
+        )
+        self._converse()
+
+    def _new_driver(self) -> Driver:
+        return Driver(self.node, rules(self.run, self.config))
+
+    def _new_member(self) -> Member:
+        return Member(self.node, self.stage)
+
+    def _converse(self) -> None:
+        """With peers: about gradients, states, boundary tensors."""
+        exchanges, tensors, send = self.exchanges, self.tensors, self.send
+        self.averaging = Averaging(self.node, exchanges, send, tensors, self.run.wire.averaging)
+        self.pins = Pins(tensors)
+        self.gradients = Gradients(self.arithmetic.gradient, tensors)
+        self.states = StateClient(exchanges, tensors, send)
+        self.state_server = StateServer(exchanges, tensors, send, self._served)
+        self.crossings = BoundaryClient(exchanges, send, self.arithmetic.boundary_tensor)
+        keeper = self.holdings.boundary
+        self.crossing_server = BoundaryServer(keeper, tensors, send) if keeper else None
+        self.relearning = Relearning(exchanges, tensors, send, self._relearning)
+        self.rebuilding = Rebuilding(
+            exchanges,
+            self.arithmetic,
+            self.run,
+            self.config,
+            self.member,
+            self.holdings,
+            self.states,
+            self.crossings,
+            self.relearning,
+            self.record.tell,
+        )
+
+    # --- what happens
+
+    def viewed(self, view: registry.View, now: float) -> None:
+        """The registry has issued `view`, with this node at this stage."""
+        self.exchanges.at(now)
+        self.peers = {member.node: member.stage for member in view.members}
+        self._carry_out(self.member.viewed(view))
+        self._carry_out(self.driver.viewed(view, now))
+
+    def on_message(self, peer: str, message: pb.Message, now: float) -> None:
+        self.exchanges.at(now)
+        body = message.WhichOneof("body")
+        if body in TO_DRIVER:
+            self._carry_out(self.driver.received(peer, message, now))
+        elif body in TO_MEMBER:
+            self._carry_out(self.member.received(peer, message))
+        elif body in ("state_request", "shard_request"):
+            self.state_server.on_message(peer, message)
+        elif body in ("state_manifest", "shard_refusal"):
+            self.states.on_message(peer, message)
+        elif body == "kept":
+            self.holdings.on_message(peer, message)
+        elif body == "boundary_request" and self.crossing_server is not None:
+            self.crossing_server.on_message(peer, message)
+        elif body == "boundary_manifest":
+            self.crossings.on_message(peer, message)
+        elif body == "relearn":
+            self.relearning.on_message(peer, message)
+
+    def on_frame(self, peer: str, frame: Frame, now: float) -> None:
+        self.exchanges.at(now)
+        match frame.kind:
+            case "state":
+                self.states.on_frame(peer, frame)
+            case "average":
+                self.averaging.on_frame(peer, frame)
+            case "boundary":
+                self.crossings.on_frame(peer, frame)
+            case "relearn":
+                self.relearning.on_frame(peer, frame)
+            case "follow":
+                self.exchanges.start(self._take_gradient(peer, frame))
+            case "twin" | "copy":
+                self.holdings.on_frame(peer, frame)
+            case _:
+                self._take(peer, frame)
+
+    def on_link_up(self, peer: str, now: float) -> None:
+        self.exchanges.at(now)
+        self._carry_out(self.driver.link_up(peer, now))
+        self.outbox.linked(peer)
+
+    def on_link_lost(
+        self, peer: str, reason: str, unacknowledged: Sequence[Frame], now: float
+    ) -> None:
+        self.exchanges.at(now)
+        self.averaging.on_peer_lost(peer, reason)
+        self.states.on_peer_lost(peer, reason)
+        self.crossings.on_peer_lost(peer, reason)
+        self.relearning.on_peer_lost(peer, reason)
+        if peer not in self.peers:
+            return
+        self.holdings.on_peer_lost(peer, reason)
+        for frame in unacknowledged:
+            # Who is ready can't fail the attempt any more, so what is lost is sent again.
+            if frame.kind == "twin" and frame.ballot == self.member.attempt:
+                self.send(peer, frame)
+        lost = [f.ballot for f in unacknowledged if f.kind in ("activation", "gradient")]
+        if lost:  # those of older attempts may be among them
+            why = f"the link to {peer} broke before a frame was through: {reason}"
+            self.cut_off(Ballot(*max(lost)), peer, why)
+        self._carry_out(self.member.link_lost(peer))
+        self._carry_out(self.driver.link_lost(peer, reason, now))
+
+    def tick(self, now: float) -> None:
+        self.exchanges.at(now)
+        self._carry_out(self.driver.tick(now))
+        self.outbox.tick(now)
+
+    # --- sending
+
+    def send(self, peer: str, item: pb.Message | Frame) -> bool:
+        """To the peer's seat. A link to a member that isn't up yet is waited for; False when there
+        will be none."""
+        seat = self.peers.get(peer)
+        if seat is not None and item.seat != seat:
+            if isinstance(item, Frame):
+                item = replace(item, seat=seat)  # it may be on its way to another, too
+            else:
+                item.seat = seat
+        return self.outbox.send(peer, item, seat is not None, self.exchanges.now)
+
+    def linked(self, peer: str) -> bool:
+        return self.net.linked(peer)
+
+    def demand(self, peer: str) -> None:
+        self.net.demand(peer)
+
+    def _undelivered(self, peer: str, item: pb.Message | Frame, reason: str) -> None:
+        if isinstance(item, Frame) and item.kind in OF_AN_ATTEMPT:
+            self.cut_off(Ballot(*item.ballot), peer, reason)
+
+    # --- what the attempt says
+
+    def microbatch_home(self, ballot: Ballot, home: pb.Home) -> None:
+        self._carry_out([ballot.send(self.member.driver, home=home)])
+
+    def cut_off(self, ballot: Ballot, node: str, reason: str) -> None:
+        self._carry_out(self.member.cut_off(ballot, node, reason))
+
+    def attempt_failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> None:
+        self._carry_out(self.member.failed(ballot, reason, accused))
+
+    def crashed(self, error: BaseException) -> None:
+        self.exchanges.crashed(error)
+
+    # --- what the machines ask for
+
+    def _carry_out(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            self._carry_out_one(effect)
+
+    def _carry_out_one(self, effect: Effect) -> None:
+        match effect:
+            case Send(to, message) if to == self.node:
+                self.exchanges.call_soon(lambda: self.on_message(to, message, self.exchanges.now))
+            case Send(to, message):
+                self.send(to, message)
+            case StartAttempt(ballot, begin):
+                self.based_on = self.member.committed, self.member.last
+                self._forget(ballot)
+                self.holdings.attempted(ballot, begin)
+                self._follow_plan(self._begin_attempt, ballot, begin)
+            case GoOn(ballot, begin):
+                assert self.attempt is not None
+                self._forget(ballot)
+                self.holdings.follow(begin)
+                self._follow_plan(self.attempt.go_on, ballot, begin)
+            case DropAttempt(ballot):
+                self._forget(ballot.next())
+                self.holdings.dropped()
+                if self.attempt is not None:
+                    self.attempt.drop()
+                    self.attempt = None
+            case Reduce(ballot, _):
+                assert self.attempt is not None
+                self.reducing = ballot, self.exchanges.start(self._reduce(ballot, self.attempt))
+            case Apply(commit):
+                # Posts at once: what comes next must find it before itself in the thread.
+                self.exchanges.start(self._apply(commit))
+            case Adopt(ballot):
+                self.exchanges.start(self._adopt(ballot))
+            case Fetch(ballot, sync):
+                self.gradients.forget(ballot)
+                if self.fetching is not None:
+                    self.fetching.cancel()
+                self.fetching = self.exchanges.start(self._fetch(ballot, sync))
+            case Suspect(node, why):
+                self.record.suspect(node, why)
+            case Rejoin(reason):
+                self.record.over(reason)
+            case Halted(halt):
+                self.record.halted(halt)
+            case Event():
+                self.record.tell(effect)
+
+    def _begin_attempt(self, ballot: Ballot, begin: pb.Begin) -> None:
+        """Raises ValueError."""
+        if self.attempt is not None:
+            self.attempt.end()
+        self.attempt = None
+        self.attempt = Attempt(self.workplace, ballot, begin)
+        self.attempt.start()
+
+    def _follow_plan(
+        self, follow: Callable[[Ballot, pb.Begin], None], ballot: Ballot, begin: pb.Begin
+    ) -> None:
+        try:
+            follow(ballot, begin)
+        except ValueError as error:
+            self.attempt_failed(ballot, str(error), [])
+            return
+        held, self.held = self.held, []
+        for peer, frame in held:
+            self._take(peer, frame)
+
+    def _take(self, peer: str, frame: Frame) -> None:
+        """Something of a microbatch."""
+        match self.member.frames(Ballot(*frame.ballot)):
+            case Frames.TAKE if self.attempt is not None:
+                self.attempt.take(peer, frame)
+            case Frames.HOLD if len(self.held) < MOST_HELD:
+                self.held.append((peer, frame))
+
+    def _forget(self, before: Ballot) -> None:
+        """Ballots older than that are void."""
+        if self.reducing is not None and self.reducing[0] < before:
+            self.reducing[1].cancel()
+        self.averaging.forget(before)
+        self.holdings.forget(before)
+
+    # --- reducing
+
+    async def _reduce(self, ballot: Ballot, attempt: Attempt) -> None:
+        try:
+            norm = await self._reduce_all(ballot, attempt)
+        except PeerLostError as error:
+            for node in error.accused:
+                self.cut_off(ballot, node, str(error))
+            return
+        except ComplaintError as error:
+            self.attempt_failed(ballot, str(error), error.accused)
+            return
+        seconds = self.workplace.seconds_per_microbatch
+        self._carry_out(self.member.reduced(ballot, norm, math.isfinite(norm), seconds))
+        self.exchanges.start(self._feed(ballot, attempt.begin))
+
+    async def _reduce_all(self, ballot: Ballot, attempt: Attempt) -> float:
+        """The stage's gradient, summed over its replicas, and the twin's; the squared norm of the
+        former. Raises ComplaintError."""
+        begin, progress = attempt.begin, self.run.swarm.progress
+        gradient = self.arithmetic.gradient
+        replicas = sorted(place.node for place in begin.members if place.stage == self.stage)
+        await attempt.complete(self.exchanges, progress)
+        await self.averaging.reduce(
+            ballot, replicas, gradient, attempt.applied, len(begin.plan), progress
+        )
+        norm = await self.exchanges.compute(self.arithmetic.reduced)
+        if self.holdings.twin is not None:
+            await self.holdings.twin.exchange(ballot, begin.members, gradient, norm, progress)
+        return norm
+
+    # --- joiners that follow
+
+    async def _feed(self, ballot: Ballot, begin: pb.Begin) -> None:
+        """Send the reduced gradient to the joiners that this node feeds."""
+        joiners = [joiner for joiner, by in feeders(begin).items() if by == self.node]
+        if not joiners:
+            return
+        gradient = self.arithmetic.gradient
+        frame = await self.exchanges.compute(
+            partial(gradient_frame, ballot, gradient, self.tensors)
+        )
+        for joiner in joiners:
+            fits = self.net.unacknowledged_by(joiner) + frame.size <= backlog(gradient)
+            self.send(joiner, frame if fits else no_gradient(ballot))
+
+    async def _take_gradient(self, peer: str, frame: Frame) -> None:
+        """A replica of this node's stage has sent what it has reduced."""
+        ballot = Ballot(*frame.ballot)
+        if self.member.following is None:
+            return
+        gradient = await self.exchanges.compute(partial(self.gradients.parse, frame))
+        if gradient is not None and self.gradients.put(ballot, gradient):
+            self._carry_out(self.member.gradient_came(ballot, peer))
+        else:
+            self._carry_out(self.member.gradient_missed(ballot))
+
+    async def _adopt(self, ballot: Ballot) -> None:
+        """What a replica has reduced is as good as if this node had."""
+        adopt = partial(self.arithmetic.adopt, self.gradients.get(ballot))
+        norm = await self.exchanges.compute(adopt)
+        self._carry_out(self.member.reduced(ballot, norm, math.isfinite(norm), 0.0))
+
+    # --- commits and state
+
+    async def _apply(self, commit: pb.Commit) -> None:
+        member, stage, run = self.member, self.stage, self.run
+        peak = run.training.lr or self.config.learning_rate
+        lr = learning_rate.scheduled(
+            commit.step, run.steps, peak, run.training.warmup, run.training.lr_floor
+        )
+        begin = self.attempt.begin if self.attempt else pb.Begin()  # a joiner has none
+        replicas = [place.node for place in begin.members if place.stage == stage]
+        first = self.node == min(replicas, default="")
+        fetched = {joiner.step for joiner in begin.joining if joiner.stage == stage}
+        lineage, boosted_at = member.lineage, member.boosted_at
+        before = self._state(lineage, *self.based_on, boosted_at)
+        after = self._state(lineage, commit.step, commit, boosted_at)
+        self.holdings.committing(commit.step, lineage)
+        keep = self.pins.keep(fetched, before)
+        self.gradients.forget(Ballot.of(commit.ballot))
+
+        def apply() -> Learned:
+            keep()
+            learned = self.arithmetic.apply(commit, lr)
+            self.holdings.apply(commit, lr)
+            state = replace(after, omega=learned.omega, optimizer_step=learned.optimizer_step)
+            self.holdings.save(state, first)
+            return learned
+
+        self.learned = await self.exchanges.compute(apply)
+        self.record.committed(commit)
+        if commit.seconds:
+            self.tokens_per_second = commit.tokens / commit.seconds
+        digest = self.learned.digest
+        self.record.tell(Applied(lineage=lineage, step=commit.step, digest=digest.hex()))
+        self._carry_out(member.applied(digest))
+        self.holdings.in_place(after.id)
+        self.record.changed()
+
+    async def _fetch(self, ballot: Ballot, sync: pb.Sync) -> None:
+        member = self.member
+        log.info("%s", sync.reason)
+        try:
+            if sync.method == "twin":
+                synced = await self.rebuilding.rebuild_twin(ballot, sync)
+                if synced is not None:
+                    self._carry_out(member.fetched(synced, member.last, member.boosted_at))
+                return
+            rebuilt = await self.rebuilding.rebuild(ballot, sync)
+        except ComplaintError as error:
+            self._carry_out(member.failed(ballot, str(error), error.accused))
+            return
+        if rebuilt is None:
+            return
+        synced, state = rebuilt
+        self.learned = Learned(synced.digest, state.omega, state.optimizer_step)
+        log.info(
+            "stage %s is at step %d by %s: %d bytes, %.2f s",
+            *(self.stage, sync.step, sync.method, synced.fetched_bytes, synced.seconds),
+        )
+        if sync.HasField("last"):
+            self.record.committed(state.last)  # who was to note it may be gone
+        self._carry_out(member.fetched(synced, state.last, state.boosted_at))
+        self.holdings.in_place(state.id)
+
+    def _relearning(self, round: int, residual: float) -> None:
+        self.record.tell(RelearningRound(stage=self.stage, round=round, residual=residual))
+
+    def own_state(self) -> StageState | None:
+        """Of this seat's stage, as of the newest commit; None: there is none."""
+        member = self.member
+        if member.phase is Phase.SYNCING and member.sync.method != "twin":
+            return None
+        if member.following is not None and member.following.state is None:
+            return None
+        return self._state(member.lineage, member.committed, member.last, member.boosted_at)
+
+    def _state(self, lineage: int, step: int, last: pb.Commit, boosted_at: int) -> StageState:
+        return StageState(
+            id=StateId.after(last, self.stage, lineage, step),
+            tensors=self.arithmetic.tensors,
+            omega=self.learned.omega,
+            boosted_at=boosted_at,
+            last=last,
+            optimizer_step=self.learned.optimizer_step,
+        )
+
+    def _served(self, kind: str, stage: int, step: int) -> StageState | None:
+        """For a joiner."""
+        if kind:
+            return self.holdings.served(kind, stage)
+        return self.pins.get(step) or self.own_state()
+
+    async def save_now(self) -> None:
+        """Whatever step it is."""
+        state = self.own_state()
+        if state is not None and state.id.step > 0:  # a commit in progress is posted before this
+            save = partial(self.holdings.save, state, first=False, always=True)
+            await self.exchanges.compute(save)
+
+    def saved(self, kind: Kind, save: Age) -> None:
+        self.trouble = ""
+        self.record.tell(Saved(holding=kind, step=save.step))
+
+    def save_failed(self, reason: str) -> None:
+        self.trouble = reason
+        self.record.tell(SaveFailed(reason=reason))
+        self.record.changed()
+
+    # --- how it is
+
+    @property
+    def members(self) -> Sequence[pb.Place]:
+        """Who takes part in the attempt that is under way here, or was last."""
+        return self.attempt.begin.members if self.attempt is not None else []
+
+    def doing(self) -> str:
+        """What holds it up when the compute thread has nothing to do; empty: nothing that it
+        knows."""
+        if self.reducing is not None and not self.reducing[1].done:
+            return "average"
+        syncing = DriverPhase.SYNCING
+        rebuilding = self.member.phase is Phase.SYNCING or self.driver.phase is syncing
+        return "rebuild" if rebuilding else ""
+
+    def costs(self) -> dict[str, Cost]:
+        """Of keeping things for the day of a loss, by what it is for."""
+        return self.holdings.costs() | {"masking": Cost(memory_bytes=self.most_kept)}
+
+    @property
+    def most_kept(self) -> int:
+        """Bytes, at the end of an attempt, of what might have had to be sent or averaged again."""
+        kept = self.attempt.kept if self.attempt is not None else 0
+        return max(kept, self.workplace.most_kept)
+
+    def report(self) -> registry.Report:
+        """What the registry is to know of this seat."""
+        member, halt = self.member, self.member.halt
+        driving = self.driver.phase is not DriverPhase.INACTIVE
+        explained = self.driver.explain() if driving else ""
+        return registry.Report(
+            committed=member.committed,
+            lineage=member.lineage,
+            phase=member.phase.value,
+            loss=member.last.loss,
+            microbatches=self.workplace.computed,
+            tokens_per_second=self.tokens_per_second,
+            message=(halt.reason if halt else "") or self.trouble or explained,
+            stopped=halt is not None and not halt.finished,
+            finished=halt is not None and halt.finished,
+        )
+
+    def validate_state(self) -> None:
+        """What holds between any two events. Raises AssertionError."""
+        member, attempt = self.member, self.attempt
+        if member.phase in (Phase.RUNNING, Phase.REDUCING, Phase.READY) and not member.following:
+            assert attempt is not None and not attempt.over, f"{member.phase}, but no attempt"
+            assert attempt.ballot == member.attempt, f"at {attempt.ballot}, not {member.attempt}"
+            assert attempt.began == member.began
+        if member.phase is Phase.READY and not member.following:
+            assert attempt is not None and self.reducing is not None
+        if self.reducing is not None and not self.reducing[1].done:
+            assert member.phase is Phase.REDUCING, f"reduces {self.reducing[0]} in {member.phase}"
+        assert len(self.held) <= MOST_HELD
+        assert self.exchanges.now >= 0.0
+
+
+def rules(run: RunFile, config: ModelConfig) -> Rules:
+    """What the run file says to the driver."""
+    training, recovery = run.training, run.recovery
+    return Rules(
+        stages=config.stages,
+        steps=run.steps,
+        microbatches=training.microbatches,
+        validation_microbatches=training.validation_microbatches,
+        validate_every=training.validate_every,
+        clip=training.clip,
+        clip_scope=training.clip_scope,
+        policy=recovery.policy,
+        strict=recovery.strict,
+        masking=recovery.masking,
+        relearn=recovery.relearn_passes > 0,
+        progress=run.swarm.progress,
+        lr_scale=partial(
+            learning_rate.boost, factor=recovery.lr_boost, over=recovery.lr_boost_steps
+        ),
+    )

@@ -1,0 +1,141 @@
+"""The port `Arithmetic`, with torch: one stage's module, its optimizer, and what they make."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from planaria.node.data.corpus import Corpus
+from planaria.node.ports import Learned
+from planaria.node.run_file import RunFile
+from planaria.node.stage.lesson import StageLesson, boundary_tensor
+from planaria.node.stage.model import BodyStage, build_stage, parameter_shapes
+from planaria.node.stage.next_stage import build as build_next_stage
+from planaria.node.stage.optimizer import StageOptimizer
+from planaria.node.stage.shape import ModelConfig
+from planaria.node.stage.work import TorchWork
+from planaria.node.state.boundary import Fetched
+from planaria.node.state.stage_state import StageState, StateId
+from planaria.node.state.twin import Twin, next_stage
+from planaria.node.transaction.effects import NEVER
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire import tensors
+from planaria.node.wire.exchange import Exchanges
+from planaria.node.wire.frames import Frame
+from planaria.recovery import checkfree
+from planaria.recovery.decide import INEXACT
+from planaria.recovery.snapshot import Layout
+
+
+class TorchStage:
+    """One stage on `device`, as it is before the first step. Stage 0 needs the `corpus`.
+
+    Made in the compute thread, which all of it belongs to, but for the sizes of its tensors.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        stage: int,
+        run: RunFile,
+        config: ModelConfig,
+        device: torch.device,
+        corpus: Corpus | None,
+    ) -> None:
+        self.stage, self.run, self.config = stage, run, config
+        self._module = build_stage(config, stage, run.seed).to(device)
+        if isinstance(self._module, BodyStage):
+            self._module.recompute = run.training.recompute
+        self.optimizer = StageOptimizer(self._module, device)
+        self.tensors = dict(self.optimizer.state(optimizer=True))
+        self.gradient = self.optimizer.gradient
+        self.work = TorchWork(node, self._module, self.optimizer, run, config, device, corpus)
+        self._reduced_norm = self._omega = 0.0
+
+    def digest(self) -> bytes:
+        return self.optimizer.digest()
+
+    def reduced(self) -> float:
+        self._reduced_norm = self.optimizer.squared_norm()
+        return self._reduced_norm
+
+    def adopt(self, gradient: Tensor) -> float:
+        self.gradient.copy_(gradient)
+        return self.reduced()
+
+    def apply(self, commit: pb.Commit, lr: float) -> Learned:
+        if not commit.skipped:
+            scale = commit.lr_scale[self.stage]
+            self.optimizer.step(lr * scale, commit.clip_scale[self.stage])
+            self._omega = self._reduced_norm
+        self.optimizer.zero_gradient()
+        return self._learned()
+
+    def _learned(self) -> Learned:
+        return Learned(self.digest(), self._omega, self.optimizer.steps)
+
+    def initial(self, lineage: int) -> StageState:
+        module = build_stage(self.config, self.stage, self.run.seed)
+        tensors = dict(StageOptimizer(module, torch.device("cpu")).state(optimizer=True))
+        made = StateId(self.stage, lineage, step=0, made=NEVER)
+        return StageState(made, tensors, 0.0, 0, pb.Commit(), 0)
+
+    def put_in_place(self, sync: pb.Sync, states: Sequence[StageState]) -> Learned:
+        if sync.method not in INEXACT:
+            (state,) = states
+            self.optimizer.load(state.tensors.items(), state.optimizer_step)
+            self._omega = state.omega
+            return self._learned()
+        stages = sorted({source.stage for source in sync.sources})
+        sources = [
+            checkfree.Trained(stage, state.tensors["weights"], state.omega)
+            for stage, state in zip(stages, states, strict=True)
+        ]
+        kind = self.run.recovery.omega
+        weights, self._omega = checkfree.guess(self.stage, sync.method, sources, kind)
+        self.optimizer.load([("weights", weights)], 0)
+        return self._learned()
+
+    def lesson(self, fetched: Fetched, lost: Collection[int]) -> StageLesson:
+        assert isinstance(self._module, BodyStage), "stage 0 is not guessed"
+        bf16 = self.run.training.precision == "bf16"
+        return StageLesson(self._module, self.optimizer, fetched, lost, bf16)
+
+    def boundary_tensor(self, frame: Frame) -> Tensor:
+        return boundary_tensor(frame)
+
+
+class Seat(Protocol):
+    """What a twin has to know of the seat that holds it."""
+
+    node: str
+    stage: int
+    run: RunFile
+    config: ModelConfig
+    exchanges: Exchanges
+
+    def send(self, peer: str, item: Frame) -> bool: ...
+
+
+def make_twin(seat: Seat, device: torch.device) -> Twin:
+    """Of the stage behind the seat's own, as it is at step 0. In the compute thread."""
+    behind = next_stage(seat.stage, seat.config.stages)
+    optimizer, forward = build_next_stage(behind, seat.config, seat.run, device)
+    return Twin(
+        node=seat.node,
+        stage=seat.stage,
+        stages=seat.config.stages,
+        optimizer=optimizer,
+        forward=forward,
+        exchanges=seat.exchanges,
+        send=seat.send,
+        tensors=tensors,
+    )
+
+
+def layout_of(config: ModelConfig, stage: int) -> Layout:
+    """How the stage's tensors lie in its flat ones."""
+    return Layout(parameter_shapes(config, stage))

@@ -1,0 +1,86 @@
+"""The arithmetic of a stage that relearns."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+
+from planaria.node.stage.model import BodyStage
+from planaria.node.stage.optimizer import StageOptimizer
+from planaria.node.state.boundary import Fetched, Pair
+from planaria.node.state.relearn import Ended, Piece
+from planaria.node.wire.frames import Frame, WireError
+from planaria.node.wire.tensors import decode
+from planaria.recovery.learner import Learner, Muon, error_gradient, squared_distance
+from planaria.recovery.relearning import pull
+
+
+class StageLesson:
+    """A `Lesson` with torch: the stage learns from what was fetched, by Muon.
+
+    Made in the compute thread, when the guess is in place. `lost` are the stages that relearn
+    together.
+    """
+
+    def __init__(
+        self,
+        stage: BodyStage,
+        optimizer: StageOptimizer,
+        fetched: Fetched,
+        lost: Collection[int],
+        bf16: bool,
+    ) -> None:
+        self._optimizer, self._fetched = optimizer, fetched
+        self._device = optimizer.weights.device
+        self._learner = Learner(stage, 0.0, bf16, Muon(stage, pull(lost)))
+        self._before = optimizer.weights.clone()
+
+    def start(self, piece: Piece, with_start: bool) -> list[torch.Tensor]:
+        x = self._part(self._fetched.inputs, piece)
+        return [x, x] if with_start else [x]
+
+    def pass_on(self, given: list[torch.Tensor], lr: float | None) -> list[torch.Tensor]:
+        x, *start = self._here(given)
+        return [self._forward(x, lr), *start]
+
+    def pass_back(self, gradient: torch.Tensor) -> torch.Tensor:
+        return self._learner.backward(gradient.to(self._device))
+
+    def end(
+        self, piece: Piece, given: list[torch.Tensor], norm: float | None, lr: float | None
+    ) -> Ended:
+        x, *start = self._here(given)
+        output = self._part(self._fetched.outputs, piece)
+        if start:
+            norm = squared_distance(output, start[0])
+        assert norm is not None, "in its first round the run's input comes along"
+        found = self._forward(x, lr)
+        if lr is None:
+            return Ended([], norm, squared_distance(found, output))
+        return Ended([self._learner.backward(error_gradient(found, output, norm))], norm, None)
+
+    def finish(self, undo: bool) -> None:
+        if undo:
+            self._optimizer.load([("weights", self._before)], 0)
+        self._optimizer.zero_gradient()
+
+    def _forward(self, x: torch.Tensor, lr: float | None) -> torch.Tensor:
+        if lr is None:
+            return self._learner.measure(x)
+        self._learner.lr = lr
+        return self._learner.forward(x)
+
+    def _here(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor.to(self._device) for tensor in given]
+
+    def _part(self, tensors: Mapping[Pair, torch.Tensor], piece: Piece) -> torch.Tensor:
+        return tensors[piece.pair][piece.first : piece.end].to(self._device).float()
+
+
+def boundary_tensor(frame: Frame) -> torch.Tensor:
+    """bf16 on the CPU. Raises WireError when it is damaged, or not finite."""
+    (tensor,) = decode(frame.descriptors, frame.payload)
+    if not torch.isfinite(tensor).all():
+        raise WireError("it is not finite")
+    return tensor.to(torch.bfloat16)

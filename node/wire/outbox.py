@@ -1,0 +1,56 @@
+"""What waits for a link: an item for a member that no link leads to yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from planaria.node.ports import Net
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.frames import Frame
+
+PATIENCE: Final = 3.0
+"""Seconds that an item waits for a link to come up."""
+LIMIT: Final = 4096
+"""Items for a peer that wait, at most."""
+
+
+class Outbox:
+    """Sends over links, and asks for those that aren't up. What is sent to a peer keeps its order.
+
+    `undelivered` is told, with the reason, of each item for which no link came up in time.
+    """
+
+    def __init__(
+        self, net: Net, undelivered: Callable[[str, pb.Message | Frame, str], None]
+    ) -> None:
+        self._net, self._undelivered = net, undelivered
+        self._waiting: dict[str, list[tuple[float, pb.Message | Frame]]] = {}
+
+    def send(self, peer: str, item: pb.Message | Frame, member: bool, now: float) -> bool:
+        """False: there is no link, and there will be none, since the peer is no `member`, or too
+        much waits for it already."""
+        if peer not in self._waiting and self._net.send(peer, item):
+            return True
+        if not member or len(self._waiting.get(peer, ())) >= LIMIT:
+            return False
+        self._waiting.setdefault(peer, []).append((now, item))
+        self._net.demand(peer)
+        return True
+
+    def linked(self, peer: str) -> None:
+        """A link to `peer` is up."""
+        for _, item in self._waiting.pop(peer, []):
+            self._net.send(peer, item)
+
+    def tick(self, now: float) -> None:
+        for peer, waiting in list(self._waiting.items()):
+            if self._net.linked(peer):
+                self.linked(peer)
+                continue
+            late = [item for since, item in waiting if now - since > PATIENCE]
+            del waiting[: len(late)]
+            if not waiting:
+                del self._waiting[peer]
+            for item in late:
+                self._undelivered(peer, item, f"no link to {peer} came up in {PATIENCE:.0f} s")
