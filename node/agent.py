@@ -589,11 +589,10 @@ def rules(run: RunFile, config: ModelConfig) -> Rules:
         validation_microbatches=training.validation_microbatches,
         validate_every=training.validate_every,
         clip=training.clip,
-        clip_scope=training.clip_scope,
         policy=recovery.policy,
         strict=recovery.strict,
         masking=recovery.masking,
-        relearn=recovery.relearn_passes > 0,
+        relearn=recovery.relearn.passes > 0,
         progress=run.swarm.progress,
         lr_scale=partial(
             learning_rate.boost, factor=recovery.lr_boost, over=recovery.lr_boost_steps

@@ -322,9 +322,9 @@ def _plan_run(run: RunFile, out: Path | None, save_dir: Path | None, device: str
 
     _prepare_shipped_text(run)
     folder = out or Path("out") / f"{run.name}-{datetime.now():%Y%m%d-%H%M%S}"
-    if run.recovery.policy == "checkpoint" and not run.recovery.checkpoint_dir:
+    if run.recovery.policy == "checkpoint" and not run.recovery.checkpoint.dir:
         shared = str((folder / "checkpoints").absolute())
-        run = override(run, recovery__checkpoint_dir=shared)
+        run = override(run, recovery__checkpoint__dir=shared)
     return Plan(resolve(run), folder, save_dir, device)
 
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from planaria.node.report.events import Event
-    from planaria.node.run_file import Writes
     from planaria.node.state.boundary import Fetched
     from planaria.node.state.relearn import Lesson
     from planaria.node.state.stage_state import Age, StageState, StateId
@@ -129,7 +128,6 @@ class OpenDisk(Protocol):
     def __call__(
         self,
         folder: Path,
-        mode: Writes,
         keep: int,
         saved: Callable[[Age], None],
         failed: Callable[[str], None],

@@ -47,9 +47,9 @@ def _check_policy(run: RunFile) -> None:
             f"recovery.policy = checkfree+ swaps the first two and the last two body stages, so it "
             f"needs 4 of them, and model.stages = {stages}: use checkfree, or more stages"
         )
-    if policy == "checkpoint" and not run.recovery.checkpoint_dir:
+    if policy == "checkpoint" and not run.recovery.checkpoint.dir:
         raise RunFileError(
-            "recovery.policy = checkpoint needs recovery.checkpoint_dir, a folder that all nodes "
+            "recovery.policy = checkpoint needs recovery.checkpoint.dir, a folder that all nodes "
             "share"
         )
 

@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from planaria.recovery.decide import Masking, Policy
 
 Codec = Literal["none", "bf16", "fp16", "int8"]
-Writes = Literal["blocking", "overlapped"]
 
 
 HEARTBEAT = 0.5
@@ -60,7 +59,6 @@ class TrainingSection(Section):
     warmup: int = Field(default=20, ge=0, description="steps")
     lr_floor: float = Field(default=0.1, ge=0, le=1, description="share of lr left at the end")
     clip: float = Field(default=1.0, gt=0)
-    clip_scope: Literal["global", "stage"] = "global"
     precision: Literal["float32", "bf16"] = "float32"
     recompute: bool = False
     compile: bool = False
@@ -81,48 +79,61 @@ class TrainingSection(Section):
         return self.batch // self.microbatch
 
 
+class RelearnSection(Section):
+    """A stage that was guessed is trained alone on what crossed its ends, whatever the policy."""
+
+    steps: int = Field(default=10, ge=1, description="whose boundary tensors are kept")
+    samples: int = Field(default=1, ge=0, description="at a time; 0: a microbatch")
+    passes: int = Field(default=2, ge=0, description="0: as the papers have it")
+    seconds: float = Field(default=20.0, ge=0, description="at most")
+    lr: float = Field(default=0.05, gt=0, description="Muon's, at first; it falls to 0")
+
+
+class SnapshotSection(Section):
+    """For policy = "snapshot"."""
+
+    fraction: float = Field(default=0.125, gt=0, le=1, description="r: blocks a time")
+    period: int = Field(default=8, ge=1, description="steps in which all could be sent")
+    codec: Literal["int8", "none"] = "int8"
+    moments: bool = Field(default=True, description="with Adam's moments")
+    mbps: float = Field(default=200.0, gt=0, description="Mbit/s a stage sends at most")
+
+
+class CheckpointSection(Section):
+    """For policy = "checkpoint"."""
+
+    dir: str = Field(default="", description="folder that all nodes share")
+    every: int = Field(default=10, ge=1, description="steps")
+
+
 class RecoverySection(Section):
-    """What to do when a whole stage is lost. A figure concerns the policy that its name says."""
+    """What to do when a whole stage is lost."""
 
     policy: Policy = "checkfree"
     strict: bool = Field(default=False, description="stop where the policy itself can't serve")
     masking: Masking = Field(default="reassign", description="when a stage keeps a replica")
-    omega: Literal["squared", "norm", "uniform"] = "squared"
     lr_boost: float = Field(default=1.1, ge=1)
     lr_boost_steps: int = Field(default=100, ge=0, description="linear decay; 0: for ever")
-    relearn_steps: int = Field(default=10, ge=1, description="whose boundary tensors are kept")
-    relearn_samples: int = Field(default=1, ge=0, description="at a time; 0: a microbatch")
-    relearn_passes: int = Field(default=2, ge=0, description="0: as the papers have it")
-    relearn_seconds: float = Field(default=20.0, ge=0, description="at most")
-    relearn_lr: float = Field(default=0.05, gt=0, description="Muon's, at first; it falls to 0")
-    stage0_moments: bool = Field(default=False, description="copies of stage 0 with Adam's moments")
-    snapshot_choice: Literal["priority", "round", "random"] = "priority"
-    snapshot_fraction: float = Field(default=0.125, gt=0, le=1, description="r: blocks a time")
-    snapshot_period: int = Field(default=8, ge=1, description="steps in which all could be sent")
-    snapshot_codec: Literal["int8", "none"] = "int8"
-    snapshot_moments: bool = Field(default=True, description="with Adam's moments")
-    snapshot_mbps: float = Field(default=200.0, gt=0, description="Mbit/s a stage sends at most")
-    checkpoint_dir: str = Field(default="", description="folder that all nodes share")
-    checkpoint_every: int = Field(default=10, ge=1, description="steps")
-    checkpoint_writes: Writes = "overlapped"
+    relearn: RelearnSection = RelearnSection()
+    snapshot: SnapshotSection = SnapshotSection()
+    checkpoint: CheckpointSection = CheckpointSection()
 
 
 class SavesSection(Section):
     """Nodes' own saves, where they are started with --save-dir."""
 
     every: int = Field(default=10, ge=1, description="steps")
-    writes: Writes = "overlapped"
-    in_flight: int = Field(default=2, ge=1, description="overlapped writes not yet on disk")
+    in_flight: int = Field(default=2, ge=1, description="writes not yet on disk")
     keep: int = Field(default=4, ge=2, description="newest saves of a stage")
 
     @model_validator(mode="after")
     def meetable(self) -> SavesSection:
         """Stages save the same steps at different times; they must keep one in common."""
-        needed = 2 + (self.in_flight if self.writes == "overlapped" else 0)
+        needed = 2 + self.in_flight
         if self.keep < needed:
             raise ValueError(
-                f"keep = {self.keep}: {self.writes} writes with in_flight = {self.in_flight} need "
-                f"keep = {needed} or more, for all stages to have a save of the same step"
+                f"keep = {self.keep}: in_flight = {self.in_flight} needs keep = {needed} or more, "
+                "for all stages to have a save of the same step"
             )
         return self
 
@@ -141,16 +152,6 @@ class SwarmSection(Section):
     progress: float = Field(
         default=120.0, gt=0, description="seconds without any until an attempt is given up"
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def without_renew(cls, fields: Any) -> Any:
-        if isinstance(fields, dict) and "renew" in fields:
-            raise ValueError(
-                f"renew = {fields['renew']} is no key any more: remove it; a node renews its lease "
-                "five times before it is over"
-            )
-        return fields
 
     @model_validator(mode="after")
     def noticeable(self) -> SwarmSection:
@@ -186,13 +187,40 @@ class RunFile(Section):
     @model_validator(mode="after")
     def patient(self) -> RunFile:
         """Relearning counts as progress only when it is over."""
-        relearn, progress = self.recovery.relearn_seconds, self.swarm.progress
-        if self.recovery.relearn_passes and relearn > progress / 2:
+        relearn, progress = self.recovery.relearn.seconds, self.swarm.progress
+        if self.recovery.relearn.passes and relearn > progress / 2:
             raise ValueError(
-                f"recovery.relearn_seconds = {relearn:g} is more than half of swarm.progress = "
+                f"recovery.relearn.seconds = {relearn:g} is more than half of swarm.progress = "
                 f"{progress:g}, after which the driver takes a rebuild for stuck"
             )
         return self
+
+
+def _ablation(key: str) -> str:
+    return f"is no key any more: remove it; a study of `planaria lab` varies ablation.{key}"
+
+
+WRITTEN = "is no key any more: remove it; training goes on while a save is written"
+GONE = {
+    **{
+        f"recovery.{table}_{key}": f"is now {key} in [recovery.{table}]"
+        for table, keys in (
+            ("relearn", ("steps", "samples", "passes", "seconds", "lr")),
+            ("snapshot", ("fraction", "period", "codec", "moments", "mbps")),
+            ("checkpoint", ("dir", "every")),
+        )
+        for key in keys
+    },
+    "recovery.omega": _ablation("omega"),
+    "recovery.stage0_moments": _ablation("stage0_moments"),
+    "recovery.snapshot_choice": _ablation("snapshot_choice"),
+    "training.clip_scope": _ablation("clip_scope"),
+    "recovery.checkpoint_writes": WRITTEN,
+    "saves.writes": WRITTEN,
+    "swarm.renew": "is no key any more: remove it; a node renews its lease five times before it is "
+    "over",
+}
+"""Keys of older run files, and what has become of each."""
 
 
 def from_fields(fields: dict[str, Any], name: str = "the run") -> RunFile:
@@ -200,10 +228,11 @@ def from_fields(fields: dict[str, Any], name: str = "the run") -> RunFile:
     try:
         return RunFile.model_validate(fields)
     except ValidationError as error:
-        lines = [
-            f"  {'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']} (value: {e['input']!r})"
-            for e in error.errors()
-        ]
+        lines = []
+        for problem in error.errors():
+            where = ".".join(map(str, problem["loc"])) or "file"
+            said = GONE.get(where, problem["msg"])
+            lines.append(f"  {where}: {said} (value: {problem['input']!r})")
         raise RunFileError(f"{name} is not a valid run file:\n" + "\n".join(lines)) from error
 
 

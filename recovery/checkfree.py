@@ -22,7 +22,9 @@ class Trained(NamedTuple):
     omega: float  # squared norm of its last gradient
 
 
-def guess(stage: int, method: str, sources: Sequence[Trained], kind: Omega) -> tuple[Tensor, float]:
+def guess(
+    stage: int, method: str, sources: Sequence[Trained], kind: Omega = "squared"
+) -> tuple[Tensor, float]:
     """Weights of the lost `stage`, and an ω for it, from one other stage (its weights as they are)
     or two: by their ω where `method` is checkfree, else by how far each is away."""
     if len(sources) == 1:

@@ -359,11 +359,11 @@ class Sent(Protocol):
 
 
 class SentCopy:
-    """Everything, every time. May serve several holders: an update is made once, and kept until one
-    of another step is taken, which then takes its memory."""
+    """All weights, every time. May serve several holders: an update is made once, and kept until
+    one of another step is taken, which then takes its memory."""
 
-    def __init__(self, layout: Layout, moments: bool) -> None:
-        self._layout, self._tensors = layout, 3 if moments else 1
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
         self._at: tuple[int, int] | None = None
         self._payload = torch.empty(0, dtype=torch.uint8)
 
@@ -371,13 +371,10 @@ class SentCopy:
     def take(self, at: tuple[int, int], tensors: Sequence[Tensor]) -> Update:
         if self._at != at:
             if not len(self._payload):
-                size = 4 * self._layout.values * self._tensors
-                self._payload = torch.empty(size, dtype=torch.uint8)
-            parts = torch.split(self._payload.view(torch.float32), self._layout.values)
-            for part, flat in zip(parts, tensors, strict=False):
-                part.copy_(flat)
+                self._payload = torch.empty(4 * self._layout.values, dtype=torch.uint8)
+            self._payload.view(torch.float32).copy_(tensors[0])
             self._at = at
-        return Update(self._payload, self._layout.blocks, self._tensors, "none", 0.0)
+        return Update(self._payload, self._layout.blocks, 1, "none", 0.0)
 
     def lost(self, step: int) -> None:
         self._at, self._payload = None, torch.empty(0, dtype=torch.uint8)

@@ -33,7 +33,7 @@ def resolved(jobs: Sequence[Job]) -> list[tuple[str, Job]]:
     for job in jobs:
         run = job.run
         if run.recovery.policy == "checkpoint":  # kept in memory here
-            run = override(run, recovery__checkpoint_dir="memory")
+            run = override(run, recovery__checkpoint__dir="memory")
         run = resolve(run)
         whole = Job(job.variant, job.seed, run, job.losses, job.ablation, job.texts)
         found.append((whole.key(run.data.content), whole))

@@ -27,7 +27,7 @@ from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.shape import ModelConfig, model_config
 from planaria.node.wire.tensors import decode, encode
 from planaria.recovery import relearning
-from planaria.recovery.checkfree import Trained, guess
+from planaria.recovery.checkfree import Omega, Trained, guess
 from planaria.recovery.decide import (
     INEXACT,
     Held,
@@ -53,6 +53,10 @@ class LostError(Exception):
 class Ablation(Section):
     """What can be varied here beyond what the daemon can do."""
 
+    omega: Omega = "squared"  # what the neighbours' shares in an average go by
+    clip_scope: Literal["global", "stage"] = "global"  # by the whole model's norm, or each stage's
+    stage0_moments: bool = False  # copies of stage 0 have Adam's moments
+    snapshot_choice: Literal["priority", "round", "random"] = "priority"  # which rows go next
     start: Literal["policy", "copy", "random"] = "policy"
     """Weights that a guess starts from: the policy's, the stage before, or new random ones."""
     second_moment: Literal["fresh", "averaged"] = "fresh"  # Adam's, after a guess
@@ -167,7 +171,7 @@ class Swarm:
         self.committed = 0
         self.lineage = 0
         self.alone: tuple[int, frozenset[int]] = (0, frozenset())  # until which step, which stages
-        self.boundary: deque[tuple[int, list[Crossings]]] = deque(maxlen=run.recovery.relearn_steps)
+        self.boundary: deque[tuple[int, list[Crossings]]] = deque(maxlen=run.recovery.relearn.steps)
         self.since = [0] * len(self.stages)  # the step after which each stage's node is there
         self.checkpoints: dict[tuple[int, int], list[State]] = {}
         self.snapshots: dict[int, Running] = {}
@@ -213,7 +217,7 @@ class Swarm:
 
     @property
     def relearns(self) -> bool:
-        return self.run.recovery.relearn_passes > 0
+        return self.run.recovery.relearn.passes > 0
 
     def _samples(self, split: str, ids: Iterable[int]) -> Tensor:
         samples = self.corpus.samples(split, self.config.context, ids)
@@ -254,7 +258,7 @@ class Swarm:
             stage.omega = stage.optimizer.squared_norm()
         each = [math.sqrt(stage.omega) for stage in self.stages]
         whole = math.sqrt(math.fsum(stage.omega for stage in self.stages))
-        norms = [whole] * len(each) if training.clip_scope == "global" else each
+        norms = [whole] * len(each) if self.ablation.clip_scope == "global" else each
         peak = training.lr or self.config.learning_rate
         lr = scheduled(step, self.run.steps, peak, training.warmup, training.lr_floor)
         until, alone = self.alone
@@ -283,26 +287,27 @@ class Swarm:
 
     def _keep_ready(self) -> None:
         recovery = self.run.recovery
-        if self.policy == "checkpoint" and self.committed % recovery.checkpoint_every == 0:
+        if self.policy == "checkpoint" and self.committed % recovery.checkpoint.every == 0:
             state = [State.of(stage) for stage in self.stages]
             self.checkpoints = {(self.lineage, self.committed): state}
-        period = max(1, round(recovery.snapshot_fraction * recovery.snapshot_period))
+        snapshot = recovery.snapshot
+        period = max(1, round(snapshot.fraction * snapshot.period))
         for number, running in self.snapshots.items():
             if running.taken_at < 0 or self.committed - running.taken_at >= period:
                 self._send(number, running)
 
     def _new_snapshot(self, number: int) -> Running:
-        recovery = self.run.recovery
+        snapshot = self.run.recovery.snapshot
         layout = Layout(p.shape for p in self.stages[number].module.parameters())
         sent = SentSnapshot(
             layout,
-            recovery.snapshot_choice,
-            recovery.snapshot_fraction,
-            recovery.snapshot_codec,
-            recovery.snapshot_moments,
+            self.ablation.snapshot_choice,
+            snapshot.fraction,
+            snapshot.codec,
+            snapshot.moments,
             (self.run.seed, number),
         )
-        held = HeldSnapshot(layout, 3 if recovery.snapshot_moments else 1)
+        held = HeldSnapshot(layout, 3 if snapshot.moments else 1)
         return Running(layout, sent, held)
 
     def _send(self, number: int, running: Running) -> None:
@@ -442,7 +447,7 @@ class Swarm:
             case "redundant":
                 pass  # the twin is equal
             case "stage0-copy":
-                if not self.run.recovery.stage0_moments:
+                if not self.ablation.stage0_moments:
                     stage.optimizer.load([("weights", stage.optimizer.weights.clone())], 0)
             case "snapshot":
                 running = self.snapshots[number]
@@ -462,8 +467,7 @@ class Swarm:
             Trained(s.stage, self.stages[s.stage].optimizer.weights, self.stages[s.stage].omega)
             for s in decision.sources
         ]
-        kind = self.run.recovery.omega
-        weights, stage.omega = guess(number, decision.method, sources, kind)
+        weights, stage.omega = guess(number, decision.method, sources, ablation.omega)
         if ablation.start == "random":
             weights = self._new(number, self.run.seed + self.committed + 1).optimizer.weights
         elif ablation.start == "copy":
@@ -490,7 +494,7 @@ class Swarm:
     def _relearn(self, block: Sequence[int]) -> dict[str, Any]:
         """As the daemon does it: measure, train on one piece at a time, keep the result or undo."""
         recovery, ablation = self.run.recovery, self.ablation
-        lr = ablation.relearn_adam or recovery.relearn_lr
+        lr = ablation.relearn_adam or recovery.relearn.lr
         if ablation.relearn_young:
             lr = relearning.peak(lr, self.committed)
         pull = {"first": relearning.pull(block), "all": PULL, "none": 0.0}[ablation.relearn_pull]
@@ -508,7 +512,7 @@ class Swarm:
         guessed = {of: State.of(self.stages[of]) for of in block}
         for of in block:
             self.stages[of].optimizer.load([("weights", guessed[of].tensors["weights"])], 0)
-        passes = relearning.passes(recovery.relearn_passes, block)
+        passes = relearning.passes(recovery.relearn.passes, block)
         updates = passes * len(pieces)
         for done in range(updates):
             a_pass, place = divmod(done, len(pieces))
@@ -563,7 +567,7 @@ class Swarm:
                         continue
                     found += [
                         Piece(step, run.stages, tensors[run.start][part], tensors[run.end][part])
-                        for part in parts(some, self.run.recovery.relearn_samples)
+                        for part in parts(some, self.run.recovery.relearn.samples)
                     ]
         return found
 

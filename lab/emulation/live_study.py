@@ -46,8 +46,8 @@ PLAIN: Final = "plain"
 POLICIES: Final[Mapping[str, Mapping[str, Any]]] = {
     PLAIN: {
         "recovery__policy": "checkpoint",
-        "recovery__checkpoint_every": 1_000_000,
-        "recovery__relearn_passes": 0,
+        "recovery__checkpoint__every": 1_000_000,
+        "recovery__relearn__passes": 0,
     },
     "checkfree": {"recovery__policy": "checkfree"},
     "checkfree+": {"recovery__policy": "checkfree+"},
@@ -214,7 +214,7 @@ def _measure_one(
 def plan_run(run: RunFile, policy: str, folder: Path) -> RunFile:
     """The run as this policy's swarm trains it, resolved. Raises RunFileError, CorpusError."""
     shared = str((folder / "checkpoints").absolute())
-    return resolve(override(run, **POLICIES[policy], recovery__checkpoint_dir=shared))
+    return resolve(override(run, **POLICIES[policy], recovery__checkpoint__dir=shared))
 
 
 def _in_short(sample: Sample) -> str:

@@ -393,11 +393,11 @@ def _method(policy: Policy, stage: int) -> str:
 def _relearning(swarm: Swarm, stage: int, link: Link) -> float:
     recovery, training = swarm.run.recovery, swarm.run.training
     if recovery.policy not in ("checkfree", "checkfree+") or not (
-        stage and recovery.relearn_passes
+        stage and recovery.relearn.passes
     ):
         return 0.0
     values = training.batch * swarm.config.context * swarm.config.dim
-    pairs = transfer(reaction.BOUNDARY * recovery.relearn_steps * values, link)
+    pairs = transfer(reaction.BOUNDARY * recovery.relearn.steps * values, link)
     return pairs + reaction.training_alone(swarm.run, stage, _slowest(swarm, stage))
 
 
@@ -410,14 +410,14 @@ def _learning(swarm: Swarm, reach: Reach, lost: float, usual: float) -> tuple[fl
         stages = range(swarm.config.stages + 1)
         most = max(fetched_bytes(run, swarm.config, of, "checkpoint") for of in stages)
         writing = most * BITS / swarm.storage_mbps
-        period = max(recovery.checkpoint_every * usual + most / COPIED, writing)
+        period = max(recovery.checkpoint.every * usual + most / COPIED, writing)
         if not lost:
-            return steps, period / (recovery.checkpoint_every * usual) - 1
+            return steps, period / (recovery.checkpoint.every * usual) - 1
         if (period + writing) * lost > 700:
             return steps, math.inf
         share = availability(period, 0.0, 1 / lost, 0.0)
         late = math.expm1(lost * writing)  # what was trained while a checkpoint was written
-        return steps, (1 / share + late) * period / (recovery.checkpoint_every * usual) - 1
+        return steps, (1 / share + late) * period / (recovery.checkpoint.every * usual) - 1
     cost = LEARNING[lesson(run)]
     each = cost.behind
     if recovery.policy == "snapshot":
@@ -433,12 +433,12 @@ def lesson(run: RunFile) -> str:
         return "snapshot"
     if run.recovery.policy in ("redundant", "checkpoint"):
         return "exact"
-    return "relearned" if run.recovery.relearn_passes else "checkfree"
+    return "relearned" if run.recovery.relearn.passes else "checkfree"
 
 
 def _stale(swarm: Swarm, reach: Reach, usual: float) -> float:
     """Steps in which all rows of a stage can be sent."""
     recovery, stages = swarm.run.recovery, range(swarm.config.stages + 1)
     size = max(snapshot_bytes(swarm.run, swarm.config, stage) for stage in stages)
-    mbps = min(recovery.snapshot_mbps, *(link.mbps for link in reach.farthest))
+    mbps = min(recovery.snapshot.mbps, *(link.mbps for link in reach.farthest))
     return size * ON_WIRE * BITS / mbps / usual

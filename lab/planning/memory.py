@@ -75,11 +75,11 @@ def needed(
         if spare:
             frames += _share(run, replicas[stage]) * sum(_crossing(run, config))
         found["masking"] = found.get("masking", Bytes()) + Bytes(host=frames)
-    if run.recovery.relearn_passes and run.recovery.policy != "checkpoint":
+    if run.recovery.relearn.passes and run.recovery.policy != "checkpoint":
         found["boundary"] = Bytes(host=_boundary(run, config, _share(run, replicas[stage])))
     found |= _policy(run, config, stage)
     if saves:
-        found["saves"] = Bytes(host=_writes(run, config, stage, run.saves.writes))
+        found["saves"] = Bytes(host=_writes(run, config, stage))
     return {name: size for name, size in found.items() if size.both}
 
 
@@ -179,15 +179,14 @@ def _boundary(run: RunFile, config: ModelConfig, microbatches: int) -> int:
     values = values_sent(run, config)
     crossed, _ = _crossing(run, config)
     kept = min(crossed, HALF * values)
-    return 2 * microbatches * (run.recovery.relearn_steps * kept + crossed)
+    return 2 * microbatches * (run.recovery.relearn.steps * kept + crossed)
 
 
 def _policy(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]:
     """What a node holds of others and for others: in node/state/, copies, twin and saves."""
     policy, stages = run.recovery.policy, config.stages
     if policy == "checkpoint":
-        writes = run.recovery.checkpoint_writes
-        return {"checkpoint": Bytes(host=_writes(run, config, stage, writes))}
+        return {"checkpoint": Bytes(host=_writes(run, config, stage))}
     if policy == "redundant":
         of = next_stage(stage, stages)
         gradient = VALUE * parameters(config, of)
@@ -195,18 +194,18 @@ def _policy(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]:
         forward = VALUE * run.training.microbatch * config.context * widest
         return {"redundant": Bytes(gradient + STATE * parameters(config, of) + forward, gradient)}
     if policy == "snapshot":
-        fraction, rows = run.recovery.snapshot_fraction, _rows(config, stage)
-        update = fraction * snapshot_bytes(run, config, stage)
+        snapshot, rows = run.recovery.snapshot, _rows(config, stage)
+        update = snapshot.fraction * snapshot_bytes(run, config, stage)
         size = Bytes(VALUE * parameters(config, stage) + TAKEN * rows, update)
-        tensors = 3 if run.recovery.snapshot_moments else 1
+        tensors = 3 if snapshot.moments else 1
         for kind, of in held_at(stage, stages):
             if kind == "snapshot":
                 held = VALUE * tensors * parameters(config, of) + TAKEN * _rows(config, of)
-                size += Bytes(host=held + fraction * snapshot_bytes(run, config, of))
+                size += Bytes(host=held + snapshot.fraction * snapshot_bytes(run, config, of))
         return {"snapshot": size}
-    copies = Bytes(host=copy_bytes(run, config) if stage == 0 else 0)
+    copies = Bytes(host=copy_bytes(config) if stage == 0 else 0)
     if ("copy", 0) in held_at(stage, stages):  # with one that is arriving
-        copies += Bytes(host=2 * copy_bytes(run, config))
+        copies += Bytes(host=2 * copy_bytes(config))
     return {"copies": copies}
 
 
@@ -216,7 +215,6 @@ def _rows(config: ModelConfig, stage: int) -> int:
     return Layout(parameter_shapes(config, stage)).blocks
 
 
-def _writes(run: RunFile, config: ModelConfig, stage: int, writes: str) -> int:
+def _writes(run: RunFile, config: ModelConfig, stage: int) -> int:
     """Saves on their way to the disk."""
-    at_once = run.saves.in_flight if writes == "overlapped" else 1
-    return at_once * STATE * parameters(config, stage)
+    return run.saves.in_flight * STATE * parameters(config, stage)

@@ -274,7 +274,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "stages": len(plan.counts),
         "replicas": list(plan.counts),
         "policy": plan.policy,
-        "checkpoint_every": recovery.checkpoint_every if plan.policy == "checkpoint" else None,
+        "checkpoint_every": recovery.checkpoint.every if plan.policy == "checkpoint" else None,
         "microbatch": training.microbatch,
         "microbatches": training.microbatches,
         "in_flight": plan.swarm.in_flight,

@@ -254,8 +254,9 @@ class _Shape:
         """The policy's own."""
         recovery, training = run.recovery, run.training
         if recovery.policy == "snapshot":  # half of what there is, at most
-            mbps = min(recovery.snapshot_mbps, *(of.mbps / 2 for of in self.reach.farthest))
-            run = _with_recovery(run, snapshot_mbps=mbps)
+            mbps = min(recovery.snapshot.mbps, *(of.mbps / 2 for of in self.reach.farthest))
+            snapshot = recovery.snapshot.model_copy(update={"mbps": mbps})
+            run = _with_recovery(run, snapshot=snapshot)
         swarm, losing = self._swarm(run), self.question.losing
         away = [missing(swarm, self.reach, losing, stage) for stage in range(len(self.counts))]
         kind = recovery.policy if recovery.policy in ("redundant", "checkfree+") else "others"
@@ -263,8 +264,9 @@ class _Shape:
         if key not in self.steps:
             step = step_seconds(swarm, self.reach)
             self.steps[key] = step, usual_seconds(swarm, self.reach, away, step)
-        for every in INTERVALS if recovery.policy == "checkpoint" else (recovery.checkpoint_every,):
-            of = replace(swarm, run=_with_recovery(run, checkpoint_every=every))
+        for every in INTERVALS if recovery.policy == "checkpoint" else (recovery.checkpoint.every,):
+            checkpoint = recovery.checkpoint.model_copy(update={"every": every})
+            of = replace(swarm, run=_with_recovery(run, checkpoint=checkpoint))
             comes_to = estimated(of, self.reach, losing, away, *self.steps[key])
             yield Plan(of.run, of, self.nodes, comes_to)
 
@@ -347,9 +349,9 @@ def _why_not(question: Question, plan: Plan) -> str:
         return f"takes {hours:,.1f} h of {question.deadline:,.1f} h"
     if plan.money > question.budget:
         return f"costs {plan.money:,.2f} of {question.budget:,.2f}"
-    homeless = plan.policy == "checkpoint" and not plan.run.recovery.checkpoint_dir
+    homeless = plan.policy == "checkpoint" and not plan.run.recovery.checkpoint.dir
     if homeless and question.policies != ("checkpoint",):
-        return "takes a folder that all nodes share: name it in recovery.checkpoint_dir"
+        return "takes a folder that all nodes share: name it in recovery.checkpoint.dir"
     return ""
 
 
@@ -406,7 +408,7 @@ def _nothing_fits(question: Question, refused: Iterable[str]) -> str:
 def described(plan: Plan) -> str:
     text = f"{plan.shape}, {plan.policy}"
     if plan.policy == "checkpoint":
-        text += f" every {plan.run.recovery.checkpoint_every}"
+        text += f" every {plan.run.recovery.checkpoint.every}"
     return text
 
 

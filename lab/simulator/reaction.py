@@ -145,10 +145,10 @@ def relearning(swarm: Swarm, stage: int, method: str) -> float:
     """What was guessed is trained alone on what crossed its boundaries; its neighbours send it."""
     run, config = swarm.run, swarm.config
     recovery, training = run.recovery, run.training
-    if method not in INEXACT or not recovery.relearn_passes or stage == 0:
+    if method not in INEXACT or not recovery.relearn.passes or stage == 0:
         return 0.0
     seconds = next(group.seconds for group in swarm.groups if group.stage == stage)
-    crossed = recovery.relearn_steps * training.microbatches * values_sent(run, config) * BOUNDARY
+    crossed = recovery.relearn.steps * training.microbatches * values_sent(run, config) * BOUNDARY
     around = [swarm.link(stage - 1, stage), swarm.link((stage + 1) % (config.stages + 1), stage)]
     fetch = max(
         crossed * 8 / (link.mbps * 1e6) + 2 * link.delay_ms / 1e3 + slow_start(link, crossed)
@@ -160,9 +160,9 @@ def relearning(swarm: Swarm, stage: int, method: str) -> float:
 def training_alone(run: RunFile, stage: int, seconds: Seconds) -> float:
     """A rebuilt stage's, until all its updates are made or its time is over."""
     recovery = run.recovery
-    of_pairs = passes(recovery.relearn_passes, (stage,)) * recovery.relearn_steps
+    of_pairs = passes(recovery.relearn.passes, (stage,)) * recovery.relearn.steps
     updates = of_pairs * run.training.batch / relearned_at_a_time(run)
-    return min(recovery.relearn_seconds, updates * seconds.relearn)
+    return min(recovery.relearn.seconds, updates * seconds.relearn)
 
 
 def following(swarm: Swarm, stage: int) -> float:

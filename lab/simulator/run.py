@@ -370,8 +370,8 @@ class _Run:
         """A step's; a checkpoint for which all wait counts in equal shares to the steps before."""
         recovery = self.swarm.run.recovery
         seconds = self._step().seconds
-        if self.policy == "checkpoint" and recovery.checkpoint_writes == "blocking":
-            seconds += reaction.writing(self.swarm) / recovery.checkpoint_every
+        if self.policy == "checkpoint" and self.swarm.blocking:
+            seconds += reaction.writing(self.swarm) / recovery.checkpoint.every
         return seconds
 
     # --- training
@@ -589,7 +589,7 @@ class _Run:
         stages, recovery = self.swarm.config.stages, self.swarm.run.recovery
         if self.policy == "checkpoint":
             write = reaction.writing(self.swarm) / self._last_duration()
-            every = recovery.checkpoint_every
+            every = recovery.checkpoint.every
             step = max(0, math.floor(self.committed - write)) // every * every
             for stage in self.stages if step else ():
                 yield Held("checkpoint", Source("the shared folder", stage, step))
@@ -600,7 +600,7 @@ class _Run:
                 first.setdefault(place.stage, place)
         late = 0
         if self.policy == "snapshot":
-            late = max(1, round(recovery.snapshot_fraction * recovery.snapshot_period))
+            late = max(1, round(recovery.snapshot.fraction * recovery.snapshot.period))
         for place in first.values():
             name = f"{place.stage}.{place.number}"
             if self.policy == "redundant":

@@ -48,6 +48,7 @@ def simulate(
         float | None, typer.Option(help="Mbit/s that a site's nodes together send to others.")
     ] = None,
     storage: Annotated[float, typer.Option(help="Mbit/s to the folder of checkpoints.")] = 1000.0,
+    blocking: Annotated[bool, typer.Option(help="All wait while a checkpoint is written.")] = False,
     hourly: Annotated[
         float, typer.Option(help="Probability that a node is lost within an hour.")
     ] = 0.0,
@@ -97,7 +98,7 @@ def simulate(
             for stage in range(config.stages + 1)
         }
         swarm = uniform(run, config, network, seconds, nodes, site)
-        swarm = replace(swarm, storage_mbps=storage)
+        swarm = replace(swarm, storage_mbps=storage, blocking=blocking)
         churn = Churn(
             hourly=hourly,
             shape=shape,

@@ -262,7 +262,7 @@ class _Updates:
     ) -> None:
         self.training, self.sender, self.holders = training, sender, holders
         self.size, self.period = size, period
-        mbps = training.swarm.run.recovery.snapshot_mbps
+        mbps = training.swarm.run.recovery.snapshot.mbps
         snapshots = training.swarm.run.recovery.policy == "snapshot"
         self.pace = 8 / (mbps * 1e6) if snapshots else 0.0  # seconds a byte
         self.started = {holder.name: -period for holder in holders}  # in which step
@@ -364,11 +364,11 @@ class _Training:
             way = route_of_copies(kind, stage, members, config.stages)
             if way is None or not way.holders:
                 continue
-            share = run.recovery.snapshot_fraction
-            size, period = copy_bytes(run, config), 1
+            share = run.recovery.snapshot.fraction
+            size, period = copy_bytes(config), 1
             if kind == "snapshot":
                 size = round(share * snapshot_bytes(run, config, stage))
-                period = max(1, round(share * run.recovery.snapshot_period))
+                period = max(1, round(share * run.recovery.snapshot.period))
             holders = [self.nodes[name] for name in way.holders]
             yield way.sender, _Updates(self, self.nodes[way.sender], holders, size, period)
 

@@ -91,6 +91,7 @@ class Swarm:
     transport: Transport = field(default_factory=Transport)
     cores: int = 0  # that all nodes share, on one machine; 0: each has enough of its own
     storage_mbps: float = float("inf")  # between a node and the folder of checkpoints, Mbit/s
+    blocking: bool = False  # all wait while a checkpoint is written
     registry: str = ""  # its site; empty: that of the first nodes of stage 0
 
     def __post_init__(self) -> None:
@@ -244,7 +245,7 @@ def seconds_at(
 
 def relearned_at_a_time(run: RunFile) -> int:
     """Samples in an update of relearning."""
-    return run.recovery.relearn_samples or run.training.microbatch
+    return run.recovery.relearn.samples or run.training.microbatch
 
 
 def orthogonalizing_flops(config: ModelConfig) -> float:
@@ -254,15 +255,15 @@ def orthogonalizing_flops(config: ModelConfig) -> float:
     return ROUNDS * sum(4.0 * m * m * n + 2.0 * m**3 for m, n in matrices)
 
 
-def copy_bytes(run: RunFile, config: ModelConfig) -> int:
+def copy_bytes(config: ModelConfig) -> int:
     """Of stage 0, as it travels to a holder (checkfree, checkfree+)."""
-    return (STATE if run.recovery.stage0_moments else VALUE) * parameters(config, 0)
+    return VALUE * parameters(config, 0)
 
 
 def snapshot_bytes(run: RunFile, config: ModelConfig, stage: int) -> int:
     """Of a whole running snapshot."""
-    whole = (STATE if run.recovery.snapshot_moments else VALUE) * parameters(config, stage)
-    return whole if run.recovery.snapshot_codec == "none" else whole // 4
+    whole = (STATE if run.recovery.snapshot.moments else VALUE) * parameters(config, stage)
+    return whole if run.recovery.snapshot.codec == "none" else whole // 4
 
 
 def fetched_bytes(run: RunFile, config: ModelConfig, stage: int, method: str) -> int:
@@ -271,8 +272,8 @@ def fetched_bytes(run: RunFile, config: ModelConfig, stage: int, method: str) ->
         case "checkfree" | "checkfree+" | "interpolate":
             return VALUE * parameters(config, stage)
         case "stage0-copy":
-            return copy_bytes(run, config)
+            return copy_bytes(config)
         case "snapshot":
-            moments = run.recovery.snapshot_moments
+            moments = run.recovery.snapshot.moments
             return (STATE if moments else VALUE) * parameters(config, stage)
     return STATE * parameters(config, stage)  # replica, redundant, checkpoint, save

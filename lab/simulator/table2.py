@@ -60,8 +60,8 @@ vocabulary = {VOCABULARY}
 [training]
 precision = "bf16"
 [recovery]
-checkpoint_every = 100
-relearn_passes = 0
+checkpoint.every = 100
+relearn.passes = 0
 [wire]
 activations = "bf16"
 gradients = "bf16"

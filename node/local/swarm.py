@@ -28,7 +28,7 @@ from planaria.node.report.ledger import MERGED, Audit, Ledger, LedgerError, Line
 from planaria.node.report.live_view import Screen, Story
 from planaria.node.report.summary import draw_loss, summarize, tell
 from planaria.node.resolve import registry_rules
-from planaria.node.run_file import RunFile, dumps, load
+from planaria.node.run_file import RunFile, RunFileError, dumps, load
 
 RUN_FILE, PLAN, ADDRESS, JOURNAL = "run.toml", "up.json", "registry.address", "registry.journal"
 SAVING_GRACE = 30.0
@@ -176,6 +176,11 @@ def read_plan(folder: Path) -> Plan:
         fields = json.loads((folder / PLAN).read_text(encoding="utf-8"))
         out, saves, device = Path(fields["out"]), fields["save_dir"], str(fields["device"])
         run = load(out / RUN_FILE)
+    except RunFileError as error:
+        raise SwarmError(
+            f"nothing can be resumed from {folder}: {error}\nA run goes on with the very run file "
+            "that it began with. If an older planaria wrote this one, resume with that planaria"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SwarmError(
             f"nothing can be resumed from {folder}: {PLAN} there, or the run file that it names, "
@@ -183,7 +188,7 @@ def read_plan(folder: Path) -> Plan:
             "--save-dir"
         ) from error
     plan = Plan(run, out, None if saves is None else Path(saves), device)
-    if saves is None and not run.recovery.checkpoint_dir:
+    if saves is None and not run.recovery.checkpoint.dir:
         raise SwarmError(
             f"nothing can be resumed from {folder}: the run was started without --save-dir, and "
             "its policy writes no checkpoints"

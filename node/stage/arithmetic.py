@@ -94,8 +94,7 @@ class TorchStage:
             checkfree.Trained(stage, state.tensors["weights"], state.omega)
             for stage, state in zip(stages, states, strict=True)
         ]
-        kind = self.run.recovery.omega
-        weights, self._omega = checkfree.guess(self.stage, sync.method, sources, kind)
+        weights, self._omega = checkfree.guess(self.stage, sync.method, sources)
         self.optimizer.load([("weights", weights)], 0)
         return self._learned()
 

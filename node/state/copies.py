@@ -23,7 +23,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeVar
 import torch
 from google.protobuf.message import DecodeError
 
-from planaria.node.run_file import RecoverySection
+from planaria.node.run_file import SnapshotSection
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
@@ -88,28 +88,27 @@ class Outgoing:
     new_sent: Callable[[], Sent]  # for a holder that has nothing yet
 
     @classmethod
-    def copies(cls, layout: Layout, recovery: RecoverySection) -> Outgoing:
-        """Stage 0, whole, after each commit."""
-        sent = SentCopy(layout, recovery.stage0_moments)
+    def copies(cls, layout: Layout) -> Outgoing:
+        """Stage 0's weights, all of them, after each commit."""
+        sent = SentCopy(layout)
         return cls("copy", 0, 1, math.inf, lambda: sent)
 
     @classmethod
     def snapshots(
-        cls, stage: int, layout: Layout, recovery: RecoverySection, seed: int
+        cls, stage: int, layout: Layout, snapshot: SnapshotSection, seed: int
     ) -> Outgoing:
         """A running snapshot: the fraction r of the blocks every rC steps."""
-        fraction = recovery.snapshot_fraction
         new_sent = partial(
             SentSnapshot,
             layout,
-            recovery.snapshot_choice,
-            fraction,
-            recovery.snapshot_codec,
-            recovery.snapshot_moments,
+            "priority",
+            snapshot.fraction,
+            snapshot.codec,
+            snapshot.moments,
             (seed, stage),
         )
-        period = max(1, round(fraction * recovery.snapshot_period))
-        return cls("snapshot", stage, period, recovery.snapshot_mbps * 1e6 / 8, new_sent)
+        period = max(1, round(snapshot.fraction * snapshot.period))
+        return cls("snapshot", stage, period, snapshot.mbps * 1e6 / 8, new_sent)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 
 from planaria.node.ports import Disk, OpenDisk, Tensors
 from planaria.node.report.events import Cost
-from planaria.node.run_file import RunFile, Writes
+from planaria.node.run_file import RunFile
 from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.boundary import BoundaryKeeper
 from planaria.node.state.copies import Holder, Outgoing, Sender
@@ -91,8 +91,8 @@ class Holdings:
         run = host.run
         self.policy = policy = run.recovery.policy
         self.boundary: BoundaryKeeper | None = None
-        if run.recovery.relearn_passes > 0 and policy != "checkpoint":
-            steps = run.recovery.relearn_steps
+        if run.recovery.relearn.passes > 0 and policy != "checkpoint":
+            steps = run.recovery.relearn.steps
             self.boundary = BoundaryKeeper(host.exchanges, host.tensors, steps)
         self.sender: Sender | None = None
         self.holder: Holder | None = None
@@ -101,17 +101,17 @@ class Holdings:
         self._open_disk, self._closed = open_disk, False
         if save_dir is not None:
             saves = run.saves
-            self._add_files("save", save_dir, saves.every, saves.writes, saves.keep)
+            self._add_files("save", save_dir, saves.every, saves.keep)
         if policy == "checkpoint":
-            every, writes = run.recovery.checkpoint_every, run.recovery.checkpoint_writes
-            self._add_files("checkpoint", Path(run.recovery.checkpoint_dir), every, writes, 4)
+            checkpoint = run.recovery.checkpoint
+            self._add_files("checkpoint", Path(checkpoint.dir), checkpoint.every, 4)
 
     def _carry_copies(self, layout: Callable[[int], Layout]) -> None:
         """Copies of stage 0, or snapshots: what this node sends, and what it holds of others."""
         kind: Kind = "snapshot" if self.policy == "snapshot" else "copy"
         if self.policy not in ("snapshot", "checkfree", "checkfree+"):
             return
-        host, recovery, stages = self.host, self.run.recovery, self.config.stages
+        host, stages = self.host, self.config.stages
         held = [(k, of) for k, of in held_at(self.stage, stages) if k == kind]
         if held:
             layouts = {(k, of): layout(of) for k, of in held}
@@ -119,18 +119,19 @@ class Holdings:
         if kind == "snapshot" or self.stage == 0:
             own = layout(self.stage)
             if kind == "copy":
-                outgoing = Outgoing.copies(own, recovery)
+                outgoing = Outgoing.copies(own)
             else:
-                outgoing = Outgoing.snapshots(self.stage, own, recovery, self.run.seed)
+                snapshot = self.run.recovery.snapshot
+                outgoing = Outgoing.snapshots(self.stage, own, snapshot, self.run.seed)
             self.sender = Sender(host.exchanges, outgoing, host.own_state, self._send_at_once)
 
     def _send_at_once(self, peer: str, item: pb.Message | Frame) -> bool:
         """Or never: when a link comes up there will be a newer state to send."""
         return self.host.linked(peer) and self.host.send(peer, item)
 
-    def _add_files(self, kind: Kind, folder: Path, every: int, writes: Writes, keep: int) -> None:
+    def _add_files(self, kind: Kind, folder: Path, every: int, keep: int) -> None:
         saved, failed = partial(self.host.saved, kind), self.host.save_failed
-        disk = self._open_disk(folder, writes, keep, saved, failed)
+        disk = self._open_disk(folder, keep, saved, failed)
         self.files.append(Files(kind, disk, every))
 
     # --- training

@@ -183,7 +183,7 @@ class Rebuilding:
         joiners = {place.stage: place.node for place in sync.lost}
         wanted = Wanted(
             step=sync.step,
-            steps=recovery.relearn_steps,
+            steps=recovery.relearn.steps,
             stage=self.stage,
             lost=frozenset(joiners),
             microbatches=training.microbatches,
@@ -194,10 +194,10 @@ class Rebuilding:
         for complaint in fetched.complaints:
             log.warning("relearning without some boundary tensors: %s", complaint)
         terms = Terms(
-            samples=recovery.relearn_samples,
-            passes=passes(recovery.relearn_passes, joiners),
-            seconds=recovery.relearn_seconds,
-            lr=peak(recovery.relearn_lr, sync.step),
+            samples=recovery.relearn.samples,
+            passes=passes(recovery.relearn.passes, joiners),
+            seconds=recovery.relearn.seconds,
+            lr=peak(recovery.relearn.lr, sync.step),
             patience=self.run.swarm.progress / 4,
         )
         block = Block(ballot, self.stage, joiners)

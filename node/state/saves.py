@@ -33,7 +33,7 @@ from pathlib import Path
 from queue import Empty, Queue
 from secrets import token_hex
 from threading import Thread
-from typing import Final, Literal, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
@@ -64,7 +64,6 @@ _REMEDIES: Final = {
     errno.EROFS: "mount it writable",
 }
 
-Mode: TypeAlias = Literal["blocking", "overlapped"]
 Fields: TypeAlias = dict[str, str]
 Bytes: TypeAlias = NDArray[np.uint8]
 
@@ -232,14 +231,12 @@ class Saves:
 class Writer:
     """Writes saves for training, which no error of the disk may stop.
 
-    `save` belongs to the compute thread, right after a commit was applied. `blocking` writes there
-    and then. `overlapped` copies the state to host memory, in buffers that are kept and used again
-    (fresh memory costs many times the copy), and a thread writes it; `in_flight` of these may not
-    be on disk yet, then `save` waits for one.
+    `save` belongs to the compute thread, right after a commit was applied. It copies the state to
+    host memory, in buffers that are kept and used again (fresh memory costs many times the copy),
+    and a thread writes it; `in_flight` of these may not be on disk yet, then `save` waits for one.
 
-    `on_saved(save)` and `on_error(sentence)` are called from the thread that writes: the compute
-    thread or, if `overlapped`, the writing thread. `on_error` is also called from the compute
-    thread, when a save is given up, and from `close`.
+    `on_saved(save)` and `on_error(sentence)` are called from the thread that writes, `on_error`
+    also from the compute thread, when a save is given up, and from `close`.
 
     Raises ValueError when `saves` keeps too few for stages to meet again (see `Saves`).
     """
@@ -247,17 +244,15 @@ class Writer:
     def __init__(
         self,
         saves: Saves,
-        mode: Mode,
         in_flight: int,
         on_error: Callable[[str], None],
         on_saved: Callable[[Age], None],
     ) -> None:
         if in_flight < 1:
             raise ValueError(f"{in_flight} writes in flight; at least 1")
-        needed = 2 + (in_flight if mode == "overlapped" else 0)
-        if saves.keep < needed:
+        if saves.keep < 2 + in_flight:
             raise ValueError(
-                f"{saves.keep} saves are kept, but {needed} are needed ({mode}, {in_flight} in "
+                f"{saves.keep} saves are kept, but {2 + in_flight} are needed ({in_flight} in "
                 "flight) for the stages to have one of the same step"
             )
         self.critical_seconds = 0.0  # that `save` took from the compute thread
@@ -267,13 +262,11 @@ class Writer:
         self._stuck = self._closed = False
         self._slots: Queue[dict[str, Tensor]] = Queue()  # buffers by name
         self._states: Queue[tuple[StageState, dict[str, Tensor]] | None] = Queue()
-        self._thread: Thread | None = None
-        if mode == "overlapped":
-            for _ in range(in_flight):
-                self._slots.put({})
-            # A daemon: a hung disk must not keep the process from leaving.
-            self._thread = Thread(target=self._write_all, name="saves", daemon=True)
-            self._thread.start()
+        for _ in range(in_flight):
+            self._slots.put({})
+        # A daemon: a hung disk must not keep the process from leaving.
+        self._thread = Thread(target=self._write_all, name="saves", daemon=True)
+        self._thread.start()
 
     def save(self, state: StageState) -> None:
         """Raises nothing but ValueError, as `Saves.check` does."""
@@ -281,8 +274,6 @@ class Writer:
         self._saves.check(state)
         if self._closed:
             self._on_error(f"{self._what(state.id.age)} failed: the writer is closed")
-        elif self._thread is None:
-            self._write(state)
         else:
             self._hand_over(state)
         self.critical_seconds += time.perf_counter() - began
@@ -291,9 +282,8 @@ class Writer:
         """Wait, blocking, for the writes in flight; returns those not on disk in time. What is
         saved after this is an error."""
         self._closed = True
-        if self._thread is not None:
-            self._states.put(None)
-            self._thread.join(seconds)
+        self._states.put(None)
+        self._thread.join(seconds)
         missing = list(self._waiting)
         for save in missing:
             self._on_error(f"{self._what(save)} failed: it was not on disk within {seconds:g} s")
@@ -355,7 +345,6 @@ class SavesOnDisk:
     def __init__(
         self,
         saves: Saves,
-        mode: Mode,
         in_flight: int,
         on_loop: Callable[..., object],
         saved: Callable[[Age], None],
@@ -369,7 +358,7 @@ class SavesOnDisk:
         def tell_failed(reason: str) -> None:
             on_loop(failed, reason)
 
-        self._writer = Writer(saves, mode, in_flight, tell_failed, tell_saved)
+        self._writer = Writer(saves, in_flight, tell_failed, tell_saved)
 
     @property
     def critical_seconds(self) -> float:
@@ -420,13 +409,12 @@ def saves_on_disk(run: str, stage: int, in_flight: int, on_loop: Callable[..., o
 
     def open_disk(
         folder: Path,
-        mode: Mode,
         keep: int,
         saved: Callable[[Age], None],
         failed: Callable[[str], None],
     ) -> SavesOnDisk:
         saves = Saves(folder, run, stage, keep)
-        return SavesOnDisk(saves, mode, in_flight, on_loop, saved, failed)
+        return SavesOnDisk(saves, in_flight, on_loop, saved, failed)
 
     return open_disk
 

@@ -94,13 +94,12 @@ class Attempting:
         finite = all(ready.finite for ready in vote.ready.values())
         squared = {vote.stages[node]: vote.ready[node].squared_norm for node in sorted(vote.ready)}
         total = math.sqrt(math.fsum(squared.values())) if finite else math.nan
-        each = [math.sqrt(squared[stage]) if finite else math.nan for stage in sorted(squared)]
-        clipped = [total] * len(each) if rules.clip_scope == "global" else each
+        scale = min(1.0, rules.clip / (total + 1e-6)) if finite else 0.0
         return pb.Commit(
             step=self.begin.step,
             ballot=ballot.message(),
             skipped=not finite,
-            clip_scale=[min(1.0, rules.clip / (n + 1e-6)) if finite else 0.0 for n in clipped],
+            clip_scale=[scale] * len(squared),
             lr_scale=self.begin.lr_scale,
             loss=self.mean_loss(),
             tokens=self._tokens(),

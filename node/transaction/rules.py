@@ -18,7 +18,6 @@ class Rules:
     validation_microbatches: int
     validate_every: int  # steps; 0: only at the end
     clip: float
-    clip_scope: str  # "global" or "stage"
     policy: Policy
     strict: bool  # stop where the policy can't serve
     masking: Masking

@@ -364,16 +364,15 @@ def test_priority_is_closer_than_round_where_few_blocks_change() -> None:
     assert distances["priority"] == 0 < distances["round"]
 
 
-@pytest.mark.parametrize("moments", [False, True])
-def test_a_copy_is_exact_and_made_once_a_step(moments: bool) -> None:
-    sent, tensors = SentCopy(LAYOUT, moments), drawn(1)
+def test_a_copy_is_exact_and_made_once_a_step() -> None:
+    sent, tensors = SentCopy(LAYOUT), drawn(1)
     update = sent.take((0, 1), tensors)
     exact = [flat.clone() for flat in tensors[: update.tensors]]
     for flat in tensors:
         flat.add_(1)
     sent.take((0, 1), tensors)  # for another holder
     held = HeldSnapshot.whole(LAYOUT, 1, update.payload, update.tensors)
-    assert update.tensors == (3 if moments else 1)
+    assert update.tensors == 1
     assert all(torch.equal(x, y) for x, y in zip(held.tensors, exact, strict=True))
     assert held.staleness() == (1, 1.0, 1)
     sent.lost(1)
@@ -381,11 +380,11 @@ def test_a_copy_is_exact_and_made_once_a_step(moments: bool) -> None:
     assert all(torch.equal(x, y) for x, y in zip(held.tensors, exact, strict=True))
     held = HeldSnapshot.whole(LAYOUT, 1, again.payload, again.tensors)
     assert all(torch.equal(x, y) for x, y in zip(held.tensors, tensors, strict=False))
-    assert sent.memory_bytes == 4 * LAYOUT.values * update.tensors
+    assert sent.memory_bytes == 4 * LAYOUT.values
 
 
 def test_a_run_that_went_back_has_other_weights_at_the_same_step() -> None:
-    sent = SentCopy(LAYOUT, False)
+    sent = SentCopy(LAYOUT)
     sent.take((0, 1), drawn(1))
     update = sent.take((1, 1), drawn(2))
     held = HeldSnapshot.whole(LAYOUT, 1, update.payload, update.tensors)

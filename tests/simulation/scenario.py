@@ -80,7 +80,6 @@ class Scenario:
             validation_microbatches=chosen.choice([0, 0, 2]),
             validate_every=chosen.choice([0, 0, 3]),
             clip=1.0,
-            clip_scope=chosen.choice(["global", "stage"]),
             policy=policy or chosen.choice(policies),
             strict=chosen.random() < 0.3,
             masking=("reassign", "reassign", "spare", "abort")[self.seed % 4],

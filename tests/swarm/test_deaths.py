@@ -28,7 +28,7 @@ warmup = 5
 validation_microbatches = 2
 [recovery]
 policy = "checkfree+"
-relearn_passes = 2
+relearn.passes = 2
 """
 
 

@@ -251,13 +251,13 @@ async def test_every_loss_is_survived_by_its_policy(corpus, tmp_path, policy, lo
     run = override(
         loads(SMALL.format(stages=4, replicas=1)),
         recovery__policy=policy,
-        recovery__checkpoint_dir=str(tmp_path / "checkpoints"),
-        recovery__checkpoint_every=3,
-        recovery__relearn_passes=2,
-        recovery__relearn_steps=steps,
-        recovery__relearn_seconds=60.0,  # so that the rate falls by passes alone
-        recovery__snapshot_fraction=1.0,
-        recovery__snapshot_period=1,
+        recovery__checkpoint__dir=str(tmp_path / "checkpoints"),
+        recovery__checkpoint__every=3,
+        recovery__relearn__passes=2,
+        recovery__relearn__steps=steps,
+        recovery__relearn__seconds=60.0,  # so that the rate falls by passes alone
+        recovery__snapshot__fraction=1.0,
+        recovery__snapshot__period=1,
         steps=12,
     )
     out = tmp_path / "out"

@@ -182,7 +182,7 @@ def test_checkfree_plus_survives_every_single_loss(up):
 
 def test_two_stages_in_a_row_and_a_body_stage_with_stage_0_come_back_from_snapshots(up):
     swarm = up(
-        SMALL.format(steps=24, stages=5) + "[recovery]\nsnapshot_period = 4\n",
+        SMALL.format(steps=24, stages=5) + "[recovery.snapshot]\nperiod = 4\n",
         *("--policy", "snapshot", "--kill", "2@10", "--kill", "3@10"),
         *("--kill", "0@18", "--kill", "4@18"),
     )
@@ -199,7 +199,7 @@ def test_what_checkfree_cannot_rebuild_is_interpolated_and_relearned(up):
     """An end stage; then two in a row, which relearn together."""
     swarm = up(
         SMALL.format(steps=18, stages=5)
-        + "[recovery]\nrelearn_passes = 5\nrelearn_steps = 2\nrelearn_seconds = 60.0\n",
+        + "[recovery.relearn]\npasses = 5\nsteps = 2\nseconds = 60.0\n",
         *("--policy", "checkfree", "--kill", "1@6", "--kill", "3@12", "--kill", "4@12"),
     )
     status, output = swarm.finish()

@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from planaria.lab.convergence.runner import resolved
 from planaria.lab.convergence.schedule import Losses
 from planaria.lab.convergence.study import (
     FORMAT,
+    RESULTS,
     StudyError,
     append_result,
     jobs,
@@ -16,7 +19,7 @@ from planaria.lab.convergence.study import (
     read_results,
 )
 from planaria.lab.convergence.training import Ablation
-from planaria.node.run_file import RunFile
+from planaria.node.run_file import RunFile, override
 
 STUDY = """
 title = "two ways"
@@ -27,7 +30,7 @@ target = 5
 steps = 8
 [run.recovery]
 policy = "checkfree"
-relearn_passes = 0
+relearn.passes = 0
 [losses]
 at = ["2@4"]
 [[variants]]
@@ -35,7 +38,7 @@ name = "none"
 losses = {}
 [[variants]]
 name = "relearned"
-run.recovery.relearn_passes = 3
+run.recovery.relearn.passes = 3
 ablation.relearn_share = 0.5
 """
 
@@ -51,7 +54,7 @@ def test_a_variant_changes_what_it_names_and_nothing_else(tmp_path: Path) -> Non
     assert [job.seed for job in (none, relearned, *others)] == [0, 0, 1, 1]
     assert (none.losses.at, relearned.losses.at) == ([], ["2@4"])
     assert relearned.run.recovery.policy == "checkfree"
-    assert (none.run.recovery.relearn_passes, relearned.run.recovery.relearn_passes) == (0, 3)
+    assert (none.run.recovery.relearn.passes, relearned.run.recovery.relearn.passes) == (0, 3)
     assert relearned.ablation.relearn_share == 0.5
     assert relearned.run.seed == 0
 
@@ -71,6 +74,7 @@ def test_a_key_changes_with_all_that_the_result_depends_on(tmp_path: Path) -> No
     [
         ("steps = 8", "steps = 0", "variant 'none'.*\n.*steps"),
         ("relearn_share", "relearn_part", "relearn_part"),
+        ('policy = "checkfree"', 'omega = "norm"', "'none'.*\n.*a study .* varies ablation.omega"),
         ("relearn_share = 0.5", "relearn_moments = true", "give relearn_adam its rate"),
         ('baseline = "none"', 'baseline = "nobody"', "no variant is named 'nobody'"),
         ('name = "relearned"', 'name = "none"', "same name"),
@@ -102,6 +106,20 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
         read_results(path)
 
 
+STUDIES = sorted((Path(__file__).parents[3] / "results").glob("*/study.toml"))
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.parent.name)
+def test_results_stay_those_of_their_study(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All shipped studies train on the prose of corpus/, made into 512 tokens."""
+    monkeypatch.chdir(tmp_path)  # where no data is, so that it needs no preparing
+    data = {"model__vocabulary": 512, "data__content": "93adfa567266516072c333b152ace724"}
+    asked = [replace(job, run=override(job.run, **data)) for job in jobs(load(path))]
+    assert {key for key, _ in resolved(asked)} <= read_results(path.with_name(RESULTS)).keys()
+
+
 def test_results_were_made_with_these_defaults() -> None:
     """Another digest: let FORMAT grow if a default has changed, not for a new setting that changes
     nothing; then put it here."""
@@ -110,4 +128,4 @@ def test_results_were_made_with_these_defaults() -> None:
         for section in (RunFile, Losses, Ablation)
     ]
     digest = hashlib.sha256(json.dumps(defaults, sort_keys=True).encode()).hexdigest()[:16]
-    assert (FORMAT, digest) == (3, "9acc5d3da1034294")
+    assert (FORMAT, digest) == (3, "6edb66d75fc2de5f")

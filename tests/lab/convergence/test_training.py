@@ -5,6 +5,7 @@ prose prepared with --vocabulary 512."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from planaria.lab.convergence.training import Ablation, LostError, Swarm, train
 from planaria.node.data.corpus import Corpus
 from planaria.node.run_file import RunFile, loads, override
+from planaria.recovery.checkfree import Omega, Trained, guess
 
 GOLDEN = Path(__file__).with_name("golden.json")
 RUN = """
@@ -32,10 +34,10 @@ lr = 3e-3
 warmup = 5
 validation_microbatches = 4
 [recovery]
-relearn_passes = 5
-relearn_steps = 4
-checkpoint_every = 4
-checkpoint_dir = "memory"
+relearn.passes = 5
+relearn.steps = 4
+checkpoint.every = 4
+checkpoint.dir = "memory"
 """
 POLICIES = ("checkfree", "checkfree+", "snapshot", "checkpoint", "redundant")
 LOSSES = {10: [3], 20: [1]}
@@ -94,7 +96,7 @@ def test_a_loss_before_the_first_checkpoint_begins_anew(corpus: Corpus) -> None:
 def test_relearning_brings_the_residual_down_and_the_loss_with_it(corpus: Corpus) -> None:
     after: dict[int, float] = {}
     for passes in (0, 10):
-        swarm = Swarm(run_with(policy="checkfree", relearn_passes=passes), corpus)
+        swarm = Swarm(run_with(policy="checkfree", relearn__passes=passes), corpus)
         for _ in range(50):
             swarm.step()
         (line,) = swarm.lose([3])
@@ -120,7 +122,7 @@ def test_relearning_brings_the_residual_down_and_the_loss_with_it(corpus: Corpus
     ],
 )
 def test_whatever_is_varied_relearning_helps(corpus: Corpus, ablation: Ablation) -> None:
-    swarm = Swarm(run_with(policy="checkfree", relearn_passes=10), corpus, ablation)
+    swarm = Swarm(run_with(policy="checkfree", relearn__passes=10), corpus, ablation)
     for _ in range(6):
         swarm.step()
     (line,) = swarm.lose([3])
@@ -167,7 +169,7 @@ def test_who_came_later_has_kept_fewer_steps(corpus: Corpus) -> None:
 
 
 def test_with_only_the_guessed_stage_in_training_the_others_stay(corpus: Corpus) -> None:
-    run = run_with(policy="checkfree", relearn_passes=0)
+    run = run_with(policy="checkfree", relearn__passes=0)
     swarm = Swarm(run, corpus, Ablation(alone_steps=2))
     swarm.step()
     swarm.lose([3])
@@ -181,7 +183,7 @@ def test_with_only_the_guessed_stage_in_training_the_others_stay(corpus: Corpus)
 
 
 def test_a_snapshot_goes_with_its_holder(corpus: Corpus) -> None:
-    swarm = Swarm(run_with(policy="snapshot", relearn_passes=0), corpus)
+    swarm = Swarm(run_with(policy="snapshot", relearn__passes=0), corpus)
     for _ in range(12):
         swarm.step()
     (line,) = swarm.lose([2])
@@ -191,11 +193,58 @@ def test_a_snapshot_goes_with_its_holder(corpus: Corpus) -> None:
     assert {line["stage"]: line["method"] for line in lines} == {2: "checkfree", 5: "interpolate"}
 
 
+def test_an_average_goes_by_what_the_study_says(corpus: Corpus) -> None:
+    run, guessed = run_with(policy="checkfree", relearn__passes=0), []
+    omegas: tuple[Omega, ...] = ("squared", "norm", "uniform")
+    for omega in omegas:
+        swarm = Swarm(run, corpus, Ablation(omega=omega))
+        swarm.step()
+        sides = [(of, swarm.stages[of]) for of in (2, 4)]
+        sources = [Trained(of, s.optimizer.weights, s.omega) for of, s in sides]
+        swarm.lose([3])
+        guessed.append(swarm.stages[3].optimizer.weights)
+        assert guessed[-1].equal(guess(3, "checkfree", sources, omega)[0])
+    assert not any(a.equal(b) for a, b in itertools.combinations(guessed, 2))
+
+
+def test_a_stage_can_be_clipped_by_its_own_norm(corpus: Corpus) -> None:
+    run, weights = override(loads(RUN), training__clip=0.1), {}
+    for ablation in (Ablation(), Ablation(clip_scope="stage")):
+        swarm = Swarm(run, corpus, ablation)
+        for _ in range(3):
+            swarm.step()
+        weights[ablation.clip_scope] = swarm.stages[1].optimizer.weights
+    assert not weights["stage"].equal(weights["global"])
+
+
+@pytest.mark.parametrize("moments", [False, True])
+def test_a_copy_of_stage_0_comes_back_with_adams_moments_if_it_has_them(
+    corpus: Corpus, moments: bool
+) -> None:
+    swarm = Swarm(run_with(policy="checkfree"), corpus, Ablation(stage0_moments=moments))
+    for _ in range(3):
+        swarm.step()
+    (line,) = swarm.lose([0])
+    assert (line["method"], line["perturbation"]) == ("stage0-copy", 0)
+    assert swarm.stages[0].optimizer.steps == (3 if moments else 0)
+
+
+def test_rows_of_a_snapshot_go_by_priority_or_in_turn(corpus: Corpus) -> None:
+    ages = {}
+    for ablation in (Ablation(), Ablation(snapshot_choice="round")):
+        swarm = Swarm(run_with(policy="snapshot", relearn__passes=0), corpus, ablation)
+        for _ in range(16):
+            swarm.step()
+        ages[ablation.snapshot_choice] = swarm.snapshots[1].held.taken
+    assert set(ages["round"].tolist()) == set(range(9, 17))
+    assert ages["priority"].min() < 9
+
+
 @pytest.mark.parametrize("by", ["row", "stage"])
 def test_a_share_of_all_comes_back_from_storage(corpus: Corpus, by: str) -> None:
     """With whole snapshots every 4 steps, as old at each block."""
     run = run_with(
-        policy="snapshot", snapshot_fraction=1.0, snapshot_period=4, snapshot_codec="none"
+        policy="snapshot", snapshot__fraction=1.0, snapshot__period=4, snapshot__codec="none"
     )
     moved = {}
     for share in (0.5, 1.0):

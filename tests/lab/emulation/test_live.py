@@ -178,7 +178,7 @@ def test_each_policy_makes_a_run_of_its_own(policy, tmp_path):
     run = loads(elsewhere + "[model]\nstages = 4\nvocabulary = 512")
     recovery = plan_run(run, policy, tmp_path).recovery
     assert recovery.policy == ("checkpoint" if policy == "plain" else policy)
-    assert bool(recovery.relearn_passes) == (policy != "plain")
+    assert bool(recovery.relearn.passes) == (policy != "plain")
 
 
 # --- where nodes are
@@ -235,7 +235,7 @@ batch = 4
 microbatch = 1
 validation_microbatches = 0
 [recovery]
-relearn_passes = 5
+relearn.passes = 5
 """
 
 

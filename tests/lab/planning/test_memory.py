@@ -19,7 +19,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from planaria.lab.planning.memory import Bytes, needed, saved, under_way, whole, working
 from planaria.node.data.corpus import Corpus
-from planaria.node.report.events import Cost
 from planaria.node.run_file import RunFile, loads, override
 from planaria.node.stage.model import BodyStage, EmbeddingStage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
@@ -41,7 +40,7 @@ batch = 12
 microbatch = 1
 validation_microbatches = 0
 [recovery]
-relearn_steps = 2
+relearn.steps = 2
 """
 
 
@@ -159,11 +158,9 @@ async def kept(run: RunFile, corpus: Corpus, out: Path) -> dict[tuple[int, str],
 
         def look() -> bool:
             for (stage, _), (node, _) in swarm.nodes.items():
-                if node.member is None:
+                if node.seat is None:
                     continue
-                parts = node.holdings.costs()
-                parts["masking"] = Cost(memory_bytes=node.most_kept)
-                for part, cost in parts.items():
+                for part, cost in node.seat.costs().items():
                     found[stage, part] = max(found[stage, part], cost.memory_bytes)
             return swarm.finished()
 
@@ -172,10 +169,10 @@ async def kept(run: RunFile, corpus: Corpus, out: Path) -> dict[tuple[int, str],
 
 
 CASES: list[tuple[int, dict[str, Any]]] = [
-    (2, {"recovery__stage0_moments": True, "wire__activations": "bf16"}),
-    (2, {"recovery__masking": "spare", "recovery__relearn_passes": 0}),
-    (1, {"recovery__policy": "snapshot", "recovery__snapshot_fraction": 1.0}),
-    (1, {"recovery__policy": "redundant", "recovery__relearn_passes": 0}),
+    (2, {"wire__activations": "bf16"}),
+    (2, {"recovery__masking": "spare", "recovery__relearn__passes": 0}),
+    (1, {"recovery__policy": "snapshot", "recovery__snapshot__fraction": 1.0}),
+    (1, {"recovery__policy": "redundant", "recovery__relearn__passes": 0}),
 ]
 
 
@@ -236,7 +233,7 @@ def test_more_of_anything_needs_no_less(
     assert whole(needed(bigger, config, stage, counts)).device > least.device
     assert whole(needed(run, config, stage, counts, saves=True)).host > least.host
     if policy != "checkpoint":
-        longer = override(run, recovery__relearn_steps=8)
+        longer = override(run, recovery__relearn__steps=8)
         assert whole(needed(longer, config, stage, counts)).host > least.host
 
 

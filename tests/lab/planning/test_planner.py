@@ -43,7 +43,7 @@ preset = "tiny"
 batch = 16
 microbatch = 1
 [recovery]
-checkpoint_dir = "/mnt/shared"
+checkpoint.dir = "/mnt/shared"
 """
 
 
@@ -208,7 +208,7 @@ def test_checkpoints_take_a_folder() -> None:
     found = answer(asked)
     assert found.best.policy != "checkpoint"
     reasons = {why for plan, why in found.others if plan.policy == "checkpoint"}
-    assert reasons == {"takes a folder that all nodes share: name it in recovery.checkpoint_dir"}
+    assert reasons == {"takes a folder that all nodes share: name it in recovery.checkpoint.dir"}
     assert answer(replace(asked, policies=("checkpoint",))).best.policy == "checkpoint"
 
 
@@ -255,13 +255,13 @@ def test_steps_are_near_the_simulators() -> None:
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_the_time_that_losses_take_is_near_the_simulators(replicas: int) -> None:
     asked = question(nodes=5 * replicas, hourly=0.5, tokens=2e7, replacement=60.0, delay=5.0)
-    asked = replace(asked, run=override(asked.run, recovery__relearn_passes=0))
+    asked = replace(asked, run=override(asked.run, recovery__relearn__passes=0))
     for policy in ("checkfree", "checkpoint"):
         plan = next(
             p
             for p in plans(replace(asked, policies=(policy,)))
             if p.counts == (replicas,) * 5
-            and p.run.recovery.checkpoint_every == 10
+            and p.run.recovery.checkpoint.every == 10
             and p.run.training.microbatch == 1
         )
         churn = Churn(hourly=0.5, replacement=60.0, start=asked.start)

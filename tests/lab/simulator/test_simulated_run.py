@@ -35,7 +35,7 @@ def swarm(
     **changes: Any,
 ) -> Swarm:
     run = override(
-        loads("[training]\nmicrobatch = 1\nbatch = 8\n[recovery]\nrelearn_passes = 0"),
+        loads("[training]\nmicrobatch = 1\nbatch = 8\n[recovery]\nrelearn.passes = 0"),
         recovery__policy=policy,
         steps=steps,
         **changes,
@@ -249,7 +249,7 @@ def test_a_lost_stage_is_rebuilt_as_the_policy_has_it(policy: str, stage: int) -
 
 def test_relearning_and_bytes_to_fetch_make_a_rebuild_longer() -> None:
     quick = run(swarm(), Churn(at=at("2@25"))).losses[0].recovered
-    bounded = swarm(recovery__relearn_passes=100, recovery__relearn_seconds=5.0)
+    bounded = swarm(recovery__relearn__passes=100, recovery__relearn__seconds=5.0)
     relearned = run(bounded, Churn(at=at("2@25"))).losses[0].recovered
     assert relearned - quick == pytest.approx(5.5, abs=0.1)  # and its pairs
     large = run(swarm(model__hidden=4096), Churn(at=at("2@25"))).losses[0].recovered
@@ -257,7 +257,7 @@ def test_relearning_and_bytes_to_fetch_make_a_rebuild_longer() -> None:
 
 
 def test_checkpoints_roll_back_to_the_newest_that_is_written() -> None:
-    one = swarm("checkpoint", recovery__checkpoint_every=7)
+    one = swarm("checkpoint", recovery__checkpoint__every=7)
     outcome = run(one, Churn(at=at("2@30 3@40"), replacement=1.0))
     # after 29 steps back to 28; the 40th iteration is then step 39: back to 35
     assert [loss.rolled_back for loss in outcome.losses] == [1, 3]
@@ -270,12 +270,8 @@ def test_checkpoints_roll_back_to_the_newest_that_is_written() -> None:
 def test_blocking_checkpoints_cost_their_writing() -> None:
     from dataclasses import replace
 
-    slow = {"storage_mbps": 1.0}
-    overlapped = replace(swarm("checkpoint"), **slow)  # type: ignore[arg-type]
-    blocking = replace(
-        swarm("checkpoint", recovery__checkpoint_writes="blocking"),
-        **slow,  # type: ignore[arg-type]
-    )
+    overlapped = replace(swarm("checkpoint"), storage_mbps=1.0)
+    blocking = replace(overlapped, blocking=True)
     more = run(blocking, Churn()).seconds - run(overlapped, Churn()).seconds
     assert more == pytest.approx(50 / 10 * reaction.writing(blocking))
 

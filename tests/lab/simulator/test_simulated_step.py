@@ -221,7 +221,7 @@ def test_copies_of_stage_0_get_through_when_links_have_time() -> None:
             for policy in (PLAIN, "checkfree")
         )
         one = swarm(policy="checkfree", model__vocabulary=vocabulary)
-        size = copy_bytes(one.run, one.config)
+        size = copy_bytes(one.config)
         assert (ready.bytes - plain.bytes) / size == pytest.approx(through, rel=0.2)
 
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.node.ports import Priority
-from planaria.node.run_file import RecoverySection
+from planaria.node.run_file import SnapshotSection
 from planaria.node.state import copies
 from planaria.node.state.copies import Budget, Holder, Kind, Outgoing, Sender
 from planaria.node.state.stage_state import Age, StageState, StateId
@@ -117,12 +117,12 @@ class World:
         kind: Kind = "snapshot",
         silence: float = 10.0,
         holders: tuple[str, ...] = ("h",),
-        **recovery: Any,
+        **snapshot: Any,
     ) -> None:
-        section = RecoverySection(**{"snapshot_mbps": 1e6, "snapshot_codec": "none", **recovery})
+        section = SnapshotSection(**{"mbps": 1e6, "codec": "none", **snapshot})
         self.kind, self.stage = kind, STAGE[kind]
         self.outgoing = (
-            Outgoing.copies(LAYOUT, section)
+            Outgoing.copies(LAYOUT)
             if kind == "copy"
             else Outgoing.snapshots(self.stage, LAYOUT, section, seed=5)
         )
@@ -271,23 +271,20 @@ class World:
 # Copies
 
 
-@pytest.mark.parametrize("moments", [False, True])
-def test_a_copy_comes_back_exactly_with_all_that_belongs_to_it(moments: bool) -> None:
-    world = World("copy", stage0_moments=moments)
+def test_a_copy_comes_back_exactly_with_all_that_belongs_to_it() -> None:
+    world = World("copy")
     world.step(1)
     world.settle()
     state = world.holder.state("copy", 0)
     assert state is not None
     own = world.training.state()
-    names = NAMES if moments else NAMES[:1]
-    assert list(state.tensors) == list(names)
-    for name in names:
-        assert torch.equal(state.tensors[name], own.tensors[name])
+    assert list(state.tensors) == ["weights"]
+    assert torch.equal(state.tensors["weights"], own.tensors["weights"])
     assert (state.id, state.omega, state.boosted_at) == (own.id, 1.5, 3)
     assert state.last == own.last
-    assert state.optimizer_step == (1 if moments else 0)
+    assert state.optimizer_step == 0
     assert world.holder.fidelity("copy", 0) == ((1, 1.0, 1), 0.0)
-    size = 4 * LAYOUT.values * len(names)
+    size = 4 * LAYOUT.values
     assert world.sender.bytes_sent > size
     assert world.holder.bytes_received >= size
     assert world.sender.memory_bytes >= size
@@ -335,7 +332,7 @@ def test_a_holder_has_the_copy_before_until_its_node_has_committed_the_new_one()
 
 @pytest.mark.parametrize("kind", ["copy", "snapshot"])
 def test_what_was_committed_by_nobody_who_is_left_is_forgotten(kind: Kind) -> None:
-    world = World(kind, snapshot_fraction=1.0, snapshot_period=1)
+    world = World(kind, fraction=1.0, period=1)
     world.step(1)
     world.settle()
     world.training.commit(2)
@@ -384,9 +381,7 @@ def test_a_state_that_was_rebuilt_from_an_older_one_waits_for_its_next_commit() 
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
 def test_a_snapshot_is_announced_when_every_block_has_come(codec: str) -> None:
-    world = World(
-        snapshot_fraction=0.25, snapshot_period=8, snapshot_codec=codec, snapshot_moments=True
-    )
+    world = World(fraction=0.25, period=8, codec=codec, moments=True)
     for step in range(1, 9):
         world.step(step)
         world.settle()
@@ -405,7 +400,7 @@ def test_a_snapshot_is_announced_when_every_block_has_come(codec: str) -> None:
 
 
 def test_a_lost_update_counts_as_never_sent_and_goes_first() -> None:
-    world = World(snapshot_fraction=0.25, snapshot_period=4, snapshot_choice="round")
+    world = World(fraction=0.25, period=4)
     world.step(1)
     world.settle()
     world.held = True
@@ -433,7 +428,7 @@ def test_a_lost_update_counts_as_never_sent_and_goes_first() -> None:
 
 
 def test_a_new_holder_starts_with_nothing() -> None:
-    world = World(snapshot_fraction=0.5, snapshot_period=2)
+    world = World(fraction=0.5, period=2)
     for step in (1, 2):
         world.step(step)
         world.settle()
@@ -450,7 +445,7 @@ def test_a_new_holder_starts_with_nothing() -> None:
 
 
 def test_another_sender_overlays_what_the_first_had_sent() -> None:
-    world = World(snapshot_fraction=0.25, snapshot_period=4)
+    world = World(fraction=0.25, period=4)
     for step in range(1, 5):
         world.step(step)
         world.settle()
@@ -472,7 +467,7 @@ def test_another_sender_overlays_what_the_first_had_sent() -> None:
 
 
 def test_a_round_that_is_not_through_postpones_the_next() -> None:
-    world = World(snapshot_fraction=0.5, snapshot_period=4)  # every 2 steps
+    world = World(fraction=0.5, period=4)  # every 2 steps
     world.step(1)
     world.settle()
     world.held = True
@@ -490,7 +485,7 @@ def test_a_round_that_is_not_through_postpones_the_next() -> None:
 
 
 def test_a_run_that_goes_back_to_its_saves_starts_its_snapshots_again() -> None:
-    world = World(snapshot_fraction=0.5, snapshot_period=2)
+    world = World(fraction=0.5, period=2)
     for step in (1, 2, 3):
         world.step(step)
         world.settle()
@@ -580,7 +575,7 @@ def damaged(frame: Frame) -> Frame:
 
 @pytest.mark.parametrize("kind", ["copy", "snapshot"])
 def test_a_damaged_update_changes_nothing(kind: Kind) -> None:
-    world = World(kind, snapshot_fraction=1.0, snapshot_period=1)
+    world = World(kind, fraction=1.0, period=1)
     world.step(1)
     world.settle()
     world.faults = lambda frame: damaged(frame) if frame.fields["offset"] == 600 else frame
@@ -626,7 +621,7 @@ def test_a_damaged_update_changes_nothing(kind: Kind) -> None:
     ],
 )
 def test_updates_that_cannot_be_are_refused(changes: dict[str, Any], why: str) -> None:
-    world = World(snapshot_fraction=1.0, snapshot_period=1)
+    world = World(fraction=1.0, period=1)
     world.faults = lambda frame: Frame(
         frame.kind, frame.ballot, frame.fields | changes, frame.descriptors, frame.payload
     )
@@ -644,7 +639,7 @@ def test_updates_that_cannot_be_are_refused(changes: dict[str, Any], why: str) -
 
 
 def test_values_that_are_not_finite_are_refused() -> None:
-    world = World(snapshot_fraction=1.0, snapshot_period=1)
+    world = World(fraction=1.0, period=1)
     world.step(1)
     world.settle()
     world.training.apply = lambda step: world.training.flats[0].fill_(math.inf)  # type: ignore[method-assign]
@@ -675,7 +670,7 @@ def test_a_stranger_cannot_spoil_an_update() -> None:
 
 
 def test_an_update_that_is_late_does_not_put_blocks_back() -> None:
-    world = World(snapshot_fraction=1.0, snapshot_period=1)
+    world = World(fraction=1.0, period=1)
     world.held = True
     world.step(1)
     world.moment()
@@ -696,7 +691,7 @@ def test_an_update_that_is_late_does_not_put_blocks_back() -> None:
 
 
 def test_an_update_of_a_past_that_is_given_up_meanwhile_does_not_count() -> None:
-    world = World(snapshot_fraction=1.0, snapshot_period=1)
+    world = World(fraction=1.0, period=1)
     world.computes["h"].held = True
     world.step(5)
     world.moment()
@@ -717,24 +712,20 @@ def test_an_update_of_a_past_that_is_given_up_meanwhile_does_not_count() -> None
     st.integers(0, 2**32),
     st.sampled_from(["copy", "snapshot"]),
     st.sampled_from(["none", "int8"]),
-    st.sampled_from(["priority", "round", "random"]),
 )
-def test_what_is_held_is_true_whatever_happens(
-    seed: int, kind: Kind, codec: str, choice: str
-) -> None:
+def test_what_is_held_is_true_whatever_happens(seed: int, kind: Kind, codec: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copies, "FRAME", 2000)
-        live_through_it(seed, kind, codec, choice)
+        live_through_it(seed, kind, codec)
 
 
-def live_through_it(seed: int, kind: Kind, codec: str, choice: str) -> None:
+def live_through_it(seed: int, kind: Kind, codec: str) -> None:
     timing = random.Random(seed)
     world = World(
         kind,
-        snapshot_fraction=timing.choice([0.2, 0.5, 1.0]),
-        snapshot_period=timing.choice([1, 4]),
-        snapshot_codec=codec,
-        snapshot_choice=choice,
+        fraction=timing.choice([0.2, 0.5, 1.0]),
+        period=timing.choice([1, 4]),
+        codec=codec,
     )
     training, committed, step = world.training, {"h": 0, "i": 0}, 0
     for _ in range(60):
@@ -782,7 +773,7 @@ def live_through_it(seed: int, kind: Kind, codec: str, choice: str) -> None:
 
 
 def test_a_joiner_fetches_what_is_held_bit_for_bit() -> None:
-    world = World(snapshot_fraction=0.5, snapshot_period=2, snapshot_codec="int8")
+    world = World(fraction=0.5, period=2, codec="int8")
     for step in (1, 2):
         world.step(step)
         world.settle()
@@ -816,7 +807,7 @@ def test_a_joiner_fetches_what_is_held_bit_for_bit() -> None:
 
 
 def test_what_is_overlaid_counts_before_those_who_ask_then_can_look() -> None:
-    world = World(snapshot_fraction=1.0, snapshot_period=1)
+    world = World(fraction=1.0, period=1)
     world.step(1)
     world.settle()
     world.computes["h"].held = True
@@ -874,7 +865,7 @@ def test_a_budget_does_not_hold_back_more_than_it_must() -> None:
 
 
 def test_a_snapshot_leaves_no_faster_than_its_budget() -> None:
-    world = World(snapshot_fraction=1.0, snapshot_period=1, snapshot_mbps=0.008)  # 1 kB/s
+    world = World(fraction=1.0, period=1, mbps=0.008)  # 1 kB/s
     for step in (1, 2, 3):
         world.step(step)
         world.settle()

@@ -12,7 +12,7 @@ import torch
 from conversing import Nodes
 
 from planaria.node.ports import OpenDisk
-from planaria.node.run_file import RunFile, Writes, loads, override
+from planaria.node.run_file import RunFile, loads, override
 from planaria.node.stage.arithmetic import make_twin
 from planaria.node.stage.shape import model_config
 from planaria.node.state.holdings import Holdings
@@ -77,8 +77,8 @@ class Host:
 def holdings(
     folder: Path, policy: str = "checkfree", open_disk: OpenDisk | None = None
 ) -> Holdings:
-    run = override(RUN, recovery__policy=policy, recovery__checkpoint_dir=str(folder / "shared"))
-    run = override(run, recovery__checkpoint_every=2)
+    run = override(RUN, recovery__policy=policy, recovery__checkpoint__dir=str(folder / "shared"))
+    run = override(run, recovery__checkpoint__every=2)
 
     def at_once(work: Callable[..., object], *arguments: Any) -> object:
         return work(*arguments)
@@ -192,7 +192,6 @@ class Shelves:
     def __call__(
         self,
         folder: Path,
-        mode: Writes,
         keep: int,
         saved: Callable[[Age], None],
         failed: Callable[[str], None],

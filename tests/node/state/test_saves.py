@@ -423,17 +423,14 @@ class Reports:
         self.errors: list[str] = []
         self.saved: list[Age] = []
 
-    def writer(self, saves: Saves, mode: module.Mode, in_flight: int = 2) -> Writer:
-        return Writer(saves, mode, in_flight, self.errors.append, self.saved.append)
+    def writer(self, saves: Saves, in_flight: int = 2) -> Writer:
+        return Writer(saves, in_flight, self.errors.append, self.saved.append)
 
 
-@pytest.mark.parametrize("mode", ["blocking", "overlapped"])
-def test_an_error_of_the_disk_is_reported_and_the_next_save_tried(
-    tmp_path: Path, mode: module.Mode
-) -> None:
+def test_an_error_of_the_disk_is_reported_and_the_next_save_tried(tmp_path: Path) -> None:
     saves, reports = opened(tmp_path), Reports()
     for limit, step in ((1 << 20, 4), (500, 8), (1 << 20, 12)):
-        writer = reports.writer(saves, mode)
+        writer = reports.writer(saves)
         with file_size_limit(limit):
             writer.save(state(step))
             assert writer.close(60) == []
@@ -456,9 +453,10 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path: Path) -> None:
         pytest.skip("needs the right to mount; another test has a limit on the size of files")
     try:
         saves, reports = opened(disk), Reports()
-        writer = reports.writer(saves, "blocking")
+        writer = reports.writer(saves)
         for step, values in ((4, 1000), (8, 10_000), (12, 1000)):
             writer.save(state(step, values=values))
+        assert writer.close(60) == []
         assert reports.saved == [Age(0, 4), Age(0, 12)]
         assert saves.sound() == [Age(0, 12), Age(0, 4)]
         assert [e.split("; ", 1) for e in reports.errors] == [
@@ -481,10 +479,9 @@ def test_a_folder_that_can_t_be_used_says_so(tmp_path: Path) -> None:
 # The writer
 
 
-@pytest.mark.parametrize("mode", ["blocking", "overlapped"])
-def test_what_is_saved_is_the_state_at_that_moment(tmp_path: Path, mode: module.Mode) -> None:
+def test_what_is_saved_is_the_state_at_that_moment(tmp_path: Path) -> None:
     saves, reports = opened(tmp_path, keep=9), Reports()
-    writer = reports.writer(saves, mode)
+    writer = reports.writer(saves)
     given = [state(step) for step in (4, 8, 12, 16)]
     training = {name: torch.empty(5) for name in NAMES}
     for each in given:
@@ -534,7 +531,7 @@ def test_training_waits_for_a_write_when_enough_are_in_flight(gated: GatedSaves)
                 two.set()
 
     two = threading.Event()
-    writer = reports.writer(gated, "overlapped")
+    writer = reports.writer(gated)
     thread = threading.Thread(target=train)
     thread.start()
     assert two.wait(60)  # these two don't wait
@@ -551,7 +548,7 @@ def test_training_goes_on_without_a_save_when_the_disk_hangs(
 ) -> None:
     monkeypatch.setattr(module, "PATIENCE", 0.0)
     reports = Reports()
-    writer = reports.writer(gated, "overlapped")
+    writer = reports.writer(gated)
     for step in (4, 8, 12):
         writer.save(state(step))
     assert reports.errors == [
@@ -565,7 +562,7 @@ def test_training_goes_on_without_a_save_when_the_disk_hangs(
 
 def test_closing_names_what_was_not_written_in_time(gated: GatedSaves) -> None:
     reports = Reports()
-    writer = reports.writer(gated, "overlapped")
+    writer = reports.writer(gated)
     writer.save(state(4))
     writer.save(state(8))
     assert writer.close(0.0) == [Age(0, 4), Age(0, 8)]
@@ -580,16 +577,15 @@ def test_closing_names_what_was_not_written_in_time(gated: GatedSaves) -> None:
 
 def test_a_writer_wants_saves_that_stages_can_meet_in(tmp_path: Path) -> None:
     reports = Reports()
-    reports.writer(opened(tmp_path, keep=2), "blocking")
+    reports.writer(opened(tmp_path, keep=4))
     with pytest.raises(ValueError, match="3 saves are kept, but 4 are needed"):
-        reports.writer(opened(tmp_path, keep=3), "overlapped")
+        reports.writer(opened(tmp_path, keep=3))
 
 
 def test_a_state_of_another_stage_is_a_mistake(tmp_path: Path) -> None:
-    for mode in ("blocking", "overlapped"):
-        writer = Reports().writer(opened(tmp_path), mode)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="stage 4 is not saved in"):
-            writer.save(state(4, stage=4))
+    writer = Reports().writer(opened(tmp_path))
+    with pytest.raises(ValueError, match="stage 4 is not saved in"):
+        writer.save(state(4, stage=4))
 
 
 # Processes that share a folder, and die

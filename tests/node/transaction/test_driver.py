@@ -34,7 +34,6 @@ RULES = Rules(
     validation_microbatches=0,
     validate_every=0,
     clip=1.0,
-    clip_scope="global",
     policy="checkfree",
     strict=True,
     masking="reassign",
@@ -201,16 +200,6 @@ def test_the_clip_scale_is_that_of_the_whole_models_norm_replicas_counted_once()
     commit = sent(told.ready("twin", 144.0), "step")["a"].step.commit
     assert commit.gradient_norm == 13.0
     assert list(commit.clip_scale) == pytest.approx([1 / 13] * 3, rel=1e-6)
-
-
-def test_with_the_scope_of_a_stage_each_is_clipped_by_its_own_norm():
-    told = Told(replace(RULES, stages=2, clip_scope="stage"), {"a": 0, "b": 1, "c": 2})
-    told.begins()
-    told.comes_home()
-    told.ready("a", 0.25)
-    told.ready("b", 16.0)
-    commit = sent(told.ready("c", 4.0), "step")["a"].step.commit
-    assert list(commit.clip_scale) == pytest.approx([1.0, 1 / 4, 1 / 2], rel=1e-6)
 
 
 @given(st.lists(st.floats(0, 1e12), min_size=3, max_size=3), st.floats(0.01, 100))
