@@ -1,5 +1,5 @@
 """What all tests and their child processes have: one thread for torch, for the models are tiny and
-the cores are few, and signals that work."""
+the cores are few, signals that work, and no terminal's size."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 from hypothesis import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is loaded
+for name in ("COLUMNS", "LINES"):  # pytest imports readline, which sets them for xdist's workers;
+    os.environ.pop(name, None)  # Rich would keep to them, whatever a test asks for
 
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) == signal.SIG_IGN:  # in the background of a script, or by nohup
