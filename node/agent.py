@@ -567,16 +567,13 @@ class Agent:
     def validate_state(self) -> None:
         """What holds between any two events. Raises AssertionError."""
         member, attempt = self.member, self.attempt
-        if member.phase in (Phase.RUNNING, Phase.REDUCING, Phase.READY) and not member.following:
+        if member.phase in (Phase.RUNNING, Phase.REDUCING) and member.following is None:
             assert attempt is not None and not attempt.over, f"{member.phase}, but no attempt"
+            assert attempt.began == member.began, f"{attempt.began} began, not {member.began}"
             assert attempt.ballot == member.attempt, f"at {attempt.ballot}, not {member.attempt}"
-            assert attempt.began == member.began
-        if member.phase is Phase.READY and not member.following:
-            assert attempt is not None and self.reducing is not None
         if self.reducing is not None and not self.reducing[1].done:
             assert member.phase is Phase.REDUCING, f"reduces {self.reducing[0]} in {member.phase}"
         assert len(self.held) <= MOST_HELD
-        assert self.exchanges.now >= 0.0
 
 
 def rules(run: RunFile, config: ModelConfig) -> Rules:

@@ -24,11 +24,19 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import xxhash
+
 from planaria.bootstrap import registry_pb2 as registry
+from planaria.node.run_file import RunFile, from_fields
+from planaria.node.stage.shape import model_config
+from planaria.node.state.copies import Holder
+from planaria.node.state.holdings import Holdings
+from planaria.node.state.stage_state import StageState
 from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.driver import Phase as DriverPhase
 from planaria.node.transaction.effects import NEVER, Ballot
@@ -46,10 +54,50 @@ from planaria.recovery.decide import (
     decide,
     resume,
 )
-from simulation.holdings import Files, Holder, State
+from simulation.fingerprints import TRAINED, chain_of, fingerprint
+from simulation.node import Node
+from simulation.ports import Files
 from simulation.registry import Client, Registry
-from simulation.shell import Node, fingerprint
+from simulation.stage import contribution, row
 from simulation.world import Network, Process, World
+
+
+def weights_digest(weights: torch.Tensor) -> bytes:
+    return xxhash.xxh3_128(weights.numpy().data).digest()
+
+
+def run_of(rules: Rules, files: Files) -> RunFile:
+    """The run file that says so."""
+    return from_fields(
+        {
+            "steps": rules.steps,
+            "model": {
+                "dim": 8,
+                "heads": 1,
+                "hidden": 8,
+                "context": 2,
+                "stages": rules.stages,
+                "layers": rules.stages,
+            },
+            "training": {
+                "batch": rules.microbatches,
+                "microbatch": 1,
+                "validate_every": rules.validate_every,
+                "validation_microbatches": rules.validation_microbatches,
+                "clip": rules.clip,
+            },
+            "recovery": {
+                "policy": rules.policy,
+                "strict": rules.strict,
+                "masking": rules.masking,
+                "relearn": {"passes": 4 * rules.relearn, "steps": 2, "seconds": 2.0},
+                "snapshot": {"codec": "none", "fraction": 0.34, "period": 3},
+                "checkpoint": {"dir": "checkpoint", "every": files.checkpoint_every or 1},
+            },
+            "saves": {"every": files.save_every or 1},
+            "swarm": {"progress": rules.progress},
+        }
+    )
 
 
 class InvariantError(AssertionError):
@@ -96,6 +144,10 @@ class Machines:
     driver: type[Driver] = Driver
     holder: type[Holder] = Holder
 
+    def adapt(self, holdings: Holdings) -> None:
+        if holdings.holder is not None:
+            holdings.holder.__class__ = self.holder
+
 
 class Cluster:
     def __init__(
@@ -111,6 +163,8 @@ class Cluster:
         self.world = World(seed)
         self.network = Network(self.world)
         self.rules, self.overflowing, self.pace = rules, overflowing, pace
+        self.run = run_of(rules, files)
+        self.config = model_config(self.run.model, vocabulary=8)
         self.files, self.machines = files, machines
         self.hosts = {host.name: host for host in hosts}
         self.state_size = self.world.random.choice([1.0, 4.0, 16.0])
@@ -125,8 +179,10 @@ class Cluster:
         self.opened: set[tuple[int, int]] = set()  # those in which nothing was tried yet
         self.known: dict[tuple[bytes, int], set[bytes]] = {}  # chain, stage -> digests it had
         for stage in range(rules.stages + 1):
-            self.known[b"", stage] = {fingerprint("initial", stage)}
+            self.known[b"", stage] = {row(stage).digest()}
         self.traps: list[Trap] = []
+        self.windows: dict[tuple[int, int], torch.Tensor] = {}
+        self.steps: dict[bytes, int] = {}  # by the chain that they end
         self._names = itertools.count(1)
         self.registry = Registry(self)
         for host in hosts:
@@ -140,15 +196,6 @@ class Cluster:
 
     def new_client(self, node: Node) -> Client:
         return Client(self, node)
-
-    def make_member(self, name: str, stage: int) -> Member:
-        return self.machines.member(name, stage)
-
-    def make_driver(self, name: str) -> Driver:
-        return self.machines.driver(name, self.rules)
-
-    def make_holder(self, node: Node) -> Holder:
-        return self.machines.holder(node)
 
     def start(self, host: Host) -> None:
         host.restart_at = None
@@ -213,7 +260,7 @@ class Cluster:
             and node.process.responsive
             and node.member is not None
         ]
-        having = [node for node in left if node.weights.step >= newest]
+        having = [n for n in left if n.weights.step >= newest and n.member and not n.member.void]
         if not having:
             return self.files.newest_common(self.rules.stages) is not None
         decisions = self.decisions(newest, having, left)
@@ -227,7 +274,8 @@ class Cluster:
                 Ballot.of(one.made),
             )
             for node in nodes
-            for one in node.holdings.listed()
+            if node.seat is not None
+            for one in node.seat.holdings.listed()
         ]
 
     def decisions(self, step: int, having: list[Node], left: list[Node]) -> list[Decision]:
@@ -280,10 +328,10 @@ class Cluster:
         attempt = self.attempts.setdefault(ballot, Attempt(begin.step, weights.chain))
         attempt.nodes.add(node.name)
         self.demand(attempt.chain == weights.chain, "I2", f"{who} with another history")
-        digest = attempt.digests.setdefault(stage, weights.digest)
-        self.demand(digest == weights.digest, "I2", f"{who}; its replicas have other weights")
+        digest = attempt.digests.setdefault(stage, weights.digest())
+        self.demand(digest == weights.digest(), "I2", f"{who}; its replicas have other weights")
         known = self.known.get((weights.chain, stage), ())
-        self.demand(not weights.void and weights.digest in known, "I5", f"{who}, unfit weights")
+        self.demand(not weights.void and weights.digest() in known, "I5", f"{who}, unfit weights")
         if ballot <= self.confirmed_in:
             return  # of a driver that is cut off: no commit can come of it
         if weights.lineage >= self.lineage and (weights.lineage, base) in self.opened:
@@ -324,10 +372,10 @@ class Cluster:
         weights, stage = node.weights, node.stage
         who = f"{node.name} of stage {stage} applies step {commit.step}"
         self.demand(weights.step == commit.step - 1, "I3", f"{who} on step {weights.step}")
-        parts = ("head", "stage") if stage == 0 else ("stage",)
-        window = range(self.rules.microbatches)
-        expected = Counter((identity, part) for identity in window for part in parts)
-        self.demand(weights.gradient == expected, "I1", f"{who} with {sorted(weights.gradient)}")
+        found = weights.gradient[TRAINED][1:]
+        window = self.window(commit.step, weights.stage)
+        if not torch.equal(found, window):
+            self.demand(False, "I1", f"{who} with {found}, not {window}")
         ballot = Ballot.of(commit.ballot)
         attempt = self.attempts[ballot]
         self.demand(attempt.chain == weights.chain, "I2", f"{who} with another history")
@@ -345,9 +393,10 @@ class Cluster:
         ready = self.attempts[ballot].nodes
         applied = self.commits.setdefault(ballot, Attempt(commit.step, weights.chain, nodes=ready))
         self.demand(applied.chain == weights.chain, "I2", f"{who}; others committed another thing")
-        digest = applied.digests.setdefault(stage, weights.digest)
-        self.demand(digest == weights.digest, "I2", f"{who}; its replicas have other weights")
-        self.known.setdefault((weights.chain, stage), set()).add(weights.digest)
+        digest = applied.digests.setdefault(stage, weights.digest())
+        self.demand(digest == weights.digest(), "I2", f"{who}; its replicas have other weights")
+        self.known.setdefault((weights.chain, stage), set()).add(weights.digest())
+        self.steps[weights.chain] = commit.step
         self.counts["applied"] += 1
         self.counts["skipped"] += commit.skipped
 
@@ -373,6 +422,7 @@ class Cluster:
             return
         names = ", ".join(f"{holder.name}" for holder in holders)
         self.demand(not holders or newest == 0, "I3", f"{who}, but {names} had the newest step")
+        self.lineage = min(self.lineage, lineage)  # of newer ones nobody has lived to tell
         best = resume(self.held(members), self.rules.stages)
         assert best is not None
         self.demand(best.step == step, "I3", f"{who}, but there is step {best.step}")
@@ -386,37 +436,40 @@ class Cluster:
         self.counts["fallback"] += fields["fallback"]
         self.demand(not (fields["fallback"] and self.rules.strict), "I4", f"{fields} with --strict")
 
-    def chain_at(self, sync: pb.Sync, state: State) -> bytes:
+    def window(self, step: int, stage: int) -> torch.Tensor:
+        """What all microbatches add to the stage's gradient, but for the number that overflows."""
+        if (step, stage) not in self.windows:
+            parts = ("head", "stage") if stage == 0 else ("stage",)
+            ids = range(self.rules.microbatches)
+            each = [contribution(step, stage, number, part) for number in ids for part in parts]
+            self.windows[step, stage] = torch.stack(each).sum(dim=0)[1:]
+        return self.windows[step, stage]
+
+    def chain_at(self, sync: pb.Sync, state: StageState) -> bytes:
         """The history of the step that `sync` names; `state` is what has come from its sources."""
         if sync.method == "replica":
-            return state.chain
+            return chain_of(state)
         at = sync.lineage, sync.step
         if at in self.bases:
             base = self.bases[at]
             if base is None:
-                base = self.bases[at] = state.chain
+                base = self.bases[at] = chain_of(state)
             return base
         if not sync.step:
             return b""
         return self.commits[Ballot.of(sync.last.ballot)].chain
 
-    def check_sources(
-        self, node: Node, sync: pb.Sync, stages: list[int], states: list[State]
-    ) -> None:
+    def check_sources(self, node: Node, sync: pb.Sync, states: Sequence[StageState]) -> None:
         """What has come from the sources that the driver named, before it is put in place."""
         who = f"{node.name} of stage {node.stage} fetches step {sync.step} by {sync.method}"
-        newer = (sync.lineage, sync.step) >= node.weights_age()
-        self.demand(newer, "I3", f"{who} over {node.weights_age()}")
-        for stage in set(stages):
-            shards = [s for at, s in zip(stages, states, strict=True) if at == stage]
-            digests = {state.digest for state in shards}
-            self.demand(len(digests) == 1, "I2", f"{who}: sources of {stage} differ")
+        newer = (sync.lineage, sync.step) >= node.weights.age
+        self.demand(newer, "I3", f"{who} over {node.weights.age}")
         for state in states:
-            named = {(s.step, s.lineage) for s in sync.sources if s.stage == state.stage}
-            said = (state.step, state.lineage) in named
-            self.demand(said, "I5", f"{who}, and got {state.age}, not what was named: {named}")
+            named = {(s.lineage, s.step) for s in sync.sources if s.stage == state.id.stage}
+            said = state.id.age in named or not state.id.step
+            self.demand(said, "I5", f"{who}, and got {state.id.age}, not what was named: {named}")
         if sync.method == "replica" or sync.method in INEXACT:
-            self.demand(len({state.chain for state in states}) == 1, "I2", f"{who}: two histories")
+            self.demand(len(set(map(chain_of, states))) == 1, "I2", f"{who}: two histories")
         self.counts[sync.method] += 1
         back = (sync.lineage, sync.step) in self.bases  # all go there, as `check_back` allowed
         if sync.method != "replica" and not back:
@@ -424,28 +477,30 @@ class Cluster:
             stale = sync.lineage < self.lineage
             self.demand(not left or stale, "I4", f"{who}, but {', '.join(left)} had it")
 
-    def check_installed(self, node: Node, sync: pb.Sync, state: State) -> None:
+    def check_installed(self, node: Node, sync: pb.Sync, state: StageState) -> None:
         """It is in place: is it what it should be?"""
         weights = node.weights
         who = f"{node.name} of stage {node.stage} has step {sync.step} by {sync.method}"
         known = self.known.setdefault((weights.chain, weights.stage), set())
-        same_step = state.age == (sync.lineage, sync.step)
-        back = (sync.lineage, sync.step) in self.bases and sync.step == state.step
+        same_step = state.id.age == (sync.lineage, sync.step)
+        back = (sync.lineage, sync.step) in self.bases and sync.step == state.id.step
         exact = sync.method in ("replica", "redundant", "stage0-copy", "checkpoint", "save")
         at = sync.lineage, sync.step
         mixed = self.bases.get(at) == fingerprint("mixed", *at)
         unseen = sync.method == "redundant" and not known  # the stage died before it applied it
         if exact and (same_step or back) and not mixed and not unseen:
-            self.demand(state.chain == weights.chain, "I5", f"{who}, of another history")
-            self.demand(weights.digest in known, "I5", f"{who}, which it never had")
-        known.add(weights.digest)
+            self.demand(chain_of(state) == weights.chain, "I5", f"{who}, of another history")
+            self.demand(weights.digest() in known, "I5", f"{who}, which it never had")
+        known.add(weights.digest())
 
-    def check_announced(self, node: Node, kind: str, states: list[State]) -> None:
+    def check_announced(self, node: Node, said: pb.Holding, held: StageState) -> None:
         """What a node says it holds: of this run, and not ahead of its own weights."""
-        for state in states:
-            what = f"{node.name} announces a {kind} of stage {state.stage} at {state.age}"
-            known = self.known.get((state.chain, state.stage), ())
-            self.demand(state.digest in known, "I5", f"{what}, which was never committed")
+        what = f"{node.name} announces a {said.kind} of stage {said.stage} at {held.id.age}"
+        known = self.known.get((chain_of(held), said.stage), ())
+        digest = weights_digest(held.tensors["weights"])
+        self.demand(digest in known, "I5", f"{what}, which was never committed")
+        step = self.steps.get(chain_of(held), 0)
+        self.demand(step == said.step, "I5", f"{what}, which is of step {step}")
 
     def _holders(self, step: int) -> list[Node]:
         """Live members that have the step in their weights, or were ready to commit it."""
@@ -456,6 +511,7 @@ class Cluster:
             for node in self.nodes
             if node.name in self.registry.names()
             and node.member is not None
+            and not node.member.void
             and node.weights.lineage == self.lineage
             and (node.weights.step == step or node.name in ready)
         ]

@@ -24,7 +24,7 @@ from simulation.world import Link, Process
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
-    from simulation.shell import Node
+    from simulation.node import Node
 
 TICK = 0.1
 HELD_UP = 1.0

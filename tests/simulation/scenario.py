@@ -5,22 +5,29 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from unittest.mock import patch
 
+from planaria.node.stage import optimizer
+from planaria.node.state import copies, twin
+from planaria.node.transaction import averaging
 from planaria.node.transaction.member import Phase
 from planaria.node.transaction.rules import Rules
 from planaria.recovery.decide import Policy
 from simulation.cluster import Cluster, Host, InvariantError, Machines, Trap
-from simulation.holdings import Files
-from simulation.shell import Node
+from simulation.node import Node
+from simulation.ports import Files
 from simulation.world import Process
 
 TRAPS = ["committed", "committed", "aborted", "rebuilding", "rebuilt", "validated", "finished"]
 TRAPS += ["rebuilding", "rebuilding", "rolled back", "resuming"]
 TAIL = 120
 """Lines of the trace that a report shows."""
+PART = 48
+"""Bytes of an update that travel at a time; the weights have 64."""
 LONGEST = 240.0
 """Virtual seconds after the last fault within which everything must be over."""
 
@@ -45,11 +52,27 @@ def run(
     """Under the seed's own policy unless told. Raises ScenarioError."""
     scenario = (kind or Scenario)(seed, machines or Machines(), policy)
     try:
-        return scenario.run()
+        with small_pieces():
+            return scenario.run()
     except InvariantError as broken:
         raise ScenarioError(scenario.report(str(broken))) from broken
     except Exception as error:
         raise ScenarioError(scenario.report(f"crashed: {error!r}")) from error
+
+
+@contextmanager
+def small_pieces() -> Iterator[None]:
+    """What travels in pieces does so here, too, although there is little of it."""
+    with ExitStack() as patches:
+        for module, name, size in (
+            (averaging, "PIECE", 5),
+            (twin, "PIECE", 7),
+            (copies, "FRAME", PART),
+            (copies, "LEAST_FRAME", PART),
+            (optimizer, "BLOCK", 16),
+        ):
+            patches.enter_context(patch.object(module, name, size))
+        yield
 
 
 class Scenario:

@@ -1,0 +1,40 @@
+"""What stands for a stage's weights: sixteen float32, of which half are trained and half are a
+fingerprint of all the commits in them, its *chain*. So equal chains mean equal histories, and a
+state says wherever it travels of which history it is."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from planaria.node.state.stage_state import StageState
+
+TRAINED, CHAINED = slice(0, 8), slice(8, 16)
+SHAPE = (4, 4)
+LARGEST = 1 << 16  # of a number in a gradient: sums of many are exact in float32
+
+
+def fingerprint(*parts: Any) -> bytes:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
+
+
+def numbers(*parts: Any) -> torch.Tensor:
+    """float32 [8], whole numbers that follow from `parts`."""
+    return torch.frombuffer(bytearray(fingerprint(*parts)), dtype=torch.uint16).float()
+
+
+def write_chain(weights: torch.Tensor, chain: bytes) -> None:
+    padded = bytearray(chain or bytes(16))
+    weights[CHAINED] = torch.frombuffer(padded, dtype=torch.uint16).float()
+
+
+def read_chain(weights: torch.Tensor) -> bytes:
+    chain = weights[CHAINED].to(torch.int32).numpy().astype("uint16").tobytes()
+    return b"" if chain == bytes(16) else chain
+
+
+def chain_of(state: StageState) -> bytes:
+    return read_chain(state.tensors["weights"])

@@ -1,0 +1,317 @@
+"""One identity of a node in virtual time: what node/daemon.py is around its seats. What it does at
+its stage, the agent does, which is the one that ships."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.membership import related
+from planaria.node.agent import Agent
+from planaria.node.ports import Ports, Priority
+from planaria.node.report.events import Event
+from planaria.node.state.holdings import Holdings
+from planaria.node.state.stage_state import Age
+from planaria.node.state.twin import next_stage
+from planaria.node.transaction.driver import Driver
+from planaria.node.transaction.effects import Ballot, Effect, GoOn
+from planaria.node.transaction.member import Member
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire import tensors
+from planaria.node.wire.exchange import Exchanges
+from planaria.node.wire.frames import Frame, buffers_of
+from planaria.recovery.snapshot import Layout
+from simulation.fingerprints import SHAPE
+from simulation.ports import Compute, Links, VirtualDisk
+from simulation.stage import ChainedTwin, Stage, row
+from simulation.world import Process
+
+if TYPE_CHECKING:
+    from simulation.cluster import Cluster
+
+TICK = 0.1
+SHARD = 48
+"""Bytes; a stage's state has 192."""
+
+
+class Seat(Agent):
+    """An agent with the machines that the test wants, of which some are faulty."""
+
+    def __init__(self, host: Node, *arguments: Any) -> None:
+        self.host = host
+        super().__init__(*arguments)
+        self.states.shard_size = SHARD
+        self.member.holdings = self._announced
+
+    def _announced(self) -> list[pb.Holding]:
+        found = self.holdings.listed()
+        for one in found:
+            if one.kind == "copy" and self.holdings.holder is not None:
+                held = self.holdings.holder.state("copy", one.stage)
+                assert held is not None
+                self.host.cluster.check_announced(self.host, one, held)
+        return found
+
+    def _carry_out_one(self, effect: Effect) -> None:
+        super()._carry_out_one(effect)
+        if isinstance(effect, GoOn) and self.attempt is not None:
+            check = partial(self._check_goes_on, self.attempt.began, effect)
+            self.host.compute.post(check, lambda _: None, Priority.CONTROL)
+
+    def _check_goes_on(self, began: Ballot, effect: GoOn) -> None:
+        if self.host.weights.work.ballot == began:
+            self.host.cluster.check_goes_on(self.host, effect.ballot, effect.begin)
+
+    def _new_driver(self) -> Driver:
+        return self.host.cluster.machines.driver(self.node, self.host.cluster.rules)
+
+    def _new_member(self) -> Member:
+        return self.host.cluster.machines.member(self.node, self.stage)
+
+
+class Node:
+    """From joining to leaving; it is its seat's port `Record`, too."""
+
+    def __init__(self, cluster: Cluster, process: Process, stage: int | None, dials_only: bool):
+        self.cluster, self.world, self.process = cluster, cluster.world, process
+        self.name = cluster.new_name()
+        self.wanted, self.address = stage, "" if dials_only else f"{self.name}:1"
+        self.ended = False
+        self.net = Links(self, cluster.network)
+        self.links = self.net.links
+        self.compute = Compute(process, cluster.pace)
+        self.exchanges = Exchanges(self.compute, self._run_soon, self._crashed)
+        self.exchanges.at(self.world.now)
+        self.alarm = math.inf
+        self.view = registry.View()
+        self.stage: int | None = None
+        self.weights: Stage
+        self.seat: Seat | None = None
+        self.early: list[tuple[str, pb.Message]] = []
+        self.fuse: int | None = None  # messages of commits left to send before the crash
+        self.report = registry.Report()
+        cluster.network.endpoints[self.name] = self
+        cluster.network.homes[self.name] = process.host
+        self.client = cluster.new_client(self)
+        self.process.after(self.world.random.uniform(0.0, TICK), self._tick)
+
+    @property
+    def member(self) -> Member | None:
+        return self.seat.member if self.seat is not None else None
+
+    @property
+    def driver(self) -> Driver:
+        assert self.seat is not None
+        return self.seat.driver
+
+    # --- life
+
+    def stop(self, why: str) -> None:
+        """This identity is over; the process starts another one."""
+        if not self.ended:
+            self.ended = True
+            self.compute.stopped = True
+            self.world.say(self.name, f"is over: {why}")
+            self.process.after(0.0, self._clean_up)
+
+    def _clean_up(self) -> None:
+        self.net.give_up()
+        self.client.stop()
+        del self.cluster.network.endpoints[self.name]
+        self.cluster.identity_over(self)
+
+    def _crashed(self, error: BaseException) -> None:
+        raise error
+
+    # --- membership
+
+    def viewed(self, view: registry.View) -> None:
+        if self.ended or view.number <= self.view.number:
+            return
+        self.view = view
+        own = next((member for member in view.members if member.node == self.name), None)
+        if own is None:
+            self.stop(f"view {view.number} is without this node: {view.reason}")
+            return
+        linked = [
+            member.node
+            for member in view.members
+            if not own.spare
+            and member.node != self.name
+            and not member.spare
+            and (not own.address or self._related(own.stage, member.stage))
+        ]
+        self.net.set_peers(view, linked)
+        if own.spare:
+            return
+        if self.seat is not None:
+            self.seat.viewed(view, self.world.now)
+            self._validate()
+        elif self.stage is None:
+            self.stage = own.stage
+            self.process.after(self.world.random.uniform(0.01, 0.4), self._take_seat, own.stage)
+
+    def _related(self, a: int, b: int) -> bool:
+        rules = self.cluster.rules
+        return related(a, b, rules.stages, rules.swapped)
+
+    def _take_seat(self, stage: int) -> None:
+        if self.ended:
+            return
+        self.weights = Stage(self, stage)
+        ports = Ports(self.net, self.exchanges, self.compute, tensors, self.weights, self)
+        run, config = self.cluster.run, self.cluster.config
+        self.seat = Seat(self, self.name, stage, run, config, ports, self._make_holdings)
+        self.seat.viewed(self.view, self.world.now)
+        early, self.early = self.early, []
+        for peer, message in early:
+            self._hear(peer, message)
+
+    def _make_holdings(self, seat: Agent) -> Holdings:
+        run, stages = self.cluster.run, self.cluster.rules.stages
+        twin = None
+        if run.recovery.policy == "redundant":
+            optimizer = row(next_stage(seat.stage, stages))
+            twin = ChainedTwin(
+                node=self.name,
+                stage=seat.stage,
+                stages=stages,
+                optimizer=optimizer,
+                forward=lambda x: x,
+                exchanges=self.exchanges,
+                send=seat.send,
+                tensors=tensors,
+            )
+
+        def open_disk(
+            folder: Path,
+            keep: int,
+            saved: Callable[[Age], None],
+            failed: Callable[[str], None],
+        ) -> VirtualDisk:
+            kind = folder.name
+            owner = self.process.host if kind == "save" else ""
+            return VirtualDisk(self.cluster.files, (kind, owner, seat.stage), self.process, saved)
+
+        saves = self.cluster.hosts[self.process.host].saves and self.cluster.files.save_every
+        folder = Path("save") if saves else None
+        holdings = Holdings(seat, twin, lambda _: Layout([SHAPE]), open_disk, folder)
+        self.cluster.machines.adapt(holdings)
+        return holdings
+
+    # --- links
+
+    def admits(self, peer: str) -> bool:
+        return not self.ended and (peer == "registry" or peer in self.net.addresses)
+
+    def on_item(self, peer: str, channel: str, item: Any) -> None:
+        if self.ended:
+            return
+        if peer == "registry":
+            self.client.on_item(item)
+        elif isinstance(item, Frame):
+            if self.seat is not None:
+                payload = bytearray().join(buffers_of(item.payload))
+                self.seat.on_frame(peer, replace(item, payload=payload), self.world.now)
+                self._validate()
+        else:
+            self._hear(peer, item)
+
+    def _hear(self, peer: str, message: pb.Message) -> None:
+        if self.ended:
+            return
+        if self.seat is None:
+            self.early.append((peer, message))
+            return
+        self.cluster.demand(message.seat == self.seat.stage, "I5", f"{peer} names {message.seat}")
+        self.seat.on_message(peer, message, self.world.now)
+        self._validate()
+
+    def on_link_up(self, peer: str) -> None:
+        if peer == "registry":
+            self.client.on_link_up()
+        elif self.seat is not None and not self.ended:
+            self.seat.on_link_up(peer, self.world.now)
+            self._validate()
+
+    def on_link_lost(self, peer: str, reason: str, unacknowledged: list[Any]) -> None:
+        if self.ended:
+            return
+        if peer == "registry":
+            self.client.on_link_lost()
+            return
+        self.net.lost(peer)
+        if any(member.node == peer for member in self.view.members):
+            self.world.say(self.name, f"lost the link to {peer}: {reason}")
+            self.client.suspect(peer, reason)
+        if self.seat is not None:
+            self.seat.on_link_lost(peer, reason, unacknowledged, self.world.now)
+            self._validate()
+
+    def sent_commit(self) -> None:
+        """To one of those that are to hear it."""
+        if self.fuse is not None:
+            self.fuse -= 1
+            if self.fuse < 0:
+                self.cluster.crash(self.process, "between two messages of a commit")
+
+    # --- time
+
+    def _tick(self) -> None:
+        if self.ended:
+            return
+        if self.seat is not None:
+            self.seat.tick(self.world.now)
+            self._validate()
+        self.process.after(TICK, self._tick)
+
+    def _run_soon(self) -> None:
+        self.process.after(0.0, self._run)
+
+    def _run(self) -> None:
+        if self.ended:
+            return
+        self.exchanges.run(self.world.now)
+        if self.exchanges.wake < self.alarm:
+            self.alarm = self.exchanges.wake
+            self.process.after(self.alarm - self.world.now, self._woken)
+        self._validate()
+
+    def _woken(self) -> None:
+        self.alarm = math.inf
+        self._run()
+
+    def _validate(self) -> None:
+        if self.seat is not None and not self.ended:
+            self.seat.validate_state()
+
+    # --- the port `Record`
+
+    def tell(self, event: Event) -> None:
+        told = vars(event)
+        self.world.say(self.name, f"{event.kind} {told}")
+        self.cluster.on_event(self, event.kind, told)
+        self.cluster.check_patience(self, str(told.get("reason")))
+
+    def committed(self, commit: pb.Commit) -> None:
+        """The ledger is held against the windows elsewhere."""
+
+    def changed(self) -> None:
+        assert self.seat is not None
+        self.report = self.seat.report()
+
+    def halted(self, halt: pb.Halt) -> None:
+        self.world.say(self.name, f"halted at {halt.step}: {halt.reason or 'finished'}")
+        self.cluster.check_halt(self, halt)
+        self.changed()
+
+    def suspect(self, node: str, why: str) -> None:
+        self.client.suspect(node, why)
+
+    def over(self, reason: str) -> None:
+        self.stop(reason)

@@ -1,0 +1,234 @@
+"""The ports of a node in virtual time: its links, its compute thread, its disk."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from planaria.bootstrap import registry_pb2 as registry
+from planaria.node.ports import Priority
+from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.frames import Frame
+from simulation.fingerprints import chain_of
+from simulation.world import Link, Network, Process
+
+if TYPE_CHECKING:
+    from simulation.node import Node
+
+T = TypeVar("T")
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
+NOTICE = 0.1
+"""Seconds after which a link that broke is dialled anew."""
+KEPT_SAVES = 3
+
+
+class Links:
+    """The links of one identity, dialled as node/wire/link.py does."""
+
+    def __init__(self, node: Node, network: Network) -> None:
+        self.node, self.network, self.process = node, network, node.process
+        self.links: dict[str, Link] = {}
+        self.addresses: dict[str, str] = {}  # of the members
+        self.kept: frozenset[str] = frozenset()  # those with whom there is always to be one
+        self.dialling: set[str] = set()
+
+    # --- as the port has it
+
+    def send(self, peer: str, item: pb.Message | Frame) -> bool:
+        link = self.links.get(peer)
+        if link is None or not self.process.alive:
+            return False
+        if isinstance(item, Frame) and item.kind == "state":  # of which there would be much more
+            seconds = self.process.world.random.uniform(0.01, 0.3) * self.node.cluster.state_size
+            self.process.after(seconds, self._send_state, link, item)
+            return True
+        channel = "bulk" if isinstance(item, Frame) else "control"
+        self.network.send(link, self.node, channel, item)
+        if isinstance(item, pb.Message) and item.step.HasField("commit"):
+            self.node.sent_commit()
+        return True
+
+    def _send_state(self, link: Link, frame: Frame) -> None:
+        if link.believed_by(self.node):
+            self.network.send(link, self.node, "bulk", frame)
+
+    def demand(self, peer: str) -> None:
+        if self.addresses.get(peer) and peer not in self.links and peer not in self.dialling:
+            self.dialling.add(peer)
+            done = partial(self._keep_dialled, peer, FIRST_PAUSE)
+            self.network.dial(self.node, peer, lambda up: done())
+
+    def linked(self, peer: str) -> bool:
+        return peer in self.links
+
+    def unacknowledged_by(self, peer: str) -> int:
+        link = self.links.get(peer)
+        sent = link.sent.get(self.node.name, {}) if link is not None else {}
+        return sum(frame.size for frame in sent.values())
+
+    # --- for the node
+
+    def set_peers(self, view: registry.View, kept: Sequence[str]) -> None:
+        self.kept = frozenset(kept)
+        self.addresses = {member.node: member.address for member in view.members}
+        for peer, link in list(self.links.items()):
+            if peer != "registry" and peer not in self.addresses:
+                why = f"{peer} is no member of view {view.number}"
+                self.network.give_up(link, self.node, why, report=False)
+        for peer in sorted(self.kept):
+            self._keep(peer, 0.0)
+
+    def lost(self, peer: str) -> None:
+        self._keep(peer, NOTICE)
+
+    def give_up(self) -> None:
+        for link in list(self.links.values()):
+            self.network.give_up(link, self.node, f"{self.node.name} stops", report=False)
+
+    def _keep(self, peer: str, soon: float) -> None:
+        if peer in self.kept and self._dials(peer) and peer not in self.dialling:
+            self.dialling.add(peer)
+            self.process.after(soon, self._keep_dialled, peer, FIRST_PAUSE)
+
+    def _dials(self, peer: str) -> bool:
+        if not self.addresses.get(peer):
+            return False
+        return not self.node.address or self.node.name < peer
+
+    def _keep_dialled(self, peer: str, pause: float) -> None:
+        kept = not self.node.ended and peer in self.kept and self._dials(peer)
+        if not kept or peer in self.links:
+            self.dialling.discard(peer)
+            return
+
+        def done(up: bool) -> None:
+            longer = FIRST_PAUSE if up else min(2 * pause, LONGEST_PAUSE)
+            self.process.after(pause, self._keep_dialled, peer, longer)
+
+        self.network.dial(self.node, peer, done)
+
+
+class Compute:
+    """The compute thread: one work at a time, most urgent first, for as long as chance has it."""
+
+    def __init__(self, process: Process, pace: float) -> None:
+        self.process = process
+        self.stopped = False
+        self._pace = pace * process.world.random.uniform(0.5, 2.0)
+        self._posted: list[tuple[Priority, int, Callable[[], Any], Callable[[Any], None]]] = []
+        self._numbers = itertools.count()
+        self._busy = False
+
+    def post(
+        self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
+    ) -> None:
+        heapq.heappush(self._posted, (priority, next(self._numbers), work, then))
+        self._work()
+
+    def _work(self) -> None:
+        if self._busy or self.stopped or not self._posted:
+            return
+        self._busy = True
+        priority, _, work, then = heapq.heappop(self._posted)
+        chance = self.process.world.random
+        control = priority is Priority.CONTROL
+        longest = chance.choice([0.001, 0.001, 0.05]) if control else 0.02 * self._pace
+        self.process.after(chance.uniform(0.1, 1.0) * longest, self._done, work, then)
+
+    def _done(self, work: Callable[[], T], then: Callable[[T | Exception], None]) -> None:
+        try:
+            result: T | Exception = work()
+        except Exception as error:  # noqa: BLE001 (whatever it is, it belongs to who waits)
+            result = error
+        self.process.after(0.0, self._tell, then, result)
+        self._busy = False
+        self._work()
+
+    def _tell(self, then: Callable[[Any], None], result: object) -> None:
+        if not self.stopped:
+            then(result)
+
+
+class Files:
+    """What outlives processes: saves, each on the disk of its host, and the checkpoints' folder."""
+
+    def __init__(self, save_every: int = 0, checkpoint_every: int = 0) -> None:
+        """Every so many steps; 0: none are written."""
+        self.save_every, self.checkpoint_every = save_every, checkpoint_every
+        self._files: dict[tuple[str, str, int], dict[Age, StageState]] = defaultdict(dict)
+
+    def write(self, kind: str, owner: str, state: StageState) -> None:
+        """Renamed into place: it is there whole."""
+        files = self._files[kind, owner, state.id.stage]
+        files[state.id.age] = state
+        if kind == "save":
+            for age in sorted(files)[:-KEPT_SAVES]:
+                del files[age]
+
+    def of(self, kind: str, owner: str, stage: int) -> dict[Age, StageState]:
+        return self._files.get((kind, owner, stage), {})
+
+    def newest_common(self, stages: int) -> tuple[int, int] | None:
+        """Lineage and step of the newest state that every stage has a file of, on whatever disk."""
+        chains: dict[int, set[tuple[Age, bytes]]] = defaultdict(set)
+        for (_, _, stage), files in self._files.items():
+            chains[stage].update((age, chain_of(state)) for age, state in files.items())
+        common = set.intersection(*(chains[stage] for stage in range(stages + 1)))
+        return max(common)[0] if common else None
+
+    def stage_of(self, owner: str) -> int | None:
+        """What the host served when it saved last."""
+        newest = [
+            (max(files), stage)
+            for (kind, host, stage), files in self._files.items()
+            if (kind, host) == ("save", owner) and files
+        ]
+        return max(newest)[1] if newest else None
+
+
+class VirtualDisk:
+    """One folder for one stage. A write takes its time; a crash before its end leaves nothing."""
+
+    critical_seconds = 0.0
+    bytes_written = 0
+
+    def __init__(
+        self,
+        files: Files,
+        folder: tuple[str, str, int],
+        process: Process,
+        saved: Callable[[Age], None],
+    ) -> None:
+        self._files, self._folder, self._process, self._saved = files, folder, process, saved
+
+    def listed(self, refused: Collection[Age] = ()) -> list[StateId]:
+        there = self._files.of(*self._folder)
+        return [there[age].id for age in sorted(there, reverse=True) if age not in refused]
+
+    def damaged(self) -> set[Age]:
+        return set()
+
+    def write(self, state: StageState) -> None:
+        copies = {name: tensor.clone() for name, tensor in state.tensors.items()}
+        seconds = self._process.world.random.uniform(0.01, 0.5)
+        self._process.after(seconds, self._written, replace(state, tensors=copies))
+
+    def _written(self, state: StageState) -> None:
+        kind, owner, _ = self._folder
+        self._files.write(kind, owner, state)
+        self._saved(state.id.age)
+
+    def load(self, save: Age, then: Callable[[StageState | Exception], None]) -> None:
+        state = self._files.of(*self._folder).get(save)
+        found = SaveError(f"there is no save of {save}") if state is None else state
+        self._process.after(self._process.world.random.uniform(0.01, 0.3), then, found)
+
+    def finish(self, seconds: float) -> None:
+        """What is being written goes on."""

@@ -1,0 +1,242 @@
+"""A stage without a model: the port `Arithmetic` over sixteen numbers, which show how they came
+about."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from attempt_swarm import VirtualWork
+from torch import nn
+
+from planaria.node.ports import Learned
+from planaria.node.stage.lesson import boundary_tensor
+from planaria.node.stage.optimizer import StageOptimizer
+from planaria.node.state.boundary import Fetched
+from planaria.node.state.relearn import Ended, Piece
+from planaria.node.state.stage_state import Age, StageState, StateId
+from planaria.node.state.twin import Twin
+from planaria.node.transaction.attempt import Done, Visit
+from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.exchange import ComplaintError
+from planaria.node.wire.frames import Frame, WireError
+from planaria.node.wire.tensors import decode, encode
+from planaria.recovery import checkfree
+from planaria.recovery.decide import INEXACT
+from simulation.fingerprints import (
+    SHAPE,
+    TRAINED,
+    fingerprint,
+    numbers,
+    read_chain,
+    write_chain,
+)
+
+if TYPE_CHECKING:
+    from simulation.node import Node
+
+CPU = torch.device("cpu")
+
+
+def row(stage: int) -> StageOptimizer:
+    """The stage as it is at step 0."""
+    module = nn.Linear(*SHAPE, bias=False)
+    optimizer = StageOptimizer(module, CPU)
+    optimizer.weights.zero_()
+    optimizer.weights[TRAINED] = numbers("initial", stage) / 65536
+    return optimizer
+
+
+class Work(VirtualWork):
+    """Microbatches add numbers to the stage's gradient, of which each tells who it is; in a step
+    that overflows, the first is infinite."""
+
+    def __init__(self, owner: Stage) -> None:
+        self.owner = owner
+        self.twin: Twin | None = None
+        self.step = 0
+        super().__init__(owner.node.name, owner.stage)
+        self.gradient = owner.gradient.numpy()
+
+    def begin(self, ballot: Ballot, begin: pb.Begin) -> None:
+        super().begin(ballot, begin)
+        self.step = begin.step
+        if ballot != NEVER:
+            self.owner.cluster.check_start(self.owner.node, ballot, begin)
+
+    def inherit(self, lost: frozenset[str]) -> int:
+        kept = super().inherit(lost)
+        self.owner.cluster.counts["inherited"] += bool(lost)
+        return kept
+
+    def _add(self, visit: Visit, *parts: object) -> None:
+        owner = visit.node
+        into = self.gradient
+        if owner != self.node and owner not in self.inherited:
+            into = self.ahead.setdefault(owner, np.zeros_like(self.gradient))
+        part = "head" if parts[0] == "head" else "stage"
+        into[TRAINED] += contribution(self.step, self.stage, visit.microbatch, part).numpy()
+        if self.owner.cluster.overflows(self.step, self.stage):
+            into[0] = np.inf
+
+    def _decoded(self, peer: str, frame: Frame) -> bytes:
+        try:
+            (tensor,) = decode(frame.descriptors, frame.payload)
+        except (WireError, ValueError) as error:
+            raise ComplaintError(f"{frame.kind} from {peer}: {error}", [peer]) from error
+        return bytes(tensor.view(-1).to(torch.uint8).numpy())
+
+    def _onward(self, kind: str, visit: Visit, x: bytes) -> Done:
+        done = super()._onward(kind, visit, x)
+        assert done.frame is not None
+        values = torch.frombuffer(bytearray(done.frame.payload), dtype=torch.uint8)
+        frame = done.frame
+        frame.descriptors, frame.payload = encode([values.float().view(1, 2, 8)], "none")
+        return done
+
+
+def contribution(step: int, stage: int, microbatch: int, part: str) -> torch.Tensor:
+    """float32 [8]; what the step's microbatch adds to the stage's gradient."""
+    values = numbers("gradient", step, stage, microbatch, part)
+    values[0] = 0.0
+    return values
+
+
+class ChainedTwin(Twin):
+    """One whose weights say by which commits they came about."""
+
+    def apply(self, commit: pb.Commit, lr: float) -> None:
+        before, chain = self.state.id, read_chain(self.optimizer.weights)
+        super().apply(commit, lr)
+        if self.state.id != before:
+            write_chain(self.optimizer.weights, after(chain, commit))
+
+
+def after(chain: bytes, commit: pb.Commit) -> bytes:
+    return fingerprint(chain, commit.SerializeToString(deterministic=True))
+
+
+class Stage:
+    """The stage of one seat, as the compute thread has it."""
+
+    def __init__(self, node: Node, stage: int) -> None:
+        self.node, self.cluster, self.stage = node, node.cluster, stage
+        self.optimizer = row(stage)
+        self.tensors = dict(self.optimizer.state(optimizer=True))
+        self.gradient = self.optimizer.gradient
+        self.lineage = self.step = 0
+        self.void = False  # overwritten by what isn't fit to train yet
+        self.work = Work(self)
+        self._reduced = self._omega = 0.0
+
+    @property
+    def chain(self) -> bytes:
+        return read_chain(self.optimizer.weights)
+
+    def digest(self) -> bytes:
+        return self.optimizer.digest()
+
+    def reduced(self) -> float:
+        self._reduced = self.optimizer.squared_norm()
+        return self._reduced
+
+    def adopt(self, gradient: torch.Tensor) -> float:
+        self.gradient.copy_(gradient)
+        return self.reduced()
+
+    def apply(self, commit: pb.Commit, lr: float) -> Learned:
+        self.cluster.check_apply(self.node, commit)
+        if not commit.skipped:
+            scale = commit.lr_scale[self.stage]
+            self.optimizer.step(lr * scale, commit.clip_scale[self.stage])
+            self._omega = self._reduced
+        write_chain(self.optimizer.weights, after(self.chain, commit))
+        self.step = commit.step
+        self.optimizer.zero_gradient()
+        self.cluster.check_applied(self.node, commit)
+        return self._learned()
+
+    def _learned(self) -> Learned:
+        return Learned(self.digest(), self._omega, self.optimizer.steps)
+
+    def initial(self, lineage: int) -> StageState:
+        made = StateId(self.stage, lineage, step=0, made=NEVER)
+        tensors = dict(row(self.stage).state(optimizer=True))
+        return StageState(made, tensors, 0.0, 0, pb.Commit(), 0)
+
+    def put_in_place(self, sync: pb.Sync, states: Sequence[StageState]) -> Learned:
+        self.cluster.check_sources(self.node, sync, states)
+        if sync.method in INEXACT:
+            stages = sorted({source.stage for source in sync.sources})
+            sources = [
+                checkfree.Trained(stage, state.tensors["weights"], state.omega)
+                for stage, state in zip(stages, states, strict=True)
+            ]
+            weights, self._omega = checkfree.guess(self.stage, sync.method, sources, "squared")
+            self.optimizer.load([("weights", weights)], 0)
+        else:
+            self.optimizer.load(states[0].tensors.items(), states[0].optimizer_step)
+            self._omega = states[0].omega
+        write_chain(self.optimizer.weights, self.cluster.chain_at(sync, states[0]))
+        self._sync, self._state = sync, states[0]
+        if sync.lost:  # to be relearned before it is fit for anything
+            self.lineage, self.step, self.void = 0, 0, True
+        else:
+            self.learned()
+        return self._learned()
+
+    def learned(self) -> None:
+        """What is in place is fit to train."""
+        self.lineage, self.step, self.void = self._sync.lineage, self._sync.step, False
+        self.cluster.check_installed(self.node, self._sync, self._state)
+
+    def lesson(self, fetched: Fetched, lost: Collection[int]) -> Lesson:
+        self.cluster.counts["lessons"] += 1
+        return Lesson(self, fetched)
+
+    def boundary_tensor(self, frame: Frame) -> torch.Tensor:
+        return boundary_tensor(frame)
+
+    @property
+    def age(self) -> Age:
+        return Age(self.lineage, self.step)
+
+
+class Lesson:
+    """Relearning: each piece changes the weights a little."""
+
+    def __init__(self, stage: Stage, fetched: Fetched) -> None:
+        self._stage, self._fetched = stage, fetched
+        self._before = stage.optimizer.weights.clone()
+
+    def start(self, piece: Piece, with_start: bool) -> list[torch.Tensor]:
+        x = self._fetched.inputs[piece.pair][piece.first : piece.end].float()
+        return [x, x] if with_start else [x]
+
+    def pass_on(self, given: list[torch.Tensor], lr: float | None) -> list[torch.Tensor]:
+        return given
+
+    def pass_back(self, gradient: torch.Tensor) -> torch.Tensor:
+        self._update()
+        return gradient
+
+    def end(
+        self, piece: Piece, given: list[torch.Tensor], norm: float | None, lr: float | None
+    ) -> Ended:
+        output = self._fetched.outputs[piece.pair][piece.first : piece.end].float()
+        assert given[0].shape == output.shape
+        if lr is None:
+            return Ended([], 1.0, 1.0)
+        self._update()
+        return Ended([output], 1.0, None)
+
+    def finish(self, undo: bool) -> None:
+        if undo:
+            self._stage.optimizer.load([("weights", self._before)], 0)
+        self._stage.learned()
+
+    def _update(self) -> None:
+        self._stage.optimizer.weights[TRAINED] *= 0.99
