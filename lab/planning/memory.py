@@ -29,7 +29,7 @@ from planaria.node.wire.frames import encoded_size
 from planaria.recovery.snapshot import Layout, held_at
 
 TAKEN = torch.int64.itemsize
-"""Bytes for each row of a snapshot: the step that it is of."""
+"""Bytes for each row of a snapshot or copy: the step that it is of."""
 HALF = torch.bfloat16.itemsize
 
 
@@ -205,7 +205,7 @@ def _policy(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]:
         return {"snapshot": size}
     copies = Bytes(host=copy_bytes(config) if stage == 0 else 0)
     if ("copy", 0) in held_at(stage, stages):  # with one that is arriving
-        copies += Bytes(host=2 * copy_bytes(config))
+        copies += Bytes(host=2 * copy_bytes(config) + TAKEN * _rows(config, 0))
     return {"copies": copies}
 
 
