@@ -417,7 +417,8 @@ class Scenario:
     # --- the run
 
     def run(self) -> Result:
-        world, cluster, added = self.world, self.cluster, 0
+        world, cluster = self.world, self.cluster
+        committed, waits_since = 0, 0.0
         while True:
             until = world.now + 0.5
             while world.now < until:
@@ -426,9 +427,11 @@ class Scenario:
                 outcome = cluster.outcome()
                 if outcome == "finished" or world.now > self.quiet_from + 15.0:
                     return Result(outcome, world.now, cluster.counts)
-            if world.now > self.quiet_from + 20.0 * (added + 1):
-                added += 1
-                self.cluster.add_host()
+            if cluster.counts["committed"] > committed:  # it doesn't wait for a node
+                committed, waits_since = cluster.counts["committed"], world.now
+            if world.now > max(self.quiet_from, waits_since) + 20.0:
+                waits_since = world.now
+                cluster.add_host()
             if world.now > self.quiet_from + LONGEST:
                 cluster.demand(False, "I4", f"not over {LONGEST:.0f} s after the last fault")
 
