@@ -41,7 +41,7 @@ class Rules:
     run: str
     stages: int  # body stages, L; stages are numbered 0..L
     replicas: int = 1  # nodes a stage to wait for before the first driver is named
-    max_replicas: int = 64  # nodes a stage that are useful; more become spares
+    max_replicas: int = 64  # nodes a stage that are useful; more become standbys
     start_grace: float = 20.0  # wait for `replicas` no longer than this once each stage has a node
     lease: float = 5.0
     probe_timeout: float = 1.5
@@ -129,7 +129,7 @@ Effect = Issue | Probe | Evict | Settle | Dial
 
 @dataclass(eq=False)
 class _Node:
-    """A member or spare, and what is known of its health."""
+    """A member or standby, and what is known of its health."""
 
     member: Member
     why: str  # why this stage
@@ -199,7 +199,7 @@ class Membership:
     # -- events ----------------------------------------------------------------------------------
 
     def join(self, request: JoinRequest, now: float) -> tuple[JoinReply, list[Effect]]:
-        """Makes a node a member or a spare. A repeated request gets the same answer.
+        """Makes a node a member or a standby. A repeated request gets the same answer.
 
         While no member is heard, the reply is a question: the node has to dial the members, as the
         registry does (`Dial`), and to join again. If none is there, all are evicted. The reply
@@ -437,7 +437,7 @@ class Membership:
         assert (view.lineage, view.committed) <= self._newest
         assert not view.number or not _problem(view, rules), _problem(view, rules)
         if self._started and not view.driver:
-            assert all(m.stage or m.spare for m in members), "a stage-0 member, but no driver"
+            assert all(m.stage or m.standby for m in members), "a stage-0 member, but no driver"
         for name, node in self._nodes.items():
             assert node.due <= self._deadline(node), "a deadline would be missed"
             assert (node.due, name) in self._deadlines
@@ -467,7 +467,7 @@ class Membership:
     def _check_repeated(self, request: JoinRequest, member: Member) -> None:
         told = (request.address, request.data, request.speed, request.host, request.device)
         if told != (member.address, member.data, member.speed, member.host, member.device) or (
-            request.HasField("stage") and (member.spare or request.stage != member.stage)
+            request.HasField("stage") and (member.standby or request.stage != member.stage)
         ):
             raise Refused(
                 "ALREADY_EXISTS",
@@ -538,7 +538,7 @@ class Membership:
         if address:
             return None
         members = (n.member for n in self._nodes.values())
-        hidden = (m for m in members if not m.address and not m.spare)
+        hidden = (m for m in members if not m.address and not m.standby)
         return next((m for m in hidden if _related(self.rules, m.stage, stage)), None)
 
     def _admit(self, request: JoinRequest, now: float) -> _Node:
@@ -554,7 +554,7 @@ class Membership:
             stage=stage or 0,
             joined=self._joined,
             speed=request.speed,
-            spare=stage is None,
+            standby=stage is None,
             host=request.host,
             device=request.device,
             data=request.data,
@@ -565,7 +565,7 @@ class Membership:
         return node
 
     def _choose(self, request: JoinRequest) -> tuple[int | None, str]:
-        """A stage for a node that asked for none (None: spare), and why."""
+        """A stage for a node that asked for none (None: standby), and why."""
         numbers = range(self.rules.stages + 1)
         count = Counter(m.stage for m in self._serving())
         capacity = dict.fromkeys(numbers, 0.0)
@@ -581,12 +581,12 @@ class Membership:
             stage = min(fits, key=lambda s: (capacity[s], s))
             return stage, f"stage {stage} had the least capacity ({capacity[stage]:g})"
         if not wanted:
-            return None, f"spare: every stage has {self.rules.max_replicas} nodes or more"
+            return None, f"standby: every stage has {self.rules.max_replicas} nodes or more"
         if not served:
-            return None, "spare: only stage 0 has room, and the node lacks the run's data"
+            return None, "standby: only stage 0 has room, and the node lacks the run's data"
         other = self._unreachable(request.address, served[0])
         return None, (
-            "spare: it only dials out, and so does a node it would need a link with wherever "
+            "standby: it only dials out, and so does a node it would need a link with wherever "
             f"there is room ({other.node if other else ''}); give it `--advertise HOST:PORT`"
         )
 
@@ -772,28 +772,28 @@ class Membership:
         """The run had a state once, and nobody who serves has any. It may come back from files, and
         the newest may be with a node that isn't there yet. One step is no proof: it may be so new
         that one node only has told of it."""
-        reports = (n.report for n in self._nodes.values() if not n.member.spare)
+        reports = (n.report for n in self._nodes.values() if not n.member.standby)
         return self._newest > (0, 1) and not any(r.lineage or r.committed for r in reports)
 
     def _staff(self) -> None:
-        """Sends the oldest spare that fits to each stage without a member that will stay."""
+        """Sends the oldest standby that fits to each stage without a member that will stay."""
         staying = {
-            n.member.stage for n in self._nodes.values() if not n.member.spare and not n.leaving
+            n.member.stage for n in self._nodes.values() if not n.member.standby and not n.leaving
         }
         vacant = self._vacant()
         for stage in sorted(set(range(self.rules.stages + 1)) - staying):
             why = "is vacant" if stage in vacant else "has only nodes that will leave soon"
             for node in self._nodes.values():
                 member = node.member
-                if not member.spare or (stage == 0 and not self._has_data(member.data)):
+                if not member.standby or (stage == 0 and not self._has_data(member.data)):
                     continue
                 if node.leaving or self._unreachable(member.address, stage) is not None:
                     continue
                 node.member = Member()
                 node.member.CopyFrom(member)
-                node.member.stage, node.member.spare = stage, False
+                node.member.stage, node.member.standby = stage, False
                 node.why = f"stage {stage} {why}"
-                self._changes.append(f"{member.node} was a spare: stage {stage} {why}")
+                self._changes.append(f"{member.node} was a standby: stage {stage} {why}")
                 break
 
     def _issue(self, now: float) -> None:
@@ -839,7 +839,7 @@ class Membership:
         return f"waiting for {', '.join(needed)}" if needed else ""
 
     def _serving(self) -> Iterable[Member]:
-        return (n.member for n in self._nodes.values() if not n.member.spare)
+        return (n.member for n in self._nodes.values() if not n.member.standby)
 
     def _vacant(self) -> list[int]:
         served = {m.stage for m in self._serving()}
@@ -880,7 +880,7 @@ class Membership:
 
 
 def _place(member: Member) -> str:
-    return "spare" if member.spare else f"stage {member.stage}"
+    return "standby" if member.standby else f"stage {member.stage}"
 
 
 def _misspelt(address: str) -> str:
@@ -900,7 +900,7 @@ def _related(rules: Rules, a: int, b: int) -> bool:
 def _problem(view: View, rules: Rules) -> str:
     """What keeps this from being a view of the run; empty: nothing."""
     members = list(view.members)
-    serving = [m for m in members if not m.spare]
+    serving = [m for m in members if not m.standby]
     addresses = [m.address for m in members if m.address]
     joined = [m.joined for m in members]
     hidden = [m.stage for m in serving if not m.address]

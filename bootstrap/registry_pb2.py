@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!planaria/bootstrap/registry.proto\x12\x12planaria.bootstrap\"\x90\x01\n\x06Member\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05stage\x18\x03 \x01(\r\x12\x0e\n\x06joined\x18\x04 \x01(\x04\x12\r\n\x05speed\x18\x05 \x01(\x01\x12\r\n\x05spare\x18\x06 \x01(\x08\x12\x0c\n\x04host\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\t \x01(\t\"\x94\x01\n\x04View\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12+\n\x07members\x18\x03 \x03(\x0b\x32\x1a.planaria.bootstrap.Member\x12\x0e\n\x06\x64river\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x11\n\tcommitted\x18\x06 \x01(\x04\x12\x0f\n\x07lineage\x18\x07 \x01(\x04\"\xbb\x01\n\x0bJoinRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x12\n\x05stage\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\t\x12\r\n\x05speed\x18\x06 \x01(\x01\x12\x0c\n\x04host\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\x10\n\x08question\x18\t \x01(\x04\x12\x10\n\x08\x61nswered\x18\n \x03(\tB\x08\n\x06_stage\"\xc6\x01\n\tJoinReply\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08run_file\x18\x02 \x01(\t\x12&\n\x04view\x18\x03 \x01(\x0b\x32\x18.planaria.bootstrap.View\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x10\n\x08question\x18\x05 \x01(\x04\x12+\n\x07unheard\x18\x06 \x03(\x0b\x32\x1a.planaria.bootstrap.Member\x12\x14\n\x0c\x64ial_seconds\x18\x07 \x01(\x01\x12\r\n\x05lease\x18\x08 \x01(\x01\"\xb5\x02\n\x06Report\x12\x11\n\tcommitted\x18\x01 \x01(\x04\x12\r\n\x05phase\x18\x02 \x01(\t\x12\x0c\n\x04loss\x18\x03 \x01(\x01\x12\x14\n\x0cmicrobatches\x18\x04 \x01(\x04\x12\x10\n\x08\x62ytes_in\x18\x05 \x01(\x04\x12\x11\n\tbytes_out\x18\x06 \x01(\x04\x12\x19\n\x11tokens_per_second\x18\x07 \x01(\x01\x12\x0f\n\x07message\x18\x08 \x01(\t\x12\x0f\n\x07stopped\x18\t \x01(\x08\x12\x10\n\x08\x66inished\x18\n \x01(\x08\x12\x0f\n\x07lineage\x18\x0b \x01(\x04\x12\x0f\n\x07leaving\x18\x0c \x01(\x08\x12\x0e\n\x06memory\x18\r \x01(\x04\x12\x10\n\x08measured\x18\x0e \x01(\x04\x12-\n\x05links\x18\x0f \x03(\x0b\x32\x1e.planaria.bootstrap.LinkReport\"8\n\nLinkReport\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x0e\n\x06rtt_ms\x18\x02 \x01(\x01\x12\x0c\n\x04mbps\x18\x03 \x01(\x01\"\xb3\x01\n\x07Renewal\x12\x0c\n\x04node\x18\x01 \x01(\t\x12*\n\x06report\x18\x02 \x01(\x0b\x32\x1a.planaria.bootstrap.Report\x12\r\n\x05probe\x18\x03 \x01(\x04\x12\x0b\n\x03run\x18\x04 \x01(\t\x12*\n\x06member\x18\x05 \x01(\x0b\x32\x1a.planaria.bootstrap.Member\x12&\n\x04view\x18\x06 \x01(\x0b\x32\x18.planaria.bootstrap.View\"G\n\x06Notice\x12\r\n\x05probe\x18\x01 \x01(\x04\x12\x0f\n\x07\x65victed\x18\x02 \x01(\t\x12\x0c\n\x04view\x18\x03 \x01(\x04\x12\x0f\n\x07measure\x18\x04 \x01(\x04\")\n\x0cWatchRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\":\n\tSuspicion\x12\x0f\n\x07\x61\x63\x63user\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x63\x63used\x18\x02 \x01(\t\x12\x0b\n\x03why\x18\x03 \x01(\t\"7\n\x07Verdict\x12\x0e\n\x06member\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0c\n\x04view\x18\x03 \x01(\x04\")\n\x0cLeaveRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0b\n\x03why\x18\x02 \x01(\t\"\x1a\n\nLeaveReply\x12\x0c\n\x04view\x18\x01 \x01(\x04\"\x10\n\x0eMeasureRequest\"-\n\x0cMeasureReply\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05nodes\x18\x02 \x01(\r\"\x11\n\x0f\x44\x65scribeRequest\"\x95\x01\n\x11MemberDescription\x12*\n\x06member\x18\x01 \x01(\x0b\x32\x1a.planaria.bootstrap.Member\x12*\n\x06report\x18\x02 \x01(\x0b\x32\x1a.planaria.bootstrap.Report\x12\x15\n\rsince_renewal\x18\x03 \x01(\x01\x12\x11\n\tsuspected\x18\x04 \x01(\x08\"\xc1\x01\n\x0b\x44\x65scription\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08run_file\x18\x02 \x01(\t\x12&\n\x04view\x18\x03 \x01(\x0b\x32\x18.planaria.bootstrap.View\x12\x36\n\x07members\x18\x04 \x03(\x0b\x32%.planaria.bootstrap.MemberDescription\x12\x11\n\tdecisions\x18\x05 \x03(\t\x12\x0e\n\x06uptime\x18\x06 \x01(\x01\x12\x10\n\x08protocol\x18\x07 \x01(\r2\x98\x04\n\x08Registry\x12\x46\n\x04Join\x12\x1f.planaria.bootstrap.JoinRequest\x1a\x1d.planaria.bootstrap.JoinReply\x12H\n\tKeepAlive\x12\x1b.planaria.bootstrap.Renewal\x1a\x1a.planaria.bootstrap.Notice(\x01\x30\x01\x12\x45\n\x05Watch\x12 .planaria.bootstrap.WatchRequest\x1a\x18.planaria.bootstrap.View0\x01\x12\x45\n\x07Suspect\x12\x1d.planaria.bootstrap.Suspicion\x1a\x1b.planaria.bootstrap.Verdict\x12I\n\x05Leave\x12 .planaria.bootstrap.LeaveRequest\x1a\x1e.planaria.bootstrap.LeaveReply\x12O\n\x07Measure\x12\".planaria.bootstrap.MeasureRequest\x1a .planaria.bootstrap.MeasureReply\x12P\n\x08\x44\x65scribe\x12#.planaria.bootstrap.DescribeRequest\x1a\x1f.planaria.bootstrap.Descriptionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!planaria/bootstrap/registry.proto\x12\x12planaria.bootstrap\"\x92\x01\n\x06Member\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05stage\x18\x03 \x01(\r\x12\x0e\n\x06joined\x18\x04 \x01(\x04\x12\r\n\x05speed\x18\x05 \x01(\x01\x12\x0f\n\x07standby\x18\x06 \x01(\x08\x12\x0c\n\x04host\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\t \x01(\t\"\x94\x01\n\x04View\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12+\n\x07members\x18\x03 \x03(\x0b\x32\x1a.planaria.bootstrap.Member\x12\x0e\n\x06\x64river\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x11\n\tcommitted\x18\x06 \x01(\x04\x12\x0f\n\x07lineage\x18\x07 \x01(\x04\"\xbb\x01\n\x0bJoinRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x12\n\x05stage\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\t\x12\r\n\x05speed\x18\x06 \x01(\x01\x12\x0c\n\x04host\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\x10\n\x08question\x18\t \x01(\x04\x12\x10\n\x08\x61nswered\x18\n \x03(\tB\x08\n\x06_stage\"\xc6\x01\n\tJoinReply\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08run_file\x18\x02 \x01(\t\x12&\n\x04view\x18\x03 \x01(\x0b\x32\x18.planaria.bootstrap.View\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x10\n\x08question\x18\x05 \x01(\x04\x12+\n\x07unheard\x18\x06 \x03(\x0b\x32\x1a.planaria.bootstrap.Member\x12\x14\n\x0c\x64ial_seconds\x18\x07 \x01(\x01\x12\r\n\x05lease\x18\x08 \x01(\x01\"\xb5\x02\n\x06Report\x12\x11\n\tcommitted\x18\x01 \x01(\x04\x12\r\n\x05phase\x18\x02 \x01(\t\x12\x0c\n\x04loss\x18\x03 \x01(\x01\x12\x14\n\x0cmicrobatches\x18\x04 \x01(\x04\x12\x10\n\x08\x62ytes_in\x18\x05 \x01(\x04\x12\x11\n\tbytes_out\x18\x06 \x01(\x04\x12\x19\n\x11tokens_per_second\x18\x07 \x01(\x01\x12\x0f\n\x07message\x18\x08 \x01(\t\x12\x0f\n\x07stopped\x18\t \x01(\x08\x12\x10\n\x08\x66inished\x18\n \x01(\x08\x12\x0f\n\x07lineage\x18\x0b \x01(\x04\x12\x0f\n\x07leaving\x18\x0c \x01(\x08\x12\x0e\n\x06memory\x18\r \x01(\x04\x12\x10\n\x08measured\x18\x0e \x01(\x04\x12-\n\x05links\x18\x0f \x03(\x0b\x32\x1e.planaria.bootstrap.LinkReport\"8\n\nLinkReport\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x0e\n\x06rtt_ms\x18\x02 \x01(\x01\x12\x0c\n\x04mbps\x18\x03 \x01(\x01\"\xb3\x01\n\x07Renewal\x12\x0c\n\x04node\x18\x01 \x01(\t\x12*\n\x06report\x18\x02 \x01(\x0b\x32\x1a.planaria.bootstrap.Report\x12\r\n\x05probe\x18\x03 \x01(\x04\x12\x0b\n\x03run\x18\x04 \x01(\t\x12*\n\x06member\x18\x05 \x01(\x0b\x32\x1a.planaria.bootstrap.Member\x12&\n\x04view\x18\x06 \x01(\x0b\x32\x18.planaria.bootstrap.View\"G\n\x06Notice\x12\r\n\x05probe\x18\x01 \x01(\x04\x12\x0f\n\x07\x65victed\x18\x02 \x01(\t\x12\x0c\n\x04view\x18\x03 \x01(\x04\x12\x0f\n\x07measure\x18\x04 \x01(\x04\")\n\x0cWatchRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\":\n\tSuspicion\x12\x0f\n\x07\x61\x63\x63user\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x63\x63used\x18\x02 \x01(\t\x12\x0b\n\x03why\x18\x03 \x01(\t\"7\n\x07Verdict\x12\x0e\n\x06member\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0c\n\x04view\x18\x03 \x01(\x04\")\n\x0cLeaveRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0b\n\x03why\x18\x02 \x01(\t\"\x1a\n\nLeaveReply\x12\x0c\n\x04view\x18\x01 \x01(\x04\"\x10\n\x0eMeasureRequest\"-\n\x0cMeasureReply\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05nodes\x18\x02 \x01(\r\"\x11\n\x0f\x44\x65scribeRequest\"\x95\x01\n\x11MemberDescription\x12*\n\x06member\x18\x01 \x01(\x0b\x32\x1a.planaria.bootstrap.Member\x12*\n\x06report\x18\x02 \x01(\x0b\x32\x1a.planaria.bootstrap.Report\x12\x15\n\rsince_renewal\x18\x03 \x01(\x01\x12\x11\n\tsuspected\x18\x04 \x01(\x08\"\xc1\x01\n\x0b\x44\x65scription\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08run_file\x18\x02 \x01(\t\x12&\n\x04view\x18\x03 \x01(\x0b\x32\x18.planaria.bootstrap.View\x12\x36\n\x07members\x18\x04 \x03(\x0b\x32%.planaria.bootstrap.MemberDescription\x12\x11\n\tdecisions\x18\x05 \x03(\t\x12\x0e\n\x06uptime\x18\x06 \x01(\x01\x12\x10\n\x08protocol\x18\x07 \x01(\r2\x98\x04\n\x08Registry\x12\x46\n\x04Join\x12\x1f.planaria.bootstrap.JoinRequest\x1a\x1d.planaria.bootstrap.JoinReply\x12H\n\tKeepAlive\x12\x1b.planaria.bootstrap.Renewal\x1a\x1a.planaria.bootstrap.Notice(\x01\x30\x01\x12\x45\n\x05Watch\x12 .planaria.bootstrap.WatchRequest\x1a\x18.planaria.bootstrap.View0\x01\x12\x45\n\x07Suspect\x12\x1d.planaria.bootstrap.Suspicion\x1a\x1b.planaria.bootstrap.Verdict\x12I\n\x05Leave\x12 .planaria.bootstrap.LeaveRequest\x1a\x1e.planaria.bootstrap.LeaveReply\x12O\n\x07Measure\x12\".planaria.bootstrap.MeasureRequest\x1a .planaria.bootstrap.MeasureReply\x12P\n\x08\x44\x65scribe\x12#.planaria.bootstrap.DescribeRequest\x1a\x1f.planaria.bootstrap.Descriptionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,41 +32,41 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'planaria.bootstrap.registry
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_MEMBER']._serialized_start=58
-  _globals['_MEMBER']._serialized_end=202
-  _globals['_VIEW']._serialized_start=205
-  _globals['_VIEW']._serialized_end=353
-  _globals['_JOINREQUEST']._serialized_start=356
-  _globals['_JOINREQUEST']._serialized_end=543
-  _globals['_JOINREPLY']._serialized_start=546
-  _globals['_JOINREPLY']._serialized_end=744
-  _globals['_REPORT']._serialized_start=747
-  _globals['_REPORT']._serialized_end=1056
-  _globals['_LINKREPORT']._serialized_start=1058
-  _globals['_LINKREPORT']._serialized_end=1114
-  _globals['_RENEWAL']._serialized_start=1117
-  _globals['_RENEWAL']._serialized_end=1296
-  _globals['_NOTICE']._serialized_start=1298
-  _globals['_NOTICE']._serialized_end=1369
-  _globals['_WATCHREQUEST']._serialized_start=1371
-  _globals['_WATCHREQUEST']._serialized_end=1412
-  _globals['_SUSPICION']._serialized_start=1414
-  _globals['_SUSPICION']._serialized_end=1472
-  _globals['_VERDICT']._serialized_start=1474
-  _globals['_VERDICT']._serialized_end=1529
-  _globals['_LEAVEREQUEST']._serialized_start=1531
-  _globals['_LEAVEREQUEST']._serialized_end=1572
-  _globals['_LEAVEREPLY']._serialized_start=1574
-  _globals['_LEAVEREPLY']._serialized_end=1600
-  _globals['_MEASUREREQUEST']._serialized_start=1602
-  _globals['_MEASUREREQUEST']._serialized_end=1618
-  _globals['_MEASUREREPLY']._serialized_start=1620
-  _globals['_MEASUREREPLY']._serialized_end=1665
-  _globals['_DESCRIBEREQUEST']._serialized_start=1667
-  _globals['_DESCRIBEREQUEST']._serialized_end=1684
-  _globals['_MEMBERDESCRIPTION']._serialized_start=1687
-  _globals['_MEMBERDESCRIPTION']._serialized_end=1836
-  _globals['_DESCRIPTION']._serialized_start=1839
-  _globals['_DESCRIPTION']._serialized_end=2032
-  _globals['_REGISTRY']._serialized_start=2035
-  _globals['_REGISTRY']._serialized_end=2571
+  _globals['_MEMBER']._serialized_end=204
+  _globals['_VIEW']._serialized_start=207
+  _globals['_VIEW']._serialized_end=355
+  _globals['_JOINREQUEST']._serialized_start=358
+  _globals['_JOINREQUEST']._serialized_end=545
+  _globals['_JOINREPLY']._serialized_start=548
+  _globals['_JOINREPLY']._serialized_end=746
+  _globals['_REPORT']._serialized_start=749
+  _globals['_REPORT']._serialized_end=1058
+  _globals['_LINKREPORT']._serialized_start=1060
+  _globals['_LINKREPORT']._serialized_end=1116
+  _globals['_RENEWAL']._serialized_start=1119
+  _globals['_RENEWAL']._serialized_end=1298
+  _globals['_NOTICE']._serialized_start=1300
+  _globals['_NOTICE']._serialized_end=1371
+  _globals['_WATCHREQUEST']._serialized_start=1373
+  _globals['_WATCHREQUEST']._serialized_end=1414
+  _globals['_SUSPICION']._serialized_start=1416
+  _globals['_SUSPICION']._serialized_end=1474
+  _globals['_VERDICT']._serialized_start=1476
+  _globals['_VERDICT']._serialized_end=1531
+  _globals['_LEAVEREQUEST']._serialized_start=1533
+  _globals['_LEAVEREQUEST']._serialized_end=1574
+  _globals['_LEAVEREPLY']._serialized_start=1576
+  _globals['_LEAVEREPLY']._serialized_end=1602
+  _globals['_MEASUREREQUEST']._serialized_start=1604
+  _globals['_MEASUREREQUEST']._serialized_end=1620
+  _globals['_MEASUREREPLY']._serialized_start=1622
+  _globals['_MEASUREREPLY']._serialized_end=1667
+  _globals['_DESCRIBEREQUEST']._serialized_start=1669
+  _globals['_DESCRIBEREQUEST']._serialized_end=1686
+  _globals['_MEMBERDESCRIPTION']._serialized_start=1689
+  _globals['_MEMBERDESCRIPTION']._serialized_end=1838
+  _globals['_DESCRIPTION']._serialized_start=1841
+  _globals['_DESCRIPTION']._serialized_end=2034
+  _globals['_REGISTRY']._serialized_start=2037
+  _globals['_REGISTRY']._serialized_end=2573
 # @@protoc_insertion_point(module_scope)

@@ -7,13 +7,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Member(_message.Message):
-    __slots__ = ("node", "address", "stage", "joined", "speed", "spare", "host", "device", "data")
+    __slots__ = ("node", "address", "stage", "joined", "speed", "standby", "host", "device", "data")
     NODE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     JOINED_FIELD_NUMBER: _ClassVar[int]
     SPEED_FIELD_NUMBER: _ClassVar[int]
-    SPARE_FIELD_NUMBER: _ClassVar[int]
+    STANDBY_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
@@ -22,11 +22,11 @@ class Member(_message.Message):
     stage: int
     joined: int
     speed: float
-    spare: bool
+    standby: bool
     host: str
     device: str
     data: str
-    def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ..., stage: _Optional[int] = ..., joined: _Optional[int] = ..., speed: _Optional[float] = ..., spare: _Optional[bool] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., data: _Optional[str] = ...) -> None: ...
+    def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ..., stage: _Optional[int] = ..., joined: _Optional[int] = ..., speed: _Optional[float] = ..., standby: _Optional[bool] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., data: _Optional[str] = ...) -> None: ...
 
 class View(_message.Message):
     __slots__ = ("run", "number", "members", "driver", "reason", "committed", "lineage")

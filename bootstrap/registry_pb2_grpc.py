@@ -77,7 +77,7 @@ class RegistryServicer:
     """
 
     def Join(self, request, context):
-        """Makes a node a member (or a spare). Refusals are gRPC errors whose details say what to do.
+        """Makes a node a member (or a standby). Refusals are gRPC errors whose details say what to do.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

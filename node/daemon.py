@@ -199,8 +199,8 @@ class Node:
     async def _hand_over(self, seat: Agent, deadline: float) -> None:
         """Nobody but a standby could miss this seat: a stage with replicas lives on."""
         stage = seat.stage
-        own = [m.node for m in self.view.members if m.stage == stage and not m.spare]
-        if own != [self.node] or not any(member.spare for member in self.view.members):
+        own = [m.node for m in self.view.members if m.stage == stage and not m.standby]
+        if own != [self.node] or not any(member.standby for member in self.view.members):
             return
         self.leaving = True
         self.report()
@@ -290,7 +290,7 @@ class Node:
         if own is None:
             self.stop(f"rejoin: view {view.number} is without this node: {view.reason}")
             return
-        if own.spare:
+        if own.standby:
             self.links.set_peers(view.number, _peers(view), [])
             return
         self.links.set_peers(view.number, _peers(view), self._to_link(own, view))
@@ -308,7 +308,7 @@ class Node:
             member.node
             for member in view.members
             if member.node != self.node
-            and not member.spare
+            and not member.standby
             and (not own.address or related(own.stage, member.stage, stages, swapped))
         ]
 

@@ -134,7 +134,7 @@ _Answer = tuple[Rebuild | RollBack | None, str]
 
 def _checkfree(stage: int, left: Left) -> _Answer:
     """CheckFree, Algorithm 1: for 1 < stage < L only, the others lack a second body neighbour.
-    Stage 0 as CheckFree+ has it: its copies don't need swapped orders."""
+    Stage 0 as CheckFree+ has it: its copies don't need other orders."""
     if stage == 0:
         return _stage0_copy(left)
     if not 1 < stage < left.stages:
@@ -152,16 +152,16 @@ def _checkfree(stage: int, left: Left) -> _Answer:
 
 def _checkfree_plus(stage: int, left: Left) -> _Answer:
     """CheckFree+, section 4.3."""
-    twin = partner(stage, left.stages)
-    if stage == 0 or twin is None:
+    other = partner(stage, left.stages)
+    if stage == 0 or other is None:
         return _checkfree(stage, left)
-    if not _trained(twin, left):
-        return None, f"its weights would come from stage {twin}, and {_name([twin])} lost with it"
+    if not _trained(other, left):
+        return None, f"its weights would come from stage {other}, and {_name([other])} lost with it"
     reason = (
-        f"stage {stage} has no replica left: copy of stage {twin}, which half of the microbatches "
+        f"stage {stage} has no replica left: copy of stage {other}, which half of the microbatches "
         "have trained in its place"
     )
-    return Rebuild(stage, "checkfree+", left.nodes(twin), exact=False, reason=reason), ""
+    return Rebuild(stage, "checkfree+", left.nodes(other), exact=False, reason=reason), ""
 
 
 def _stage0_copy(left: Left) -> _Answer:

@@ -186,8 +186,8 @@ def fewest_moves(stacks: Stacks) -> tuple[Stacks, int]:
     for entrant in entering:
         row = order[hosts[entrant]]
         (behind,) = np.flatnonzero(row == entrant)
-        spare = next(p for p in range(stacks.depth) if hosts[row[p]] != hosts[entrant])
-        row[[behind, spare]] = row[[spare, behind]]
+        filled = next(p for p in range(stacks.depth) if hosts[row[p]] != hosts[entrant])
+        row[[behind, filled]] = row[[filled, behind]]
     return replace(stacks, order=order), len(entering)
 
 

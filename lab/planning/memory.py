@@ -59,8 +59,8 @@ def needed(
     each at most).
     """
     gradient = VALUE * parameters(config, stage)
-    spare = run.recovery.masking == "spare" and replicas[stage] > 1
-    under_way_here = under_way(run, config, stage, replicas) * (2 if spare else 1)
+    stand_in = run.recovery.masking == "spare" and replicas[stage] > 1
+    under_way_here = under_way(run, config, stage, replicas) * (2 if stand_in else 1)
     found = {
         "model": Bytes(gradient + STATE * parameters(config, stage)),
         "activations": Bytes(under_way_here * saved(run, config, stage)),
@@ -69,10 +69,10 @@ def needed(
     if replicas[stage] > 1:
         found["averaging"] = Bytes(host=2 * gradient)
         if run.recovery.masking != "abort":
-            found["masking"] = Bytes(2 * gradient if spare else gradient)
+            found["masking"] = Bytes(2 * gradient if stand_in else gradient)
     if run.recovery.masking != "abort":
         frames = _frames_kept(run, config, stage, replicas)
-        if spare:
+        if stand_in:
             frames += _share(run, replicas[stage]) * sum(_crossing(run, config))
         found["masking"] = found.get("masking", Bytes()) + Bytes(host=frames)
     if run.recovery.relearn.passes and run.recovery.policy != "checkpoint":

@@ -251,7 +251,7 @@ def _news(entry: Entry) -> News | None:
 
 
 def stage_table(description: Description, stages: int) -> Table:
-    """A row for each of the stages 0..`stages`, and one for spares if there are any."""
+    """A row for each of the stages 0..`stages`, and one for standbys if there are any."""
     table = Table(
         *(Column(name, justify="right") for name in ("stage", "nodes")),
         Column("state", min_width=14),
@@ -265,7 +265,7 @@ def stage_table(description: Description, stages: int) -> Table:
     )
     rows: dict[int | str, list[MemberDescription]] = {stage: [] for stage in range(stages + 1)}
     for one in description.members:
-        rows.setdefault("spare" if one.member.spare else one.member.stage, []).append(one)
+        rows.setdefault("standby" if one.member.standby else one.member.stage, []).append(one)
     for stage, members in rows.items():
         reports = [one.report for one in members]
         table.add_row(

@@ -49,7 +49,7 @@ def found(description: Description, number: int) -> dict[str, Any]:
         "nodes": [
             {
                 "node": m.member.node,
-                "stage": None if m.member.spare else m.member.stage,
+                "stage": None if m.member.standby else m.member.stage,
                 "device": m.member.device,
                 "memory": m.report.memory,
                 "tflops": m.member.speed / 1e3,

@@ -138,12 +138,12 @@ def _members(description: Description) -> Table:
         pad_edge=False,
     )
     by_stage = sorted(
-        description.members, key=lambda m: (m.member.spare, m.member.stage, m.member.joined)
+        description.members, key=lambda m: (m.member.standby, m.member.stage, m.member.joined)
     )
     for one in by_stage:
         member, report = one.member, one.report
         table.add_row(
-            "spare" if member.spare else str(member.stage),
+            "standby" if member.standby else str(member.stage),
             escape(member.node),
             state([one]),
             str(report.committed),

@@ -18,8 +18,8 @@ ANSWER = 4.0
 
 
 def active(view: registry.View) -> dict[str, int]:
-    """The stages of the members that aren't spares, by node."""
-    return {member.node: member.stage for member in view.members if not member.spare}
+    """The stages of the members that aren't standbys, by node."""
+    return {member.node: member.stage for member in view.members if not member.standby}
 
 
 @dataclass

@@ -109,7 +109,7 @@ class Swarm:
 
     def stage(self, node: str) -> int | None:
         member = next(m for m in self.view.members if m.node == node)
-        return None if member.spare else member.stage
+        return None if member.standby else member.stage
 
     def nodes(self) -> list[str]:
         return [m.node for m in self.view.members]
@@ -468,10 +468,10 @@ def test_a_spare_takes_over_from_who_will_leave_soon_before_it_does() -> None:
     swarm = Swarm(stages=1, max_replicas=1)
     swarm.join("a", 0)
     swarm.join("b", 1)
-    swarm.join("spare")
-    assert swarm.stage("spare") is None
+    swarm.join("standby")
+    assert swarm.stage("standby") is None
     swarm.renew("b", report=Report(leaving=True))
-    assert (swarm.stage("spare"), swarm.stage("b")) == (1, 1)
+    assert (swarm.stage("standby"), swarm.stage("b")) == (1, 1)
     assert "will leave soon" in swarm.view.reason
     number = swarm.view.number
     swarm.renew("b", report=Report(leaving=True))
@@ -482,9 +482,9 @@ def test_who_has_replicas_that_stay_needs_no_spare_when_it_leaves() -> None:
     swarm = Swarm(stages=1, max_replicas=2)
     for node, stage in (("a", 0), ("b", 1), ("c", 1), ("d", 0)):
         swarm.join(node, stage)
-    swarm.join("spare")
+    swarm.join("standby")
     swarm.renew("b", report=Report(leaving=True))
-    assert swarm.stage("spare") is None
+    assert swarm.stage("standby") is None
 
 
 def test_when_nobody_is_left_a_driver_waits_for_everybody_again() -> None:

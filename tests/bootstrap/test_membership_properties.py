@@ -191,9 +191,9 @@ class Registry(RuleBasedStateMachine):
         self.machine.validate_state()
         for member in self.machine.view.members:
             if member.node in self.asked:
-                assert not member.spare
+                assert not member.standby
                 assert member.stage == self.asked[member.node]
-            if member.stage == 0 and not member.spare:
+            if member.stage == 0 and not member.standby:
                 assert member.data == RULES.data
 
 

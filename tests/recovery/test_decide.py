@@ -50,10 +50,10 @@ def test_checkfree_averages_the_neighbours():
     assert not decision.fallback
 
 
-@pytest.mark.parametrize(("stage", "twin"), [(1, 2), (2, 1), (4, 5), (5, 4)])
-def test_checkfree_plus_copies_the_partner(stage, twin):
+@pytest.mark.parametrize(("stage", "other"), [(1, 2), (2, 1), (4, 5), (5, 4)])
+def test_checkfree_plus_copies_the_partner(stage, other):
     decision = rebuild(stage, without(stage), "checkfree+")
-    assert (decision.method, nodes(decision)) == ("checkfree+", [f"n{twin}"])
+    assert (decision.method, nodes(decision)) == ("checkfree+", [f"n{other}"])
 
 
 def test_checkfree_plus_averages_what_is_never_swapped():

@@ -24,5 +24,5 @@ def test_every_second_microbatch_swaps_both_ends():
 def test_a_partner_is_visited_in_the_stage_s_place(stages, data):
     stage = data.draw(st.integers(1, stages))
     natural, swapped = order(0, stages, True), order(1, stages, True)
-    twin = swapped[natural.index(stage)]
-    assert partner(stage, stages) == (twin if twin != stage else None)
+    other = swapped[natural.index(stage)]
+    assert partner(stage, stages) == (other if other != stage else None)

@@ -531,7 +531,7 @@ class Cluster:
         """All members of the newest view are alive and have halted under its driver."""
         view = self.registry.view()
         nodes = {node.name: node for node in self.nodes}
-        active = [nodes.get(member.node) for member in view.members if not member.spare]
+        active = [nodes.get(member.node) for member in view.members if not member.standby]
         return bool(active) and all(
             node is not None
             and node.view.number == view.number
@@ -546,7 +546,7 @@ class Cluster:
         """`finished` or `stopped: reason` of a settled cluster. Raises InvariantError."""
         view = self.registry.view()
         nodes = {node.name: node for node in self.nodes}
-        active = [nodes[member.node] for member in view.members if not member.spare]
+        active = [nodes[member.node] for member in view.members if not member.standby]
         halts = [node.member.halt for node in active if node.member is not None]
         stopped = [halt.reason for halt in halts if halt is not None and not halt.finished]
         newest = max(node.weights.step for node in active)
@@ -568,7 +568,7 @@ class Cluster:
     def who_waits(self) -> str:
         """For a person: what everybody is up to."""
         view = self.registry.view()
-        members = ", ".join(f"{m.node}@{'spare' if m.spare else m.stage}" for m in view.members)
+        members = ", ".join(f"{m.node}@{'standby' if m.standby else m.stage}" for m in view.members)
         lines = [f"view {view.number}, driver {view.driver or 'none'}: {members} ({view.reason})"]
         for node in self.nodes:
             member = node.member

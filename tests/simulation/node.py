@@ -141,13 +141,13 @@ class Node:
         linked = [
             member.node
             for member in view.members
-            if not own.spare
+            if not own.standby
             and member.node != self.name
-            and not member.spare
+            and not member.standby
             and (not own.address or self._related(own.stage, member.stage))
         ]
         self.net.set_peers(view, linked)
-        if own.spare:
+        if own.standby:
             return
         if self.seat is not None:
             self.seat.viewed(view, self.world.now)

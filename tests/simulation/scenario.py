@@ -112,14 +112,14 @@ class Scenario:
         )
 
     def _hosts(self, rules: Rules) -> list[Host]:
-        """Replicas of each stage and spares; one host at most dials out only, since two such
+        """Replicas of each stage and standbys; one host at most dials out only, since two such
         can't be linked."""
         chosen = self.random
         replicas = chosen.choice([1, 1, 2, 2, 3])
         pinned = chosen.random() < 0.5
         stages = [s for s in range(rules.stages + 1) for _ in range(replicas)]
-        spares: list[int | None] = [None] * chosen.choice([0, 0, 1, 2])
-        wanted = [stage if pinned else None for stage in stages] + spares
+        standbys: list[int | None] = [None] * chosen.choice([0, 0, 1, 2])
+        wanted = [stage if pinned else None for stage in stages] + standbys
         hidden = chosen.randrange(len(wanted)) if chosen.random() < 0.3 else -1
         return [Host(f"h{i}", stage, i == hidden) for i, stage in enumerate(wanted)]
 

@@ -346,7 +346,7 @@ async def test_a_node_that_must_go_saves_and_hands_over_to_a_standby(corpus, tmp
         await swarm.until(lambda: swarm.committed() >= 3)
         standby = swarm.start(None, 0)
         leaver, living = swarm.nodes.pop((2, 0))
-        await swarm.until(lambda: any(member.spare for member in leaver.view.members))
+        await swarm.until(lambda: any(member.standby for member in leaver.view.members))
         await leaver.retire(grace=30.0)
         leaver.stop("stopped by its owner")
         await living

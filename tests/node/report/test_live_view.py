@@ -31,9 +31,9 @@ def hear(story: Story, told: dict[str, Any]) -> str | None:
     return None if found is None else found.sentence
 
 
-def member(node: str, stage: int, spare: bool = False, **report: Any) -> MemberDescription:
+def member(node: str, stage: int, standby: bool = False, **report: Any) -> MemberDescription:
     return MemberDescription(
-        member=Member(node=node, stage=stage, spare=spare, address=f"10.0.0.{stage}:7401"),
+        member=Member(node=node, stage=stage, standby=standby, address=f"10.0.0.{stage}:7401"),
         report=Report(**report),
         since_renewal=0.4,
     )
@@ -368,12 +368,12 @@ def test_the_stage_table_shows_vacant_stages_and_spares():
     description = described(
         member("a", 0, committed=4, phase="running", microbatches=1200, bytes_in=5_000_000),
         member("b", 0, committed=3, phase="syncing", microbatches=34),
-        member("c", 0, spare=True),
+        member("c", 0, standby=True),
     )
     rows = [line.split() for line in text_of(stage_table(description, 1)).splitlines()]
     assert " ".join(rows[1]) == "0 2 1 rebuilding, 1 running 3-4 1,234 5.0 MB 0 bytes"
     assert rows[2][:4] == ["1", "0", "vacant", "-"]
-    assert rows[3][:3] == ["spare", "1", "joining"]
+    assert rows[3][:3] == ["standby", "1", "joining"]
 
 
 def test_without_a_terminal_progress_is_some_twenty_lines():

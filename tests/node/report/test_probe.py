@@ -52,8 +52,8 @@ def described(number: int, *late: str) -> Description:
         report = Report(memory=2**34, measured=done, links=links)
         member = Member(node=node, stage=stage, device="cpu", speed=1500.0)
         members.append(MemberDescription(member=member, report=report))
-    spare = Member(node="c", spare=True, device="cuda:0")
-    members.append(MemberDescription(member=spare, report=Report(measured=number)))
+    standby = Member(node="c", standby=True, device="cuda:0")
+    members.append(MemberDescription(member=standby, report=Report(measured=number)))
     return Description(members=members)
 
 
