@@ -409,6 +409,7 @@ class Cluster:
         self.bases = {at: chain for at, chain in self.bases.items() if at[0] != lineage}
         self.opened = {at for at in self.opened if at[0] != lineage} | {(lineage, step)}
         self.bases[lineage, step] = fingerprint("mixed", lineage, step) if mixed else None
+        self.steps[fingerprint("mixed", lineage, step)] = step
         if step == 0:
             self.bases[lineage, step] = b""
         asked = set(node.driver.members)
