@@ -414,7 +414,7 @@ class Cluster:
             self.bases[lineage, step] = b""
         asked = set(node.driver.members)
         members = [other for other in self.nodes if other.name in asked]
-        newest = int(fields.get("from", max(self.confirmed)))
+        newest = int(fields.get("lost", max(self.confirmed)))
         holders = [other for other in self._holders(newest) if other in members]
         if kind == "rolled back":
             self.demand(self.rules.policy == "checkpoint", "I3", f"{who}, by another policy")
