@@ -1,0 +1,8 @@
+"""Swarms on this machine that are made sick on purpose, and what comes of it.
+
+proxy.py stands in front of a node and makes its links sick. A node is started with `--listen
+proxy.behind --advertise proxy.address`; then `reset()` breaks all connections with RST, `await
+blink(every, seconds)` does so again and again, `hold(Way.IN)` passes nothing on towards the node,
+`hold(Way.OUT)` nothing from it, and `release()` heals. `python -m planaria.lab.chaos.proxy` is the
+same as a process of its own, which prints where it is and obeys lines on its standard input.
+"""
