@@ -5,4 +5,9 @@ proxy.behind --advertise proxy.address`; then `reset()` breaks all connections w
 blink(every, seconds)` does so again and again, `hold(Way.IN)` passes nothing on towards the node,
 `hold(Way.OUT)` nothing from it, and `release()` heals. `python -m planaria.lab.chaos.proxy` is the
 same as a process of its own, which prints where it is and obeys lines on its standard input.
+
+sick_node.py is `planaria node` with a machine under it that can be made sick: start `python -m
+planaria.lab.chaos.sick_node --faults FILE node ...`, or give `run_sick` to `Processes`, and
+`tell(FILE, {"hang": {}})`. It can hang and crawl, have a slow or a full disk, and send wrong
+numbers, shapes, dtypes and norms; its weights can flip.
 """
