@@ -1,29 +1,48 @@
 """The registry's journal: every issued view on disk before anyone hears of it.
 
-A file of records, each `length, CRC-32` (little-endian uint32) and that many bytes. The first is a
-JSON header that names the run; the others are `View` messages. A record that a crash left half
-written is at the end and is dropped; a view in it was never pushed to anybody.
+A file of records, each a head and its content. The head, little-endian: the 4 bytes of `MARKER`,
+the record's number as uint64, the content's length as uint32 and its CRC-32, and the CRC-32 of all
+that. Record 0 is a JSON header that names the run; the others are `View` messages, the newest last.
+Header and first view are written as one file, which replaces the old one at once or not at all;
+what comes later is appended.
+
+A crash can leave the last appended record incomplete, and a power cut zeros behind it. That tail is
+cut. Whatever else is wrong is damage: the newest view that is whole counts, wherever it stands, and
+the file is kept under another name. A file that ends exactly between two records looks whole: nodes
+that register again bring the newer view (membership.py).
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO, NamedTuple, Self
 from zlib import crc32
 
 from google.protobuf.message import DecodeError
 
 from planaria.bootstrap.registry_pb2 import View
 
-FORMAT = 1
+log = logging.getLogger(__name__)
+
+FORMAT = 2
+MARKER = b"\xb6plJ"
+KIND = "registry journal of planaria"
+"""In the header, for who looks into the file."""
 COMPACT_ABOVE = 64 * 2**20  # bytes, and at least 8 times what compacting leaves
-_HEAD = struct.Struct("<II")
+_HEAD = struct.Struct("<4sQII")
+_CHECKSUM = struct.Struct("<I")
+_HEAD_BYTES = _HEAD.size + _CHECKSUM.size
+_OLD_HEAD = struct.Struct("<II")  # of format 1: length, CRC-32 of the content
 
 
 class JournalError(Exception):
@@ -31,18 +50,17 @@ class JournalError(Exception):
 
 
 class Journal:
-    """Open for one registry at a time. `view` is the newest one; None: no view was issued yet."""
+    """Open for one registry at a time. `view` is the newest one; None: no view was issued yet.
+    `damage` says what was wrong with the file that was found; empty: nothing."""
 
     def __init__(self, path: Path, run: str, run_file: str) -> None:
-        """Opens or creates the file, compacted to its newest view. Raises JournalError when it
-        belongs to another run or registry, is damaged, or can't be read or written."""
+        """Opens or creates the file, compacted to its newest view; a damaged one is kept as
+        NAME.damaged-1, -2, ... Raises JournalError when it belongs to another run or registry, is
+        no journal, or can't be read or written."""
         self.path = path
-        self._header = {
-            "format": FORMAT,
-            "run": run,
-            "run_file": sha256(run_file.encode()).hexdigest(),
-        }
+        self._header = {"run": run, "run_file": sha256(run_file.encode()).hexdigest()}
         self._file: BinaryIO | None = None
+        self._behind = False  # the file lacks `view`, and may end with half a record
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = path.with_name(path.name + ".lock").open("wb")
@@ -50,7 +68,7 @@ class Journal:
             raise _unusable(path, error) from error
         try:
             self._take_lock()
-            self.view = self._read()
+            self.view, self.damage = self._read()
             self._compact()
         except OSError as error:
             self._lock.close()
@@ -60,18 +78,25 @@ class Journal:
             raise
 
     def append(self, view: View) -> None:
-        """On disk when this returns. Raises JournalError; the view must then not be pushed."""
+        """On disk when this returns. Raises JournalError: then the file has an older view, until
+        another one can be written."""
         if self._file is None:
             raise JournalError(f"the journal {self.path} is closed")
+        self.view = view
         try:
-            self._file.write(_record(view.SerializeToString()))
-            _flush(self._file)
-            self.view = view
-            if self._file.tell() > max(COMPACT_ABOVE, 8 * self._compacted):
+            if self._behind or self._file.tell() > max(COMPACT_ABOVE, 8 * self._compacted):
                 self._compact()
+            else:
+                self._behind = True
+                self._file.write(_record(self._next, view.SerializeToString()))
+                _flush(self._file)
+                self._next += 1
+            self._behind = False
         except OSError as error:
+            self._behind = True
             raise JournalError(
-                f"can't write view {view.number} to the journal {self.path}: {error.strerror}"
+                f"can't write view {view.number} to the journal {self.path}: {error.strerror}; "
+                "free space, or let this user write there"
             ) from error
 
     def close(self) -> None:
@@ -100,55 +125,222 @@ class Journal:
                 "stop that one, or choose another --journal"
             ) from error
 
-    def _read(self) -> View | None:
-        """The newest view. Raises JournalError, OSError."""
+    def _read(self) -> tuple[View | None, str]:
+        """The newest view, and what is wrong with the file. Raises JournalError, OSError."""
         try:
             content = self.path.read_bytes()
         except FileNotFoundError:
-            return None
-        records = _records(content, self.path)
-        if not records:  # a journal is never without its header, see _compact
-            raise _damaged(self.path, "it does not begin with a header")
-        self._check_header(records[0])
-        if len(records) == 1:
-            return None
-        try:
-            return View.FromString(records[-1])
-        except DecodeError as error:
-            raise _damaged(self.path, f"its newest view can't be decoded ({error})") from error
+            return None, ""
+        found = _read_old(content) or _read(content)
+        if found.foreign:
+            raise JournalError(
+                f"{self.path} is no journal of a registry ({len(content)} bytes, beginning with "
+                f"{content[:16]!r}); choose another --journal, or move it away"
+            )
+        self._check_run(found)
+        if found.damage:
+            return found.view, self._keep(content, found)
+        if found.torn:
+            log.warning(
+                "the journal %s ends with %d bytes of a record that a crash cut short: removed; if "
+                "nodes heard of a view in it, they bring it when they register again",
+                *(self.path, found.torn),
+            )
+        return found.view, ""
 
-    def _check_header(self, record: bytes) -> None:
-        try:
-            header = json.loads(record)
-        except ValueError as error:
-            raise _damaged(self.path, "it does not begin with a header") from error
-        if header == self._header:
-            return
-        wrong = [k for k in self._header if header.get(k) != self._header[k]]
-        found = ", ".join(f"{k} = {header.get(k)!r}, not {self._header[k]!r}" for k in wrong)
-        raise JournalError(
-            f"the journal {self.path} belongs to another run ({found}); use the run file it was "
-            "made with, or choose another --journal for this run"
+    def _check_run(self, found: _Found) -> None:
+        header, expected = found.header, {"format": FORMAT, **self._header}
+        if header is None:  # what a view says of its run is all there is to go by
+            header = {} if found.view is None else {"run": found.view.run}
+            expected = {key: expected[key] for key in header}
+        elif header.get("format") == 1:
+            expected["format"] = 1
+        wrong = [key for key, value in expected.items() if header.get(key) != value]
+        if wrong == ["format"]:
+            raise JournalError(
+                f"the journal {self.path} has format {header.get('format')}, this planaria reads "
+                f"formats 1 and {FORMAT}; use the planaria that wrote it, or move it away: the "
+                "registry learns the membership from its nodes"
+            )
+        if wrong:
+            differs = ", ".join(f"{k} = {header.get(k)!r}, not {expected[k]!r}" for k in wrong)
+            raise JournalError(
+                f"the journal {self.path} belongs to another run ({differs}); use the run file it "
+                "was made with, or choose another --journal for this run"
+            )
+
+    def _keep(self, content: bytes, found: _Found) -> str:
+        """Puts a damaged file aside; a sentence about it. Raises OSError."""
+        names = (self.path.with_name(f"{self.path.name}.damaged-{n}") for n in count(1))
+        aside = next(name for name in names if not name.exists())
+        with aside.open("xb") as file:
+            file.write(content)
+            _flush(file)
+        read = "no view" if found.view is None else f"view {found.view.number}"
+        damage = (
+            f"the journal {self.path} is damaged at byte {found.end} of {len(content)}: "
+            f"{found.damage}. It is kept as {aside}; {read} could be read. The registry goes on "
+            f"from there, and learns newer views from its nodes when they register again"
         )
+        log.error("%s", damage)
+        return damage
 
     def _compact(self) -> None:
         """Replaces the file by one with its header and newest view, at once or not at all."""
         new = self.path.with_name(self.path.name + ".new")
-        records = [json.dumps(self._header).encode()]
+        number = 0 if self.view is None else self.view.number
+        header = {"journal": KIND, "format": FORMAT, **self._header, "view": number}
+        records = [json.dumps(header).encode()]
         if self.view is not None:
             records.append(self.view.SerializeToString())
         file = new.open("wb")
         try:
-            file.write(b"".join(map(_record, records)))
+            file.write(b"".join(_record(n, content) for n, content in enumerate(records)))
             _flush(file)
             new.replace(self.path)
             _flush_folder(self.path.parent)
         except OSError:
-            file.close()
+            _abandon(file)
             raise
         if self._file is not None:
-            self._file.close()
-        self._file, self._compacted = file, file.tell()
+            _abandon(self._file)
+        self._file, self._compacted, self._next = file, file.tell(), len(records)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a file holds. It is whole up to the byte `end`; behind that, `torn` bytes of a record
+    that was never finished, or `damage`, in words."""
+
+    header: dict[str, object] | None  # None: it can't be read
+    view: View | None
+    end: int
+    torn: int = 0
+    damage: str = ""
+    foreign: bool = False  # it is no journal at all
+
+
+class _Record(NamedTuple):
+    at: int
+    number: int
+    content: bytes
+
+    @property
+    def end(self) -> int:
+        return self.at + _HEAD_BYTES + len(self.content)
+
+
+def _read(content: bytes) -> _Found:
+    """Of format 2."""
+    whole: list[_Record] = []
+    beyond: list[_Record] = []  # the damage
+    for record in _intact(content):
+        follows = record.at == (whole[-1].end if whole else 0) and record.number == len(whole)
+        (whole if follows and not beyond else beyond).append(record)
+    if not whole and not beyond and not _resembles(content):
+        return _Found(None, None, 0, foreign=True)
+    header = _header(whole[0].content) if whole else None
+    view, damage = _newest([*whole[1:], *(record for record in beyond if record.number)])
+    end = whole[-1].end if whole else 0
+    rest = content[end:]
+    if header is None:
+        damage = "its header can't be read"
+    elif header.get("view") and len(whole) == 1:
+        damage = "the view that was written with the header can't be read"
+    elif rest and not _is_torn(rest, len(whole)):
+        damage = f"there should be record {len(whole)}, and it isn't a crash that cut it short"
+    return _Found(header, view, end, 0 if damage else len(rest), damage)
+
+
+def _intact(content: bytes) -> Iterator[_Record]:
+    """Whole records, wherever they are."""
+    at = content.find(MARKER)
+    while at >= 0:
+        head = _head(content, at)
+        end = at + 1
+        if head is not None:
+            body = content[at + _HEAD_BYTES : at + _HEAD_BYTES + head.length]
+            if len(body) == head.length and crc32(body) == head.checksum:
+                yield (record := _Record(at, head.number, body))
+                end = record.end
+        at = content.find(MARKER, end)
+
+
+class _Head(NamedTuple):
+    number: int
+    length: int
+    checksum: int
+
+
+def _head(content: bytes, at: int) -> _Head | None:
+    """The head at that byte; None: it is not whole."""
+    if len(content) < at + _HEAD_BYTES:
+        return None
+    marker, *fields = _HEAD.unpack_from(content, at)
+    (checksum,) = _CHECKSUM.unpack_from(content, at + _HEAD.size)
+    if marker != MARKER or checksum != crc32(content[at : at + _HEAD.size]):
+        return None
+    return _Head(*fields)
+
+
+def _is_torn(rest: bytes, number: int) -> bool:
+    """Whether a power cut while record `number` was appended can have left this."""
+    if not rest.strip(b"\0"):
+        return True
+    if len(rest) < _HEAD_BYTES:
+        begun = MARKER + number.to_bytes(8, "little")
+        return rest.startswith(begun[: len(rest)])
+    head = _head(rest, 0)
+    return head is not None and head.number == number and len(rest) < _HEAD_BYTES + head.length
+
+
+def _resembles(content: bytes) -> bool:
+    """Whether a file without any whole record can have been a journal."""
+    return (
+        not content.strip(b"\0")
+        or content.startswith(MARKER[: len(content)])
+        or KIND.encode() in content
+        or b'{"format": 1, "run":' in content[:64]
+    )
+
+
+def _header(content: bytes) -> dict[str, object] | None:
+    try:
+        header = json.loads(content)
+    except ValueError:
+        return None
+    return header if isinstance(header, dict) else None
+
+
+def _newest(records: list[_Record]) -> tuple[View | None, str]:
+    """The last of them that is a view, and what is wrong with those behind it."""
+    problem = ""
+    for record in reversed(records):
+        try:
+            return View.FromString(record.content), problem
+        except DecodeError as error:
+            problem = problem or f"its record {record.number} is no view ({error})"
+    return None, problem
+
+
+def _read_old(content: bytes) -> _Found | None:
+    """Of format 1, whose records had no marker or number, and whose lengths no checksum: what is
+    not whole to the last byte is taken for damaged. None: it is not of that format."""
+    records: list[_Record] = []
+    at = 0
+    while at + _OLD_HEAD.size <= len(content):
+        length, checksum = _OLD_HEAD.unpack_from(content, at)
+        record = content[at + _OLD_HEAD.size : at + _OLD_HEAD.size + length]
+        if not length or len(record) < length or crc32(record) != checksum:
+            break
+        records.append(_Record(at, len(records), record))
+        at = records[-1].at + _OLD_HEAD.size + length
+    header = _header(records[0].content) if records else None
+    if header is None or header.get("format") != 1:
+        return None
+    view, unreadable = _newest(records[1:])
+    broken = "no whole record is there" if at < len(content) else ""
+    return _Found(header, view, at, damage=broken or unreadable)
 
 
 def _unusable(path: Path, error: OSError) -> JournalError:
@@ -159,35 +351,22 @@ def _unusable(path: Path, error: OSError) -> JournalError:
     )
 
 
-def _damaged(path: Path, how: str) -> JournalError:
-    return JournalError(
-        f"the journal {path} is damaged: {how}; move it away, and the registry will learn the "
-        "membership from the nodes"
-    )
-
-
-def _record(content: bytes) -> bytes:
-    return _HEAD.pack(len(content), crc32(content)) + content
-
-
-def _records(content: bytes, path: Path) -> list[bytes]:
-    """Whole records. Raises JournalError when one is damaged that is not the last."""
-    records, at = [], 0
-    while at + _HEAD.size <= len(content):
-        length, checksum = _HEAD.unpack_from(content, at)
-        record = content[at + _HEAD.size : at + _HEAD.size + length]
-        at += _HEAD.size + length
-        if len(record) < length or (crc32(record) != checksum and at == len(content)):
-            break
-        if crc32(record) != checksum:
-            raise _damaged(path, f"the record at byte {at - length} has another checksum")
-        records.append(record)
-    return records
+def _record(number: int, content: bytes) -> bytes:
+    head = _HEAD.pack(MARKER, number, len(content), crc32(content))
+    return head + _CHECKSUM.pack(crc32(head)) + content
 
 
 def _flush(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
+
+
+def _abandon(file: BinaryIO) -> None:
+    """Closes a file whose last bytes don't matter any more, or can't be written."""
+    try:
+        file.close()
+    except OSError as error:
+        log.debug("closing %s: %s", file.name, error)
 
 
 def _flush_folder(folder: Path) -> None:

@@ -233,7 +233,7 @@ class MemberDescription(_message.Message):
     def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., since_renewal: _Optional[float] = ..., suspected: _Optional[bool] = ...) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("run", "run_file", "view", "members", "decisions", "uptime", "protocol")
+    __slots__ = ("run", "run_file", "view", "members", "decisions", "uptime", "protocol", "trouble")
     RUN_FIELD_NUMBER: _ClassVar[int]
     RUN_FILE_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
@@ -241,6 +241,7 @@ class Description(_message.Message):
     DECISIONS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
     run: str
     run_file: str
     view: View
@@ -248,4 +249,5 @@ class Description(_message.Message):
     decisions: _containers.RepeatedScalarFieldContainer[str]
     uptime: float
     protocol: int
-    def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberDescription, _Mapping]]] = ..., decisions: _Optional[_Iterable[str]] = ..., uptime: _Optional[float] = ..., protocol: _Optional[int] = ...) -> None: ...
+    trouble: str
+    def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberDescription, _Mapping]]] = ..., decisions: _Optional[_Iterable[str]] = ..., uptime: _Optional[float] = ..., protocol: _Optional[int] = ..., trouble: _Optional[str] = ...) -> None: ...

@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 SERVICE = DESCRIPTOR.services_by_name["Registry"].full_name
 TICK = 0.05  # seconds
 HELD_UP = 1.0  # seconds between two ticks from which the registry was held up
+JOURNAL_RETRY = 2.0  # seconds until a view that could not be written is tried again
 FAREWELL = 1.0  # seconds for calls to end when the registry stops
 FIRST_RENEWAL = 30.0  # seconds to wait for it on a new stream; all may come at once
 
@@ -95,6 +96,8 @@ class Registry(RegistryServicer):
         self._measurements, self._measured_at = 0, 0.0
         self._verdicts: dict[str, set[asyncio.Future[Verdict]]] = {}
         self._dialling: set[asyncio.Task[None]] = set()
+        self._unwritten, self._retry_at = "", 0.0  # why the journal lacks the newest view
+        self._damage = "" if journal is None else journal.damage
 
     async def start(
         self,
@@ -128,8 +131,7 @@ class Registry(RegistryServicer):
         return port
 
     async def wait(self) -> None:
-        """Returns when `stop` was called. Raises what makes it impossible to go on, JournalError
-        in the first place."""
+        """Returns when `stop` was called. Raises what makes it impossible to go on."""
         await asyncio.shield(self._failed)
 
     async def stop(self) -> None:
@@ -247,6 +249,7 @@ class Registry(RegistryServicer):
         description = self._machine.describe(self._loop.time())
         description.run_file = self._run_file
         description.uptime = self._loop.time() - self._started
+        description.trouble = self._unwritten or self._damage
         return description
 
     # -- events and effects ----------------------------------------------------------------------
@@ -273,8 +276,6 @@ class Registry(RegistryServicer):
         except TimeoutError:
             reason = f"no renewal came within {FIRST_RENEWAL:g} s of opening the stream"
             return Refused("DEADLINE_EXCEEDED", reason)
-        except JournalError:
-            pass  # the registry is going down, see _carry_out
         finally:
             stream.close()
         return None
@@ -299,6 +300,8 @@ class Registry(RegistryServicer):
             if now - last > HELD_UP:
                 self._machine.paused(now - last, now)
             last = now
+            if self._unwritten and now >= self._retry_at:
+                self._write(self._machine.view)
             self._carry_out(self._machine.tick(now))
 
     def _tick_ended(self, ticking: asyncio.Task[None]) -> None:
@@ -311,8 +314,6 @@ class Registry(RegistryServicer):
             self._failed.set_exception(error)
 
     def _carry_out(self, effects: list[Effect]) -> None:
-        """Raises JournalError, after which the registry is over: nobody may hear of a view that a
-        restarted registry would not know of."""
         for effect in effects:
             match effect:
                 case Issue(view):
@@ -338,14 +339,25 @@ class Registry(RegistryServicer):
         self._machine.dialled(dial.question, dial.node, there)
 
     def _publish(self, view: View) -> None:
-        if self._journal is not None:
-            try:
-                self._journal.append(view)
-            except JournalError as error:
-                self._fail(error)
-                raise
+        self._write(view)
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def _write(self, view: View) -> None:
+        """Into the journal, if that can be written. If not, the run goes on nevertheless: a
+        registry that is started again learns what its journal lacks from the nodes."""
+        if self._journal is None:
+            return
+        before, self._unwritten = self._unwritten, ""
+        try:
+            self._journal.append(view)
+        except JournalError as error:
+            self._unwritten = f"{error}. Until then the registry goes on from memory"
+            self._retry_at = self._loop.time() + JOURNAL_RETRY
+        if self._unwritten and not before:
+            log.error("%s", self._unwritten)
+        elif before and not self._unwritten:
+            log.info("the journal is written again, up to view %d", view.number)
 
     def _tell(self, node: str, notice: Notice) -> None:
         stream = self._streams.get(node)

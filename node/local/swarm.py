@@ -30,6 +30,8 @@ from planaria.node.report.summary import draw_loss, summarize, tell
 from planaria.node.resolve import registry_rules
 from planaria.node.run_file import RunFile, RunFileError, dumps, load
 
+VIEWS_UNREAD = 2**20
+"""More views than a damaged journal can have lacked."""
 RUN_FILE, PLAN, ADDRESS, JOURNAL = "run.toml", "up.json", "registry.address", "registry.journal"
 SAVING_GRACE = 30.0
 """Seconds that nodes with saves have to end after SIGTERM."""
@@ -207,7 +209,7 @@ def empty_registry(plan: Plan) -> None:
             journal.append(
                 View(
                     run=rules.run,
-                    number=last.number + 1,
+                    number=last.number + (VIEWS_UNREAD if journal.damage else 1),
                     reason="the run is resumed",
                     committed=last.committed,
                     lineage=last.lineage,

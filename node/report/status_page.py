@@ -100,6 +100,8 @@ def _head(description: Description) -> RenderableType:
     ]
     for name, text in rows:
         grid.add_row(Text(name, style="dim"), text)
+    if description.trouble:
+        grid.add_row(Text("registry", style="dim"), styled(description.trouble, Severity.ERROR))
     for message, members in _news(description).items():
         grid.add_row(Text("news", style="dim"), _told_by(message, members, view.driver))
     return grid

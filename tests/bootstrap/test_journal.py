@@ -1,6 +1,13 @@
 """The journal: what a registry finds after it was killed at any moment."""
 
+import errno
+import json
+import os
+import struct
+from hashlib import sha256
 from pathlib import Path
+from typing import BinaryIO
+from zlib import crc32
 
 import pytest
 
@@ -49,33 +56,156 @@ def test_it_does_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.Monkey
     assert read(path) == view(499)
 
 
-def test_cut_off_anywhere_the_last_whole_view_is_left(tmp_path: Path) -> None:
+def damaged(path: Path) -> list[Path]:
+    return sorted(path.parent.glob(f"{path.name}.damaged-*"))
+
+
+def three_views(path: Path) -> tuple[bytes, list[int]]:
+    """A journal that opened with view 1 and got 2 and 3; and where it can be cut unnoticed: behind
+    what was written at once, and behind each view that was appended."""
+    write(path, 1)
+    cuts = []
+    with Journal(path, "r", "toml") as journal:
+        cuts.append(path.stat().st_size)
+        for number in (2, 3):
+            journal.append(view(number))
+            cuts.append(path.stat().st_size)
+    return path.read_bytes(), cuts
+
+
+def test_cut_off_anywhere_it_is_torn_or_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    content, cuts = three_views(tmp_path / "journal")
+    header = cuts[0] - len(module._record(1, view(1).SerializeToString()))
+    for size in range(len(content)):
+        caplog.clear()
+        path = tmp_path / str(size) / "journal"
+        path.parent.mkdir()
+        path.write_bytes(content[:size])
+        found = read(path)
+        told = caplog.text
+        if size < cuts[0]:  # what is written in one piece is there in one piece, or else
+            assert found is None
+            assert [file.read_bytes() for file in damaged(path)] == [content[:size]]
+            assert f"damaged at byte {header if size >= header else 0} of {size}" in told
+        elif size in cuts:
+            assert found == view(1 + cuts.index(size))
+            assert not told
+        else:
+            end = max(cut for cut in cuts if cut < size)
+            assert found == view(1 + cuts.index(end))
+            assert f"{size - end} bytes of a record that a crash cut short" in told
+            assert not damaged(path)
+
+
+def test_zeros_behind_are_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "journal"
+    content, _ = three_views(path)
+    for zeros in (1, 23, 24, 25, 512, 4096):
+        caplog.clear()
+        path.write_bytes(content + bytes(zeros))
+        assert read(path) == view(3)
+        assert f"{zeros} bytes of a record that a crash cut short" in caplog.text
+    assert not damaged(path)
+
+
+def test_any_flipped_bit_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "journal"
+    content, cuts = three_views(path)
+    for at in range(len(content)):
+        caplog.clear()
+        flipped = bytearray(content)
+        flipped[at] ^= 1 << at % 8
+        path.write_bytes(flipped)
+        found = read(path)
+        assert found == view(2 if at >= cuts[1] else 3), "the newest that is whole"
+        (kept,) = damaged(path)
+        assert kept.read_bytes() == flipped
+        assert f"view {found.number} could be read" in caplog.text
+        kept.unlink()
+        assert read(path) == found, "a new file has it"
+        assert not damaged(path)
+
+
+@pytest.mark.parametrize("alien", [b"\0" * 30, b"x", b"\0" * 30 + b"x", bytes(range(256))])
+def test_what_no_crash_leaves_behind_is_damage(tmp_path: Path, alien: bytes) -> None:
+    path = tmp_path / "journal"
+    content, cuts = three_views(path)
+    path.write_bytes(content[: cuts[1]] + alien + content[cuts[1] :])
+    with Journal(path, "r", "toml") as journal:
+        assert journal.view == view(3)
+        assert f"damaged at byte {cuts[1]} of {len(content) + len(alien)}" in journal.damage
+        assert str(path) + ".damaged-1" in journal.damage
+        assert "learns newer views from its nodes" in journal.damage
+
+
+def test_a_missing_record_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    content, cuts = three_views(path)
+    path.write_bytes(content[: cuts[0]] + content[cuts[1] :])
+    with Journal(path, "r", "toml") as journal:
+        assert journal.view == view(3)
+        assert f"damaged at byte {cuts[0]}" in journal.damage
+
+
+def test_each_damaged_file_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    for number in (1, 2, 3):
+        content, _ = three_views(path)
+        path.write_bytes(content + b"%d" % number)
+        assert read(path) == view(3)
+        assert len(damaged(path)) == number
+    assert [file.read_bytes()[-1:] for file in damaged(path)] == [b"1", b"2", b"3"]
+
+
+def test_a_journal_of_zeros_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    path.write_bytes(bytes(4096))
+    assert read(path) is None
+    assert len(damaged(path)) == 1
+
+
+def old(*records: bytes) -> bytes:
+    """Format 1."""
+    return b"".join(struct.pack("<II", len(r), crc32(r)) + r for r in records)
+
+
+HEADER_1 = json.dumps({"format": 1, "run": "r", "run_file": sha256(b"toml").hexdigest()}).encode()
+
+
+def test_a_journal_of_an_older_planaria_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    path.write_bytes(old(HEADER_1, *(view(n).SerializeToString() for n in (1, 2, 3))))
+    assert read(path) == view(3)
+    assert not damaged(path)
+    assert read(path) == view(3), "rewritten in today's format"
+    path.write_bytes(old(HEADER_1))
+    assert read(path) is None
+    with pytest.raises(JournalError, match="run = 'r', not 'other'"):
+        path.write_bytes(old(HEADER_1))
+        Journal(path, "other", "toml")
+
+
+def test_an_old_journal_that_is_not_whole_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    content = old(HEADER_1, *(view(n).SerializeToString() for n in (1, 2, 3)))
+    for number, broken in enumerate((content + bytes(512), content[:-1]), 1):
+        path.write_bytes(broken)
+        assert read(path) == view(4 - number)
+        assert len(damaged(path)) == number
+
+
+def test_of_a_newer_planaria_it_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     write(path, 1)
-    one = path.stat().st_size
-    write(path, 2)
-    content = path.read_bytes()
-    for size in range(one, len(content)):
-        path.write_bytes(content[:size])
-        assert read(path) == view(1)
-
-
-def test_garbled_tail_is_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    write(path, 1, 2)
-    content = path.read_bytes()
-    path.write_bytes(content[:-1] + b"\xff")
-    assert read(path) == view(1)
-
-
-def test_damage_in_the_middle_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    write(path, 1, 2, 3)
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 0xFF
-    path.write_bytes(content)
-    with pytest.raises(JournalError, match="damaged"):
+    newer = json.dumps({"format": 3, "run": "r", "run_file": sha256(b"toml").hexdigest()})
+    path.write_bytes(module._record(0, newer.encode()))
+    with pytest.raises(
+        JournalError, match=r"has format 3, this planaria reads formats 1 and 2; .*"
+    ):
         read(path)
+    assert not damaged(path)
 
 
 def test_another_run_is_refused_with_what_differs(tmp_path: Path) -> None:
@@ -91,7 +221,9 @@ def test_another_run_is_refused_with_what_differs(tmp_path: Path) -> None:
 def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("do not lose me, I am not a journal at all")
-    with pytest.raises(JournalError, match="damaged"):
+    with pytest.raises(
+        JournalError, match=r"notes.txt is no journal .*beginning with b'do not lose "
+    ):
         Journal(path, "r", "toml")
     assert path.read_text().startswith("do not lose me")
 
@@ -104,6 +236,28 @@ def test_one_registry_at_a_time(tmp_path: Path) -> None:
     ):
         Journal(path, "r", "toml")
     assert read(path) is None
+
+
+def test_once_the_disk_is_full_the_newest_view_is_written_when_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "journal"
+
+    def full(file: BinaryIO) -> None:
+        file.flush()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Journal(path, "r", "toml") as journal:
+        journal.append(view(1))
+        with monkeypatch.context() as disk:
+            disk.setattr(module, "_flush", full)
+            for number in (2, 3):
+                with pytest.raises(JournalError, match=f"view {number} .*No space left on device"):
+                    journal.append(view(number))
+        journal.append(view(4))
+        journal.append(view(5))
+    assert read(path) == view(5)
+    assert not damaged(path)
 
 
 def test_a_place_that_can_not_be_written(tmp_path: Path) -> None:

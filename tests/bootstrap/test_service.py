@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -22,7 +24,7 @@ from planaria.bootstrap.client import (
     _Membership,
 )
 from planaria.bootstrap.credentials import Credentials, CredentialsError
-from planaria.bootstrap.journal import Journal, JournalError
+from planaria.bootstrap.journal import Journal
 from planaria.bootstrap.membership import PROTOCOL, Rules
 from planaria.bootstrap.registry_pb2 import (
     JoinReply,
@@ -295,18 +297,72 @@ async def test_a_registry_without_journal_learns_from_the_nodes(serve: Serve) ->
         await a.sees(lambda view: names(view) == {"a", "b", "c"})
 
 
-async def test_an_unwritable_journal_ends_the_registry(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal", "r", "toml")
-    registry = Registry(Rules(run="r", stages=2), "", journal)
-    port = await registry.start("127.0.0.1:0")
-    journal.close()
-    client = RegistryClient([f"127.0.0.1:{port}"])
-    with pytest.raises(JoinRefused):
-        await client.join(JoinRequest(protocol=PROTOCOL, node="a", address="a:1"))
-    with pytest.raises(JournalError, match="closed"):
-        await asyncio.wait_for(registry.wait(), TIMEOUT)
-    await client.close()
-    await registry.stop()
+async def test_a_journal_cut_between_two_views_gets_the_newer_one_from_the_nodes(
+    serve: Serve, tmp_path: Path
+) -> None:
+    path = tmp_path / "journal"
+    with Journal(path, "r", "toml") as journal:
+        async with serve(journal=journal) as place:
+            a = await place.node("a")
+            short = path.read_bytes()
+            await place.node("b")
+            before = (await a.sees(lambda view: "b" in names(view))).number
+            nodes, port, place.nodes = place.nodes, place.port, []
+    path.write_bytes(short)
+    with Journal(path, "r", "toml") as journal:
+        assert journal.view is not None
+        assert journal.view.number < before
+        async with serve(port=port, journal=journal) as place:
+            place.nodes = nodes
+            await until_described(place, lambda d: d.view.number >= before)
+            c = await place.node("c")
+            assert c.reply.view.number > before
+            await a.sees(lambda view: names(view) == {"a", "b", "c"})
+            assert not any(node.evicted.done() for node in nodes)
+    with Journal(path, "r", "toml") as journal:
+        assert journal.view is not None
+        assert journal.view.number > before
+
+
+async def test_a_damaged_journal_is_said_and_the_nodes_go_on(serve: Serve, tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    with Journal(path, "r", "toml") as journal:
+        async with serve(journal=journal) as place:
+            a = await place.node("a")
+            nodes, port, place.nodes = place.nodes, place.port, []
+    path.write_bytes(b"\0" + path.read_bytes()[:-1])
+    with Journal(path, "r", "toml") as journal:
+        async with serve(port=port, journal=journal) as place:
+            place.nodes = nodes
+            found = await until_described(place, lambda d: d.view.number >= a.view.number)
+            assert f"the journal {path} is damaged at byte 0" in found.trouble
+
+
+async def test_an_unwritable_journal_is_said_and_written_later(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "journal"
+    with Journal(path, "r", "toml") as journal:
+        async with serve(journal=journal) as place:
+            with monkeypatch.context() as disk:
+                disk.setattr(os, "fsync", _full)
+                disk.setattr("planaria.bootstrap.service.JOURNAL_RETRY", 0.0)
+                a = await place.node("a")
+                found = await until_described(place, lambda d: d.trouble)
+                assert "can't write view 1 to the journal" in found.trouble
+                assert "No space left on device" in found.trouble
+                b = await place.node("b")
+                await a.sees(lambda view: names(view) == {"a", "b"})
+            await until_described(place, lambda d: not d.trouble)
+            assert not b.evicted.done()
+            number = b.view.number
+    with Journal(path, "r", "toml") as journal:
+        assert journal.view is not None
+        assert journal.view.number >= number
+
+
+def _full(descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 async def test_address_in_use_and_unencrypted_addresses_are_refused(place: Any) -> None:
