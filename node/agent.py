@@ -101,6 +101,7 @@ class Agent:
         self.learned = Learned(self.arithmetic.digest(), omega=0.0, optimizer_step=0)
         self.tokens_per_second = 0.0
         self.trouble = ""  # with saving
+        self.hang = ""  # of the compute thread, in words; empty: it doesn't
         self.driver = self._new_driver()
         self.member = self._new_member()
         self.member.digest = self.learned.digest
@@ -223,6 +224,11 @@ class Agent:
             self.cut_off(Ballot(*max(lost)), peer, why)
         self._carry_out(self.member.link_lost(peer))
         self._carry_out(self.driver.link_lost(peer, reason, now))
+
+    def compute_hangs(self, why: str, now: float) -> None:
+        """What the compute thread is at takes too long; empty: it goes on."""
+        self.exchanges.at(now)
+        self.hang = why
 
     def tick(self, now: float) -> None:
         self.exchanges.at(now)
@@ -559,7 +565,7 @@ class Agent:
             loss=member.last.loss,
             microbatches=self.workplace.computed,
             tokens_per_second=self.tokens_per_second,
-            message=(halt.reason if halt else "") or self.trouble or explained,
+            message=(halt.reason if halt else "") or self.hang or self.trouble or explained,
             stopped=halt is not None and not halt.finished,
             finished=halt is not None and halt.finished,
         )

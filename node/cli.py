@@ -82,6 +82,28 @@ def refusing(*kinds: type[Exception]) -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
+@contextmanager
+def ending_whatever_hangs() -> Iterator[None]:
+    """The process ends even if its compute thread doesn't: what that waits for (a device, for
+    one) may hold up the interpreter's own end, too."""
+    import os
+    import sys
+    import threading
+
+    status = 1
+    try:
+        yield
+        status = 0
+    except typer.Exit as end:
+        status = end.exit_code
+        raise
+    finally:
+        if any(thread.name.startswith("compute-") for thread in threading.enumerate()):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+
 def _refuse(why: str) -> None:
     text = f"[bold red]error:[/] {escape(why)}"
     errors.print(text, soft_wrap=True, highlight=False, emoji=False)
@@ -428,7 +450,8 @@ def node_command(
 
     _begin_service()
     kinds = (RegistryUnreachable, JoinRefused, NodeError, CorpusError, LedgerError, RunFileError)
-    with refusing(*kinds, CredentialsError, SaveError, OSError, ValueError):
+    refused = (*kinds, CredentialsError, SaveError, OSError, ValueError)
+    with ending_whatever_hangs(), refusing(*refused):
         credentials = Credentials.load(ca, certificate, key, token)
         options = Options(
             join=tuple(join.split(",")),

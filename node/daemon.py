@@ -31,6 +31,8 @@ from planaria.node.data.windows import Windows
 from planaria.node.ports import Ports
 from planaria.node.report.event_log import EventLog
 from planaria.node.report.events import (
+    ComputeGoesOn,
+    ComputeHangs,
     Cost,
     CostSoFar,
     Event,
@@ -49,6 +51,7 @@ from planaria.node.run_file import RunFile
 from planaria.node.stage.arithmetic import TorchStage, layout_of, make_twin
 from planaria.node.stage.compute import ComputeThread
 from planaria.node.stage.shape import ModelConfig
+from planaria.node.stage.watch import COMPILING, FLOOR, Hang, Watch
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.saves import saves_on_disk
 from planaria.node.transaction.effects import (
@@ -124,7 +127,11 @@ class Node:
         self.loop = asyncio.get_running_loop()
         self.over: asyncio.Future[str] = self.loop.create_future()
         self.tasks: set[asyncio.Task[None]] = set()
-        self.compute = ComputeThread(f"compute-{self.node}", self.loop)
+        floor = COMPILING if run.training.compile else FLOOR
+        watch = Watch(run.swarm.progress, floor)
+        self.compute = ComputeThread(f"compute-{self.node}", self.loop, watch)
+        self.hang: Hang | None = None
+        self.abandoned = ""  # what the compute thread is at, which nobody can end
         self.exchanges = LoopedExchanges(self.compute, self.loop, self.crashed)
         self.links = Links(
             *(run_id, self.node, self, LinkSettings(silence=run.swarm.silence)),
@@ -184,9 +191,16 @@ class Node:
     async def retire(self, grace: float) -> None:
         """Save, let a standby take over where there is one, and leave, all within `grace` seconds:
         what a spot instance does when it is told that its time is over."""
-        deadline = self.loop.time() + grace - FAREWELL
         self.tell(Preempted(grace=grace))
-        seats = list(self.seats.values())
+        try:
+            async with asyncio.timeout(max(0.0, grace - FAREWELL)):
+                await self._prepare_to_leave(self.loop.time() + grace - FAREWELL)
+        except TimeoutError:
+            log.warning("what this node had to save isn't saved: %s", self.hang or "it is slow")
+        await self.leave("stopped by its owner")
+
+    async def _prepare_to_leave(self, deadline: float) -> None:
+        seats = [] if self.hang else list(self.seats.values())
         for seat in seats:
             await self.exchanges.outcome(seat.save_now())
         for seat in seats:
@@ -194,7 +208,6 @@ class Node:
         for seat in seats:
             left = max(0.0, deadline - self.loop.time())
             await asyncio.to_thread(seat.holdings.finish_saves, left)
-        await self.leave("stopped by its owner")
 
     async def _hand_over(self, seat: Agent, deadline: float) -> None:
         """Nobody but a standby could miss this seat: a stage with replicas lives on."""
@@ -232,7 +245,9 @@ class Node:
         await asyncio.gather(*self.tasks, return_exceptions=True)
         self.exchanges.close()
         await self.links.stop()
-        await asyncio.to_thread(self.compute.stop)
+        if not await asyncio.to_thread(self.compute.stop):
+            self.abandoned = str(self.hang or "its compute thread doesn't end")
+            log.error("%s", self.abandoned)
         self.tell(Wall(**self.wall.report()))
         for seat in self.seats.values():
             await asyncio.to_thread(seat.holdings.finish_saves)
@@ -406,6 +421,7 @@ class Node:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK)
+            self._mind_compute()
             for seat in self.seats.values():
                 seat.tick(self.loop.time())
             if not self.seats:
@@ -416,6 +432,20 @@ class Node:
                 self.tell(Wall(**self.wall.report()))
                 self._tell_costs()
                 self.report()
+
+    def _mind_compute(self) -> None:
+        """What the compute thread is at for too long is said, and that it goes on."""
+        before, self.hang = self.hang, self.compute.look()
+        if (before is None) == (self.hang is None):
+            return
+        if self.hang is not None:
+            task, seconds, usual = self.hang
+            self.tell(ComputeHangs(task=task, seconds=seconds, usual=usual or None))
+        elif before is not None:
+            self.tell(ComputeGoesOn(task=before.task))
+        for seat in self.seats.values():
+            seat.compute_hangs(str(self.hang or ""), self.loop.time())
+        self.report()
 
     def _tell_costs(self) -> None:
         """What keeping things for the day of a loss has cost."""

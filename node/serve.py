@@ -85,6 +85,11 @@ async def serve(options: Options) -> int:
             why = await _live_until(node, stop, options.grace)
             if stop.is_set():
                 break
+            if node.abandoned:
+                raise NodeError(
+                    f"{node.abandoned}; only the end of this process ends that: start it anew, and "
+                    "look after the device if it happens again"
+                )
             pause = REJOIN_PAUSE if loop.time() - began > 60 else min(30.0, 2 * pause)
             log.warning("%s; joining again as a new node", why)
             with suppress(TimeoutError):

@@ -105,6 +105,29 @@ class HandedOver(Event, kind="handed over", severity=Severity.NOTICE):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ComputeHangs(Event, kind="hangs", severity=Severity.ERROR):
+    """A node's compute thread is at one task for too long."""
+
+    task: str
+    seconds: float  # so far
+    usual: float | None = None  # median of such tasks, in seconds
+
+    def sentence(self, node: str | None) -> str:
+        usual = f", which takes {self.usual:.2g} s" if self.usual else ""
+        return f"{node} hangs: {self.seconds:.0f} s at `{self.task}`{usual}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeGoesOn(Event, kind="goes on", severity=Severity.GOOD):
+    """A task that had hung is done."""
+
+    task: str
+
+    def sentence(self, node: str | None) -> str:
+        return f"{node} goes on after `{self.task}`"
+
+
+@dataclass(frozen=True, kw_only=True)
 class LinkLost(Event, kind="link lost", severity=Severity.INFO):
     """A node's link to a member broke. That it is news is for the driver to tell: `NodeLost`."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -12,18 +13,25 @@ from functools import partial
 from typing import TypeVar
 
 from planaria.node.ports import Priority
+from planaria.node.stage.watch import Hang, Watch, kind_of
 
 T = TypeVar("T")
+
+END = 2.0
+"""Seconds in which the task at hand has to end when the thread is to."""
 
 
 class ComputeThread:
     """Tasks of equal priority run in the order in which they were posted."""
 
-    def __init__(self, name: str, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, name: str, loop: asyncio.AbstractEventLoop, watch: Watch | None = None
+    ) -> None:
         self.loop = loop
+        self.watch = watch or Watch(first=math.inf)
         self.busy_seconds = 0.0
         self.busy_since: float | None = None
-        self._tasks: list[tuple[Priority, int, Callable[[], None]]] = []
+        self._tasks: list[tuple[Priority, int, str, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._wake = threading.Condition()
         self._stopped = False
@@ -44,7 +52,7 @@ class ComputeThread:
                 self.loop.call_soon_threadsafe(then, result)
 
         with self._wake:
-            heapq.heappush(self._tasks, (priority, next(self._numbers), task))
+            heapq.heappush(self._tasks, (priority, next(self._numbers), kind_of(work), task))
             self._wake.notify()
 
     def run(
@@ -55,13 +63,20 @@ class ComputeThread:
         self.post(work, partial(_settle, future), priority)
         return future
 
-    def stop(self) -> None:
-        """Forget what waits; what runs is let finish."""
+    def look(self) -> Hang | None:
+        """Does the task at hand take too long? To be asked on the event loop, at each of its
+        ticks."""
+        return self.watch.look(time.monotonic())
+
+    def stop(self, seconds: float | None = END) -> bool:
+        """Forget what waits; what runs is let finish. False: it hasn't, for so long, and nobody can
+        end it but with the process."""
         with self._wake:
             self._stopped = True
             self._tasks.clear()
             self._wake.notify()
-        self._thread.join()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _work(self) -> None:
         while True:
@@ -70,10 +85,13 @@ class ComputeThread:
                     self._wake.wait()
                 if self._stopped:
                     return
-                _, _, task = heapq.heappop(self._tasks)
-            self.busy_since = time.monotonic()
+                _, _, kind, task = heapq.heappop(self._tasks)
+            self.busy_since = began = time.monotonic()
+            self.watch.began(kind, began)
             task()
-            self.busy_seconds += time.monotonic() - self.busy_since
+            ended = time.monotonic()
+            self.watch.ended(ended)
+            self.busy_seconds += ended - began
             self.busy_since = None
 
 

@@ -407,12 +407,12 @@ class _Joiner:
     # --- the compute thread and the others
 
     async def compute(self, work: Callable[[], T]) -> T:
-        def unless_over() -> T:
+        def relearn() -> T:
             if self.over:
                 raise ComplaintError("this relearning is over")
             return work()
 
-        return await self.node.exchanges.compute(unless_over)
+        return await self.node.exchanges.compute(relearn)
 
     def _tell(self, node: str, relearn: pb.Relearn) -> None:
         if not self.node.send(

@@ -1,12 +1,15 @@
 """Swarms whose nodes kill themselves, with SIGKILL, at points of a step, of its transaction, or of
-a rebuild."""
+a rebuild; or whose compute threads hang there."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
+import threading
 import time
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,8 @@ DEADLINE = 600.0  # seconds; only a hanging swarm gets there
 
 class Swarm:
     """A registry, and `swarm.replicas` nodes of each stage of the run. `deaths`: by slot, what
-    each of its processes, one after the other, is to die of. `saves`: a folder in which each slot
-    has its disk."""
+    each of its processes, one after the other, is to die of, as POINT@STEP, or where its compute
+    thread is to hang, as POINT~STEP. `saves`: a folder in which each slot has its disk."""
 
     def __init__(
         self,
@@ -48,29 +51,35 @@ class Swarm:
 
     def train(self, replace: bool = True, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Starts everything; returns when all is finished. `replace`: who has died, at once."""
-        address = self.out / "address"
-        arguments = ["--run", str(self.out / "run.toml"), "--listen", "127.0.0.1:0"]
-        self.processes.start("registry", ["bootstrap", *arguments, "--address-file", str(address)])
-        while not address.exists():
-            self._pause()
-        stages, replicas = self.run.model.stages, self.run.swarm.replicas
-        assert stages is not None
-        nodes = [f"{stage}.{replica}" for stage in range(stages + 1) for replica in range(replicas)]
-        for slot in nodes:
-            self._start(slot, address.read_text())
+        nodes = self.start()
         lost = 0
         while len({e["node"] for e in self.read("finished")}) < len(nodes) - lost:
             for ended in self.processes.ended():
                 assert ended.status == -signal.SIGKILL, self.processes.log(ended.slot).read_text()
                 self.killed.append(ended.slot)
                 if replace:
-                    self._start(ended.slot, address.read_text())
+                    self.start_node(ended.slot)
                 else:
                     lost += 1
             meanwhile()
-            self._pause()
+            self.pause()
 
-    def _start(self, slot: str, address: str) -> None:
+    def start(self) -> list[str]:
+        """Returns the nodes' slots."""
+        address = self.out / "address"
+        arguments = ["--run", str(self.out / "run.toml"), "--listen", "127.0.0.1:0"]
+        self.processes.start("registry", ["bootstrap", *arguments, "--address-file", str(address)])
+        while not address.exists():
+            self.pause()
+        stages, replicas = self.run.model.stages, self.run.swarm.replicas
+        assert stages is not None
+        nodes = [f"{stage}.{replica}" for stage in range(stages + 1) for replica in range(replicas)]
+        for slot in nodes:
+            self.start_node(slot)
+        return nodes
+
+    def start_node(self, slot: str) -> None:
+        address = (self.out / "address").read_text()
         planned = self.deaths.get(slot, [])
         death = planned.pop(0).split() if planned else []
         self.processes.start(
@@ -82,7 +91,7 @@ class Swarm:
             ],
         )
 
-    def _pause(self) -> None:
+    def pause(self) -> None:
         assert time.monotonic() < self.deadline, f"hangs; died: {self.killed}"
         time.sleep(0.02)
 
@@ -155,21 +164,34 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
 
 
 def run_planaria_until(arguments: list[str]) -> None:
-    """`planaria ARGUMENTS...`; in front of them, POINT@STEP: die there, at that step or later."""
-    while "@" in arguments[0]:
-        point, _, step = arguments.pop(0).partition("@")
-        _arm(*_points()[point], int(step))
+    """`planaria ARGUMENTS...`; in front of them, POINT@STEP: die there, at that step or later;
+    POINT~STEP: hang there, which in the compute thread leaves the event loop alive."""
+    while found := re.fullmatch(r"(\w+)([@~])(\d+)", arguments[0]):
+        point, how, step = found.groups()
+        _arm(*_points()[point], int(step), _die if how == "@" else _hang)
+        arguments.pop(0)
     from planaria.node.local.processes import run_planaria
 
     run_planaria(arguments)
 
 
-def _arm(owner: type, name: str, step_of: Callable[..., int], step: int) -> None:
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hang() -> None:
+    threading.Event().wait()
+
+
+def _arm(
+    owner: type, name: str, step_of: Callable[..., int], step: int, strike: Callable[[], None]
+) -> None:
     method = getattr(owner, name)
 
-    def dying(*arguments: Any) -> Any:
+    @wraps(method)
+    def struck(*arguments: Any) -> Any:
         if step_of(*arguments) >= step:
-            os.kill(os.getpid(), signal.SIGKILL)
+            strike()
         return method(*arguments)
 
-    setattr(owner, name, dying)
+    setattr(owner, name, struck)

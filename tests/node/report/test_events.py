@@ -68,7 +68,8 @@ def test_the_names_in_a_log_stay():
     """Summaries of older runs, and whoever else reads `events.jsonl`, go by these."""
     assert [kind.kind for kind in KINDS] == [
         *("aborted", "applied", "committed", "cost", "diverged", "ending", "exited", "fetching"),
-        *("finished", "handed over", "joined", "killed", "link lost", "lost", "masked"),
+        *("finished", "goes on", "handed over", "hangs", "joined", "killed", "link lost", "lost"),
+        *("masked",),
         *("preempted", "rebuild failed", "rebuilding", "rebuilt", "refused", "relearning"),
         *("resuming", "rolled back", "save failed", "saved", "serving", "started", "stopped"),
         *("validated", "waiting", "wall"),
