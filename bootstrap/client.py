@@ -15,6 +15,8 @@ from planaria.bootstrap.address import Address
 from planaria.bootstrap.credentials import PLAIN, Credentials, channel
 from planaria.bootstrap.dial import is_there
 from planaria.bootstrap.registry_pb2 import (
+    SILENT,
+    Cause,
     DescribeRequest,
     Description,
     JoinReply,
@@ -165,9 +167,11 @@ class RegistryClient:
         ):
             self._due.set()
 
-    def suspect(self, accused: str, why: str) -> None:
-        """Has the registry ask the accused. Does not wait; the answer comes as a view."""
-        task = asyncio.get_running_loop().create_task(self._suspect(self._node, accused, why))
+    def suspect(self, accused: str, why: str, cause: Cause = SILENT) -> None:
+        """Has the registry ask the accused whether it is there, or tells it `why`, the evidence,
+        that the accused has to go for `cause`. Does not wait; the answer comes as a view."""
+        suspicion = Suspicion(accuser=self._node, accused=accused, why=why, cause=cause)
+        task = asyncio.get_running_loop().create_task(self._suspect(suspicion))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -254,12 +258,11 @@ class RegistryClient:
             "through, and that both sides use TLS or neither"
         ) from error
 
-    async def _suspect(self, accuser: str, accused: str, why: str) -> None:
+    async def _suspect(self, suspicion: Suspicion) -> None:
+        accused, why = suspicion.accused, suspicion.why
         try:
             verdict = await self._stub().Suspect(
-                Suspicion(accuser=accuser, accused=accused, why=why),
-                timeout=SUSPECT_DEADLINE,
-                metadata=self._credentials.metadata,
+                suspicion, timeout=SUSPECT_DEADLINE, metadata=self._credentials.metadata
             )
             log.info("suspected %s (%s): %s", accused, why, verdict.reason)
         except grpc.aio.AioRpcError as error:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 from planaria.bootstrap.address import Address, AddressError
 from planaria.bootstrap.registry_pb2 import (
+    SILENT,
+    Cause,
     Description,
     JoinReply,
     JoinRequest,
@@ -31,6 +33,7 @@ DECISIONS_KEPT = 200
 EVICTED_KEPT = 10_000
 COMPLAINTS = 3  # answered accusations by the same node after which the pair is taken for cut off
 COMPLAINT_WINDOW = 30.0  # seconds
+CHARGE_STANDS = 60.0  # seconds that the word of one who does not drive counts
 MOST_DIALLED = 100  # silent members that are asked whether they are there; of more, every n-th
 
 
@@ -141,6 +144,7 @@ class _Node:
     probe: int = 0  # number of the unanswered probe; 0: none
     probed: float = 0.0
     accusers: dict[str, str] = field(default_factory=dict)  # accuser -> why, until settled
+    charges: dict[str, tuple[float, Suspicion]] = field(default_factory=dict)  # newest for cause
     doomed: str = ""  # to be evicted whatever it says, and why
 
     @property
@@ -285,7 +289,8 @@ class Membership:
         return []
 
     def suspect(self, suspicion: Suspicion, now: float) -> list[Effect]:
-        """A member finds another one silent. Raises Refused when the accuser is no member."""
+        """A member finds another one silent, or accuses it for cause. Raises Refused when the
+        accuser is no member."""
         accuser, accused = suspicion.accuser, suspicion.accused
         if accuser not in self._nodes:
             raise Refused(
@@ -298,8 +303,13 @@ class Membership:
         if node is None:
             reason = self._evicted.get(accused, "not a member of the current view")
             return [Settle(accused, False, reason)]
-        node.accusers[accuser] = suspicion.why
-        self._note(f"{accused} is suspected by {accuser}: {suspicion.why or 'no reason given'}")
+        node.accusers[accuser] = _evidence(suspicion)
+        self._note(f"{accused} is suspected by {accuser}: {_evidence(suspicion)}")
+        if suspicion.cause != SILENT and not node.doomed:
+            node.charges[accuser] = now, suspicion
+            if reason := self._convicted(node, now):
+                self._doom(accused, node, reason)
+                return self.tick(now)
         if not node.streaming:
             node.lost = now if node.lost is None else node.lost
             self._schedule(accused, node)
@@ -704,6 +714,24 @@ class Membership:
         ]
         return bool(silent) and all(silent)
 
+    def _convicted(self, node: _Node, now: float) -> str:
+        """Why the node goes for cause, though it may live; empty: too few say so. The driver's word
+        is enough, since it hears all who notice. Against the driver, or of others, it takes more
+        than half of those who serve beside the accused, and two: where two contradict each other
+        nobody knows who is wrong."""
+        name, driver = node.member.node, self.view.driver
+        serving = {member.node for member in self._serving()} - {name}
+        charges = {
+            accuser: charge
+            for accuser, (told, charge) in node.charges.items()
+            if accuser in serving and now - told < CHARGE_STANDS
+        }
+        if driver in charges:
+            return f"{_evidence(charges[driver])}, says {driver}, which drives"
+        if len(charges) < 2 or 2 * len(charges) <= len(serving):
+            return ""
+        return f"{_evidence(next(iter(charges.values())))}, say {', '.join(charges)}"
+
     def _doom(self, name: str, node: _Node, reason: str) -> None:
         node.doomed = reason
         self._schedule(name, node)
@@ -877,6 +905,14 @@ class Membership:
     def _note(self, decision: str) -> None:
         self.decisions.append(decision)
         self.decided += 1
+
+
+def _evidence(suspicion: Suspicion) -> str:
+    why = suspicion.why or "no reason given"
+    if suspicion.cause == SILENT:
+        return why
+    known = suspicion.cause in Cause.values()
+    return f"{Cause.Name(suspicion.cause).lower() if known else 'cause unknown'}: {why}"
 
 
 def _place(member: Member) -> str:

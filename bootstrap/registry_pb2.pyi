@@ -1,10 +1,28 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class Cause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SILENT: _ClassVar[Cause]
+    CHECKSUM: _ClassVar[Cause]
+    SHAPE: _ClassVar[Cause]
+    DIVERGENCE: _ClassVar[Cause]
+    NONFINITE: _ClassVar[Cause]
+    HANG: _ClassVar[Cause]
+    NUMBERS: _ClassVar[Cause]
+SILENT: Cause
+CHECKSUM: Cause
+SHAPE: Cause
+DIVERGENCE: Cause
+NONFINITE: Cause
+HANG: Cause
+NUMBERS: Cause
 
 class Member(_message.Message):
     __slots__ = ("node", "address", "stage", "joined", "speed", "standby", "host", "device", "data")
@@ -91,7 +109,7 @@ class JoinReply(_message.Message):
     def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., reason: _Optional[str] = ..., question: _Optional[int] = ..., unheard: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., dial_seconds: _Optional[float] = ..., lease: _Optional[float] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("committed", "phase", "loss", "microbatches", "bytes_in", "bytes_out", "tokens_per_second", "message", "stopped", "finished", "lineage", "leaving", "memory", "measured", "links")
+    __slots__ = ("committed", "phase", "loss", "microbatches", "bytes_in", "bytes_out", "tokens_per_second", "message", "stopped", "finished", "lineage", "leaving", "memory", "measured", "links", "stalled_seconds")
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +125,7 @@ class Report(_message.Message):
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     MEASURED_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
+    STALLED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     committed: int
     phase: str
     loss: float
@@ -122,7 +141,8 @@ class Report(_message.Message):
     memory: int
     measured: int
     links: _containers.RepeatedCompositeFieldContainer[LinkReport]
-    def __init__(self, committed: _Optional[int] = ..., phase: _Optional[str] = ..., loss: _Optional[float] = ..., microbatches: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., message: _Optional[str] = ..., stopped: _Optional[bool] = ..., finished: _Optional[bool] = ..., lineage: _Optional[int] = ..., leaving: _Optional[bool] = ..., memory: _Optional[int] = ..., measured: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ...) -> None: ...
+    stalled_seconds: float
+    def __init__(self, committed: _Optional[int] = ..., phase: _Optional[str] = ..., loss: _Optional[float] = ..., microbatches: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., message: _Optional[str] = ..., stopped: _Optional[bool] = ..., finished: _Optional[bool] = ..., lineage: _Optional[int] = ..., leaving: _Optional[bool] = ..., memory: _Optional[int] = ..., measured: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., stalled_seconds: _Optional[float] = ...) -> None: ...
 
 class LinkReport(_message.Message):
     __slots__ = ("peer", "rtt_ms", "mbps")
@@ -171,14 +191,16 @@ class WatchRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
 
 class Suspicion(_message.Message):
-    __slots__ = ("accuser", "accused", "why")
+    __slots__ = ("accuser", "accused", "why", "cause")
     ACCUSER_FIELD_NUMBER: _ClassVar[int]
     ACCUSED_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
     accuser: str
     accused: str
     why: str
-    def __init__(self, accuser: _Optional[str] = ..., accused: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...
+    cause: Cause
+    def __init__(self, accuser: _Optional[str] = ..., accused: _Optional[str] = ..., why: _Optional[str] = ..., cause: _Optional[_Union[Cause, str]] = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("member", "reason", "view")

@@ -98,7 +98,7 @@ class RegistryServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Suspect(self, request, context):
-        """A peer is silent or its link broke: the registry asks the accused at once.
+        """A peer is silent, and the registry asks it at once; or it has done wrong, see Cause.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -313,8 +313,8 @@ class Agent:
                 if self.fetching is not None:
                     self.fetching.cancel()
                 self.fetching = self.exchanges.start(self._fetch(ballot, sync))
-            case Suspect(node, why):
-                self.record.suspect(node, why)
+            case Suspect(node, why, cause):
+                self.record.suspect(node, why, cause)
             case Rejoin(reason):
                 self.record.over(reason)
             case Halted(halt):

@@ -104,7 +104,7 @@ class Registry(Protocol):
         on_measure: Callable[[int], None],
     ) -> None: ...
     def report(self, report: registry.Report) -> None: ...
-    def suspect(self, accused: str, why: str) -> None: ...
+    def suspect(self, accused: str, why: str, cause: registry.Cause = registry.SILENT) -> None: ...
     async def leave(self, node: str, why: str) -> None: ...
 
 
@@ -495,8 +495,8 @@ class SeatRecord:
     def halted(self, halt: pb.Halt) -> None:
         self._node.halted(self._node.seats[self._stage], halt)
 
-    def suspect(self, node: str, why: str) -> None:
-        self._node.client.suspect(node, why)
+    def suspect(self, node: str, why: str, cause: registry.Cause) -> None:
+        self._node.client.suspect(node, why, cause)
 
     def over(self, reason: str) -> None:
         self._node.stop(f"rejoin: {reason}")

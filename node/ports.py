@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from planaria.bootstrap.registry_pb2 import Cause
     from planaria.node.report.events import Event
     from planaria.node.state.boundary import Fetched
     from planaria.node.state.relearn import Lesson
@@ -233,8 +234,9 @@ class Record(Protocol):
         """The run is over, or can't go on; the weights are kept."""
         ...
 
-    def suspect(self, node: str, why: str) -> None:
-        """The registry is to ask this member whether it is alive."""
+    def suspect(self, node: str, why: str, cause: Cause) -> None:
+        """The registry is to ask this member whether it is alive or, for any cause but SILENT, to
+        take it out. `why` is the evidence, a sentence for people."""
         ...
 
     def over(self, reason: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.node.report.events import Event
 from planaria.node.wire import stage_pb2 as pb
 
@@ -96,10 +97,12 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Suspect:
-    """Tell the registry that this node was waited for in vain."""
+    """Tell the registry that this node was waited for in vain or, for any cause but SILENT, that it
+    has done wrong and has to go, though it lives. `why` is the evidence."""
 
     node: str
     why: str
+    cause: Cause = SILENT
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,11 @@ from planaria.bootstrap.membership import (
     Settle,
 )
 from planaria.bootstrap.registry_pb2 import (
+    DIVERGENCE,
+    HANG,
+    NONFINITE,
+    SILENT,
+    Cause,
     JoinReply,
     JoinRequest,
     Member,
@@ -83,8 +88,10 @@ class Swarm:
         renewal = Renewal(node=node, **fields)  # type: ignore[arg-type]
         return self.after(self.machine.renewed(renewal, self.now))
 
-    def suspect(self, accuser: str, accused: str) -> list[Effect]:
-        suspicion = Suspicion(accuser=accuser, accused=accused, why="silent")
+    def suspect(
+        self, accuser: str, accused: str, cause: Cause = SILENT, why: str = "silent"
+    ) -> list[Effect]:
+        suspicion = Suspicion(accuser=accuser, accused=accused, why=why, cause=cause)
         return self.after(self.machine.suspect(suspicion, self.now))
 
     def answer(self) -> list[Effect]:
@@ -430,6 +437,51 @@ def test_old_accusations_are_forgotten() -> None:
         swarm.answer()
         swarm.wait(16)
     assert "n1" in swarm.nodes()
+
+
+def test_whom_the_driver_accuses_for_cause_goes_with_the_evidence() -> None:
+    swarm = full()
+    evict, settle, issue = swarm.suspect("n0", "n2", HANG, "no microbatch for 31 s")
+    assert evict == Evict("n2", "hang: no microbatch for 31 s, says n0, which drives")
+    assert settle == Settle("n2", False, evict.reason)
+    assert isinstance(issue, Issue)
+    assert swarm.nodes() == ["n0", "n1"]
+
+
+def test_one_who_does_not_drive_evicts_nobody_for_cause() -> None:
+    swarm = full(stages=3)
+    for accused in ("n0", "n1"):
+        swarm.suspect("n2", accused, NONFINITE, "NaN in microbatch 3")
+        swarm.answer()
+    assert swarm.nodes() == ["n0", "n1", "n2", "n3"]
+
+
+def test_most_of_the_others_evict_the_driver_for_cause() -> None:
+    swarm = full(stages=3)
+    swarm.suspect("n1", "n0", DIVERGENCE, "other weights")
+    swarm.answer()
+    assert "n0" in swarm.nodes()
+    swarm.suspect("n2", "n0", DIVERGENCE, "other weights")
+    assert swarm.effects[0] == Evict("n0", "divergence: other weights, say n1, n2")
+
+
+def test_words_against_the_driver_count_together_when_they_fall_together() -> None:
+    swarm = full(stages=3, lease=1000)
+    swarm.suspect("n1", "n0", DIVERGENCE, "other weights")
+    swarm.answer()
+    swarm.wait(60)
+    swarm.suspect("n2", "n0", DIVERGENCE, "other weights")
+    swarm.answer()
+    assert "n0" in swarm.nodes()
+
+
+def test_of_two_that_contradict_each_other_the_driver_is_believed() -> None:
+    swarm = full(stages=1)
+    swarm.suspect("n1", "n0", NONFINITE, "NaN")
+    swarm.answer()
+    assert swarm.nodes() == ["n0", "n1"]
+    swarm.suspect("n0", "n1", NONFINITE, "NaN")
+    assert swarm.nodes() == ["n0"]
 
 
 def test_a_renewal_by_a_stranger_is_told_to_join_again() -> None:

@@ -310,8 +310,8 @@ class Node:
         self.cluster.check_halt(self, halt)
         self.changed()
 
-    def suspect(self, node: str, why: str) -> None:
-        self.client.suspect(node, why)
+    def suspect(self, node: str, why: str, cause: registry.Cause) -> None:
+        self.client.suspect(node, why, cause)
 
     def over(self, reason: str) -> None:
         self.stop(reason)

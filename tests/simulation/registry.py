@@ -251,8 +251,8 @@ class Client:
             self._tell(pb.Renewal(node=self.node.name, report=self.node.report))
         self.node.process.after(RENEW, self._renew)
 
-    def suspect(self, accused: str, why: str) -> None:
-        self._tell(pb.Suspicion(accuser=self.node.name, accused=accused, why=why))
+    def suspect(self, accused: str, why: str, cause: pb.Cause = pb.SILENT) -> None:
+        self._tell(pb.Suspicion(accuser=self.node.name, accused=accused, why=why, cause=cause))
 
     def _tell(self, item: Any) -> None:
         if (link := self.node.links.get("registry")) is not None:

@@ -95,9 +95,9 @@ class LocalClient:
     def report(self, report: registry.Report) -> None:
         self.reported = report
 
-    def suspect(self, accused: str, why: str) -> None:
+    def suspect(self, accused: str, why: str, cause: registry.Cause = registry.SILENT) -> None:
         if self.alive and self.node in self.registry.nodes:
-            suspicion = registry.Suspicion(accuser=self.node, accused=accused, why=why)
+            suspicion = registry.Suspicion(accuser=self.node, accused=accused, why=why, cause=cause)
             self.registry.carry_out(
                 self.registry.membership.suspect(suspicion, self.registry.now())
             )
