@@ -39,7 +39,7 @@ RULES = Rules(run="bench", stages=49, lease=5.0, restart_grace=10.0)
 
 
 @dataclass(frozen=True)
-class Measured:
+class RegistryLoad:
     nodes: int
     renewals: float  # a second, as sent by the nodes
     core: float  # share of a core that the registry used
@@ -60,7 +60,7 @@ class Measured:
         )
 
 
-def renewals_per_second_per_core() -> Measured:
+def renewals_per_second_per_core() -> RegistryLoad:
     """Raises RuntimeError when a process ends early, TimeoutError when one hangs."""
     with tempfile.TemporaryDirectory() as folder:
         journal = Path(folder) / "journal"
@@ -85,7 +85,7 @@ def renewals_per_second_per_core() -> Measured:
             for process, _ in [*clients, (registry, to_registry)]:
                 process.kill()
                 process.join()
-    return Measured(
+    return RegistryLoad(
         nodes=NODES,
         renewals=sent / seconds,
         core=cpu / seconds,

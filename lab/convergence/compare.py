@@ -30,7 +30,7 @@ class Spread(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cost:
+class CostOfLosses:
     """Of one run, against the one of its seed that lost nothing."""
 
     final: float  # its loss at the end
@@ -81,12 +81,12 @@ def behind(curve: Curve, other: Curve) -> float:
     return max(0.0, min(end, other[-1][0]) - min(reached(other, loss), float(other[-1][0])))
 
 
-def cost(run: Mapping[str, Any], other: Mapping[str, Any], target: int) -> Cost:
+def cost(run: Mapping[str, Any], other: Mapping[str, Any], target: int) -> CostOfLosses:
     """Of two lines of the results."""
     curve, against = curve_of(run), curve_of(other)
     end = against[-1][0]
     relearned = _relearned(run["rebuilds"]) / run["window"]
-    return Cost(
+    return CostOfLosses(
         final=loss_at(curve, end),
         difference=loss_at(curve, end) - against[-1][1],
         iterations=iteration_cost(curve, against, target),

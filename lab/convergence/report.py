@@ -11,7 +11,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from planaria.lab.convergence.compare import Cost, Spread, cost, curve_of, loss_at
+from planaria.lab.convergence.compare import CostOfLosses, Spread, cost, curve_of, loss_at
 from planaria.lab.convergence.study import Study
 
 matplotlib.use("agg")
@@ -21,15 +21,15 @@ COLORS = ("#20507a", "#b0402f", "#2e8b57", "#8a5fa8", "#c98a1b", "#4aa5b8", "#7a
 
 
 @dataclass(frozen=True)
-class Row:
+class VariantRow:
     """A variant, over its seeds."""
 
     name: str
     runs: Sequence[Line]
     others: Sequence[Line]  # of the baseline, seed by seed
-    costs: Sequence[Cost]
+    costs: Sequence[CostOfLosses]
 
-    def spread(self, figure: Callable[[Cost], float]) -> Spread:
+    def spread(self, figure: Callable[[CostOfLosses], float]) -> Spread:
         return Spread.of([figure(cost) for cost in self.costs])
 
     @property
@@ -38,7 +38,7 @@ class Row:
         return sum(len(run["rebuilds"]) for run in self.runs) / max(1, len(self.runs))
 
 
-def rows(study: Study, found: Mapping[tuple[str, int], Line]) -> list[Row]:
+def rows(study: Study, found: Mapping[tuple[str, int], Line]) -> list[VariantRow]:
     """By variant, with the seeds that have both their run and the one to compare it with."""
     made = []
     for variant in study.variants:
@@ -46,11 +46,11 @@ def rows(study: Study, found: Mapping[tuple[str, int], Line]) -> list[Row]:
         runs = [found[variant.name, seed] for seed in seeds]
         others = [found[study.baseline, seed] for seed in seeds]
         costs = [cost(run, other, study.target) for run, other in zip(runs, others, strict=True)]
-        made.append(Row(variant.name, runs, others, costs))
+        made.append(VariantRow(variant.name, runs, others, costs))
     return made
 
 
-def table(study: Study, made: Sequence[Row], command: str) -> str:
+def table(study: Study, made: Sequence[VariantRow], command: str) -> str:
     """Markdown."""
     relative = next((row for row in made if row.name == study.reference), None)
     texts = sorted(study.texts)
@@ -85,7 +85,7 @@ def table(study: Study, made: Sequence[Row], command: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _machines(made: Sequence[Row]) -> str:
+def _machines(made: Sequence[VariantRow]) -> str:
     names = sorted({run["machine"] for row in made for run in row.runs})
     seconds = sum(run["seconds"] for row in made for run in row.runs)
     runs = sum(len(row.runs) for row in made)
@@ -99,7 +99,7 @@ def _plain(spread: Spread, digits: int, sign: bool = False) -> str:
     return mean if math.isnan(spread.deviation) else f"{mean} ± {spread.deviation:.{digits}f}"
 
 
-def _share(row: Row, relative: Row, figure: Callable[[Cost], float]) -> str:
+def _share(row: VariantRow, relative: VariantRow, figure: Callable[[CostOfLosses], float]) -> str:
     """Of the sums over the seeds that both have: one seed's quotient may divide by next to
     nothing."""
     ours, theirs = (
@@ -111,7 +111,7 @@ def _share(row: Row, relative: Row, figure: Callable[[Cost], float]) -> str:
     return f"{math.fsum(ours[seed] for seed in both) / whole:.2f}" if whole else "-"
 
 
-def _reached(row: Row) -> str:
+def _reached(row: VariantRow) -> str:
     finite = [cost.iterations for cost in row.costs if math.isfinite(cost.iterations)]
     if not finite:
         return "not reached"
@@ -123,7 +123,7 @@ def _reached(row: Row) -> str:
 # --- plots
 
 
-def plot_curves(study: Study, made: Sequence[Row], path: Path) -> None:
+def plot_curves(study: Study, made: Sequence[VariantRow], path: Path) -> None:
     """Validation loss against iterations, and below, how far it is above the baseline's of the same
     seed: the mean of the seeds with their range. Ticks mark the losses of the first seed."""
     figure = Figure(figsize=(9, 8), layout="constrained")
@@ -161,13 +161,13 @@ def _draw(
     axes.fill_between(at, low, high, color=color, alpha=0.12, linewidth=0)
 
 
-def _mark_losses(axes: Any, shown: Sequence[Row]) -> None:
+def _mark_losses(axes: Any, shown: Sequence[VariantRow]) -> None:
     seen = {line["iteration"] for row in shown for run in row.runs[:1] for line in run["rebuilds"]}
     for iteration in seen:
         axes.axvline(iteration, ymax=0.025, color="#404040", linewidth=1.2)
 
 
-def plot_costs(study: Study, made: Sequence[Row], path: Path) -> None:
+def plot_costs(study: Study, made: Sequence[VariantRow], path: Path) -> None:
     """How far above the baseline each variant ends: a dot for each seed, a bar for the mean."""
     shown = [row for row in made if row.costs and row.name != study.baseline]
     figure = Figure(figsize=(9, 1.4 + 0.34 * len(shown)), layout="constrained")

@@ -18,7 +18,7 @@ import torch
 
 from planaria.lab.convergence.schedule import schedule
 from planaria.lab.convergence.study import Job, StudyError, append_result
-from planaria.lab.convergence.training import LostError, Swarm
+from planaria.lab.convergence.training import LostError, TrainingSwarm
 from planaria.node.data.corpus import Corpus
 from planaria.node.resolve import resolve
 from planaria.node.run_file import override
@@ -98,7 +98,7 @@ def run_one(key: str, job: Job, device: str) -> dict[str, Any]:
     started = time.perf_counter()
     run = job.run
     corpus = Corpus.open(Path(run.data.path))
-    swarm = Swarm(run, corpus, job.ablation, torch.device(device))
+    swarm = TrainingSwarm(run, corpus, job.ablation, torch.device(device))
     curve: list[tuple[int, int, float]] = [(0, 0, swarm.validate())]
     rebuilds: list[dict[str, Any]] = []
     try:
@@ -130,7 +130,7 @@ def run_one(key: str, job: Job, device: str) -> dict[str, Any]:
     }
 
 
-def _iterations(job: Job, swarm: Swarm) -> Iterator[tuple[int, tuple[int, ...]]]:
+def _iterations(job: Job, swarm: TrainingSwarm) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Counted from 1, with the stages that are lost after each, until all steps are committed. Who
     loses more than it gains is stopped at three times as many."""
     steps = job.run.steps
@@ -142,7 +142,7 @@ def _iterations(job: Job, swarm: Swarm) -> Iterator[tuple[int, tuple[int, ...]]]
         yield iteration, () if last else planned.get(iteration, ())
 
 
-def _other(swarm: Swarm, folder: Path) -> float:
+def _other(swarm: TrainingSwarm, folder: Path) -> float:
     """Mean loss, nats a token, on the text files of `folder`. Raises StudyError."""
     files = sorted(folder.glob("*.txt"))
     if not files:

@@ -29,7 +29,7 @@ EACH: Final = 1000
 Runs = Mapping[tuple[str, int], Mapping[str, Any]]
 
 
-class Row(NamedTuple):
+class PolicyRow(NamedTuple):
     """Of a policy."""
 
     step: float  # seconds
@@ -67,7 +67,7 @@ def losses_per_iteration(by_run: Runs, rate: str) -> float:
     )
 
 
-def times(by_run: Runs, live: Mapping[str, Any]) -> dict[str, Row]:
+def times(by_run: Runs, live: Mapping[str, Any]) -> dict[str, PolicyRow]:
     """`live`: live.json's `policies`. Redundant computation loses nothing."""
     found = {}
     for variant, policy in ROWS.items():
@@ -84,7 +84,7 @@ def times(by_run: Runs, live: Mapping[str, Any]) -> dict[str, Row]:
             / 60
             for factor, rate in zip(more, RATES, strict=True)
         )
-        found[variant] = Row(step, stall, more, minutes)
+        found[variant] = PolicyRow(step, stall, more, minutes)
     return found
 
 

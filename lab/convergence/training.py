@@ -130,7 +130,7 @@ class Crossings(NamedTuple):
     tensors: list[Tensor]
 
 
-class Piece(NamedTuple):
+class BlockSamples(NamedTuple):
     """What is learned at a time: some samples of what went into a run of lost stages and out."""
 
     step: int
@@ -152,7 +152,7 @@ class Running:
 
 
 @dataclass
-class Swarm:
+class TrainingSwarm:
     """Trains step after step; `lose` takes stages away, and rebuilds them."""
 
     run: RunFile  # resolved
@@ -541,7 +541,7 @@ class Swarm:
             "undone": undone,
         }
 
-    def _residual(self, learners: Mapping[int, Learner], pieces: Iterable[Piece]) -> float:
+    def _residual(self, learners: Mapping[int, Learner], pieces: Iterable[BlockSamples]) -> float:
         """Over all of them, whichever run they belong to."""
         chains: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
         for _, visited, x, y in pieces:
@@ -554,7 +554,7 @@ class Swarm:
             norm += of_chain
         return relearning.ratio(error, norm)
 
-    def _pieces(self, block: Sequence[int]) -> list[Piece]:
+    def _pieces(self, block: Sequence[int]) -> list[BlockSamples]:
         """Of the oldest step first. Both ends of a pair were kept by the nodes before and behind,
         unless these are lost too, or came later."""
         found = []
@@ -566,7 +566,9 @@ class Swarm:
                     if step <= max(self.since[route[run.start]], self.since[route[run.end + 1]]):
                         continue
                     found += [
-                        Piece(step, run.stages, tensors[run.start][part], tensors[run.end][part])
+                        BlockSamples(
+                            step, run.stages, tensors[run.start][part], tensors[run.end][part]
+                        )
                         for part in parts(some, self.run.recovery.relearn.samples)
                     ]
         return found
@@ -574,6 +576,6 @@ class Swarm:
 
 def train(run: RunFile, corpus: Corpus) -> Iterator[float]:
     """The losses of a run without failures, step by step."""
-    swarm = Swarm(run, corpus)
+    swarm = TrainingSwarm(run, corpus)
     for _ in range(run.steps):
         yield swarm.step()

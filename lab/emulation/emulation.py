@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from planaria.lab.emulation.links import Network
-from planaria.lab.emulation.relay import NETWORK, Traffic, address
+from planaria.lab.emulation.relay import NETWORK, RelayedTraffic, address
 from planaria.node.local.processes import enter_network
 from planaria.node.local.swarm import Home
 
@@ -42,10 +42,11 @@ class Emulation:
             for number, node in enumerate(self.nodes)
         }
 
-    def traffic(self) -> dict[tuple[str, str], Traffic]:
+    def traffic(self) -> dict[tuple[str, str], RelayedTraffic]:
         """(from, to) -> what was sent so far. Raises EmulationError when the relay is gone."""
         return {
-            (self.nodes[a], self.nodes[b]): Traffic(*figures) for a, b, figures in self._ask("")
+            (self.nodes[a], self.nodes[b]): RelayedTraffic(*figures)
+            for a, b, figures in self._ask("")
         }
 
     @contextmanager

@@ -34,7 +34,14 @@ from rich.progress import (
 
 from planaria.lab.emulation.emulation import Emulation, emulate
 from planaria.lab.emulation.links import Link, Network
-from planaria.lab.emulation.live_swarm import FIRST, LiveError, Measured, OnStep, measure, train
+from planaria.lab.emulation.live_swarm import (
+    FIRST,
+    LiveError,
+    MeasuredSwarm,
+    OnStep,
+    measure,
+    train,
+)
 from planaria.lab.emulation.relay import NETWORK
 from planaria.node.cli import console
 from planaria.node.data.prepare import Recipe, prepare
@@ -80,7 +87,7 @@ class Sample:
 
     block: int
     policy: str
-    measured: Measured
+    measured: MeasuredSwarm
 
 
 SAMPLE: Final = TypeAdapter(Sample)

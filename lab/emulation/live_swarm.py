@@ -92,7 +92,7 @@ def _carried(links: Emulation) -> Carried:
 
 
 @dataclass(frozen=True)
-class Loss:
+class KilledStage:
     """A stage, killed with all its nodes. Seconds from the SIGKILL."""
 
     stage: int
@@ -103,17 +103,17 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredSwarm:
     """What a swarm did."""
 
     step_seconds: list[float]  # between the commits of the ledger, before the kill
     step_bytes: float  # on all links, a step, before the kill
-    losses: list[Loss]
+    losses: list[KilledStage]
     dropped: int  # packets, by full queues, in all the run
     late: float  # seconds by which packets came late because of the relay, on average
 
 
-def measure(out: Path, kills: Sequence[Kill], carried: Sequence[Carried]) -> Measured:
+def measure(out: Path, kills: Sequence[Kill], carried: Sequence[Carried]) -> MeasuredSwarm:
     """From what a swarm has written to `out`. Raises LiveError, see `losses`."""
     times = commit_times(
         line for path in (out / "logs").glob("ledger-*.jsonl") for line in Tail(path).lines()
@@ -121,7 +121,7 @@ def measure(out: Path, kills: Sequence[Kill], carried: Sequence[Carried]) -> Mea
     events = entries(Tail(out / "events.jsonl").lines())
     last = min((kill.step for kill in kills), default=max(times) + 1) - 1
     begin, end = carried[0], carried[-1]
-    return Measured(
+    return MeasuredSwarm(
         step_seconds=[times[step] - times[step - 1] for step in range(FIRST, last + 1)],
         step_bytes=bytes_between(carried, times[FIRST - 1], times[last]) / (last - FIRST + 1),
         losses=losses(events),
@@ -146,7 +146,7 @@ def bytes_between(carried: Sequence[Carried], since: float, to: float) -> float:
     return float(at[1] - at[0])
 
 
-def losses(events: Sequence[Entry]) -> list[Loss]:
+def losses(events: Sequence[Entry]) -> list[KilledStage]:
     """What became of each kill, by a swarm's events in the order of time; nodes of a stage that
     were killed together are one loss. Raises LiveError when the swarm did not get over it."""
     first: dict[tuple[int, int], float] = {}  # by stage and step, when
@@ -172,5 +172,5 @@ def losses(events: Sequence[Entry]) -> list[Loss]:
         if new is None:
             raise LiveError(f"nothing new was committed after stage {stage} had been rebuilt")
         stall, caught_up = after[0][0] - killed, new - killed
-        found.append(Loss(stage, rebuilt.method, stall, caught_up, rebuilt.bytes))
+        found.append(KilledStage(stage, rebuilt.method, stall, caught_up, rebuilt.bytes))
     return found

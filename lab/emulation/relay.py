@@ -52,7 +52,7 @@ _DESTINATION = slice(_VNET_HEADER.size + 16, _VNET_HEADER.size + 20)
 _BUFFER = 1 << 17
 
 
-class Traffic(NamedTuple):
+class RelayedTraffic(NamedTuple):
     """One direction between two nodes so far. `late` is by how many seconds packets arrived after
     they should have, in all: the relay's own doing."""
 
@@ -134,9 +134,9 @@ class Relay:
             except OSError:  # the receiver's queue is full, or it takes no such packet
                 direction.dropped += 1
 
-    def traffic(self) -> list[tuple[int, int, Traffic]]:
+    def traffic(self) -> list[tuple[int, int, RelayedTraffic]]:
         return [
-            (a, b, Traffic(one.packets, one.bytes, one.dropped, one.late))
+            (a, b, RelayedTraffic(one.packets, one.bytes, one.dropped, one.late))
             for (a, b), one in self.directions.items()
         ]
 

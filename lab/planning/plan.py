@@ -11,9 +11,9 @@ import typer
 from planaria.node.cli import console, errors, refusing
 
 if TYPE_CHECKING:
-    from planaria.lab.planning.planner import Answer, Plan, Question
-    from planaria.lab.simulator.churn import Row
-    from planaria.lab.simulator.run import Outcome
+    from planaria.lab.planning.planner import Answer, Candidate, Question
+    from planaria.lab.simulator.churn import TraceRow
+    from planaria.lab.simulator.run import RunOutcome
     from planaria.node.run_file import RunFile
 
 HOUR: Final = 3600.0
@@ -207,7 +207,7 @@ def _policies(names: list[str] | None) -> Any:
 # --- traces
 
 
-def figures(rows: Iterable[Row]) -> tuple[float, float]:
+def figures(rows: Iterable[TraceRow]) -> tuple[float, float]:
     """Nodes on average, and the probability that one is lost within an hour, of a trace."""
     import math
 
@@ -223,7 +223,9 @@ def figures(rows: Iterable[Row]) -> tuple[float, float]:
     return nodes / seconds, -math.expm1(-lost * HOUR / nodes)
 
 
-def replay(question: Question, rows: tuple[Row, ...]) -> dict[str, tuple[Plan, Outcome]]:
+def replay(
+    question: Question, rows: tuple[TraceRow, ...]
+) -> dict[str, tuple[Candidate, RunOutcome]]:
     """By policy: its best plan, simulated on the trace from its first row to its last. Raises
     PlanError."""
     from dataclasses import replace
@@ -235,7 +237,7 @@ def replay(question: Question, rows: tuple[Row, ...]) -> dict[str, tuple[Plan, O
     from planaria.lab.simulator.run import simulate_run
     from planaria.node.run_file import override
 
-    found: dict[str, tuple[Plan, Outcome]] = {}
+    found: dict[str, tuple[Candidate, RunOutcome]] = {}
     for policy in track(question.policies, "policies", console=errors, transient=True):
         try:
             best = answer(replace(question, policies=(policy,))).best
@@ -251,7 +253,7 @@ def replay(question: Question, rows: tuple[Row, ...]) -> dict[str, tuple[Plan, O
 # --- what is printed
 
 
-def as_data(found: Answer, replayed: Mapping[str, tuple[Plan, Outcome]]) -> dict[str, Any]:
+def as_data(found: Answer, replayed: Mapping[str, tuple[Candidate, RunOutcome]]) -> dict[str, Any]:
     """For machines. Seconds, bytes; null: never."""
     data: dict[str, Any] = {
         "plan": plan_data(found.best),
@@ -263,7 +265,7 @@ def as_data(found: Answer, replayed: Mapping[str, tuple[Plan, Outcome]]) -> dict
     return data
 
 
-def plan_data(plan: Plan) -> dict[str, Any]:
+def plan_data(plan: Candidate) -> dict[str, Any]:
     import math
 
     def figure(value: float) -> float | None:
@@ -293,7 +295,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
     }
 
 
-def replay_data(plan: Plan, outcome: Outcome) -> dict[str, Any]:
+def replay_data(plan: Candidate, outcome: RunOutcome) -> dict[str, Any]:
     batch = plan.run.training.batch * plan.swarm.config.context
     return {
         "replicas": list(plan.counts),
@@ -313,7 +315,7 @@ def replay_data(plan: Plan, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def behind(plan: Plan, outcome: Outcome) -> float:
+def behind(plan: Candidate, outcome: RunOutcome) -> float:
     """Steps that the rebuilt stages cost in learning, by LEARNING of estimate.py."""
     from planaria.lab.planning.estimate import LEARNING, lesson
 
@@ -378,7 +380,7 @@ def _print_others(found: Answer) -> None:
         console.print(f"nor do {len(found.refused) - 3} more")
 
 
-def _print_replayed(replayed: Mapping[str, tuple[Plan, Outcome]]) -> None:
+def _print_replayed(replayed: Mapping[str, tuple[Candidate, RunOutcome]]) -> None:
     from rich.table import Table
 
     from planaria.lab.planning.planner import described
@@ -447,12 +449,12 @@ def curves(question: Question) -> dict[str, list[tuple[float, float, float]]]:
 
     from rich.progress import track
 
-    from planaria.lab.planning.planner import Plan, candidates
+    from planaria.lab.planning.planner import Candidate, candidates
 
     found: dict[str, list[tuple[float, float, float]]] = {}
     rates = sorted({*RATES, question.hourly})
     for rate in track(rates, "failure rates", console=errors, transient=True):
-        plans = [p for p in candidates(replace(question, hourly=rate)) if isinstance(p, Plan)]
+        plans = [p for p in candidates(replace(question, hourly=rate)) if isinstance(p, Candidate)]
         for policy in question.policies:
             of = [plan for plan in plans if plan.policy == policy]
             if of:

@@ -121,7 +121,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Candidate:
     """A candidate, and what it comes to."""
 
     run: RunFile
@@ -177,7 +177,7 @@ def placed(machines: Sequence[Machine], counts: Sequence[int]) -> tuple[tuple[Ma
 # --- candidates
 
 
-def candidates(question: Question) -> Iterator[Plan | str]:
+def candidates(question: Question) -> Iterator[Candidate | str]:
     """All that is tried, as plans, or, of what doesn't fit, the reason. What is tried follows from
     the model, the batch and the nodes alone."""
     layers = model_config(question.run.model, question.vocabulary).layers
@@ -213,7 +213,7 @@ class _Shape:
         self.steps: dict[object, tuple[float, float]] = {}  # with all nodes, and usually
         self.tasks: dict[object, Seconds] = {}
 
-    def plans(self) -> Iterator[Plan | str]:
+    def plans(self) -> Iterator[Candidate | str]:
         batch = self.run.training.batch
         for policy in self.question.policies:
             if self.config.stages < LEAST_STAGES.get(policy, 1):
@@ -250,7 +250,7 @@ class _Shape:
                     return f"stage {stage} {problem} at {machine.name}"
         return ""
 
-    def _settings(self, run: RunFile) -> Iterator[Plan]:
+    def _settings(self, run: RunFile) -> Iterator[Candidate]:
         """The policy's own."""
         recovery, training = run.recovery, run.training
         if recovery.policy == "snapshot":  # half of what there is, at most
@@ -268,7 +268,7 @@ class _Shape:
             checkpoint = recovery.checkpoint.model_copy(update={"every": every})
             of = replace(swarm, run=_with_recovery(run, checkpoint=checkpoint))
             comes_to = estimated(of, self.reach, losing, away, *self.steps[key])
-            yield Plan(of.run, of, self.nodes, comes_to)
+            yield Candidate(of.run, of, self.nodes, comes_to)
 
     def _swarm(self, run: RunFile) -> Swarm:
         groups: Counter[tuple[int, str, Seconds]] = Counter()
@@ -309,8 +309,8 @@ def _with_recovery(run: RunFile, **changes: object) -> RunFile:
 
 @dataclass(frozen=True)
 class Answer:
-    best: Plan
-    others: tuple[tuple[Plan, str], ...]  # that lose, and why
+    best: Candidate
+    others: tuple[tuple[Candidate, str], ...]  # that lose, and why
     refused: tuple[str, ...]  # what doesn't fit
 
 
@@ -318,7 +318,7 @@ def answer(question: Question) -> Answer:
     """The fastest plan within the budget; with a deadline the cheapest that meets it. Beside it the
     best of each other policy, and of other numbers of stages and replicas. Raises PlanError."""
     found = [*candidates(question)]
-    plans = [plan for plan in found if isinstance(plan, Plan)]
+    plans = [plan for plan in found if isinstance(plan, Candidate)]
     refused = tuple(dict.fromkeys(one for one in found if isinstance(one, str)))
     if not plans:
         raise PlanError(_nothing_fits(question, refused))
@@ -334,14 +334,14 @@ def answer(question: Question) -> Answer:
     return Answer(best, told, refused)
 
 
-def _worth(question: Question, plan: Plan) -> tuple[float, float]:
+def _worth(question: Question, plan: Candidate) -> tuple[float, float]:
     """The least is best."""
     if question.deadline < math.inf:
         return plan.money, plan.seconds
     return plan.seconds, plan.money
 
 
-def _why_not(question: Question, plan: Plan) -> str:
+def _why_not(question: Question, plan: Candidate) -> str:
     hours = plan.seconds / HOUR
     if hours == math.inf:
         return "never gets there: losses come faster than it gets on"
@@ -355,9 +355,9 @@ def _why_not(question: Question, plan: Plan) -> str:
     return ""
 
 
-def _shown(question: Question, plans: Sequence[Plan], best: Plan) -> list[Plan]:
+def _shown(question: Question, plans: Sequence[Candidate], best: Candidate) -> list[Candidate]:
     """The best of each policy, and, of the best's policy, of each number of stages and of nodes."""
-    kinds: dict[tuple[object, ...], Plan] = {}
+    kinds: dict[tuple[object, ...], Candidate] = {}
     for plan in sorted(plans, key=lambda plan: _worth(question, plan)):
         kinds.setdefault(("policy", plan.policy), plan)
         if plan.policy == best.policy:
@@ -368,7 +368,7 @@ def _shown(question: Question, plans: Sequence[Plan], best: Plan) -> list[Plan]:
     return sorted(shown.values(), key=lambda plan: _worth(question, plan))
 
 
-def _why(plan: Plan, best: Plan) -> str:
+def _why(plan: Candidate, best: Candidate) -> str:
     """What most of the difference is."""
     if plan.seconds < best.seconds:
         return f"dearer: {plan.money:,.2f} instead of {best.money:,.2f}"
@@ -405,7 +405,7 @@ def _nothing_fits(question: Question, refused: Iterable[str]) -> str:
     )
 
 
-def described(plan: Plan) -> str:
+def described(plan: Candidate) -> str:
     text = f"{plan.shape}, {plan.policy}"
     if plan.policy == "checkpoint":
         text += f" every {plan.run.recovery.checkpoint.every}"

@@ -37,19 +37,19 @@ class Saving(NamedTuple):
     period: int  # iterations in which as many rows are saved as there are
 
 
-class Case(NamedTuple):
+class RestoreCase(NamedTuple):
     saving: Saving
     restored: float  # of the rows: those that are lost, or in full recovery all, 1.0
 
 
-def cases(period: int) -> Iterator[Case]:
+def cases(period: int) -> Iterator[RestoreCase]:
     """Full recovery, Figure 7 and Figure 8; at fraction 1 all choices are the same."""
     whole = Saving("priority", 1.0, period)
     for restored in (1.0, *LOST):
-        yield Case(whole, restored)
+        yield RestoreCase(whole, restored)
     for fraction in FRACTIONS[1:]:
         for choice in CHOICES:
-            yield Case(Saving(choice, fraction, period), 1 / 2)
+            yield RestoreCase(Saving(choice, fraction, period), 1 / 2)
 
 
 class Runs(NamedTuple):
@@ -141,7 +141,7 @@ class Costs(NamedTuple):
     loss: Floats  # by which delta raised the cross-entropy
 
 
-def costs(of: Runs, case: Case) -> Costs:
+def costs(of: Runs, case: RestoreCase) -> Costs:
     """`case` in every trial. Raises ValueError where a trial never comes back to the target."""
     trials = np.arange(len(of.failed))
     before = of.path[of.failed, trials]

@@ -28,7 +28,7 @@ from planaria.lab.emulation.emulation import emulate
 from planaria.lab.emulation.links import WAN_LINKS, Network, all_alike, read_links
 from planaria.lab.emulation.live_study import POLICIES, at_sites, machine, plan_run, with_data
 from planaria.lab.emulation.live_swarm import LiveError, machines, measure, train
-from planaria.lab.simulator.churn import Churn, Place
+from planaria.lab.simulator.churn import Churn, LostPlace
 from planaria.lab.simulator.run import simulate_run
 from planaria.lab.simulator.step import simulate_step
 from planaria.lab.simulator.swarm import (
@@ -67,7 +67,7 @@ LOOKED_AT: Final = 6  # steps that are simulated
 
 
 @dataclass(frozen=True)
-class Case:
+class LiveCase:
     """A live swarm. All links are alike, or those between sites."""
 
     name: str
@@ -104,15 +104,15 @@ class Case:
 
 
 CASES: Final = (
-    Case("one node a stage"),
-    Case("three sites", "checkfree", sites=("Iowa", "Oregon", "LA")),
-    Case("swapped orders", "checkfree+", delay=20.0, kill="1@16"),
-    Case("redundant", "redundant", delay=20.0, kill="3@16"),
-    Case("snapshots, slow links", "snapshot", mbps=20.0),
-    Case("checkpoints, wide", "checkpoint", delay=80.0, kill="1@16"),
-    Case("two replicas, one lost", stages=3, replicas=2, delay=30.0, kill="2.1@16"),
-    Case("two replicas, both lost", "checkfree", stages=3, replicas=2, delay=30.0),
-    Case("larger, bf16 on the wire", "checkfree", preset="mini", delay=10.0, codec="bf16"),
+    LiveCase("one node a stage"),
+    LiveCase("three sites", "checkfree", sites=("Iowa", "Oregon", "LA")),
+    LiveCase("swapped orders", "checkfree+", delay=20.0, kill="1@16"),
+    LiveCase("redundant", "redundant", delay=20.0, kill="3@16"),
+    LiveCase("snapshots, slow links", "snapshot", mbps=20.0),
+    LiveCase("checkpoints, wide", "checkpoint", delay=80.0, kill="1@16"),
+    LiveCase("two replicas, one lost", stages=3, replicas=2, delay=30.0, kill="2.1@16"),
+    LiveCase("two replicas, both lost", "checkfree", stages=3, replicas=2, delay=30.0),
+    LiveCase("larger, bf16 on the wire", "checkfree", preset="mini", delay=10.0, codec="bf16"),
 )
 
 
@@ -134,7 +134,7 @@ class Live:
 
 LIVE: Final = TypeAdapter(Live)
 CALIBRATIONS: Final = {
-    policy: Case(f"no delay, {policy}", policy, delay=0.0, mbps=1000.0)
+    policy: LiveCase(f"no delay, {policy}", policy, delay=0.0, mbps=1000.0)
     for policy in sorted({case.policy for case in CASES})
 }
 PLAIN: Final = CALIBRATIONS["plain"]
@@ -143,7 +143,7 @@ PLAIN: Final = CALIBRATIONS["plain"]
 # --- live
 
 
-def measure_case(case: Case, device: str, on_step: Callable[[int], None]) -> Live:
+def measure_case(case: LiveCase, device: str, on_step: Callable[[int], None]) -> Live:
     """Takes root. Raises LiveError, EmulationError, RunFileError, CorpusError, SwarmError."""
     run = with_data(case.run())
     folder = SCRATCH / case.name.replace(" ", "-").replace(",", "")
@@ -201,7 +201,7 @@ def read_samples(path: Path) -> list[Live]:
         raise LiveError(f"{path} can't be used: {error}; remove it to begin anew") from error
 
 
-def missing(samples: Sequence[Live], blocks: int) -> list[Case]:
+def missing(samples: Sequence[Live], blocks: int) -> list[LiveCase]:
     """What is to be measured yet, in turn: every case has as many turns as there are blocks."""
     done = [sample.case for sample in samples]
     turns = [(block, case) for block in range(blocks) for case in (*CALIBRATIONS.values(), *CASES)]
@@ -294,7 +294,9 @@ def _median(task: Callable[[], object]) -> float:
 Timed = Callable[[RunFile, ModelConfig, int], Seconds]
 
 
-def swarm_of(case: Case, vocabulary: int, transport: Transport, cores: int, timed: Timed) -> Swarm:
+def swarm_of(
+    case: LiveCase, vocabulary: int, transport: Transport, cores: int, timed: Timed
+) -> Swarm:
     """The case's swarm, to be simulated: a node a group, as each is at a site of its own."""
     run = override(case.run(), **POLICIES[case.policy])
     config = model_config(run.model, vocabulary)
@@ -346,7 +348,7 @@ def calibrate(samples: Sequence[Live], vocabulary: int, timed: Timed = time_task
 class Compared:
     """Seconds; errors are shares of the live figures."""
 
-    case: Case
+    case: LiveCase
     live_step: float
     step: float
     live_stall: float
@@ -391,7 +393,7 @@ def compare(
 def predicted_stall(swarm: Swarm, kill: Kill, start: float, warm_up: float) -> float:
     """The kill comes as soon as the step before is committed, the newcomer is started at once."""
     churn = Churn(
-        at={kill.step: (Place(kill.stage, kill.replica),)},
+        at={kill.step: (LostPlace(kill.stage, kill.replica),)},
         phase=0.0,
         replacement=0.0,
         start=start,

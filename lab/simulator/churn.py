@@ -19,14 +19,14 @@ from planaria.lab.simulator.swarm import SwarmError
 HOUR: Final = 3600.0
 
 
-class Place(NamedTuple):
+class LostPlace(NamedTuple):
     """A node's, or its replacement's; `number` None: all of the stage."""
 
     stage: int
     number: int | None
 
 
-class Row(NamedTuple):
+class TraceRow(NamedTuple):
     """Of a spot trace."""
 
     time: float  # seconds
@@ -42,10 +42,10 @@ class Churn:
     shape: float = 1.0  # of the Weibull distribution of lives; 1: exponential
     of: Literal["node", "stage"] = "node"  # what is lost at that rate
     stages: tuple[int, ...] | None = None  # whose nodes may be; None: all
-    at: Mapping[int, tuple[Place, ...]] = field(default_factory=dict)
+    at: Mapping[int, tuple[LostPlace, ...]] = field(default_factory=dict)
     """Losses besides: while this iteration, counted from 1, is under way."""
     phase: float = 0.5  # of an iteration, when those come
-    trace: tuple[Row, ...] = ()  # instead of all nodes there from the start, and of any rate
+    trace: tuple[TraceRow, ...] = ()  # instead of all nodes there from the start, and of any rate
     silent: bool = False  # lost nodes fall silent; else their connections are reset
     notice: float = 0.0  # that a node is given
     replacement: float = 30.0  # until a machine is there in place of a lost one; inf: none comes
@@ -86,7 +86,7 @@ class Lives:
         self.churn, self.seed = churn, seed
         self._drawn = cache(self._draw)
 
-    def life(self, place: Place, before: int) -> float:
+    def life(self, place: LostPlace, before: int) -> float:
         number = place.number or 0
         size = 64
         while size <= number:
@@ -102,13 +102,13 @@ class Lives:
 
 def per_step(
     losses: Losses, seed: int, iterations: int, stages: int
-) -> dict[int, tuple[Place, ...]]:
+) -> dict[int, tuple[LostPlace, ...]]:
     """Whole stages, as the lab's runs lose them: for `Churn.at`. Raises ScheduleError."""
     listed = schedule(losses, seed, iterations, stages)
-    return {at: tuple(Place(stage, None) for stage in lost) for at, lost in listed.items()}
+    return {at: tuple(LostPlace(stage, None) for stage in lost) for at, lost in listed.items()}
 
 
-def read_trace(path: Path) -> tuple[Row, ...]:
+def read_trace(path: Path) -> tuple[TraceRow, ...]:
     """A CSV of milliseconds, add or remove, node; in the order of time. Raises SwarmError."""
     try:
         rows = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
@@ -120,7 +120,7 @@ def read_trace(path: Path) -> tuple[Row, ...]:
             raise SwarmError(
                 f"{path}, line {line}: {','.join(row)!r} is not MILLISECONDS,add|remove,NODE"
             )
-        found.append(Row(int(row[0]) / 1000, row[1] == "add", row[2]))
+        found.append(TraceRow(int(row[0]) / 1000, row[1] == "add", row[2]))
         if len(found) > 1 and found[-1].time < found[-2].time:
             raise SwarmError(f"{path}, line {line}: its time is before that of the line before")
     if not any(row.added for row in found):

@@ -18,8 +18,8 @@ from typing import Final
 import simpy
 
 from planaria.lab.simulator import reaction
-from planaria.lab.simulator.churn import Churn, Lives, Place
-from planaria.lab.simulator.step import Step, simulate_step
+from planaria.lab.simulator.churn import Churn, Lives, LostPlace
+from planaria.lab.simulator.step import MeanStep, simulate_step
 from planaria.lab.simulator.swarm import Group, Swarm, SwarmError
 from planaria.recovery.decide import Decision, Held, Left, Rebuild, RollBack, Source, Stop, decide
 from planaria.recovery.snapshot import held_at
@@ -58,7 +58,7 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """What a run came to. The seconds of `kept`, `again`, `aborted` and `stalled` add up to
     `seconds`."""
 
@@ -73,7 +73,7 @@ class Outcome:
     losses: tuple[Loss, ...]
     joined: int  # newcomers that copied their stage's state while others trained
     node_seconds: float  # that nodes were there, in all
-    first_step: Step | None  # with all nodes of the swarm; None: a trace had others
+    first_step: MeanStep | None  # with all nodes of the swarm; None: a trace had others
     stopped: str  # why the run ended before its steps were committed; empty: it did not
     shapes: int  # of the swarm, each simulated once
 
@@ -87,8 +87,8 @@ def simulate_run(
     churn: Churn = Churn(),  # noqa: B008 (a value)
     seed: int = 0,
     limit: float = math.inf,
-    known: dict[tuple[int, ...], Step] | None = None,
-) -> Outcome:
+    known: dict[tuple[int, ...], MeanStep] | None = None,
+) -> RunOutcome:
     """Until the run file's steps are committed, or for `limit` seconds.
 
     `known`: steps simulated before, by the nodes of each group; new ones are added. The same
@@ -113,7 +113,7 @@ class _Struck:
 
     time: float
     noticed: float
-    nodes: list[Place] = field(default_factory=list)
+    nodes: list[LostPlace] = field(default_factory=list)
 
 
 class _Run:
@@ -122,7 +122,7 @@ class _Run:
         swarm: Swarm,
         churn: Churn,
         seed: int,
-        known: dict[tuple[int, ...], Step],
+        known: dict[tuple[int, ...], MeanStep],
     ) -> None:
         self.swarm, self.churn, self.known = swarm, churn, known
         self.policy, self.masking = swarm.run.recovery.policy, swarm.run.recovery.masking
@@ -130,17 +130,17 @@ class _Run:
         self.changed = self.environment.event()  # something that the training has to look at
         self.lives = Lives(churn, seed)
         self.stages = range(swarm.config.stages + 1)
-        self.nodes: dict[Place, _Node] = {}
+        self.nodes: dict[LostPlace, _Node] = {}
         self.training = [0] * len(swarm.groups)  # nodes that train, by group
-        self.before: Counter[Place] = Counter()  # nodes that were in the place
-        self.driver: Place | None = None
+        self.before: Counter[LostPlace] = Counter()  # nodes that were in the place
+        self.driver: LostPlace | None = None
         self.struck: _Struck | None = None
-        self.entering: list[Place] = []  # joiners that have caught up
+        self.entering: list[LostPlace] = []  # joiners that have caught up
         self.listed = dict(churn.at)
         self.begun = False  # every stage has had a node
         self.left = 1.0  # of the step under way, to be computed
         self.invested = 0.0  # seconds that its attempt has trained
-        self.ahead = 0.0  # what stand-ins get done of it (`Step.ahead`)
+        self.ahead = 0.0  # what stand-ins get done of it (`MeanStep.ahead`)
         self.vain = 0  # losses since the last commit
         self.iterations = self.aborts = self.joined = 0
         self.spent: list[float] = []  # seconds of each committed step
@@ -158,7 +158,7 @@ class _Run:
     def committed(self) -> int:
         return len(self.spent)
 
-    def outcome(self, limit: float) -> Outcome:
+    def outcome(self, limit: float) -> RunOutcome:
         if self.churn.trace:
             self._follow_trace()
         else:
@@ -175,7 +175,7 @@ class _Run:
         self._count_nodes()
         kept = sum(self.spent)
         first = self.known.get(self.swarm.counts)
-        return Outcome(
+        return RunOutcome(
             steps=self.committed,
             iterations=self.iterations,
             seconds=self.now,
@@ -215,7 +215,7 @@ class _Run:
         numbers: Counter[int] = Counter()
         for index, group in enumerate(self.swarm.groups):
             for _ in range(group.count):
-                self._put(Place(group.stage, numbers[group.stage]), index, trains=True)
+                self._put(LostPlace(group.stage, numbers[group.stage]), index, trains=True)
                 numbers[group.stage] += 1
         self.swarm.nodes()  # every stage has one
         self.begun = True
@@ -223,7 +223,7 @@ class _Run:
             for stage in self.stages:
                 self._live_as_a_stage(stage)
 
-    def _put(self, place: Place, group: int, trains: bool) -> None:
+    def _put(self, place: LostPlace, group: int, trains: bool) -> None:
         self._count_nodes()
         self.nodes[place] = node = _Node(group, trains, self.committed)
         self.training[group] += trains
@@ -236,18 +236,18 @@ class _Run:
 
     def _live_as_a_stage(self, stage: int) -> None:
         if self.churn.may_lose(stage):
-            whole = Place(stage, None)
+            whole = LostPlace(stage, None)
             life = self.lives.life(whole, self.before[whole])
             self.before[whole] += 1
             self._later(life, partial(self._lose_stage, stage))
 
     def _lose_stage(self, stage: int) -> None:
-        self._lose_place(Place(stage, None))
+        self._lose_place(LostPlace(stage, None))
         self._later(
             self.churn.replacement + self.churn.start, partial(self._live_as_a_stage, stage)
         )
 
-    def _lose_place(self, place: Place) -> None:
+    def _lose_place(self, place: LostPlace) -> None:
         stage, number = place
         self._lose(
             [
@@ -257,7 +257,7 @@ class _Run:
             ]
         )
 
-    def _warn(self, place: Place, node: _Node) -> None:
+    def _warn(self, place: LostPlace, node: _Node) -> None:
         """It leaves at once if it isn't missed, else as late as it can."""
         if self.nodes.get(place) is not node:
             return
@@ -265,9 +265,9 @@ class _Run:
             self._lose([(place, node)])
             return
         node.leaving = True
-        self._replace(Place(place.stage, self._free_number(place.stage)), node.group)
+        self._replace(LostPlace(place.stage, self._free_number(place.stage)), node.group)
 
-    def _lose(self, lost: Sequence[tuple[Place, _Node]]) -> None:
+    def _lose(self, lost: Sequence[tuple[LostPlace, _Node]]) -> None:
         self._count_nodes()
         self.vain += 1
         if self.vain > IN_VAIN:
@@ -292,14 +292,14 @@ class _Run:
             self.struck.nodes += struck
             self._tell()
 
-    def _replace(self, place: Place, group: int) -> None:
+    def _replace(self, place: LostPlace, group: int) -> None:
         wait = self.churn.replacement + self.churn.start
         self._later(wait, partial(self._join, place, group))
 
-    def _join(self, place: Place, group: int) -> None:
+    def _join(self, place: LostPlace, group: int) -> None:
         """A newcomer's node is there; the driver hears of it a little later."""
         if place in self.nodes:  # a place that a trace or a notice has filled
-            place = Place(place.stage, self._free_number(place.stage))
+            place = LostPlace(place.stage, self._free_number(place.stage))
         self._put(place, group, trains=False)
         node, stage = self.nodes[place], place.stage
         if self.begun and self._trained(stage):
@@ -308,20 +308,20 @@ class _Run:
             ready = reaction.joining(self.swarm, stage)
         self._later(ready, partial(self._is_ready, place, node))
 
-    def _is_ready(self, place: Place, node: _Node) -> None:
+    def _is_ready(self, place: LostPlace, node: _Node) -> None:
         if self.nodes.get(place) is node and not node.trains:
             self.entering.append(place)
             self._tell()
 
     def _follow_trace(self) -> None:
-        there: dict[str, Place] = {}
+        there: dict[str, LostPlace] = {}
         counts: Counter[int] = Counter()
         numbers: Counter[int] = Counter()  # that nodes of a stage have had
         groups = {group.stage: i for i, group in reversed([*enumerate(self.swarm.groups)])}
 
         def add(name: str) -> None:
             stage = min(self.stages, key=lambda of: (counts[of], of))
-            there[name] = place = Place(stage, numbers[stage])
+            there[name] = place = LostPlace(stage, numbers[stage])
             counts[stage] += 1
             numbers[stage] += 1
 
@@ -359,7 +359,7 @@ class _Run:
     def _present(self) -> Swarm:
         return self.swarm.with_counts(self.training)
 
-    def _step(self) -> Step:
+    def _step(self) -> MeanStep:
         counts = tuple(self.training)
         self.shapes.add(counts)
         if counts not in self.known:
@@ -466,7 +466,7 @@ class _Run:
         view without them, and then the driver gathers."""
         first = self.struck
         assert first is not None
-        nodes: list[Place] = []
+        nodes: list[LostPlace] = []
         viewed = 0.0
         while self.struck is not None:
             struck, self.struck = self.struck, None
@@ -489,7 +489,7 @@ class _Run:
         loss = Loss(first.time, step, len(nodes), (), noticed, 0.0, 0.0, stall, True, 0)
         self.losses.append(loss)
 
-    def _left_without(self, lost: Sequence[Place]) -> float:
+    def _left_without(self, lost: Sequence[LostPlace]) -> float:
         """Of the step under way, in steps of those who are left. They take the lost nodes' part of
         what is to come, and redo what these had done, at their own stages only: which matters where
         a stage has more to compute, or is sent more, than the step leaves it time for."""
@@ -517,7 +517,7 @@ class _Run:
         """Until every stage has trained nodes again, and the next attempt can begin."""
         first = self.struck
         assert first is not None
-        nodes: list[Place] = []
+        nodes: list[LostPlace] = []
         waited, back = 0.0, 0
         rebuilt: list[Rebuilt] = []
         while self.struck is not None or self._lost():
@@ -594,7 +594,7 @@ class _Run:
             for stage in self.stages if step else ():
                 yield Held("checkpoint", Source("the shared folder", stage, step))
             return
-        first: dict[int, Place] = {}
+        first: dict[int, LostPlace] = {}
         for place in sorted(at for at, node in self.nodes.items() if node.trains):
             if self.policy == "redundant" or self.nodes[place].since < self.committed:
                 first.setdefault(place.stage, place)
@@ -642,7 +642,7 @@ class _Run:
         return 2 * gather + longest + self.churn.warm_up
 
     def _sources(self, how: Rebuild) -> list[Group]:
-        places = (Place(*map(int, source.node.split("."))) for source in how.sources)
+        places = (LostPlace(*map(int, source.node.split("."))) for source in how.sources)
         counts = Counter(self.nodes[place].group for place in places)
         return [replace(self.swarm.groups[group], count=n) for group, n in counts.items()]
 

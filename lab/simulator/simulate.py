@@ -10,9 +10,9 @@ import typer
 from planaria.node.cli import console, refusing
 
 if TYPE_CHECKING:
-    from planaria.lab.simulator.churn import Place
-    from planaria.lab.simulator.run import Outcome
-    from planaria.lab.simulator.step import Step
+    from planaria.lab.simulator.churn import LostPlace
+    from planaria.lab.simulator.run import RunOutcome
+    from planaria.lab.simulator.step import MeanStep
     from planaria.lab.simulator.swarm import Swarm
 
 app = typer.Typer(
@@ -113,10 +113,12 @@ def simulate(
         _print_run(simulate_run(swarm, churn, seed, limit * HOUR))
 
 
-def _listed(texts: list[str], swarm: Swarm, rate: float, seed: int) -> dict[int, tuple[Place, ...]]:
+def _listed(
+    texts: list[str], swarm: Swarm, rate: float, seed: int
+) -> dict[int, tuple[LostPlace, ...]]:
     """Losses by iteration; those at a rate for many more of them than steps. Raises SwarmError."""
     from planaria.lab.convergence.schedule import Losses
-    from planaria.lab.simulator.churn import Place, per_step
+    from planaria.lab.simulator.churn import LostPlace, per_step
     from planaria.lab.simulator.swarm import SwarmError
 
     losses = Losses(rate=rate, apart=False)
@@ -129,12 +131,12 @@ def _listed(texts: list[str], swarm: Swarm, rate: float, seed: int) -> dict[int,
             raise SwarmError(f"--kill {text}: write STAGE@STEP or STAGE.NODE@STEP, as in 2@15")
         if int(stage) > swarm.config.stages or int(number or 0) >= swarm.replicas(int(stage)):
             raise SwarmError(f"--kill {text}: the swarm has no such node")
-        one = Place(int(stage), int(number) if dot else None)
+        one = LostPlace(int(stage), int(number) if dot else None)
         found[int(step)] = (*found.get(int(step), ()), one)
     return found
 
 
-def _print_step(swarm: Swarm, step: Step) -> None:
+def _print_step(swarm: Swarm, step: MeanStep) -> None:
     from rich.filesize import decimal
     from rich.table import Table as Sheet
 
@@ -153,7 +155,7 @@ def _print_step(swarm: Swarm, step: Step) -> None:
     console.print(sheet)
 
 
-def _print_run(outcome: Outcome) -> None:
+def _print_run(outcome: RunOutcome) -> None:
     from collections import Counter
     from statistics import median
 
@@ -187,7 +189,7 @@ def _print_run(outcome: Outcome) -> None:
     console.print(sheet)
 
 
-def _nodes(outcome: Outcome) -> int:
+def _nodes(outcome: RunOutcome) -> int:
     return sum(loss.nodes for loss in outcome.losses)
 
 

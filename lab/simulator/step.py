@@ -59,7 +59,7 @@ class Bottleneck:
 
 
 @dataclass(frozen=True)
-class Step:
+class MeanStep:
     """What a step comes to, on average over the steps simulated but for the first."""
 
     seconds: float  # from decision to decision
@@ -78,7 +78,7 @@ class Step:
         return sum(self.sent.values())
 
 
-def simulate_step(swarm: Swarm, steps: int = 3, pooled: bool | None = None) -> Step:
+def simulate_step(swarm: Swarm, steps: int = 3, pooled: bool | None = None) -> MeanStep:
     """Simulate `steps` steps in a row, none of which fails: the first finds empty links, the others
     what the one before has left on them.
 
@@ -372,14 +372,14 @@ class _Training:
             holders = [self.nodes[name] for name in way.holders]
             yield way.sender, _Updates(self, self.nodes[way.sender], holders, size, period)
 
-    def run(self, pooled: bool) -> Step:
+    def run(self, pooled: bool) -> MeanStep:
         self.begin()
         self.clock.run(lambda: len(self.decided) > self.steps)
         if len(self.decided) <= self.steps:
             raise AssertionError(f"nothing is due after {len(self.decided) - 1} steps")
         return self._measured(pooled)
 
-    def _measured(self, pooled: bool) -> Step:
+    def _measured(self, pooled: bool) -> MeanStep:
         count, whole = self.steps - 1, self.decided[-1]
         seconds = (whole - self.decided[1]) / count
         pipeline = sum(
@@ -395,7 +395,7 @@ class _Training:
             Bottleneck("uplink", site, uplink.busy_seconds / whole)
             for site, uplink in self.uplinks.items()
         ]
-        return Step(
+        return MeanStep(
             seconds=seconds,
             pipeline=pipeline / count,
             reduce=seconds - pipeline / count,

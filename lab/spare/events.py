@@ -122,7 +122,7 @@ def replicate_in_sets(groups: int, redundancy: int) -> Replication:
 
 
 @dataclass
-class Outcome:
+class WallTime:
     """Wall time by what became of it, in seconds."""
 
     steps: int = 0
@@ -144,7 +144,7 @@ class Outcome:
         return 1 - self.restarting / self.wall
 
 
-def train(system: System, scheme: Scheme, trail: int, limit: float = math.inf) -> Outcome:
+def train(system: System, scheme: Scheme, trail: int, limit: float = math.inf) -> WallTime:
     """One training until the horizon is done, or until `limit` (seconds). `trail` seeds failures
     and jitter apart, so that schemes meet the same failures."""
     return _Training(system, scheme, trail).run(limit)
@@ -156,7 +156,7 @@ class _Training:
         self.environment = simpy.Environment()
         self.failing, self.shaking = (np.random.default_rng([trail, kind]) for kind in (0, 1))
         self.period = best_period(system.save, system.mtbf * scheme.endures)
-        self.outcome = Outcome()
+        self.outcome = WallTime()
         self.begin()
 
     def begin(self) -> None:
@@ -166,7 +166,7 @@ class _Training:
         self.struck: list[int] = []
         self.failures = self.environment.process(self.fail())
 
-    def run(self, limit: float) -> Outcome:
+    def run(self, limit: float) -> WallTime:
         training = self.environment.process(self.train())
         until: Iterable[simpy.Event] = [training]
         if limit < math.inf:

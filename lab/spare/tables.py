@@ -12,7 +12,7 @@ import typer
 from numpy.typing import NDArray
 
 from planaria.lab.spare.endurance import endured, mean_stacks, mean_stacks_patched
-from planaria.lab.spare.events import DAY, MICROBATCHES, SCHEMES, Outcome, System, train
+from planaria.lab.spare.events import DAY, MICROBATCHES, SCHEMES, System, WallTime, train
 from planaria.lab.spare.published import MONTE_CARLO, REPLICATION, SPARE
 from planaria.recovery.golomb import place
 from planaria.recovery.masking import Stacks, WipedOut, reorder, shallowest, stack
@@ -210,7 +210,7 @@ def compare(groups: Sequence[int], trails: int, deepest: int, seed: int, out: Pa
     the paper, and how much the assumptions matter."""
     from planaria.lab.spare.plots import plot_times
 
-    curves: dict[tuple[int, str], dict[int, list[Outcome]]] = {}
+    curves: dict[tuple[int, str], dict[int, list[WallTime]]] = {}
     rows = []
     for size in groups:
         system = System(size)
@@ -290,22 +290,22 @@ def sensitivity(groups: Sequence[int], trails: int, seed: int) -> str:
     return markdown(["", *(f"N = {size}" for size in groups)], rows)
 
 
-def runs(system: System, name: str, redundancy: int, trails: int, seed: int) -> list[Outcome]:
+def runs(system: System, name: str, redundancy: int, trails: int, seed: int) -> list[WallTime]:
     return [
         train(system, SCHEMES[name](system.groups, redundancy), seed + trail)
         for trail in range(trails)
     ]
 
 
-def days(outcomes: Sequence[Outcome]) -> float:
+def days(outcomes: Sequence[WallTime]) -> float:
     return float(np.mean([outcome.wall for outcome in outcomes])) / DAY
 
 
-def up(outcomes: Sequence[Outcome]) -> str:
+def up(outcomes: Sequence[WallTime]) -> str:
     return f"{np.mean([outcome.availability for outcome in outcomes]):.1%}"
 
 
-def cells(outcomes: Sequence[Outcome]) -> list[str]:
+def cells(outcomes: Sequence[WallTime]) -> list[str]:
     return [
         f"{days(outcomes):.2f}",
         up(outcomes),
@@ -323,5 +323,5 @@ def published(size: int, name: str) -> str:
     return f"{row.days}, {row.availability:.1%}, {row.redundancy or 'lost'}"
 
 
-def gain(ours: dict[int, list[Outcome]], theirs: dict[int, list[Outcome]]) -> float:
+def gain(ours: dict[int, list[WallTime]], theirs: dict[int, list[WallTime]]) -> float:
     return (1 - min(map(days, ours.values())) / min(map(days, theirs.values()))) * 100

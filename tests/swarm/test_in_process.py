@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from planaria.lab.convergence.training import State, Swarm, train
+from planaria.lab.convergence.training import State, TrainingSwarm, train
 from planaria.node.data.corpus import Corpus
 from planaria.node.report.ledger import audit, merge
 from planaria.node.run_file import loads, override
@@ -295,7 +295,7 @@ async def test_every_loss_is_survived_by_its_policy(corpus, tmp_path, policy, lo
 def in_the_lab(run, corpus, at, lost, rebuilt):
     """The losses, by step, of a run that loses these stages after step `at`. What the live swarm's
     holders had not received yet is taken from the step before, there as here."""
-    swarm, found, earlier = Swarm(run, corpus), {}, {}
+    swarm, found, earlier = TrainingSwarm(run, corpus), {}, {}
     while swarm.committed < run.steps:
         loss = swarm.step()
         found[swarm.committed] = loss

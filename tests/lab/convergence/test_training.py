@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from planaria.lab.convergence.training import Ablation, LostError, Swarm, train
+from planaria.lab.convergence.training import Ablation, LostError, TrainingSwarm, train
 from planaria.node.data.corpus import Corpus
 from planaria.node.run_file import RunFile, loads, override
 from planaria.recovery.checkfree import Omega, Trained, guess
@@ -52,7 +52,7 @@ def run_with(**changes: object) -> RunFile:
     return override(loads(RUN), **{f"recovery__{name}": value for name, value in changes.items()})
 
 
-def trained(swarm: Swarm, losses: dict[int, list[int]]) -> list[float]:
+def trained(swarm: TrainingSwarm, losses: dict[int, list[int]]) -> list[float]:
     """The loss of each iteration until all steps are committed."""
     found: list[float] = []
     while swarm.committed < swarm.run.steps:
@@ -66,7 +66,7 @@ def trained(swarm: Swarm, losses: dict[int, list[int]]) -> list[float]:
 def test_losses_are_those_of_before(corpus: Corpus, policy: str) -> None:
     """Bit for bit on the processor that wrote them down. Others round sums otherwise, by 3e-7 at
     most in what is trained, and by some 2e-4 once an end stage has relearned from bfloat16."""
-    found = trained(Swarm(run_with(policy=policy), corpus), LOSSES)
+    found = trained(TrainingSwarm(run_with(policy=policy), corpus), LOSSES)
     golden = json.loads(GOLDEN.read_text())[policy]
     assert found[:20] == pytest.approx(golden[:20], rel=1e-5)
     assert found[20:] == pytest.approx(golden[20:], rel=1e-3)
@@ -74,19 +74,19 @@ def test_losses_are_those_of_before(corpus: Corpus, policy: str) -> None:
 
 def test_redundant_loses_nothing(corpus: Corpus) -> None:
     run = run_with(policy="redundant")
-    assert trained(Swarm(run, corpus), LOSSES) == list(train(run, corpus))
+    assert trained(TrainingSwarm(run, corpus), LOSSES) == list(train(run, corpus))
 
 
 def test_checkpoint_does_the_same_steps_again(corpus: Corpus) -> None:
     run = run_with(policy="checkpoint")
-    found, clean = trained(Swarm(run, corpus), LOSSES), list(train(run, corpus))
+    found, clean = trained(TrainingSwarm(run, corpus), LOSSES), list(train(run, corpus))
     assert found[:10] == clean[:10]
     assert found[10:20] == clean[8:18]  # back to step 8
     assert found[20:] == clean[16:]  # and from step 18 to 16
 
 
 def test_a_loss_before_the_first_checkpoint_begins_anew(corpus: Corpus) -> None:
-    swarm = Swarm(run_with(policy="checkpoint"), corpus)
+    swarm = TrainingSwarm(run_with(policy="checkpoint"), corpus)
     first = [swarm.step() for _ in range(3)]
     (line,) = swarm.lose([2])
     assert (line["step"], line["from"]) == (0, 3)
@@ -96,7 +96,7 @@ def test_a_loss_before_the_first_checkpoint_begins_anew(corpus: Corpus) -> None:
 def test_relearning_brings_the_residual_down_and_the_loss_with_it(corpus: Corpus) -> None:
     after: dict[int, float] = {}
     for passes in (0, 10):
-        swarm = Swarm(run_with(policy="checkfree", relearn__passes=passes), corpus)
+        swarm = TrainingSwarm(run_with(policy="checkfree", relearn__passes=passes), corpus)
         for _ in range(50):
             swarm.step()
         (line,) = swarm.lose([3])
@@ -122,7 +122,7 @@ def test_relearning_brings_the_residual_down_and_the_loss_with_it(corpus: Corpus
     ],
 )
 def test_whatever_is_varied_relearning_helps(corpus: Corpus, ablation: Ablation) -> None:
-    swarm = Swarm(run_with(policy="checkfree", relearn__passes=10), corpus, ablation)
+    swarm = TrainingSwarm(run_with(policy="checkfree", relearn__passes=10), corpus, ablation)
     for _ in range(6):
         swarm.step()
     (line,) = swarm.lose([3])
@@ -137,7 +137,7 @@ def test_whatever_is_varied_relearning_helps(corpus: Corpus, ablation: Ablation)
 def test_weights_lost_in_the_first_steps_come_back_about_as_large(corpus: Corpus) -> None:
     grown = {}
     for young in (True, False):
-        swarm = Swarm(run_with(), corpus, Ablation(relearn_young=young))
+        swarm = TrainingSwarm(run_with(), corpus, Ablation(relearn_young=young))
         for _ in range(12):
             swarm.step()
         before = swarm.stages[3].optimizer.weights.norm().item()
@@ -147,7 +147,7 @@ def test_weights_lost_in_the_first_steps_come_back_about_as_large(corpus: Corpus
 
 
 def test_two_in_a_row_relearn_as_one(corpus: Corpus) -> None:
-    swarm = Swarm(run_with(policy="checkfree"), corpus)
+    swarm = TrainingSwarm(run_with(policy="checkfree"), corpus)
     for _ in range(6):
         swarm.step()
     lines = swarm.lose([2, 3])
@@ -158,7 +158,7 @@ def test_two_in_a_row_relearn_as_one(corpus: Corpus) -> None:
 
 def test_who_came_later_has_kept_fewer_steps(corpus: Corpus) -> None:
     """The nodes before and behind: what only one of them has is no pair."""
-    swarm = Swarm(run_with(policy="checkfree"), corpus)
+    swarm = TrainingSwarm(run_with(policy="checkfree"), corpus)
     tokens = []
     for stage, steps in ((2, 6), (3, 2), (2, 1), (5, 1)):
         for _ in range(steps):
@@ -170,7 +170,7 @@ def test_who_came_later_has_kept_fewer_steps(corpus: Corpus) -> None:
 
 def test_with_only_the_guessed_stage_in_training_the_others_stay(corpus: Corpus) -> None:
     run = run_with(policy="checkfree", relearn__passes=0)
-    swarm = Swarm(run, corpus, Ablation(alone_steps=2))
+    swarm = TrainingSwarm(run, corpus, Ablation(alone_steps=2))
     swarm.step()
     swarm.lose([3])
     before = [stage.optimizer.weights.clone() for stage in swarm.stages]
@@ -183,7 +183,7 @@ def test_with_only_the_guessed_stage_in_training_the_others_stay(corpus: Corpus)
 
 
 def test_a_snapshot_goes_with_its_holder(corpus: Corpus) -> None:
-    swarm = Swarm(run_with(policy="snapshot", relearn__passes=0), corpus)
+    swarm = TrainingSwarm(run_with(policy="snapshot", relearn__passes=0), corpus)
     for _ in range(12):
         swarm.step()
     (line,) = swarm.lose([2])
@@ -197,7 +197,7 @@ def test_an_average_goes_by_what_the_study_says(corpus: Corpus) -> None:
     run, guessed = run_with(policy="checkfree", relearn__passes=0), []
     omegas: tuple[Omega, ...] = ("squared", "norm", "uniform")
     for omega in omegas:
-        swarm = Swarm(run, corpus, Ablation(omega=omega))
+        swarm = TrainingSwarm(run, corpus, Ablation(omega=omega))
         swarm.step()
         sides = [(of, swarm.stages[of]) for of in (2, 4)]
         sources = [Trained(of, s.optimizer.weights, s.omega) for of, s in sides]
@@ -210,7 +210,7 @@ def test_an_average_goes_by_what_the_study_says(corpus: Corpus) -> None:
 def test_a_stage_can_be_clipped_by_its_own_norm(corpus: Corpus) -> None:
     run, weights = override(loads(RUN), training__clip=0.1), {}
     for ablation in (Ablation(), Ablation(clip_scope="stage")):
-        swarm = Swarm(run, corpus, ablation)
+        swarm = TrainingSwarm(run, corpus, ablation)
         for _ in range(3):
             swarm.step()
         weights[ablation.clip_scope] = swarm.stages[1].optimizer.weights
@@ -221,7 +221,7 @@ def test_a_stage_can_be_clipped_by_its_own_norm(corpus: Corpus) -> None:
 def test_a_copy_of_stage_0_comes_back_with_adams_moments_if_it_has_them(
     corpus: Corpus, moments: bool
 ) -> None:
-    swarm = Swarm(run_with(policy="checkfree"), corpus, Ablation(stage0_moments=moments))
+    swarm = TrainingSwarm(run_with(policy="checkfree"), corpus, Ablation(stage0_moments=moments))
     for _ in range(3):
         swarm.step()
     (line,) = swarm.lose([0])
@@ -232,7 +232,7 @@ def test_a_copy_of_stage_0_comes_back_with_adams_moments_if_it_has_them(
 def test_rows_of_a_snapshot_go_by_priority_or_in_turn(corpus: Corpus) -> None:
     ages = {}
     for ablation in (Ablation(), Ablation(snapshot_choice="round")):
-        swarm = Swarm(run_with(policy="snapshot", relearn__passes=0), corpus, ablation)
+        swarm = TrainingSwarm(run_with(policy="snapshot", relearn__passes=0), corpus, ablation)
         for _ in range(16):
             swarm.step()
         ages[ablation.snapshot_choice] = swarm.snapshots[1].held.taken
@@ -248,7 +248,7 @@ def test_a_share_of_all_comes_back_from_storage(corpus: Corpus, by: str) -> None
     )
     moved = {}
     for share in (0.5, 1.0):
-        swarm = Swarm(run, corpus, Ablation(lost_share=share, lost_by=by))
+        swarm = TrainingSwarm(run, corpus, Ablation(lost_share=share, lost_by=by))
         states = []
         for _ in range(7):
             swarm.step()
@@ -262,18 +262,18 @@ def test_a_share_of_all_comes_back_from_storage(corpus: Corpus, by: str) -> None
 
 
 def test_without_a_copy_stage_0_cannot_come_back(corpus: Corpus) -> None:
-    swarm = Swarm(run_with(policy="checkfree"), corpus)
+    swarm = TrainingSwarm(run_with(policy="checkfree"), corpus)
     swarm.step()
     with pytest.raises(LostError, match="nothing else tells what embedding and head were"):
         swarm.lose([0, 1, 5])
 
 
 def test_validation_is_the_mean_over_its_tokens(corpus: Corpus) -> None:
-    swarm = Swarm(run_with(policy="checkfree"), corpus)
+    swarm = TrainingSwarm(run_with(policy="checkfree"), corpus)
     assert swarm.validate() == pytest.approx(float(torch.tensor(512.0).log()), rel=0.02)
 
 
 if __name__ == "__main__":
     opened = Corpus.open(Path(sys.argv[1]))
-    golden = {p: trained(Swarm(run_with(policy=p), opened), LOSSES) for p in POLICIES}
+    golden = {p: trained(TrainingSwarm(run_with(policy=p), opened), LOSSES) for p in POLICIES}
     GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")

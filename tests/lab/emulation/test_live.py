@@ -36,9 +36,9 @@ from planaria.lab.emulation.live_study import (
 from planaria.lab.emulation.live_swarm import (
     FIRST,
     Carried,
+    KilledStage,
     LiveError,
-    Loss,
-    Measured,
+    MeasuredSwarm,
     bytes_between,
     commit_times,
     losses,
@@ -55,8 +55,8 @@ SETTING = Setting(
 )
 
 
-def sample(block: int, policy: str, seconds: list[float], *lost: Loss) -> Sample:
-    return Sample(block, policy, Measured(seconds, 1e6, list(lost), dropped=0, late=1e-4))
+def sample(block: int, policy: str, seconds: list[float], *lost: KilledStage) -> Sample:
+    return Sample(block, policy, MeasuredSwarm(seconds, 1e6, list(lost), dropped=0, late=1e-4))
 
 
 # --- arithmetic
@@ -95,8 +95,8 @@ def test_a_loss_ends_with_the_next_commit_and_is_made_good_by_the_next_new_step(
     ]
     events = entries(lines)
     assert losses(events) == [
-        Loss(2, "checkpoint", 4.5, 6.5, 80),
-        Loss(0, "stage0-copy", 2.0, 2.0, 9),
+        KilledStage(2, "checkpoint", 4.5, 6.5, 80),
+        KilledStage(0, "stage0-copy", 2.0, 2.0, 9),
     ]
     assert losses(events[:1]) == []
     with pytest.raises(LiveError, match="stage 2, killed at step 8, was never rebuilt"):
@@ -115,8 +115,8 @@ def test_policies_are_compared_with_plain_in_their_own_block():
     found = figures(
         [
             sample(0, "plain", [1.0, 1.0, 5.0]),
-            sample(0, "redundant", [1.2, 1.2, 1.2], Loss(2, "redundant", 3.0, 4.0, 5)),
-            sample(1, "redundant", [2.4, 2.4, 2.4], Loss(2, "redundant", 5.0, 6.0, 5)),
+            sample(0, "redundant", [1.2, 1.2, 1.2], KilledStage(2, "redundant", 3.0, 4.0, 5)),
+            sample(1, "redundant", [2.4, 2.4, 2.4], KilledStage(2, "redundant", 5.0, 6.0, 5)),
             sample(1, "plain", [2.0, 2.0, 2.0]),
         ]
     )
@@ -143,7 +143,7 @@ def test_without_plain_there_is_nothing_to_compare_with():
 def test_a_measurement_goes_on_where_it_was(tmp_path):
     path = tmp_path / "new" / "samples.jsonl"
     assert open_samples(path, SETTING) == []
-    kept = sample(0, "plain", [1.0, 2.0], Loss(1, "interpolate", 1.0, 1.0, 3))
+    kept = sample(0, "plain", [1.0, 2.0], KilledStage(1, "interpolate", 1.0, 1.0, 3))
     with path.open("ab") as file:
         file.write(SAMPLE.dump_json(kept) + b"\n" + SAMPLE.dump_json(kept)[:20])  # was interrupted
     assert open_samples(path, SETTING) == [kept]

@@ -15,7 +15,7 @@ from planaria.lab.command import cli
 from planaria.lab.planning.machines import Hardware, probed
 from planaria.lab.planning.plan import curves, figures
 from planaria.lab.planning.planner import Machine, PlanError, Question
-from planaria.lab.simulator.churn import Row
+from planaria.lab.simulator.churn import TraceRow
 from planaria.lab.simulator.swarm import one_site
 from planaria.node.local.swarm import parse_kill
 from planaria.node.resolve import registry_rules
@@ -180,10 +180,10 @@ def trace(tmp_path: Path) -> Path:
 
 def test_figures_of_a_trace() -> None:
     rows = [
-        Row(0.0, True, "a"),
-        Row(0.0, True, "b"),
-        Row(1800.0, False, "a"),
-        Row(3600.0, True, "c"),
+        TraceRow(0.0, True, "a"),
+        TraceRow(0.0, True, "b"),
+        TraceRow(1800.0, False, "a"),
+        TraceRow(3600.0, True, "c"),
     ]
     nodes, hourly = figures(rows)
     assert nodes == pytest.approx(1.5)

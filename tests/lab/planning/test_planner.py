@@ -21,8 +21,8 @@ from planaria.lab.planning.memory import needed, whole
 from planaria.lab.planning.planner import (
     RESERVE,
     Answer,
+    Candidate,
     Machine,
-    Plan,
     PlanError,
     Question,
     answer,
@@ -67,8 +67,8 @@ def question(
     return Question(loads(run), 512, machines, sites(links), tokens, **more)
 
 
-def plans(asked: Question) -> list[Plan]:
-    return [plan for plan in candidates(asked) if isinstance(plan, Plan)]
+def plans(asked: Question) -> list[Candidate]:
+    return [plan for plan in candidates(asked) if isinstance(plan, Candidate)]
 
 
 @st.composite
@@ -228,7 +228,7 @@ def test_nodes_of_each_stage() -> None:
 # --- how near it is
 
 
-def some(asked: Question, apart: int) -> Iterator[Plan]:
+def some(asked: Question, apart: int) -> Iterator[Candidate]:
     known = set()
     for plan in plans(asked)[::apart]:
         if (key := (plan.estimate.step, plan.counts)) not in known:

@@ -38,7 +38,13 @@ from planaria.lab.scar.convex import (
     regularised_update,
     time_discounted,
 )
-from planaria.lab.scar.partial import Case, Runs, Saving, running_checkpoint, truncated_geometric
+from planaria.lab.scar.partial import (
+    RestoreCase,
+    Runs,
+    Saving,
+    running_checkpoint,
+    truncated_geometric,
+)
 from planaria.lab.scar.results import confidence, records, saved
 
 # Iterations
@@ -298,7 +304,7 @@ def test_a_run_without_a_loss_needs_about_sixty_iterations(runs: Runs) -> None:
 
 
 def test_restoring_nothing_costs_nothing(runs: Runs) -> None:
-    costs = partial.costs(runs, Case(Saving("priority", 1.0, 8), restored=0.0))
+    costs = partial.costs(runs, RestoreCase(Saving("priority", 1.0, 8), restored=0.0))
     assert not costs.iterations.any()
     assert not costs.perturbation.any()
 
@@ -306,7 +312,7 @@ def test_restoring_nothing_costs_nothing(runs: Runs) -> None:
 def test_partial_recovery_perturbs_by_the_lost_rows_alone(runs: Runs) -> None:
     # Theorem 4.1 in every trial, and what is lost adds up.
     saving = Saving("priority", 1.0, 16)
-    costs = [partial.costs(runs, Case(saving, restored)) for restored in (1 / 4, 1 / 2, 1.0)]
+    costs = [partial.costs(runs, RestoreCase(saving, restored)) for restored in (1 / 4, 1 / 2, 1.0)]
     quarter, half, full = (of.perturbation for of in costs)
     assert (quarter < half).all()
     assert (half < full).all()
@@ -314,7 +320,7 @@ def test_partial_recovery_perturbs_by_the_lost_rows_alone(runs: Runs) -> None:
 
 
 def test_golden_costs_of_recovery(runs: Runs) -> None:
-    costs = partial.costs(runs, Case(Saving("priority", 1 / 8, 16), restored=1 / 2))
+    costs = partial.costs(runs, RestoreCase(Saving("priority", 1 / 8, 16), restored=1 / 2))
     assert costs.iterations.tolist() == [4, 5, 3, 3, 2, 2, 3, 4]
 
 

@@ -31,7 +31,7 @@ def timed(run: RunFile, config: ModelConfig, stage: int) -> Seconds:
     return Seconds(0.003, 0.006, head=0.0 if stage else 0.005, norm=0.001, apply=0.003, add=0.001)
 
 
-def live(case: check.Case, transport: Transport, late: float = 1.0) -> check.Live:
+def live(case: check.LiveCase, transport: Transport, late: float = 1.0) -> check.Live:
     """As a swarm would be that is `late` times as slow as simulated, with 1 s to start and 0.5 s to
     warm up."""
     swarm = check.swarm_of(case, VOCABULARY, transport, 2, timed)

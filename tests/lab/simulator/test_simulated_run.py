@@ -14,15 +14,23 @@ from hypothesis import strategies as st
 
 from planaria.lab.convergence.schedule import Losses, schedule
 from planaria.lab.simulator import reaction
-from planaria.lab.simulator.churn import HOUR, Churn, Lives, Place, Row, per_step, read_trace
-from planaria.lab.simulator.run import Loss, Outcome, simulate_run
-from planaria.lab.simulator.step import Step, simulate_step
+from planaria.lab.simulator.churn import (
+    HOUR,
+    Churn,
+    Lives,
+    LostPlace,
+    TraceRow,
+    per_step,
+    read_trace,
+)
+from planaria.lab.simulator.run import Loss, RunOutcome, simulate_run
+from planaria.lab.simulator.step import MeanStep, simulate_step
 from planaria.lab.simulator.swarm import Seconds, Swarm, SwarmError, one_site, uniform
 from planaria.node.run_file import loads, override
 from planaria.node.stage.shape import model_config
 
 DELAY = 0.040
-KNOWN: dict[str, dict[tuple[int, ...], Step]] = {}
+KNOWN: dict[str, dict[tuple[int, ...], MeanStep]] = {}
 """Steps are simulated once for all tests."""
 
 
@@ -47,7 +55,7 @@ def swarm(
     return uniform(run, config, one_site(delay, 100), known | (seconds or {}), replicas)
 
 
-def run(one: Swarm, churn: Churn, **more: Any) -> Outcome:
+def run(one: Swarm, churn: Churn, **more: Any) -> RunOutcome:
     recovery = one.run.recovery
     known = KNOWN.setdefault(repr((recovery.policy, len(one.groups))), {})
     outcome = simulate_run(one, churn, known=known, **more)
@@ -58,13 +66,13 @@ def run(one: Swarm, churn: Churn, **more: Any) -> Outcome:
     return outcome
 
 
-def at(text: str) -> dict[int, tuple[Place, ...]]:
+def at(text: str) -> dict[int, tuple[LostPlace, ...]]:
     """STAGE or STAGE.NUMBER, then @ITERATION, separated by blanks."""
-    found: dict[int, tuple[Place, ...]] = {}
+    found: dict[int, tuple[LostPlace, ...]] = {}
     for one in text.split():
         place, _, iteration = one.partition("@")
         stage, _, number = place.partition(".")
-        lost = Place(int(stage), int(number) if number else None)
+        lost = LostPlace(int(stage), int(number) if number else None)
         found[int(iteration)] = (*found.get(int(iteration), ()), lost)
     return found
 
@@ -158,7 +166,7 @@ def test_going_on_is_never_slower_than_trying_again(
     phase: float, stage: int, replicas: int, delay: float, silent: bool
 ) -> None:
     churn = Churn(at=at(f"{stage}.1@3"), phase=phase, silent=silent, replacement=math.inf)
-    known: dict[tuple[int, ...], Step] = {}
+    known: dict[tuple[int, ...], MeanStep] = {}
     again, on = (
         simulate_run(
             swarm(replicas=replicas, steps=5, delay=delay, recovery__masking=masking),
@@ -181,10 +189,10 @@ def test_the_drivers_loss_is_not_masked_and_its_successor_is_the_oldest() -> Non
 
 def test_a_second_loss_in_a_step_that_goes_on() -> None:
     """Of another replica it goes on once more; of the last one it is given up."""
-    lost = [Row(9.0, False, "m7"), Row(9.1, False, "m2"), Row(12.0, True, "later")]
+    lost = [TraceRow(9.0, False, "m7"), TraceRow(9.1, False, "m2"), TraceRow(12.0, True, "later")]
 
     def loss(nodes: int) -> Loss:
-        rows = [Row(0.0, True, f"m{n}") for n in range(nodes)]  # to stages 0 to 4 in turn
+        rows = [TraceRow(0.0, True, f"m{n}") for n in range(nodes)]  # to stages 0 to 4 in turn
         (one,) = run(swarm(), Churn(trace=(*rows, *lost), start=0.0)).losses
         assert (one.nodes, one.time) == (2, 9.0)
         return one
@@ -335,20 +343,20 @@ def test_policies_meet_the_same_failures() -> None:
 @pytest.mark.parametrize("shape", [0.7, 1.0, 2.0])
 def test_lives_are_as_the_rate_says(shape: float) -> None:
     lives = Lives(Churn(hourly=0.2, shape=shape), seed=1)
-    drawn = np.array([lives.life(Place(1, n), 0) for n in range(20_000)])
+    drawn = np.array([lives.life(LostPlace(1, n), 0) for n in range(20_000)])
     assert np.mean(drawn <= HOUR) == pytest.approx(0.2, abs=0.01)
     scale = HOUR / (-math.log(0.8)) ** (1 / shape)
     assert np.mean(drawn) == pytest.approx(scale * math.gamma(1 + 1 / shape), rel=0.05)
-    assert lives.life(Place(1, 70), 0) == Lives(Churn(hourly=0.2, shape=shape), 1).life(
-        Place(1, 70), 0
+    assert lives.life(LostPlace(1, 70), 0) == Lives(Churn(hourly=0.2, shape=shape), 1).life(
+        LostPlace(1, 70), 0
     )
-    assert lives.life(Place(1, 0), 1) != lives.life(Place(1, 0), 0)
+    assert lives.life(LostPlace(1, 0), 1) != lives.life(LostPlace(1, 0), 0)
 
 
 def test_a_trace_says_who_is_there() -> None:
     """Nodes go to the stage with the fewest; before all have one, nothing is trained."""
-    rows = [Row(float(n), True, f"m{n}") for n in range(6)]  # stages 0 to 4, then 0 again
-    rows += [Row(20.0, False, "m5"), Row(25.0, False, "m2"), Row(30.0, True, "m6")]
+    rows = [TraceRow(float(n), True, f"m{n}") for n in range(6)]  # stages 0 to 4, then 0 again
+    rows += [TraceRow(20.0, False, "m5"), TraceRow(25.0, False, "m2"), TraceRow(30.0, True, "m6")]
     outcome = run(swarm(replicas=1), Churn(trace=tuple(rows), start=1.0), limit=1000.0)
     assert outcome.steps == 50
     assert outcome.stalled > 4.0 + 1.0  # the fifth is there only then
@@ -358,8 +366,8 @@ def test_a_trace_says_who_is_there() -> None:
 
 
 def test_a_trace_may_take_a_node_before_it_has_started() -> None:
-    rows = [Row(0.1 * n, True, f"m{n}") for n in range(7)]  # stages 0 to 4, then 0 and 1 again
-    rows.append(Row(0.7, False, "m6"))
+    rows = [TraceRow(0.1 * n, True, f"m{n}") for n in range(7)]  # stages 0 to 4, then 0 and 1 again
+    rows.append(TraceRow(0.7, False, "m6"))
     outcome = run(swarm(replicas=1), Churn(trace=tuple(rows), start=1.0))
     assert outcome.losses == ()
     assert outcome.node_seconds < 6 * outcome.seconds
@@ -380,7 +388,7 @@ def test_losses_per_step_are_those_of_the_lab() -> None:
 def test_traces_are_read_from_files(tmp_path: Path) -> None:
     path = tmp_path / "spot.csv"
     path.write_text("0,add,a\n1500,remove,a\n")
-    assert read_trace(path) == (Row(0.0, True, "a"), Row(1.5, False, "a"))
+    assert read_trace(path) == (TraceRow(0.0, True, "a"), TraceRow(1.5, False, "a"))
     for text, said in {
         "0,add\n": "line 1: '0,add' is not MILLISECONDS,add|remove,NODE",
         "5,add,a\n1,add,b\n": "line 2: its time is before",
@@ -400,8 +408,8 @@ def test_traces_are_read_from_files(tmp_path: Path) -> None:
         ({"shape": 0.0}, "shape = 0"),
         ({"phase": 1.0}, "phase = 1"),
         ({"notice": -1.0}, "notice = -1.0 must be 0 s or more"),
-        ({"at": {0: (Place(1, None),)}}, "iteration 0 has no loss"),
-        ({"trace": (Row(0.0, True, "a"),), "hourly": 0.1}, "from a trace or else"),
+        ({"at": {0: (LostPlace(1, None),)}}, "iteration 0 has no loss"),
+        ({"trace": (TraceRow(0.0, True, "a"),), "hourly": 0.1}, "from a trace or else"),
     ],
 )
 def test_what_can_not_be_is_refused(fields: dict[str, Any], said: str) -> None:
