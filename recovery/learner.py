@@ -18,7 +18,7 @@ QUINTIC: Final = (3.4445, -4.7750, 2.0315)
 # One update
 
 
-class Update(Protocol):
+class UpdateRule(Protocol):
     """Changes a stage's weights by their gradients."""
 
     def step(self, lr: float) -> None: ...
@@ -85,7 +85,7 @@ class Learner:
     """
 
     def __init__(
-        self, stage: nn.Module, lr: float, bf16: bool = False, update: Update | None = None
+        self, stage: nn.Module, lr: float, bf16: bool = False, update: UpdateRule | None = None
     ) -> None:
         self.lr = lr
         self._stage, self._bf16 = stage, bf16

@@ -334,7 +334,7 @@ def largest_update(layout: Layout, tensors: int) -> int:
 # The sender's side
 
 
-class Update(NamedTuple):
+class SnapshotUpdate(NamedTuple):
     """What goes to a holder at a time."""
 
     payload: Tensor  # uint8 on the CPU; its own until the next `take`, and after `lost` for ever
@@ -347,7 +347,7 @@ class Update(NamedTuple):
 class Sent(Protocol):
     """What one holder was sent, and so what it is to be sent next."""
 
-    def take(self, at: tuple[int, int], tensors: Sequence[Tensor]) -> Update:
+    def take(self, at: tuple[int, int], tensors: Sequence[Tensor]) -> SnapshotUpdate:
         """The next update, from the flat tensors as they are at this lineage and step."""
 
     def lost(self, step: int) -> None:
@@ -368,13 +368,13 @@ class SentCopy:
         self._payload = torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()
-    def take(self, at: tuple[int, int], tensors: Sequence[Tensor]) -> Update:
+    def take(self, at: tuple[int, int], tensors: Sequence[Tensor]) -> SnapshotUpdate:
         if self._at != at:
             if not len(self._payload):
                 self._payload = torch.empty(4 * self._layout.values, dtype=torch.uint8)
             self._payload.view(torch.float32).copy_(tensors[0])
             self._at = at
-        return Update(self._payload, self._layout.blocks, 1, "none", 0.0)
+        return SnapshotUpdate(self._payload, self._layout.blocks, 1, "none", 0.0)
 
     def lost(self, step: int) -> None:
         self._at, self._payload = None, torch.empty(0, dtype=torch.uint8)
@@ -408,7 +408,7 @@ class SentSnapshot:
         self.taken = torch.full((layout.blocks,), NEVER)
 
     @torch.no_grad()
-    def take(self, at: tuple[int, int], tensors: Sequence[Tensor]) -> Update:
+    def take(self, at: tuple[int, int], tensors: Sequence[Tensor]) -> SnapshotUpdate:
         _, step = at
         layout, weights = self._layout, tensors[0]
         if not len(self.sent):
@@ -430,7 +430,7 @@ class SentSnapshot:
                     for x, y in zip(exact, restored, strict=True)
                 )
             perturbation = math.sqrt(distances.sum().item())
-        return Update(payload, len(chosen), self._tensors, self._codec, perturbation)
+        return SnapshotUpdate(payload, len(chosen), self._tensors, self._codec, perturbation)
 
     def lost(self, step: int) -> None:
         self.taken[self.taken == step] = NEVER
@@ -503,7 +503,7 @@ def holder_stage(stage: int, stages: int) -> int:
     return (stage + ring // 2) % ring
 
 
-class Route(NamedTuple):
+class CopyRoute(NamedTuple):
     """Who sends, to whom."""
 
     sender: str
@@ -515,7 +515,7 @@ def route(
     stage: int,
     members: Iterable[tuple[str, int]],
     stages: int,
-) -> Route | None:
+) -> CopyRoute | None:
     """How this state of `stage` travels among these members (node, stage); None: nobody sends it.
 
     The first node of a stage, by name, speaks for it. Copies are of stage 0 and go to stages 1 and
@@ -527,7 +527,7 @@ def route(
     if stage not in first or (kind == "copy" and stage != 0):
         return None
     to = {1, stages} if kind == "copy" else {holder_stage(stage, stages)} - {stage}
-    return Route(first[stage], tuple(first[of] for of in sorted(to) if of in first))
+    return CopyRoute(first[stage], tuple(first[of] for of in sorted(to) if of in first))
 
 
 def held_at(stage: int, stages: int) -> Iterator[tuple[Literal["copy", "snapshot"], int]]:

@@ -39,7 +39,14 @@ from planaria.recovery.decide import (
     Stop,
     decide,
 )
-from planaria.recovery.learner import Learner, Muon, Update, learn, residual_error, squared_distance
+from planaria.recovery.learner import (
+    Learner,
+    Muon,
+    UpdateRule,
+    learn,
+    residual_error,
+    squared_distance,
+)
 from planaria.recovery.orders import all_orders, blocks, order, runs
 from planaria.recovery.relearning import PULL, parts, rate, shuffled
 from planaria.recovery.snapshot import HeldSnapshot, Layout, SentSnapshot, holder_stage
@@ -502,7 +509,7 @@ class TrainingSwarm:
         learners = {}
         for of in block:
             stage = self.stages[of]
-            update: Update = Muon(stage.module, pull)
+            update: UpdateRule = Muon(stage.module, pull)
             if ablation.relearn_adam:
                 update = Adam(stage.optimizer)
             learners[of] = Learner(stage.module, lr, bf16, update)

@@ -284,7 +284,7 @@ class Sender:
         self._update = _Update(holder, next(self._transfers), state.id.step)
         self._exchanges.start(self._bring(self._update, sent, state))
 
-    def _take(self, sent: Sent, state: StageState) -> snapshot.Update:
+    def _take(self, sent: Sent, state: StageState) -> snapshot.SnapshotUpdate:
         started = time.perf_counter()
         update = sent.take(state.id.age, list(state.tensors.values()))
         self.critical_seconds += time.perf_counter() - started
@@ -310,7 +310,7 @@ class Sender:
         self._start()
 
     def _compose(
-        self, update: _Update, state: StageState, content: snapshot.Update
+        self, update: _Update, state: StageState, content: snapshot.SnapshotUpdate
     ) -> tuple[Header, list[torch.Tensor]]:
         commit = state.last.SerializeToString()
         payload = [content.payload]
