@@ -19,8 +19,8 @@ from planaria.bootstrap import registry_pb2 as registry
 from planaria.node.ports import Learned, Ports
 from planaria.node.report.events import (
     Applied,
-    Cost,
     Event,
+    HoldingCost,
     RelearningRound,
     Saved,
     SaveFailed,
@@ -59,7 +59,7 @@ from planaria.node.transaction.rules import Rules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchange, PeerLostError
 from planaria.node.wire.frames import Frame
-from planaria.node.wire.outbox import Outbox
+from planaria.node.wire.outbox import NodeOutbox
 from planaria.recovery.decide import Kind
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Agent:
         self.net, self.exchanges, self.record = ports.net, ports.exchanges, ports.record
         self.arithmetic, self.tensors = ports.arithmetic, ports.tensors
         self.peers: dict[str, int] = {}  # all members, and the stages of their seats
-        self.outbox = Outbox(ports.net, self._undelivered)
+        self.outbox = NodeOutbox(ports.net, self._undelivered)
         self.held: list[tuple[str, Frame]] = []  # frames of a coming attempt
         self.attempt: Attempt | None = None
         self.reducing: tuple[Ballot, Exchange[None]] | None = None
@@ -543,9 +543,9 @@ class Agent:
         rebuilding = self.member.phase is Phase.SYNCING or self.driver.phase is syncing
         return "rebuild" if rebuilding else ""
 
-    def costs(self) -> dict[str, Cost]:
+    def costs(self) -> dict[str, HoldingCost]:
         """Of keeping things for the day of a loss, by what it is for."""
-        return self.holdings.costs() | {"masking": Cost(memory_bytes=self.most_kept)}
+        return self.holdings.costs() | {"masking": HoldingCost(memory_bytes=self.most_kept)}
 
     @property
     def most_kept(self) -> int:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from planaria.bootstrap.credentials import Credentials
     from planaria.node.data.corpus import Corpus
     from planaria.node.data.prepare import Track
-    from planaria.node.local.swarm import Plan
+    from planaria.node.local.swarm import SwarmPlan
     from planaria.node.run_file import RunFile
 
 T = TypeVar("T")
@@ -334,11 +334,11 @@ def up_command(
     raise typer.Exit(status)
 
 
-def _plan_run(run: RunFile, out: Path | None, save_dir: Path | None, device: str) -> Plan:
+def _plan_run(run: RunFile, out: Path | None, save_dir: Path | None, device: str) -> SwarmPlan:
     """Fills in what the run file leaves open. Raises RunFileError, CorpusError."""
     from datetime import datetime
 
-    from planaria.node.local.swarm import Plan
+    from planaria.node.local.swarm import SwarmPlan
     from planaria.node.resolve import resolve
     from planaria.node.run_file import override
 
@@ -347,7 +347,7 @@ def _plan_run(run: RunFile, out: Path | None, save_dir: Path | None, device: str
     if run.recovery.policy == "checkpoint" and not run.recovery.checkpoint.dir:
         shared = str((folder / "checkpoints").absolute())
         run = override(run, recovery__checkpoint__dir=shared)
-    return Plan(resolve(run), folder, save_dir, device)
+    return SwarmPlan(resolve(run), folder, save_dir, device)
 
 
 def _prepare_shipped_text(run: RunFile) -> None:

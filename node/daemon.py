@@ -33,11 +33,11 @@ from planaria.node.report.event_log import EventLog
 from planaria.node.report.events import (
     ComputeGoesOn,
     ComputeHangs,
-    Cost,
     CostSoFar,
     Event,
     Finished,
     HandedOver,
+    HoldingCost,
     Joined,
     LinkLost,
     Preempted,
@@ -45,7 +45,7 @@ from planaria.node.report.events import (
     Stopped,
     Wall,
 )
-from planaria.node.report.ledger import Header, Ledger, line
+from planaria.node.report.ledger import Ledger, LedgerHeader, line
 from planaria.node.report.wall_clock import WallClock
 from planaria.node.run_file import RunFile
 from planaria.node.stage.arithmetic import TorchStage, layout_of, make_twin
@@ -77,7 +77,7 @@ MOST_EARLY = 4096
 
 
 @dataclass(frozen=True)
-class Place:
+class NodePlace:
     """What a node brings along, whatever its identity."""
 
     stage: int | None
@@ -113,7 +113,7 @@ class Node:
 
     def __init__(
         self,
-        place: Place,
+        place: NodePlace,
         run_id: str,
         run: RunFile,
         config: ModelConfig,
@@ -362,7 +362,7 @@ class Node:
         windows = Windows(header["seed"], header["samples"], header["batch"])
         return Ledger(path, header), windows
 
-    def _ledger_header(self, corpus: Corpus) -> Header:
+    def _ledger_header(self, corpus: Corpus) -> LedgerHeader:
         training = self.run.training
         return {
             "ledger": 1,
@@ -449,10 +449,10 @@ class Node:
 
     def _tell_costs(self) -> None:
         """What keeping things for the day of a loss has cost."""
-        parts: dict[str, Cost] = {}
+        parts: dict[str, HoldingCost] = {}
         for seat in self.seats.values():
             for name, cost in seat.costs().items():
-                parts[name] = parts.get(name, Cost()) + cost
+                parts[name] = parts.get(name, HoldingCost()) + cost
         if parts:
             self.tell(CostSoFar.of(parts))
 

@@ -17,7 +17,7 @@ import torch
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.credentials import Credentials
-from planaria.node.daemon import Node, Place, measure_speed, own_address
+from planaria.node.daemon import Node, NodePlace, measure_speed, own_address
 from planaria.node.data.corpus import Corpus, CorpusError
 from planaria.node.run_file import RunFile, loads
 from planaria.node.stage.shape import model_config
@@ -178,13 +178,13 @@ def find_corpus(run: RunFile, options: Options) -> Corpus | None:
     return corpus
 
 
-def find_place(options: Options, device: torch.device) -> Place:
+def find_place(options: Options, device: torch.device) -> NodePlace:
     stage = options.stage
     if stage is None and options.save_dir is not None:
         stage = newest_saved_stage(options.save_dir)
         if stage is not None:
             log.info("asking for stage %d, of which %s has saves", stage, options.save_dir)
-    place = Place(
+    place = NodePlace(
         stage=stage,
         listen=str(options.listen),
         advertise=str(options.advertise or options.listen),

@@ -21,7 +21,7 @@ from typing import Any, Final
 from planaria.lab.emulation.links import Network
 from planaria.lab.emulation.relay import NETWORK, RelayedTraffic, address
 from planaria.node.local.processes import enter_network
-from planaria.node.local.swarm import Home
+from planaria.node.local.swarm import ProcessHome
 
 ANSWER: Final = 30.0
 """Seconds that the relay has for an answer."""
@@ -38,7 +38,7 @@ class Emulation:
         self.relay, self.nodes = relay, list(network.sites)
         namespaces = self._ask(NETWORK.dump_json(network).decode())["namespaces"]
         self.homes = {
-            node: Home(address(number), Path(f"/proc/{relay.pid}/fd/{namespaces[number]}"))
+            node: ProcessHome(address(number), Path(f"/proc/{relay.pid}/fd/{namespaces[number]}"))
             for number, node in enumerate(self.nodes)
         }
 

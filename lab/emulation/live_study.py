@@ -45,7 +45,7 @@ from planaria.lab.emulation.live_swarm import (
 from planaria.lab.emulation.relay import NETWORK
 from planaria.node.cli import console
 from planaria.node.data.prepare import Recipe, prepare
-from planaria.node.local.swarm import Plan, parse_kill
+from planaria.node.local.swarm import SwarmPlan, parse_kill
 from planaria.node.resolve import resolve, text_to_prepare
 from planaria.node.run_file import RunFile, override
 
@@ -211,7 +211,7 @@ def _measure_one(
 ) -> Sample:
     folder = SCRATCH / f"{block + 1}-{policy}"
     shutil.rmtree(folder, ignore_errors=True)  # of an interrupted swarm
-    plan = Plan(plan_run(setting.run, policy, folder), folder, None, device, links.homes)
+    plan = SwarmPlan(plan_run(setting.run, policy, folder), folder, None, device, links.homes)
     kills = [parse_kill(text, plan.run) for text in setting.kills]
     with links.inside("registry"):
         carried = asyncio.run(train(plan, kills, links, on_step))

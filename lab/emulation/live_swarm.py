@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from planaria.lab.emulation.emulation import Emulation
-from planaria.node.local.swarm import Kill, Plan, up
+from planaria.node.local.swarm import Kill, SwarmPlan, up
 from planaria.node.report.event_log import Tail
 from planaria.node.report.events import Committed, Entry, Killed, StageRebuilt, entries
 from planaria.node.run_file import RunFile
@@ -53,7 +53,7 @@ class Carried(NamedTuple):
 
 
 async def train(
-    plan: Plan, kills: Sequence[Kill], links: Emulation, on_step: OnStep
+    plan: SwarmPlan, kills: Sequence[Kill], links: Emulation, on_step: OnStep
 ) -> list[Carried]:
     """Run a swarm whose plan has homes in `links`; the caller is inside that of the registry.
     Returns what the links carried meanwhile, by time. Raises LiveError when the run fails, and

@@ -39,7 +39,7 @@ from planaria.lab.simulator.swarm import (
     relearned_at_a_time,
     sites,
 )
-from planaria.node.local.swarm import Kill, Plan, parse_kill
+from planaria.node.local.swarm import Kill, SwarmPlan, parse_kill
 from planaria.node.report.event_log import Tail
 from planaria.node.report.events import (
     Committed,
@@ -149,7 +149,7 @@ def measure_case(case: LiveCase, device: str, on_step: Callable[[int], None]) ->
     folder = SCRATCH / case.name.replace(" ", "-").replace(",", "")
     shutil.rmtree(folder, ignore_errors=True)
     with emulate(case.network(machines(run))) as links:
-        plan = Plan(plan_run(run, case.policy, folder), folder, None, device, links.homes)
+        plan = SwarmPlan(plan_run(run, case.policy, folder), folder, None, device, links.homes)
         kills = [parse_kill(case.kill, plan.run)]
         with links.inside("registry"):
             carried = asyncio.run(train(plan, kills, links, on_step))

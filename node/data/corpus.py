@@ -26,7 +26,7 @@ class CorpusError(ValueError):
     """Data that can't be prepared or read; the message says what is wrong and what to do."""
 
 
-class Shard(BaseModel):
+class TokenShard(BaseModel):
     name: str
     tokens: int
     checksum: str
@@ -35,7 +35,7 @@ class Shard(BaseModel):
 class Split(BaseModel):
     documents: int
     text_bytes: int
-    shards: list[Shard]
+    shards: list[TokenShard]
 
     @property
     def tokens(self) -> int:

@@ -24,8 +24,8 @@ from planaria.node.data.corpus import (
     Corpus,
     CorpusError,
     Index,
-    Shard,
     Split,
+    TokenShard,
     file_checksum,
     load_tokenizer,
     read_index,
@@ -245,7 +245,7 @@ class SplitWriter:
     def __init__(self, folder: Path, name: str, dtype: str) -> None:
         self._folder, self._name = folder, name
         self._dtype = np.dtype(dtype).newbyteorder("<")
-        self._shards: list[Shard] = []
+        self._shards: list[TokenShard] = []
         self._file: BinaryIO | None = None
         self._hash = xxhash.xxh3_128()
         self._tokens = 0  # in the open shard
@@ -273,7 +273,9 @@ class SplitWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         name = Path(self._file.name).name
-        self._shards.append(Shard(name=name, tokens=self._tokens, checksum=self._hash.hexdigest()))
+        self._shards.append(
+            TokenShard(name=name, tokens=self._tokens, checksum=self._hash.hexdigest())
+        )
         self._file, self._tokens = None, 0
         self._hash.reset()
 

@@ -32,7 +32,7 @@ def run_planaria(arguments: list[str]) -> None:
     runpy.run_module("planaria", run_name="__main__")
 
 
-class Ended(NamedTuple):
+class EndedProcess(NamedTuple):
     """A process that ended by itself. `status` as in subprocess: negative for a signal."""
 
     slot: str
@@ -90,10 +90,10 @@ class Processes:
         """Slot -> process id, as far as `ended` has not told otherwise."""
         return {slot: process.pid or 0 for slot, process in self._running.items()}
 
-    def ended(self) -> list[Ended]:
+    def ended(self) -> list[EndedProcess]:
         """Those that ended by themselves since the last look."""
         ended = [
-            Ended(slot, process.pid or 0, status)
+            EndedProcess(slot, process.pid or 0, status)
             for slot, process in self._running.items()
             if (status := process.exitcode) is not None
         ]

@@ -20,7 +20,7 @@ from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnrea
 from planaria.bootstrap.journal import Journal, JournalError
 from planaria.bootstrap.registry_pb2 import Description, View
 from planaria.node.extras import remedy
-from planaria.node.local.processes import GRACE, Ended, Processes, describe_status
+from planaria.node.local.processes import GRACE, EndedProcess, Processes, describe_status
 from planaria.node.local.processes import tail as end_of
 from planaria.node.report.event_log import EventLog, Tail
 from planaria.node.report.events import Exited, Killed, Started, SwarmEnding, entries, parse
@@ -96,24 +96,26 @@ class Ending(NamedTuple):
     reason: str  # empty: the run is finished
 
 
-class Home(NamedTuple):
+class ProcessHome(NamedTuple):
     """Where a process listens, when it has a network of its own."""
 
     host: str  # address in that network
     namespace: Path  # the network, as in /proc/PID/ns/net
 
 
-class Plan(NamedTuple):
+class SwarmPlan(NamedTuple):
     """What to train, and where."""
 
     run: RunFile  # resolved
     out: Path
     save_dir: Path | None  # for nodes' saves
     device: str
-    homes: Mapping[str, Home] = {}  # slot -> home: of all, and `up` runs where it reaches them
+    homes: Mapping[
+        str, ProcessHome
+    ] = {}  # slot -> home: of all, and `up` runs where it reaches them
 
 
-async def up(plan: Plan, kills: Sequence[Kill], console: Console, resume: bool = False) -> int:
+async def up(plan: SwarmPlan, kills: Sequence[Kill], console: Console, resume: bool = False) -> int:
     """Train a resolved run (see `resolve`) with a swarm of processes; the folder `out` gets what it
     came to. With `resume` it goes on from what the run has saved. Returns the exit status: 0 only
     if every step is committed, the audit is all zero and replicas are identical. Raises SwarmError
@@ -136,7 +138,7 @@ async def up(plan: Plan, kills: Sequence[Kill], console: Console, resume: bool =
     return wrap_up(run, out, console, ending)
 
 
-def claim(plan: Plan) -> None:
+def claim(plan: SwarmPlan) -> None:
     """Make the folder for a run. Raises SwarmError when it, or the one for saves, is taken."""
     out, save_dir = plan.out, plan.save_dir
     if save_dir is not None and any(save_dir.glob("*/stage-*/step-*")):
@@ -156,7 +158,7 @@ def claim(plan: Plan) -> None:
         raise SwarmError(f"can't make the folder {out}: {error.strerror}") from error
 
 
-def write_plan(plan: Plan) -> None:
+def write_plan(plan: SwarmPlan) -> None:
     """What `--resume` needs, in the run's folder and beside the saves. Raises SwarmError."""
     (plan.out / RUN_FILE).write_text(dumps(plan.run), encoding="utf-8")
     folders = [plan.out]
@@ -172,7 +174,7 @@ def write_plan(plan: Plan) -> None:
             raise SwarmError(f"can't write in {folder}: {error.strerror}") from error
 
 
-def read_plan(folder: Path) -> Plan:
+def read_plan(folder: Path) -> SwarmPlan:
     """Of the run that wrote `folder`, or whose saves are there. Raises SwarmError."""
     try:
         fields = json.loads((folder / PLAN).read_text(encoding="utf-8"))
@@ -189,7 +191,7 @@ def read_plan(folder: Path) -> Plan:
             f"can't be read ({error}). Name the folder that `planaria up` wrote (--out), or its "
             "--save-dir"
         ) from error
-    plan = Plan(run, out, None if saves is None else Path(saves), device)
+    plan = SwarmPlan(run, out, None if saves is None else Path(saves), device)
     if saves is None and not run.recovery.checkpoint.dir:
         raise SwarmError(
             f"nothing can be resumed from {folder}: the run was started without --save-dir, and "
@@ -198,7 +200,7 @@ def read_plan(folder: Path) -> Plan:
     return plan
 
 
-def empty_registry(plan: Plan) -> None:
+def empty_registry(plan: SwarmPlan) -> None:
     """All the processes are gone: nobody is to wait for them. Views go on counting, so that what
     is trained from now on counts more than what was not saved. Raises SwarmError."""
     text = dumps(plan.run)
@@ -239,7 +241,7 @@ def stop_signals() -> asyncio.Future[int]:
 class _Swarm:
     """The processes, what they tell, and the kills that are still to come."""
 
-    def __init__(self, plan: Plan, kills: Sequence[Kill], screen: Screen) -> None:
+    def __init__(self, plan: SwarmPlan, kills: Sequence[Kill], screen: Screen) -> None:
         self.run, self.kills, self.screen = plan.run, list(kills), screen
         self.device, self.save_dir, self.homes = plan.device, plan.save_dir, plan.homes
         self.out, run = plan.out.absolute(), plan.run
@@ -474,7 +476,7 @@ class _Swarm:
             self.screen.say(f"the log {log} ends:\n{end_of(log, 4)}")
             self._start(slot)
 
-    def _failure(self, ended: Ended) -> str:
+    def _failure(self, ended: EndedProcess) -> str:
         who = "the registry" if ended.slot == "registry" else f"node-{ended.slot}"
         log = self.processes.log(ended.slot)
         often = f", {self.restarts[ended.slot]} times by now" if self.restarts[ended.slot] else ""

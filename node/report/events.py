@@ -166,15 +166,15 @@ class Wall(Event, kind="wall", severity=Severity.DEBUG):
 
 
 @dataclass(frozen=True)
-class Cost:
+class HoldingCost:
     """What keeping something for the day of a loss has cost so far, or takes now."""
 
     extra_bytes: int = 0  # sent or written
     memory_bytes: int = 0
     critical_seconds: float = 0.0  # of the compute thread, or waited for by it
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
+    def __add__(self, other: HoldingCost) -> HoldingCost:
+        return HoldingCost(
             self.extra_bytes + other.extra_bytes,
             self.memory_bytes + other.memory_bytes,
             self.critical_seconds + other.critical_seconds,
@@ -188,11 +188,11 @@ class CostSoFar(Event, kind="cost", severity=Severity.DEBUG):
     extra_bytes: int
     memory_bytes: int
     critical_seconds: float
-    parts: Mapping[str, Cost]
+    parts: Mapping[str, HoldingCost]
 
     @staticmethod
-    def of(parts: Mapping[str, Cost]) -> CostSoFar:
-        whole = sum(parts.values(), Cost())
+    def of(parts: Mapping[str, HoldingCost]) -> CostSoFar:
+        whole = sum(parts.values(), HoldingCost())
         return CostSoFar(
             extra_bytes=whole.extra_bytes,
             memory_bytes=whole.memory_bytes,

@@ -1,6 +1,6 @@
 """The ledger: a line for every committed step, and the audit that compares it with the plan.
 
-A ledger is a JSONL file: a `Header`, then a `Line` for each committed step. Every stage-0 node
+A ledger is a JSONL file: a `LedgerHeader`, then a `Line` for each committed step. Every stage-0 node
 writes its own; what counts is their union (`merge`).
 """
 
@@ -39,7 +39,7 @@ class LedgerError(ValueError):
 
 
 @with_config(ConfigDict(strict=True, extra="forbid"))
-class Header(TypedDict):
+class LedgerHeader(TypedDict):
     """What the windows of a run follow from. `batch` and `microbatch` count samples."""
 
     ledger: Literal[1]
@@ -71,7 +71,7 @@ class Line(TypedDict):
     time: float  # Unix, when this node applied the step
 
 
-_HEADER: TypeAdapter[Header] = TypeAdapter(Header)
+_HEADER: TypeAdapter[LedgerHeader] = TypeAdapter(LedgerHeader)
 _LINE: TypeAdapter[Line] = TypeAdapter(Line)
 Fields = TypeVar("Fields")
 
@@ -111,7 +111,7 @@ class Ledger:
     Raises LedgerError when the file belongs to another run or can't be written.
     """
 
-    def __init__(self, path: Path, header: Header) -> None:
+    def __init__(self, path: Path, header: LedgerHeader) -> None:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ class Ledger:
         """Written through to the operating system before this returns."""
         self._write(line)
 
-    def _write(self, fields: Header | Line) -> None:
+    def _write(self, fields: LedgerHeader | Line) -> None:
         self._file.write(json.dumps(fields, allow_nan=False).encode() + b"\n")
         self._file.flush()
 
@@ -144,7 +144,7 @@ class Ledger:
         self.close()
 
 
-def _check_header(path: Path, written: bytes, header: Header) -> None:
+def _check_header(path: Path, written: bytes, header: LedgerHeader) -> None:
     found = _parse(_HEADER, written[: written.index(b"\n")], path, 1)
     if found != header:
         raise LedgerError(
@@ -153,7 +153,7 @@ def _check_header(path: Path, written: bytes, header: Header) -> None:
 
 
 class Merged(NamedTuple):
-    header: Header
+    header: LedgerHeader
     lines: list[Line]  # one a step, by step
     superseded: int  # lines that another one of the same step outdid
 
@@ -167,7 +167,7 @@ def merge(paths: Iterable[Path]) -> Merged:
     passed over. Raises LedgerError for damaged lines, headers that disagree, and two different
     commits of one step with the same (view, attempt), which the step transaction rules out.
     """
-    first: tuple[Path, Header] | None = None
+    first: tuple[Path, LedgerHeader] | None = None
     chosen: dict[int, Line] = {}
     superseded = 0
     for path in paths:
@@ -205,12 +205,12 @@ def _commit(line: Line) -> dict[str, object]:
     return {key: value for key, value in line.items() if key != "time"}
 
 
-def _difference(one: Header, other: Header) -> str:
+def _difference(one: LedgerHeader, other: LedgerHeader) -> str:
     theirs: dict[str, object] = dict(other)
     return ", ".join(f"{k}: {v!r} and {theirs[k]!r}" for k, v in one.items() if v != theirs[k])
 
 
-def _read(path: Path) -> tuple[Header, list[Line]]:
+def _read(path: Path) -> tuple[LedgerHeader, list[Line]]:
     try:
         rows = path.read_bytes().split(b"\n")[
             :-1

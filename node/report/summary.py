@@ -20,11 +20,11 @@ from planaria.node.report.events import (
     Applied,
     AttemptMasked,
     Committed,
-    Cost,
     CostSoFar,
     Diverged,
     Entry,
     Exited,
+    HoldingCost,
     Joined,
     Killed,
     LinkLost,
@@ -310,7 +310,7 @@ def cost(events: Iterable[Entry], places: int) -> dict[str, Any]:
                 ever[entry.node] = now[place_of.get(entry.node, entry.node)] = told
 
     def total(part: str = "") -> dict[str, Any]:
-        whole = sum((_share(told, part) for told in ever.values()), Cost())
+        whole = sum((_share(told, part) for told in ever.values()), HoldingCost())
         return {
             "extra_bytes": whole.extra_bytes,
             "memory_bytes": sum(_share(told, part).memory_bytes for told in now.values()),
@@ -321,11 +321,11 @@ def cost(events: Iterable[Entry], places: int) -> dict[str, Any]:
     return {**total(), "parts": {name: total(name) for name in names}}
 
 
-def _share(told: CostSoFar, part: str) -> Cost:
+def _share(told: CostSoFar, part: str) -> HoldingCost:
     """What is said of a part, or of all if that is empty."""
     if part:
-        return told.parts.get(part, Cost())
-    return Cost(told.extra_bytes, told.memory_bytes, told.critical_seconds)
+        return told.parts.get(part, HoldingCost())
+    return HoldingCost(told.extra_bytes, told.memory_bytes, told.critical_seconds)
 
 
 def replicas_identical(events: Iterable[Entry]) -> bool:

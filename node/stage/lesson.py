@@ -9,7 +9,7 @@ import torch
 from planaria.node.stage.model import BodyStage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.state.boundary import Fetched, Pair
-from planaria.node.state.relearn import Ended, Piece
+from planaria.node.state.relearn import Piece, PieceResult
 from planaria.node.wire.frames import Frame, WireError
 from planaria.node.wire.tensors import decode
 from planaria.recovery.learner import Learner, Muon, error_gradient, squared_distance
@@ -49,7 +49,7 @@ class StageLesson:
 
     def end(
         self, piece: Piece, given: list[torch.Tensor], norm: float | None, lr: float | None
-    ) -> Ended:
+    ) -> PieceResult:
         x, *start = self._here(given)
         output = self._part(self._fetched.outputs, piece)
         if start:
@@ -57,8 +57,10 @@ class StageLesson:
         assert norm is not None, "in its first round the run's input comes along"
         found = self._forward(x, lr)
         if lr is None:
-            return Ended([], norm, squared_distance(found, output))
-        return Ended([self._learner.backward(error_gradient(found, output, norm))], norm, None)
+            return PieceResult([], norm, squared_distance(found, output))
+        return PieceResult(
+            [self._learner.backward(error_gradient(found, output, norm))], norm, None
+        )
 
     def finish(self, undo: bool) -> None:
         if undo:

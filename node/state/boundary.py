@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 from planaria.node.ports import Priority, Tensors
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.exchange import Exchanges, Inbox, Inboxes, Lost
+from planaria.node.wire.exchange import ExchangeInbox, Exchanges, Inboxes, Lost
 from planaria.node.wire.frames import Descriptor, Frame, Payload, WireError
 from planaria.recovery.orders import runs
 
@@ -49,7 +49,7 @@ class Crossing(NamedTuple):
     side: Side  # of this node
 
 
-class Kept(NamedTuple):
+class KeptTensor(NamedTuple):
     """A tensor as it crossed, or narrowed."""
 
     stages: Sequence[int]  # of the route
@@ -65,11 +65,11 @@ class Kept(NamedTuple):
     def narrow(self) -> bool:
         return all(map(_is_narrow, self.descriptors))
 
-    def narrowed(self, tensors: Tensors) -> Kept:
+    def narrowed(self, tensors: Tensors) -> KeptTensor:
         if self.narrow:
             return self
         wide = tensors.decode(self.descriptors, self.payload)
-        return Kept(self.stages, *tensors.encode(wide, "bf16"))
+        return KeptTensor(self.stages, *tensors.encode(wide, "bf16"))
 
 
 def _is_narrow(descriptor: Descriptor) -> bool:
@@ -82,10 +82,10 @@ class _Step:
 
     ballot: tuple[int, int]
     step: int
-    kept: dict[Crossing, Kept] = field(default_factory=dict)
+    kept: dict[Crossing, KeptTensor] = field(default_factory=dict)
     size: int = 0
 
-    def add(self, crossing: Crossing, kept: Kept) -> None:
+    def add(self, crossing: Crossing, kept: KeptTensor) -> None:
         before = self.kept.get(crossing)
         self.kept[crossing] = kept
         self.size += kept.size - (before.size if before else 0)
@@ -147,7 +147,7 @@ class BoundaryKeeper:
             if not kept.narrow
         ]
         while wide and this == self._narrowings:
-            piece: list[tuple[_Step, Crossing, Kept]] = []
+            piece: list[tuple[_Step, Crossing, KeptTensor]] = []
             while wide and sum(kept.size for _, _, kept in piece) < PIECE:
                 piece.append(wide.pop())
             work = partial(self._narrowed, [kept for _, _, kept in piece])
@@ -155,7 +155,7 @@ class BoundaryKeeper:
             for (step, crossing, _), kept in zip(piece, narrowed, strict=True):
                 step.add(crossing, kept)
 
-    def _narrowed(self, kept: Sequence[Kept]) -> list[Kept]:
+    def _narrowed(self, kept: Sequence[KeptTensor]) -> list[KeptTensor]:
         return [one.narrowed(self._tensors) for one in kept]
 
     def keep(
@@ -169,9 +169,11 @@ class BoundaryKeeper:
             return
         fields = frame.fields
         crossing = Crossing(int(fields["microbatch"]), int(fields["position"]), side)
-        attempt.add(crossing, Kept(stages, frame.descriptors, frame.payload))
+        attempt.add(crossing, KeptTensor(stages, frame.descriptors, frame.payload))
 
-    def sides(self, step: int, stage: int, lost: frozenset[int]) -> list[tuple[Pair, str, Kept]]:
+    def sides(
+        self, step: int, stage: int, lost: frozenset[int]
+    ) -> list[tuple[Pair, str, KeptTensor]]:
         """What a joiner of `stage` needs of the steps up to `step`: the pairs, which side of them,
         and the tensor; the newest step first, each in order. Raises ValueError that says why there
         is nothing."""
@@ -330,7 +332,7 @@ class _Fetch:
         self._fetched = Fetched(wanted.shape)
 
     async def run(
-        self, inbox: Inbox[_Answer], neighbours: Sequence[str], deadline: float
+        self, inbox: ExchangeInbox[_Answer], neighbours: Sequence[str], deadline: float
     ) -> Fetched:
         until = self._client.exchanges.now + deadline
         self._waiting = {node: _Neighbour() for node in neighbours}

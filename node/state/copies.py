@@ -112,7 +112,7 @@ class Outgoing:
 
 
 @dataclass(frozen=True)
-class Header:
+class UpdateHeader:
     """The fields of each frame of an update."""
 
     kind: str
@@ -131,7 +131,7 @@ class Header:
     perturbation: float = field(compare=False)  # may be NaN
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any]) -> Header:
+    def parse(cls, raw: Mapping[str, Any]) -> UpdateHeader:
         """Raises UpdateError for fields that are missing, or of a wrong type or range."""
         found: dict[str, Any] = {}
         for one in fields(cls):
@@ -311,12 +311,12 @@ class Sender:
 
     def _compose(
         self, update: _Update, state: StageState, content: snapshot.SnapshotUpdate
-    ) -> tuple[Header, list[torch.Tensor]]:
+    ) -> tuple[UpdateHeader, list[torch.Tensor]]:
         commit = state.last.SerializeToString()
         payload = [content.payload]
         if commit:
             payload.append(torch.frombuffer(bytearray(commit), dtype=torch.uint8))
-        header = Header(
+        header = UpdateHeader(
             kind=self._outgoing.kind,
             stage=self._outgoing.stage,
             step=state.id.step,
@@ -337,7 +337,7 @@ class Sender:
     async def _transfer(
         self,
         update: _Update,
-        header: Header,
+        header: UpdateHeader,
         payload: list[torch.Tensor],
     ) -> None:
         """Raises ComplaintError when it can't be brought to its holder."""
@@ -399,7 +399,7 @@ class _Arriving:
     """An update, until it counts."""
 
     peer: str
-    header: Header
+    header: UpdateHeader
     payload: torch.Tensor  # uint8 [size]
     received: int = 0
     last: pb.Commit = field(default_factory=pb.Commit)  # once it is whole
@@ -407,7 +407,7 @@ class _Arriving:
 
 @dataclass
 class _Held:
-    header: Header  # of the newest update
+    header: UpdateHeader  # of the newest update
     last: pb.Commit
     state: HeldSnapshot
 
@@ -515,7 +515,7 @@ class Holder:
         self.bytes_received += frame.size
         raw = frame.fields
         try:
-            header = Header.parse(raw)
+            header = UpdateHeader.parse(raw)
             key = header.kind, header.stage
             update = self._place(peer, key, header, raw.get("offset"), frame)
         except (UpdateError, WireError) as error:
@@ -545,7 +545,7 @@ class Holder:
     # --- an update
 
     def _place(
-        self, peer: str, key: tuple[str, int], header: Header, offset: Any, frame: Frame
+        self, peer: str, key: tuple[str, int], header: UpdateHeader, offset: Any, frame: Frame
     ) -> _Arriving:
         """Put the frame's bytes where they belong. Raises UpdateError or WireError."""
         update = self._arriving.get(key)
@@ -569,7 +569,7 @@ class Holder:
             raise
         return update
 
-    def _begin(self, peer: str, key: tuple[str, int], header: Header) -> _Arriving:
+    def _begin(self, peer: str, key: tuple[str, int], header: UpdateHeader) -> _Arriving:
         layout = self._layouts.get(key)
         if layout is None:
             raise UpdateError(f"no {header.kind} of stage {header.stage} is held here")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from planaria.node.ports import Disk, OpenDisk, Tensors
-from planaria.node.report.events import Cost
+from planaria.node.report.events import HoldingCost
 from planaria.node.run_file import RunFile
 from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.boundary import BoundaryKeeper
@@ -247,24 +247,28 @@ class Holdings:
                     problem = str(error)
         raise ComplaintError(problem)
 
-    def costs(self) -> dict[str, Cost]:
+    def costs(self) -> dict[str, HoldingCost]:
         """By what it is for."""
-        found: dict[str, Cost] = {}
+        found: dict[str, HoldingCost] = {}
         if self.boundary is not None:
-            found["boundary"] = Cost(memory_bytes=self.boundary.memory_bytes)
+            found["boundary"] = HoldingCost(memory_bytes=self.boundary.memory_bytes)
         if self.twin is not None:
             twin = self.twin
-            found["redundant"] = Cost(twin.bytes_sent, twin.memory_bytes, twin.critical_seconds)
+            found["redundant"] = HoldingCost(
+                twin.bytes_sent, twin.memory_bytes, twin.critical_seconds
+            )
         name = "snapshot" if self.policy == "snapshot" else "copies"
         if self.sender is not None:
             sender = self.sender
-            found[name] = Cost(sender.bytes_sent, sender.memory_bytes, sender.critical_seconds)
+            found[name] = HoldingCost(
+                sender.bytes_sent, sender.memory_bytes, sender.critical_seconds
+            )
         if self.holder is not None:
-            kept = Cost(0, self.holder.memory_bytes, self.holder.critical_seconds)
-            found[name] = found.get(name, Cost()) + kept
+            kept = HoldingCost(0, self.holder.memory_bytes, self.holder.critical_seconds)
+            found[name] = found.get(name, HoldingCost()) + kept
         for files in self.files:
             disk = files.disk
-            found["checkpoint" if files.kind == "checkpoint" else "saves"] = Cost(
+            found["checkpoint" if files.kind == "checkpoint" else "saves"] = HoldingCost(
                 disk.bytes_written, 0, disk.critical_seconds
             )
         return found

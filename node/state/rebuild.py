@@ -13,7 +13,7 @@ from planaria.node.report.events import Event, Fetching, Origin
 from planaria.node.run_file import RunFile
 from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.boundary import BoundaryClient, Wanted
-from planaria.node.state.relearn import Block, Relearning, Terms
+from planaria.node.state.relearn import Relearning, RelearningBlock, Terms
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.transfer import Delivery, StateClient
 from planaria.node.transaction.effects import Ballot
@@ -200,7 +200,7 @@ class Rebuilding:
             lr=peak(recovery.relearn.lr, sync.step),
             patience=self.run.swarm.progress / 4,
         )
-        block = Block(ballot, self.stage, joiners)
+        block = RelearningBlock(ballot, self.stage, joiners)
         lesson = await self.exchanges.compute(
             partial(self.arithmetic.lesson, fetched, frozenset(joiners))
         )

@@ -22,7 +22,7 @@ from planaria.node.ports import Tensors
 from planaria.node.state.boundary import Fetched, Pair
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.exchange import ComplaintError, Exchanges, Inbox, Inboxes, Lost
+from planaria.node.wire.exchange import ComplaintError, ExchangeInbox, Exchanges, Inboxes, Lost
 from planaria.node.wire.frames import Frame, WireError
 from planaria.recovery.relearning import parts, rate, ratio, shuffled
 
@@ -51,7 +51,7 @@ class Piece(NamedTuple):
     end: int
 
 
-class Ended(NamedTuple):
+class PieceResult(NamedTuple):
     """What comes of a piece at the end of its run."""
 
     back: list[Tensor]  # the gradient; empty when measuring
@@ -75,7 +75,9 @@ class Lesson(Protocol):
         """An update from the gradient at the output; gives that at the input."""
         ...
 
-    def end(self, piece: Piece, given: list[Tensor], norm: float | None, lr: float | None) -> Ended:
+    def end(
+        self, piece: Piece, given: list[Tensor], norm: float | None, lr: float | None
+    ) -> PieceResult:
         """Forward, and compare with what came out of the run; with a learning rate, an update.
         `norm`: the denominator, unless the run's start is in `given`."""
         ...
@@ -98,7 +100,7 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Block:
+class RelearningBlock:
     """Who relearns together: a node for each stage, this node among them."""
 
     ballot: Ballot
@@ -131,7 +133,7 @@ class Relearning:
         self._inboxes: Inboxes[Ballot, Item] = Inboxes(exchanges, NEVER, EARLY_LIMIT)
 
     async def run(
-        self, block: Block, lesson: Lesson, fetched: Fetched, terms: Terms
+        self, block: RelearningBlock, lesson: Lesson, fetched: Fetched, terms: Terms
     ) -> pb.Relearned:
         """Train the stage of `lesson` on what was fetched.
 
@@ -217,7 +219,7 @@ class _Joiner:
     def __init__(
         self,
         node: Relearning,
-        block: Block,
+        block: RelearningBlock,
         lesson: Lesson,
         fetched: Fetched,
         terms: Terms,
@@ -456,7 +458,7 @@ class _Joiner:
 class _Mailbox:
     """What the others have sent and nobody has asked for yet."""
 
-    def __init__(self, exchanges: Exchanges, inbox: Inbox[Item]) -> None:
+    def __init__(self, exchanges: Exchanges, inbox: ExchangeInbox[Item]) -> None:
         self._exchanges, self._inbox = exchanges, inbox
         self._held: dict[tuple[str, object], Item] = {}
         self._lost: dict[str, str] = {}  # by node: why nothing more comes from it

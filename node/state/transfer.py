@@ -23,7 +23,7 @@ import msgpack
 from planaria.node.ports import Tensors
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.exchange import ComplaintError, Exchanges, Inbox, Inboxes, Lost
+from planaria.node.wire.exchange import ComplaintError, ExchangeInbox, Exchanges, Inboxes, Lost
 from planaria.node.wire.frames import SIZES, Frame, WireError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Delivery:
     served: Mapping[str, int] = field(default_factory=dict)  # bytes by source; 0: it helped nothing
 
 
-class Shard(NamedTuple):
+class StateShard(NamedTuple):
     """Bytes [offset, offset + size) of the state."""
 
     offset: int
@@ -204,7 +204,7 @@ class StateServer:
 
     async def _send_shard(self, peer: str, message: pb.Message) -> None:
         request = message.shard_request
-        shard = Shard(request.offset, request.size)
+        shard = StateShard(request.offset, request.size)
         try:
             tensors = _offered(self._pinned(request), request.optimizer)
             values = _values_of([tensor for _, tensor in tensors], shard)
@@ -227,7 +227,7 @@ def _offered(state: StageState, optimizer: bool) -> list[tuple[str, Tensor]]:
     return [(name, t) for name, t in state.tensors.items() if optimizer or name == WEIGHTS]
 
 
-def _values_of(tensors: Sequence[Tensor], shard: Shard) -> list[Tensor]:
+def _values_of(tensors: Sequence[Tensor], shard: StateShard) -> list[Tensor]:
     """The shard's part of each tensor, as views. Raises ValueError for no shard of theirs."""
     total = VALUE * sum(tensor.numel() for tensor in tensors)
     if not 0 < shard.size <= SHARD_LIMIT or shard.offset + shard.size > total:
@@ -255,7 +255,7 @@ class _Source:
     """What ShardPlan knows of a source."""
 
     heard: float = 0.0  # when it was last heard of, or asked after it owed nothing
-    outstanding: dict[int, Shard] = field(default_factory=dict)  # by offset
+    outstanding: dict[int, StateShard] = field(default_factory=dict)  # by offset
     failed: set[int] = field(default_factory=set)  # offsets
     failures: list[str] = field(default_factory=list)
 
@@ -274,7 +274,8 @@ class ShardPlan:
         self._silence = silence
         self._sources: dict[str, _Source] = {}
         self._pending = deque(
-            Shard(offset, min(shard_size, size - offset)) for offset in range(0, size, shard_size)
+            StateShard(offset, min(shard_size, size - offset))
+            for offset in range(0, size, shard_size)
         )
         self.missing = len(self._pending)  # shards, asked for or not
         self.dropped: dict[str, str] = {}  # by source: why
@@ -299,7 +300,7 @@ class ShardPlan:
         if source not in self.dropped:
             self._sources.setdefault(source, _Source())
 
-    def ask(self, now: float) -> list[tuple[str, Shard]]:
+    def ask(self, now: float) -> list[tuple[str, StateShard]]:
         """What to ask now, of whom."""
         asked = []
         while chosen := self._choose():
@@ -312,7 +313,7 @@ class ShardPlan:
             asked.append((source, shard))
         return asked
 
-    def _choose(self) -> tuple[str, Shard] | None:
+    def _choose(self) -> tuple[str, StateShard] | None:
         if not self._pending:
             return None
         free = [s for s, state in self._sources.items() if len(state.outstanding) < OUTSTANDING]
@@ -326,13 +327,13 @@ class ShardPlan:
         state = self._sources[source]
         return len(state.outstanding), len(state.failures)
 
-    def _suits(self, source: str, shard: Shard) -> bool:
+    def _suits(self, source: str, shard: StateShard) -> bool:
         """It hasn't failed this shard, or all have."""
         return shard.offset not in self._sources[source].failed or all(
             shard.offset in other.failed for other in self._sources.values()
         )
 
-    def outstanding(self, source: str, offset: int) -> Shard | None:
+    def outstanding(self, source: str, offset: int) -> StateShard | None:
         """The shard that `source` owes; None: what comes was not asked for, or is late."""
         state = self._sources.get(source)
         return state.outstanding.get(offset) if state else None
@@ -453,7 +454,7 @@ class _Request:
         )
         return pb.Message(ballot=self._ballot(), state_request=request)
 
-    def shard(self, shard: Shard) -> pb.Message:
+    def shard(self, shard: StateShard) -> pb.Message:
         request = pb.ShardRequest(
             transfer=self.transfer,
             step=self.age.step,
@@ -497,7 +498,7 @@ class _Fetch:
         self.values = client.tensors.empty(0)
         self.served = dict.fromkeys(sources, 0)
 
-    async def run(self, inbox: Inbox[_Answer]) -> Delivery:
+    async def run(self, inbox: ExchangeInbox[_Answer]) -> Delivery:
         for source in list(self.silent):
             if not self.client.send(source, self.request.manifest()):
                 self._give_up(source, "there is no link to it")
@@ -627,7 +628,7 @@ class _Fetch:
         )
         return Delivery(state, manifest.size, self._now - self.started, self.served)
 
-    def _place(self, frame: Frame, shard: Shard) -> None:
+    def _place(self, frame: Frame, shard: StateShard) -> None:
         """Put a shard where it belongs, in the compute thread. Raises WireError when it is damaged,
         or not what was asked."""
         if any((d.dtype, d.codec) != ("float32", "none") for d in frame.descriptors):

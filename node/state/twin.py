@@ -24,8 +24,8 @@ from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import (
     ComplaintError,
+    ExchangeInbox,
     Exchanges,
-    Inbox,
     Inboxes,
     Lost,
     PeerLostError,
@@ -171,7 +171,9 @@ class Twin:
         # A copy: what waits to be sent must not change, whatever becomes of the gradient.
         return Frame("twin", ballot, fields, *self._tensors.encode([part.clone()], "none"))
 
-    async def _gather(self, inbox: Inbox[Frame], gathering: _Gathering, deadline: float) -> None:
+    async def _gather(
+        self, inbox: ExchangeInbox[Frame], gathering: _Gathering, deadline: float
+    ) -> None:
         while gathering.missing:
             try:
                 peer, frame = await inbox.take(self._exchanges.now + deadline)

@@ -288,7 +288,7 @@ class Letter(NamedTuple, Generic[T]):
     item: T | Lost
 
 
-class Inbox(Generic[T]):
+class ExchangeInbox(Generic[T]):
     """What has come for one exchange, in the order in which it came."""
 
     def __init__(self, exchanges: Exchanges) -> None:
@@ -334,13 +334,13 @@ class Inboxes(Generic[Key, T]):
         self._exchanges = exchanges
         self._oldest = oldest
         self._early_limit = early_limit
-        self._open: dict[Key, Inbox[T]] = {}
+        self._open: dict[Key, ExchangeInbox[T]] = {}
         self._early: dict[str, _Early[Key, T]] = {}
 
     @contextmanager
-    def open(self, key: Key) -> Iterator[Inbox[T]]:
+    def open(self, key: Key) -> Iterator[ExchangeInbox[T]]:
         """For as long as the exchange runs. Afterwards nothing up to this key has an effect."""
-        inbox = self._open[key] = Inbox(self._exchanges)
+        inbox = self._open[key] = ExchangeInbox(self._exchanges)
         for peer, early in list(self._early.items()):
             if early.key == key:
                 for item in early.items:

@@ -12,12 +12,12 @@ LONG_ENOUGH: Final = 0.5
 """Seconds of sending that say how fast it goes; less may be a buffer that takes all at once."""
 
 
-class Measured(NamedTuple):
+class MeasuredLink(NamedTuple):
     rtt: float  # seconds
     rate: float  # bytes per second
 
 
-async def measure(send: Callable[[int], Awaitable[None]], now: Callable[[], float]) -> Measured:
+async def measure(send: Callable[[int], Awaitable[None]], now: Callable[[], float]) -> MeasuredLink:
     """`send` sends so many bytes, at least 1, and returns when they are acknowledged; `now` is a
     clock in seconds. Beside other traffic it measures what that leaves."""
 
@@ -30,4 +30,4 @@ async def measure(send: Callable[[int], Awaitable[None]], now: Callable[[], floa
     size = SMALLEST
     while (spent := await seconds(size) - rtt) < LONG_ENOUGH and size < LARGEST:
         size *= 2
-    return Measured(rtt, size / max(spent, 1e-9))
+    return MeasuredLink(rtt, size / max(spent, 1e-9))

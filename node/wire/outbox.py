@@ -15,7 +15,7 @@ LIMIT: Final = 4096
 """Items for a peer that wait, at most."""
 
 
-class Outbox:
+class NodeOutbox:
     """Sends over links, and asks for those that aren't up. What is sent to a peer keeps its order.
 
     `undelivered` is told, with the reason, of each item for which no link came up in time.

@@ -15,7 +15,7 @@ from planaria.node.ports import Learned
 from planaria.node.stage.lesson import boundary_tensor
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.state.boundary import Fetched
-from planaria.node.state.relearn import Ended, Piece
+from planaria.node.state.relearn import Piece, PieceResult
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.twin import Twin
 from planaria.node.transaction.attempt import Done, Visit
@@ -225,13 +225,13 @@ class Lesson:
 
     def end(
         self, piece: Piece, given: list[torch.Tensor], norm: float | None, lr: float | None
-    ) -> Ended:
+    ) -> PieceResult:
         output = self._fetched.outputs[piece.pair][piece.first : piece.end].float()
         assert given[0].shape == output.shape
         if lr is None:
-            return Ended([], 1.0, 1.0)
+            return PieceResult([], 1.0, 1.0)
         self._update()
-        return Ended([output], 1.0, None)
+        return PieceResult([output], 1.0, None)
 
     def finish(self, undo: bool) -> None:
         if undo:

@@ -12,7 +12,7 @@ import torch
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.membership import Dial, Evict, Issue, Membership, Probe, Refused, Rules
 from planaria.node.agent import Agent
-from planaria.node.daemon import Node, Place
+from planaria.node.daemon import Node, NodePlace
 from planaria.node.data.corpus import Corpus
 from planaria.node.run_file import RunFile
 from planaria.node.stage.shape import model_config
@@ -174,7 +174,7 @@ class LocalSwarm:
         """`stage`: None for a standby, when every stage has its replicas."""
         listen = "127.0.0.1:0" if advertise else None
         saves = self.saves and self.saves / f"{stage}.{replica}"
-        place = Place(stage, listen, advertise, torch.device("cpu"), self.out, "here", saves)
+        place = NodePlace(stage, listen, advertise, torch.device("cpu"), self.out, "here", saves)
         client = LocalClient(self.registry)
         corpus = None if stage else self.corpus
         node = OneSeat(place, "run", self.run, self.config, corpus, client, 1.0)

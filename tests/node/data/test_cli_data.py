@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from planaria.node.cli import app
 from planaria.node.data.corpus import Corpus
 from planaria.node.data.windows import Windows, microbatch_ids, samples_hash
-from planaria.node.report.ledger import Header, Ledger, line
+from planaria.node.report.ledger import Ledger, LedgerHeader, line
 from planaria.node.wire import stage_pb2
 
 PERSUASION = Path(__file__).parents[3] / "corpus" / "austen" / "persuasion.txt"
@@ -87,7 +87,7 @@ def test_errors_are_sentences(tmp_path: Path, arguments: tuple[str, ...], messag
 
 
 def test_audit_passes_only_what_is_exact(tmp_path: Path) -> None:
-    header = Header(
+    header = LedgerHeader(
         ledger=1, run="r", seed=0, samples=100, batch=4, microbatch=2, context=8, content=""
     )
     windows = Windows(0, 100, 4)

@@ -19,8 +19,8 @@ from planaria.node.data.prepare import Recipe, prepare
 from planaria.node.local.swarm import (
     Ending,
     Kill,
-    Plan,
     SwarmError,
+    SwarmPlan,
     claim,
     parse_kill,
     read_events,
@@ -71,19 +71,19 @@ def test_a_bad_kill_is_refused_with_what_is_valid(text, says):
 def test_a_folder_with_a_run_in_it_is_refused(tmp_path, name):
     (tmp_path / name).touch()
     with pytest.raises(SwarmError, match=f"holds a run already.*{name}.*--out"):
-        claim(Plan(RUN, tmp_path, None, "cpu"))
+        claim(SwarmPlan(RUN, tmp_path, None, "cpu"))
 
 
 def test_a_folder_with_saves_of_another_run_is_refused(tmp_path):
     (tmp_path / "saves/1.0/stage-1").mkdir(parents=True)
     (tmp_path / "saves/1.0/stage-1/step-00000010-0.safetensors").touch()
     with pytest.raises(SwarmError, match="--resume"):
-        claim(Plan(RUN, tmp_path / "out", tmp_path / "saves", "cpu"))
+        claim(SwarmPlan(RUN, tmp_path / "out", tmp_path / "saves", "cpu"))
     assert not (tmp_path / "out").exists()
 
 
 def test_a_plan_is_found_from_either_folder(tmp_path):
-    plan = Plan(RUN, tmp_path / "out", tmp_path / "saves", "cpu")
+    plan = SwarmPlan(RUN, tmp_path / "out", tmp_path / "saves", "cpu")
     claim(plan)
     write_plan(plan)
     assert read_plan(tmp_path / "out") == plan
@@ -93,7 +93,7 @@ def test_a_plan_is_found_from_either_folder(tmp_path):
 def test_what_cannot_be_resumed_says_why(tmp_path):
     with pytest.raises(SwarmError, match="nothing can be resumed"):
         read_plan(tmp_path)
-    plan = Plan(RUN, tmp_path / "out", None, "cpu")
+    plan = SwarmPlan(RUN, tmp_path / "out", None, "cpu")
     claim(plan)
     write_plan(plan)
     with pytest.raises(SwarmError, match="without --save-dir"):
@@ -101,7 +101,7 @@ def test_what_cannot_be_resumed_says_why(tmp_path):
 
 
 def test_a_run_of_an_older_planaria_is_resumed_with_that(tmp_path):
-    plan = Plan(RUN, tmp_path / "out", tmp_path / "saves", "cpu")
+    plan = SwarmPlan(RUN, tmp_path / "out", tmp_path / "saves", "cpu")
     claim(plan)
     write_plan(plan)
     (tmp_path / "out" / "run.toml").write_text("[recovery]\nrelearn_passes = 2\n")

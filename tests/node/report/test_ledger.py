@@ -8,10 +8,19 @@ import pytest
 import xxhash
 
 from planaria.node.data.windows import Windows, microbatch_ids, samples_hash
-from planaria.node.report.ledger import Audit, Header, Ledger, LedgerError, Line, audit, line, merge
+from planaria.node.report.ledger import (
+    Audit,
+    Ledger,
+    LedgerError,
+    LedgerHeader,
+    Line,
+    audit,
+    line,
+    merge,
+)
 from planaria.node.wire import stage_pb2
 
-HEADER = Header(
+HEADER = LedgerHeader(
     ledger=1, run="demo", seed=3, samples=50, batch=12, microbatch=4, context=64, content="c0ffee"
 )
 WINDOWS = Windows(seed=3, samples=50, batch=12)
@@ -45,7 +54,7 @@ def changed(original: Line, microbatches: list[tuple[int, int, str]]) -> Line:
     return fields  # type: ignore[return-value]
 
 
-def write(path: Path, *lines: Line, header: Header = HEADER) -> Path:
+def write(path: Path, *lines: Line, header: LedgerHeader = HEADER) -> Path:
     with Ledger(path, header) as ledger:
         for each in lines:
             ledger.append(each)
@@ -96,7 +105,7 @@ def test_a_ledger_of_another_run_is_not_written_to(tmp_path: Path) -> None:
     path = write(tmp_path / "ledger.jsonl", committed(1))
     before = path.read_bytes()
     with pytest.raises(LedgerError, match=r"another run .seed: 3 and 4.: move it away"):
-        Ledger(path, Header(**{**HEADER, "seed": 4}))
+        Ledger(path, LedgerHeader(**{**HEADER, "seed": 4}))
     with pytest.raises(LedgerError, match="can't write the ledger"):
         Ledger(path / "below", HEADER)
     assert path.read_bytes() == before
@@ -211,7 +220,7 @@ def test_there_must_be_ledgers_of_one_run(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="no ledger in"):
         audit(tmp_path / "nowhere")
     write(tmp_path / "ledger-a.jsonl")
-    write(tmp_path / "ledger-b.jsonl", header=Header(**{**HEADER, "content": "bad"}))
+    write(tmp_path / "ledger-b.jsonl", header=LedgerHeader(**{**HEADER, "content": "bad"}))
     with pytest.raises(LedgerError, match=r"different runs .content: 'c0ffee' and 'bad'"):
         audit(tmp_path)
     (tmp_path / "ledger-a.jsonl").write_bytes(b"")

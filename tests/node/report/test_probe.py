@@ -12,10 +12,10 @@ from planaria.bootstrap.registry_pb2 import (
     Report,
 )
 from planaria.node.report.probe import ProbeError, found, probe, table
-from planaria.node.wire.measuring import LARGEST, SMALLEST, Measured, measure
+from planaria.node.wire.measuring import LARGEST, SMALLEST, MeasuredLink, measure
 
 
-def measured_over(delay: float, rate: float) -> tuple[Measured, list[int]]:
+def measured_over(delay: float, rate: float) -> tuple[MeasuredLink, list[int]]:
     """Of a link that takes `delay` seconds there and back, and `rate` bytes a second."""
     sizes: list[int] = []
 
@@ -23,7 +23,7 @@ def measured_over(delay: float, rate: float) -> tuple[Measured, list[int]]:
         sizes.append(size)
         await asyncio.sleep(delay + size / rate)
 
-    async def work() -> Measured:
+    async def work() -> MeasuredLink:
         return await measure(send, asyncio.get_running_loop().time)
 
     return virtual_time.run(work()), sizes

@@ -23,7 +23,7 @@ from planaria.node.state.boundary import (
     BoundaryKeeper,
     BoundaryServer,
     Fetched,
-    Kept,
+    KeptTensor,
     Pair,
     Side,
     Wanted,
@@ -155,7 +155,7 @@ def check_values(fetched: Fetched, stages: int, swapped: bool) -> None:
             assert torch.equal(tensor, bf16(crossed))
 
 
-def decoded(kept: Kept) -> torch.Tensor:
+def decoded(kept: KeptTensor) -> torch.Tensor:
     (tensor,) = decode(kept.descriptors, kept.payload)
     return tensor
 

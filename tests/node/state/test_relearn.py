@@ -19,7 +19,7 @@ from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.shape import ModelConfig, model_config
 from planaria.node.state import relearn
 from planaria.node.state.boundary import Fetched, Pair
-from planaria.node.state.relearn import Block, Relearning, Terms, whole_pairs
+from planaria.node.state.relearn import Relearning, RelearningBlock, Terms, whole_pairs
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
@@ -142,7 +142,7 @@ class Network:
     ) -> Exchange[pb.Relearned]:
         name = joiners[stage]
         a_lesson = lesson(one, fetched, list(joiners), bf16)
-        block = Block(BALLOT, stage, joiners)
+        block = RelearningBlock(BALLOT, stage, joiners)
         return self.exchanges[name].start(self.nodes[name].run(block, a_lesson, fetched, terms))
 
     def _post(self, sender: str, to: str, item: pb.Message | Frame) -> bool:
@@ -573,7 +573,7 @@ def test_who_is_given_up_goes_no_further() -> None:
     exchanges = time.new(thread)
     node = Relearning(exchanges, tensors, lambda *_: False)
     fetched = fetched_by(2, crossed([2], swapped=False))
-    block = Block(BALLOT, 2, {2: "me"})
+    block = RelearningBlock(BALLOT, 2, {2: "me"})
     relearning = exchanges.start(node.run(block, lesson(one, fetched, [2]), fetched, TERMS))
 
     def work() -> None:

@@ -19,10 +19,10 @@ from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.transfer import (
     Delivery,
     Manifest,
-    Shard,
     ShardPlan,
     StateClient,
     StateServer,
+    StateShard,
 )
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
@@ -557,10 +557,10 @@ def test_the_plan_has_each_shard_once_or_runs_out_of_sources(
     for name in names[late:]:
         plan.add(name)
     now, events = 0.0, 0
-    had: list[Shard] = []
+    had: list[StateShard] = []
     failures = dict.fromkeys(names, 0)
-    owed: list[tuple[str, Shard]] = []
-    failed: set[tuple[str, Shard]] = set()
+    owed: list[tuple[str, StateShard]] = []
+    failed: set[tuple[str, StateShard]] = set()
     while not plan.done and (plan.sources or late):
         live = set(plan.sources)
         for source, shard in plan.ask(now):
@@ -611,7 +611,7 @@ def test_a_fast_source_serves_more() -> None:
     plan.add("fast")
     plan.add("slow")
     served = {"fast": 0, "slow": 0}
-    owed: list[tuple[str, Shard]] = []
+    owed: list[tuple[str, StateShard]] = []
     for now in range(1000):
         owed += plan.ask(now)
         for source, every in (("fast", 1), ("slow", 4)):
@@ -648,7 +648,7 @@ def test_asking_for_more_does_not_excuse_silence() -> None:
         plan.add(source)
     (_, first), _ = plan.ask(0.0)
     plan.drop("b", "lost")
-    assert plan.ask(4.0) == [("a", Shard(16, 16))]
+    assert plan.ask(4.0) == [("a", StateShard(16, 16))]
     plan.expire(5.0)
     assert not plan.outstanding("a", first.offset)
 

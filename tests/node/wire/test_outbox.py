@@ -5,7 +5,7 @@ import pytest
 from planaria.node.wire import outbox
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
-from planaria.node.wire.outbox import Outbox
+from planaria.node.wire.outbox import NodeOutbox
 
 
 class Links:
@@ -43,7 +43,7 @@ def never(peer: str, item: object, reason: str) -> None:
 
 
 def test_what_waits_for_a_link_goes_first(links: Links) -> None:
-    box = Outbox(links, never)
+    box = NodeOutbox(links, never)
     assert box.send("a", message(1), True, 0.0)
     links.up.add("a")  # and nobody has said so yet
     assert box.send("a", message(2), True, 0.1)
@@ -55,7 +55,7 @@ def test_what_waits_for_a_link_goes_first(links: Links) -> None:
 
 
 def test_a_link_that_came_up_unsaid_is_found(links: Links) -> None:
-    box = Outbox(links, never)
+    box = NodeOutbox(links, never)
     box.send("a", message(1), True, 0.0)
     links.up.add("a")
     box.tick(99.0)
@@ -63,14 +63,14 @@ def test_a_link_that_came_up_unsaid_is_found(links: Links) -> None:
 
 
 def test_nothing_waits_for_who_is_no_member(links: Links) -> None:
-    box = Outbox(links, never)
+    box = NodeOutbox(links, never)
     assert not box.send("stranger", message(1), False, 0.0)
     assert links.demanded == []
 
 
 def test_who_waits_too_long_is_told(links: Links) -> None:
     told: list[tuple[str, object, str]] = []
-    box = Outbox(links, lambda *what: told.append(what))
+    box = NodeOutbox(links, lambda *what: told.append(what))
     box.send("a", message(1), True, 0.0)
     box.send("a", message(2), True, 2.0)
     box.tick(3.0)
@@ -86,5 +86,5 @@ def test_who_waits_too_long_is_told(links: Links) -> None:
 
 def test_so_much_waits_and_no_more(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "LIMIT", 2)
-    box = Outbox(links, never)
+    box = NodeOutbox(links, never)
     assert [box.send("a", message(i), True, 0.0) for i in range(3)] == [True, True, False]
