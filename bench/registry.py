@@ -17,7 +17,7 @@ import grpc
 import uvloop
 
 from planaria.bootstrap.journal import Journal
-from planaria.bootstrap.membership import Rules
+from planaria.bootstrap.membership import MembershipRules
 from planaria.bootstrap.registry_pb2 import (
     DescribeRequest,
     Description,
@@ -27,7 +27,7 @@ from planaria.bootstrap.registry_pb2 import (
     View,
 )
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
-from planaria.bootstrap.service import Registry
+from planaria.bootstrap.service import RegistryServer
 
 NODES = 5_000
 PERIOD = 1.0  # seconds between a node's renewals
@@ -35,7 +35,7 @@ SECONDS = 10.0  # measured
 STREAMS_A_CONNECTION = 250
 START = 120.0  # seconds; more means that it hangs
 
-RULES = Rules(run="bench", stages=49, lease=5.0, restart_grace=10.0)
+RULES = MembershipRules(run="bench", stages=49, lease=5.0, restart_grace=10.0)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _serve(journal: Path, connection: Connection) -> None:
 
     async def serve() -> None:
         with Journal(journal, RULES.run, "") as file:
-            registry = Registry(RULES, "", file)
+            registry = RegistryServer(RULES, "", file)
             port = await registry.start("127.0.0.1:0")
             asyncio.get_running_loop().add_reader(
                 connection.fileno(), lambda: connection.send((connection.recv(), _cpu())[1])

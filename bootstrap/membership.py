@@ -38,7 +38,7 @@ MOST_DIALLED = 100  # silent members that are asked whether they are there; of m
 
 
 @dataclass(frozen=True)
-class Rules:
+class MembershipRules:
     """What the registry decides by. Times in seconds."""
 
     run: str
@@ -177,7 +177,7 @@ def related(a: int, b: int, stages: int, swapped: bool) -> bool:
 class Membership:
     """Every effect must be carried out, in the order given, before the next event is fed in."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: MembershipRules) -> None:
         self.rules = rules
         self.view = View(run=rules.run, reason="no node has joined yet")
         self.decisions: deque[str] = deque(maxlen=DECISIONS_KEPT)  # newest last
@@ -929,11 +929,11 @@ def _misspelt(address: str) -> str:
     return ""
 
 
-def _related(rules: Rules, a: int, b: int) -> bool:
+def _related(rules: MembershipRules, a: int, b: int) -> bool:
     return related(a, b, rules.stages, rules.swapped)
 
 
-def _problem(view: View, rules: Rules) -> str:
+def _problem(view: View, rules: MembershipRules) -> str:
     """What keeps this from being a view of the run; empty: nothing."""
     members = list(view.members)
     serving = [m for m in members if not m.standby]

@@ -24,9 +24,9 @@ from planaria.bootstrap.membership import (
     Evict,
     Issue,
     Membership,
+    MembershipRules,
     Probe,
     Refused,
-    Rules,
     Settle,
 )
 from planaria.bootstrap.registry_pb2 import (
@@ -77,12 +77,12 @@ class Limits:
     suspicions: int = 10_000
 
 
-class Registry(RegistryServicer):
+class RegistryServer(RegistryServicer):
     """One run's registry. `start`, then `wait` until it fails or `stop` is called."""
 
     def __init__(
         self,
-        rules: Rules,
+        rules: MembershipRules,
         run_file: str,
         journal: Journal | None = None,
         limits: Limits = Limits(),
@@ -457,7 +457,7 @@ async def _abort_if(context: Context, refused: Refused | None) -> None:
 
 
 async def serve(
-    registry: Registry,
+    registry: RegistryServer,
     listen: str,
     credentials: Credentials = PLAIN,
     insecure: bool = False,

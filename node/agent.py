@@ -1,9 +1,9 @@
 """One seat at a stage: what a node does there, with no loop, clock, socket, thread or tensor.
 
-An agent owns the machines of the step transaction (`Member`, `Driver`), the attempt under way, what
-is kept for others, and the exchanges that average, fetch and relearn. Events come in, each with its
-time; what they ask for goes out through ports (node/ports.py). The daemon gives it asyncio, gRPC
-and torch, tests/simulation a virtual world: there is no other description of a node.
+An agent owns the machines of the step transaction (`MemberSide`, `Driver`), the attempt under way,
+what is kept for others, and the exchanges that average, fetch and relearn. Events come in, each
+with its time; what they ask for goes out through ports (node/ports.py). The daemon gives it
+asyncio, gRPC and torch, tests/simulation a virtual world: there is no other description of a node.
 """
 
 from __future__ import annotations
@@ -36,26 +36,25 @@ from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.transfer import StateClient, StateServer
 from planaria.node.transaction.attempt import Attempt, Workplace
 from planaria.node.transaction.averaging import Averaging
-from planaria.node.transaction.driver import Driver
-from planaria.node.transaction.driver import Phase as DriverPhase
+from planaria.node.transaction.driver import Driver, DriverPhase
 from planaria.node.transaction.effects import (
     Adopt,
     Apply,
+    AverageGradient,
     Ballot,
     DropAttempt,
     Effect,
     Fetch,
     GoOn,
     Halted,
-    Reduce,
     Rejoin,
     Send,
     StartAttempt,
     Suspect,
 )
 from planaria.node.transaction.following import feeders
-from planaria.node.transaction.member import Frames, Member, Phase
-from planaria.node.transaction.rules import Rules
+from planaria.node.transaction.member import Frames, MemberPhase, MemberSide
+from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchange, PeerLostError
 from planaria.node.wire.frames import Frame
@@ -123,8 +122,8 @@ class Agent:
     def _new_driver(self) -> Driver:
         return Driver(self.node, rules(self.run, self.config))
 
-    def _new_member(self) -> Member:
-        return Member(self.node, self.stage)
+    def _new_member(self) -> MemberSide:
+        return MemberSide(self.node, self.stage)
 
     def _converse(self) -> None:
         """With peers: about gradients, states, boundary tensors."""
@@ -300,7 +299,7 @@ class Agent:
                 if self.attempt is not None:
                     self.attempt.drop()
                     self.attempt = None
-            case Reduce(ballot, _):
+            case AverageGradient(ballot, _):
                 assert self.attempt is not None
                 self.reducing = ballot, self.exchanges.start(self._reduce(ballot, self.attempt))
             case Apply(commit):
@@ -489,7 +488,7 @@ class Agent:
     def own_state(self) -> StageState | None:
         """Of this seat's stage, as of the newest commit; None: there is none."""
         member = self.member
-        if member.phase is Phase.SYNCING and member.sync.method != "twin":
+        if member.phase is MemberPhase.SYNCING and member.sync.method != "twin":
             return None
         if member.following is not None and member.following.state is None:
             return None
@@ -540,7 +539,7 @@ class Agent:
         if self.reducing is not None and not self.reducing[1].done:
             return "average"
         syncing = DriverPhase.SYNCING
-        rebuilding = self.member.phase is Phase.SYNCING or self.driver.phase is syncing
+        rebuilding = self.member.phase is MemberPhase.SYNCING or self.driver.phase is syncing
         return "rebuild" if rebuilding else ""
 
     def costs(self) -> dict[str, HoldingCost]:
@@ -573,19 +572,21 @@ class Agent:
     def validate_state(self) -> None:
         """What holds between any two events. Raises AssertionError."""
         member, attempt = self.member, self.attempt
-        if member.phase in (Phase.RUNNING, Phase.REDUCING) and member.following is None:
+        if member.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING) and member.following is None:
             assert attempt is not None and not attempt.over, f"{member.phase}, but no attempt"
             assert attempt.began == member.began, f"{attempt.began} began, not {member.began}"
             assert attempt.ballot == member.attempt, f"at {attempt.ballot}, not {member.attempt}"
         if self.reducing is not None and not self.reducing[1].done:
-            assert member.phase is Phase.REDUCING, f"reduces {self.reducing[0]} in {member.phase}"
+            assert member.phase is MemberPhase.REDUCING, (
+                f"reduces {self.reducing[0]} in {member.phase}"
+            )
         assert len(self.held) <= MOST_HELD
 
 
-def rules(run: RunFile, config: ModelConfig) -> Rules:
+def rules(run: RunFile, config: ModelConfig) -> TransactionRules:
     """What the run file says to the driver."""
     training, recovery = run.training, run.recovery
-    return Rules(
+    return TransactionRules(
         stages=config.stages,
         steps=run.steps,
         microbatches=training.microbatches,

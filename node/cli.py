@@ -384,7 +384,7 @@ def bootstrap_command(
     from planaria.bootstrap.address import Address
     from planaria.bootstrap.credentials import Credentials, CredentialsError
     from planaria.bootstrap.journal import Journal, JournalError
-    from planaria.bootstrap.service import Registry, serve
+    from planaria.bootstrap.service import RegistryServer, serve
     from planaria.node.data.corpus import CorpusError
     from planaria.node.resolve import registry_rules, resolve
     from planaria.node.run_file import RunFileError, dumps, load, loads
@@ -397,7 +397,7 @@ def bootstrap_command(
         credentials = Credentials.load(ca, certificate, key, token)
         log = Journal(journal, rules.run, text) if journal is not None else None
         try:
-            registry = Registry(rules, text, log)
+            registry = RegistryServer(rules, text, log)
             _run(serve(registry, address, credentials, insecure, address_file))
         finally:
             if log is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from planaria.bootstrap.membership import Rules
+from planaria.bootstrap.membership import MembershipRules
 from planaria.node.data.corpus import CorpusError, read_index
 from planaria.node.run_file import DataSection, RunFile, RunFileError, override
 from planaria.node.stage.shape import model_config
@@ -64,12 +64,12 @@ def _stages(run: RunFile) -> int:
         raise RunFileError(f"the run file can't be used: {error}") from error
 
 
-def registry_rules(run: RunFile, text: str) -> Rules:
+def registry_rules(run: RunFile, text: str) -> MembershipRules:
     """What the registry of a resolved run decides by; `text` is the run file it hands out. A
     registry that is started again with the same text serves the same run."""
     if run.model.stages is None:
         raise RunFileError("the run file doesn't say model.stages: resolve it first")
-    return Rules(
+    return MembershipRules(
         run=f"{run.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}",
         stages=run.model.stages,
         replicas=run.swarm.replicas,

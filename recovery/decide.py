@@ -134,7 +134,7 @@ _Answer = tuple[Rebuild | RollBack | None, str]
 
 def _checkfree(stage: int, left: Left) -> _Answer:
     """CheckFree, Algorithm 1: for 1 < stage < L only, the others lack a second body neighbour.
-    Stage 0 as CheckFree+ has it: its copies don't need other orders."""
+    Stage 0 as CheckFree+ has it: its copies don't need swapped orders."""
     if stage == 0:
         return _stage0_copy(left)
     if not 1 < stage < left.stages:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Final, NamedTuple
 
-from planaria.bootstrap.membership import Rules
+from planaria.bootstrap.membership import MembershipRules
 from planaria.lab.emulation.links import Link, Network
 from planaria.lab.simulator import reaction
 from planaria.lab.simulator.churn import HOUR
@@ -231,7 +231,7 @@ def _twins_gradient(swarm: Swarm, reach: Reach, replicas: Sequence[int]) -> floa
 
 # --- losses
 
-_NOTICED: Final = Rules("planned", stages=1).reconnect
+_NOTICED: Final = MembershipRules("planned", stages=1).reconnect
 
 
 def estimated(

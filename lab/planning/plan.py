@@ -110,10 +110,10 @@ def plan(
     from planaria.lab.planning.machines import Hardware, probed, told
     from planaria.lab.planning.planner import PlanError, Question, answer
     from planaria.lab.simulator.churn import read_trace
-    from planaria.lab.simulator.swarm import SwarmError
+    from planaria.lab.simulator.swarm import SwarmFiguresError
     from planaria.node.run_file import RunFileError, dumps
 
-    with refusing(RunFileError, LinkError, SwarmError, PlanError, OSError, ValueError):
+    with refusing(RunFileError, LinkError, SwarmFiguresError, PlanError, OSError, ValueError):
         run, wanted = _asked(run_file, preset, batch, tokens, vocabulary)
         rows = read_trace(trace) if trace else ()
         if rows:

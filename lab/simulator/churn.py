@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planaria.lab.convergence.schedule import Losses, schedule
-from planaria.lab.simulator.swarm import SwarmError
+from planaria.lab.simulator.swarm import SwarmFiguresError
 
 HOUR: Final = 3600.0
 
@@ -36,7 +36,7 @@ class TraceRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Churn:
-    """Losses, and who takes a lost node's place. Seconds. Raises SwarmError."""
+    """Losses, and who takes a lost node's place. Seconds. Raises SwarmFiguresError."""
 
     hourly: float = 0.0  # probability to be lost within an hour from the start
     shape: float = 1.0  # of the Weibull distribution of lives; 1: exponential
@@ -54,18 +54,22 @@ class Churn:
 
     def __post_init__(self) -> None:
         if not 0 <= self.hourly < 1:
-            raise SwarmError(f"hourly = {self.hourly:g} must be 0 or more and less than 1")
+            raise SwarmFiguresError(f"hourly = {self.hourly:g} must be 0 or more and less than 1")
         if not self.shape > 0:
-            raise SwarmError(f"shape = {self.shape:g} of the Weibull distribution must be above 0")
+            raise SwarmFiguresError(
+                f"shape = {self.shape:g} of the Weibull distribution must be above 0"
+            )
         if not 0 <= self.phase < 1:
-            raise SwarmError(f"phase = {self.phase:g} must be 0 or more and less than 1")
+            raise SwarmFiguresError(f"phase = {self.phase:g} must be 0 or more and less than 1")
         waits = ("notice", "replacement", "start", "warm_up")
         if short := [name for name in waits if not getattr(self, name) >= 0]:
-            raise SwarmError(f"{short[0]} = {getattr(self, short[0])} must be 0 s or more")
+            raise SwarmFiguresError(f"{short[0]} = {getattr(self, short[0])} must be 0 s or more")
         if self.trace and (self.hourly or self.at):
-            raise SwarmError("losses come from a trace or else from a rate and a list")
+            raise SwarmFiguresError("losses come from a trace or else from a rate and a list")
         if any(iteration < 1 for iteration in self.at):
-            raise SwarmError(f"iteration {min(self.at)} has no loss: they are counted from 1")
+            raise SwarmFiguresError(
+                f"iteration {min(self.at)} has no loss: they are counted from 1"
+            )
 
     @property
     def scale(self) -> float:
@@ -109,20 +113,23 @@ def per_step(
 
 
 def read_trace(path: Path) -> tuple[TraceRow, ...]:
-    """A CSV of milliseconds, add or remove, node; in the order of time. Raises SwarmError."""
+    """A CSV of milliseconds, add or remove, node; in the order of time. Raises
+    SwarmFiguresError."""
     try:
         rows = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
     except (OSError, UnicodeDecodeError) as error:
-        raise SwarmError(f"can't read the trace {path}: {error}") from error
+        raise SwarmFiguresError(f"can't read the trace {path}: {error}") from error
     found = []
     for line, row in enumerate(rows, 1):
         if len(row) != 3 or row[1] not in ("add", "remove") or not row[0].isdecimal():
-            raise SwarmError(
+            raise SwarmFiguresError(
                 f"{path}, line {line}: {','.join(row)!r} is not MILLISECONDS,add|remove,NODE"
             )
         found.append(TraceRow(int(row[0]) / 1000, row[1] == "add", row[2]))
         if len(found) > 1 and found[-1].time < found[-2].time:
-            raise SwarmError(f"{path}, line {line}: its time is before that of the line before")
+            raise SwarmFiguresError(
+                f"{path}, line {line}: its time is before that of the line before"
+            )
     if not any(row.added for row in found):
-        raise SwarmError(f"{path} adds no node, so there would be none")
+        raise SwarmFiguresError(f"{path} adds no node, so there would be none")
     return tuple(found)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from planaria.bootstrap.membership import Rules
+from planaria.bootstrap.membership import MembershipRules
 from planaria.lab.emulation.links import Link
 from planaria.lab.simulator.churn import Churn
 from planaria.lab.simulator.swarm import (
@@ -26,7 +26,7 @@ from planaria.node.run_file import RunFile
 from planaria.recovery.decide import INEXACT
 from planaria.recovery.relearning import passes
 
-_REGISTRY: Final = Rules("simulated", stages=1)
+_REGISTRY: Final = MembershipRules("simulated", stages=1)
 JOINING: Final = 4
 """Rounds until a node has joined: TCP's, HTTP/2's, the question what is trained, and to join."""
 DIALLING: Final = 2

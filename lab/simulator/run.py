@@ -20,7 +20,7 @@ import simpy
 from planaria.lab.simulator import reaction
 from planaria.lab.simulator.churn import Churn, Lives, LostPlace
 from planaria.lab.simulator.step import MeanStep, simulate_step
-from planaria.lab.simulator.swarm import Group, Swarm, SwarmError
+from planaria.lab.simulator.swarm import Group, Swarm, SwarmFiguresError
 from planaria.recovery.decide import Decision, Held, Left, Rebuild, RollBack, Source, Stop, decide
 from planaria.recovery.snapshot import held_at
 
@@ -92,10 +92,12 @@ def simulate_run(
     """Until the run file's steps are committed, or for `limit` seconds.
 
     `known`: steps simulated before, by the nodes of each group; new ones are added. The same
-    arguments give the same outcome. Raises SwarmError.
+    arguments give the same outcome. Raises SwarmFiguresError.
     """
     if churn.stages is not None and (bad := set(churn.stages) - {*range(swarm.config.stages + 1)}):
-        raise SwarmError(f"stage {min(bad)} can't be lost: there are 0 to {swarm.config.stages}")
+        raise SwarmFiguresError(
+            f"stage {min(bad)} can't be lost: there are 0 to {swarm.config.stages}"
+        )
     return _Run(swarm, churn, seed, {} if known is None else known).outcome(limit)
 
 

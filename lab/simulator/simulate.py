@@ -81,11 +81,11 @@ def simulate(
     from planaria.lab.simulator.churn import HOUR, Churn, read_trace
     from planaria.lab.simulator.run import simulate_run
     from planaria.lab.simulator.step import simulate_step
-    from planaria.lab.simulator.swarm import SwarmError, one_site, seconds_at, sites, uniform
+    from planaria.lab.simulator.swarm import SwarmFiguresError, one_site, seconds_at, sites, uniform
     from planaria.node.run_file import RunFileError, load
     from planaria.node.stage.shape import model_config
 
-    with refusing(RunFileError, LinkError, SwarmError, ValueError):
+    with refusing(RunFileError, LinkError, SwarmFiguresError, ValueError):
         run = load(run_file)
         config = model_config(run.model, run.model.vocabulary or vocabulary)
         if site:
@@ -116,10 +116,11 @@ def simulate(
 def _listed(
     texts: list[str], swarm: Swarm, rate: float, seed: int
 ) -> dict[int, tuple[LostPlace, ...]]:
-    """Losses by iteration; those at a rate for many more of them than steps. Raises SwarmError."""
+    """Losses by iteration; those at a rate for many more of them than steps. Raises
+    SwarmFiguresError."""
     from planaria.lab.convergence.schedule import Losses
     from planaria.lab.simulator.churn import LostPlace, per_step
-    from planaria.lab.simulator.swarm import SwarmError
+    from planaria.lab.simulator.swarm import SwarmFiguresError
 
     losses = Losses(rate=rate, apart=False)
     found = per_step(losses, seed, ENOUGH * swarm.run.steps, swarm.config.stages)
@@ -128,9 +129,11 @@ def _listed(
         stage, dot, number = place.partition(".")
         figures = [stage, step, *([number] if dot else [])]
         if not all(figure.isascii() and figure.isdigit() for figure in figures) or step == "0":
-            raise SwarmError(f"--kill {text}: write STAGE@STEP or STAGE.NODE@STEP, as in 2@15")
+            raise SwarmFiguresError(
+                f"--kill {text}: write STAGE@STEP or STAGE.NODE@STEP, as in 2@15"
+            )
         if int(stage) > swarm.config.stages or int(number or 0) >= swarm.replicas(int(stage)):
-            raise SwarmError(f"--kill {text}: the swarm has no such node")
+            raise SwarmFiguresError(f"--kill {text}: the swarm has no such node")
         one = LostPlace(int(stage), int(number) if dot else None)
         found[int(step)] = (*found.get(int(step), ()), one)
     return found
@@ -212,10 +215,10 @@ def table2(
     from rich.progress import track
 
     from planaria.lab.emulation.links import WAN_LINKS, LinkError, read_links
-    from planaria.lab.simulator.swarm import SwarmError
+    from planaria.lab.simulator.swarm import SwarmFiguresError
     from planaria.lab.simulator.table2 import draw, findings, lab_factors, table
 
-    with refusing(LinkError, SwarmError):
+    with refusing(LinkError, SwarmFiguresError):
         known = read_links(links or WAN_LINKS)
         drawn = [draw(known, seed, number) for number in track(range(draws), "choices of sites")]
     factors = lab_factors(study) if study is not None else None

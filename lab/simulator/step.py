@@ -22,7 +22,7 @@ from planaria.lab.simulator.swarm import (
     Group,
     Seconds,
     Swarm,
-    SwarmError,
+    SwarmFiguresError,
     copy_bytes,
     frame_bytes,
     parameters,
@@ -84,14 +84,14 @@ def simulate_step(swarm: Swarm, steps: int = 3, pooled: bool | None = None) -> M
 
     `pooled`: one lane stands for all sources, and a pool with the sum of their speeds for the
     replicas of each stage; see `lane`. Left out: from `POOLED` nodes on, where it may be. Raises
-    SwarmError.
+    SwarmFiguresError.
     """
     if steps < 2:
-        raise SwarmError(f"steps = {steps}: the first doesn't count, so take 2 or more")
+        raise SwarmFiguresError(f"steps = {steps}: the first doesn't count, so take 2 or more")
     if pooled is None:
         pooled = sum(swarm.counts) >= POOLED and _why_not_pooled(swarm) is None
     if pooled and (why := _why_not_pooled(swarm)):
-        raise SwarmError(f"one lane can't stand for all: {why}")
+        raise SwarmFiguresError(f"one lane can't stand for all: {why}")
     return _Training(lane(swarm) if pooled else _each(swarm), steps).run(pooled)
 
 

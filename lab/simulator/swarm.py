@@ -28,7 +28,7 @@ HEAD = 400
 """Bytes of a frame's head, with its route of some seven visits."""
 
 
-class SwarmError(ValueError):
+class SwarmFiguresError(ValueError):
     """These figures describe no swarm; the message names them and the remedy."""
 
 
@@ -46,7 +46,7 @@ class Seconds:
 
     def __post_init__(self) -> None:
         if any(value < 0 for value in vars(self).values()):
-            raise SwarmError(f"{self}: no task takes less than 0 seconds")
+            raise SwarmFiguresError(f"{self}: no task takes less than 0 seconds")
 
     @property
     def microbatch(self) -> float:
@@ -77,12 +77,15 @@ class Transport:
 
     def __post_init__(self) -> None:
         if min(self.frame, self.message) < 0:
-            raise SwarmError(f"{self}: nothing takes less than 0 seconds")
+            raise SwarmFiguresError(f"{self}: nothing takes less than 0 seconds")
 
 
 @dataclass(frozen=True)
 class Swarm:
-    """Raises SwarmError when nobody could train with it, LinkError when sites lack a link."""
+    """What is simulated: a run, its nodes, the links between them.
+
+    Raises SwarmFiguresError when nobody could train with it, LinkError when sites lack a link.
+    """
 
     run: RunFile
     config: ModelConfig
@@ -96,16 +99,18 @@ class Swarm:
 
     def __post_init__(self) -> None:
         if self.config.stages < 4 and self.swapped:
-            raise SwarmError(f"checkfree+ needs at least 4 body stages, not {self.config.stages}")
+            raise SwarmFiguresError(
+                f"checkfree+ needs at least 4 body stages, not {self.config.stages}"
+            )
         for group in self.groups:
             if not 0 <= group.stage <= self.config.stages or group.count < 0:
-                raise SwarmError(f"{group}: no such stage, or no such count")
+                raise SwarmFiguresError(f"{group}: no such stage, or no such count")
         if self.storage_mbps <= 0:
-            raise SwarmError(f"storage_mbps = {self.storage_mbps:g} must be more than 0")
+            raise SwarmFiguresError(f"storage_mbps = {self.storage_mbps:g} must be more than 0")
         sites = {group.site for group in self.groups} | {self.registry or self.site_of(0)}
         for a in sites:
             if a not in self.network.sites:
-                raise SwarmError(f"the network has no site {a}, where nodes are to be")
+                raise SwarmFiguresError(f"the network has no site {a}, where nodes are to be")
             for b in sites:
                 self.network.between(a, b)
 
@@ -132,7 +137,7 @@ class Swarm:
 
     def nodes(self) -> dict[str, Group]:
         """Name -> its group. Names are STAGE.NUMBER, as the slots of `planaria up`; of group after
-        group. Raises SwarmError when a stage has no node."""
+        group. Raises SwarmFiguresError when a stage has no node."""
         numbers = dict.fromkeys(range(self.config.stages + 1), 0)
         found: dict[str, Group] = {}
         for group in self.groups:
@@ -140,15 +145,17 @@ class Swarm:
                 found[f"{group.stage}.{numbers[group.stage]}"] = group
                 numbers[group.stage] += 1
         if vacant := [stage for stage, count in numbers.items() if not count]:
-            raise SwarmError(f"stage {', '.join(map(str, vacant))} has no node: give each one")
+            raise SwarmFiguresError(
+                f"stage {', '.join(map(str, vacant))} has no node: give each one"
+            )
         return found
 
     def site_of(self, stage: int) -> str:
-        """Of the first nodes of the stage. Raises SwarmError."""
+        """Of the first nodes of the stage. Raises SwarmFiguresError."""
         for group in self.groups:
             if group.stage == stage:
                 return group.site
-        raise SwarmError(f"stage {stage} has no nodes: name a group of them")
+        raise SwarmFiguresError(f"stage {stage} has no nodes: name a group of them")
 
     def link(self, stage: int, to: int) -> Link:
         """Between the first nodes of two stages."""
@@ -227,10 +234,12 @@ def seconds_at(
 
     A backward pass costs two forward passes, three with recomputation. The optimizer reads four
     tensors and writes three, its gradient is cleared, and the digest reads the weights: 36 bytes a
-    parameter. Relearning passes forward and backward, and orthogonalizes. Raises SwarmError.
+    parameter. Relearning passes forward and backward, and orthogonalizes. Raises SwarmFiguresError.
     """
     if not (flops > 0 and memory > 0):
-        raise SwarmError(f"{flops:g} FLOP/s and {memory:g} bytes/s: both must be more than 0")
+        raise SwarmFiguresError(
+            f"{flops:g} FLOP/s and {memory:g} bytes/s: both must be more than 0"
+        )
     forward = forward_flops(config, stage, run.training.microbatch * config.context) / flops
     gradient = VALUE * parameters(config, stage) / memory
     state = {"norm": gradient, "apply": 9 * gradient, "add": 2 * gradient}

@@ -1,7 +1,7 @@
 """The ledger: a line for every committed step, and the audit that compares it with the plan.
 
-A ledger is a JSONL file: a `LedgerHeader`, then a `Line` for each committed step. Every stage-0 node
-writes its own; what counts is their union (`merge`).
+A ledger is a JSONL file: a `LedgerHeader`, then a `Line` for each committed step. Every stage-0
+node writes its own; what counts is their union (`merge`).
 """
 
 from __future__ import annotations

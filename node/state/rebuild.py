@@ -17,7 +17,7 @@ from planaria.node.state.relearn import Relearning, RelearningBlock, Terms
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.transfer import Delivery, StateClient
 from planaria.node.transaction.effects import Ballot
-from planaria.node.transaction.member import Member
+from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import Exchanges
 from planaria.recovery.decide import INEXACT
@@ -44,7 +44,7 @@ class Rebuilding:
         arithmetic: Arithmetic,
         run: RunFile,
         config: ModelConfig,
-        member: Member,
+        member: MemberSide,
         holdings: Holdings,
         states: StateClient,
         boundary: BoundaryClient,

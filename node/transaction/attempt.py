@@ -184,7 +184,7 @@ class Workplace:
         self._seconds = deque((FORGIVEN * s for s in self._seconds), maxlen=MEASURED)
 
 
-class Plan:
+class AttemptPlan:
     """Who does what, by one `Begin`, as one node sees it. Raises ValueError for one that can't
     be."""
 
@@ -211,7 +211,7 @@ class Attempt:
         """Raises ValueError for a plan that can't be."""
         self.place, self.node = place, place.node
         self.began = ballot
-        self._plan = Plan(ballot, begin, place.node, place.masking)
+        self._plan = AttemptPlan(ballot, begin, place.node, place.masking)
         self.applied: set[int] = set()  # ids whose gradient is in the stage's
         self.over = False  # nothing of it has an effect any more
         self._waiting: deque[int] = deque()  # to be injected here
@@ -254,7 +254,7 @@ class Attempt:
         """By a new plan, in which others have the microbatches of who was lost. Raises
         ValueError."""
         before = self._plan
-        plan = Plan(ballot, begin, self.node, self.place.masking)
+        plan = AttemptPlan(ballot, begin, self.node, self.place.masking)
         lost = {place.node for place in before.begin.members}
         lost -= {place.node for place in begin.members}
         left = frozenset(node for node in lost if before.stand_ins.get(node) == self.node)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.routing import plan, share_out, stand_ins
-from planaria.node.transaction.rules import Rules
+from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 
 UNREACHED = 2.0
@@ -90,7 +90,7 @@ class Attempting:
         if self.vote is not None:
             self.vote.joiners.pop(joiner, None)
 
-    def commit(self, vote: Vote, ballot: Ballot, rules: Rules, now: float) -> pb.Commit:
+    def commit(self, vote: Vote, ballot: Ballot, rules: TransactionRules, now: float) -> pb.Commit:
         finite = all(ready.finite for ready in vote.ready.values())
         squared = {vote.stages[node]: vote.ready[node].squared_norm for node in sorted(vote.ready)}
         total = math.sqrt(math.fsum(squared.values())) if finite else math.nan
@@ -110,7 +110,7 @@ class Attempting:
 
     # --- it goes on without lost nodes
 
-    def can_do_without(self, nodes: Collection[str], rules: Rules) -> bool:
+    def can_do_without(self, nodes: Collection[str], rules: TransactionRules) -> bool:
         """Whether all of them train, and each of their stages has others that do."""
         if rules.masking == "abort" or self.begin.kind != pb.Begin.TRAIN:
             return False
@@ -119,7 +119,11 @@ class Attempting:
         return trains.issuperset(nodes) and len(left) > rules.stages
 
     def without(
-        self, nodes: Collection[str], rules: Rules, seconds: Mapping[str, float], now: float
+        self,
+        nodes: Collection[str],
+        rules: TransactionRules,
+        seconds: Mapping[str, float],
+        now: float,
     ) -> tuple[Attempting, int]:
         """The attempt by a plan in which others have the microbatches of these nodes, and how many
         those are, counted at each stage. Whoever was ready has to reduce again."""
@@ -134,7 +138,7 @@ class Attempting:
         return kept, moved
 
     def _plan_without(
-        self, masked: Collection[str], rules: Rules, seconds: Mapping[str, float]
+        self, masked: Collection[str], rules: TransactionRules, seconds: Mapping[str, float]
     ) -> tuple[pb.Begin, int]:
         begin = pb.Begin()
         begin.CopyFrom(self.begin)

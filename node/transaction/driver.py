@@ -33,7 +33,7 @@ from planaria.node.transaction.attempting import Attempting, Vote, planned
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Send, Suspect
 from planaria.node.transaction.gathering import Coming, Gathering, Standing, active
 from planaria.node.transaction.joining import FOLLOWED, FOLLOWS, Joining
-from planaria.node.transaction.rules import Rules
+from planaria.node.transaction.rules import TransactionRules
 from planaria.node.transaction.syncing import Rebuilds, Syncing, copy_twins, decide_each, rebuild
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.decide import Rebuild, Resume, RollBack, Source, Stop, resume
@@ -45,7 +45,7 @@ EVICTED = 3.0
 without that node; then the node isn't lost, and the attempt is given up."""
 
 
-class Phase(enum.Enum):
+class DriverPhase(enum.Enum):
     INACTIVE = "not the driver"
     GATHERING = "gathering"
     SYNCING = "syncing"
@@ -60,7 +60,7 @@ class Phase(enum.Enum):
 class Resting:
     """Nothing is asked of any member."""
 
-    phase: Phase
+    phase: DriverPhase
     why: str = ""
 
     def explain(self) -> str:
@@ -70,10 +70,10 @@ class Resting:
 class Driver:
     """Every event method returns the effects to carry out, in order."""
 
-    def __init__(self, node: str, rules: Rules) -> None:
+    def __init__(self, node: str, rules: TransactionRules) -> None:
         self.node = node
         self.rules = rules
-        self.current: Gathering | Syncing | Attempting | Resting = Resting(Phase.INACTIVE)
+        self.current: Gathering | Syncing | Attempting | Resting = Resting(DriverPhase.INACTIVE)
         self.view = registry.View()
         self.coming: Coming | None = None
         self.members: dict[str, int] = {}  # active members of the ballot's view: node -> stage
@@ -88,14 +88,14 @@ class Driver:
         self.finished = False  # and stays so, whoever is lost afterwards
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> DriverPhase:
         match self.current:
             case Gathering():
-                return Phase.GATHERING
+                return DriverPhase.GATHERING
             case Syncing():
-                return Phase.SYNCING
+                return DriverPhase.SYNCING
             case Attempting(vote=vote):
-                return Phase.RUNNING if vote is None else Phase.REDUCING
+                return DriverPhase.RUNNING if vote is None else DriverPhase.REDUCING
             case Resting(phase):
                 return phase
 
@@ -106,7 +106,7 @@ class Driver:
         if view.number <= max(self.view.number, self.coming.view.number if self.coming else 0):
             return []
         if view.driver != self.node:
-            self.current, self.view, self.coming = Resting(Phase.INACTIVE), view, None
+            self.current, self.view, self.coming = Resting(DriverPhase.INACTIVE), view, None
             return []
         if isinstance(self.current, Attempting | Syncing):
             stay = active(view)
@@ -115,7 +115,7 @@ class Driver:
                 return self._greet(view, now)
             if (attempt := self._can_mask(gone)) is not None:
                 return self._greet(view, now) + self._mask(attempt, gone, view.reason, now)
-        taken_over = self.phase is Phase.INACTIVE
+        taken_over = self.phase is DriverPhase.INACTIVE
         self.coming = Coming(view, now, set())
         return self._gather(f"view {view.number}: {view.reason}", now, taken_over)
 
@@ -125,7 +125,7 @@ class Driver:
         ballot = Ballot.of(message.ballot)
         if body == "status" and self.coming is not None:
             self.coming.unanswered.discard(peer)
-        if self.phase is Phase.INACTIVE or peer not in self.members:
+        if self.phase is DriverPhase.INACTIVE or peer not in self.members:
             return []
         if body == "stale":
             return self._superseded(peer, ballot, now)
@@ -162,7 +162,7 @@ class Driver:
 
     def link_lost(self, peer: str, reason: str, now: float) -> list[Effect]:
         """Messages to or from `peer` may be lost: nothing that waits for it can be trusted."""
-        if self.phase is Phase.INACTIVE:
+        if self.phase is DriverPhase.INACTIVE:
             return []
         if self.coming is not None and peer in self.coming.unanswered:
             return [self.coming.greeting(peer)]  # its link may only have been dialled anew
@@ -190,7 +190,7 @@ class Driver:
         match self.current:
             case Gathering() as gathering:
                 return gathering.ask_again(now)
-            case Resting(Phase.PAUSING) if now >= self.pause_until:
+            case Resting(DriverPhase.PAUSING) if now >= self.pause_until:
                 return self._next(now)
             case Attempting(vote=Vote(awaited=[])):
                 return self._if_all_ready(now)
@@ -289,7 +289,7 @@ class Driver:
         if vacant and not self.finished:
             return effects + self._wait_for_nodes(vacant)
         if now < self.pause_until:
-            self.current = Resting(Phase.PAUSING, gathering.why)
+            self.current = Resting(DriverPhase.PAUSING, gathering.why)
             return effects
         return effects + self._next(now)
 
@@ -305,7 +305,7 @@ class Driver:
     def _wait_for_nodes(self, vacant: Sequence[int]) -> list[Effect]:
         stages = ", ".join(map(str, vacant))
         why = f"waiting for a node to join stage {stages}: planaria node --join ..."
-        self.current = Resting(Phase.WAITING, why)
+        self.current = Resting(DriverPhase.WAITING, why)
         return [Waiting(stages=tuple(vacant), reason=why)]
 
     def _roll_back(self, gathering: Gathering, to: RollBack, now: float) -> list[Effect]:
@@ -370,7 +370,7 @@ class Driver:
             case Attempting() as attempt:
                 attempt.forget(peer)
                 attempt.regather = why
-            case Resting(Phase.PAUSING | Phase.WAITING):
+            case Resting(DriverPhase.PAUSING | DriverPhase.WAITING):
                 return [failed, *self._gather(why, now)]
         return [failed]
 
@@ -499,7 +499,7 @@ class Driver:
         if self.joining.joiners or coming is not None:
             why = why or "all shall have the end"
         effects = self._send_step(step, now)
-        self.current = Resting(Phase.WAITING)  # the attempt is over
+        self.current = Resting(DriverPhase.WAITING)  # the attempt is over
         return effects + (self._gather(why, now) if why else self._finish(now))
 
     # --- an attempt that goes on without lost nodes
@@ -577,7 +577,7 @@ class Driver:
 
     def _halt(self, halt: pb.Halt, now: float) -> list[Effect]:
         why = "all steps are committed" if halt.finished else halt.reason
-        self.current = Resting(Phase.HALTED, why)
+        self.current = Resting(DriverPhase.HALTED, why)
         effects = [self.ballot.send(node, halt=halt) for node in sorted(self.members)]
         return effects + self._report_rebuilds(now)
 

@@ -66,7 +66,7 @@ class DropAttempt:
 
 
 @dataclass(frozen=True)
-class Reduce:
+class AverageGradient:
     """Average the gradient with the stage's other replicas; `Member.reduced` gets the result."""
 
     ballot: Ballot
@@ -124,7 +124,7 @@ Effect = (
     | StartAttempt
     | GoOn
     | DropAttempt
-    | Reduce
+    | AverageGradient
     | Apply
     | Adopt
     | Fetch

@@ -27,7 +27,7 @@ ENTERING_SHARE = 0.05
 
 
 @dataclass
-class Joiner:
+class FollowingTry:
     """One try to follow."""
 
     stage: int
@@ -48,7 +48,7 @@ class Joining:
     """The members that don't train yet, and how often each has failed to follow."""
 
     def __init__(self) -> None:
-        self.joiners: dict[str, Joiner] = {}
+        self.joiners: dict[str, FollowingTry] = {}
         self.failures: Counter[str] = Counter()
 
     def listed(self) -> list[pb.Joiner]:
@@ -61,7 +61,7 @@ class Joining:
 
     def go_on(
         self, gathering: Gathering, is_over: bool, now: float
-    ) -> tuple[list[str], dict[str, Joiner]]:
+    ) -> tuple[list[str], dict[str, FollowingTry]]:
         """Who has the newest state is in, who is on the way to it goes on, and all others have to
         begin anew. Returns who on the way lacks the last commit, and who is in."""
         before, self.joiners = self.joiners, {}
@@ -71,7 +71,7 @@ class Joining:
         for node, status in gathering.statuses.items():
             stage, joiner = gathering.members[node], before.get(node)
             if joiner is None or joiner.step != status.following:
-                joiner = Joiner(stage, status.following, now)
+                joiner = FollowingTry(stage, status.following, now)
             missed = newest.committed - status.heard
             on_the_way = status.following and status.following_lineage == newest.lineage
             fed = on_the_way and stage in alive and missed in (0, 1)
@@ -94,11 +94,11 @@ class Joining:
         """These are told to follow; until now all have waited for them."""
         for node in [effect.to for effect in syncs if isinstance(effect, Send)]:
             stage, step = gathering.members[node], gathering.newest.committed
-            self.joiners[node] = Joiner(stage, step, now, now - gathering.began)
+            self.joiners[node] = FollowingTry(stage, step, now, now - gathering.began)
 
     # --- while the others train
 
-    def caught_up(self) -> dict[str, Joiner]:
+    def caught_up(self) -> dict[str, FollowingTry]:
         return {n: joiner for n, joiner in self.joiners.items() if joiner.caught_up is not None}
 
     def gives_up(self, node: str) -> bool:

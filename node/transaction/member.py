@@ -15,13 +15,13 @@ from planaria.node.transaction.effects import (
     NEVER,
     Adopt,
     Apply,
+    AverageGradient,
     Ballot,
     DropAttempt,
     Effect,
     Fetch,
     GoOn,
     Halted,
-    Reduce,
     Rejoin,
     Send,
     StartAttempt,
@@ -30,7 +30,7 @@ from planaria.node.transaction.following import Following
 from planaria.node.wire import stage_pb2 as pb
 
 
-class Phase(enum.Enum):
+class MemberPhase(enum.Enum):
     IDLE = "idle"
     SYNCING = "syncing"
     FOLLOWING = "following"
@@ -48,13 +48,13 @@ class Frames(enum.Enum):
     DROP = enum.auto()
 
 
-class Member:
+class MemberSide:
     """One node's part in the transaction. Every event method returns the effects to carry out."""
 
     def __init__(self, node: str, stage: int) -> None:
         self.node = node
         self.stage = stage
-        self.phase = Phase.IDLE
+        self.phase = MemberPhase.IDLE
         self.view = registry.View()
         self.promised = NEVER
         self.driver = ""
@@ -115,9 +115,9 @@ class Member:
         self, ballot: Ballot, squared_norm: float, finite: bool, seconds_per_microbatch: float
     ) -> list[Effect]:
         """The stage's gradient is averaged and every microbatch is in it once."""
-        if self.phase is not Phase.REDUCING or ballot != self.attempt:
+        if self.phase is not MemberPhase.REDUCING or ballot != self.attempt:
             return []
-        self.phase = Phase.READY
+        self.phase = MemberPhase.READY
         self.seconds_per_microbatch = seconds_per_microbatch
         ready = pb.Ready(
             step=self.step,
@@ -135,7 +135,7 @@ class Member:
     def voided(self, ballot: Ballot) -> bool:
         """The state is about to be overwritten by what isn't fit to train yet; True: it is still
         wanted. Until `fetched` this node has nothing to offer."""
-        wanted = self.phase is Phase.SYNCING and ballot == self.promised
+        wanted = self.phase is MemberPhase.SYNCING and ballot == self.promised
         if wanted:
             self.lineage = self.committed = 0
             self.void = True
@@ -144,8 +144,8 @@ class Member:
     def arrived(self, ballot: Ballot) -> bool:
         """The state has come; True: it is still wanted, put it in place and call `fetched`."""
         following = self.following
-        wanted = self.phase is Phase.SYNCING and ballot == self.promised
-        if following is not None and self.phase is Phase.FOLLOWING:
+        wanted = self.phase is MemberPhase.SYNCING and ballot == self.promised
+        if following is not None and self.phase is MemberPhase.FOLLOWING:
             wanted = ballot == following.ballot and following.state is None
         self.changing = self.changing or wanted
         return wanted
@@ -160,20 +160,22 @@ class Member:
         if self.following is not None:
             self.following.state = synced
             return answer + self._follow_on()
-        if self.phase is not Phase.SYNCING:
+        if self.phase is not MemberPhase.SYNCING:
             return answer  # asked in the meantime: the status tells
-        self.phase = Phase.IDLE
+        self.phase = MemberPhase.IDLE
         return [self._to_driver(pb.Message(synced=synced))]
 
     def failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> list[Effect]:
         """This node's part in what runs under `ballot` can't be done."""
         if self.following is not None:
             return self._unfollow(reason) if ballot == self.following.ballot else []
-        running = self.phase in (Phase.RUNNING, Phase.REDUCING) and self._is_of_attempt(ballot)
-        syncing = self.phase is Phase.SYNCING and ballot == self.promised
+        running = self.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING) and self._is_of_attempt(
+            ballot
+        )
+        syncing = self.phase is MemberPhase.SYNCING and ballot == self.promised
         if not running and not syncing:
             return []
-        self.phase = Phase.IDLE
+        self.phase = MemberPhase.IDLE
         failed = pb.Failed(reason=reason, accused=accused)
         drop: list[Effect] = [DropAttempt(self.attempt)] if running else []
         return [*drop, self._to_driver(pb.Message(failed=failed))]
@@ -181,7 +183,7 @@ class Member:
     def cut_off(self, ballot: Ballot, node: str, reason: str) -> list[Effect]:
         """What the attempt needs of `node`, or has for it, can't get through. The driver decides
         whether the attempt can do without that node."""
-        running = self.phase in (Phase.RUNNING, Phase.REDUCING)
+        running = self.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING)
         if not running or not self._is_of_attempt(ballot):
             return []
         return [self._to_driver(pb.Message(cut=pb.Cut(node=node, reason=reason)))]
@@ -210,9 +212,12 @@ class Member:
 
     def frames(self, ballot: Ballot) -> Frames:
         """What to do with a frame that was sent by the plan of `ballot`."""
-        if self._is_of_attempt(ballot) and self.phase in (Phase.RUNNING, Phase.REDUCING):
+        if self._is_of_attempt(ballot) and self.phase in (
+            MemberPhase.RUNNING,
+            MemberPhase.REDUCING,
+        ):
             return Frames.TAKE
-        if self.phase is not Phase.HALTED and ballot > max(self.promised, self.attempt):
+        if self.phase is not MemberPhase.HALTED and ballot > max(self.promised, self.attempt):
             return Frames.HOLD
         return Frames.DROP
 
@@ -231,10 +236,10 @@ class Member:
         self._promise(peer, ballot)
         self.halt = None  # the driver looks again
         effects: list[Effect] = []
-        if self.phase in (Phase.RUNNING, Phase.REDUCING):
+        if self.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING):
             effects.append(DropAttempt(self.attempt))
-        if self.phase is not Phase.READY:
-            self.phase = Phase.FOLLOWING if self.following is not None else Phase.IDLE
+        if self.phase is not MemberPhase.READY:
+            self.phase = MemberPhase.FOLLOWING if self.following is not None else MemberPhase.IDLE
         if self.following is not None:
             self.following.doubt()
             self.following.told = False
@@ -252,13 +257,13 @@ class Member:
         return self.began <= ballot <= self.attempt
 
     def _attempting(self) -> bool:
-        return self.phase in (Phase.RUNNING, Phase.REDUCING, Phase.READY)
+        return self.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING, MemberPhase.READY)
 
     def _answer(self, peer: str, ballot: Ballot, attempting: int = 0) -> list[Effect]:
         if self.changing:
             self.unanswered = (peer, ballot)
             return []
-        is_ready = self.phase is Phase.READY
+        is_ready = self.phase is MemberPhase.READY
         status = pb.Status(
             committed=self.committed,
             ready=self.step if is_ready else 0,
@@ -295,7 +300,7 @@ class Member:
                 )
                 return [*effects, self._to_driver(pb.Message(failed=pb.Failed(reason=reason)))]
             self.following = None
-            self.phase = Phase.RUNNING
+            self.phase = MemberPhase.RUNNING
             self.began = self.attempt = ballot
             self.step = step.begin.step
             effects.append(StartAttempt(ballot, step.begin))
@@ -307,20 +312,20 @@ class Member:
         if not self._attempting() or since != self.began:
             reason = f"asked to go on with an attempt that is not under way here, {since}"
             return [self._to_driver(pb.Message(failed=pb.Failed(reason=reason)))]
-        self.phase = Phase.RUNNING
+        self.phase = MemberPhase.RUNNING
         self.attempt = ballot
         return [GoOn(ballot, begin)]
 
     def _commit(self, commit: pb.Commit) -> list[Effect]:
-        ready = self.phase is Phase.READY and self.attempt == Ballot.of(commit.ballot)
+        ready = self.phase is MemberPhase.READY and self.attempt == Ballot.of(commit.ballot)
         if self.following is not None and not ready:
             return self._hear(commit)
         if commit.step != self.committed + 1 or not ready:
             return []  # a repetition, or not for this node: the next query finds out
-        self.phase = Phase.IDLE
+        self.phase = MemberPhase.IDLE
         if self.following is not None:
             self.following.applied(commit)
-            self.phase = Phase.FOLLOWING
+            self.phase = MemberPhase.FOLLOWING
         self.committed = commit.step
         self.last = commit
         self.changing = True
@@ -330,15 +335,15 @@ class Member:
         if self.following is not None:
             self.following.vote = ballot
             return self._follow_on()
-        if self.phase is not Phase.RUNNING or ballot != self.attempt:
+        if self.phase is not MemberPhase.RUNNING or ballot != self.attempt:
             return []
-        self.phase = Phase.REDUCING
-        return [Reduce(ballot, self.step)]
+        self.phase = MemberPhase.REDUCING
+        return [AverageGradient(ballot, self.step)]
 
     def _synced(self, peer: str, ballot: Ballot, sync: pb.Sync) -> list[Effect]:
         self._promise(peer, ballot)
         effects: list[Effect] = [DropAttempt(self.attempt)] if self._attempting() else []
-        self.phase = Phase.FOLLOWING if sync.follow else Phase.SYNCING
+        self.phase = MemberPhase.FOLLOWING if sync.follow else MemberPhase.SYNCING
         self.following = Following(ballot, sync.step, sync.step) if sync.follow else None
         self.sync = sync
         return [*effects, Fetch(ballot, sync)]
@@ -346,10 +351,10 @@ class Member:
     def _halt(self, halt: pb.Halt) -> list[Effect]:
         self.halt = halt
         self.following = None
-        if self.phase is Phase.READY:  # a driver that comes yet may want it committed
+        if self.phase is MemberPhase.READY:  # a driver that comes yet may want it committed
             return [Halted(halt)]
         effects: list[Effect] = [DropAttempt(self.attempt)] if self._attempting() else []
-        self.phase = Phase.HALTED
+        self.phase = MemberPhase.HALTED
         return [*effects, Halted(halt)]
 
     # --- following
@@ -358,7 +363,7 @@ class Member:
         """The others begin an attempt, in which this node is a joiner."""
         if self.following is None:
             return [self._to_driver(pb.Message(failed=pb.Failed(reason="it doesn't follow")))]
-        self.phase = Phase.FOLLOWING
+        self.phase = MemberPhase.FOLLOWING
         self.following.begun(ballot, begin, self.node)
         return self._follow_on()
 
@@ -369,14 +374,14 @@ class Member:
             return []
         if commit.step > expected:
             return self._unfollow(f"the commit of step {expected} was missed")
-        self.phase = Phase.FOLLOWING  # if it was about to vote: the others didn't wait
+        self.phase = MemberPhase.FOLLOWING  # if it was about to vote: the others didn't wait
         self.following.hear(commit)
         return self._follow_on()
 
     def _follow_on(self) -> list[Effect]:
         """Apply the next commit; else vote, if asked to; else tell that this node has caught up."""
         following = self.following
-        if following is None or self.phase is not Phase.FOLLOWING:
+        if following is None or self.phase is not MemberPhase.FOLLOWING:
             return []
         if reason := following.broken():
             return self._unfollow(reason)
@@ -387,7 +392,7 @@ class Member:
             self.committed, self.last, self.changing = commit.step, commit, True
             return [Adopt(Ballot.of(commit.ballot)), Apply(commit)]
         if following.may_vote(self.committed):
-            self.phase = Phase.REDUCING
+            self.phase = MemberPhase.REDUCING
             self.attempt, self.step = following.attempt
             self.began = self.attempt
             return [Adopt(self.attempt)]
@@ -401,5 +406,5 @@ class Member:
 
     def _unfollow(self, reason: str) -> list[Effect]:
         self.following = None
-        self.phase = Phase.IDLE
+        self.phase = MemberPhase.IDLE
         return [self._to_driver(pb.Message(failed=pb.Failed(reason=reason)))]

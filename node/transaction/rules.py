@@ -9,7 +9,7 @@ from planaria.recovery.decide import Masking, Policy
 
 
 @dataclass(frozen=True)
-class Rules:
+class TransactionRules:
     """How far to train, by which steps, and what to do about a loss."""
 
     stages: int  # body stages, L

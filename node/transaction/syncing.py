@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from planaria.node.report.events import Origin, RebuildOrdered, RelearningResult, StageRebuilt
 from planaria.node.transaction.effects import Effect
 from planaria.node.transaction.gathering import Gathering
-from planaria.node.transaction.rules import Rules
+from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.decide import INEXACT, Decision, Rebuild, Source, decide
 from planaria.recovery.orders import adjoining, all_orders, blocks
@@ -100,7 +100,7 @@ def rebuilt(node: str, stage: int, synced: pb.Synced, seconds: float, stall: flo
 # --- who fetches what
 
 
-def decide_each(gathering: Gathering, rules: Rules) -> dict[int, Decision]:
+def decide_each(gathering: Gathering, rules: TransactionRules) -> dict[int, Decision]:
     """About the stages of which nobody has the newest state, or not every node."""
     left = gathering.left()
     if (left.lineage, left.step) == (0, 0):
@@ -117,7 +117,7 @@ def rebuild(
     gathering: Gathering,
     rebuilds: Mapping[int, Rebuild],
     lacking: Mapping[int, list[str]],
-    rules: Rules,
+    rules: TransactionRules,
     follow: bool = False,
 ) -> list[Effect]:
     """One node rebuilds a lost stage; its replicas copy from it later, so that they are
@@ -151,7 +151,7 @@ def rebuild(
     return effects
 
 
-def copy_twins(gathering: Gathering, rules: Rules) -> list[Effect]:
+def copy_twins(gathering: Gathering, rules: TransactionRules) -> list[Effect]:
     """With redundant computation, who lacks a twin of this very step copies the next stage."""
     to = gathering.standing()
     if rules.policy != "redundant" or (to.lineage, to.committed) == (0, 0):

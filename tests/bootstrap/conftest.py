@@ -13,14 +13,14 @@ import pytest
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.credentials import PLAIN, Credentials
 from planaria.bootstrap.journal import Journal
-from planaria.bootstrap.membership import PROTOCOL, Rules
+from planaria.bootstrap.membership import PROTOCOL, MembershipRules
 from planaria.bootstrap.registry_pb2 import JoinReply, JoinRequest, View
-from planaria.bootstrap.service import Limits, Registry
+from planaria.bootstrap.service import Limits, RegistryServer
 
 DEADLINE = 120.0  # seconds; only a hanging test gets there
 
 T = TypeVar("T")
-RULES = Rules(run="r", stages=2, lease=10, probe_timeout=5, restart_grace=0.2)
+RULES = MembershipRules(run="r", stages=2, lease=10, probe_timeout=5, restart_grace=0.2)
 RUN_FILE = 'name = "r"\n'
 
 
@@ -70,7 +70,7 @@ class Node:
 class Place:
     """A running registry and the nodes started by the test."""
 
-    registry: Registry
+    registry: RegistryServer
     port: int
     nodes: list[Node]
     credentials: Credentials
@@ -95,13 +95,13 @@ class Place:
 
 @asynccontextmanager
 async def serving(
-    rules: Rules = RULES,
+    rules: MembershipRules = RULES,
     port: int = 0,
     journal: Journal | None = None,
     credentials: Credentials = PLAIN,
     limits: Limits | None = None,
 ) -> AsyncIterator[Place]:
-    registry = Registry(rules, RUN_FILE, journal, limits or Limits())
+    registry = RegistryServer(rules, RUN_FILE, journal, limits or Limits())
     port = await registry.start(f"127.0.0.1:{port}", credentials)
     place = Place(registry, port, [], credentials)
     try:

@@ -14,7 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from planaria.bootstrap.client import JoinRefused, RegistryClient
 from planaria.bootstrap.credentials import PLAIN
 from planaria.bootstrap.dial import is_there
-from planaria.bootstrap.membership import PROTOCOL, Rules
+from planaria.bootstrap.membership import PROTOCOL, MembershipRules
 from planaria.bootstrap.registry_pb2 import JoinRequest
 from tests.bootstrap.conftest import Place, serving
 
@@ -84,14 +84,17 @@ async def until_silent(place: Place) -> None:
 
 
 async def test_a_newcomer_takes_the_place_of_a_lone_node_that_is_gone() -> None:
-    async with serving(Rules(run="r", stages=2, lease=0.1)) as place:
+    async with serving(MembershipRules(run="r", stages=2, lease=0.1)) as place:
         assert await join(place, "old", free_address()) == ["old"]
         await until_silent(place)
         assert await join(place, "new", free_address()) == ["new"]
 
 
 async def test_a_lone_node_that_answers_is_not_replaced() -> None:
-    async with serving(Rules(run="r", stages=2, lease=0.1)) as place, listening("old") as address:
+    async with (
+        serving(MembershipRules(run="r", stages=2, lease=0.1)) as place,
+        listening("old") as address,
+    ):
         await join(place, "old", address)
         await until_silent(place)
         with pytest.raises(JoinRefused, match=r"old \(stage 0, .*\) answers who dials it"):

@@ -12,9 +12,9 @@ from planaria.bootstrap.membership import (
     Evict,
     Issue,
     Membership,
+    MembershipRules,
     Probe,
     Refused,
-    Rules,
     Settle,
 )
 from planaria.bootstrap.registry_pb2 import (
@@ -37,7 +37,7 @@ class Swarm:
     """A machine with a clock, checked after each event."""
 
     def __init__(self, stages: int = 2, **rules: object) -> None:
-        self.machine = Membership(Rules(run="r", stages=stages, **rules))  # type: ignore[arg-type]
+        self.machine = Membership(MembershipRules(run="r", stages=stages, **rules))  # type: ignore[arg-type]
         self.now = 0.0
         self.effects: list[Effect] = []
 
@@ -875,4 +875,4 @@ def test_describe_tells_everything() -> None:
 )
 def test_rules_are_checked(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Rules(**{"run": "r", "stages": 2, **wrong})  # type: ignore[arg-type]
+        MembershipRules(**{"run": "r", "stages": 2, **wrong})  # type: ignore[arg-type]

@@ -4,10 +4,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from planaria.bootstrap.membership import PROTOCOL, Dial, Effect, Issue, Membership, Refused, Rules
+from planaria.bootstrap.membership import (
+    PROTOCOL,
+    Dial,
+    Effect,
+    Issue,
+    Membership,
+    MembershipRules,
+    Refused,
+)
 from planaria.bootstrap.registry_pb2 import JoinReply, JoinRequest, Renewal, Report, Suspicion, View
 
-RULES = Rules(
+RULES = MembershipRules(
     run="r",
     stages=3,
     replicas=2,

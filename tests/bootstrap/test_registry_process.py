@@ -24,14 +24,14 @@ import logging, sys
 from pathlib import Path
 import uvloop
 from planaria.bootstrap.journal import Journal
-from planaria.bootstrap.membership import Rules
-from planaria.bootstrap.service import Registry, serve
+from planaria.bootstrap.membership import MembershipRules
+from planaria.bootstrap.service import RegistryServer, serve
 
 logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
 path, listen = Path(sys.argv[1]), sys.argv[2]
-rules = Rules(run="r", stages=1, lease=60, restart_grace=0.5)
+rules = MembershipRules(run="r", stages=1, lease=60, restart_grace=0.5)
 with Journal(path, "r", "toml") as journal:
-    uvloop.run(serve(Registry(rules, "toml", journal), listen))
+    uvloop.run(serve(RegistryServer(rules, "toml", journal), listen))
 """
 
 

@@ -25,7 +25,7 @@ from planaria.bootstrap.client import (
 )
 from planaria.bootstrap.credentials import Credentials, CredentialsError
 from planaria.bootstrap.journal import Journal
-from planaria.bootstrap.membership import PROTOCOL, Rules
+from planaria.bootstrap.membership import PROTOCOL, MembershipRules
 from planaria.bootstrap.registry_pb2 import (
     JoinReply,
     JoinRequest,
@@ -37,7 +37,7 @@ from planaria.bootstrap.registry_pb2 import (
     WatchRequest,
 )
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
-from planaria.bootstrap.service import NAME_BYTES, RENEWAL_BYTES, SERVICE, Limits, Registry
+from planaria.bootstrap.service import NAME_BYTES, RENEWAL_BYTES, SERVICE, Limits, RegistryServer
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 TIMEOUT = 120.0  # seconds; only a hanging test gets there
@@ -134,7 +134,7 @@ async def test_suspecting_strangers_and_by_strangers(place: Any) -> None:
 
 
 async def test_a_frozen_suspect_is_evicted_long_before_its_lease_ends(serve: Serve) -> None:
-    async with serve(Rules(run="r", stages=2, lease=1000, probe_timeout=0.2)) as place:
+    async with serve(MembershipRules(run="r", stages=2, lease=1000, probe_timeout=0.2)) as place:
         a = await place.node("a")
         channel, stub = raw(place)
         await stub.Join(JoinRequest(protocol=PROTOCOL, node="frozen", address="f:1"))
@@ -159,7 +159,7 @@ async def test_watch_tells_the_current_view_at_once(place: Any) -> None:
 
 
 async def test_describe_has_reports_and_decisions(serve: Serve) -> None:
-    async with serve(Rules(run="r", stages=2, lease=5000)) as place:
+    async with serve(MembershipRules(run="r", stages=2, lease=5000)) as place:
         a = await place.node("a")
         a.client.report(Report(committed=3, phase="forward", message="all is well"))
         described = await until_described(place, lambda d: d.members[0].report.committed == 3)
@@ -366,7 +366,7 @@ def _full(descriptor: int) -> None:
 
 
 async def test_address_in_use_and_unencrypted_addresses_are_refused(place: Any) -> None:
-    other = Registry(Rules(run="r", stages=2), "")
+    other = RegistryServer(MembershipRules(run="r", stages=2), "")
     with pytest.raises(OSError, match="address is in use"):
         await other.start(place.address)
     with pytest.raises(CredentialsError, match=r"there is no TLS.*--insecure"):
@@ -374,7 +374,7 @@ async def test_address_in_use_and_unencrypted_addresses_are_refused(place: Any) 
 
 
 async def test_insecure_is_said_loudly(caplog: pytest.LogCaptureFixture) -> None:
-    registry = Registry(Rules(run="r", stages=2), "")
+    registry = RegistryServer(MembershipRules(run="r", stages=2), "")
     await registry.start("0.0.0.0:0", insecure=True)
     await registry.stop()
     assert any("INSECURE" in r.getMessage() for r in caplog.records)

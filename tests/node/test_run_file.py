@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from planaria.bootstrap.membership import Rules
+from planaria.bootstrap.membership import MembershipRules
 from planaria.bootstrap.service import HELD_UP
 from planaria.lab.convergence.training import Ablation
 from planaria.node.run_file import HEARTBEAT, LEASE, PROBE, RunFileError, from_fields, loads
@@ -89,6 +89,6 @@ def test_a_file_of_an_older_planaria_is_told_all_that_has_changed() -> None:
 
 def test_the_times_are_those_of_links_and_registry() -> None:
     assert LinkSettings().heartbeat == HEARTBEAT
-    assert Rules("run", 1).probe_timeout == PROBE
+    assert MembershipRules("run", 1).probe_timeout == PROBE
     assert LEASE >= HELD_UP
     LinkSettings(silence=2 * HEARTBEAT)

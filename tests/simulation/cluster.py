@@ -37,11 +37,10 @@ from planaria.node.stage.shape import model_config
 from planaria.node.state.copies import Holder
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.stage_state import StageState
-from planaria.node.transaction.driver import Driver
-from planaria.node.transaction.driver import Phase as DriverPhase
+from planaria.node.transaction.driver import Driver, DriverPhase
 from planaria.node.transaction.effects import NEVER, Ballot
-from planaria.node.transaction.member import Member
-from planaria.node.transaction.rules import Rules
+from planaria.node.transaction.member import MemberSide
+from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.decide import (
     INEXACT,
@@ -66,7 +65,7 @@ def weights_digest(weights: torch.Tensor) -> bytes:
     return xxhash.xxh3_128(weights.numpy().data).digest()
 
 
-def run_of(rules: Rules, files: Files) -> RunFile:
+def run_of(rules: TransactionRules, files: Files) -> RunFile:
     """The run file that says so."""
     return from_fields(
         {
@@ -140,7 +139,7 @@ class Trap:
 class Machines:
     """What the nodes run; a test puts a faulty one among them."""
 
-    member: type[Member] = Member
+    member: type[MemberSide] = MemberSide
     driver: type[Driver] = Driver
     holder: type[Holder] = Holder
 
@@ -153,7 +152,7 @@ class Cluster:
     def __init__(
         self,
         seed: int,
-        rules: Rules,
+        rules: TransactionRules,
         hosts: list[Host],
         overflowing: set[int],
         pace: float,

@@ -20,7 +20,7 @@ from planaria.node.state.stage_state import Age
 from planaria.node.state.twin import next_stage
 from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import Ballot, Effect, GoOn
-from planaria.node.transaction.member import Member
+from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import Exchanges
@@ -70,7 +70,7 @@ class Seat(Agent):
     def _new_driver(self) -> Driver:
         return self.host.cluster.machines.driver(self.node, self.host.cluster.rules)
 
-    def _new_member(self) -> Member:
+    def _new_member(self) -> MemberSide:
         return self.host.cluster.machines.member(self.node, self.stage)
 
 
@@ -101,7 +101,7 @@ class Node:
         self.process.after(self.world.random.uniform(0.0, TICK), self._tick)
 
     @property
-    def member(self) -> Member | None:
+    def member(self) -> MemberSide | None:
         return self.seat.member if self.seat is not None else None
 
     @property

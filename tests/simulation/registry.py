@@ -15,9 +15,9 @@ from planaria.bootstrap.membership import (
     Evict,
     Issue,
     Membership,
+    MembershipRules,
     Probe,
     Refused,
-    Rules,
     Settle,
 )
 from simulation.world import Link, Process
@@ -41,7 +41,7 @@ class Registry:
         self.cluster, self.world = cluster, cluster.world
         self.journal = pb.View()
         self.issued: dict[int, pb.View] = {}
-        self.rules = Rules(
+        self.rules = MembershipRules(
             run="run",
             stages=cluster.rules.stages,
             replicas=max(1, len(cluster.hosts) // (cluster.rules.stages + 1)),

@@ -14,8 +14,8 @@ from unittest.mock import patch
 from planaria.node.stage import optimizer
 from planaria.node.state import copies, twin
 from planaria.node.transaction import averaging
-from planaria.node.transaction.member import Phase
-from planaria.node.transaction.rules import Rules
+from planaria.node.transaction.member import MemberPhase
+from planaria.node.transaction.rules import TransactionRules
 from planaria.recovery.decide import Policy
 from simulation.cluster import Cluster, Host, InvariantError, Machines, Trap
 from simulation.node import Node
@@ -91,12 +91,12 @@ class Scenario:
 
     # --- the shape
 
-    def _rules(self, policy: Policy | None) -> Rules:
+    def _rules(self, policy: Policy | None) -> TransactionRules:
         chosen = self.random
         stages = chosen.randint(4 if policy == "checkfree+" else 1, 6)
         policies: list[Policy] = ["checkfree", "snapshot", "checkpoint", "redundant"]
         policies += ["checkfree+", "checkfree+"] if stages >= 4 else []
-        return Rules(
+        return TransactionRules(
             stages=stages,
             steps=chosen.randint(5, 20),
             microbatches=chosen.randint(1, 8),
@@ -111,7 +111,7 @@ class Scenario:
             lr_scale=lambda step, boosted_at: 1.1 if boosted_at else 1.0,
         )
 
-    def _hosts(self, rules: Rules) -> list[Host]:
+    def _hosts(self, rules: TransactionRules) -> list[Host]:
         """Replicas of each stage and standbys; one host at most dials out only, since two such
         can't be linked."""
         chosen = self.random
@@ -123,7 +123,7 @@ class Scenario:
         hidden = chosen.randrange(len(wanted)) if chosen.random() < 0.3 else -1
         return [Host(f"h{i}", stage, i == hidden) for i, stage in enumerate(wanted)]
 
-    def _files(self, rules: Rules, hosts: list[Host]) -> Files:
+    def _files(self, rules: TransactionRules, hosts: list[Host]) -> Files:
         """Who writes what how often."""
         chosen = self.random
         share = chosen.choice([0.0, 0.0, 0.8, 1.0, 1.0])
@@ -132,7 +132,7 @@ class Scenario:
         checkpoint_every = chosen.randint(1, 4) if rules.policy == "checkpoint" else 0
         return Files(chosen.randint(1, 4) if share else 0, checkpoint_every)
 
-    def _overflowing(self, rules: Rules) -> set[int]:
+    def _overflowing(self, rules: TransactionRules) -> set[int]:
         steps = range(1, rules.steps + 1)
         return {step for step in steps if self.random.random() < 0.05}
 
@@ -275,7 +275,7 @@ class Scenario:
 
     def _crash_ready(self) -> float:
         """A node between Ready and Commit, in whatever role."""
-        ready = [n for n in self._some() if n.member and n.member.phase is Phase.READY]
+        ready = [n for n in self._some() if n.member and n.member.phase is MemberPhase.READY]
         return self._crash_soon(ready, 0.01)
 
     def _crash_rebuilding(self) -> float:
@@ -475,10 +475,10 @@ class Halved(Scenario):
     """Each half has a node of every stage; the driver's is cut off from the other and from the
     registry."""
 
-    def _rules(self, policy: Policy | None) -> Rules:
+    def _rules(self, policy: Policy | None) -> TransactionRules:
         return replace(super()._rules(policy), masking="reassign", steps=20)
 
-    def _hosts(self, rules: Rules) -> list[Host]:
+    def _hosts(self, rules: TransactionRules) -> list[Host]:
         stages = range(rules.stages + 1)
         return [Host(f"{half}{stage}", stage, False) for half in "ab" for stage in stages]
 
@@ -497,4 +497,4 @@ class Halved(Scenario):
 
 
 def _syncing(node: Node) -> bool:
-    return node.member is not None and node.member.phase is Phase.SYNCING
+    return node.member is not None and node.member.phase is MemberPhase.SYNCING

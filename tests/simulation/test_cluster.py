@@ -8,7 +8,7 @@ from planaria.node.state.copies import Holder, _Arriving
 from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import Adopt, Ballot, Effect, Send
 from planaria.node.transaction.gathering import QUERY_AGAIN, Gathering
-from planaria.node.transaction.member import Member, Phase
+from planaria.node.transaction.member import MemberPhase, MemberSide
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.decide import Policy
 from simulation.cluster import Machines
@@ -17,12 +17,12 @@ from simulation.scenario import PART, Halved, Orphaned, ScenarioError, run
 SEEDS, CHUNK = 200, 25
 
 
-class Forgetful(Member):
+class Forgetful(MemberSide):
     """Drops what is ready when a driver asks."""
 
     def _queried(self, peer: str, ballot: Ballot) -> list[Effect]:
-        if self.phase is Phase.READY:
-            self.phase = Phase.IDLE
+        if self.phase is MemberPhase.READY:
+            self.phase = MemberPhase.IDLE
         return super()._queried(peer, ballot)
 
 
@@ -47,7 +47,7 @@ class Presumptuous(Driver):
         return super().tick(now)
 
 
-class DoubleCounting(Member):
+class DoubleCounting(MemberSide):
     """Has its gradient applied twice over."""
 
     def _commit(self, commit: pb.Commit) -> list[Effect]:
@@ -76,7 +76,7 @@ class Reckless(Driver):
         return []
 
 
-class Unfit(Member):
+class Unfit(MemberSide):
     """Offers the weights that it has begun to overwrite."""
 
     def voided(self, ballot: Ballot) -> bool:
@@ -86,7 +86,7 @@ class Unfit(Member):
         return wanted
 
 
-class Muddled(Member):
+class Muddled(MemberSide):
     """Follows with whatever gradient came last."""
 
     def _follow_on(self) -> list[Effect]:
@@ -150,7 +150,7 @@ def test_a_half_that_is_cut_off_does_not_go_on_without_the_other() -> None:
             run(seed, Machines(driver=Reckless), kind=Halved)
 
 
-class Anonymous(Member):
+class Anonymous(MemberSide):
     """Does not say by which commit its files were made."""
 
     def _answer(self, peer: str, ballot: Ballot, attempting: int = 0) -> list[Effect]:

@@ -110,9 +110,8 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
     from planaria.node.state.transfer import StateServer
     from planaria.node.transaction.attempt import Attempt
     from planaria.node.transaction.averaging import Averaging
-    from planaria.node.transaction.driver import Driver
-    from planaria.node.transaction.driver import Phase as DriverPhase
-    from planaria.node.transaction.member import Member, Phase
+    from planaria.node.transaction.driver import Driver, DriverPhase
+    from planaria.node.transaction.member import MemberPhase, MemberSide
     from planaria.node.wire import stage_pb2 as pb
 
     def trained(begin: pb.Begin) -> int:
@@ -130,7 +129,7 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
 
     def averaged(averaging: Any, peer: str, frame: Any) -> int:
         member = averaging._send.__self__.member
-        return member.step if member.phase is Phase.REDUCING else 0
+        return member.step if member.phase is MemberPhase.REDUCING else 0
 
     def saved(seat: Any, *_: Any) -> int:
         (files,) = seat.holdings.files
@@ -144,7 +143,7 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
     return {
         # between Ready and Commit: a member that has the commit in its hands, the driver that has
         # decided and told nobody
-        "commit": (Member, "_commit", lambda member, commit: commit.step),
+        "commit": (MemberSide, "_commit", lambda member, commit: commit.step),
         "decide": (Driver, "_decide", lambda driver, attempt, *_: attempt.begin.step),
         # in a rebuild: the joiner with all it has fetched, a source, the driver that has sent Sync
         "place": (TorchStage, "put_in_place", lambda stage, sync, states: sync.step),

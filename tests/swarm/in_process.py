@@ -10,20 +10,28 @@ from pathlib import Path
 import torch
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.membership import Dial, Evict, Issue, Membership, Probe, Refused, Rules
+from planaria.bootstrap.membership import (
+    Dial,
+    Evict,
+    Issue,
+    Membership,
+    MembershipRules,
+    Probe,
+    Refused,
+)
 from planaria.node.agent import Agent
 from planaria.node.daemon import Node, NodePlace
 from planaria.node.data.corpus import Corpus
 from planaria.node.run_file import RunFile
 from planaria.node.stage.shape import model_config
 from planaria.node.state.holdings import Holdings
-from planaria.node.transaction.member import Member
+from planaria.node.transaction.member import MemberSide
 
 
 class LocalRegistry:
     """The membership machine, ticking on this loop."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: MembershipRules) -> None:
         self.membership = Membership(rules)
         self.nodes: dict[str, LocalClient] = {}
 
@@ -125,7 +133,7 @@ class OneSeat(Node):
         return self.seat and self.seat.stage
 
     @property
-    def member(self) -> Member | None:
+    def member(self) -> MemberSide | None:
         return self.seat and self.seat.member
 
     @property
@@ -149,7 +157,9 @@ class LocalSwarm:
         self.config = model_config(run.model, corpus.vocabulary)
         replicas = run.swarm.replicas
         self.registry = LocalRegistry(
-            Rules("run", self.config.stages, replicas, max_replicas=replicas, start_grace=60)
+            MembershipRules(
+                "run", self.config.stages, replicas, max_replicas=replicas, start_grace=60
+            )
         )
         self.after_view = after_view
         self.nodes: dict[tuple[int, int], tuple[OneSeat, asyncio.Task[str]]] = {}

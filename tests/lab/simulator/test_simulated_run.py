@@ -25,7 +25,7 @@ from planaria.lab.simulator.churn import (
 )
 from planaria.lab.simulator.run import Loss, RunOutcome, simulate_run
 from planaria.lab.simulator.step import MeanStep, simulate_step
-from planaria.lab.simulator.swarm import Seconds, Swarm, SwarmError, one_site, uniform
+from planaria.lab.simulator.swarm import Seconds, Swarm, SwarmFiguresError, one_site, uniform
 from planaria.node.run_file import loads, override
 from planaria.node.stage.shape import model_config
 
@@ -395,9 +395,9 @@ def test_traces_are_read_from_files(tmp_path: Path) -> None:
         "5,remove,a\n": "adds no node",
     }.items():
         path.write_text(text)
-        with pytest.raises(SwarmError, match=re.escape(said)):
+        with pytest.raises(SwarmFiguresError, match=re.escape(said)):
             read_trace(path)
-    with pytest.raises(SwarmError, match="can't read the trace"):
+    with pytest.raises(SwarmFiguresError, match="can't read the trace"):
         read_trace(tmp_path / "none.csv")
 
 
@@ -413,10 +413,10 @@ def test_traces_are_read_from_files(tmp_path: Path) -> None:
     ],
 )
 def test_what_can_not_be_is_refused(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(SwarmError, match=re.escape(said)):
+    with pytest.raises(SwarmFiguresError, match=re.escape(said)):
         Churn(**fields)
 
 
 def test_stages_that_are_not_there_can_not_be_lost() -> None:
-    with pytest.raises(SwarmError, match="stage 9 can't be lost: there are 0 to 4"):
+    with pytest.raises(SwarmFiguresError, match="stage 9 can't be lost: there are 0 to 4"):
         simulate_run(swarm(), Churn(hourly=0.1, stages=(9,)))

@@ -20,7 +20,7 @@ from planaria.lab.simulator.swarm import (
     Group,
     Seconds,
     Swarm,
-    SwarmError,
+    SwarmFiguresError,
     Transport,
     copy_bytes,
     forward_flops,
@@ -342,7 +342,7 @@ def test_large_swarms_are_pooled_only_where_nodes_are_alike() -> None:
     assert simulate_step(one, steps=2).pooled
     faster = replace(one.groups[1], count=1, seconds=Seconds(0.001, 0.001))
     mixed = replace(one, groups=(*one.groups, faster))
-    with pytest.raises(SwarmError, match="nodes of a stage are not alike"):
+    with pytest.raises(SwarmFiguresError, match="nodes of a stage are not alike"):
         simulate_step(mixed, pooled=True)
 
 
@@ -422,5 +422,5 @@ def test_stand_ins_get_all_frames_and_work_when_they_have_nothing_else_to_do() -
     ],
 )
 def test_what_is_no_swarm_is_refused(make: Any, said: str) -> None:
-    with pytest.raises(SwarmError, match=re.escape(said)):
+    with pytest.raises(SwarmFiguresError, match=re.escape(said)):
         make()

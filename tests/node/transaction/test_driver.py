@@ -21,13 +21,13 @@ from planaria.node.report.events import (
     Waiting,
 )
 from planaria.node.transaction.attempting import UNREACHED, Attempting
-from planaria.node.transaction.driver import EVICTED, LONGEST_PAUSE, Driver, Phase
+from planaria.node.transaction.driver import EVICTED, LONGEST_PAUSE, Driver, DriverPhase
 from planaria.node.transaction.effects import Ballot, Effect, Send, Suspect
 from planaria.node.transaction.gathering import ANSWER, QUERY_AGAIN, Gathering
-from planaria.node.transaction.rules import Rules
+from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 
-RULES = Rules(
+RULES = TransactionRules(
     stages=4,
     steps=10,
     microbatches=2,
@@ -62,7 +62,7 @@ def suspected(effects: Sequence[Effect]) -> list[str]:
 class Told:
     """A driver at node a, and what happens to it. `now` goes on only where a test says so."""
 
-    def __init__(self, rules: Rules = RULES, members: dict[str, int] = SWARM) -> None:
+    def __init__(self, rules: TransactionRules = RULES, members: dict[str, int] = SWARM) -> None:
         self.driver = Driver("a", rules)
         self.members = members
         self.number = 0
@@ -237,7 +237,7 @@ def test_late_and_foreign_messages_have_no_effect():
     assert told.hears("b", old, failed=pb.Failed(reason="old")) == []
     assert told.hears("stranger", failed=pb.Failed(reason="foreign")) == []
     assert told.hears("b", ready=pb.Ready(step=1)) == [], "nobody has asked yet"
-    assert told.driver.phase is Phase.RUNNING
+    assert told.driver.phase is DriverPhase.RUNNING
 
 
 # --- another driver's legacy
@@ -343,7 +343,7 @@ def test_a_joiner_waits_for_the_end_of_the_step():
     told.hears("new", Ballot(2, 0), status=pb.Status())
     effects = told.commits()
     assert not effects["b"].step.HasField("begin"), "the view is taken up first"
-    assert told.driver.phase is Phase.GATHERING
+    assert told.driver.phase is DriverPhase.GATHERING
     assert told.driver.members.keys() == {*SWARM, "new"}
 
 
@@ -355,7 +355,7 @@ def test_a_newcomer_whose_link_is_dialled_anew_is_asked_again():
     again = told.driver.link_lost("new", "dialled anew", told.now)
     assert sent(again, "query").keys() == {"new"}
     assert sent(again, "query")["new"].ballot == Ballot(2, 0).message()
-    assert told.driver.phase is Phase.RUNNING
+    assert told.driver.phase is DriverPhase.RUNNING
     told.hears("new", Ballot(2, 0), status=pb.Status())
     assert told.driver.link_lost("new", "dialled anew", told.now) == []
 
@@ -366,7 +366,7 @@ def test_a_newcomer_whose_link_is_dialled_anew_is_asked_again():
 class Joined(Told):
     """Stage 2 gets a second node, `new`, after step 1."""
 
-    def __init__(self, rules: Rules = RULES) -> None:
+    def __init__(self, rules: TransactionRules = RULES) -> None:
         super().__init__(rules)
         self.begins()
         self.views({**SWARM, "new": 2})
@@ -582,7 +582,7 @@ def test_who_fails_to_follow_twice_is_waited_for():
         effects = told.gathered()
     assert not sent(effects, "sync")["new"].sync.follow
     assert sent(effects, "step") == {}
-    assert told.driver.phase is Phase.SYNCING
+    assert told.driver.phase is DriverPhase.SYNCING
 
 
 def test_who_never_catches_up_is_given_up():
@@ -690,9 +690,9 @@ def test_the_first_failure_is_retried_at_once_later_ones_after_longer_pauses():
         told.hears("c", failed=pb.Failed(reason="out of memory"))
         told.statuses(0)
         before = told.now
-        while told.driver.phase is Phase.PAUSING:
+        while told.driver.phase is DriverPhase.PAUSING:
             told.waits(0.05)
-        assert told.driver.phase is Phase.RUNNING
+        assert told.driver.phase is DriverPhase.RUNNING
         pauses.append(told.now - before)
     assert pauses[0] == 0
     assert pauses[1] > 0
@@ -701,7 +701,7 @@ def test_the_first_failure_is_retried_at_once_later_ones_after_longer_pauses():
     told.commits()
     told.hears("c", failed=pb.Failed(reason="again"))
     told.statuses(1)
-    assert told.driver.phase is Phase.RUNNING, "a commit ends the row"
+    assert told.driver.phase is DriverPhase.RUNNING, "a commit ends the row"
 
 
 def test_a_pause_does_not_end_in_a_step_without_a_stage():
@@ -714,7 +714,7 @@ def test_a_pause_does_not_end_in_a_step_without_a_stage():
     told.hears("c", failed=pb.Failed(reason="out of memory"))
     told.views({node: stage for node, stage in SWARM.items() if node != "c"})
     told.statuses(0)
-    assert told.driver.phase is Phase.WAITING
+    assert told.driver.phase is DriverPhase.WAITING
     assert told.waits(2 * LONGEST_PAUSE) == []
 
 
@@ -774,7 +774,7 @@ def test_a_finished_run_stays_finished_whoever_is_lost(members: dict[str, int]):
     told.views(members)
     effects = told.statuses(1, b=pb.Status())
     assert all(message.halt.finished for message in sent(effects, "halt").values())
-    assert told.driver.phase is Phase.HALTED
+    assert told.driver.phase is DriverPhase.HALTED
 
 
 # --- every policy
@@ -785,7 +785,7 @@ def lost(*nodes: str) -> dict[str, pb.Status]:
     return dict.fromkeys(nodes, pb.Status())
 
 
-def at_step_5(rules: Rules, **statuses: pb.Status) -> list[Effect]:
+def at_step_5(rules: TransactionRules, **statuses: pb.Status) -> list[Effect]:
     told = Told(rules)
     told.views(committed=5)
     return told.statuses(5, **statuses)
@@ -820,7 +820,7 @@ def test_a_lost_stage_is_rebuilt_only_when_every_stage_has_a_node():
     told.views(committed=5)
     effects = told.statuses(5, **lost("c"))
     assert not sent(effects, "sync")
-    assert told.driver.phase is Phase.WAITING
+    assert told.driver.phase is DriverPhase.WAITING
     told.views(SWARM)
     effects = told.statuses(5, **lost("c", "d"))
     assert {n: m.sync.method for n, m in sent(effects, "sync").items()} == {
@@ -910,7 +910,7 @@ def test_saves_are_not_read_before_every_stage_has_a_node():
     told.views(committed=47)
     effects = told.statuses(a=saves(0, 40), b=saves(1, 40))
     assert not sent(effects, "sync")
-    assert told.driver.phase is Phase.WAITING
+    assert told.driver.phase is DriverPhase.WAITING
 
 
 def test_under_the_checkpoint_policy_everything_may_be_lost_before_the_first_one():
@@ -949,7 +949,7 @@ PAIRS = {**SWARM, "z": 0, "f": 1, "g": 2, "h": 3, "i": 4}
 FOUR = replace(RULES, microbatches=4)
 
 
-def on_the_way(rules: Rules = FOUR, members: dict[str, int] = PAIRS) -> Told:
+def on_the_way(rules: TransactionRules = FOUR, members: dict[str, int] = PAIRS) -> Told:
     told = Told(rules, members)
     told.begins()
     return told
@@ -1005,7 +1005,7 @@ def test_it_is_committed_once_the_registry_has_dropped_the_node_and_not_before()
     assert steps.keys() == left.keys()
     commit = steps["a"].step.commit
     assert (commit.step, len(commit.microbatches)) == (1, 4)
-    assert told.driver.phase is Phase.GATHERING  # for the view without it
+    assert told.driver.phase is DriverPhase.GATHERING  # for the view without it
 
 
 def test_a_node_that_is_no_member_any_more_need_not_have_lost_its_link():
@@ -1041,11 +1041,11 @@ def test_what_a_lost_source_has_brought_home_is_to_come_home_again():
     plan = told.attempt.begin.plan
     for microbatch in plan:
         told.hears(microbatch.source, home=pb.Home(microbatch=microbatch.id, loss=4.0, tokens=2))
-    assert told.driver.phase is Phase.REDUCING
+    assert told.driver.phase is DriverPhase.REDUCING
     effects = told.driver.link_lost("z", "reset", told.now)
     begin = goes_on(effects)
     assert {m.source for m in begin.plan} == {"a"}
-    assert told.driver.phase is Phase.RUNNING
+    assert told.driver.phase is DriverPhase.RUNNING
     assert not sent(effects, "reduce")
     told.hears("z", home=pb.Home(microbatch=1, loss=9.0, tokens=2))
     assert 1 not in told.attempt.homes
@@ -1109,7 +1109,9 @@ def test_when_a_stand_in_is_lost_too_the_others_share():
         (FOUR, ["c", "g"]),  # its stage is lost
     ],
 )
-def test_where_nobody_can_take_over_or_nobody_is_to_the_attempt_ends(rules: Rules, lost: list[str]):
+def test_where_nobody_can_take_over_or_nobody_is_to_the_attempt_ends(
+    rules: TransactionRules, lost: list[str]
+):
     told = on_the_way(rules)
     effects = [told.driver.link_lost(node, "reset", told.now) for node in lost][-1]
     assert events(effects, Aborted)
@@ -1127,7 +1129,7 @@ def test_who_can_not_be_reached_by_another_is_given_time_to_turn_out_lost():
     told = on_the_way()
     effects = told.hears("b", cut=pb.Cut(node="g", reason="reset"))
     assert suspected(effects) == ["g"]
-    assert told.driver.phase is Phase.RUNNING
+    assert told.driver.phase is DriverPhase.RUNNING
     assert told.waits(UNREACHED / 2) == []
     assert goes_on(told.driver.link_lost("g", "reset", told.now))
     assert told.waits(UNREACHED) == []

@@ -11,17 +11,17 @@ from planaria.node.transaction.effects import (
     NEVER,
     Adopt,
     Apply,
+    AverageGradient,
     Ballot,
     DropAttempt,
     Effect,
     Fetch,
     GoOn,
-    Reduce,
     Rejoin,
     Send,
     StartAttempt,
 )
-from planaria.node.transaction.member import Frames, Member, Phase
+from planaria.node.transaction.member import Frames, MemberPhase, MemberSide
 from planaria.node.wire import stage_pb2 as pb
 
 SWARM = {"driver": 0, "self": 1, "other": 2}
@@ -59,7 +59,7 @@ class Told:
     """A member of stage 1 of 2, and what the driver tells it."""
 
     def __init__(self) -> None:
-        self.member = Member("self", 1)
+        self.member = MemberSide("self", 1)
         self.member.viewed(view(1))
 
     def hears(self, ballot: Ballot, peer: str = "driver", **body: object) -> list[Effect]:
@@ -104,7 +104,7 @@ def test_an_older_ballot_has_no_effect_and_is_answered_with_the_newer(told: Told
     assert isinstance(send, Send)
     assert send.message.WhichOneof("body") == "stale"
     assert Ballot.of(send.message.ballot) == Ballot(1, 5)
-    assert told.member.phase is Phase.READY
+    assert told.member.phase is MemberPhase.READY
 
 
 def test_a_commit_of_an_older_driver_has_no_effect_once_a_newer_has_asked(told: Told):
@@ -143,7 +143,7 @@ def test_an_attempt_from_begin_to_commit(told: Told):
     ballot = Ballot(1, 2)
     (start,) = told.hears(ballot, step=begin(1))
     assert isinstance(start, StartAttempt)
-    assert told.hears(ballot, reduce=pb.Reduce()) == [Reduce(ballot, 1)]
+    assert told.hears(ballot, reduce=pb.Reduce()) == [AverageGradient(ballot, 1)]
     (send,) = told.member.reduced(ballot, 2.0, True, 0.1)
     assert isinstance(send, Send)
     assert (send.message.ready.step, send.message.ready.squared_norm) == (1, 2.0)
@@ -178,7 +178,7 @@ def test_a_step_that_does_not_follow_is_not_begun(told: Told, step: int, kind: i
     (send,) = told.hears(Ballot(1, 2), step=begin(step, kind=kind))
     assert isinstance(send, Send)
     assert f"asked to begin step {step}" in send.message.failed.reason
-    assert told.member.phase is Phase.IDLE
+    assert told.member.phase is MemberPhase.IDLE
 
 
 def test_what_was_reduced_for_an_older_attempt_is_nothing(told: Told):
@@ -186,7 +186,7 @@ def test_what_was_reduced_for_an_older_attempt_is_nothing(told: Told):
     told.hears(Ballot(1, 2), reduce=pb.Reduce())
     told.queried(Ballot(1, 3))
     assert told.member.reduced(Ballot(1, 2), 2.0, True, 0.1) == []
-    assert told.member.phase is Phase.IDLE
+    assert told.member.phase is MemberPhase.IDLE
 
 
 def test_a_failure_is_told_once_and_leaves_no_trace(told: Told):
@@ -202,7 +202,7 @@ def test_a_failure_of_an_older_attempt_is_nothing(told: Told):
     told.hears(Ballot(1, 2), step=begin(1))
     told.hears(Ballot(1, 4), step=begin(1))
     assert told.member.failed(Ballot(1, 2), "lost", []) == []
-    assert told.member.phase is Phase.RUNNING
+    assert told.member.phase is MemberPhase.RUNNING
 
 
 # --- queries
@@ -248,7 +248,7 @@ def test_state_is_fetched_and_put_in_place(told: Told):
     effects = told.member.fetched(pb.Synced(step=7, digest=b"d"), commit(7, Ballot(1, 1)), 3)
     assert bodies(effects) == ["synced"]
     assert (told.member.committed, told.member.boosted_at, told.member.lineage) == (7, 3, 2)
-    assert told.member.phase is Phase.IDLE
+    assert told.member.phase is MemberPhase.IDLE
 
 
 def test_state_that_comes_after_a_query_is_not_wanted(told: Told):
@@ -336,7 +336,7 @@ def test_commits_heard_while_the_state_comes_are_applied_in_order_once_their_gra
     assert isinstance(send, Send)
     assert send.message.synced.digest == b"9"
     assert (told.member.committed, told.member.boosted_at) == (9, 3)
-    assert told.member.phase is Phase.FOLLOWING
+    assert told.member.phase is MemberPhase.FOLLOWING
 
 
 def test_a_gradient_that_was_not_committed_comes_to_nothing():
@@ -364,7 +364,7 @@ def test_who_has_caught_up_votes_when_asked_and_enters_with_the_commit():
     assert isinstance(apply, Apply)
     assert isinstance(start, StartAttempt)
     assert told.member.following is None
-    assert told.member.phase is Phase.RUNNING
+    assert told.member.phase is MemberPhase.RUNNING
 
 
 @pytest.mark.parametrize("ready", [False, True])
@@ -378,7 +378,7 @@ def test_when_the_others_did_not_wait_for_its_vote_it_goes_on_following(ready: b
         told.member.reduced(Ballot(1, 2), 2.0, True, 0.0)
     effects = told.begun(3, 9, commit(8, Ballot(1, 2)))
     assert [e.commit.step for e in effects if isinstance(e, Apply)] == [8]
-    assert told.member.phase is Phase.FOLLOWING
+    assert told.member.phase is MemberPhase.FOLLOWING
     assert told.member.reduced(Ballot(1, 2), 2.0, True, 0.0) == []
     told.member.applied(b"8")
     told.gradient(3)
@@ -436,7 +436,7 @@ def test_who_cannot_follow_any_more_says_so(how: str):
         case "fetch":
             effects = told.member.failed(Ballot(1, 1), "no source", [])
     assert "failed" in bodies(effects)
-    assert told.member.phase is Phase.IDLE
+    assert told.member.phase is MemberPhase.IDLE
     assert not told.member.arrived(Ballot(1, 1))
     assert told.gradient(5) == []
     assert told.member.link_lost("other") == []
@@ -446,7 +446,7 @@ def test_a_joiner_that_was_told_to_wait_with_the_others_follows_no_longer():
     told = Follows()
     told.queried(Ballot(1, 2))
     told.hears(Ballot(1, 2), sync=sync(9))
-    assert told.member.phase is Phase.SYNCING
+    assert told.member.phase is MemberPhase.SYNCING
     assert not told.member.arrived(Ballot(1, 1))
     assert told.member.arrived(Ballot(1, 2))
 
@@ -491,7 +491,7 @@ def test_a_halted_member_goes_on_when_a_driver_asks(told: Told):
     assert told.member.frames(Ballot(1, 4)) is Frames.DROP
     told.queried(Ballot(1, 4))
     told.hears(Ballot(1, 5), step=begin(1))
-    assert (told.member.phase, told.member.halt) == (Phase.RUNNING, None)
+    assert (told.member.phase, told.member.halt) == (MemberPhase.RUNNING, None)
 
 
 # --- whatever comes
@@ -509,7 +509,7 @@ def test_promises_hold_and_each_step_is_applied_once_on_the_one_before(
     member = told.member
     for kind, newer, further, of_this_attempt in happened:
         promised, committed, attempt = member.promised, member.committed, member.attempt
-        was_ready = member.phase is Phase.READY
+        was_ready = member.phase is MemberPhase.READY
         ballot = Ballot(max(1, promised.view), max(0, promised.attempt + newer))
         step = max(1, committed + 1 + further)
         effects: list[Effect] = []
@@ -553,24 +553,24 @@ def going_on(step: int, since: Ballot) -> pb.Step:
     return begin(step, since=since.message())
 
 
-def attempting(told: Told, phase: Phase) -> None:
+def attempting(told: Told, phase: MemberPhase) -> None:
     told.hears(Ballot(1, 1), step=begin(1))
-    if phase is not Phase.RUNNING:
+    if phase is not MemberPhase.RUNNING:
         told.hears(Ballot(1, 1), reduce=pb.Reduce())
-    if phase is Phase.READY:
+    if phase is MemberPhase.READY:
         told.member.reduced(Ballot(1, 1), 2.0, True, 0.1)
     assert told.member.phase is phase
 
 
-@pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.REDUCING, Phase.READY])
-def test_an_attempt_goes_on_from_wherever_it_stands(told: Told, phase: Phase):
+@pytest.mark.parametrize("phase", [MemberPhase.RUNNING, MemberPhase.REDUCING, MemberPhase.READY])
+def test_an_attempt_goes_on_from_wherever_it_stands(told: Told, phase: MemberPhase):
     attempting(told, phase)
     step = going_on(1, Ballot(1, 1))
     assert told.hears(Ballot(1, 2), step=step) == [GoOn(Ballot(1, 2), step.begin)]
     assert (
         told.member.reduced(Ballot(1, 1), 2.0, True, 0.1) == []
     )  # of the sum that came to nothing
-    assert told.hears(Ballot(1, 2), reduce=pb.Reduce()) == [Reduce(Ballot(1, 2), 1)]
+    assert told.hears(Ballot(1, 2), reduce=pb.Reduce()) == [AverageGradient(Ballot(1, 2), 1)]
     assert bodies(told.member.reduced(Ballot(1, 2), 3.0, True, 0.1)) == ["ready"]
     assert told.commits(1, Ballot(1, 1)) == []  # it is ready for another one
     assert Apply(commit(1, Ballot(1, 2))) in told.hears(
@@ -598,7 +598,7 @@ def test_who_is_cut_off_tells_the_driver_and_goes_on(told: Told):
     told.hears(Ballot(1, 1), step=begin(1))
     (send,) = told.member.cut_off(Ballot(1, 1), "other", "reset")
     assert (send.to, send.message.cut.node) == ("driver", "other")
-    assert told.member.phase is Phase.RUNNING
+    assert told.member.phase is MemberPhase.RUNNING
     assert told.member.cut_off(Ballot(1, 0), "other", "an older attempt's frame") == []
     told.queried(Ballot(1, 2))
     assert told.member.cut_off(Ballot(1, 1), "other", "it is over") == []
