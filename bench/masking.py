@@ -74,7 +74,7 @@ def one_by_one(stacks: Stacks, lost: list[int]) -> list[float]:
 
 
 def by_networkx(stacks: Stacks) -> tuple[int, int]:
-    """Depth and moves."""
+    """The depth of the new order and how many types move, as networkx finds them."""
     survivors = np.flatnonzero(stacks.alive).tolist()
     height = stacks.order.shape[1]
     for depth in range(stacks.depth, height + 1):

@@ -50,7 +50,8 @@ def train(
 
 
 def _ledger(logs: Path) -> list[dict[str, Any]]:
-    """Steps in order. Several files where the driver has changed; a last line may be half there."""
+    """The ledgers' steps in order: several files where the driver has changed, each with a last
+    line that may be half there."""
     text = "\n".join(path.read_text().rpartition("\n")[0] for path in logs.glob("ledger-*.jsonl"))
     lines = [line for line in map(json.loads, text.splitlines()) if "step" in line]
     return sorted(lines, key=lambda line: line["step"])

@@ -41,7 +41,7 @@ class Address(NamedTuple):
 
     @classmethod
     def to_dial(cls, text: str) -> Address:
-        """As `parse`; port 0, which is none to dial, is wrong too."""
+        """Parses as `parse` does, and refuses port 0, which can't be dialled."""
         address = cls.parse(text)
         if address.port == 0:
             raise _wrong(text, "has port 0, which nobody can dial: give the one listened on")

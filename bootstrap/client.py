@@ -68,7 +68,8 @@ class RegistryClient:
         addresses: Sequence[str],
         credentials: Credentials = PLAIN,
     ) -> None:
-        """`addresses`: HOST:PORT each. Raises AddressError, and ValueError for none."""
+        """A client of the registry at any of `addresses`, HOST:PORT each. Raises AddressError, and
+        ValueError for none."""
         self._addresses = [str(Address.to_dial(address)) for address in addresses]
         if not addresses:
             raise ValueError("no registry address; give one with --join HOST:PORT")

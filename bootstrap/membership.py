@@ -761,7 +761,7 @@ class Membership:
         return [*self._take_effects(), *(self.tick(now) if accusers else [])]
 
     def _cut_off(self, name: str) -> int:
-        """From how many members the node is cut off."""
+        """The number of members from which the node is cut off."""
         return len({frozenset(pair) for pair in self._complaints if name in pair})
 
     def _replicas(self, name: str) -> int:

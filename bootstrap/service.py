@@ -70,7 +70,7 @@ if TYPE_CHECKING:  # generic in their stubs only
 
 @dataclass(frozen=True)
 class Limits:
-    """On what is open at a time."""
+    """How much may be open at a time."""
 
     streams: int = 20_000  # KeepAlive
     watchers: int = 20_000

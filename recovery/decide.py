@@ -151,7 +151,8 @@ def _checkfree(stage: int, left: Left) -> _Answer:
 
 
 def _checkfree_plus(stage: int, left: Left) -> _Answer:
-    """CheckFree+, section 4.3."""
+    """CheckFree+ (its section 4.3): an end stage is a copy of the one that took its place in
+    swapped order."""
     other = partner(stage, left.stages)
     if stage == 0 or other is None:
         return _checkfree(stage, left)
@@ -231,7 +232,7 @@ def _fall_back(stage: int, left: Left, lacking: str) -> Rebuild | Stop:
 
 
 def _newest_saves(stage: int, left: Left) -> tuple[Source, ...]:
-    """Also of older lineages: after a resume there is nothing else yet."""
+    """Files count that are of older lineages, too: after a resume there is nothing else yet."""
     files = _files(left.held, "save").get(stage, {})
     usable = [version for version in files if version[:2] <= (left.lineage, left.step)]
     return tuple(files[max(usable)]) if usable else ()

@@ -111,7 +111,7 @@ class Learner:
 
     @torch.no_grad()
     def measure(self, x: Tensor) -> Tensor:
-        """As `forward`, with nothing to follow."""
+        """Computes as `forward` does, with nothing to follow."""
         return self._compute(x)
 
     def _compute(self, x: Tensor) -> Tensor:

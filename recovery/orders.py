@@ -1,4 +1,4 @@
-"""In which order microbatches visit the body stages."""
+"""The orders in which microbatches visit the body stages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def partner(stage: int, stages: int) -> int | None:
 
 
 def all_orders(stages: int, swapped: bool) -> list[tuple[int, ...]]:
-    """As many as there are."""
+    """Every order that a microbatch may have."""
     return [order(microbatch, stages, swapped) for microbatch in range(2 if swapped else 1)]
 
 

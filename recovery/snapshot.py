@@ -444,7 +444,7 @@ class SentSnapshot:
 
 
 class Staleness(NamedTuple):
-    """Of which steps the blocks of a snapshot are."""
+    """The steps that the blocks of a snapshot are of."""
 
     oldest: int
     mean: float

@@ -17,7 +17,8 @@ Curve = Sequence[tuple[int, float]]
 
 
 class Spread(NamedTuple):
-    """Over the seeds. `deviation` is the sample's standard deviation, NaN for one seed."""
+    """What a figure is over the seeds. `deviation` is the sample's standard deviation, NaN for one
+    seed."""
 
     mean: float
     deviation: float
@@ -31,7 +32,7 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class CostOfLosses:
-    """Of one run, against the one of its seed that lost nothing."""
+    """What its losses cost one run, against the one of its seed that lost nothing."""
 
     final: float  # its loss at the end
     difference: float  # of the losses after as many iterations
@@ -82,7 +83,7 @@ def behind(curve: Curve, other: Curve) -> float:
 
 
 def cost(run: Mapping[str, Any], other: Mapping[str, Any], target: int) -> CostOfLosses:
-    """Of two lines of the results."""
+    """Compares two lines of the results: a run, and the one that lost nothing."""
     curve, against = curve_of(run), curve_of(other)
     end = against[-1][0]
     relearned = _relearned(run["rebuilds"]) / run["window"]

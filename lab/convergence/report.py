@@ -51,7 +51,7 @@ def rows(study: Study, found: Mapping[tuple[str, int], Line]) -> list[VariantRow
 
 
 def table(study: Study, made: Sequence[VariantRow], command: str) -> str:
-    """Markdown."""
+    """The results as a table in Markdown."""
     relative = next((row for row in made if row.name == study.reference), None)
     texts = sorted(study.texts)
     heads = ["variant", "seeds", "losses", "loss at the end", "above the baseline"]

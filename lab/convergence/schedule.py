@@ -47,7 +47,8 @@ class Losses(Section):
 
 
 def schedule(losses: Losses, seed: int, iterations: int, stages: int) -> Schedule:
-    """For a model with body stages 1..`stages`. Raises ScheduleError."""
+    """The losses that a run of a model with body stages 1..`stages` will have. Raises
+    ScheduleError."""
     if losses.at:
         return _listed(losses.at, stages)
     if losses.trace:

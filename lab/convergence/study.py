@@ -35,7 +35,8 @@ class Variant(Section):
 
 
 class Study(Section):
-    """The file. Paths in it are as in a run file: from the folder where the command runs."""
+    """A study as its file says it. Paths in it are as in a run file: from the folder where the
+    command runs."""
 
     title: str
     seeds: list[int] = Field(min_length=1)
@@ -131,7 +132,8 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
-    """By key; a last line that was cut off counts as not there. Raises StudyError."""
+    """The results in a file, by key; a last line that was cut off counts as not there. Raises
+    StudyError."""
     found: dict[str, dict[str, Any]] = {}
     if not path.exists():
         return found

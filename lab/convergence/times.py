@@ -30,7 +30,7 @@ Runs = Mapping[tuple[str, int], Mapping[str, Any]]
 
 
 class PolicyRow(NamedTuple):
-    """Of a policy."""
+    """How long a policy's runs take."""
 
     step: float  # seconds
     stall: float  # seconds, from a loss to the next commit
@@ -39,7 +39,7 @@ class PolicyRow(NamedTuple):
 
 
 def read_runs(path: Path) -> Runs:
-    """By variant and seed. Raises StudyError."""
+    """The runs of a study, by variant and seed. Raises StudyError."""
     found = {(line["variant"], line["seed"]): line for line in read_results(path).values()}
     if not found:
         raise StudyError(f"{path} has no runs: planaria lab run the study first")
@@ -59,7 +59,7 @@ def more_iterations(by_run: Runs, variant: str) -> float:
 
 
 def losses_per_iteration(by_run: Runs, rate: str) -> float:
-    """Of the schedule, by the runs that never go back."""
+    """How many losses an iteration the schedule had, by the runs that never go back."""
     return statistics.fmean(
         len(line["rebuilds"]) / line["validation"][-1][0]
         for (name, _), line in by_run.items()
@@ -68,7 +68,8 @@ def losses_per_iteration(by_run: Runs, rate: str) -> float:
 
 
 def times(by_run: Runs, live: Mapping[str, Any]) -> dict[str, PolicyRow]:
-    """`live`: live.json's `policies`. Redundant computation loses nothing."""
+    """A row for each policy. `live`: live.json's `policies`. Redundant computation loses
+    nothing."""
     found = {}
     for variant, policy in ROWS.items():
         step = live[policy]["step_seconds"]["mean"]
@@ -89,7 +90,7 @@ def times(by_run: Runs, live: Mapping[str, Any]) -> dict[str, PolicyRow]:
 
 
 def table(by_run: Runs, live: Mapping[str, Any]) -> str:
-    """Markdown."""
+    """The policies' times as a table in Markdown."""
     losses = ", ".join(f"{rate} {losses_per_iteration(by_run, rate):.3f}" for rate in RATES)
     plain = EACH * live["plain"]["step_seconds"]["mean"] / 60
     lines = [

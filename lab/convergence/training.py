@@ -441,7 +441,7 @@ class TrainingSwarm:
         return {"stage": list(lost), "method": "checkpoint", "step": to.step, "from": before}
 
     def _rebuild(self, decision: Rebuild) -> dict[str, Any]:
-        """From what the survivors had before any of this loss's rebuilds."""
+        """Rebuilds a stage from what the survivors had before any of this loss's rebuilds."""
         number = decision.stage
         stage = self.stages[number]
         line: dict[str, Any] = {
@@ -562,8 +562,8 @@ class TrainingSwarm:
         return relearning.ratio(error, norm)
 
     def _pieces(self, block: Sequence[int]) -> list[BlockSamples]:
-        """Of the oldest step first. Both ends of a pair were kept by the nodes before and behind,
-        unless these are lost too, or came later."""
+        """What the block learns from, the oldest step's first. Both ends of a pair were kept by the
+        nodes before and behind, unless these are lost too, or came later."""
         found = []
         for step, crossed in self.boundary:
             for visits, tensors in crossed:

@@ -103,7 +103,7 @@ class Network:
         )
 
     def pipes(self) -> dict[tuple[str, str], Pipe]:
-        """From each node to each other, with queues that are empty."""
+        """A pipe from each node to each other, with queues that are empty."""
         uplinks = {site: TokenBucket(mbps) for site, mbps in self.uplinks.items()}
         found = {}
         for a, b in permutations(self.sites, 2):

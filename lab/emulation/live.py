@@ -1,4 +1,4 @@
-"""`planaria lab live`."""
+"""The command `planaria lab live`."""
 
 from __future__ import annotations
 

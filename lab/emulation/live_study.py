@@ -107,7 +107,7 @@ def with_data(run: RunFile) -> RunFile:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured. Samples of another setting can't be mixed with those of this one."""
+    """What a study measures. Samples of another setting can't be mixed with those of this one."""
 
     run: RunFile  # without a policy
     network: Network

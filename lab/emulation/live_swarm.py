@@ -114,7 +114,7 @@ class MeasuredSwarm:
 
 
 def measure(out: Path, kills: Sequence[Kill], carried: Sequence[Carried]) -> MeasuredSwarm:
-    """From what a swarm has written to `out`. Raises LiveError, see `losses`."""
+    """Reads what a swarm has written to `out`. Raises LiveError, see `losses`."""
     times = commit_times(
         line for path in (out / "logs").glob("ledger-*.jsonl") for line in Tail(path).lines()
     )
@@ -141,7 +141,7 @@ def commit_times(ledgers: Iterable[Mapping[str, Any]]) -> dict[int, float]:
 
 
 def bytes_between(carried: Sequence[Carried], since: float, to: float) -> float:
-    """By straight lines between the times that were looked at."""
+    """Bytes carried between two times, by straight lines between those that were looked at."""
     at = np.interp([since, to], [look.time for look in carried], [look.bytes for look in carried])
     return float(at[1] - at[0])
 

@@ -63,7 +63,7 @@ class RelayedTraffic(NamedTuple):
 
 
 def address(number: int) -> str:
-    """Of the node with this number."""
+    """The address of the node with this number."""
     return str(SUBNET[number + 1])
 
 
@@ -164,7 +164,8 @@ def make_machine(number: int) -> tuple[int, int]:
 
 
 def carry(relay: Relay, devices: Sequence[int], control: int) -> None:
-    """Until `control` ends. Answers each line from there with the traffic so far."""
+    """Carries packets until `control` ends. Answers each line from there with the traffic so
+    far."""
     while True:
         due = relay.due()
         patience = None if due is None else max(0.0, due - time.monotonic())

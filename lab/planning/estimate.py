@@ -81,7 +81,7 @@ class Losing:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds."""
+    """How long everything takes in a plan, in seconds."""
 
     step: float  # with all nodes
     usual: float  # on average over how many nodes are there
@@ -126,8 +126,9 @@ def _slowest(swarm: Swarm, stage: int) -> Seconds:
 
 
 def step_seconds(swarm: Swarm, reach: Reach) -> float:
-    """From decision to decision. A microbatch alone, and then what takes longest of: computing at
-    the busiest stage, frames on the fullest link, rounds of the window; then averaging."""
+    """Seconds from decision to decision: a microbatch alone, and then what takes longest of:
+    computing at the busiest stage, frames on the fullest link, rounds of the window; then
+    averaging."""
     stages = range(swarm.config.stages + 1)
     replicas = [swarm.replicas(stage) for stage in stages]
     seconds = [_slowest(swarm, stage) for stage in stages]
@@ -272,8 +273,8 @@ def estimated(
 
 
 def usual_seconds(swarm: Swarm, reach: Reach, away: Sequence[float], step: float) -> float:
-    """Of a step, with as many nodes missing as there are on average. How many a stage lacks is
-    binomial. Stage 0, where the sources are, is looked at by itself, and of the others the one
+    """Seconds of a step with as many nodes missing as there are on average. How many a stage lacks
+    is binomial. Stage 0, where the sources are, is looked at by itself, and of the others the one
     that lacks most, as if it were the one with fewest; the worse of the two says what it takes."""
     counts = [swarm.replicas(stage) for stage in range(len(away))]
     if not any(away) or max(counts) == 1:

@@ -71,7 +71,7 @@ def told(
 
 
 def _counts(nodes: int | None, sites: list[str]) -> dict[str, int]:
-    """Nodes by site. Raises PlanError."""
+    """The number of nodes at each site. Raises PlanError."""
     counts: dict[str, int] = {}
     open_sites = []
     for text in sites:
@@ -99,7 +99,7 @@ def _machine(
     memory: float | None = None,
     cpu: bool = False,
 ) -> Machine:
-    """As it is said to be, else as it was measured. Raises PlanError."""
+    """A machine as it is said to be, else as it was measured. Raises PlanError."""
     if hardware.kind is not None and hardware.kind not in KINDS:
         raise PlanError(
             f"--kind {hardware.kind} isn't known: there are {', '.join(KINDS)}; for another one "

@@ -35,7 +35,8 @@ HALF = torch.bfloat16.itemsize
 
 @dataclass(frozen=True)
 class Bytes:
-    """On the device, and in the machine's memory. A node that computes on a CPU has both there."""
+    """Bytes on the device, and in the machine's memory. A node that computes on a CPU has both
+    there."""
 
     device: float = 0.0
     host: float = 0.0

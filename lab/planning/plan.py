@@ -254,7 +254,7 @@ def replay(
 
 
 def as_data(found: Answer, replayed: Mapping[str, tuple[Candidate, RunOutcome]]) -> dict[str, Any]:
-    """For machines. Seconds, bytes; null: never."""
+    """The answer for machines to read: seconds, bytes; null: never."""
     data: dict[str, Any] = {
         "plan": plan_data(found.best),
         "others": [{**plan_data(plan), "why": why} for plan, why in found.others],

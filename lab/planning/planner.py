@@ -131,12 +131,12 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """To the tokens; inf: losses come faster than it gets on."""
+        """Seconds until the tokens are trained on; inf: losses come faster than it gets on."""
         return self.estimate.seconds
 
     @property
     def price(self) -> float:
-        """An hour."""
+        """What an hour costs."""
         return math.fsum(machine.price for machine in chain.from_iterable(self.nodes))
 
     @property
@@ -157,7 +157,7 @@ class Candidate:
 
     @property
     def shape(self) -> str:
-        """Stages x replicas."""
+        """The shape as people write it: stages x replicas."""
         least, most = min(self.counts), max(self.counts)
         return f"{len(self.counts)} x {least}" + (f"-{most}" if most > least else "")
 
@@ -199,7 +199,7 @@ def spreads(nodes: int, stages: int) -> list[tuple[int, ...]]:
 
 
 class _Shape:
-    """Stages and replicas."""
+    """A number of stages and their replicas, for which settings are looked for."""
 
     def __init__(self, question: Question, stages: int, counts: Sequence[int], layers: int) -> None:
         run = override(question.run, model__stages=stages, model__layers=layers)
@@ -251,7 +251,7 @@ class _Shape:
         return ""
 
     def _settings(self, run: RunFile) -> Iterator[Candidate]:
-        """The policy's own."""
+        """The run with each of the policy's own settings that are worth a try."""
         recovery, training = run.recovery, run.training
         if recovery.policy == "snapshot":  # half of what there is, at most
             mbps = min(recovery.snapshot.mbps, *(of.mbps / 2 for of in self.reach.farthest))
@@ -294,7 +294,7 @@ class _Shape:
 
 
 def _changed(run: RunFile, policy: Policy, size: int, window: int, recompute: bool) -> RunFile:
-    """As `override`, quicker: these values are known to be good."""
+    """Changes a run as `override` does, but quicker: these values are known to be good."""
     training = {"microbatch": size, "in_flight": window, "recompute": recompute}
     run = run.model_copy(update={"training": run.training.model_copy(update=training)})
     return _with_recovery(run, policy=policy)

@@ -200,7 +200,7 @@ def digits(margin: int = 0) -> Digits:
 
 
 def untrained(data: Digits) -> Floats:
-    """Weights [rows, 10]."""
+    """Weights [rows, 10] before training: zeros."""
     return np.zeros((data.pixels.shape[1], CLASSES))
 
 
@@ -215,7 +215,7 @@ def cross_entropy(data: Digits, weights: Floats) -> Floats:
 
 
 def gradient(pixels: Floats, labels: Ints, weights: Floats) -> Floats:
-    """Of the mean cross-entropy, [trials, rows, 10].
+    """The gradient of the mean cross-entropy, [trials, rows, 10].
 
     `pixels` [samples, rows] and `labels` [samples] for all trials, or of each trial its own:
     [trials, samples, rows] and [trials, samples].

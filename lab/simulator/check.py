@@ -68,7 +68,7 @@ LOOKED_AT: Final = 6  # steps that are simulated
 
 @dataclass(frozen=True)
 class LiveCase:
-    """A live swarm. All links are alike, or those between sites."""
+    """A live swarm to compare with. All links are alike, or those between sites."""
 
     name: str
     policy: str = "plain"  # of lab/emulation/live_study.py
@@ -97,7 +97,7 @@ class LiveCase:
         )
 
     def network(self, names: Sequence[str]) -> Network:
-        """Of the registry and the nodes. Raises LinkError."""
+        """The network of the registry and the nodes. Raises LinkError."""
         if self.sites:
             return at_sites(names, self.sites, read_links(WAN_LINKS))
         return all_alike(names, self.delay, self.mbps)
@@ -144,7 +144,8 @@ PLAIN: Final = CALIBRATIONS["plain"]
 
 
 def measure_case(case: LiveCase, device: str, on_step: Callable[[int], None]) -> Live:
-    """Takes root. Raises LiveError, EmulationError, RunFileError, CorpusError, SwarmError."""
+    """Runs the swarm in namespaces, which takes root. Raises LiveError, EmulationError,
+    RunFileError, CorpusError, SwarmError."""
     run = with_data(case.run())
     folder = SCRATCH / case.name.replace(" ", "-").replace(",", "")
     shutil.rmtree(folder, ignore_errors=True)
@@ -227,7 +228,7 @@ class Calibration:
 
 
 def time_tasks(run: RunFile, config: ModelConfig, stage: int) -> Seconds:
-    """Of one stage, in this process, on one thread: medians."""
+    """Seconds of each task of one stage, in this process, on one thread: medians."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -403,7 +404,7 @@ def predicted_stall(swarm: Swarm, kill: Kill, start: float, warm_up: float) -> f
 
 
 def table(known: Calibration, found: Sequence[Compared]) -> str:
-    """Markdown."""
+    """The comparison as a table in Markdown."""
     lines = [
         "| swarm | s a step, live | simulated | error | stall, live | simulated | error |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",

@@ -27,7 +27,7 @@ class LostPlace(NamedTuple):
 
 
 class TraceRow(NamedTuple):
-    """Of a spot trace."""
+    """A line of a spot trace."""
 
     time: float  # seconds
     added: bool  # else removed
@@ -73,7 +73,8 @@ class Churn:
 
     @property
     def scale(self) -> float:
-        """Of the Weibull distribution, seconds: after an hour `hourly` of all are lost."""
+        """The scale of the Weibull distribution in seconds: after an hour `hourly` of all are
+        lost."""
         if not self.hourly:
             return math.inf
         return HOUR / math.pow(-math.log1p(-self.hourly), 1 / self.shape)

@@ -41,7 +41,7 @@ class Clock:
         self.at(self.now + seconds, then)
 
     def run(self, over: Callable[[], bool]) -> None:
-        """Until `over`, or nothing is due any more."""
+        """Runs until `over`, or until nothing is due any more."""
         while self._due and not over():
             self.now, _, then = heapq.heappop(self._due)
             self.events += 1

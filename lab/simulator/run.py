@@ -89,7 +89,7 @@ def simulate_run(
     limit: float = math.inf,
     known: dict[tuple[int, ...], MeanStep] | None = None,
 ) -> RunOutcome:
-    """Until the run file's steps are committed, or for `limit` seconds.
+    """Simulates a run until its steps are committed, or for `limit` seconds.
 
     `known`: steps simulated before, by the nodes of each group; new ones are added. The same
     arguments give the same outcome. Raises SwarmFiguresError.
@@ -394,7 +394,7 @@ class _Run:
                 yield from self.work()
 
     def work(self) -> Events:
-        """As many steps as there are until something happens."""
+        """Trains as many steps as there are until something happens."""
         duration, began = self._duration(), self.now
         self.ahead = self._step().ahead
         ahead = self._ahead(duration) if self.left == 1.0 else 1
@@ -452,7 +452,7 @@ class _Run:
             self._admit()
 
     def pause(self, seconds: float) -> Events:
-        """Or less, when nodes are lost meanwhile."""
+        """Waits `seconds`, or less when nodes are lost meanwhile."""
         end = self.now + seconds
         while self.struck is None and self.now < end and not self.stopped:
             yield self.environment.any_of([self.environment.timeout(end - self.now), self.changed])
@@ -492,9 +492,10 @@ class _Run:
         self.losses.append(loss)
 
     def _left_without(self, lost: Sequence[LostPlace]) -> float:
-        """Of the step under way, in steps of those who are left. They take the lost nodes' part of
-        what is to come, and redo what these had done, at their own stages only: which matters where
-        a stage has more to compute, or is sent more, than the step leaves it time for."""
+        """What is left of the step under way, in steps of those who are left. They take the lost
+        nodes' part of what is to come, and redo what these had done, at their own stages only:
+        which matters where a stage has more to compute, or is sent more, than the step leaves it
+        time for."""
         step, present = self._step(), self._present()
         window = self.swarm.run.training.microbatches
         longest = self.left * step.seconds
@@ -516,7 +517,7 @@ class _Run:
         return longest / step.seconds
 
     def get_over(self) -> Events:
-        """Until every stage has trained nodes again, and the next attempt can begin."""
+        """Waits until every stage has trained nodes again, and the next attempt can begin."""
         first = self.struck
         assert first is not None
         nodes: list[LostPlace] = []
@@ -571,7 +572,8 @@ class _Run:
         self.left, self.invested = 1.0, 0.0
 
     def _decide(self, lost: Sequence[int]) -> dict[int, Decision]:
-        """For each stage. Before the first commit newcomers make the initial weights themselves."""
+        """Decides for each lost stage. Before the first commit newcomers make the initial weights
+        themselves."""
         if not (lost and self.committed):
             return {}
         survivors: dict[int, list[str]] = {}

@@ -1,4 +1,4 @@
-"""`planaria lab simulate`."""
+"""The command `planaria lab simulate`."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class MeanStep:
 
     @property
     def bytes(self) -> float:
-        """On all links."""
+        """Bytes sent on all links."""
         return sum(self.sent.values())
 
 
@@ -424,7 +424,7 @@ class _Training:
         a.loop.post(0, self.transport.frame, sent)
 
     def message(self, a: _Node, b: _Node, then: Then) -> None:
-        """On a stream of its own, which no frame delays."""
+        """Sends a message on a stream of its own, which no frame delays."""
         if a is b:
             self.clock.after(self.cast.away, then) if self.cast.away else then()
             return
@@ -489,7 +489,7 @@ class _Training:
         self.pass_on("gradient", node, route, position - 1)
 
     def pass_on(self, kind: str, node: _Node, route: Route, position: int) -> None:
-        """To the node of that visit, and to its stand-in."""
+        """Sends a microbatch on to the node of that visit, and to its stand-in."""
         name = route.nodes[position]
         take = partial(self.take, self.nodes[name], node.step, route, position, kind)
         self.frame(kind, node, self.nodes[name], self.sizes[kind], take)

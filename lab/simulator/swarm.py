@@ -125,7 +125,7 @@ class Swarm:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Nodes by group."""
+        """The number of nodes in each group."""
         return tuple(group.count for group in self.groups)
 
     def with_counts(self, counts: Iterable[int]) -> Swarm:
@@ -151,7 +151,7 @@ class Swarm:
         return found
 
     def site_of(self, stage: int) -> str:
-        """Of the first nodes of the stage. Raises SwarmFiguresError."""
+        """The site of the stage's first nodes. Raises SwarmFiguresError."""
         for group in self.groups:
             if group.stage == stage:
                 return group.site
@@ -173,7 +173,7 @@ def sites(
 
 
 def one_site(delay_ms: float, mbps: float, name: str = "anywhere") -> Network:
-    """The same link between any two nodes. Raises LinkError."""
+    """A network with the same link between any two nodes. Raises LinkError."""
     return sites([Link(name, name, delay_ms, mbps)])
 
 
@@ -200,7 +200,7 @@ def uniform(
 
 @cache
 def parameters(config: ModelConfig, stage: int) -> int:
-    """Of the whole stage."""
+    """The number of parameters of the whole stage."""
     return sum(prod(shape) for shape in parameter_shapes(config, min(stage, 1)))
 
 
@@ -210,8 +210,8 @@ def values_sent(run: RunFile, config: ModelConfig) -> int:
 
 
 def frame_bytes(run: RunFile, config: ModelConfig, kind: str) -> int:
-    """Of an activation or gradient of a microbatch, head included. The residual stream is float32,
-    with autocast too: four bytes a value in codec none."""
+    """Bytes of an activation or gradient of a microbatch, head included. The residual stream is
+    float32, with autocast too: four bytes a value in codec none."""
     codec: Codec = run.wire.activations if kind == "activation" else run.wire.gradients
     return HEAD + encoded_size(values_sent(run, config), "float32", codec)
 
@@ -265,12 +265,12 @@ def orthogonalizing_flops(config: ModelConfig) -> float:
 
 
 def copy_bytes(config: ModelConfig) -> int:
-    """Of stage 0, as it travels to a holder (checkfree, checkfree+)."""
+    """Bytes of stage 0's copy, as it travels to a holder (checkfree, checkfree+)."""
     return VALUE * parameters(config, 0)
 
 
 def snapshot_bytes(run: RunFile, config: ModelConfig, stage: int) -> int:
-    """Of a whole running snapshot."""
+    """Bytes of a whole running snapshot."""
     whole = (STATE if run.recovery.snapshot.moments else VALUE) * parameters(config, stage)
     return whole if run.recovery.snapshot.codec == "none" else whole // 4
 

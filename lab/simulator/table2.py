@@ -158,8 +158,8 @@ def _lasting(
     wanted: Sequence[int],
     rolled_back: bool = False,
 ) -> Iterator[tuple[float, float]]:
-    """By rate: seconds an iteration and hours until `wanted` of them are made. They are all made
-    iterations, or, with `rolled_back`, those that count in the end."""
+    """For each rate, seconds an iteration and hours until `wanted` of them are made. They are all
+    made iterations, or, with `rolled_back`, those that count in the end."""
     for rate, count in zip(RATES.values(), wanted, strict=True):
         run = override(one.run, steps=count)
         training = Swarm(run, one.config, one.groups, one.network, storage_mbps=one.storage_mbps)

@@ -1,4 +1,4 @@
-"""`planaria lab spare`. Modules are imported inside, so that --help is quick."""
+"""The command `planaria lab spare`. Modules are imported inside, so that --help is quick."""
 
 from __future__ import annotations
 

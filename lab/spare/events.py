@@ -58,7 +58,7 @@ class Scheme(Protocol):
 
     @property
     def stacks(self) -> float:
-        """Stacks a step."""
+        """How many stacks a step computes."""
 
     def reset(self) -> None: ...
 

@@ -43,7 +43,7 @@ class Split(BaseModel):
 
 
 class Index(BaseModel):
-    """`index.json`. Checksums are xxh3_128 in hexadecimal."""
+    """What `index.json` says. Checksums are xxh3_128 in hexadecimal."""
 
     format: int
     vocabulary: int
@@ -54,7 +54,7 @@ class Index(BaseModel):
     content: str = ""
 
     def content_hash(self) -> str:
-        """Of what training depends on: the tokens and the vocabulary."""
+        """A hash of what training depends on: the tokens and the vocabulary."""
         shards = {name: [shard.checksum for shard in self.splits[name].shards] for name in SPLITS}
         fields = [self.format, self.vocabulary, self.dtype, self.end_of_document, shards]
         return xxhash.xxh3_128_hexdigest(json.dumps(fields).encode())

@@ -27,7 +27,7 @@ Work = Callable[[list[str]], None]
 
 
 def run_planaria(arguments: list[str]) -> None:
-    """As `python -m planaria ARGUMENTS...` would."""
+    """Runs what `python -m planaria ARGUMENTS...` would."""
     sys.argv = ["planaria", *arguments]
     runpy.run_module("planaria", run_name="__main__")
 
@@ -81,7 +81,7 @@ class Processes:
         return process.pid
 
     def log(self, slot: str) -> Path:
-        """Of the newest process in the slot."""
+        """The log of the newest process in the slot."""
         number = self._started[slot]
         name = slot if slot == "registry" else f"node-{slot}"
         return self.logs / (f"{name}.log" if number <= 1 else f"{name}-{number}.log")
@@ -102,7 +102,7 @@ class Processes:
         return ended
 
     def kill(self, slot: str) -> int | None:
-        """With SIGKILL, at once. Returns the process's id; None: the slot was empty."""
+        """Kills with SIGKILL, at once. Returns the process's id; None: the slot was empty."""
         process = self._running.pop(slot, None)
         if process is None:
             return None

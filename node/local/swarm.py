@@ -175,7 +175,7 @@ def write_plan(plan: SwarmPlan) -> None:
 
 
 def read_plan(folder: Path) -> SwarmPlan:
-    """Of the run that wrote `folder`, or whose saves are there. Raises SwarmError."""
+    """The plan of the run that wrote `folder`, or whose saves are there. Raises SwarmError."""
     try:
         fields = json.loads((folder / PLAN).read_text(encoding="utf-8"))
         out, saves, device = Path(fields["out"]), fields["save_dir"], str(fields["device"])

@@ -36,7 +36,7 @@ class Severity(enum.IntEnum):
 
     @property
     def log_level(self) -> int:
-        """As `logging` has them."""
+        """The level that `logging` has for it."""
         levels = {
             Severity.DEBUG: logging.DEBUG,
             Severity.WARNING: logging.WARNING,
@@ -343,7 +343,7 @@ class RebuildOrdered(Event, kind="rebuilding", severity=Severity.NOTICE):
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Whose state was taken."""
+    """A node whose state was taken, and of which step it was."""
 
     node: str
     stage: int
@@ -557,7 +557,7 @@ class Exited(Event, kind="exited", severity=Severity.WARNING):
 
 @dataclass(frozen=True, kw_only=True)
 class SwarmEnding(Event, kind="ending", severity=Severity.INFO):
-    """From here on processes end because `planaria up` ends them."""
+    """`planaria up` is about to end its processes: that they end from here on is no loss."""
 
     def sentence(self, node: str | None) -> str:
         return "the swarm is being ended"

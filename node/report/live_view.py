@@ -100,7 +100,7 @@ class Story:
         self._unsaved: set[str | None] = set()  # nodes whose last save failed
 
     def hear(self, entry: Entry) -> News | None:
-        """Take note. Returns what is worth a person's attention."""
+        """Takes note of an entry. Returns what is worth a person's attention."""
         news = self._take_note(entry)
         return None if news is None else News(self.with_names(news.sentence), news.severity)
 
@@ -342,7 +342,7 @@ def under_way(story: Story, now: float) -> RenderableType:
 
 
 def styled(text: str, severity: Severity) -> Text:
-    """With the colour of its weight; what has one is shown whole."""
+    """Text in the colour of its weight; what has one is shown whole."""
     if style := _STYLES.get(severity):
         return Text(text, style=style)
     return Text(text, no_wrap=True, overflow="ellipsis")

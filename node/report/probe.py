@@ -43,7 +43,7 @@ async def probe(client: RegistryClient, wait: float, say: Callable[[str], None])
 
 
 def found(description: Description, number: int) -> dict[str, Any]:
-    """Of the measurement of that number, and later ones."""
+    """What the measurement of that number, and later ones, have found."""
     members = {m.member.node for m in description.members}
     return {
         "nodes": [

@@ -31,8 +31,8 @@ STANDING_STILL = frozenset(["idle", "syncing"])
 
 
 async def status(client: RegistryClient, console: Console, watch: bool, as_json: bool) -> None:
-    """Until Ctrl-C with `watch`, else once. Raises RegistryUnreachable, when watching only if
-    the first look fails, and JoinRefused."""
+    """Prints the status, with `watch` until Ctrl-C, else once. Raises RegistryUnreachable, when
+    watching only if the first look fails, and JoinRefused."""
     description = await client.describe(PATIENCE)
     if not watch:
         if as_json:

@@ -204,7 +204,8 @@ def rebuilds(events: Iterable[Entry]) -> list[dict[str, Any]]:
 def _row(
     rebuilt: StageRebuilt, at: float, why: RebuildOrdered | Back | None, events: Sequence[Entry]
 ) -> dict[str, Any]:
-    """`at`: Unix seconds. `why`: the driver's order, or where all stages went back."""
+    """A rebuild as the summary tells it. `at`: Unix seconds. `why`: the driver's order, or where
+    all stages went back."""
     loss = _replaced(rebuilt.node, events)
     noticed = noticed_at(rebuilt, at, events)
     told = fields(rebuilt)
