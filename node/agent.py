@@ -126,7 +126,7 @@ class Agent:
         return MemberSide(self.node, self.stage)
 
     def _converse(self) -> None:
-        """With peers: about gradients, states, boundary tensors."""
+        """Makes what converses with peers: about gradients, states, boundary tensors."""
         exchanges, tensors, send = self.exchanges, self.tensors, self.send
         self.averaging = Averaging(self.node, exchanges, send, tensors, self.run.wire.averaging)
         self.pins = Pins(tensors)
@@ -237,8 +237,8 @@ class Agent:
     # --- sending
 
     def send(self, peer: str, item: pb.Message | Frame) -> bool:
-        """To the peer's seat. A link to a member that isn't up yet is waited for; False when there
-        will be none."""
+        """Sends to the peer's seat. A link to a member that isn't up yet is waited for; False when
+        there will be none."""
         seat = self.peers.get(peer)
         if seat is not None and item.seat != seat:
             if isinstance(item, Frame):
@@ -486,7 +486,7 @@ class Agent:
         self.record.tell(RelearningRound(stage=self.stage, round=round, residual=residual))
 
     def own_state(self) -> StageState | None:
-        """Of this seat's stage, as of the newest commit; None: there is none."""
+        """The state of this seat's stage, as of the newest commit; None: there is none."""
         member = self.member
         if member.phase is MemberPhase.SYNCING and member.sync.method != "twin":
             return None
@@ -505,7 +505,7 @@ class Agent:
         )
 
     def _served(self, kind: str, stage: int, step: int) -> StageState | None:
-        """For a joiner."""
+        """The state that a joiner asks for; None: it isn't here."""
         if kind:
             return self.holdings.served(kind, stage)
         return self.pins.get(step) or self.own_state()

@@ -529,7 +529,7 @@ def _ask(
     credentials: Credentials,
     question: Callable[[RegistryClient], Coroutine[object, object, None]],
 ) -> None:
-    """Of the registry, until it is answered or Ctrl-C."""
+    """Asks the registry, until it has answered or Ctrl-C."""
     from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
 
     async def ask() -> None:
@@ -544,7 +544,7 @@ def _ask(
 
 
 def _run(work: Coroutine[object, object, T]) -> T:
-    """On the quicker loop, where there is one."""
+    """Runs on the quicker loop, where there is one."""
     import asyncio
     import sys
 

@@ -231,7 +231,7 @@ class Node:
             await self.client.leave(self.node, why)
 
     def stop(self, why: str) -> None:
-        """End `live`."""
+        """Ends `live`, which returns `why`."""
         if not self.over.done():
             self.over.set_result(why)
 
@@ -465,7 +465,7 @@ class Node:
         return doing or ("send" if self.links.unacknowledged else "idle")
 
     def report(self) -> None:
-        """To the registry: of the machine, and of what its seat is at."""
+        """Reports to the registry: of the machine, and of what its seat is at."""
         number, links = self.measured
         of_machine = registry.Report(memory=self.memory, measured=number, links=links)
         for seat in self.seats.values():  # the registry knows of one, so far

@@ -109,7 +109,7 @@ class Disk(Protocol):
         ...
 
     def write(self, state: StageState) -> None:
-        """In the compute thread: the state as it is now. It may wait for the writes before.
+        """Writes the state as it is now, in the compute thread. It may wait for the writes before.
         Whether it was saved is told to who has opened the disk. Raises ValueError for what is no
         state of the stage."""
         ...
@@ -166,7 +166,8 @@ class Learned(NamedTuple):
 
 
 class Arithmetic(Protocol):
-    """One stage's. All of it belongs to the compute thread, but for the sizes of the tensors."""
+    """The arithmetic of one stage. All of it belongs to the compute thread, but for the sizes of
+    the tensors."""
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -182,7 +183,7 @@ class Arithmetic(Protocol):
     def work(self) -> StageWork: ...
 
     def digest(self) -> bytes:
-        """Of the weights."""
+        """The digest of the weights."""
         ...
 
     def reduced(self) -> float:
@@ -190,7 +191,7 @@ class Arithmetic(Protocol):
         ...
 
     def adopt(self, gradient: Tensor) -> float:
-        """As `reduced`, of a sum that a replica has sent."""
+        """Takes a sum that a replica has sent, and returns what `reduced` does."""
         ...
 
     def apply(self, commit: pb.Commit, lr: float) -> Learned:
@@ -207,7 +208,7 @@ class Arithmetic(Protocol):
         ...
 
     def lesson(self, fetched: Fetched, lost: Collection[int]) -> Lesson:
-        """For relearning what is in place; `lost` relearn together."""
+        """What this stage relearns by, from what is in place; `lost` relearn together."""
         ...
 
     def boundary_tensor(self, frame: Frame) -> Tensor:
@@ -246,7 +247,7 @@ class Record(Protocol):
 
 @dataclass(frozen=True)
 class Ports:
-    """All of it."""
+    """All the ports of an agent."""
 
     net: Net
     exchanges: Exchanges

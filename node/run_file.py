@@ -90,7 +90,7 @@ class RelearnSection(Section):
 
 
 class SnapshotSection(Section):
-    """For policy = "snapshot"."""
+    """What policy = "snapshot" goes by."""
 
     fraction: float = Field(default=0.125, gt=0, le=1, description="r: blocks a time")
     period: int = Field(default=8, ge=1, description="steps in which all could be sent")
@@ -100,7 +100,7 @@ class SnapshotSection(Section):
 
 
 class CheckpointSection(Section):
-    """For policy = "checkpoint"."""
+    """What policy = "checkpoint" goes by."""
 
     dir: str = Field(default="", description="folder that all nodes share")
     every: int = Field(default=10, ge=1, description="steps")

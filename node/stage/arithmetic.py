@@ -120,7 +120,8 @@ class Seat(Protocol):
 
 
 def make_twin(seat: Seat, device: torch.device) -> Twin:
-    """Of the stage behind the seat's own, as it is at step 0. In the compute thread."""
+    """A twin of the stage behind the seat's own, as it is at step 0. Called in the compute
+    thread."""
     behind = next_stage(seat.stage, seat.config.stages)
     optimizer, forward = build_next_stage(behind, seat.config, seat.run, device)
     return Twin(

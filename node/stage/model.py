@@ -142,13 +142,13 @@ Stage = EmbeddingStage | BodyStage
 
 
 def parameter_shapes(config: ModelConfig, stage: int) -> list[torch.Size]:
-    """Of the stage's parameters, in their order; nothing is computed."""
+    """The shapes of the stage's parameters, in their order; nothing is computed."""
     with torch.device("meta"):  # arithmetic there would load torch's compiler, which takes seconds
         return [parameter.shape for parameter in _stage(config, stage).parameters()]
 
 
 def _stage(config: ModelConfig, stage: int) -> Stage:
-    """Its weights are nothing yet."""
+    """A stage whose weights are not initialised."""
     return EmbeddingStage(config) if stage == 0 else BodyStage(config)
 
 
@@ -180,7 +180,7 @@ def build_stage(config: ModelConfig, stage: int, seed: int) -> Stage:
 
 
 def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
-    """Arguments of `transformers.LlamaConfig`."""
+    """The arguments that make `transformers.LlamaConfig` the same model."""
     return {
         "vocab_size": config.vocabulary,
         "hidden_size": config.dim,

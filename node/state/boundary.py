@@ -58,7 +58,7 @@ class KeptTensor(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """How many bytes it takes."""
         return sum(descriptor.size for descriptor in self.descriptors)
 
     @property
@@ -100,7 +100,7 @@ class BoundaryKeeper:
     """
 
     def __init__(self, exchanges: Exchanges, tensors: Tensors, steps: int) -> None:
-        """At most `steps` committed ones are kept."""
+        """Keeps what crossed in at most `steps` committed steps."""
         self._exchanges, self._tensors = exchanges, tensors
         self._attempt = _Step(NEVER, 0)
         self._committed: deque[_Step] = deque(maxlen=steps)
@@ -411,7 +411,7 @@ class _Fetch:
         fetched.bytes += frame.size
 
     def _expect(self, frame: Frame) -> tuple[Pair, str]:
-        """Whose it is and which side. Raises WireError for what is not wanted."""
+        """The pair that a frame is of, and which side. Raises WireError for what is not wanted."""
         wanted = self._wanted
         match frame.fields:
             case {

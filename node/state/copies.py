@@ -221,7 +221,7 @@ class Sender:
     # --- events
 
     def set_holders(self, nodes: Iterable[str]) -> None:
-        """To whom it goes from now on; none: this node doesn't send."""
+        """Says to whom the state goes from now on; none: this node doesn't send."""
         wanted = set(nodes)
         for node in sorted(self._recipients.keys() - wanted):
             del self._recipients[node]
@@ -482,7 +482,7 @@ class Holder:
         )
 
     def fidelity(self, kind: Kind, stage: int) -> Fidelity | None:
-        """Of what `state` gives."""
+        """How near to the sender's state is what `state` gives."""
         held = self._held.get((kind, stage))
         if held is None or held.state.missing:
             return None
@@ -531,7 +531,7 @@ class Holder:
     def _answer(
         self, peer: str, raw: Mapping[str, Any], received: int = 0, error: str = ""
     ) -> None:
-        """To a frame, or (nothing received) on the update as a whole."""
+        """Answers a frame, or (nothing received) the update as a whole."""
         numbers = {name: raw.get(name) for name in ("stage", "step", "transfer")}
         valid = {
             name: value
@@ -599,7 +599,7 @@ class Holder:
             self._judge(key, update, waited=False)
 
     def _judge(self, key: tuple[str, int], update: _Arriving, waited: bool) -> None:
-        """Its step is not after this node's own: was it the same commit?"""
+        """An update's step is not after this node's own: was it made by the same commit?"""
         lineage, step = update.header.age
         newest = self._applied.lineage
         if lineage < newest:

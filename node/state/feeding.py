@@ -67,7 +67,7 @@ def gradient_frame(ballot: Ballot, gradient: Tensor, tensors: Tensors) -> Frame:
 
 
 def no_gradient(ballot: Ballot) -> Frame:
-    """In its place when too many wait to be sent."""
+    """What is sent in a gradient's place when too many wait to be sent."""
     return Frame("follow", ballot, {}, [], b"")
 
 

@@ -137,7 +137,7 @@ class Holdings:
     # --- training
 
     def attempted(self, ballot: Ballot, begin: pb.Begin) -> None:
-        """An attempt begins."""
+        """Hears that an attempt begins."""
         if self.boundary is not None and begin.kind == pb.Begin.TRAIN:
             self.boundary.start(ballot, begin.step)
         self.follow(begin)
@@ -170,7 +170,8 @@ class Holdings:
             self.boundary.commit(step, lineage)
 
     def apply(self, commit: pb.Commit, lr: float) -> None:
-        """In the compute thread, after the optimizer."""
+        """Applies a commit to what follows it; called in the compute thread, after the
+        optimizer."""
         if self.twin is not None:
             self.twin.apply(commit, lr)
 
@@ -215,7 +216,7 @@ class Holdings:
     # --- what there is
 
     def listed(self) -> list[pb.Holding]:
-        """For the driver."""
+        """All that is held, as the driver is told."""
         found = self.holder.holdings() if self.holder is not None else []
         for one in found:
             if one.kind == "snapshot" and self.holder is not None:
@@ -228,7 +229,7 @@ class Holdings:
         return found + [one for files in self.files for one in files.holdings()]
 
     def served(self, kind: str, stage: int) -> StageState | None:
-        """For a joiner; None: there is no such thing here."""
+        """The state that a joiner asks for; None: there is no such thing here."""
         if kind == "redundant" and self.twin is not None and self.twin.stage == stage:
             return self.twin.state
         if kind in ("copy", "snapshot") and self.holder is not None:
@@ -248,7 +249,7 @@ class Holdings:
         raise ComplaintError(problem)
 
     def costs(self) -> dict[str, HoldingCost]:
-        """By what it is for."""
+        """What holding costs, by what it is for."""
         found: dict[str, HoldingCost] = {}
         if self.boundary is not None:
             found["boundary"] = HoldingCost(memory_bytes=self.boundary.memory_bytes)

@@ -90,7 +90,7 @@ class Lesson(Protocol):
 
 @dataclass(frozen=True)
 class Terms:
-    """How long, and how."""
+    """How long a block relearns, and how."""
 
     samples: int  # trained on at a time; 0: as they crossed
     passes: int  # over all pairs, at most
@@ -109,7 +109,7 @@ class RelearningBlock:
 
     @property
     def leader(self) -> int:
-        """Its stage."""
+        """The stage that leads the block: the first."""
         return min(self.joiners)
 
     @property

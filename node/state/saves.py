@@ -157,8 +157,8 @@ class Saves:
                 )
 
     def write(self, state: StageState) -> None:
-        """On disk when this returns. What was there before stays until then. Raises OSError, and
-        ValueError as `check` does."""
+        """The state is on disk when this returns. What was there before stays until then. Raises
+        OSError, and ValueError as `check` does."""
         self.check(state)
         tensors = [(name, _bytes(t.detach().cpu())) for name, t in state.tensors.items()]
         header = _encode(_fields(self.run, state, tensors))
@@ -448,7 +448,7 @@ def _numbers(state: StageState) -> dict[str, int | float]:
 
 
 def _state(fields: Fields) -> StageState:
-    """Without its tensors."""
+    """A save's state without its tensors."""
     last = pb.Commit.FromString(b64decode(fields["last"]))
     stage, lineage, step = (int(fields[name]) for name in ("stage", "lineage", "step"))
     return StageState(
@@ -534,7 +534,7 @@ def _fill(path: Path, file: io.FileIO, chunk: Bytes) -> None:
 
 
 def _bytes(tensor: Tensor) -> Bytes:
-    """A view."""
+    """The tensor's bytes, as a view."""
     view: Bytes = tensor.numpy().view(np.uint8)
     return view
 
@@ -560,7 +560,7 @@ def newest_saved_stage(folder: Path) -> int | None:
 
 
 def name_of(save: Age) -> str:
-    """Its file's."""
+    """The name of a save's file."""
     return f"step-{save.step:08d}-{save.lineage}.safetensors"
 
 

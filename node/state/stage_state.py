@@ -75,5 +75,5 @@ class StageState:
 
     @property
     def bytes(self) -> int:
-        """Of the tensors."""
+        """Bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())

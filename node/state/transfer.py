@@ -286,7 +286,7 @@ class ShardPlan:
 
     @property
     def sources(self) -> list[str]:
-        """In use."""
+        """The sources that are in use."""
         return list(self._sources)
 
     @property

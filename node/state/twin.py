@@ -41,7 +41,7 @@ PIECE: Final = 1 << 20  # values of the gradient that travel in one frame: 4 MiB
 
 
 def next_stage(stage: int, stages: int) -> int:
-    """Whose twin a node of `stage` holds, with body stages 1..`stages`."""
+    """The stage whose twin a node of `stage` holds, with body stages 1..`stages`."""
     return (stage + 1) % (stages + 1)
 
 
@@ -190,7 +190,8 @@ class Twin:
             await self._exchanges.compute(partial(gathering.absorb, frame))
 
     def _hold(self, ballot: Ballot, gathering: _Gathering) -> None:
-        """In the compute thread, behind the redundant forwards."""
+        """Holds what was reduced until `apply`; called in the compute thread, behind the redundant
+        forwards."""
         self._reduced = ballot, gathering.squared_norm
 
     def on_frame(self, peer: str, frame: Frame) -> None:
@@ -249,7 +250,8 @@ class _Gathering:
         )
 
     def absorb(self, frame: Frame) -> None:
-        """In the compute thread. Raises ComplaintError for a frame that can't be right."""
+        """Takes in a frame, in the compute thread. Raises ComplaintError for one that can't be
+        right."""
         piece, squared_norm = frame.fields.get("piece"), frame.fields.get("squared_norm")
         if type(piece) is not int or not 0 <= piece < len(self.parts):
             raise self._complaint(f"piece {piece!r} of {len(self.parts)}")

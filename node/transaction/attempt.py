@@ -112,7 +112,7 @@ class StageWork(Protocol):
         ...
 
     def drop(self) -> None:
-        """As if no attempt had begun."""
+        """Leaves all as if no attempt had begun."""
         ...
 
     def embed(self, ballot: Ballot, visit: Visit) -> Done | None:

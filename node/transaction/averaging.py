@@ -210,7 +210,7 @@ class Reduction:
 
     @property
     def pieces(self) -> int:
-        """In the part that has most of them."""
+        """How many pieces the part has that has most of them."""
         return max(map(len, self.parts)) if self.contributions else 0
 
     def awaited(self) -> tuple[str, list[str]] | None:

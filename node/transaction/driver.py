@@ -186,7 +186,7 @@ class Driver:
         return []
 
     def tick(self, now: float) -> list[Effect]:
-        """Time has passed."""
+        """Looks at what the time that has passed has made due."""
         match self.current:
             case Gathering() as gathering:
                 return gathering.ask_again(now)

@@ -100,7 +100,7 @@ class Gathering:
         return max(self.statuses.values(), key=_age)
 
     def having(self) -> dict[str, pb.Status]:
-        """Of those who have the newest state."""
+        """The answers of those who have the newest state."""
         age = _age(self.newest)
         return {node: status for node, status in self.statuses.items() if _age(status) == age}
 

@@ -39,7 +39,7 @@ class Syncing:
         return [self._with_staleness(told, synced) if synced.method == "snapshot" else told]
 
     def _with_staleness(self, told: StageRebuilt, synced: pb.Synced) -> StageRebuilt:
-        """Of the snapshot that was used, as its holder has told."""
+        """Adds how stale the snapshot was that was used, as its holder has told."""
         source = synced.sources[0]
         held = next(
             one
