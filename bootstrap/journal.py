@@ -144,7 +144,8 @@ class Journal:
             log.warning(
                 "the journal %s ends with %d bytes of a record that a crash cut short: removed; if "
                 "nodes heard of a view in it, they bring it when they register again",
-                *(self.path, found.torn),
+                self.path,
+                found.torn,
             )
         return found.view, ""
 

@@ -142,12 +142,12 @@ class Agent:
             self.arithmetic,
             self.run,
             self.config,
-            self.member,
-            self.holdings,
-            self.states,
-            self.crossings,
-            self.relearning,
-            self.record.tell,
+            member=self.member,
+            holdings=self.holdings,
+            states=self.states,
+            boundary=self.crossings,
+            relearning=self.relearning,
+            tell=self.record.tell,
         )
 
     # --- what happens
@@ -475,7 +475,11 @@ class Agent:
         self.learned = Learned(synced.digest, state.omega, state.optimizer_step)
         log.info(
             "stage %s is at step %d by %s: %d bytes, %.2f s",
-            *(self.stage, sync.step, sync.method, synced.fetched_bytes, synced.seconds),
+            self.stage,
+            sync.step,
+            sync.method,
+            synced.fetched_bytes,
+            synced.seconds,
         )
         if sync.HasField("last"):
             self.record.committed(state.last)  # who was to note it may be gone

@@ -327,7 +327,9 @@ def up_command(
                     recovery__masking=masking,
                     seed=seed,
                 ),
-                *(out, save_dir, device),
+                out,
+                save_dir,
+                device,
             )
         kills = [parse_kill(text, plan.run) for text in kill or []]
         status = asyncio.run(up(plan, kills, console, resume=resume is not None))

@@ -134,8 +134,12 @@ class Node:
         self.abandoned = ""  # what the compute thread is at, which nobody can end
         self.exchanges = LoopedExchanges(self.compute, self.loop, self.crashed)
         self.links = Links(
-            *(run_id, self.node, self, LinkSettings(silence=run.swarm.silence)),
-            *(place.credentials, place.insecure),
+            run_id,
+            self.node,
+            events=self,
+            settings=LinkSettings(silence=run.swarm.silence),
+            credentials=place.credentials,
+            insecure=place.insecure,
         )
         self.events = EventLog(place.out, self.node)
         self.view = registry.View()
@@ -334,7 +338,10 @@ class Node:
 
         def make_holdings(seat: Agent) -> Holdings:
             open_disk = saves_on_disk(
-                *(self.run_id, stage, run.saves.in_flight, self.loop.call_soon_threadsafe)
+                self.run_id,
+                stage,
+                in_flight=run.saves.in_flight,
+                on_loop=self.loop.call_soon_threadsafe,
             )
             twin = make_twin(seat, place.device) if run.recovery.policy == "redundant" else None
             return Holdings(seat, twin, partial(layout_of, config), open_disk, place.save_dir)

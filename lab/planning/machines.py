@@ -113,7 +113,16 @@ def _machine(
     moves = hardware.bandwidth or (kind.bandwidth if kind else 500.0)
     host = math.inf if hardware.host is None else 1e9 * hardware.host
     shared = cpu or hardware.cpu
-    return Machine(name, site, 1e12 * flops, 1e9 * size, host, 1e9 * moves, hardware.price, shared)
+    return Machine(
+        name,
+        site,
+        flops=1e12 * flops,
+        memory=1e9 * size,
+        host=host,
+        bandwidth=1e9 * moves,
+        price=hardware.price,
+        shared=shared,
+    )
 
 
 def probed(path: Path, hardware: Hardware) -> tuple[tuple[Machine, ...], Network]:

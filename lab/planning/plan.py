@@ -119,7 +119,16 @@ def plan(
         if rows:
             mean, rate = figures(rows)
             hourly, nodes = hourly or rate, nodes or max(2, round(mean))
-        hardware = Hardware(nodes, kind, tflops, memory, host_memory, bandwidth, price, cpu)
+        hardware = Hardware(
+            nodes=nodes,
+            kind=kind,
+            tflops=tflops,
+            memory=memory,
+            host=host_memory,
+            bandwidth=bandwidth,
+            price=price,
+            cpu=cpu,
+        )
         if probe is not None:
             machines, network = probed(probe, hardware)
         else:

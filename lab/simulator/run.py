@@ -488,7 +488,18 @@ class _Run:
         noticed, stall = first.noticed - first.time, self.now - first.time
         step = self.committed
         yield from self.pause(reaction.gathering(self._present()))
-        loss = Loss(first.time, step, len(nodes), (), noticed, 0.0, 0.0, stall, True, 0)
+        loss = Loss(
+            time=first.time,
+            step=step,
+            nodes=len(nodes),
+            rebuilt=(),
+            detected=noticed,
+            waited=0.0,
+            recovered=0.0,
+            stall=stall,
+            masked=True,
+            rolled_back=0,
+        )
         self.losses.append(loss)
 
     def _left_without(self, lost: Sequence[LostPlace]) -> float:

@@ -303,7 +303,11 @@ class Sender:
             sent.lost(update.step)
             log.warning(
                 "the %s of stage %d at step %d didn't get to %s: %s",
-                *(self._outgoing.kind, self._outgoing.stage, update.step, update.holder, lost),
+                self._outgoing.kind,
+                self._outgoing.stage,
+                update.step,
+                update.holder,
+                lost,
             )
         finally:
             self._update = None
@@ -625,7 +629,11 @@ class Holder:
                 lambda: self._timed(
                     partial(
                         snapshot.decode,
-                        *(layout, update.payload, header.blocks, header.tensors, codec),
+                        layout,
+                        update.payload,
+                        count=header.blocks,
+                        tensors=header.tensors,
+                        codec=codec,
                     )
                 )
             )

@@ -170,8 +170,7 @@ class Holdings:
             self.boundary.commit(step, lineage)
 
     def apply(self, commit: pb.Commit, lr: float) -> None:
-        """Applies a commit to what follows it; called in the compute thread, after the
-        optimizer."""
+        """Applies a commit to the twin; called in the compute thread, after the optimizer."""
         if self.twin is not None:
             self.twin.apply(commit, lr)
 

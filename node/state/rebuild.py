@@ -44,6 +44,7 @@ class Rebuilding:
         arithmetic: Arithmetic,
         run: RunFile,
         config: ModelConfig,
+        *,
         member: MemberSide,
         holdings: Holdings,
         states: StateClient,
@@ -143,11 +144,11 @@ class Rebuilding:
                     stage,
                     Age(sources[0].lineage, sources[0].step),
                     [source.node for source in sources],
-                    sync.method not in INEXACT,
-                    self.run.swarm.progress,
-                    partial(told, stage),
-                    ballot,
-                    HELD.get(sync.method, ""),
+                    optimizer=sync.method not in INEXACT,
+                    deadline=self.run.swarm.progress,
+                    on_progress=partial(told, stage),
+                    ballot=ballot,
+                    kind=HELD.get(sync.method, ""),
                 )
                 for stage, sources in sorted(by_stage.items())
             ]

@@ -184,7 +184,9 @@ class Twin:
             if peer != gathering.server:
                 log.warning(
                     "dropped a gradient for the twin of stage %d from %s: %s is to send it",
-                    *(self.stage, peer, gathering.server),
+                    self.stage,
+                    peer,
+                    gathering.server,
                 )
                 continue
             await self._exchanges.compute(partial(gathering.absorb, frame))

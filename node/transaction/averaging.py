@@ -113,7 +113,14 @@ class Averaging:
         """
         until = self._exchanges.now + deadline
         reduction = Reduction(
-            self._node, ballot, replicas, gradient, ids, window, self._tensors, self._codec
+            self._node,
+            ballot,
+            replicas,
+            gradient,
+            ids=ids,
+            window=window,
+            tensors=self._tensors,
+            codec=self._codec,
         )
         try:
             with self._inboxes.open(ballot) as inbox:
@@ -176,6 +183,7 @@ class Reduction:
         ballot: Ballot,
         replicas: Sequence[str],
         gradient: Tensor,
+        *,
         ids: Collection[int],
         window: int,
         tensors: Tensors,

@@ -228,7 +228,14 @@ class Driver:
             self.ballot = Ballot(self.view.number, 0)
         self.ballot = self.ballot.next()
         self.current = gathering = Gathering(
-            why, self.ballot, self.members, self.rules.stages, now, now, now, taken_over
+            why,
+            self.ballot,
+            self.members,
+            stages=self.rules.stages,
+            began=now,
+            asked=now,
+            suspected=now,
+            taken_over=taken_over,
         )
         return effects + gathering.ask()
 

@@ -244,7 +244,9 @@ def test_a_peer_lost_after_its_part_does_no_harm(seed: int) -> None:
 
 
 def replica(node: str, nodes: Sequence[str], gradient: torch.Tensor, ids: list[int]) -> Reduction:
-    return Reduction(node, BALLOT, nodes, gradient, ids, 4, tensors, "none")
+    return Reduction(
+        node, BALLOT, nodes, gradient, ids=ids, window=4, tensors=tensors, codec="none"
+    )
 
 
 class Alone:
