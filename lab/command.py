@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from planaria.lab.chaos import command as chaos
 from planaria.lab.emulation import live
 from planaria.lab.planning import plan
 from planaria.lab.scar import command as scar
@@ -31,6 +32,7 @@ lab_app.add_typer(scar.app, name="scar")
 lab_app.add_typer(spare.app, name="spare")
 lab_app.add_typer(live.app, name="live")
 lab_app.add_typer(simulate.app, name="simulate")
+lab_app.add_typer(chaos.app, name="chaos")
 plan_app = typer.Typer()
 plan_app.command()(plan.plan)
 

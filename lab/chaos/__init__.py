@@ -1,5 +1,9 @@
 """Swarms on this machine that are made sick on purpose, and what comes of it.
 
+`planaria lab chaos` (command.py) draws faults from a seed (schedule.py), carries them out on real
+processes (swarm.py), finds what was lost by them and which promises were broken (outcome.py), and
+makes tables of it (report.py). Two parts are of use by themselves, as in tests:
+
 proxy.py stands in front of a node and makes its links sick. A node is started with `--listen
 proxy.behind --advertise proxy.address`; then `reset()` breaks all connections with RST, `await
 blink(every, seconds)` does so again and again, `hold(Way.IN)` passes nothing on towards the node,

@@ -17,7 +17,6 @@ import enum
 import socket
 import struct
 import sys
-from contextlib import suppress
 from typing import Self
 
 HOST = "127.0.0.1"
@@ -146,7 +145,7 @@ class Proxy:
 
 def _abort(end: asyncio.StreamWriter) -> None:
     """Closed with RST."""
-    with suppress(OSError):  # it is closed already
+    if not end.transport.is_closing():
         end.get_extra_info("socket").setsockopt(
             socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE
         )
