@@ -174,6 +174,17 @@ def related(a: int, b: int, stages: int, swapped: bool) -> bool:
     return swapped and {a, b} in ({1, 3}, {stages - 2, stages})
 
 
+def to_link(own: Member, view: View, stages: int, swapped: bool) -> list[str]:
+    """With whom `own` always keeps a link: who it needs in every step; everybody, if nobody can
+    dial it when it is needed. A standby needs nobody."""
+    return [
+        member.node
+        for member in view.members
+        if not (own.standby or member.standby or member.node == own.node)
+        and (not own.address or related(own.stage, member.stage, stages, swapped))
+    ]
+
+
 class Membership:
     """Every effect must be carried out, in the order given, before the next event is fed in."""
 

@@ -247,12 +247,6 @@ class Agent:
                 item.seat = seat
         return self.outbox.send(peer, item, seat is not None, self.exchanges.now)
 
-    def linked(self, peer: str) -> bool:
-        return self.net.linked(peer)
-
-    def demand(self, peer: str) -> None:
-        self.net.demand(peer)
-
     def _undelivered(self, peer: str, item: pb.Message | Frame, reason: str) -> None:
         if isinstance(item, Frame) and item.kind in OF_AN_ATTEMPT:
             self.cut_off(Ballot(*item.ballot), peer, reason)

@@ -24,7 +24,7 @@ import torch
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.credentials import PLAIN, Credentials
-from planaria.bootstrap.membership import PROTOCOL, related
+from planaria.bootstrap.membership import PROTOCOL, to_link
 from planaria.node.agent import Agent
 from planaria.node.data.corpus import Corpus
 from planaria.node.data.windows import Windows
@@ -309,27 +309,16 @@ class Node:
         if own is None:
             self.stop(f"rejoin: view {view.number} is without this node: {view.reason}")
             return
+        swapped = self.run.recovery.policy == "checkfree+"
+        linked = to_link(own, view, self.config.stages, swapped)
+        self.links.set_peers(view.number, _peers(view), linked)
         if own.standby:
-            self.links.set_peers(view.number, _peers(view), [])
             return
-        self.links.set_peers(view.number, _peers(view), self._to_link(own, view))
         if own.stage in self.seats:
             self.seats[own.stage].viewed(view, self.loop.time())
         elif own.stage not in self.building:
             self.building.add(own.stage)
             self.spawn(self._take_seat(own.stage))
-
-    def _to_link(self, own: registry.Member, view: registry.View) -> list[str]:
-        """Who this node needs in every step; everybody, if nobody can dial it when it is needed."""
-        swapped = self.run.recovery.policy == "checkfree+"
-        stages = self.config.stages
-        return [
-            member.node
-            for member in view.members
-            if member.node != self.node
-            and not member.standby
-            and (not own.address or related(own.stage, member.stage, stages, swapped))
-        ]
 
     async def _take_seat(self, stage: int) -> None:
         corpus = self.corpus if stage == 0 else None

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from planaria.node.ports import Disk, OpenDisk, Tensors
+from planaria.node.ports import Disk, Net, OpenDisk, Tensors
 from planaria.node.report.events import HoldingCost
 from planaria.node.run_file import RunFile
 from planaria.node.stage.shape import ModelConfig
@@ -42,10 +42,9 @@ class Host(Protocol):
     config: ModelConfig
     exchanges: Exchanges
     tensors: Tensors
+    net: Net
 
     def send(self, peer: str, item: pb.Message | Frame) -> bool: ...
-    def linked(self, peer: str) -> bool: ...
-    def demand(self, peer: str) -> None: ...
     def own_state(self) -> StageState | None: ...
     def saved(self, kind: Kind, save: Age) -> None: ...
     def save_failed(self, reason: str) -> None: ...
@@ -127,7 +126,7 @@ class Holdings:
 
     def _send_at_once(self, peer: str, item: pb.Message | Frame) -> bool:
         """Or never: when a link comes up there will be a newer state to send."""
-        return self.host.linked(peer) and self.host.send(peer, item)
+        return self.host.net.linked(peer) and self.host.send(peer, item)
 
     def _add_files(self, kind: Kind, folder: Path, every: int, keep: int) -> None:
         saved, failed = partial(self.host.saved, kind), self.host.save_failed
@@ -151,7 +150,7 @@ class Holdings:
             mine = way is not None and way.sender == self.host.node
             holders = way.holders if way is not None and mine else ()
             for holder in holders:
-                self.host.demand(holder)
+                self.host.net.demand(holder)
             self.sender.set_holders(holders)
 
     def dropped(self) -> None:

@@ -16,6 +16,7 @@ from planaria.bootstrap.membership import (
     Probe,
     Refused,
     Settle,
+    to_link,
 )
 from planaria.bootstrap.registry_pb2 import (
     DIVERGENCE,
@@ -239,6 +240,30 @@ def test_two_nodes_that_only_dial_out_are_never_related(a: int, b: int) -> None:
     swarm.join("a", a, address="")
     with pytest.raises(Refused, match=rf"talk to a \(stage {a}\).*--advertise HOST:PORT"):
         swarm.join("b", b, address="")
+
+
+@pytest.mark.parametrize(
+    ("own", "linked"),
+    [
+        (Member(node="new", stage=1, address="new:1"), ["n0", "n1", "n2"]),
+        (Member(node="n1", stage=1, address="n1:1"), ["n0", "n2"]),
+        (Member(node="n0", stage=0, address="n0:1"), ["n1", "n2", "n3", "n4", "n5"]),
+        (Member(node="n3", stage=3, address="n3:1"), ["n0", "n2", "n4"]),
+        (Member(node="n3", stage=3), ["n0", "n1", "n2", "n4", "n5"]),
+        (Member(node="n3", stage=3, address="n3:1", standby=True), []),
+    ],
+)
+def test_a_node_keeps_links_to_whom_it_needs_in_every_step(own: Member, linked: list[str]) -> None:
+    members = [Member(node=f"n{stage}", stage=stage, address=f"n{stage}:1") for stage in range(6)]
+    members.append(Member(node="idle", address="idle:1", standby=True))
+    view = View(number=1, members=members)
+    assert to_link(own, view, stages=5, swapped=False) == linked
+
+
+def test_with_swapped_orders_the_ends_are_neighbours_too() -> None:
+    members = [Member(node=f"n{stage}", stage=stage, address="there:1") for stage in range(6)]
+    view = View(number=1, members=members)
+    assert to_link(members[3], view, stages=5, swapped=True) == ["n0", "n1", "n2", "n4", "n5"]
 
 
 def test_automatic_assignment_keeps_nodes_that_only_dial_out_apart() -> None:

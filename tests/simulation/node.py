@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.membership import related
+from planaria.bootstrap.membership import to_link
 from planaria.node.agent import Agent
 from planaria.node.ports import Ports, Priority
 from planaria.node.report.events import Event
@@ -138,15 +138,8 @@ class Node:
         if own is None:
             self.stop(f"view {view.number} is without this node: {view.reason}")
             return
-        linked = [
-            member.node
-            for member in view.members
-            if not own.standby
-            and member.node != self.name
-            and not member.standby
-            and (not own.address or self._related(own.stage, member.stage))
-        ]
-        self.net.set_peers(view, linked)
+        rules = self.cluster.rules
+        self.net.set_peers(view, to_link(own, view, rules.stages, rules.swapped))
         if own.standby:
             return
         if self.seat is not None:
@@ -155,10 +148,6 @@ class Node:
         elif self.stage is None:
             self.stage = own.stage
             self.process.after(self.world.random.uniform(0.01, 0.4), self._take_seat, own.stage)
-
-    def _related(self, a: int, b: int) -> bool:
-        rules = self.cluster.rules
-        return related(a, b, rules.stages, rules.swapped)
 
     def _take_seat(self, stage: int) -> None:
         if self.ended:

@@ -496,5 +496,35 @@ class Halved(Scenario):
         return 30.0
 
 
+class Superseded(Scenario):
+    """A driver crashes between two messages of a commit. Who is sent it hears it late, and of the
+    new view even later; the next driver has asked all by then, and nobody knew of a commit."""
+
+    def _rules(self, policy: Policy | None) -> TransactionRules:
+        return replace(super()._rules(policy), steps=8)
+
+    def _hosts(self, rules: TransactionRules) -> list[Host]:
+        stages = range(rules.stages + 1)
+        return [Host(f"{replica}{stage}", stage, False) for replica in "ab" for stage in stages]
+
+    def _plan_faults(self) -> float:
+        self.cluster.traps.append(Trap("committed", self.random.randint(2, 5), self._supersede))
+        return 30.0
+
+    def _supersede(self) -> None:
+        if (driver := self._driver()) is None:
+            return
+        chosen, latency = self.random, self.cluster.network.latency
+        hosts = [node.process.host for node in self._some() if node is not driver]
+        for pair in itertools.permutations(hosts, 2):
+            if chosen.random() < 0.2:
+                latency[pair] = chosen.uniform(0.0, 2.0)
+        driver.fuse = chosen.randint(0, 1)
+        for host in hosts[: driver.fuse + 1]:
+            latency[driver.process.host, host] = chosen.uniform(0.4, 2.5)
+            latency["registry", host] = 2.8
+        self.world.after(6.0, latency.clear)
+
+
 def _syncing(node: Node) -> bool:
     return node.member is not None and node.member.phase is MemberPhase.SYNCING

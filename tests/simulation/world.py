@@ -132,6 +132,7 @@ class Network:
         self.endpoints: dict[str, Endpoint] = {}
         self.homes: dict[str, str] = {}  # of nodes, also of those that are gone -> host
         self.partitions: dict[int, tuple[frozenset[str], frozenset[str]]] = {}  # hosts, and hosts
+        self.latency: dict[tuple[str, str], float] = {}  # from host, to host: more than usual
         self.links: list[Link] = []
         self._frames = itertools.count(1)
         self.world.after(WATCH, self._watch)
@@ -212,11 +213,15 @@ class Network:
         if not link.intact:
             return
         key = (receiver.name, channel)
-        arrival = max(self.world.now + self.world.delay(), link.last.get(key, 0.0))
+        delay = self.world.delay() + self._latency(sender, receiver)
+        arrival = max(self.world.now + delay, link.last.get(key, 0.0))
         link.last[key] = arrival
         self.world.after(
             arrival - self.world.now, self._arrive, link, receiver, channel, number, item
         )
+
+    def _latency(self, sender: Endpoint, receiver: Endpoint) -> float:
+        return self.latency.get((sender.process.host, receiver.process.host), 0.0)
 
     def _arrive(self, link: Link, to: Endpoint, channel: str, number: int, item: Any) -> None:
         if link.cut:
@@ -264,6 +269,9 @@ class Network:
         for end in link.ends:
             slow = blocked or self.world.chance(0.2)
             delay = self.world.random.uniform(1.0, link.patience) if slow else self.world.delay()
+            if not link.cut:  # what was sent before the end comes before it
+                coming = [at for (to, _), at in link.last.items() if to == end.name]
+                delay = max([delay, *(at - self.world.now for at in coming)])
             end.process.after(delay, self.give_up, link, end, "the connection broke")
 
     def died(self, endpoint: Endpoint) -> None:

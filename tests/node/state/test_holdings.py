@@ -41,12 +41,29 @@ every = 2
 )
 
 
+class NoNet:
+    """No link is up."""
+
+    def send(self, *_: object) -> bool:
+        return False
+
+    def linked(self, peer: str) -> bool:
+        return False
+
+    def demand(self, peer: str) -> None:
+        raise AssertionError("nothing is sent")
+
+    def unacknowledged_by(self, peer: str) -> int:
+        return 0
+
+
 class Host:
     """A seat of which nothing is sent."""
 
     node = "1.0"
     stage = STAGE
     tensors = tensors
+    net = NoNet()
 
     def __init__(self, run: RunFile) -> None:
         self.run, self.config = run, model_config(run.model, vocabulary=16)
@@ -57,12 +74,6 @@ class Host:
 
     def send(self, *_: object) -> bool:
         return False
-
-    def linked(self, peer: str) -> bool:
-        return False
-
-    def demand(self, peer: str) -> None:
-        raise AssertionError("nothing is sent")
 
     def own_state(self) -> None:
         return None
