@@ -121,6 +121,12 @@ class Record:
         ]
         return kinds[-1] if kinds else ""
 
+    def wrong_at(self, slot: str, at: float) -> str:
+        """The kind of fault that was there or, if there was none, elsewhere; NOBODYS."""
+        near = [fault for fault in self.faults if fault.time <= at <= fault.end + AFTERMATH]
+        near.sort(key=lambda fault: fault.hits(slot))
+        return near[-1].kind if near else NOBODYS
+
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
@@ -153,14 +159,16 @@ def steps_lost(commits: Sequence[float], faults: Sequence[Began]) -> dict[str, f
 
 
 class Eviction(NamedTuple):
-    """`blame`: the kind of fault that its node had; empty: it was innocent. `last`: no other member
-    of the stage had its state."""
+    """`blame`: the kind of fault for which its node may pay; empty: it was innocent. `fault`: that,
+    or what else was wrong then, there or elsewhere. `last`: no other member of the stage had its
+    state."""
 
     node: str
     slot: str
     stage: int
     reason: str
     blame: str
+    fault: str
     last: bool
     after: float  # seconds since the first view
 
@@ -192,7 +200,8 @@ def evictions(record: Record) -> list[Eviction]:
                 first_had.get(other, after.time) < after.time for other in others
             )
             since = after.time - record.views[0].time
-            found.append(Eviction(node, slot, stage, reason, blame, last, round(since, 1)))
+            fault = blame or record.wrong_at(slot, after.time)
+            found.append(Eviction(node, slot, stage, reason, blame, fault, last, round(since, 1)))
     return found
 
 

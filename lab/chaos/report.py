@@ -60,33 +60,33 @@ def _runs(outcomes: Sequence[Outcome]) -> Iterator[str]:
 def _faults(outcomes: Sequence[Outcome]) -> Iterator[str]:
     times = sum((Counter(one["faults"]) for one in outcomes), Counter[str]())
     lost: defaultdict[str, float] = defaultdict(float)
-    evicted = Counter(e["blame"] for one in outcomes for e in one["evictions"])
+    evicted = Counter((e["fault"], not e["blame"]) for o in outcomes for e in o["evictions"])
     for one in outcomes:
         for kind, steps in one["steps_lost"].items():
             lost[kind] += steps
-    yield "| fault | times | steps lost | for each | nodes with it evicted |"
-    yield "| --- | ---: | ---: | ---: | ---: |"
+    yield "| fault | times | steps lost | for each | evicted for it | innocent |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
     for kind in [*(kind for kind in KINDS if times[kind]), NOBODYS]:
         each = f"{lost[kind] / times[kind]:.1f}" if times[kind] else "-"
         count = times[kind] or "-"
-        gone = evicted[kind] if kind != NOBODYS else evicted[""]
+        gone = f"{evicted[kind, False]} | {evicted[kind, True]}"
         yield f"| {kind} | {count} | {lost[kind]:.1f} | {each} | {gone} |"
 
 
 def _evictions(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """By fault and by reason; what names or counts something is left out of reasons."""
     found = Counter(
-        (e["blame"] or "none: innocent", "yes" if e["last"] else "no", _gist(e["reason"]))
+        (e["fault"], "innocent" * (not e["blame"]), "last" * e["last"], _gist(e["reason"]))
         for one in outcomes
         for e in one["evictions"]
     )
     if not found:
         yield "Nobody was evicted."
         return
-    yield "| evictions: fault | last holder | reason | times |"
-    yield "| --- | --- | --- | ---: |"
-    for (blame, last, reason), count in sorted(found.items()):
-        yield f"| {blame} | {last} | {reason} | {count} |"
+    yield "| evictions: fault | innocent | last holder | reason | times |"
+    yield "| --- | --- | --- | --- | ---: |"
+    for (fault, innocent, last, reason), count in sorted(found.items()):
+        yield f"| {fault} | {innocent} | {last} | {reason} | {count} |"
 
 
 def _gist(reason: str) -> str:

@@ -33,12 +33,14 @@ class Kind(NamedTuple):
     weight: float = 1.0
 
 
+BLINKS: Final = {f"blink {every} s": every for every in (1, 2, 4, 9)}
+"""Kinds of fault: seconds between two resets."""
 KINDS: Final[Mapping[str, Kind]] = {
     "kill": Kind("guilty", (0.0, 2.0), weight=4.0),
     "stop": Kind("guilty", (1.0, 12.0)),
     "registry kill": Kind("innocent", (0.0, 2.0), "registry", weight=0.5),
     "reset": Kind("innocent", (0.0, 0.0)),
-    "blink": Kind("innocent", (10.0, 25.0), "everybody"),
+    **{kind: Kind("innocent", (10.0, 25.0), "everybody", weight=0.25) for kind in BLINKS},
     "one way": Kind("innocent", (1.0, 10.0)),
     "hang": Kind("guilty", (5.0, 25.0)),
     "crawl": Kind("innocent", (5.0, 20.0)),
@@ -51,10 +53,8 @@ KINDS: Final[Mapping[str, Kind]] = {
     "flipped weight": Kind("guilty", (0.0, 2.0), needs_replica=True),
 }
 """`kill`: SIGKILL, and another process in its place once it is healed. `stop`: SIGSTOP to SIGCONT.
-`reset`: RST for what was dialled to the node. `blink`: the same for all nodes, again and again.
+`reset`: RST for what was dialled to the node. `blink ...`: the same for all, again and again.
 `one way`: what was dialled to the node passes in one direction only. The others: sick_node.py."""
-BLINKS: Final = (1.0, 2.0, 4.0, 9.0)
-"""Seconds between two."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,6 @@ def schedule(seed: int, minutes: float, shape: Shape) -> list[Fault]:
 def _figures(kind: str, chance: random.Random) -> dict[str, float | str]:
     times, of = chance.randint(1, 3), chance.choice(["activation", "gradient"])
     match kind:
-        case "blink":
-            return {"every": chance.choice(BLINKS)}
         case "one way":
             return {"way": chance.choice(["in", "out"])}
         case "nan" | "wrong shape" | "wrong dtype":

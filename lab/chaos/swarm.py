@@ -24,7 +24,7 @@ import grpc
 from planaria.bootstrap.registry_pb2 import View, WatchRequest
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
 from planaria.lab.chaos.proxy import Proxy, Way
-from planaria.lab.chaos.schedule import REGISTRY, Fault, Shape
+from planaria.lab.chaos.schedule import BLINKS, REGISTRY, Fault, Shape
 from planaria.lab.chaos.sick_node import KINDS as SICK
 from planaria.lab.chaos.sick_node import run_sick, tell
 from planaria.node.local.processes import Processes, describe_status
@@ -42,7 +42,7 @@ AGAIN: Final = 0.5
 """Seconds until a process that has ended by itself gets another in its place."""
 START: Final = 120.0
 """Seconds that a swarm has for its first step."""
-END: Final = 60.0
+END: Final = 120.0
 """Seconds that it has, once everything is healed, until all its nodes have the newest step."""
 STEPS_AT_THE_END: Final = 3
 """Committed once everything is healed."""
@@ -221,10 +221,9 @@ class SickSwarm:
                 os.kill(pid, signal.SIGSTOP)
             case "reset":
                 self.proxies[fault.slot].reset()
-            case "blink":
-                every = float(fault.figures["every"])
+            case kind if kind in BLINKS:
                 for proxy in self.proxies.values():
-                    task = asyncio.create_task(proxy.blink(every, fault.seconds))
+                    task = asyncio.create_task(proxy.blink(BLINKS[kind], fault.seconds))
                     self.blinking.add(task)
                     task.add_done_callback(self.blinking.discard)
             case "one way":

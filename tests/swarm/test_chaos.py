@@ -1,0 +1,68 @@
+"""A live swarm under faults of a fixed seed: it trains on, and every sample counts once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from planaria.lab.chaos.schedule import Shape, schedule
+
+RUN = """
+steps = 100000
+[model]
+preset = "tiny"
+dim = 32
+context = 32
+[training]
+batch = 8
+microbatch = 1
+warmup = 5
+validation_microbatches = 0
+[recovery]
+relearn.seconds = 5.0
+[swarm]
+progress = 20.0
+[data]
+path = "{data}"
+"""
+SEED, MINUTES = 4, 1.0
+SHAPE = Shape(
+    2, 2, ("kill", "stop", "registry kill", "reset", "hang", "crawl", "slow disk"), rate=20.0
+)
+
+
+def chaos(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "planaria", "lab", "chaos", *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_sick_swarm_trains_on(data, tmp_path):
+    run = tmp_path / "run.toml"
+    run.write_text(RUN.format(data=data))
+    arguments = ["--run", f"{run}", "--seed", f"{SEED}", "--minutes", f"{MINUTES}"]
+    arguments += ["--stages", f"{SHAPE.stages}", "--replicas", f"{SHAPE.replicas}"]
+    arguments += ["--rate", f"{SHAPE.rate}"]
+    arguments += [word for kind in SHAPE.kinds for word in ("--kind", kind)]
+    arguments += ["--out", f"{tmp_path / 'out'}", "--logs", f"{tmp_path / 'logs'}"]
+    done = chaos(*arguments)
+    assert done.returncode == 0, done.stderr
+    outcome: dict[str, Any] = json.loads((tmp_path / "out" / f"2x2-seed-{SEED}.json").read_text())
+    planned = [fault.kind for fault in schedule(SEED, MINUTES, SHAPE)]
+    assert outcome["faults"] == {kind: planned.count(kind) for kind in set(planned)}
+    assert outcome["audit"]["expected"] >= 8 * outcome["steps"] > 0
+    assert "| kill | " in done.stdout
+
+    again = chaos(*arguments)
+    assert again.returncode == 0
+    assert f"2x2-seed-{SEED}.json is there already" in again.stdout
+
+    summed = chaos("report", str(tmp_path / "out"))
+    assert summed.returncode == 0, summed.stderr
+    assert (tmp_path / "out" / "table.md").read_text().startswith("1 runs, ")
