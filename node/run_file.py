@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from planaria.node.stage.shape import ModelConfig, model_config
 from planaria.recovery.decide import Masking, Policy
 
 Codec = Literal["none", "bf16", "fp16", "int8"]
@@ -24,47 +27,81 @@ LEASE = 1.0
 """Seconds: a node that loads a library, or whose processor is shared, is silent for nearly that."""
 
 
+ADAM_BYTES = 16
+"""For each parameter: weight, gradient and two moments, all float32."""
+MOST_PARAMETERS = 2**36
+"""In a stage: 1 TiB at ADAM_BYTES each. No machine that serves one stage has more."""
+MOST_PAYLOAD = 4 * 2**30
+"""Bytes in a frame (node/wire/frames.py)."""
+MOST_NODES = 10_000
+"""Members of a run (bootstrap/membership.py)."""
+MOST_VISITS = 2**19
+"""Of a step's microbatches to stages: each is named in what begins the step, in one message."""
+
+FolderName = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")]
+
+
 class RunFileError(ValueError):
     """The run file can't be used; the message names file, key, value and remedy."""
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
     """A preset, with any of its figures overridden."""
 
-    preset: str = "tiny"
-    stages: int | None = Field(default=None, ge=1, description="body stages, L")
-    dim: int | None = Field(default=None, ge=8)
-    heads: int | None = Field(default=None, ge=1)
-    kv_heads: int | None = Field(default=None, ge=1)
-    layers: int | None = Field(default=None, ge=1, description="blocks in the whole model")
-    context: int | None = Field(default=None, ge=2, description="tokens a sample")
-    hidden: int | None = Field(default=None, ge=8, description="width of the SwiGLU")
-    rope_theta: float = Field(default=10_000.0, gt=0)
-    vocabulary: int | None = Field(default=None, ge=2, description="from the data when left out")
+    preset: str = Field(default="tiny", max_length=64)
+    stages: int | None = Field(default=None, ge=1, le=1024, description="body stages, L")
+    dim: int | None = Field(default=None, ge=8, le=2**17)
+    heads: int | None = Field(default=None, ge=1, le=2**12)
+    kv_heads: int | None = Field(default=None, ge=1, le=2**12)
+    layers: int | None = Field(default=None, ge=1, le=2**14, description="blocks in the model")
+    context: int | None = Field(default=None, ge=2, le=2**22, description="tokens a sample")
+    hidden: int | None = Field(default=None, ge=8, le=2**20, description="width of the SwiGLU")
+    rope_theta: float = Field(default=10_000.0, ge=1, le=1e12)
+    vocabulary: int | None = Field(
+        default=None, ge=2, le=2**24, description="from the data when left out"
+    )
+
+    @property
+    def config(self) -> ModelConfig:
+        """For data with the section's vocabulary, or with next to none. Raises ValueError."""
+        return model_config(self, self.vocabulary or 2)
+
+    @model_validator(mode="after")
+    def buildable(self) -> ModelSection:
+        config = self.config
+        for stage, parameters in zip(("stage 0", "a body stage"), config.parameters, strict=True):
+            if parameters > MOST_PARAMETERS:
+                raise ValueError(
+                    f"{stage} has {parameters:.3g} parameters, which take "
+                    f"{ADAM_BYTES * parameters / 2**40:.3g} TiB with gradient and Adam's moments; "
+                    f"at most {MOST_PARAMETERS:.3g} fit: more stages, or a smaller dim, hidden, "
+                    f"layers (now {config.dim}, {config.hidden}, {config.layers}) or vocabulary"
+                )
+        return self
 
 
 class DataSection(Section):
-    path: str = "data/prose"
-    content: str = Field(default="", description="content hash of the prepared data")
+    path: FolderName = "data/prose"
+    content: str = Field(default="", max_length=64, description="content hash of the prepared data")
 
 
 class TrainingSection(Section):
-    batch: int = Field(default=16, ge=1, description="samples a step")
-    microbatch: int = Field(default=2, ge=1, description="samples a microbatch")
-    lr: float | None = Field(default=None, gt=0, description="the preset's when left out")
-    warmup: int = Field(default=20, ge=0, description="steps")
+    batch: int = Field(default=16, ge=1, le=2**24, description="samples a step")
+    microbatch: int = Field(default=2, ge=1, le=2**16, description="samples a microbatch")
+    lr: float | None = Field(default=None, gt=0, le=100, description="the preset's when left out")
+    warmup: int = Field(default=20, ge=0, le=10**9, description="steps")
     lr_floor: float = Field(default=0.1, ge=0, le=1, description="share of lr left at the end")
-    clip: float = Field(default=1.0, gt=0)
+    clip: float = Field(default=1.0, ge=1e-6, le=1e6)
     precision: Literal["float32", "bf16"] = "float32"
     recompute: bool = False
     compile: bool = False
-    in_flight: int = Field(default=0, ge=0, description="0: number of stages + 1")
-    validate_every: int = Field(default=0, ge=0, description="steps; 0: only at the end")
-    validation_microbatches: int = Field(default=8, ge=0)
+    in_flight: int = Field(default=0, ge=0, le=2**14, description="0: number of stages + 1")
+    validate_every: int = Field(default=0, ge=0, le=10**9, description="steps; 0: only at the end")
+    validation_microbatches: int = Field(default=8, ge=0, le=2**14)
 
     @model_validator(mode="after")
     def divisible(self) -> TrainingSection:
@@ -82,28 +119,28 @@ class TrainingSection(Section):
 class RelearnSection(Section):
     """A stage that was guessed is trained alone on what crossed its ends, whatever the policy."""
 
-    steps: int = Field(default=10, ge=1, description="whose boundary tensors are kept")
-    samples: int = Field(default=1, ge=0, description="at a time; 0: a microbatch")
-    passes: int = Field(default=2, ge=0, description="0: as the papers have it")
-    seconds: float = Field(default=20.0, ge=0, description="at most")
-    lr: float = Field(default=0.05, gt=0, description="Muon's, at first; it falls to 0")
+    steps: int = Field(default=10, ge=1, le=10**4, description="whose boundary tensors are kept")
+    samples: int = Field(default=1, ge=0, le=2**16, description="at a time; 0: a microbatch")
+    passes: int = Field(default=2, ge=0, le=1000, description="0: as the papers have it")
+    seconds: float = Field(default=20.0, ge=0, le=86_400, description="at most")
+    lr: float = Field(default=0.05, gt=0, le=100, description="Muon's, at first; it falls to 0")
 
 
 class SnapshotSection(Section):
     """What policy = "snapshot" goes by."""
 
-    fraction: float = Field(default=0.125, gt=0, le=1, description="r: blocks a time")
-    period: int = Field(default=8, ge=1, description="steps in which all could be sent")
+    fraction: float = Field(default=0.125, ge=1e-4, le=1, description="r: blocks a time")
+    period: int = Field(default=8, ge=1, le=10**6, description="steps in which all could be sent")
     codec: Literal["int8", "none"] = "int8"
     moments: bool = Field(default=True, description="with Adam's moments")
-    mbps: float = Field(default=200.0, gt=0, description="Mbit/s a stage sends at most")
+    mbps: float = Field(default=200.0, ge=1e-3, le=1e7, description="Mbit/s a stage sends at most")
 
 
 class CheckpointSection(Section):
     """What policy = "checkpoint" goes by."""
 
-    dir: str = Field(default="", description="folder that all nodes share")
-    every: int = Field(default=10, ge=1, description="steps")
+    dir: FolderName = Field(default="", description="folder that all nodes share")
+    every: int = Field(default=10, ge=1, le=10**9, description="steps")
 
 
 class RecoverySection(Section):
@@ -112,8 +149,10 @@ class RecoverySection(Section):
     policy: Policy = "checkfree"
     strict: bool = Field(default=False, description="stop where the policy itself can't serve")
     masking: Masking = Field(default="reassign", description="when a stage keeps a replica")
-    lr_boost: float = Field(default=1.1, ge=1)
-    lr_boost_steps: int = Field(default=100, ge=0, description="linear decay; 0: for ever")
+    lr_boost: float = Field(default=1.1, ge=1, le=100)
+    lr_boost_steps: int = Field(
+        default=100, ge=0, le=10**9, description="linear decay; 0: for ever"
+    )
     relearn: RelearnSection = RelearnSection()
     snapshot: SnapshotSection = SnapshotSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -122,9 +161,9 @@ class RecoverySection(Section):
 class SavesSection(Section):
     """Nodes' own saves, where they are started with --save-dir."""
 
-    every: int = Field(default=10, ge=1, description="steps")
-    in_flight: int = Field(default=2, ge=1, description="writes not yet on disk")
-    keep: int = Field(default=4, ge=2, description="newest saves of a stage")
+    every: int = Field(default=10, ge=1, le=10**9, description="steps")
+    in_flight: int = Field(default=2, ge=1, le=100, description="writes not yet on disk")
+    keep: int = Field(default=4, ge=2, le=10**6, description="newest saves of a stage")
 
     @model_validator(mode="after")
     def meetable(self) -> SavesSection:
@@ -139,18 +178,26 @@ class SavesSection(Section):
 
 
 class SwarmSection(Section):
-    replicas: int = Field(default=1, ge=1, description="nodes a stage to wait for at the start")
+    replicas: int = Field(
+        default=1, ge=1, le=5000, description="nodes a stage to wait for at the start"
+    )
     start_grace: float = Field(
-        default=20.0, ge=0, description="seconds, once each stage has a node"
+        default=20.0, ge=0, le=86_400, description="seconds, once each stage has a node"
     )
     lease: float = Field(
-        default=5.0, ge=LEASE, description="seconds without a renewal until a node is evicted"
+        default=5.0,
+        ge=LEASE,
+        le=3600,
+        description="seconds without a renewal until a node is evicted",
     )
     silence: float = Field(
-        default=3.0, ge=2 * HEARTBEAT, description="seconds until a node suspects a peer"
+        default=3.0, ge=2 * HEARTBEAT, le=3600, description="seconds until a node suspects a peer"
     )
     progress: float = Field(
-        default=120.0, gt=0, description="seconds without any until an attempt is given up"
+        default=120.0,
+        gt=0,
+        le=86_400,
+        description="seconds without any until an attempt is given up",
     )
 
     @model_validator(mode="after")
@@ -175,7 +222,7 @@ class WireSection(Section):
 class RunFile(Section):
     name: str = Field(default="run", max_length=64, pattern=r"^[\w.-]+$")
     seed: int = Field(default=0, ge=0, lt=2**63)
-    steps: int = Field(default=100, ge=1)
+    steps: int = Field(default=100, ge=1, le=10**9)
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     training: TrainingSection = TrainingSection()
@@ -192,6 +239,32 @@ class RunFile(Section):
             raise ValueError(
                 f"recovery.relearn.seconds = {relearn:g} is more than half of swarm.progress = "
                 f"{progress:g}, after which the driver takes a rebuild for stuck"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def carriable(self) -> RunFile:
+        """What a step needs of registry and wire."""
+        config, training, replicas = self.model.config, self.training, self.swarm.replicas
+        boundary = 4 * training.microbatch * config.context * config.dim
+        if boundary > MOST_PAYLOAD:
+            raise ValueError(
+                f"training.microbatch = {training.microbatch}: with model.context = "
+                f"{config.context} and model.dim = {config.dim} a microbatch is {boundary} bytes "
+                f"between two stages, and {MOST_PAYLOAD} can be sent: choose a smaller microbatch"
+            )
+        nodes = (config.stages + 1) * replicas
+        if nodes > MOST_NODES:
+            raise ValueError(
+                f"swarm.replicas = {replicas}: of {config.stages + 1} stages (model.stages + 1) "
+                f"these are {nodes} nodes, and a registry has at most {MOST_NODES}"
+            )
+        visits = (config.stages + 2) * max(training.microbatches, training.validation_microbatches)
+        if visits > MOST_VISITS:
+            raise ValueError(
+                f"training.batch = {training.batch}: in microbatches of {training.microbatch}, and "
+                f"with model.stages = {config.stages}, a step is {visits} visits of microbatches "
+                f"to stages, and at most {MOST_VISITS} can be planned: choose larger microbatches"
             )
         return self
 
@@ -231,16 +304,44 @@ def from_fields(fields: dict[str, Any], name: str = "the run") -> RunFile:
         lines = []
         for problem in error.errors():
             where = ".".join(map(str, problem["loc"])) or "file"
-            said = GONE.get(where, problem["msg"])
-            lines.append(f"  {where}: {said} (value: {problem['input']!r})")
+            said = problem["msg"].removeprefix("Value error, ").removeprefix(f"{where}: ")
+            if problem["type"] == "extra_forbidden":
+                said = GONE.get(where) or _unknown(problem["loc"])
+            lines.append(f"  {where}: {said} (value: {_shortened(problem['input'])})")
         raise RunFileError(f"{name} is not a valid run file:\n" + "\n".join(lines)) from error
+
+
+def _unknown(location: Sequence[str | int]) -> str:
+    """What is said of a key that there is none of."""
+    *sections, key = map(str, location)
+    known = list(_keys(RunFile))
+    here = [path[-1] for path in known if list(path[:-1]) == sections]
+    meant = get_close_matches(key, here, n=1)
+    if not meant:  # it may have got into the wrong section
+        matches = get_close_matches(key, {path[-1] for path in known}, n=1)
+        meant = [".".join(path) for path in known if path[-1] in matches]
+    if meant:
+        return f"is no key; did you mean {' or '.join(meant)}?"
+    return f"is no key; {'.'.join(sections) or 'the file'} has {', '.join(here)}"
+
+
+def _keys(section: type[Section], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, field in section.model_fields.items():
+        yield (*path, name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from _keys(field.annotation, (*path, name))
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def loads(text: str, name: str = "the run file") -> RunFile:
     """Raises RunFileError."""
     try:
         fields = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise RunFileError(f"{name} is not valid TOML: {error}") from error
     return from_fields(fields, name)
 
@@ -251,6 +352,8 @@ def load(path: Path) -> RunFile:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise RunFileError(f"can't read the run file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RunFileError(f"{path} is not valid TOML: it is no text ({error})") from error
     return loads(text, str(path))
 
 

@@ -28,7 +28,7 @@ from planaria.node.report.ledger import MERGED, Audit, Ledger, LedgerError, Line
 from planaria.node.report.live_view import Screen, Story
 from planaria.node.report.summary import draw_loss, summarize, tell
 from planaria.node.resolve import registry_rules
-from planaria.node.run_file import RunFile, RunFileError, dumps, load
+from planaria.node.run_file import ADAM_BYTES, RunFile, RunFileError, dumps, load
 
 VIEWS_UNREAD = 2**20
 """More views than a damaged journal can have lacked."""
@@ -124,6 +124,7 @@ async def up(plan: SwarmPlan, kills: Sequence[Kill], console: Console, resume: b
     if resume:
         empty_registry(plan)
     else:
+        check_memory(plan, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         claim(plan)
         write_plan(plan)
     stop = stop_signals()
@@ -136,6 +137,23 @@ async def up(plan: SwarmPlan, kills: Sequence[Kill], console: Console, resume: b
         finally:
             await swarm.end()
     return wrap_up(run, out, console, ending)
+
+
+def check_memory(plan: SwarmPlan, there: int) -> None:
+    """Of `there` bytes of this machine: where nodes compute on its processors, their weights,
+    gradients and moments are in it. Raises SwarmError when these alone can't be."""
+    on_gpu = plan.device.startswith("cuda") or Path("/proc/driver/nvidia").exists()
+    if on_gpu and plan.device != "cpu":
+        return
+    first, body = plan.run.model.config.parameters
+    stages, replicas = plan.run.model.config.stages, plan.run.swarm.replicas
+    needed = ADAM_BYTES * replicas * (first + stages * body)
+    if needed > there:
+        raise SwarmError(
+            f"the model doesn't fit this machine: {stages + 1} stages with swarm.replicas = "
+            f"{replicas} take {needed / 2**30:.1f} GiB for weights, gradients and moments alone, "
+            f"and there are {there / 2**30:.1f} GiB: choose a smaller model, or more machines"
+        )
 
 
 def claim(plan: SwarmPlan) -> None:

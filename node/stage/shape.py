@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from planaria.node.run_file import ModelSection
+if TYPE_CHECKING:
+    from planaria.node.run_file import ModelSection
 
 
 class Preset(NamedTuple):
@@ -66,6 +67,13 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         return self.dim // self.heads
+
+    @property
+    def parameters(self) -> tuple[int, int]:
+        """Of stage 0, and of a body stage."""
+        attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * self.head_dim
+        layer = attention + 3 * self.dim * self.hidden + 2 * self.dim
+        return 2 * self.vocabulary * self.dim + self.dim, self.layers_per_stage * layer
 
 
 def model_config(section: ModelSection, vocabulary: int) -> ModelConfig:

@@ -1,14 +1,37 @@
 """What a run file says of the swarm is checked, one figure against the other."""
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli_w
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic.fields import FieldInfo
+from typer.testing import CliRunner
 
 from planaria.bootstrap.membership import MembershipRules
 from planaria.bootstrap.service import HELD_UP
 from planaria.lab.convergence.training import Ablation
-from planaria.node.run_file import HEARTBEAT, LEASE, PROBE, RunFileError, from_fields, loads
+from planaria.node.cli import app
+from planaria.node.resolve import registry_rules
+from planaria.node.run_file import (
+    HEARTBEAT,
+    LEASE,
+    MOST_NODES,
+    MOST_PARAMETERS,
+    MOST_PAYLOAD,
+    PROBE,
+    RunFile,
+    RunFileError,
+    Section,
+    dumps,
+    from_fields,
+    loads,
+)
+from planaria.node.stage.learning_rate import boost, scheduled
+from planaria.node.wire.frames import PAYLOAD_LIMIT
 from planaria.node.wire.link import LinkSettings
 
 
@@ -92,3 +115,162 @@ def test_the_times_are_those_of_links_and_registry() -> None:
     assert MembershipRules("run", 1).probe_timeout == PROBE
     assert LEASE >= HELD_UP
     LinkSettings(silence=2 * HEARTBEAT)
+
+
+def test_the_bounds_are_those_of_links_and_registry() -> None:
+    assert MOST_PAYLOAD == PAYLOAD_LIMIT
+    assert MembershipRules("run", 1).max_nodes == MOST_NODES
+
+
+OUT_OF_BOUNDS = {
+    "model": [
+        ("dim = 1_000_000_000", "model.dim: .*less than or equal to 131072 .value: 1000000000"),
+        ("stages = 10_000_000", "model.stages: .*less than or equal to 1024"),
+        ("dim = 64\nheads = 3", "model: dim = 64 must be a multiple of heads = 3"),
+        ("dim = 65536\nlayers = 1024", "model: a body stage has 1.*e.13 parameters, .* TiB .*dim"),
+        ("vocabulary = 16000000\ndim = 131072", "model: stage 0 has 4.19e.12 parameters"),
+        ("rope_theta = nan", "model.rope_theta: .*finite"),
+    ],
+    "training": [
+        ("lr = inf", "training.lr: Input should be a finite number .value: inf"),
+        ("lr = -inf", "training.lr: .*finite"),
+        ("clip = nan", "training.clip: .*finite"),
+        ("lr = 1e9", "training.lr: .*less than or equal to 100"),
+        ("batch = 15", "training: batch = 15 is no multiple of microbatch = 2"),
+        ("batch = 1_000_000\nmicrobatch = 1", "training.batch = 1000000: .*larger microbatches"),
+        ("batch = 65536\nmicrobatch = 65536", None),
+    ],
+    "swarm": [
+        ("lease = 1e-9", "swarm.lease: .*greater than or equal to 1"),
+        ("silence = inf", "swarm.silence: .*finite"),
+        ("progress = nan", "swarm.progress: .*finite"),
+        ("replicas = 5000", "swarm.replicas = 5000: of 5 stages .* 25000 nodes, .* most 10000"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("section", "lines", "problem"),
+    [(section, *each) for section, some in OUT_OF_BOUNDS.items() for each in some],
+)
+def test_what_can_not_be_is_refused(section: str, lines: str, problem: str | None) -> None:
+    if problem is None:
+        loads(f"[{section}]\n{lines}")
+    else:
+        with pytest.raises(RunFileError, match=problem):
+            loads(f"[{section}]\n{lines}")
+
+
+def test_a_microbatch_that_no_frame_can_carry_is_refused() -> None:
+    text = "[model]\ncontext = 4194304\n[training]\nmicrobatch = 16"
+    with pytest.raises(RunFileError, match=r"training.microbatch = 16: with model.context = 4194"):
+        loads(text)
+
+
+@pytest.mark.parametrize("command", ["up", "bootstrap", "plan"])
+def test_all_commands_refuse_alike(command: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[model]\ndim = 1_000_000_000\n")
+    arguments = {
+        "up": ["up", str(path), "--out", str(tmp_path / "out")],
+        "bootstrap": ["bootstrap", "--listen", "127.0.0.1:0", "--run", str(path)],
+        "plan": ["plan", str(path)],
+    }
+    result = CliRunner().invoke(app, arguments[command])
+    said = " ".join(result.output.split())
+    assert result.exit_code == 1
+    assert f"{path} is not a valid run file: model.dim: Input should be less" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "[training]\nmicrobatches = 3",
+            "training.microbatches: is no key; did you mean microbatch?",
+        ),
+        ("[model]\nstage = 3", "model.stage: is no key; did you mean stages?"),
+        ("replicas = 3", "replicas: is no key; did you mean swarm.replicas?"),
+        ("lr = 3", "lr: is no key; did you mean training.lr or recovery.relearn.lr?"),
+        ("[recovery.snapshot]\nperiods = 3", "recovery.snapshot.periods: is no .* mean period?"),
+        ("[trainin]\nlr = 1.0", "trainin: is no key; did you mean training?"),
+        ("[swarm]\nxyzzy = 3", "swarm.xyzzy: is no key; swarm has replicas, start_grace, lease, "),
+    ],
+)
+def test_a_misspelt_key_is_told_the_right_one(text: str, said: str) -> None:
+    with pytest.raises(RunFileError, match=said.replace("?", r"\?")):
+        loads(text)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    result = CliRunner().invoke(app, ["bootstrap", "--listen", "127.0.0.1:0", "--run", str(path)])
+    assert result.exit_code == 1
+    assert "is no text" in " ".join(result.output.split())
+
+
+NUMBERS = st.one_of(
+    st.integers(-3, 300),
+    st.integers(),
+    st.floats(),
+    st.sampled_from([10**9, 2**31, 2**63, 1e-9, 1e-300, 1e300]),
+)
+
+
+def of_field(field: FieldInfo) -> st.SearchStrategy[Any]:
+    """Values that may or may not be right."""
+    kind = field.annotation
+    if isinstance(kind, type) and issubclass(kind, Section):
+        return of_section(kind)
+    likely = [st.just(field.get_default(call_default_factory=True)), NUMBERS]
+    return st.one_of(*likely, *likely, st.text(max_size=8), st.booleans(), st.none())
+
+
+def of_section(section: type[Section]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries(
+        {}, optional={name: of_field(field) for name, field in section.model_fields.items()}
+    )
+
+
+ANYTHING = st.recursive(
+    st.one_of(NUMBERS, st.text(), st.none(), st.binary()),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+KEYS = [*RunFile.model_fields]
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.one_of(
+        of_section(RunFile),
+        of_section(RunFile),
+        st.dictionaries(st.sampled_from(KEYS) | st.text(), ANYTHING, max_size=4),
+    )
+)
+def test_whatever_it_says_it_is_bounded_or_refused(fields: dict[str, Any]) -> None:
+    try:
+        run = from_fields(fields)
+    except RunFileError as error:
+        assert any(key in str(error) for key in fields)
+        assert "nan is not" not in str(error)
+        return
+    assert loads(dumps(run)) == run
+    config, training, recovery = run.model.config, run.training, run.recovery
+    assert max(config.parameters) <= MOST_PARAMETERS
+    assert 0 < training.microbatches <= 2**24
+    assert run.steps * training.batch * config.context < 2**63
+    rates = [
+        scheduled(step, run.steps, training.lr or config.learning_rate, training.warmup, 0.1)
+        for step in (1, run.steps)
+    ]
+    rates.append(boost(2, 1, recovery.lr_boost, recovery.lr_boost_steps))
+    snapshot = recovery.snapshot
+    rates += [1 / snapshot.fraction, 1 / snapshot.mbps, 1 / training.clip]
+    assert all(math.isfinite(rate) and 0 <= rate < 1e7 for rate in rates)
+    swarm = run.swarm
+    assert LEASE <= swarm.lease <= swarm.progress <= 86_400
+    rules = registry_rules(loads("[model]\nstages = 2").model_copy(update={"swarm": swarm}), "")
+    assert 0 < rules.grace <= 4000
+    LinkSettings(silence=swarm.silence)

@@ -21,6 +21,7 @@ from planaria.node.local.swarm import (
     Kill,
     SwarmError,
     SwarmPlan,
+    check_memory,
     claim,
     parse_kill,
     read_events,
@@ -72,6 +73,14 @@ def test_a_folder_with_a_run_in_it_is_refused(tmp_path, name):
     (tmp_path / name).touch()
     with pytest.raises(SwarmError, match=f"holds a run already.*{name}.*--out"):
         claim(SwarmPlan(RUN, tmp_path, None, "cpu"))
+
+
+def test_a_model_larger_than_this_machine_is_refused(tmp_path):
+    run = loads("[model]\npreset = 'large'\nvocabulary = 65000")
+    with pytest.raises(SwarmError, match=r"7 stages with .* take 22.\d GiB .* there are 16.0 GiB"):
+        check_memory(SwarmPlan(run, tmp_path, None, "cpu"), 16 * 2**30)
+    check_memory(SwarmPlan(run, tmp_path, None, "cpu"), 24 * 2**30)
+    check_memory(SwarmPlan(run, tmp_path, None, "cuda:0"), 2**30)
 
 
 def test_a_folder_with_saves_of_another_run_is_refused(tmp_path):

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import math
 import os
 import platform
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -284,17 +286,23 @@ def test_overrides_carry_along_what_follows_from_them() -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        (ModelSection(preset="huge"), "no preset 'huge'; there are large, medium, midi, mini"),
-        (ModelSection(vocabulary=99), "vocabulary = 99 is less than the 100 of the data"),
-        (ModelSection(layers=6), "layers = 6 must be a multiple of stages = 4"),
-        (ModelSection(heads=3), "dim = 64 must be a multiple of heads = 3"),
-        (ModelSection(kv_heads=3), "heads = 4 must be a multiple of kv_heads = 3"),
-        (ModelSection(dim=60), "dim / heads = 15 must be even"),
+        ({"preset": "huge"}, "no preset 'huge'; there are large, medium, midi, mini"),
+        ({"vocabulary": 99}, "vocabulary = 99 is less than the 100 of the data"),
+        ({"layers": 6}, "layers = 6 must be a multiple of stages = 4"),
+        ({"heads": 3}, "dim = 64 must be a multiple of heads = 3"),
+        ({"kv_heads": 3}, "heads = 4 must be a multiple of kv_heads = 3"),
+        ({"dim": 60}, "dim / heads = 15 must be even"),
     ],
 )
-def test_impossible_models_are_refused(section: ModelSection, message: str) -> None:
+def test_impossible_models_are_refused(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        shape.model_config(section, 100)
+        shape.model_config(ModelSection(**section), 100)
+
+
+@pytest.mark.parametrize("config", [GROUPED, MULTI_HEAD])
+def test_parameters_are_counted_without_making_them(config: ModelConfig) -> None:
+    made = [sum(map(math.prod, model.parameter_shapes(config, stage))) for stage in (0, 1)]
+    assert list(config.parameters) == made
 
 
 def test_figures_must_be_positive() -> None:
