@@ -5,6 +5,149 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import NoReturn
+
+import pytest
+import torch
+from conversing import AtOnce, Nodes
+
+from planaria.bootstrap import registry_pb2 as registry
+from planaria.node.agent import Agent
+from planaria.node.ports import Ports
+from planaria.node.report.events import Event
+from planaria.node.run_file import loads
+from planaria.node.stage.arithmetic import TorchStage
+from planaria.node.stage.shape import model_config
+from planaria.node.state.holdings import Holdings
+from planaria.node.transaction.effects import Ballot
+from planaria.node.transaction.member import MemberPhase
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire import tensors
+from planaria.node.wire.frames import Frame
+from planaria.recovery.snapshot import Layout
+
+RUN = loads(
+    """
+[model]
+dim = 8
+heads = 2
+hidden = 8
+context = 4
+stages = 2
+layers = 2
+[training]
+batch = 2
+microbatch = 1
+"""
+)
+NODES = {"a": 0, "b": 1, "c": 2}
+VIEW = registry.View(
+    number=1,
+    driver="a",
+    members=[registry.Member(node=node, stage=stage) for node, stage in NODES.items()],
+)
+ATTEMPT, NEXT = Ballot(1, 2), Ballot(1, 3)
+
+
+class VirtualNet:
+    """Links that are up or not, and what was sent on them."""
+
+    def __init__(self, up: set[str]) -> None:
+        self.up = up
+        self.sent: list[tuple[str, pb.Message | Frame]] = []
+        self.demanded: list[str] = []
+
+    def send(self, peer: str, item: pb.Message | Frame) -> bool:
+        if peer in self.up:
+            self.sent.append((peer, item))
+        return peer in self.up
+
+    def demand(self, peer: str) -> None:
+        self.demanded.append(peer)
+
+    def linked(self, peer: str) -> bool:
+        return peer in self.up
+
+    def unacknowledged_by(self, peer: str) -> int:
+        return 0
+
+
+class Memory:
+    """The port `Record`, for who reads it afterwards."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.suspected: list[str] = []
+
+    def tell(self, event: Event) -> None:
+        self.events.append(event)
+
+    def committed(self, commit: pb.Commit) -> None: ...
+    def changed(self) -> None: ...
+    def halted(self, halt: pb.Halt) -> None: ...
+
+    def suspect(self, node: str, why: str, cause: registry.Cause) -> None:
+        self.suspected.append(node)
+
+    def over(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+
+class Seat:
+    """One agent at its stage, with a model of its own, all whose neighbours are the test."""
+
+    def __init__(self, node: str) -> None:
+        self.nodes = Nodes()
+        self.net, self.record = VirtualNet(set(NODES) - {node}), Memory()
+        config = model_config(RUN.model, vocabulary=16)
+        cpu, exchanges = torch.device("cpu"), self.nodes.new()
+        stage = TorchStage(node, NODES[node], RUN, config, cpu, corpus=None)
+        ports = Ports(self.net, exchanges, AtOnce(), tensors, stage, self.record)
+        self.agent = Agent(node, NODES[node], RUN, config, ports, holdings)
+        self.agent.viewed(VIEW, 0.0)
+        self.run()
+
+    def hears(self, peer: str, ballot: Ballot, **body: object) -> None:
+        message = pb.Message(ballot=ballot.message(), **body)  # type: ignore[arg-type]
+        self.agent.on_message(peer, message, self.nodes.now)
+        self.run()
+
+    def run(self) -> None:
+        """Up to where it waits."""
+        while not self.agent.exchanges.idle:
+            self.nodes.step()
+        assert not self.nodes.crashes
+        self.agent.validate_state()
+
+    def sent_to(self, peer: str) -> list[str]:
+        """Bodies of messages, and kinds of frames."""
+        return [
+            item.kind if isinstance(item, Frame) else str(item.WhichOneof("body"))
+            for to, item in self.net.sent
+            if to == peer
+        ]
+
+
+def holdings(agent: Agent) -> Holdings:
+    def no_disk(*_: object) -> NoReturn:
+        raise AssertionError("nothing is saved")
+
+    return Holdings(agent, None, lambda stage: Layout([(stage + 1,)]), no_disk, None)
+
+
+def begin() -> pb.Step:
+    """Step 1: one microbatch, through all of the nodes."""
+    members = [pb.Place(node=node, stage=stage) for node, stage in NODES.items()]
+    plan = [pb.Microbatch(id=0, source="a", order=[1, 2], places=[1, 2])]
+    return pb.Step(begin=pb.Begin(step=1, plan=plan, members=members, lr_scale=[1.0] * 3))
+
+
+def activation(ballot: Ballot) -> Frame:
+    """As the embedding sends it to stage 1."""
+    x = torch.ones(1, RUN.model.context or 0, 8)
+    fields = {"microbatch": 0, "position": 1}
+    descriptors, buffers = tensors.encode([x], "none")
+    return Frame("activation", ballot, fields, descriptors, b"".join(buffers), seat=1)
 
 
 def test_it_needs_no_loop_no_socket_and_no_tensor() -> None:
@@ -17,3 +160,90 @@ def test_it_needs_no_loop_no_socket_and_no_tensor() -> None:
         [sys.executable, "-c", check], capture_output=True, text=True, check=True
     )
     assert found.stdout.strip() == "[]"
+
+
+def test_what_comes_before_its_attempt_is_held_until_that_begins() -> None:
+    seat = Seat("b")
+    seat.agent.on_frame("a", activation(ATTEMPT), 0.0)
+    seat.run()
+    assert seat.sent_to("c") == []
+    seat.hears("a", ATTEMPT, step=begin())
+    assert seat.sent_to("c") == ["activation"]
+    assert seat.agent.held == []
+
+
+def test_what_was_held_for_an_attempt_that_never_came_is_dropped_with_the_next() -> None:
+    seat = Seat("b")
+    seat.agent.on_frame("a", activation(ATTEMPT), 0.0)
+    seat.hears("a", NEXT, step=begin())
+    assert seat.sent_to("c") == []
+    assert seat.agent.held == []
+
+
+def test_what_is_of_an_older_attempt_has_no_effect() -> None:
+    seat = Seat("b")
+    seat.hears("a", NEXT, step=begin())
+    seat.agent.on_frame("a", activation(ATTEMPT), 0.0)
+    seat.run()
+    assert seat.sent_to("c") == []
+    assert seat.agent.held == []
+
+
+def test_a_twins_gradient_that_was_lost_with_the_link_is_sent_again() -> None:
+    seat = Seat("b")
+    seat.hears("a", ATTEMPT, step=begin())
+    lost = [Frame("twin", ballot, {}, [], b"gradient") for ballot in (Ballot(1, 1), ATTEMPT)]
+    seat.net.up.remove("c")
+    seat.agent.on_link_lost("c", "reset", lost, 1.0)
+    assert seat.net.demanded == ["c"]
+    seat.net.up.add("c")
+    seat.agent.on_link_up("c", 1.1)
+    (again,) = [item for to, item in seat.net.sent if to == "c"]
+    assert isinstance(again, Frame)
+    assert (again.kind, again.ballot, again.seat) == ("twin", ATTEMPT, 2)
+
+
+def test_an_activation_that_was_lost_with_the_link_is_the_drivers_affair() -> None:
+    seat = Seat("b")
+    seat.hears("a", ATTEMPT, step=begin())
+    seat.agent.on_link_lost("c", "reset", [activation(ATTEMPT)], 1.0)
+    to, cut = seat.net.sent[-1]
+    assert to == "a"
+    assert isinstance(cut, pb.Message)
+    assert (cut.cut.node, Ballot.of(cut.ballot)) == ("c", ATTEMPT)
+    assert "broke before a frame was through: reset" in cut.cut.reason
+
+
+def test_the_loss_of_a_link_to_no_member_changes_nothing() -> None:
+    seat = Seat("b")
+    seat.hears("a", ATTEMPT, step=begin())
+    before = len(seat.net.sent)
+    seat.agent.on_link_lost("stranger", "reset", [activation(ATTEMPT)], 1.0)
+    assert len(seat.net.sent) == before
+    assert seat.agent.member.phase is MemberPhase.RUNNING
+
+
+def test_what_an_agent_tells_itself_takes_no_link() -> None:
+    seat = Seat("a")
+    assert seat.agent.member.promised == Ballot(1, 1)  # it asked itself, too
+    assert seat.sent_to("a") == []
+    assert seat.sent_to("b") == seat.sent_to("c") == ["query"]
+    seat.hears("b", Ballot(1, 1), status=pb.Status())
+    assert seat.agent.driver.explain().endswith("waiting for the status of c")
+
+
+def test_a_message_says_which_seat_it_is_for() -> None:
+    seat = Seat("a")
+    assert {to: item.seat for to, item in seat.net.sent} == {"b": 1, "c": 2}
+
+
+def test_a_state_that_can_not_be_is_noticed() -> None:
+    seat = Seat("b")
+    seat.hears("a", ATTEMPT, step=begin())
+    seat.agent.validate_state()
+    seat.agent.member.attempt = NEXT
+    with pytest.raises(AssertionError, match=r"at .*2.*, not .*3"):
+        seat.agent.validate_state()
+    seat.agent.attempt = None
+    with pytest.raises(AssertionError, match="but no attempt"):
+        seat.agent.validate_state()

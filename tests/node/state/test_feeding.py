@@ -1,0 +1,93 @@
+"""What joiners that follow are fed: copies of past states, and gradients, within bounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from planaria.node.state import feeding
+from planaria.node.state.feeding import FEWEST, Gradients, Pins, gradient_frame, no_gradient
+from planaria.node.state.stage_state import StageState, StateId
+from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire import tensors
+from planaria.node.wire.frames import Frame, buffers_of
+
+GRADIENT = torch.arange(4.0)
+BALLOT = Ballot(2, 3)
+
+
+def state(step: int, weights: torch.Tensor) -> StageState:
+    made = StateId(stage=1, lineage=0, step=step, made=NEVER)
+    return StageState(made, {"weights": weights}, 0.0, 0, pb.Commit(), 0)
+
+
+def received(frame: Frame) -> Frame:
+    """As it is on the other side of a link."""
+    return replace(frame, payload=bytearray().join(buffers_of(frame.payload)))
+
+
+def test_a_pin_is_the_state_before_it_changed() -> None:
+    pins, weights = Pins(tensors), torch.ones(3)
+    copy = pins.keep({5}, state(5, weights))
+    copy()
+    weights.zero_()
+    pinned = pins.get(5)
+    assert pinned is not None
+    assert pinned.id.step == 5
+    assert pinned.tensors["weights"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_nothing_is_copied_of_a_state_that_nobody_fetches() -> None:
+    pins = Pins(tensors)
+    pins.keep({4}, state(5, torch.ones(3)))()
+    assert pins.get(5) is None
+
+
+def test_a_pin_goes_when_nobody_fetches_it_any_more() -> None:
+    pins, weights = Pins(tensors), torch.ones(3)
+    pins.keep({5}, state(5, weights))()
+    pins.keep({5, 6}, state(6, weights))()
+    assert pins.get(5) is not None
+    pins.keep({6}, state(7, weights))()
+    assert pins.get(5) is None
+    assert pins.get(6) is not None
+
+
+def test_a_gradient_comes_as_it_was_when_it_was_sent() -> None:
+    gradient = GRADIENT.clone()
+    frame = gradient_frame(BALLOT, gradient, tensors)
+    gradient.zero_()
+    assert (frame.kind, frame.ballot) == ("follow", BALLOT)
+    there = Gradients(GRADIENT, tensors).parse(received(frame))
+    assert there is not None
+    assert torch.equal(there, GRADIENT)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        no_gradient(BALLOT),
+        gradient_frame(BALLOT, torch.ones(5), tensors),
+        Frame("follow", BALLOT, {}, *tensors.encode([torch.ones(4, dtype=torch.int64)], "none")),
+        replace(gradient_frame(BALLOT, GRADIENT, tensors), payload=b"short"),
+    ],
+    ids=["none", "of another length", "of whole numbers", "damaged"],
+)
+def test_what_is_no_gradient_of_this_stage_is_not_taken(frame: Frame) -> None:
+    assert Gradients(GRADIENT, tensors).parse(received(frame)) is None
+
+
+def test_gradients_wait_in_bounds_until_they_are_applied() -> None:
+    waiting = Gradients(GRADIENT, tensors)
+    with patch.object(feeding, "BACKLOG", 0):
+        took = [waiting.put(Ballot(1, n), GRADIENT + n) for n in range(FEWEST + 1)]
+        assert took == [True] * FEWEST + [False]
+        assert torch.equal(waiting.get(Ballot(1, 2)), GRADIENT + 2)
+        waiting.forget(Ballot(1, 1))
+        assert waiting.put(Ballot(1, 9), GRADIENT)
+    with pytest.raises(KeyError):
+        waiting.get(Ballot(1, 1))

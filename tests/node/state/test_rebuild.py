@@ -1,0 +1,268 @@
+"""How a node gets a state, by each kind of method; what is fetched is the test's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from conversing import Nodes
+
+from planaria.node.ports import Learned
+from planaria.node.report.events import Event, Fetching
+from planaria.node.run_file import loads
+from planaria.node.stage.shape import model_config
+from planaria.node.state.boundary import Fetched, Wanted
+from planaria.node.state.rebuild import Rebuilding
+from planaria.node.state.relearn import RelearningBlock, Terms
+from planaria.node.state.stage_state import Age, StageState, StateId
+from planaria.node.state.transfer import Delivery
+from planaria.node.transaction.effects import Ballot
+from planaria.node.transaction.member import MemberSide
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.exchange import ComplaintError
+from planaria.recovery.decide import INEXACT
+
+STAGE, STEP = 2, 7
+BALLOT = Ballot(3, 5)
+LAST = pb.Commit(step=STEP, ballot=Ballot(3, 4).message())
+RUN = loads(
+    """
+[model]
+dim = 8
+heads = 2
+hidden = 8
+context = 4
+stages = 4
+layers = 4
+[training]
+batch = 6
+microbatch = 2
+"""
+)
+
+
+def state(stage: int, step: int = STEP, lineage: int = 0, boosted_at: int = 0) -> StageState:
+    made = StateId.after(LAST, stage, lineage, step)
+    return StageState(made, {"weights": torch.ones(3)}, 1.0, boosted_at, LAST, step)
+
+
+class World:
+    """All that a rebuilding asks; what it asks is noted in `asked`."""
+
+    def __init__(self) -> None:
+        self.nodes, self.asked = Nodes(), list[Any]()
+        self.member, self.events = MemberSide("me", STAGE), list[Event]()
+        self.given: dict[int, StageState] = {}  # by stage: what is fetched of it
+        self.twin: Any = None
+        self.tensors = {"weights": torch.zeros(3)}
+        self.pauses = [0.0]  # seconds between two signs of a fetch's progress
+        config = model_config(RUN.model, vocabulary=16)
+        everything: Any = self
+        self.rebuilding = Rebuilding(
+            self.nodes.new(),
+            everything,
+            RUN,
+            config,
+            member=self.member,
+            holdings=everything,
+            states=everything,
+            boundary=Boundary(self.asked),  # type: ignore[arg-type]
+            relearning=everything,
+            tell=self.events.append,
+        )
+
+    def rebuilds(self, sync: pb.Sync) -> tuple[pb.Synced, StageState] | None:
+        self.member.received("driver", pb.Message(ballot=BALLOT.message(), sync=sync))
+        exchanges = self.rebuilding.exchanges
+        return self.nodes.run(exchanges, self.rebuilding.rebuild(BALLOT, sync))
+
+    # --- what it asks of peers and files
+
+    async def fetch(
+        self,
+        stage: int,
+        age: Age,
+        sources: Sequence[str],
+        optimizer: bool,
+        deadline: float,
+        on_progress: Callable[[int], None],
+        ballot: Ballot,
+        kind: str,
+    ) -> Delivery:
+        self.asked.append((stage, age, sources, optimizer, kind))
+        assert (deadline, ballot) == (RUN.swarm.progress, BALLOT)
+        for count, pause in enumerate(self.pauses):
+            await self.rebuilding.exchanges.sleep(pause)
+            on_progress(count)
+        if stage not in self.given:
+            raise ComplaintError(f"stage {stage}: nobody has it", sources)
+        return Delivery(self.given[stage], bytes=10 + stage)
+
+    async def load(self, source: pb.Source, method: str) -> StageState:
+        self.asked.append((source.node, method))
+        return self.given[source.stage]
+
+    async def run(
+        self, block: RelearningBlock, lesson: str, fetched: Fetched, terms: Terms
+    ) -> pb.Relearned:
+        assert self.member.void, "what isn't fit to train yet is offered to others"
+        self.asked.append(("relearn", block.joiners, lesson, terms.passes > 0))
+        return pb.Relearned(passes=2)
+
+    # --- the stage's arithmetic
+
+    def put_in_place(self, sync: pb.Sync, states: Sequence[StageState]) -> Learned:
+        self.asked.append(("put", [state.id.stage for state in states]))
+        return Learned(b"placed", 2.0, 4)
+
+    def initial(self, lineage: int) -> StageState:
+        return state(STAGE, 0, lineage)
+
+    def digest(self) -> bytes:
+        return b"now"
+
+    def lesson(self, fetched: Fetched, lost: frozenset[int]) -> str:
+        return f"of {sorted(lost)}"
+
+
+class Boundary:
+    def __init__(self, asked: list[Any]) -> None:
+        self.asked = asked
+
+    async def fetch(
+        self, ballot: Ballot, wanted: Wanted, neighbours: list[str], patience: float
+    ) -> Fetched:
+        self.asked.append(("boundary", sorted(wanted.lost), neighbours))
+        return Fetched(wanted.shape)
+
+
+def sync(method: str, *sources: tuple[str, int], **more: Any) -> pb.Sync:
+    named = [pb.Source(node=node, stage=stage, step=STEP) for node, stage in sources]
+    return pb.Sync(step=STEP, method=method, sources=named, **more)
+
+
+def done(result: tuple[pb.Synced, StageState] | None) -> tuple[pb.Synced, StageState]:
+    assert result is not None
+    return result
+
+
+def test_a_replicas_state_is_taken_as_it_is() -> None:
+    world = World()
+    world.given[STAGE] = state(STAGE, boosted_at=3)
+    wanted = sync("replica", ("a", STAGE), ("b", STAGE))
+    synced, there = done(world.rebuilds(wanted))
+    age = Age(0, STEP)
+    assert world.asked == [(STAGE, age, ["a", "b"], True, ""), ("put", [STAGE])]
+    assert (synced.step, synced.method, synced.digest) == (STEP, "replica", b"placed")
+    assert synced.fetched_bytes == 10 + STAGE
+    assert list(synced.sources) == list(wanted.sources)
+    assert there.id == StateId(STAGE, 0, STEP, Ballot.of(LAST.ballot))
+    assert (there.boosted_at, there.omega, there.optimizer_step) == (3, 2.0, 4)
+    assert there.tensors is world.tensors
+
+
+@pytest.mark.parametrize("method", INEXACT)
+def test_a_guess_takes_weights_alone_and_its_learning_rate_is_boosted(method: str) -> None:
+    world = World()
+    world.given = {1: state(1), 3: state(3)}
+    synced, there = done(world.rebuilds(sync(method, ("c", 3), ("a", 1), ("d", 3), last=LAST)))
+    assert world.asked == [
+        (1, Age(0, STEP), ["a"], False, ""),
+        (3, Age(0, STEP), ["c", "d"], False, ""),
+        ("put", [1, 3]),
+    ]
+    assert synced.fetched_bytes == 11 + 13
+    assert there.boosted_at == STEP
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [("stage0-copy", "copy"), ("snapshot", "snapshot"), ("redundant", "redundant")],
+)
+def test_what_a_holder_keeps_is_asked_for_by_its_kind(method: str, kind: str) -> None:
+    world = World()
+    world.given[STAGE] = state(STAGE)
+    world.rebuilds(sync(method, ("h", STAGE)))
+    assert world.asked[0] == (STAGE, Age(0, STEP), ["h"], True, kind)
+
+
+def test_an_older_state_counts_as_of_the_step_that_the_driver_names() -> None:
+    world = World()
+    world.given[STAGE] = state(STAGE, step=4)
+    _, there = done(world.rebuilds(sync("snapshot", ("h", STAGE), last=LAST, lineage=2)))
+    assert there.id == StateId(STAGE, 2, STEP, Ballot.of(LAST.ballot))
+
+
+@pytest.mark.parametrize("method", ["save", "checkpoint"])
+def test_a_file_is_loaded_and_no_peer_asked(method: str) -> None:
+    world = World()
+    world.given[STAGE] = state(STAGE)
+    synced, _ = done(world.rebuilds(sync(method, ("other", 1), ("me", STAGE))))
+    assert world.asked == [("me", method), ("put", [STAGE])]
+    assert synced.fetched_bytes == world.given[STAGE].bytes
+
+
+def test_step_0_is_in_no_file() -> None:
+    world = World()
+    start = pb.Sync(step=0, method="checkpoint", sources=[pb.Source(node="me", stage=STAGE)])
+    synced, there = done(world.rebuilds(start))
+    assert world.asked == [("put", [STAGE])]
+    assert (synced.fetched_bytes, there.id.step) == (0, 0)
+
+
+def test_a_lost_stage_is_relearned_before_it_is_fit_for_anything() -> None:
+    world = World()
+    world.given = {1: state(1), 4: state(4)}
+    lost = [pb.Place(node="me", stage=STAGE), pb.Place(node="you", stage=3)]
+    neighbours = [pb.Place(node="a", stage=1), pb.Place(node="d", stage=4)]
+    wanted = sync("interpolate", ("a", 1), ("d", 4), lost=lost, neighbours=neighbours)
+    synced, _ = done(world.rebuilds(wanted))
+    assert world.asked[2:] == [
+        ("put", [1, 4]),
+        ("boundary", [STAGE, 3], ["a", "d"]),
+        ("relearn", {STAGE: "me", 3: "you"}, f"of [{STAGE}, 3]", True),
+    ]
+    assert synced.digest == b"now", "the digest is of what was guessed, before it was relearned"
+    assert synced.relearned.passes == 2
+
+
+def test_what_is_no_longer_wanted_changes_nothing() -> None:
+    world = World()
+    world.given[STAGE] = state(STAGE)
+    world.pauses = [1.0]
+    newer = pb.Message(ballot=BALLOT.next().message(), query=pb.Query())
+    world.nodes.after(0.5, lambda: world.member.received("driver", newer) and None)
+    assert world.rebuilds(sync("replica", ("a", STAGE))) is None
+    assert not any(asked[0] == "put" for asked in world.asked)
+
+
+def test_a_complaint_goes_to_whoever_asked() -> None:
+    world = World()
+    with pytest.raises(ComplaintError, match="stage 2: nobody has it") as raised:
+        world.rebuilds(sync("replica", ("a", STAGE)))
+    assert raised.value.accused == ["a"]
+
+
+def test_progress_is_told_now_and_then() -> None:
+    world = World()
+    world.given[STAGE] = state(STAGE)
+    world.pauses = [0.0, 0.05, 0.05, 0.2, 0.05]
+    world.rebuilds(sync("replica", ("a", STAGE)))
+    told = [event.bytes for event in world.events if isinstance(event, Fetching)]
+    assert told == [0, 3]
+
+
+def test_a_twin_is_fetched_as_the_next_stages_state() -> None:
+    world = World()
+    world.given[3] = state(3)
+    loaded: list[StageState] = []
+    world.twin = type("Twin", (), {"load": staticmethod(loaded.append)})
+    wanted = sync("twin", ("c", 3))
+    world.member.received("driver", pb.Message(ballot=BALLOT.message(), sync=wanted))
+    exchanges = world.rebuilding.exchanges
+    synced = world.nodes.run(exchanges, world.rebuilding.rebuild_twin(BALLOT, wanted))
+    assert synced is not None
+    assert loaded == [world.given[3]]
+    assert (synced.method, synced.digest) == ("twin", b"now")
