@@ -27,7 +27,10 @@ from planaria.node.report.events import (
     Entry,
     Exited,
     Joined,
+    Killed,
+    LinkLost,
     RebuildOrdered,
+    Severity,
     StageRebuilt,
     Started,
     SwarmEnding,
@@ -153,6 +156,51 @@ def steps_lost(commits: Sequence[float], faults: Sequence[Began]) -> dict[str, f
         for kind in there or [NOBODYS]:
             lost[kind] += ((later - earlier) / usual - 1) / len(there or [NOBODYS])
     return dict(lost)
+
+
+class Toll(NamedTuple):
+    """Of one fault, in seconds: until others named its node, in an event or by dropping it from the
+    view (None: nobody did); and the longest time without a commit from then to its aftermath."""
+
+    kind: str
+    noticed: float | None
+    stop: float
+
+
+def tolls(record: Record, commits: Sequence[float]) -> list[Toll]:
+    """Of every fault, in the order in which they began. `commits`: as in `steps_lost`."""
+    found = []
+    for fault in record.faults:
+        until = fault.end + AFTERMATH
+        near = [(a, b) for a, b in pairwise(commits) if b >= fault.time and a <= until]
+        stop = max((b - a for a, b in near), default=0.0)
+        noticed = _noticed(record, fault)
+        found.append(Toll(fault.kind, noticed and round(noticed, 3), round(stop, 3)))
+    return found
+
+
+def _noticed(record: Record, fault: Began) -> float | None:
+    been = [
+        entry.node
+        for entry in record.events
+        if isinstance(entry.event, Joined)
+        and entry.event.pid == fault.pid
+        and entry.time <= fault.time
+    ]
+    if not been or been[-1] is None:
+        return None
+    node, last = been[-1], fault.end + REMEMBERED
+    named = [
+        entry.time
+        for entry in record.events
+        if (entry.event.severity >= Severity.NOTICE or isinstance(entry.event, LinkLost))
+        and not isinstance(entry.event, Killed | Exited)
+        and entry.node != node
+        and node in entry.sentence
+    ]
+    dropped = [b.time for a, b in pairwise(record.views) if node in a.members.keys() - b.members]
+    times = [time for time in (*named, *dropped) if fault.time <= time <= last]
+    return min(times) - fault.time if times else None
 
 
 # --- who was dropped
@@ -348,6 +396,7 @@ def judge(out: Path, setting: Mapping[str, Any], stuck: str) -> dict[str, Any]:
         "usual_step_seconds": statistics.median(gaps) if gaps else None,
         "faults": dict(Counter(fault.kind for fault in record.faults)),
         "steps_lost": steps_lost(times, record.faults),
+        "tolls": [toll._asdict() for toll in tolls(record, times)],
         "aborted": counts[Aborted.kind],
         "masked": counts[AttemptMasked.kind],
         "evictions": [one._asdict() for one in evictions(record)],
@@ -391,5 +440,6 @@ def broken(outcome: Mapping[str, Any]) -> list[str]:
             )
     for one in outcome["exits"]:
         if not one["blame"] and one["slot"] != REGISTRY:
-            found.append(f"{one['slot']}, which was well, {one['how']}; its log is {one['log']}")
+            innocent = f"{one['slot']} {one['how']} though it had done nothing wrong"
+            found.append(f"{innocent}; its log is {one['log']}")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -64,13 +65,23 @@ def _faults(outcomes: Sequence[Outcome]) -> Iterator[str]:
     for one in outcomes:
         for kind, steps in one["steps_lost"].items():
             lost[kind] += steps
-    yield "| fault | times | steps lost | for each | evicted for it | innocent |"
-    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
+    columns = ("times", "noticed, s", "longest stop, s", "steps lost", "for each")
+    yield f"| fault | {' | '.join((*columns, 'evicted for it', 'innocent'))} |"
+    yield f"| --- |{' ---: |' * (len(columns) + 2)}"
     for kind in [*(kind for kind in KINDS if times[kind]), NOBODYS]:
         each = f"{lost[kind] / times[kind]:.1f}" if times[kind] else "-"
         count = times[kind] or "-"
         gone = f"{evicted[kind, False]} | {evicted[kind, True]}"
-        yield f"| {kind} | {count} | {lost[kind]:.1f} | {each} | {gone} |"
+        tolls = [toll for one in outcomes for toll in one["tolls"] if toll["kind"] == kind]
+        noticed = _spread([toll["noticed"] for toll in tolls if toll["noticed"] is not None])
+        stop = _spread([toll["stop"] for toll in tolls])
+        yield f"| {kind} | {count} | {noticed} | {stop} | {lost[kind]:.1f} | {each} | {gone} |"
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    if not seconds:
+        return "-"
+    return f"{statistics.median(seconds):.1f}, at most {max(seconds):.1f}"
 
 
 def _evictions(outcomes: Sequence[Outcome]) -> Iterator[str]:

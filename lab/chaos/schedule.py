@@ -17,7 +17,7 @@ REGISTRY: Final = "registry"
 EVERYBODY: Final = "everybody"
 QUIET_AT_FIRST, QUIET_AT_LAST = 5.0, 20.0
 """Seconds in which no fault begins, and in which all are healed."""
-RECOVERY: Final = 12.0
+RECOVERY: Final = 4.0
 """Seconds from when a node is well again to when its stage may do without another."""
 
 Blame = Literal["guilty", "innocent"]

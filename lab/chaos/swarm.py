@@ -1,8 +1,9 @@
 """A swarm of processes under a schedule of faults, and a record of all that happens to it.
 
 `SickSwarm` starts a registry and nodes, each node behind a proxy and under sick_node.py, carries
-out the faults when they are due and heals them, and puts another process wherever one has ended. It
-judges nothing: what it writes to its folder is for outcome.py.
+out the faults when they are due and heals them, and puts another process wherever one has ended. A
+fault waits for as long as its stage could not bear it yet. It judges nothing: what it writes to its
+folder is for outcome.py.
 """
 
 from __future__ import annotations
@@ -205,13 +206,26 @@ class SickSwarm:
 
     def _make_sick(self, passed: float, now: float) -> None:
         """`passed`: seconds since the first step."""
-        while self.due and self.due[0].at <= passed:
-            fault = self.due.pop(0)
+        for fault in [fault for fault in self.due if fault.at <= passed]:
+            if fault.blame == "guilty" and not self._bears(fault):
+                continue  # it waits
+            self.due.remove(fault)
             pid = self.processes.running().get(fault.slot)
             self.say(f"{passed:6.1f} s: {fault.kind} at {fault.slot} for {fault.seconds:.1f} s")
             self._tell(FAULTS, {**asdict(fault), "time": time.time(), "pid": pid})
             self._begin(fault, pid)
             self.healing.append((now + fault.seconds, fault, pid))
+
+    def _bears(self, fault: Fault) -> bool:
+        """Whether the stage has another node that is well and has the newest state; where no stage
+        has two, whether all the others have. How soon that is depends on the machine."""
+        alone = self.shape.replicas == 1
+        others = [slot for slot in self.shape.slots if slot != fault.slot]
+        asked = [s for s in others if alone or s.partition(".")[0] == fault.stage]
+        behind = self._behind(self.story.committed - 1)
+        sick = {one.slot for _, one, _ in self.healing if one.blame == "guilty"}
+        well = [slot not in behind and slot not in sick for slot in asked]
+        return all(well) if alone else any(well)
 
     def _begin(self, fault: Fault, pid: int | None) -> None:
         match fault.kind:

@@ -23,6 +23,7 @@ from planaria.lab.chaos.outcome import (
     exits,
     guesses,
     steps_lost,
+    tolls,
 )
 from planaria.lab.chaos.report import read_outcomes, table
 from planaria.lab.chaos.schedule import EVERYBODY
@@ -37,6 +38,10 @@ WELL: dict[str, Any] = {
     "seconds": 60.0,
     "faults": {"kill": 2},
     "steps_lost": {"kill": 3.0, NOBODYS: 0.5},
+    "tolls": [
+        {"kind": "kill", "noticed": 0.25, "stop": 3.0},
+        {"kind": "kill", "noticed": None, "stop": 5.0},
+    ],
     "aborted": 1,
     "masked": 2,
     "evictions": [],
@@ -77,6 +82,19 @@ def test_steps_are_lost_in_long_gaps_and_by_what_was_there():
     assert steps_lost(commits[:8], [kill]) == {"kill": 4.0}
     assert steps_lost(commits[:4], [kill]) == {}
     assert steps_lost([], [kill]) == {}
+
+
+def test_a_fault_is_noticed_when_others_name_its_node():
+    """Bob says so himself too early; the view is without him later."""
+    lines = [
+        event(21.0, "link lost", BOB, peer=ALICE, reason="closed"),
+        event(21.5, "link lost", ALICE, peer=BOB, reason="closed"),
+        event(30.0, "committed", ALICE, step=2),
+    ]
+    views = [Change(10.0, 1, "", {ALICE: 1, BOB: 1}), Change(22.0, 2, "", {ALICE: 1})]
+    faults = [Began("kill", "1.1", 20.0, 21.0, 2), Began("crawl", "1.0", 24.0, 25.0, 1)]
+    found = tolls(record(*lines, faults=faults, views=views), [5.0, 19.0, 26.0, 27.0, 31.0])
+    assert found == [("kill", 1.5, 7.0), ("crawl", None, 7.0)]
 
 
 def test_who_is_evicted_and_why():
@@ -173,7 +191,7 @@ def test_reasons_are_found_in_the_registrys_log():
         ),
         (
             {"exits": [{"slot": "1.0", "how": "ended with status 1", "blame": "", "log": "x"}]},
-            "1.0, which was well, ended with status 1; its log is x",
+            "1.0 ended with status 1 though it had done nothing wrong; its log is x",
         ),
     ],
 )
@@ -213,7 +231,7 @@ def test_a_table_sums_what_a_folder_has(tmp_path):
     text = table(read_outcomes(tmp_path))
     assert "2 runs, 2 minutes, 20 steps committed." in text
     assert "| audit: expected | 160 |" in text
-    assert "| kill | 4 | 6.0 | 1.5 | 2 | 0 |" in text
+    assert "| kill | 4 | 0.2, at most 0.2 | 4.0, at most 5.0 | 6.0 | 1.5 | 2 | 0 |" in text
     assert "| kill |  |  | suspected by ... | 2 |" in text
     assert "| 1.0 of seed 3 | 5.0 | 100 to 110 | 0.25 | 30 to 31 | 9 to 9 |" in text
 
