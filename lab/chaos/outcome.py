@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 from planaria.lab.chaos.schedule import EVERYBODY, KINDS, REGISTRY
 from planaria.lab.chaos.swarm import FAULTS, TAKEN, VIEWS, Taken
 from planaria.node.local.swarm import read_events
+from planaria.node.report.event_log import Tail
 from planaria.node.report.events import (
     Aborted,
     Applied,
@@ -397,6 +398,7 @@ def judge(out: Path, setting: Mapping[str, Any], stuck: str) -> dict[str, Any]:
         "faults": dict(Counter(fault.kind for fault in record.faults)),
         "steps_lost": steps_lost(times, record.faults),
         "tolls": [toll._asdict() for toll in tolls(record, times)],
+        "skipped": len(skipped(out / "logs")),
         "aborted": counts[Aborted.kind],
         "masked": counts[AttemptMasked.kind],
         "evictions": [one._asdict() for one in evictions(record)],
@@ -412,6 +414,12 @@ def judge(out: Path, setting: Mapping[str, Any], stuck: str) -> dict[str, Any]:
         "appetites": [one._asdict() for one in appetites(record.taken)],
     }
     return {**outcome, "broken": broken(outcome)}
+
+
+def skipped(logs: Path) -> set[int]:
+    """Steps that were committed with no update, by any ledger."""
+    lines = [line for path in logs.glob("ledger-*.jsonl") for line in Tail(path).lines()]
+    return {line["step"] for line in lines if line.get("skipped")}
 
 
 def broken(outcome: Mapping[str, Any]) -> list[str]:

@@ -48,6 +48,7 @@ def _runs(outcomes: Sequence[Outcome]) -> Iterator[str]:
     differing = sum(bool(one["differing"]) for one in outcomes)
     yield f"| runs whose replicas differ at the end | {differing} |"
     yield f"| runs that did not go on | {sum(bool(one['stuck']) for one in outcomes)} |"
+    yield f"| steps committed as skipped | {sum(one['skipped'] for one in outcomes)} |"
     yield f"| attempts aborted | {sum(one['aborted'] for one in outcomes)} |"
     yield f"| attempts that went on without a node | {sum(one['masked'] for one in outcomes)} |"
     ended = Counter(e["blame"] or "none: it was well" for one in outcomes for e in one["exits"])

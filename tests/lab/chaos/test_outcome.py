@@ -22,6 +22,7 @@ from planaria.lab.chaos.outcome import (
     evictions,
     exits,
     guesses,
+    skipped,
     steps_lost,
     tolls,
 )
@@ -42,6 +43,7 @@ WELL: dict[str, Any] = {
         {"kind": "kill", "noticed": 0.25, "stop": 3.0},
         {"kind": "kill", "noticed": None, "stop": 5.0},
     ],
+    "skipped": 0,
     "aborted": 1,
     "masked": 2,
     "evictions": [],
@@ -161,6 +163,14 @@ def test_a_process_grows_by_so_many_mib_a_minute():
     assert first.slope == pytest.approx(3.0, rel=1e-6)
     assert first.rss == (121 * mib, 250 * mib)
     assert (second.slope, second.descriptors, second.threads) == (None, (31, 31), (8, 8))
+
+
+def test_skipped_steps_count_once(tmp_path):
+    for name in ("a", "b"):
+        lines = [{"ledger": 1}, {"step": 1, "skipped": True}, {"step": 2, "skipped": False}]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / f"ledger-{name}.jsonl").write_text(text)
+    assert skipped(tmp_path) == {1}
 
 
 def test_reasons_are_found_in_the_registrys_log():
