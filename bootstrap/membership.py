@@ -14,10 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from planaria.bootstrap.address import Address, AddressError
+from planaria.bootstrap.cuts import Cuts, Goes
+from planaria.bootstrap.quarantine import MOST_KEPT, Quarantine
 from planaria.bootstrap.registry_pb2 import (
     SILENT,
     Cause,
     Description,
+    Eviction,
     JoinReply,
     JoinRequest,
     Member,
@@ -28,12 +31,16 @@ from planaria.bootstrap.registry_pb2 import (
     View,
 )
 
-PROTOCOL = 3
+PROTOCOL = 4
 DECISIONS_KEPT = 200
+DECISION_LENGTH = 4000  # characters of a decision, or of a view's reason
 EVICTED_KEPT = 10_000
-COMPLAINTS = 3  # answered accusations by the same node after which the pair is taken for cut off
-COMPLAINT_WINDOW = 30.0  # seconds
+EVICTIONS_TOLD = 20
+WHY_LENGTH = 300  # characters of what a node says of another one
+ACCUSERS_NAMED = 3
 CHARGE_STANDS = 60.0  # seconds that the word of one who does not drive counts
+CHARGES_KEPT = 100  # against one node
+WITHOUT_STATE = frozenset(["syncing", "following"])  # phases in reports (node/transaction)
 MOST_DIALLED = 100  # silent members that are asked whether they are there; of more, every n-th
 
 
@@ -146,11 +153,17 @@ class _Node:
     accusers: dict[str, str] = field(default_factory=dict)  # accuser -> why, until settled
     charges: dict[str, tuple[float, Suspicion]] = field(default_factory=dict)  # newest for cause
     doomed: str = ""  # to be evicted whatever it says, and why
+    cause: Cause = SILENT  # for which it is doomed
 
     @property
     def leaving(self) -> bool:
         """It has said that it will leave soon."""
         return self.report.leaving
+
+    def heard(self, lease: float, now: float) -> bool:
+        """Whether it lives, as far as anybody can tell."""
+        silent = self.lost is not None or now >= self.renewed + lease
+        return not (silent or self.probe or self.doomed)
 
 
 @dataclass(eq=False)
@@ -175,13 +188,25 @@ def related(a: int, b: int, stages: int, swapped: bool) -> bool:
 
 
 def to_link(own: Member, view: View, stages: int, swapped: bool) -> list[str]:
-    """With whom `own` always keeps a link: who it needs in every step; everybody, if nobody can
-    dial it when it is needed. A standby needs nobody."""
+    """With whom `own` always keeps a link, in the view's order: who it needs in every step; all who
+    serve, if nobody can dial it when it is needed; whom it carries for, and who carries for it."""
+    carrying = set[str]()
+    for relay in view.relays:
+        if own.node == relay.via:
+            carrying |= {relay.a, relay.b}
+        elif own.node in (relay.a, relay.b):
+            carrying.add(relay.via)
     return [
         member.node
         for member in view.members
-        if not (own.standby or member.standby or member.node == own.node)
-        and (not own.address or related(own.stage, member.stage, stages, swapped))
+        if member.node != own.node
+        and (
+            member.node in carrying
+            or (
+                not (own.standby or member.standby)
+                and (not own.address or related(own.stage, member.stage, stages, swapped))
+            )
+        )
     ]
 
 
@@ -206,8 +231,10 @@ class Membership:
         self._join_allowance = rules.joins_per_second
         self._allowance_at: float | None = None
         self._deadlines: list[tuple[float, str]] = []  # heap; stale entries are dropped when met
-        self._complaints: dict[tuple[str, str], list[float]] = {}
+        self._cuts = Cuts(rules.lease)
+        self._quarantine = Quarantine()
         self._evicted: dict[str, str] = {}  # node -> reason; the oldest are forgotten
+        self._evictions: deque[tuple[float, Eviction]] = deque(maxlen=EVICTIONS_TOLD)
         self._effects: list[Effect] = []
         self._changes: list[str] = []  # in words; not empty: a view is to be issued
 
@@ -217,8 +244,9 @@ class Membership:
         """Makes a node a member or a standby. A repeated request gets the same answer.
 
         While no member is heard, the reply is a question: the node has to dial the members, as the
-        registry does (`Dial`), and to join again. If none is there, all are evicted. The reply
-        leaves `run_file` to the shell. Raises Refused.
+        registry does (`Dial`), and to join again. If none is there, all are evicted. Who was
+        evicted for cause is told how long it has to wait. The reply leaves `run_file` to the shell.
+        Raises Refused.
         """
         self._check_request(request)
         known = self._nodes.get(request.node)
@@ -238,6 +266,11 @@ class Membership:
                 "the registry was away and is waiting for its members to come back; "
                 f"join again in {self._quiet_until - now:.1f} s",
             )
+        if wait := self._quarantine.left(request.instance, now):
+            reason = self._quarantine.sentence(request.instance, now)
+            if wait == math.inf:
+                raise Refused("PERMISSION_DENIED", reason)
+            return JoinReply(run=self.rules.run, reason=reason, quarantine=wait), []
         former = self._at_address(request.address)
         others = [node for node in self._nodes.values() if node is not former]
         if others and self._cut_off_from_all(now):
@@ -246,7 +279,7 @@ class Membership:
         if request.HasField("stage"):
             self._check_stage(request)
         if former is not None:
-            self._evict(former, f"restarted: {request.node} joined from {request.address}")
+            self._evict(former, f"restarted: {request.node} joined from {request.address}", now)
         node = self._admit(request, now)
         effects = self._finish(now)
         return self._reply(node), effects
@@ -282,6 +315,9 @@ class Membership:
         if renewal.HasField("report"):
             node.report = renewal.report
             self._newest = max(self._newest, (node.report.lineage, node.report.committed))
+            if node.report.complaints or self._cuts.any:
+                known = (c for c in node.report.complaints if c.peer in self._nodes)
+                self._cuts.told(renewal.node, known, now)
         effects: list[Effect] = []
         if node.leaving and not announced and now >= self._quiet_until:
             self._note(f"{renewal.node} ({_place(node.member)}) will leave soon")
@@ -318,7 +354,10 @@ class Membership:
         self._note(f"{accused} is suspected by {accuser}: {_evidence(suspicion)}")
         if suspicion.cause != SILENT and not node.doomed:
             node.charges[accuser] = now, suspicion
+            if len(node.charges) > CHARGES_KEPT:
+                del node.charges[min(node.charges, key=lambda name: node.charges[name][0])]
             if reason := self._convicted(node, now):
+                node.cause = suspicion.cause
                 self._doom(accused, node, reason)
                 return self.tick(now)
         if not node.streaming:
@@ -368,9 +407,10 @@ class Membership:
             node.due = math.inf
             reason = self._overdue(node, now)
             if reason:
-                self._evict(node, reason)
+                self._evict(node, reason, now)
             else:
                 self._schedule(name, node)
+        self._see_to_cuts(now)
         waited = self._covered is not None and now >= self._covered + self.rules.start_grace
         if waited and not self._started and not self._changes:
             self._changes.append(f"the start grace of {self.rules.start_grace:g} s is over")
@@ -401,7 +441,9 @@ class Membership:
         self._covered = now if not self._vacant() else None
         if self._nodes:  # else there is nobody to wait for
             self._quiet_until = now + self.rules.grace
-        self._deadlines, self._complaints = [], {}
+        self._deadlines = []
+        self._cuts.restore(view.relays, now)
+        self._quarantine.restore(view.quarantined, now)
         for name, node in self._nodes.items():
             self._schedule(name, node)
         self._note(
@@ -415,6 +457,7 @@ class Membership:
         it, and need the grace to come back."""
         self._note(f"the registry was held up for {seconds:.1f} s: all leases are longer by that")
         self._deadlines, self._question = [], None
+        self._cuts.paused(seconds, now)
         for name, node in self._nodes.items():
             node.renewed = min(now, node.renewed + seconds)
             node.probed = min(now, node.probed + seconds)
@@ -443,6 +486,12 @@ class Membership:
             ],
             decisions=self.decisions,
             protocol=PROTOCOL,
+            cuts=self._cuts.listed(_Known(self, now), now),
+            quarantined=self._quarantine.listed(now),
+            evictions=[
+                Eviction(member=told.member, reason=told.reason, seconds=now - when)
+                for when, told in self._evictions
+            ],
         )
 
     def validate_state(self) -> None:
@@ -455,6 +504,8 @@ class Membership:
         assert members == [n.member for n in self._nodes.values()], "the view lags the membership"
         assert not set(self._nodes) & set(self._evicted), "an evicted node is listed"
         assert view.number == self._number
+        assert list(view.relays) == self._cuts.relays(), "the view lags the relays"
+        self._cuts.validate_state()
         assert (view.lineage, view.committed) <= self._newest
         assert not view.number or not _problem(view, rules), _problem(view, rules)
         if self._started and not view.driver:
@@ -579,6 +630,7 @@ class Membership:
             host=request.host,
             device=request.device,
             data=request.data,
+            instance=request.instance,
         )
         node = self._nodes[request.node] = _Node(member, why, now)
         self._schedule(request.node, node)
@@ -700,7 +752,8 @@ class Membership:
         """Why the node's time is over; empty: it isn't."""
         if node.doomed:
             return node.doomed
-        accused = "".join(f"; suspected by {a}: {w}" for a, w in node.accusers.items())
+        named = list(node.accusers.items())[:ACCUSERS_NAMED]
+        accused = "".join(f"; suspected by {a}: {w}" for a, w in named)
         if node.probe and now >= node.probed + self.rules.probe_timeout:
             return f"no answer to a probe for {self.rules.probe_timeout:g} s{accused}"
         if node.lost is not None and now >= node.lost + self.rules.reconnect:
@@ -748,44 +801,36 @@ class Membership:
         self._schedule(name, node)
 
     def _answered(self, node: _Node, now: float) -> list[Effect]:
-        """The accused is alive. A pair that keeps failing to talk is cut off from each other, and
-        the one of the two with more such pairs goes: it is the one with the bad connection. Where
-        that says nothing, the one goes whose stage has more nodes."""
+        """The accused is alive. Whether it can be reached is another question, see cuts.py."""
         name = node.member.node
-        accusers, node.accusers, node.probe = node.accusers, {}, 0
-        self._complaints = {
-            pair: recent
-            for pair, times in self._complaints.items()
-            if (recent := [t for t in times if now - t < COMPLAINT_WINDOW])
-        }
-        self._effects.append(Settle(name, True, f"{name} answered the registry's probe"))
-        for accuser in accusers:
-            if accuser not in self._nodes or self._nodes[accuser].doomed or node.doomed:
-                continue
-            times = self._complaints.setdefault((accuser, name), [])
-            times.append(now)
-            if len(times) < COMPLAINTS:
-                continue
-            goes = max((name, accuser), key=lambda n: (self._cut_off(n), self._replicas(n)))
-            stays = accuser if goes == name else name
-            self._doom(goes, self._nodes[goes], f"unreachable from {stays}, though alive")
-        return [*self._take_effects(), *(self.tick(now) if accusers else [])]
+        node.accusers, node.probe = {}, 0
+        return [Settle(name, True, f"{name} answered the registry's probe")]
 
-    def _cut_off(self, name: str) -> int:
-        """The number of members from which the node is cut off."""
-        return len({frozenset(pair) for pair in self._complaints if name in pair})
+    def _see_to_cuts(self, now: float) -> None:
+        """Members that can't reach each other get a relay, or one of them has to go."""
+        while self._cuts.any:
+            gone = False
+            for decision in self._cuts.review(_Known(self, now), now):
+                if isinstance(decision, Goes):
+                    self._evict(self._nodes[decision.node], decision.why, now)
+                    gone = True
+                else:
+                    self._changes.append(decision.what)
+            if not gone:
+                return
 
-    def _replicas(self, name: str) -> int:
-        stage = self._nodes[name].member.stage
-        return sum(member.stage == stage for member in self._serving())
-
-    def _evict(self, node: _Node, reason: str) -> None:
+    def _evict(self, node: _Node, reason: str, now: float) -> None:
         name = node.member.node
         del self._nodes[name]
-        self._evicted[name] = reason
+        self._evicted[name] = reason[:DECISION_LENGTH]
         while len(self._evicted) > EVICTED_KEPT:
             del self._evicted[next(iter(self._evicted))]
-        self._complaints = {p: t for p, t in self._complaints.items() if name not in p}
+        if not reason.startswith("left: "):
+            told = Eviction(member=node.member, reason=reason[:DECISION_LENGTH])
+            self._evictions.append((now, told))
+        if node.cause != SILENT:
+            self._quarantine.add(node.member.instance, name, node.cause, reason, now)
+        self._cuts.gone(name)
         self._changes.append(f"{name} ({_place(node.member)}) is gone: {reason}")
         self._effects.append(Evict(name, reason))
         if node.accusers:
@@ -842,7 +887,8 @@ class Membership:
             self._changes.append(f"{driver} drives" if driver else "no stage-0 member can drive")
         self._started = self._started or bool(driver)
         self._number += 1
-        reason = "; ".join(self._changes + ([awaited] if awaited else []))
+        told = "; ".join(self._changes)[:DECISION_LENGTH]
+        reason = "; ".join(filter(None, (told, awaited)))
         self.view = View(
             run=self.rules.run,
             number=self._number,
@@ -851,6 +897,8 @@ class Membership:
             reason=reason,
             lineage=self._newest[0],
             committed=self._newest[1],
+            relays=self._cuts.relays(),
+            quarantined=self._quarantine.listed(now),
         )
         self._note(f"view {self._number}: {reason}")
         self._changes = []
@@ -914,12 +962,53 @@ class Membership:
         return effects
 
     def _note(self, decision: str) -> None:
-        self.decisions.append(decision)
+        self.decisions.append(decision[:DECISION_LENGTH])
         self.decided += 1
 
 
+@dataclass(frozen=True)
+class _Known:
+    """What cuts.py is to know of the members, at the time `now`."""
+
+    machine: Membership
+    now: float
+
+    def names(self) -> Iterable[str]:
+        return self.machine._nodes
+
+    def heard(self, node: str) -> bool:
+        found = self.machine._nodes.get(node)
+        return found is not None and found.heard(self.machine.rules.lease, self.now)
+
+    def linkable(self, a: str, b: str) -> bool:
+        return any(self.machine._nodes[node].member.address for node in (a, b))
+
+    def neighbours(self, a: str, b: str) -> bool:
+        one, other = (self.machine._nodes[node].member for node in (a, b))
+        seated = not (one.standby or other.standby)
+        return seated and _related(self.machine.rules, one.stage, other.stage)
+
+    def spared(self, node: str) -> bool:
+        one = self.machine._nodes[node]
+        if one.report.stalled_seconds > 0 or not self._holds(one):
+            return False
+        return self.replicas(node) == 1
+
+    def replicas(self, node: str) -> int:
+        stage = self.machine._nodes[node].member.stage
+        found = (n for n in self.machine._nodes.values() if n.member.stage == stage)
+        return sum(self._holds(n) and self.heard(n.member.node) for n in found)
+
+    def _holds(self, node: _Node) -> bool:
+        """Whether it has the state of its stage, as far as it has said."""
+        report = node.report
+        if node.member.standby or report.phase in WITHOUT_STATE:
+            return False
+        return bool(report.lineage or report.committed) or self.machine._newest <= (0, 1)
+
+
 def _evidence(suspicion: Suspicion) -> str:
-    why = suspicion.why or "no reason given"
+    why = suspicion.why[:WHY_LENGTH] or "no reason given"
     if suspicion.cause == SILENT:
         return why
     known = suspicion.cause in Cause.values()
@@ -969,6 +1058,16 @@ def _problem(view: View, rules: MembershipRules) -> str:
         return f"it has stages above {rules.stages}"
     if any(_related(rules, a, b) for i, a in enumerate(hidden) for b in hidden[i + 1 :]):
         return "two nodes that only dial out would have to talk to each other"
+    ends = [(relay.a, relay.b) for relay in view.relays]
+    if ends != sorted(set(ends)) or any(
+        not relay.a < relay.b or relay.via in (relay.a, relay.b) for relay in view.relays
+    ):
+        return "its relays are not in order"
+    if not {name for r in view.relays for name in (r.a, r.b, r.via)} <= {m.node for m in members}:
+        return "it has a relay for a node that is no member, or by one"
+    wrong = any(not one.instance or not one.seconds >= 0 for one in view.quarantined)
+    if wrong or len(view.quarantined) > MOST_KEPT:
+        return "it has a quarantine of nobody, or of too many"
     if view.driver and view.driver not in {m.node for m in serving if m.stage == 0}:
         return f"its driver {view.driver} is no stage-0 member"
     return ""

@@ -25,7 +25,7 @@ HANG: Cause
 NUMBERS: Cause
 
 class Member(_message.Message):
-    __slots__ = ("node", "address", "stage", "joined", "speed", "standby", "host", "device", "data")
+    __slots__ = ("node", "address", "stage", "joined", "speed", "standby", "host", "device", "data", "instance")
     NODE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class Member(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
     node: str
     address: str
     stage: int
@@ -44,10 +45,11 @@ class Member(_message.Message):
     host: str
     device: str
     data: str
-    def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ..., stage: _Optional[int] = ..., joined: _Optional[int] = ..., speed: _Optional[float] = ..., standby: _Optional[bool] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., data: _Optional[str] = ...) -> None: ...
+    instance: str
+    def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ..., stage: _Optional[int] = ..., joined: _Optional[int] = ..., speed: _Optional[float] = ..., standby: _Optional[bool] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., data: _Optional[str] = ..., instance: _Optional[str] = ...) -> None: ...
 
 class View(_message.Message):
-    __slots__ = ("run", "number", "members", "driver", "reason", "committed", "lineage")
+    __slots__ = ("run", "number", "members", "driver", "reason", "committed", "lineage", "relays", "quarantined")
     RUN_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +57,8 @@ class View(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    RELAYS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     run: str
     number: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
@@ -62,10 +66,40 @@ class View(_message.Message):
     reason: str
     committed: int
     lineage: int
-    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., driver: _Optional[str] = ..., reason: _Optional[str] = ..., committed: _Optional[int] = ..., lineage: _Optional[int] = ...) -> None: ...
+    relays: _containers.RepeatedCompositeFieldContainer[Relay]
+    quarantined: _containers.RepeatedCompositeFieldContainer[Quarantined]
+    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., driver: _Optional[str] = ..., reason: _Optional[str] = ..., committed: _Optional[int] = ..., lineage: _Optional[int] = ..., relays: _Optional[_Iterable[_Union[Relay, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[Quarantined, _Mapping]]] = ...) -> None: ...
+
+class Relay(_message.Message):
+    __slots__ = ("a", "b", "via")
+    A_FIELD_NUMBER: _ClassVar[int]
+    B_FIELD_NUMBER: _ClassVar[int]
+    VIA_FIELD_NUMBER: _ClassVar[int]
+    a: str
+    b: str
+    via: str
+    def __init__(self, a: _Optional[str] = ..., b: _Optional[str] = ..., via: _Optional[str] = ...) -> None: ...
+
+class Quarantined(_message.Message):
+    __slots__ = ("instance", "node", "cause", "why", "times", "divergences", "seconds")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    DIVERGENCES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    instance: str
+    node: str
+    cause: Cause
+    why: str
+    times: int
+    divergences: int
+    seconds: float
+    def __init__(self, instance: _Optional[str] = ..., node: _Optional[str] = ..., cause: _Optional[_Union[Cause, str]] = ..., why: _Optional[str] = ..., times: _Optional[int] = ..., divergences: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("protocol", "node", "address", "stage", "data", "speed", "host", "device", "question", "answered")
+    __slots__ = ("protocol", "node", "address", "stage", "data", "speed", "host", "device", "question", "answered", "instance")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +110,7 @@ class JoinRequest(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     QUESTION_FIELD_NUMBER: _ClassVar[int]
     ANSWERED_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     node: str
     address: str
@@ -86,10 +121,11 @@ class JoinRequest(_message.Message):
     device: str
     question: int
     answered: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., stage: _Optional[int] = ..., data: _Optional[str] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., question: _Optional[int] = ..., answered: _Optional[_Iterable[str]] = ...) -> None: ...
+    instance: str
+    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., stage: _Optional[int] = ..., data: _Optional[str] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., question: _Optional[int] = ..., answered: _Optional[_Iterable[str]] = ..., instance: _Optional[str] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("run", "run_file", "view", "reason", "question", "unheard", "dial_seconds", "lease")
+    __slots__ = ("run", "run_file", "view", "reason", "question", "unheard", "dial_seconds", "lease", "quarantine")
     RUN_FIELD_NUMBER: _ClassVar[int]
     RUN_FILE_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +134,7 @@ class JoinReply(_message.Message):
     UNHEARD_FIELD_NUMBER: _ClassVar[int]
     DIAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINE_FIELD_NUMBER: _ClassVar[int]
     run: str
     run_file: str
     view: View
@@ -106,10 +143,11 @@ class JoinReply(_message.Message):
     unheard: _containers.RepeatedCompositeFieldContainer[Member]
     dial_seconds: float
     lease: float
-    def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., reason: _Optional[str] = ..., question: _Optional[int] = ..., unheard: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., dial_seconds: _Optional[float] = ..., lease: _Optional[float] = ...) -> None: ...
+    quarantine: float
+    def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., reason: _Optional[str] = ..., question: _Optional[int] = ..., unheard: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., dial_seconds: _Optional[float] = ..., lease: _Optional[float] = ..., quarantine: _Optional[float] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("committed", "phase", "loss", "microbatches", "bytes_in", "bytes_out", "tokens_per_second", "message", "stopped", "finished", "lineage", "leaving", "memory", "measured", "links", "stalled_seconds")
+    __slots__ = ("committed", "phase", "loss", "microbatches", "bytes_in", "bytes_out", "tokens_per_second", "message", "stopped", "finished", "lineage", "leaving", "memory", "measured", "links", "complaints", "stalled_seconds")
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +163,7 @@ class Report(_message.Message):
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     MEASURED_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
+    COMPLAINTS_FIELD_NUMBER: _ClassVar[int]
     STALLED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     committed: int
     phase: str
@@ -141,8 +180,17 @@ class Report(_message.Message):
     memory: int
     measured: int
     links: _containers.RepeatedCompositeFieldContainer[LinkReport]
+    complaints: _containers.RepeatedCompositeFieldContainer[Complaint]
     stalled_seconds: float
-    def __init__(self, committed: _Optional[int] = ..., phase: _Optional[str] = ..., loss: _Optional[float] = ..., microbatches: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., message: _Optional[str] = ..., stopped: _Optional[bool] = ..., finished: _Optional[bool] = ..., lineage: _Optional[int] = ..., leaving: _Optional[bool] = ..., memory: _Optional[int] = ..., measured: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., stalled_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, committed: _Optional[int] = ..., phase: _Optional[str] = ..., loss: _Optional[float] = ..., microbatches: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., message: _Optional[str] = ..., stopped: _Optional[bool] = ..., finished: _Optional[bool] = ..., lineage: _Optional[int] = ..., leaving: _Optional[bool] = ..., memory: _Optional[int] = ..., measured: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., complaints: _Optional[_Iterable[_Union[Complaint, _Mapping]]] = ..., stalled_seconds: _Optional[float] = ...) -> None: ...
+
+class Complaint(_message.Message):
+    __slots__ = ("peer", "relayed")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    RELAYED_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    relayed: bool
+    def __init__(self, peer: _Optional[str] = ..., relayed: _Optional[bool] = ...) -> None: ...
 
 class LinkReport(_message.Message):
     __slots__ = ("peer", "rtt_ms", "mbps")
@@ -255,7 +303,7 @@ class MemberDescription(_message.Message):
     def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., since_renewal: _Optional[float] = ..., suspected: _Optional[bool] = ...) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("run", "run_file", "view", "members", "decisions", "uptime", "protocol", "trouble")
+    __slots__ = ("run", "run_file", "view", "members", "decisions", "uptime", "protocol", "cuts", "quarantined", "evictions", "trouble")
     RUN_FIELD_NUMBER: _ClassVar[int]
     RUN_FILE_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
@@ -263,6 +311,9 @@ class Description(_message.Message):
     DECISIONS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    CUTS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
     run: str
     run_file: str
@@ -271,5 +322,32 @@ class Description(_message.Message):
     decisions: _containers.RepeatedScalarFieldContainer[str]
     uptime: float
     protocol: int
+    cuts: _containers.RepeatedCompositeFieldContainer[Cut]
+    quarantined: _containers.RepeatedCompositeFieldContainer[Quarantined]
+    evictions: _containers.RepeatedCompositeFieldContainer[Eviction]
     trouble: str
-    def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberDescription, _Mapping]]] = ..., decisions: _Optional[_Iterable[str]] = ..., uptime: _Optional[float] = ..., protocol: _Optional[int] = ..., trouble: _Optional[str] = ...) -> None: ...
+    def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberDescription, _Mapping]]] = ..., decisions: _Optional[_Iterable[str]] = ..., uptime: _Optional[float] = ..., protocol: _Optional[int] = ..., cuts: _Optional[_Iterable[_Union[Cut, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[Quarantined, _Mapping]]] = ..., evictions: _Optional[_Iterable[_Union[Eviction, _Mapping]]] = ..., trouble: _Optional[str] = ...) -> None: ...
+
+class Cut(_message.Message):
+    __slots__ = ("a", "b", "seconds", "via", "state")
+    A_FIELD_NUMBER: _ClassVar[int]
+    B_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    VIA_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    a: str
+    b: str
+    seconds: float
+    via: str
+    state: str
+    def __init__(self, a: _Optional[str] = ..., b: _Optional[str] = ..., seconds: _Optional[float] = ..., via: _Optional[str] = ..., state: _Optional[str] = ...) -> None: ...
+
+class Eviction(_message.Message):
+    __slots__ = ("member", "reason", "seconds")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    member: Member
+    reason: str
+    seconds: float
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., reason: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...

@@ -63,6 +63,7 @@ from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links, LinkSettings, Peer
 from planaria.node.wire.looped import LoopedExchanges
 from planaria.node.wire.measuring import measure
+from planaria.node.wire.missing import Missing
 
 log = logging.getLogger("planaria")
 
@@ -143,6 +144,8 @@ class Node:
         )
         self.events = EventLog(place.out, self.node)
         self.view = registry.View()
+        self.needed: list[str] = []  # members with which it needs a link
+        self.missing = Missing()
         self.seats: dict[int, Agent] = {}  # by stage
         self.building: set[int] = set()  # stages that it will have a seat at
         self.early: list[tuple[str, pb.Message]] = []  # messages for those
@@ -310,8 +313,8 @@ class Node:
             self.stop(f"rejoin: view {view.number} is without this node: {view.reason}")
             return
         swapped = self.run.recovery.policy == "checkfree+"
-        linked = to_link(own, view, self.config.stages, swapped)
-        self.links.set_peers(view.number, _peers(view), linked)
+        self.needed = to_link(own, view, self.config.stages, swapped)
+        self.links.set_peers(view.number, _peers(view), self.needed)
         if own.standby:
             return
         if own.stage in self.seats:
@@ -418,6 +421,8 @@ class Node:
         while True:
             await asyncio.sleep(TICK)
             self._mind_compute()
+            if self.missing.look(self.needed, self.links.linked, self.loop.time()):
+                self.report()
             for seat in self.seats.values():
                 seat.tick(self.loop.time())
             if not self.seats:
@@ -463,7 +468,12 @@ class Node:
     def report(self) -> None:
         """Reports to the registry: of the machine, and of what its seat is at."""
         number, links = self.measured
-        of_machine = registry.Report(memory=self.memory, measured=number, links=links)
+        of_machine = registry.Report(
+            memory=self.memory,
+            measured=number,
+            links=links,
+            complaints=self.missing.complaints(lambda peer: False),
+        )
         for seat in self.seats.values():  # the registry knows of one, so far
             of_machine.MergeFrom(seat.report())
             of_machine.bytes_in, of_machine.bytes_out = self.links.bytes_in, self.links.bytes_out

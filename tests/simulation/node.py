@@ -25,6 +25,7 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import Exchanges
 from planaria.node.wire.frames import Frame, buffers_of
+from planaria.node.wire.missing import Missing
 from planaria.recovery.snapshot import Layout
 from simulation.fingerprints import SHAPE
 from simulation.ports import Compute, Links, VirtualDisk
@@ -95,6 +96,8 @@ class Node:
         self.early: list[tuple[str, pb.Message]] = []
         self.fuse: int | None = None  # messages of commits left to send before the crash
         self.report = registry.Report()
+        self.needed: list[str] = []
+        self.missing = Missing()
         cluster.network.endpoints[self.name] = self
         cluster.network.homes[self.name] = process.host
         self.client = cluster.new_client(self)
@@ -139,7 +142,8 @@ class Node:
             self.stop(f"view {view.number} is without this node: {view.reason}")
             return
         rules = self.cluster.rules
-        self.net.set_peers(view, to_link(own, view, rules.stages, rules.swapped))
+        self.needed = to_link(own, view, rules.stages, rules.swapped)
+        self.net.set_peers(view, self.needed)
         if own.standby:
             return
         if self.seat is not None:
@@ -254,6 +258,8 @@ class Node:
     def _tick(self) -> None:
         if self.ended:
             return
+        if self.missing.look(self.needed, self.net.linked, self.world.now):
+            self.changed()
         if self.seat is not None:
             self.seat.tick(self.world.now)
             self._validate()
@@ -291,8 +297,9 @@ class Node:
         """The ledger is held against the windows elsewhere."""
 
     def changed(self) -> None:
-        assert self.seat is not None
-        self.report = self.seat.report()
+        self.report = registry.Report(complaints=self.missing.complaints(lambda peer: False))
+        if self.seat is not None:
+            self.report.MergeFrom(self.seat.report())
 
     def halted(self, halt: pb.Halt) -> None:
         self.world.say(self.name, f"halted at {halt.step}: {halt.reason or 'finished'}")

@@ -1,0 +1,96 @@
+"""Who was evicted for cause, and when it may come back.
+
+A node's identity is new each time, so what counts is the *instance*: an id that it keeps. The first
+time it may come back after `FIRST` seconds, then after twice as long each time. Pure: `now` is
+passed in, seconds of a clock that never goes back. What is kept in views is therefore how many
+seconds are left; while the registry is away none of them pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from planaria.bootstrap.registry_pb2 import DIVERGENCE, Cause, Quarantined
+
+FIRST, LONGEST = 30.0, 3600.0  # seconds
+FORGOTTEN = 6 * 3600.0  # seconds after which one who could come back starts anew
+MOST_DIVERGENCES = 3  # after which an instance is not taken back
+MOST_KEPT = 200  # instances; those that may come back first are forgotten first
+
+
+@dataclass
+class _Entry:
+    told: Quarantined  # but for the seconds
+    until: float
+
+
+class Quarantine:
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entry] = {}
+
+    def add(self, instance: str, node: str, cause: Cause, why: str, now: float) -> None:
+        """The instance was evicted for cause as `node`. Without effect for one that has no id."""
+        if not instance:
+            return
+        self._forget(now)
+        former = self._entries.get(instance)
+        told = Quarantined(instance=instance, node=node, cause=cause, why=why, times=1)
+        if former is not None:
+            told.times += former.told.times
+            told.divergences = former.told.divergences
+        told.divergences += cause == DIVERGENCE
+        seconds = min(LONGEST, FIRST * 2.0 ** min(told.times - 1, 30))
+        if told.divergences >= MOST_DIVERGENCES:
+            seconds = math.inf
+        self._entries[instance] = _Entry(told, now + seconds)
+        if len(self._entries) > MOST_KEPT:
+            first = min(self._entries, key=lambda one: self._entries[one].until)
+            del self._entries[first]
+
+    def left(self, instance: str, now: float) -> float:
+        """Seconds until it may join; infinite: never."""
+        entry = self._entries.get(instance)
+        return 0.0 if entry is None else max(0.0, entry.until - now)
+
+    def sentence(self, instance: str, now: float) -> str:
+        """Why it may not join, while it may not."""
+        told, left = self._entries[instance].told, self.left(instance, now)
+        if left == math.inf:
+            return (
+                f"this node is not taken back: its weights were others than those of its replicas "
+                f"{told.divergences} times, the last time as {told.node} ({told.why}); "
+                "have the machine's memory and its device checked"
+            )
+        times = "" if told.times == 1 else f", the {told.times}. time"
+        return (
+            f"this node was evicted for cause as {told.node}{times} ({told.why}); "
+            f"it may join again in {left:.0f} s"
+        )
+
+    def listed(self, now: float) -> list[Quarantined]:
+        """All that is remembered, with the seconds that are left."""
+        self._forget(now)
+        found = []
+        for instance, entry in self._entries.items():
+            told = Quarantined(seconds=self.left(instance, now))
+            told.MergeFrom(entry.told)
+            found.append(told)
+        return found
+
+    def restore(self, listed: Iterable[Quarantined], now: float) -> None:
+        """Goes on from what a view tells."""
+        self._entries = {}
+        for told in listed:
+            entry = Quarantined()
+            entry.CopyFrom(told)
+            entry.ClearField("seconds")
+            self._entries[told.instance] = _Entry(entry, now + told.seconds)
+
+    def _forget(self, now: float) -> None:
+        self._entries = {
+            instance: entry
+            for instance, entry in self._entries.items()
+            if now < entry.until + FORGOTTEN
+        }

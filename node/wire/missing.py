@@ -1,0 +1,31 @@
+"""The links that a node needs and lacks, of which it complains to the registry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from planaria.bootstrap.registry_pb2 import Complaint
+
+PATIENCE: Final = 1.0
+"""Seconds that a link takes to come up, mostly: of one that is new nobody complains at once."""
+
+
+class Missing:
+    """Which of them are missing for how long. Without a clock: `now` in seconds of any one."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+        self._told: list[str] = []
+
+    def look(self, needed: Iterable[str], direct: Callable[[str], bool], now: float) -> bool:
+        """`needed`: the members to which a link has to be up, `direct`: whether one is that nobody
+        else carries. Returns whether `complaints` are others than before."""
+        self._since = {p: self._since.get(p, now) for p in needed if not direct(p)}
+        before = self._told
+        self._told = [p for p, since in self._since.items() if now - since >= PATIENCE]
+        return self._told != before
+
+    def complaints(self, relayed: Callable[[str], bool]) -> list[Complaint]:
+        """All that stand, for a report. `relayed`: whether another member carries for the two."""
+        return [Complaint(peer=peer, relayed=relayed(peer)) for peer in self._told]
