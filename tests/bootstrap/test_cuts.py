@@ -8,7 +8,14 @@ from itertools import combinations
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from planaria.bootstrap.membership import PROTOCOL, Effect, Evict, Membership, Rules, related
+from planaria.bootstrap.membership import (
+    PROTOCOL,
+    Effect,
+    Evict,
+    Membership,
+    MembershipRules,
+    related,
+)
 from planaria.bootstrap.registry_pb2 import Complaint, JoinRequest, Renewal, Report
 
 LEASE, SILENCE, STEP = 5.0, 3.0, 1.0
@@ -22,7 +29,7 @@ class World:
     who is to carry does, if it can."""
 
     def __init__(self, stages: list[int], carrying: bool = True) -> None:
-        rules = Rules(run="r", stages=STAGES, lease=LEASE, start_grace=0, max_replicas=9)
+        rules = MembershipRules(run="r", stages=STAGES, lease=LEASE, start_grace=0, max_replicas=9)
         self.machine = Membership(rules)
         self.now, self.carrying = 0.0, carrying
         self.blocked: set[Pair] = set()
