@@ -275,8 +275,15 @@ def exits(record: Record) -> list[Exit]:
 # --- weights
 
 
-def differing(events: Iterable[Entry]) -> list[int]:
-    """Stages whose nodes differ after the newest step that several of them have."""
+class Differing(NamedTuple):
+    """`at_last`: stages whose nodes differ after the newest step that several of them have.
+    `steps`: at how many steps of any stage they did."""
+
+    at_last: list[int]
+    steps: int
+
+
+def differing(events: Iterable[Entry]) -> Differing:
     stages: dict[str, int] = {}
     digests: defaultdict[int, defaultdict[tuple[int, int], set[str]]]
     digests = defaultdict(lambda: defaultdict(set))
@@ -289,12 +296,13 @@ def differing(events: Iterable[Entry]) -> list[int]:
             stage, age = stages[node], (entry.event.lineage, entry.event.step)
             digests[stage][age].add(entry.event.digest)
             nodes[stage, *age].add(node)
-    found = []
+    at_last = []
     for stage, by_age in digests.items():
         common = [age for age in by_age if len(nodes[stage, *age]) > 1]
         if common and len(by_age[max(common)]) > 1:
-            found.append(stage)
-    return sorted(found)
+            at_last.append(stage)
+    steps = sum(len(found) > 1 for by_age in digests.values() for found in by_age.values())
+    return Differing(sorted(at_last), steps)
 
 
 def guesses(record: Record) -> list[tuple[int, str, str]]:
@@ -410,7 +418,7 @@ def judge(out: Path, setting: Mapping[str, Any], stuck: str) -> dict[str, Any]:
             Counter(e.event.method for e in record.events if isinstance(e.event, StageRebuilt))
         ),
         "audit": audited,
-        "differing": differing(record.events),
+        "differing": differing(record.events)._asdict(),
         "appetites": [one._asdict() for one in appetites(record.taken)],
     }
     return {**outcome, "broken": broken(outcome)}
@@ -432,8 +440,8 @@ def broken(outcome: Mapping[str, Any]) -> list[str]:
         found.append(f"there is no audit: {audited['error']}")
     elif any(audited[key] for key in ("duplicates", "missing", "extra")):
         found.append(f"the audit is not zero: {audited}")
-    if outcome["differing"]:
-        found.append(f"replicas differ at the end in stages {outcome['differing']}")
+    if stages := outcome["differing"]["at_last"]:
+        found.append(f"replicas differ at the end in stages {stages}")
     for one in outcome["evictions"]:
         if one["last"] and not one["blame"]:
             found.append(

@@ -45,8 +45,10 @@ def _runs(outcomes: Sequence[Outcome]) -> Iterator[str]:
     for key in ("expected", "duplicates", "missing", "extra"):
         yield f"| audit: {key} | {sum(audit.get(key, 0) for audit in audits):,} |"
     yield f"| runs that can't be audited | {sum('error' in audit for audit in audits)} |"
-    differing = sum(bool(one["differing"]) for one in outcomes)
-    yield f"| runs whose replicas differ at the end | {differing} |"
+    at_last = sum(bool(one["differing"]["at_last"]) for one in outcomes)
+    differed = sum(one["differing"]["steps"] for one in outcomes)
+    yield f"| runs whose replicas differ at the end | {at_last} |"
+    yield f"| steps after which replicas of a stage differed | {differed} |"
     yield f"| runs that did not go on | {sum(bool(one['stuck']) for one in outcomes)} |"
     yield f"| steps committed as skipped | {sum(one['skipped'] for one in outcomes)} |"
     yield f"| attempts aborted | {sum(one['aborted'] for one in outcomes)} |"

@@ -18,7 +18,7 @@ that anything is told.
 | `wrong shape` | `of`, `times` | what goes to another stage lacks its last column |
 | `wrong dtype` | `of`, `times` | what goes to another stage is in whole numbers |
 | `wild norm` | `value` (1e300), `times` | the squared norm that is told of the stage's gradient |
-| `flipped weight` | `times` (1) | a bit of the stage's first weight flips |
+| `flipped weight` | `times` (1) | a bit of any of the stage's weights flips |
 
 `of`: "activation" or "gradient"; without it, both.
 """
@@ -139,7 +139,8 @@ def arm(faults: Faults, wrap: Callable[[Any, str, Any], None] = setattr) -> None
                 time.sleep(LOOK)
             for stage in stages:
                 if faults.take("flipped weight") is not None:
-                    stage.tensors["weights"].view(torch.int32)[0] ^= 1 << 20
+                    weights = stage.tensors["weights"].view(torch.int32)
+                    weights[secrets.randbelow(len(weights))] ^= 1 << 20
             started = time.perf_counter()
             try:
                 return work()

@@ -189,7 +189,8 @@ class SickSwarm:
         for slot, when in list(self.starting.items()):
             if when <= now:
                 del self.starting[slot]
-                self._start(slot)
+                if slot not in self.processes.running():
+                    self._start(slot)
         if now - self.sampled >= SAMPLE:
             self.sampled = now
             self._sample()
@@ -207,7 +208,7 @@ class SickSwarm:
     def _make_sick(self, passed: float, now: float) -> None:
         """`passed`: seconds since the first step."""
         for fault in [fault for fault in self.due if fault.at <= passed]:
-            if fault.blame == "guilty" and not self._bears(fault):
+            if not self._bears(fault):
                 continue  # it waits
             self.due.remove(fault)
             pid = self.processes.running().get(fault.slot)
@@ -217,15 +218,20 @@ class SickSwarm:
             self.healing.append((now + fault.seconds, fault, pid))
 
     def _bears(self, fault: Fault) -> bool:
-        """Whether the stage has another node that is well and has the newest state; where no stage
-        has two, whether all the others have. How soon that is depends on the machine."""
+        """Whether nothing else is wrong there. Who is guilty, besides, has the newest state, as has
+        another node of the stage that is well; where no stage has two, all the others. How soon
+        that is depends on the machine."""
+        if any(other.slot == fault.slot for _, other, _ in self.healing):
+            return False
+        if fault.blame == "innocent":
+            return True
         alone = self.shape.replicas == 1
         others = [slot for slot in self.shape.slots if slot != fault.slot]
         asked = [s for s in others if alone or s.partition(".")[0] == fault.stage]
         behind = self._behind(self.story.committed - 1)
         sick = {one.slot for _, one, _ in self.healing if one.blame == "guilty"}
         well = [slot not in behind and slot not in sick for slot in asked]
-        return all(well) if alone else any(well)
+        return fault.slot not in behind and (all(well) if alone else any(well))
 
     def _begin(self, fault: Fault, pid: int | None) -> None:
         match fault.kind:

@@ -51,7 +51,7 @@ WELL: dict[str, Any] = {
     "guesses": [],
     "rebuilds": {"replica": 2},
     "audit": {"expected": 80, "duplicates": 0, "missing": 0, "extra": 0, "steps": 10},
-    "differing": [],
+    "differing": {"at_last": [], "steps": 0},
     "appetites": [],
 }
 
@@ -147,7 +147,8 @@ def test_replicas_are_compared_after_their_newest_common_step():
     same = [applied(2, ALICE, "e"), applied(2, BOB, "e")]
     once = [applied(2, ALICE, "e"), applied(2, BOB, "f")]
     healed = [*once, applied(3, ALICE, "g"), applied(3, BOB, "g"), applied(4, ALICE, "h")]
-    assert [differing(record(*lines).events) for lines in (same, once, healed)] == [[], [1], []]
+    found = [differing(record(*lines).events) for lines in (same, once, healed)]
+    assert found == [([], 0), ([1], 1), ([], 1)]
 
 
 def test_a_process_grows_by_so_many_mib_a_minute():
@@ -190,7 +191,10 @@ def test_reasons_are_found_in_the_registrys_log():
         ({"stuck": "no steps"}, "the swarm does not go on: no steps"),
         ({"audit": {"error": "no ledger"}}, "there is no audit: no ledger"),
         ({"audit": {**WELL["audit"], "missing": 8}}, "the audit is not zero: "),
-        ({"differing": [2]}, r"replicas differ at the end in stages \[2\]"),
+        (
+            {"differing": {"at_last": [2], "steps": 1}},
+            "replicas differ at the end in stages",
+        ),
         (
             {"evictions": [{"node": ALICE, "stage": 1, "last": True, "blame": "", "reason": "x"}]},
             f"{ALICE}, the last holder of stage 1, was evicted though it had done nothing wrong: x",
