@@ -19,6 +19,9 @@ QUIET_AT_FIRST, QUIET_AT_LAST = 5.0, 20.0
 """Seconds in which no fault begins, and in which all are healed."""
 RECOVERY: Final = 4.0
 """Seconds from when a node is well again to when its stage may do without another."""
+REGISTRY_RECOVERY: Final = 40.0
+"""Seconds between two kills of the registry: it lets nobody new join until it has found out who is
+there, and who waits for it gives up after 30."""
 
 Blame = Literal["guilty", "innocent"]
 
@@ -139,7 +142,8 @@ def _figures(kind: str, chance: random.Random) -> dict[str, float | str]:
 
 def _bearable(fault: Fault, others: Sequence[Fault], shape: Shape) -> bool:
     """Whether there is nothing else wrong there, and every stage keeps a node that is well."""
-    near = [other for other in others if other.end + RECOVERY > fault.at]
+    recovery = REGISTRY_RECOVERY if fault.slot == REGISTRY else RECOVERY
+    near = [other for other in others if other.end + recovery > fault.at]
     if any(other.slot == fault.slot for other in near):
         return False
     if fault.blame == "innocent":
