@@ -60,6 +60,14 @@ class JoinRefused(Exception):  # noqa: N818  an answer, not a fault
     """The registry won't have it, and asking again won't help; the message says what to do."""
 
 
+class InQuarantine(JoinRefused):
+    """This instance was evicted for cause, and may join again in `seconds`."""
+
+    def __init__(self, reason: str, seconds: float) -> None:
+        super().__init__(reason)
+        self.seconds = seconds
+
+
 class RegistryClient:
     """Talks to one registry, under any of its addresses. For one node at a time, on one loop."""
 
@@ -82,8 +90,8 @@ class RegistryClient:
         self._node = self._left = ""  # who joined last; who said goodbye last
 
     async def join(self, request: JoinRequest, deadline: float = 30.0) -> JoinReply:
-        """Dials the members first if the registry asks for it. Raises JoinRefused, and
-        RegistryUnreachable after `deadline` seconds."""
+        """Dials the members first if the registry asks for it. Raises JoinRefused, of which
+        InQuarantine is a kind, and RegistryUnreachable after `deadline` seconds."""
         clock = asyncio.get_running_loop().time
         end = clock() + deadline
         asked = JoinRequest()
@@ -95,6 +103,8 @@ class RegistryClient:
                 ),
                 end - clock(),
             )
+            if reply.quarantine:
+                raise InQuarantine(reply.reason, reply.quarantine)
             if not reply.question:
                 break
             log.info("%s", reply.reason)

@@ -177,7 +177,14 @@ class Cuts:
     def listed(self, swarm: Swarm, now: float) -> list[Cut]:
         """For people."""
         return [
-            Cut(a=a, b=b, seconds=now - pair.since, via=pair.via, state=self._state(swarm, a, b))
+            Cut(
+                a=a,
+                b=b,
+                seconds=now - pair.since,
+                via=pair.via,
+                carried=bool(pair.via) and pair.carried,
+                state=self._state(swarm, a, b),
+            )
             for (a, b), pair in sorted(self._pairs.items())
             if pair.complaints
         ]

@@ -329,18 +329,20 @@ class Description(_message.Message):
     def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberDescription, _Mapping]]] = ..., decisions: _Optional[_Iterable[str]] = ..., uptime: _Optional[float] = ..., protocol: _Optional[int] = ..., cuts: _Optional[_Iterable[_Union[Cut, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[Quarantined, _Mapping]]] = ..., evictions: _Optional[_Iterable[_Union[Eviction, _Mapping]]] = ..., trouble: _Optional[str] = ...) -> None: ...
 
 class Cut(_message.Message):
-    __slots__ = ("a", "b", "seconds", "via", "state")
+    __slots__ = ("a", "b", "seconds", "via", "carried", "state")
     A_FIELD_NUMBER: _ClassVar[int]
     B_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     VIA_FIELD_NUMBER: _ClassVar[int]
+    CARRIED_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     a: str
     b: str
     seconds: float
     via: str
+    carried: bool
     state: str
-    def __init__(self, a: _Optional[str] = ..., b: _Optional[str] = ..., seconds: _Optional[float] = ..., via: _Optional[str] = ..., state: _Optional[str] = ...) -> None: ...
+    def __init__(self, a: _Optional[str] = ..., b: _Optional[str] = ..., seconds: _Optional[float] = ..., via: _Optional[str] = ..., carried: _Optional[bool] = ..., state: _Optional[str] = ...) -> None: ...
 
 class Eviction(_message.Message):
     __slots__ = ("member", "reason", "seconds")

@@ -150,7 +150,7 @@ class RegistryServer(RegistryServicer):
     # -- calls -----------------------------------------------------------------------------------
 
     async def Join(self, request: JoinRequest, context: Context) -> JoinReply:  # noqa: N802
-        for name in ("node", "address", "data", "host", "device"):
+        for name in ("node", "address", "data", "host", "device", "instance"):
             await _check_length(context, name, getattr(request, name), NAME_BYTES)
         try:
             reply, effects = self._machine.join(request, self._loop.time())

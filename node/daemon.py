@@ -90,6 +90,7 @@ class NodePlace:
     save_dir: Path | None = None  # for saves of this node's stage
     credentials: Credentials = PLAIN
     insecure: bool = False
+    instance: str = ""  # what this node is over all its identities
 
 
 class Registry(Protocol):
@@ -174,6 +175,7 @@ class Node:
                     speed=self.speed,
                     host=self.place.host,
                     device=str(self.place.device),
+                    instance=self.place.instance,
                 )
             )
             self.tell(Joined(reason=reply.reason, host=self.place.host, pid=os.getpid()))

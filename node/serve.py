@@ -15,10 +15,11 @@ from tempfile import NamedTemporaryFile
 import torch
 
 from planaria.bootstrap.address import Address
-from planaria.bootstrap.client import RegistryClient
+from planaria.bootstrap.client import InQuarantine, RegistryClient
 from planaria.bootstrap.credentials import Credentials
 from planaria.node.daemon import Node, NodePlace, measure_speed, own_address
 from planaria.node.data.corpus import Corpus, CorpusError
+from planaria.node.instance import find_instance, release
 from planaria.node.run_file import RunFile, loads
 from planaria.node.stage.shape import model_config
 from planaria.node.state.saves import newest_saved_stage
@@ -62,6 +63,7 @@ async def serve(options: Options) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     client = RegistryClient(list(options.join), options.credentials)
+    instance = find_instance(options.save_dir or options.out)
     try:
         description = await client.describe()
         run = loads(description.run_file, "the registry's run file")
@@ -70,7 +72,7 @@ async def serve(options: Options) -> int:
         if vocabulary is None:
             raise NodeError("the run file doesn't say model.vocabulary; the registry should add it")
         config = model_config(run.model, vocabulary)
-        place = find_place(options, device)
+        place = replace(find_place(options, device), instance=instance.id)
         log.info("on SIGTERM this node leaves within %g s", options.grace)
         speed = measure_speed(device)
 
@@ -82,7 +84,13 @@ async def serve(options: Options) -> int:
         while not stop.is_set():
             node = Node(place, description.run, run, config, corpus, client, speed)
             began = loop.time()
-            why = await _live_until(node, stop, options.grace)
+            try:
+                why = await _live_until(node, stop, options.grace)
+            except InQuarantine as refused:
+                log.warning("%s; this node waits, and joins again then", refused)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(stop.wait(), refused.seconds)
+                continue
             if stop.is_set():
                 break
             if node.abandoned:
@@ -97,6 +105,7 @@ async def serve(options: Options) -> int:
         return 0
     finally:
         await client.close()
+        release(instance)
 
 
 async def _live_until(node: Node, stop: asyncio.Event, grace: float) -> str:

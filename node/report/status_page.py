@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from datetime import datetime, timedelta
 
 from google.protobuf.json_format import MessageToJson
 from rich.console import Console, Group, RenderableType
@@ -16,7 +17,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from planaria.bootstrap.client import RegistryClient, RegistryUnreachable
-from planaria.bootstrap.registry_pb2 import Description, MemberDescription
+from planaria.bootstrap.registry_pb2 import Description, Member, MemberDescription
 from planaria.node.report.events import Severity
 from planaria.node.report.live_view import progress, stage_table, state, styled
 from planaria.node.run_file import RunFile, RunFileError, loads
@@ -26,6 +27,7 @@ PATIENCE = 5.0
 REFRESH = 1.0
 """Seconds between two looks with --watch."""
 DECISIONS_SHOWN = 10
+EVICTIONS_SHOWN = 5
 STANDING_STILL = frozenset(["idle", "syncing"])
 """Phases of a driver's node in which no step is under way."""
 
@@ -75,7 +77,15 @@ def page(description: Description) -> RenderableType:
         rate = max((report.tokens_per_second for report in reports), default=0.0)
         parts += [progress(committed, run.steps, loss, rate)]
     parts += [Rule(style="dim"), stage_table(description, stages)]
-    parts += [Rule(style="dim"), _members(description), Rule("decisions", style="dim")]
+    parts += [Rule(style="dim"), _members(description)]
+    for title, lines in (
+        ("without a link", _cuts(description)),
+        ("in quarantine", _quarantine(description)),
+        ("evicted", _evictions(description)),
+    ):
+        if lines:
+            parts += [Rule(title, style="dim"), *lines]
+    parts += [Rule("decisions", style="dim")]
     parts += [
         Text(decision, no_wrap=True, overflow="ellipsis")
         for decision in description.decisions[-DECISIONS_SHOWN:]
@@ -155,6 +165,47 @@ def _members(description: Description) -> Table:
             escape(f"{member.address or 'dials out'}, {member.device} on {member.host}"),
         )
     return table
+
+
+def _cuts(description: Description) -> list[Text]:
+    """A line for each two that can't reach each other."""
+    names = {one.member.node: _named(one.member) for one in description.members}
+    lines = []
+    for cut in description.cuts:
+        a, b, since = names[cut.a], names[cut.b], _ago(cut.seconds)
+        if cut.via and cut.carried:
+            way = f"{a} reaches {b} by way of {names[cut.via]}, since {since}"
+            lines.append(styled(way, Severity.WARNING))
+        else:
+            lines.append(styled(f"{a} and {b}, since {since}: {cut.state}", Severity.ERROR))
+    return lines
+
+
+def _quarantine(description: Description) -> list[Text]:
+    """A line for each instance that was evicted for cause and is out."""
+    lines = []
+    for one in description.quarantined:
+        until = "for good" if one.seconds == math.inf else f"until {_ago(-one.seconds)}"
+        if one.seconds > 0:
+            times = "" if one.times == 1 else f", the {one.times}. time"
+            lines.append(styled(f"{one.node}, {until}{times}: {one.why}", Severity.WARNING))
+    return lines
+
+
+def _evictions(description: Description) -> list[Text]:
+    newest = list(description.evictions)[-EVICTIONS_SHOWN:]
+    return [Text(f"{_ago(one.seconds)} {_named(one.member)}: {one.reason}") for one in newest]
+
+
+def _named(member: Member) -> str:
+    place = "standby" if member.standby else f"stage {member.stage}"
+    return f"{member.node} ({place})"
+
+
+def _ago(seconds: float) -> str:
+    """What the clock on the wall showed then."""
+    then = datetime.now().astimezone() - timedelta(seconds=seconds)
+    return f"{then:%H:%M:%S}"
 
 
 def _span(seconds: float) -> str:

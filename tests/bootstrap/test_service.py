@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from planaria.bootstrap.client import (
+    InQuarantine,
     JoinRefused,
     RegistryClient,
     RegistryUnreachable,
@@ -27,6 +28,7 @@ from planaria.bootstrap.credentials import Credentials, CredentialsError
 from planaria.bootstrap.journal import Journal
 from planaria.bootstrap.membership import PROTOCOL, MembershipRules
 from planaria.bootstrap.registry_pb2 import (
+    NONFINITE,
     JoinReply,
     JoinRequest,
     LinkReport,
@@ -121,6 +123,25 @@ async def test_suspect_asks_the_accused_which_answers(place: Any) -> None:
     b.client.suspect("a", "silent too")
     await until_described(place, lambda d: "a is suspected by b: silent too" in d.decisions)
     await channel.close()
+
+
+async def test_whom_the_driver_accuses_for_cause_hears_how_long_it_has_to_wait(place: Any) -> None:
+    nodes = [await place.node(name, stage=stage) for stage, name in enumerate("abc")]
+    client = place.client()
+    request = JoinRequest(protocol=PROTOCOL, node="d", address="d:1", stage=1, instance="i")
+    await client.join(request)
+    await nodes[0].sees(lambda view: "d" in names(view))
+    nodes[0].client.suspect("d", "NaN in microbatch 3", NONFINITE)
+    view = await nodes[0].sees(lambda view: "d" not in names(view))
+    assert "nonfinite: NaN in microbatch 3, says a, which drives" in view.reason
+    request.node = "e"
+    with pytest.raises(InQuarantine, match="evicted for cause as d") as caught:
+        await client.join(request)
+    assert 0 < caught.value.seconds <= 30
+    description = await client.describe()
+    assert [one.instance for one in description.quarantined] == ["i"]
+    assert [one.member.node for one in description.evictions] == ["d"]
+    await client.close()
 
 
 async def test_suspecting_strangers_and_by_strangers(place: Any) -> None:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import re
 from typing import Any
 
 import pytest
@@ -479,6 +481,26 @@ def test_after_going_back_the_older_step_counts():
         run_file="steps = 40\n[model]\nstages = 3",
     )
     assert "step 30 of 40" in text_of(page(back))
+
+
+def test_the_status_page_tells_who_has_no_link_who_is_out_and_who_was_evicted():
+    description = Description()
+    description.CopyFrom(described(member("aa", 0), member("bb", 1), member("cc", 2)))
+    a, b, c = "aa", "bb", "cc"
+    description.cuts.add(a=a, b=b, seconds=60, via=c, carried=True)
+    description.cuts.add(a=b, b=c, seconds=60, state="nobody can carry for them")
+    hang = "hang: no microbatch for 31 s"
+    description.quarantined.add(node="bad", why=hang, times=2, seconds=43)
+    description.quarantined.add(node="worse", why="divergence", times=3, seconds=math.inf)
+    description.quarantined.add(node="free", why="nothing", times=1)
+    description.evictions.add(member={"node": "bad", "stage": 1}, reason=hang, seconds=17)
+    text = text_of(page(description))
+    assert re.search(rf"{a} \(stage \d\) reaches {b} \(stage \d\) by way of {c}", text)
+    assert re.search(rf"{b} .* and {c} .*, since [\d:]+: nobody can carry for them", text)
+    assert re.search(rf"bad, until [\d:]+, the 2. time: {hang}", text)
+    assert "worse, for good, the 3. time: divergence" in text
+    assert "free" not in text
+    assert re.search(rf"[\d:]+ bad \(stage 1\): {hang}", text)
 
 
 def test_a_run_file_from_the_future_leaves_the_rest_of_the_page():
