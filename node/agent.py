@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.node.ports import Learned, Ports
 from planaria.node.report.events import (
     Applied,
@@ -57,7 +58,7 @@ from planaria.node.transaction.member import Frames, MemberPhase, MemberSide
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchange, PeerLostError
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frames import Frame, WireError
 from planaria.node.wire.outbox import NodeOutbox
 from planaria.recovery.decide import Kind
 
@@ -256,8 +257,8 @@ class Agent:
     def microbatch_home(self, ballot: Ballot, home: pb.Home) -> None:
         self._carry_out([ballot.send(self.member.driver, home=home)])
 
-    def cut_off(self, ballot: Ballot, node: str, reason: str) -> None:
-        self._carry_out(self.member.cut_off(ballot, node, reason))
+    def cut_off(self, ballot: Ballot, node: str, reason: str, cause: Cause = SILENT) -> None:
+        self._carry_out(self.member.cut_off(ballot, node, reason, cause))
 
     def attempt_failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> None:
         self._carry_out(self.member.failed(ballot, reason, accused))
@@ -355,12 +356,12 @@ class Agent:
     async def _reduce(self, ballot: Ballot, attempt: Attempt) -> None:
         try:
             norm = await self._reduce_all(ballot, attempt)
-        except PeerLostError as error:
-            for node in error.accused:
-                self.cut_off(ballot, node, str(error))
-            return
         except ComplaintError as error:
-            self.attempt_failed(ballot, str(error), error.accused)
+            if isinstance(error, PeerLostError) or error.cause != SILENT:
+                for node in error.accused:
+                    self.cut_off(ballot, node, str(error), error.cause)
+            else:
+                self.attempt_failed(ballot, str(error), error.accused)
             return
         seconds = self.workplace.seconds_per_microbatch
         self._carry_out(self.member.reduced(ballot, norm, math.isfinite(norm), seconds))
@@ -399,10 +400,18 @@ class Agent:
     async def _take_gradient(self, peer: str, frame: Frame) -> None:
         """A replica of this node's stage has sent what it has reduced."""
         ballot = Ballot(*frame.ballot)
-        if self.member.following is None:
+        if self.member.following is None or self.peers.get(peer) != self.stage:
             return
-        gradient = await self.exchanges.compute(partial(self.gradients.parse, frame))
-        if gradient is not None and self.gradients.put(ballot, gradient):
+        if not frame.descriptors:  # too many wait to be sent
+            self._carry_out(self.member.gradient_missed(ballot))
+            return
+        try:
+            gradient = await self.exchanges.compute(partial(self.gradients.parse, frame))
+        except WireError as error:
+            reason = f"{peer} sent a bad gradient to follow with: {error}"
+            self._carry_out(self.member.gradient_refused(reason, peer, error.cause))
+            return
+        if self.gradients.put(ballot, gradient):
             self._carry_out(self.member.gradient_came(ballot, peer))
         else:
             self._carry_out(self.member.gradient_missed(ballot))
@@ -461,7 +470,7 @@ class Agent:
                 return
             rebuilt = await self.rebuilding.rebuild(ballot, sync)
         except ComplaintError as error:
-            self._carry_out(member.failed(ballot, str(error), error.accused))
+            self._carry_out(member.failed(ballot, str(error), error.accused, error.cause))
             return
         if rebuilt is None:
             return

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from planaria.bootstrap.registry_pb2 import CHECKSUM, SILENT, Cause
 from planaria.node.ports import Priority
 from planaria.node.transaction.attempt import Attempt, Done, StageWork, Visit, Workplace
 from planaria.node.transaction.effects import NEVER, Ballot
@@ -108,7 +109,7 @@ class VirtualWork:
     def _decoded(self, peer: str, frame: Frame) -> bytes:
         payload = b"".join(buffers_of(frame.payload))
         if len(payload) != 16:
-            raise ComplaintError(f"{frame.kind} from {peer} is damaged", [peer])
+            raise ComplaintError(f"{frame.kind} from {peer} is damaged", [peer], CHECKSUM)
         return payload
 
     def _add(self, visit: Visit, *parts: object) -> None:
@@ -224,8 +225,8 @@ class Node:
         assert home.microbatch not in self.homes
         self.homes[home.microbatch] = home
 
-    def cut_off(self, ballot: Ballot, node: str, reason: str) -> None:
-        raise AssertionError(reason)
+    def cut_off(self, ballot: Ballot, node: str, reason: str, cause: Cause = SILENT) -> None:
+        raise AssertionError(reason, [node], cause)
 
     def attempt_failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> None:
         raise AssertionError(reason, accused)

@@ -28,7 +28,7 @@ from planaria.node.transaction.attempt import Done, Visit
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
-from planaria.node.wire.frames import Frame, WireError
+from planaria.node.wire.frames import Form, Frame, WireError, check_forms
 from planaria.node.wire.tensors import decode, encode
 
 
@@ -69,6 +69,11 @@ class TorchWork:
         self.node, self.optimizer = node, optimizer
         self.run, self.config, self.device = run, config, device
         self.corpus, self.twin = corpus, twin
+        shape = run.training.microbatch, config.context, config.dim
+        self._forms = {
+            "activation": Form("float32", shape, run.wire.activations),
+            "gradient": Form("float32", shape, run.wire.gradients),
+        }
         self._begun = _Begun(NEVER, pb.Begin())
         compiled: Callable[..., Any] = torch.compile if run.training.compile else _as_it_is
         if isinstance(module, EmbeddingStage):
@@ -163,10 +168,11 @@ class TorchWork:
     def _decoded(self, visit: Visit, peer: str, frame: Frame) -> Tensor:
         """Raises ComplaintError."""
         try:
+            check_forms(frame.descriptors, [self._forms[frame.kind]])
             (tensor,) = decode(frame.descriptors, frame.payload, self.device)
-        except (WireError, ValueError) as error:
+        except WireError as error:
             reason = f"{frame.kind} of microbatch {visit.microbatch} from {peer}: {error}"
-            raise ComplaintError(reason, [peer]) from error
+            raise ComplaintError(reason, [peer], error.cause) from error
         return tensor
 
     def _onward(self, kind: str, visit: Visit, tensor: Tensor, started: float) -> Done:

@@ -28,7 +28,7 @@ from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
-from planaria.node.wire.frames import NAME_LIMIT, Frame, WireError
+from planaria.node.wire.frames import NAME_LIMIT, Form, Frame, WireError, check_forms
 from planaria.node.wire.tensors import decode, encode
 from planaria.recovery import snapshot
 from planaria.recovery.snapshot import (
@@ -560,11 +560,13 @@ class Holder:
         try:
             if offset != update.received:
                 raise UpdateError(f"bytes at {_shorten(repr(offset))}, not at {update.received}")
+            check_forms(frame.descriptors, [Form("uint8", (d.size,)) for d in frame.descriptors])
+            end = offset + sum(descriptor.size for descriptor in frame.descriptors)
+            if end > header.size:
+                raise UpdateError(f"bytes up to {end} of {header.size}")
             for part in decode(frame.descriptors, frame.payload):
-                end = update.received + part.numel()
-                if part.dtype != torch.uint8 or end > header.size:
-                    raise UpdateError(f"{part.dtype} up to {end} of {header.size} bytes")
-                update.payload[update.received : end] = part.view(-1)
+                end = update.received + len(part)
+                update.payload[update.received : end] = part
                 update.received = end
             if update.received == offset:
                 raise UpdateError("a frame without bytes")

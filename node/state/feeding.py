@@ -6,7 +6,6 @@ changes its own. The feeder of a joiner sends it the reduced gradient of each at
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
@@ -14,12 +13,10 @@ from typing import TYPE_CHECKING, Final
 from planaria.node.ports import Tensors
 from planaria.node.state.stage_state import StageState
 from planaria.node.transaction.effects import Ballot
-from planaria.node.wire.frames import Frame, WireError
+from planaria.node.wire.frames import Form, Frame, check_forms
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-log = logging.getLogger(__name__)
 
 BACKLOG: Final = 4 << 30
 """Bytes of gradients that wait, at the feeder to be sent, or at the joiner to be applied."""
@@ -81,19 +78,10 @@ class Gradients:
         self._like, self._tensors = like, tensors
         self._waiting: dict[Ballot, Tensor] = {}
 
-    def parse(self, frame: Frame) -> Tensor | None:
-        """float32 [n] on the CPU; None, with a line in the log, when it can't be used."""
-        if not frame.descriptors:
-            log.warning("no gradient of %s to follow with: too many wait", frame.ballot)
-            return None
-        try:
-            (gradient,) = self._tensors.decode(frame.descriptors, frame.payload)
-        except (WireError, ValueError) as error:
-            log.warning("no gradient of %s to follow with: %s", frame.ballot, error)
-            return None
-        if (gradient.dtype, gradient.shape) != (self._like.dtype, self._like.shape):
-            log.warning("a gradient of %s %s to follow with", gradient.dtype, gradient.shape)
-            return None
+    def parse(self, frame: Frame) -> Tensor:
+        """float32 [n] on the CPU. Raises WireError."""
+        check_forms(frame.descriptors, [Form("float32", tuple(self._like.shape))])
+        (gradient,) = self._tensors.decode(frame.descriptors, frame.payload)
         return gradient
 
     def put(self, ballot: Ballot, gradient: Tensor) -> bool:

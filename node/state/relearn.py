@@ -23,7 +23,7 @@ from planaria.node.state.boundary import Fetched, Pair
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, ExchangeInbox, Exchanges, Inboxes, Lost
-from planaria.node.wire.frames import Frame, WireError
+from planaria.node.wire.frames import Form, Frame, WireError, check_forms
 from planaria.recovery.relearning import parts, rate, ratio, shuffled
 
 if TYPE_CHECKING:
@@ -444,15 +444,13 @@ class _Joiner:
         frame = await self.mailbox.take(node, (self.round, place, way), what, self.terms.patience)
         assert isinstance(frame, Frame)
         try:
-            wanted = [("float32", shape, "none") for shape in shapes]
-            found = [(d.dtype, d.shape, d.codec) for d in frame.descriptors]
-            if found != wanted:
-                raise WireError(f"its tensors are {found}, not {wanted}")
+            check_forms(frame.descriptors, [Form("float32", shape) for shape in shapes])
             return await self.compute(
                 lambda: self.node.tensors.decode(frame.descriptors, frame.payload)
             )
         except WireError as error:
-            raise ComplaintError(f"{node} sent a bad {what}: {error}", [node]) from error
+            reason = f"{node} sent a bad {what}: {error}"
+            raise ComplaintError(reason, [node], error.cause) from error
 
 
 class _Mailbox:

@@ -633,10 +633,10 @@ class _Fetch:
         or not what was asked."""
         if any((d.dtype, d.codec) != ("float32", "none") for d in frame.descriptors):
             raise WireError("a shard that isn't exact float32")
-        parts = self.client.tensors.decode(frame.descriptors, frame.payload)
-        size = VALUE * sum(part.numel() for part in parts)
+        size = sum(descriptor.size for descriptor in frame.descriptors)
         if size != shard.size:
             raise WireError(f"a shard of {size} bytes, not {shard.size}")
+        parts = self.client.tensors.decode(frame.descriptors, frame.payload)
         position = shard.offset // VALUE
         for part in parts:
             self.values[position : position + part.numel()] = part.view(-1)

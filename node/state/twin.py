@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from planaria.bootstrap.registry_pb2 import NUMBERS, Cause
 from planaria.node.ports import Optimizer, Priority, Tensors
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.transaction.effects import NEVER, Ballot
@@ -30,7 +31,7 @@ from planaria.node.wire.exchange import (
     Lost,
     PeerLostError,
 )
-from planaria.node.wire.frames import Frame, WireError
+from planaria.node.wire.frames import Form, Frame, WireError, check_forms
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -256,24 +257,22 @@ class _Gathering:
         right."""
         piece, squared_norm = frame.fields.get("piece"), frame.fields.get("squared_norm")
         if type(piece) is not int or not 0 <= piece < len(self.parts):
-            raise self._complaint(f"piece {piece!r} of {len(self.parts)}")
+            raise self._complaint(f"a piece that is none of {len(self.parts)}", NUMBERS)
         if type(squared_norm) is not float or squared_norm < 0:
-            raise self._complaint(f"{squared_norm!r} as a squared norm")
+            raise self._complaint("what can't be a squared norm", NUMBERS)
         part = self.parts[piece]
         try:
-            tensors = self.tensors.decode(frame.descriptors, frame.payload, part.device)
+            check_forms(frame.descriptors, [Form("float32", tuple(part.shape))])
+            (values,) = self.tensors.decode(frame.descriptors, frame.payload, part.device)
         except WireError as error:
-            raise self._complaint(f"damaged bytes: {error}") from error
-        if [(t.dtype, t.shape) for t in tensors] != [(part.dtype, part.shape)]:
-            found = ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in tensors)
-            raise self._complaint(f"{found or 'nothing'} for {part.dtype} {tuple(part.shape)}")
-        part.copy_(tensors[0])  # once more does no harm: a link that broke sends again
+            raise self._complaint(f"what can't be used: {error}", error.cause) from error
+        part.copy_(values)  # once more does no harm: a link that broke sends again
         self.squared_norm = squared_norm
         self.missing.discard(piece)
 
-    def _complaint(self, what: str) -> ComplaintError:
+    def _complaint(self, what: str, cause: Cause) -> ComplaintError:
         reason = f"{self.server} sent {what}, in a gradient for the twin of stage {self.stage}"
-        return ComplaintError(reason, [self.server])
+        return ComplaintError(reason, [self.server], cause)
 
 
 def _pieces(gradient: Tensor) -> list[Tensor]:

@@ -14,6 +14,7 @@ it has nothing else to do: what it makes is withheld until the node is lost.
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
+from planaria.bootstrap.registry_pb2 import NUMBERS, SILENT, Cause
 from planaria.node.ports import Compute, Priority
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.routing import Route, routes, stand_ins
@@ -33,8 +35,12 @@ if TYPE_CHECKING:
     from planaria.node.state.twin import Twin
     from planaria.node.wire.frames import Frame
 
+log = logging.getLogger(__name__)
+
 MEASURED: Final = 9
 """Microbatches whose median duration is a node's seconds per microbatch."""
+BLAMELESS: Final = 10
+"""Steps after one in which a peer was blamed for what this node's arithmetic raised."""
 FORGIVEN: Final = 0.8
 """Factor on a node's seconds per microbatch for each step in which it had none, so that who was
 slow once is tried again."""
@@ -121,12 +127,13 @@ class StageWork(Protocol):
 
     def forward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
         """The activation from `peer` leaves as an activation; at the head as a gradient, or, in an
-        evaluation, it is home. Raises ComplaintError for a frame that is damaged."""
+        evaluation, it is home. Raises ComplaintError for a frame that is damaged or of another form
+        than is due: then nothing has changed, and the same may come from another node."""
         ...
 
     def backward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
-        """The gradient from `peer` leaves as a gradient, or is home. Raises ComplaintError for a
-        frame that is damaged."""
+        """The gradient from `peer` leaves as a gradient, or is home. Raises ComplaintError as
+        `forward` does."""
         ...
 
     def keep_gradient(self) -> int:
@@ -148,7 +155,7 @@ class AttemptHost(Protocol):
 
     def send(self, peer: str, item: Frame) -> bool: ...
     def microbatch_home(self, ballot: Ballot, home: pb.Home) -> None: ...
-    def cut_off(self, ballot: Ballot, node: str, reason: str) -> None: ...
+    def cut_off(self, ballot: Ballot, node: str, reason: str, cause: Cause = SILENT) -> None: ...
     def attempt_failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> None: ...
     def crashed(self, error: BaseException) -> None: ...
 
@@ -167,6 +174,7 @@ class Workplace:
     redundant: bool = False  # the next stage's forward passes are computed, too
     computed: int = 0  # microbatches, forward and backward
     most_kept: int = 0  # by an attempt that is over; bytes, as `Attempt.kept`
+    blameless_until: int = -1  # step up to which no peer is blamed for what is raised here
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED))
 
     @property
@@ -356,7 +364,7 @@ class Attempt:
             visit = self._visit(peer, frame)
             expected = self._is_expected(peer, frame, visit)
         except ComplaintError as complaint:
-            self._fail(complaint)
+            self._complain(complaint)
             return
         this = Pass(visit.microbatch, visit.position, frame.kind)
         if not expected or this in self._seen:
@@ -375,14 +383,13 @@ class Attempt:
         priority = Priority.BACKGROUND if ahead else priority
         compute = partial(work.forward if forward else work.backward, self.began, visit)
         passed = partial(self._passed, visit, frame)
-        self._compute(priority, this, partial(compute, peer, frame), passed)
+        self._compute(priority, this, partial(compute, peer, frame), passed, peer)
 
     def _visit(self, peer: str, frame: Frame) -> Visit:
         """Raises ComplaintError."""
-        try:
-            microbatch, position = int(frame.fields["microbatch"]), int(frame.fields["position"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise _bad_frame(peer, f"it lacks or garbles {error}") from error
+        microbatch, position = frame.fields.get("microbatch"), frame.fields.get("position")
+        if type(microbatch) is not int or type(position) is not int:
+            raise _bad_frame(peer, "it lacks its microbatch or position")
         route = self._plan.routes.get(microbatch)
         if route is None:
             raise _bad_frame(peer, f"there is no microbatch {microbatch} in this attempt")
@@ -404,6 +411,7 @@ class Attempt:
                 f"{peer} sent the {frame.kind} of microbatch {visit.microbatch} for stage "
                 f"{visit.stage}, which by the plan goes from {sender.node} to {visit.node}",
                 [peer],
+                NUMBERS,
             )
         return False
 
@@ -457,8 +465,10 @@ class Attempt:
         self.place.count(seconds)
         self._note_if_complete()
 
-    def _fail(self, complaint: ComplaintError) -> None:
-        self.place.host.attempt_failed(self.ballot, str(complaint), complaint.accused)
+    def _complain(self, complaint: ComplaintError) -> None:
+        """What a peer has sent can't be used. What it was to do, others may."""
+        for node in complaint.accused:
+            self.place.host.cut_off(self.ballot, node, str(complaint), complaint.cause)
 
     def _compute(
         self,
@@ -466,22 +476,38 @@ class Attempt:
         this: Pass,
         work: Callable[[], Done | None],
         passed: Callable[[Done], None],
+        peer: str = "",
     ) -> None:
-        """In the compute thread; then, if it is still wanted, go on with what has come of it."""
+        """In the compute thread; then, if it is still wanted, go on with what has come of it.
+        `peer`: who has sent what it is of."""
 
         def then(done: Done | Exception | None) -> None:
             match done:
                 case ComplaintError() if not self.over:
-                    self._fail(done)
+                    self._seen.discard(this)
+                    self._complain(done)
+                case Exception() if peer and self.over:
+                    pass  # whatever it was of, nobody waits for it
+                case Exception() if peer and self.begin.step > self.place.blameless_until:
+                    self._blame(peer, this, done)
                 case Done() if not self.over:
                     passed(done)
                     self._done.add(this)
-                    for peer, frame in self._early.pop(this, []):
-                        self.take(peer, frame)
+                    for early, frame in self._early.pop(this, []):
+                        self.take(early, frame)
                 case _:
                     self._raise_error(done)
 
         self.place.compute.post(work, then, priority)
+
+    def _blame(self, peer: str, this: Pass, error: Exception) -> None:
+        """What has come from a peer is what was due, and still can't be computed on. That is its
+        sender's failure once; in the steps after that it is this node's own."""
+        what = f"can't compute on the {this.kind} of microbatch {this.microbatch} from {peer}"
+        log.error(what, exc_info=error)
+        self.place.blameless_until = self.begin.step + BLAMELESS
+        reason = f"{what}: {type(error).__name__}: {error}"
+        self.place.host.attempt_failed(self.ballot, reason, [peer])
 
     def _tell_work(
         self, work: Callable[[], int | None], priority: Priority = Priority.CONTROL
@@ -499,4 +525,4 @@ class Attempt:
 
 
 def _bad_frame(peer: str, what: str) -> ComplaintError:
-    return ComplaintError(f"{peer} sent a bad frame: {what}", [peer])
+    return ComplaintError(f"{peer} sent a bad frame: {what}", [peer], NUMBERS)

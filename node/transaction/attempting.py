@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from planaria.node.transaction.effects import Ballot
@@ -190,9 +190,11 @@ def planned(
     count: int,
     seconds: Mapping[str, float],
     swapped: bool,
+    idle: Collection[str] = (),
 ) -> list[pb.Microbatch]:
-    """Each of `count` microbatches with a node for each visit."""
-    replicas = [[p.node for p in members if p.stage == stage] for stage in range(stages + 1)]
+    """Each of `count` microbatches with a node for each visit. Those that are `idle` have none
+    where their stage has others."""
+    replicas = [_at_work(members, stage, idle) for stage in range(stages + 1)]
     index = {place.node: index for index, place in enumerate(members)}
     return [
         pb.Microbatch(
@@ -203,3 +205,8 @@ def planned(
         )
         for identity, route in enumerate(plan(count, replicas, seconds, swapped))
     ]
+
+
+def _at_work(members: Iterable[pb.Place], stage: int, idle: Collection[str]) -> list[str]:
+    replicas = [place.node for place in members if place.stage == stage]
+    return [node for node in replicas if node not in idle] or replicas

@@ -19,10 +19,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
+from planaria.bootstrap.registry_pb2 import NUMBERS
 from planaria.node.ports import Tensors
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Inboxes, Lost, PeerLostError
-from planaria.node.wire.frames import Codec, Frame, WireError
+from planaria.node.wire.frames import Codec, Form, Frame, WireError, check_forms
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 
 PIECE: Final = 2 << 20  # values of a part that travel in one frame: 8 MiB of float32
 EARLY_LIMIT: Final = 2 << 30  # bytes kept of one peer that is ahead of this node
-NAMED: Final = 8  # microbatches in an error message
+NAMED: Final = 8  # microbatches, or characters of what is unknown, in an error message
 
 Outgoing: TypeAlias = list[tuple[str, Frame]]  # frames, each with the node it goes to
 
@@ -61,6 +62,7 @@ def check_ids(shares: Mapping[str, Collection[int]], window: int) -> None:
             f"the stage's gradient is not that of the window's {window} microbatches; "
             + "; ".join(faults),
             accused,
+            NUMBERS,
         )
 
 
@@ -257,7 +259,8 @@ class Reduction:
         phase, piece, rank = frame.fields.get("phase"), frame.fields.get("piece"), self.ranks[peer]
         missing = {"contribution": self.contributions, "sum": self.sums}.get(str(phase), {})
         if type(piece) is not int or piece not in missing.get(rank, ()):
-            raise ComplaintError(f"{peer} sent piece {piece!r} of phase {phase!r} unasked", [peer])
+            what = f"piece {str(piece)[:NAMED]} of phase {str(phase)[:NAMED]}"
+            raise ComplaintError(f"{peer} sent {what} unasked", [peer], NUMBERS)
         missing[rank].discard(piece)
         if phase == "sum":
             self.parts[rank][piece].copy_(self._values(peer, frame, self.parts[rank][piece]))
@@ -269,7 +272,8 @@ class Reduction:
 
     def _note_ids(self, peer: str, ids: Any) -> None:
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-            raise ComplaintError(f"{peer} names its microbatches by {ids!r}, no list", [peer])
+            what = f"a {type(ids).__name__}, no list of numbers"
+            raise ComplaintError(f"{peer} names its microbatches by {what}", [peer], NUMBERS)
         self.shares[peer] = ids
         if len(self.shares) == len(self.nodes):
             check_ids(self.shares, self.window)
@@ -301,15 +305,12 @@ class Reduction:
 
     def _values(self, peer: str, frame: Frame, like: Tensor) -> Tensor:
         try:
-            tensors = self.port.decode(frame.descriptors, frame.payload, like.device)
+            check_forms(frame.descriptors, [Form("float32", tuple(like.shape), self.codec)])
+            (values,) = self.port.decode(frame.descriptors, frame.payload, like.device)
         except WireError as error:
-            raise ComplaintError(f"what {peer} sent is damaged: {error}", [peer]) from error
-        if [(t.dtype, t.shape) for t in tensors] != [(like.dtype, like.shape)]:
-            found = ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in tensors)
-            raise ComplaintError(
-                f"{peer} sent {found or 'nothing'} for {like.dtype} {tuple(like.shape)}", [peer]
-            )
-        return tensors[0]
+            reason = f"{peer} sent a bad gradient: {error}"
+            raise ComplaintError(reason, [peer], error.cause) from error
+        return values
 
 
 def _pieces(gradient: Tensor, rank: int, replicas: int) -> list[Tensor]:

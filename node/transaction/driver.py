@@ -17,6 +17,7 @@ from itertools import chain
 from typing import Any
 
 from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.registry_pb2 import SILENT
 from planaria.node.report.events import (
     Aborted,
     AttemptMasked,
@@ -83,6 +84,10 @@ class Driver:
         self.rebuilds = Rebuilds()  # since the last attempt began
         self.seconds: dict[str, float] = {}  # per microbatch, by node
         self.failures = 0  # attempts in a row that failed
+        self.accused: dict[
+            str, dict[int, str]
+        ] = {}  # since the last commit: by whom, of what stage
+        self.idle: set[str] = set()  # members that have sent what can't be used
         self.pause_until = 0.0
         self.validated: tuple[int, float] = (0, math.nan)  # step, loss
         self.finished = False  # and stays so, whoever is lost afterwards
@@ -137,8 +142,9 @@ class Driver:
             case "synced", _ if joiner is not None:
                 joiner.caught_up = message.synced
             case "failed", _ if joiner is not None:  # it may not have heard of this ballot yet
-                gave_up = self._give_up_following(peer, message.failed.reason, now)
-                return gave_up + self._if_all_ready(now)
+                effects = self._accuse(peer, message.failed)
+                effects += self._give_up_following(peer, message.failed.reason, now)
+                return effects + self._if_all_ready(now)
             case "cut", Attempting() as attempt if attempt.since <= ballot:
                 return self._cut(attempt, peer, message.cut, now)
             case "home", Attempting(vote=None) as attempt if attempt.since <= ballot:
@@ -225,6 +231,7 @@ class Driver:
         if self.coming is not None:
             self.view, self.coming = self.coming.view, None
             self.members = active(self.view)
+            self.idle &= self.members.keys()
             self.ballot = Ballot(self.view.number, 0)
         self.ballot = self.ballot.next()
         self.current = gathering = Gathering(
@@ -417,7 +424,8 @@ class Driver:
         return [pb.Place(node=node, stage=stage) for node, stage in self._training().items()]
 
     def _plan(self, count: int, swapped: bool) -> list[pb.Microbatch]:
-        return planned(self._places(), self.rules.stages, count, self.seconds, swapped)
+        places = self._places()
+        return planned(places, self.rules.stages, count, self.seconds, swapped, self.idle)
 
     def _send_step(self, step: pb.Step, now: float) -> list[Effect]:
         if not step.ByteSize():
@@ -473,6 +481,7 @@ class Driver:
         commit = attempt.commit(vote, self.ballot, self.rules, now)
         self.standing = replace(self.standing, committed=commit.step, last=commit)
         self.failures = 0
+        self.accused.clear()
         effects.append(Committed(step=commit.step, loss=commit.loss))
         return effects + self._after_step(attempt, pb.Step(commit=commit), now)
 
@@ -539,22 +548,51 @@ class Driver:
         return effects + self._if_all_home(attempt, now)
 
     def _cut(self, attempt: Attempting, peer: str, cut: pb.Cut, now: float) -> list[Effect]:
-        """`peer` can't reach a node, which is lost, or will be found to be."""
+        """`peer` can't reach a node, which is lost, or will be found to be; or can't use what has
+        come from it."""
         if cut.node in attempt.masked:
             return []
+        failed = pb.Failed(reason=cut.reason, accused=[cut.node], cause=cut.cause)
+        if cut.cause != SILENT:
+            return self._wronged(peer, failed, now)
         if self._can_mask([cut.node]) is None:
-            return self._failed(peer, pb.Failed(reason=cut.reason, accused=[cut.node]), now)
+            return self._failed(peer, failed, now)
         why = f"{peer} can't reach {cut.node}: {cut.reason}"
         attempt.unreached.setdefault(cut.node, (now, why))
         return [Suspect(cut.node, cut.reason)]
 
     # --- what goes wrong
 
+    def _wronged(self, peer: str, failed: pb.Failed, now: float) -> list[Effect]:
+        """What has come from a node can't be used: the attempt goes on without it, if it can. The
+        registry takes it out; until then it has no microbatches."""
+        guilty = self._guilty(peer, failed)
+        self.idle |= set(guilty)
+        if guilty and (attempt := self._can_mask(guilty)) is not None:
+            why = f"{peer} says: {failed.reason}"
+            return self._accuse(peer, failed) + self._mask(attempt, guilty, why, now)
+        return self._failed(peer, failed, now)
+
+    def _guilty(self, peer: str, failed: pb.Failed) -> list[str]:
+        """The members that `peer` accuses; or itself, if it has accused another replica of theirs
+        since the last commit: then what they have in common is that node."""
+        accused = [node for node in failed.accused if node in self.members]
+        if failed.cause == SILENT:
+            return accused
+        before = self.accused.setdefault(peer, {})
+        if any(before.setdefault(self.members[node], node) != node for node in accused):
+            return [peer]
+        return accused
+
+    def _accuse(self, peer: str, failed: pb.Failed) -> list[Effect]:
+        guilty = self._guilty(peer, failed)
+        return [Suspect(node, failed.reason, failed.cause) for node in guilty]
+
     def _failed(self, peer: str, failed: pb.Failed, now: float) -> list[Effect]:
         self.failures += 1
         if self.failures > 1:
             self.pause_until = now + min(LONGEST_PAUSE, 0.1 * 2.0 ** min(self.failures, 10))
-        effects: list[Effect] = [Suspect(node, failed.reason) for node in failed.accused]
+        effects = self._accuse(peer, failed)
         if isinstance(self.current, Syncing):
             effects.append(RebuildFailed(node=peer, reason=failed.reason))
         return effects + self._gather(f"{peer} says: {failed.reason}", now)

@@ -10,6 +10,7 @@ import enum
 from collections.abc import Callable, Sequence
 
 from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.node.report.events import MessageRefused
 from planaria.node.transaction.effects import (
     NEVER,
@@ -165,10 +166,13 @@ class MemberSide:
         self.phase = MemberPhase.IDLE
         return [self._to_driver(pb.Message(synced=synced))]
 
-    def failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> list[Effect]:
+    def failed(
+        self, ballot: Ballot, reason: str, accused: Sequence[str], cause: Cause = SILENT
+    ) -> list[Effect]:
         """This node's part in what runs under `ballot` can't be done."""
+        failed = pb.Failed(reason=reason, accused=accused, cause=cause)
         if self.following is not None:
-            return self._unfollow(reason) if ballot == self.following.ballot else []
+            return self._unfollow(failed) if ballot == self.following.ballot else []
         running = self.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING) and self._is_of_attempt(
             ballot
         )
@@ -176,17 +180,18 @@ class MemberSide:
         if not running and not syncing:
             return []
         self.phase = MemberPhase.IDLE
-        failed = pb.Failed(reason=reason, accused=accused)
         drop: list[Effect] = [DropAttempt(self.attempt)] if running else []
         return [*drop, self._to_driver(pb.Message(failed=failed))]
 
-    def cut_off(self, ballot: Ballot, node: str, reason: str) -> list[Effect]:
-        """What the attempt needs of `node`, or has for it, can't get through. The driver decides
-        whether the attempt can do without that node."""
+    def cut_off(
+        self, ballot: Ballot, node: str, reason: str, cause: Cause = SILENT
+    ) -> list[Effect]:
+        """What the attempt needs of `node`, or has for it, can't get through or can't be used. The
+        driver decides whether the attempt can do without that node."""
         running = self.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING)
         if not running or not self._is_of_attempt(ballot):
             return []
-        return [self._to_driver(pb.Message(cut=pb.Cut(node=node, reason=reason)))]
+        return [self._to_driver(pb.Message(cut=pb.Cut(node=node, reason=reason, cause=cause)))]
 
     def gradient_came(self, ballot: Ballot, feeder: str) -> list[Effect]:
         """The reduced gradient of an attempt is here, from a replica of this node's stage."""
@@ -194,6 +199,12 @@ class MemberSide:
             return []
         self.following.came(ballot, feeder)
         return self._follow_on()
+
+    def gradient_refused(self, reason: str, feeder: str, cause: Cause) -> list[Effect]:
+        """What a replica has sent for one can't be used."""
+        if self.following is None:
+            return []
+        return self._unfollow(pb.Failed(reason=reason, accused=[feeder], cause=cause))
 
     def gradient_missed(self, ballot: Ballot) -> list[Effect]:
         """It won't come: too many of them wait."""
@@ -373,7 +384,7 @@ class MemberSide:
         if commit.step < expected:
             return []
         if commit.step > expected:
-            return self._unfollow(f"the commit of step {expected} was missed")
+            return self._unfollow(pb.Failed(reason=f"the commit of step {expected} was missed"))
         self.phase = MemberPhase.FOLLOWING  # if it was about to vote: the others didn't wait
         self.following.hear(commit)
         return self._follow_on()
@@ -384,7 +395,7 @@ class MemberSide:
         if following is None or self.phase is not MemberPhase.FOLLOWING:
             return []
         if reason := following.broken():
-            return self._unfollow(reason)
+            return self._unfollow(pb.Failed(reason=reason))
         if self.changing or following.state is None:
             return []
         if (commit := following.due()) is not None:
@@ -404,7 +415,7 @@ class MemberSide:
         synced.digest = self.digest
         return [self._to_driver(pb.Message(synced=synced))]
 
-    def _unfollow(self, reason: str) -> list[Effect]:
+    def _unfollow(self, failed: pb.Failed) -> list[Effect]:
         self.following = None
         self.phase = MemberPhase.IDLE
-        return [self._to_driver(pb.Message(failed=pb.Failed(reason=reason)))]
+        return [self._to_driver(pb.Message(failed=failed))]

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.node.ports import Compute, Priority
 
 log = logging.getLogger(__name__)
@@ -38,11 +39,12 @@ class Comparable(Protocol):
 
 class ComplaintError(Exception):
     """An exchange has failed; the message says why. `accused`: the nodes that were waited for in
-    vain, or that sent what can't be right."""
+    vain or, for any cause but SILENT, that sent what can't be right."""
 
-    def __init__(self, reason: str, accused: Collection[str] = ()) -> None:
+    def __init__(self, reason: str, accused: Collection[str] = (), cause: Cause = SILENT) -> None:
         super().__init__(reason)
         self.accused = sorted(accused)
+        self.cause: Cause = cause
 
 
 class PeerLostError(ComplaintError):

@@ -16,6 +16,8 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import msgpack
 
+from planaria.bootstrap.registry_pb2 import CHECKSUM, NONFINITE, SHAPE, Cause
+
 Codec = Literal["none", "bf16", "fp16", "int8"]
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Payload: TypeAlias = Buffer | tuple[Buffer, ...]
@@ -44,11 +46,39 @@ PAYLOAD_LIMIT: Final = 4 << 30  # bytes
 TENSOR_LIMIT: Final = 4096  # tensors in a frame
 DIMENSION_LIMIT: Final = 8
 NAME_LIMIT: Final = 64  # characters in the name of a field
+EXTENT_LIMIT: Final = 1 << 48  # values of a tensor, were its empty dimensions of extent 1
+FORMS_NAMED: Final = 3  # in an error message
 UINT64: Final = 1 << 64
 
 
 class WireError(ValueError):
-    """These bytes, or this tensor, can't be what travels on a link; the message says why."""
+    """These bytes, or this tensor, can't be what travels on a link; the message says why, `cause`
+    what whoever sent them is accused of."""
+
+    cause: Cause = SHAPE
+
+
+class DamagedError(WireError):
+    """The bytes are not those that were sent."""
+
+    cause = CHECKSUM
+
+
+class NonFiniteError(WireError):
+    """A tensor has an element that is inf or nan."""
+
+    cause = NONFINITE
+
+
+class Form(NamedTuple):
+    """What a tensor that is due has to be."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    codec: Codec = "none"
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)} in codec {self.codec}"
 
 
 class Descriptor(NamedTuple):
@@ -82,6 +112,8 @@ class Descriptor(NamedTuple):
             raise WireError(f"shape {shape!r} has an extent that is no whole number")
         if not _is_uint64(checksum) or not _is_uint64(size):
             raise WireError(f"checksum {checksum!r} or size {size!r} is no whole number of 64 bits")
+        if math.prod(extent or 1 for extent in shape) > EXTENT_LIMIT:
+            raise WireError(f"shape {shape!r} is of more than {EXTENT_LIMIT} values")
         descriptor = cls(dtype, tuple(shape), codec, checksum, size)  # type: ignore[arg-type]
         expected = encoded_size(descriptor.values, dtype, descriptor.codec)
         if size != expected:
@@ -90,6 +122,18 @@ class Descriptor(NamedTuple):
                 f"not {size}"
             )
         return descriptor
+
+
+def check_forms(descriptors: Sequence[Descriptor], forms: Sequence[Form]) -> None:
+    """Raises WireError unless the tensors are those that are due."""
+    found = [Form(d.dtype, d.shape, d.codec) for d in descriptors]
+    if found != list(forms):
+        raise WireError(f"{_name(found)}, where {_name(forms)} is due")
+
+
+def _name(forms: Sequence[Form]) -> str:
+    more = f" and {len(forms) - FORMS_NAMED} more" if len(forms) > FORMS_NAMED else ""
+    return (", ".join(map(str, forms[:FORMS_NAMED])) or "no tensor") + more
 
 
 def encoded_size(count: int, dtype: str, codec: Codec) -> int:

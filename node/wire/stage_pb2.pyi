@@ -1,3 +1,4 @@
+from planaria.bootstrap import registry_pb2 as _registry_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -310,20 +311,24 @@ class Ready(_message.Message):
     def __init__(self, step: _Optional[int] = ..., squared_norm: _Optional[float] = ..., finite: _Optional[bool] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ...) -> None: ...
 
 class Failed(_message.Message):
-    __slots__ = ("reason", "accused")
+    __slots__ = ("reason", "accused", "cause")
     REASON_FIELD_NUMBER: _ClassVar[int]
     ACCUSED_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
     reason: str
     accused: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, reason: _Optional[str] = ..., accused: _Optional[_Iterable[str]] = ...) -> None: ...
+    cause: _registry_pb2.Cause
+    def __init__(self, reason: _Optional[str] = ..., accused: _Optional[_Iterable[str]] = ..., cause: _Optional[_Union[_registry_pb2.Cause, str]] = ...) -> None: ...
 
 class Cut(_message.Message):
-    __slots__ = ("node", "reason")
+    __slots__ = ("node", "reason", "cause")
     NODE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
     node: str
     reason: str
-    def __init__(self, node: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    cause: _registry_pb2.Cause
+    def __init__(self, node: _Optional[str] = ..., reason: _Optional[str] = ..., cause: _Optional[_Union[_registry_pb2.Cause, str]] = ...) -> None: ...
 
 class Stale(_message.Message):
     __slots__ = ()

@@ -17,6 +17,7 @@ from planaria.node.wire.frames import (
     DIMENSION_LIMIT,
     TENSOR_LIMIT,
     Codec,
+    DamagedError,
     Descriptor,
     Payload,
     WireError,
@@ -87,7 +88,8 @@ def decode(
 ) -> list[torch.Tensor]:
     """The tensors, on `device`. With codec none on the CPU they share a writable payload's memory.
 
-    Raises WireError when dtype, shape, codec, size or checksum is not right, naming the tensor.
+    Raises WireError when dtype, shape, codec or size is not right, and DamagedError when it is the
+    checksum, naming the tensor.
     """
     if len(descriptors) > TENSOR_LIMIT:
         raise WireError(f"{len(descriptors)} tensors in a frame; at most {TENSOR_LIMIT}")
@@ -96,7 +98,7 @@ def decode(
     for index, (descriptor, part) in enumerate(zip(parsed, _split(parsed, payload), strict=True)):
         found = xxh3_64_intdigest(part)
         if found != descriptor.checksum:
-            raise WireError(
+            raise DamagedError(
                 f"tensor {index} ({descriptor.dtype} {descriptor.shape}) arrived damaged: its "
                 f"checksum is {found:016x}, not {descriptor.checksum:016x}"
             )

@@ -22,7 +22,7 @@ from planaria.node.transaction.attempt import Done, Visit
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
-from planaria.node.wire.frames import Frame, WireError
+from planaria.node.wire.frames import Form, Frame, WireError, check_forms
 from planaria.node.wire.tensors import decode, encode
 from planaria.recovery import checkfree
 from planaria.recovery.decide import INEXACT
@@ -84,9 +84,11 @@ class Work(VirtualWork):
 
     def _decoded(self, peer: str, frame: Frame) -> bytes:
         try:
+            check_forms(frame.descriptors, [Form("float32", (1, 2, 8))])
             (tensor,) = decode(frame.descriptors, frame.payload)
-        except (WireError, ValueError) as error:
-            raise ComplaintError(f"{frame.kind} from {peer}: {error}", [peer]) from error
+        except WireError as error:
+            reason = f"{frame.kind} from {peer}: {error}"
+            raise ComplaintError(reason, [peer], error.cause) from error
         return bytes(tensor.view(-1).to(torch.uint8).numpy())
 
     def _onward(self, kind: str, visit: Visit, x: bytes) -> Done:

@@ -10,6 +10,7 @@ from conversing import AtOnce, Nodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.node.ports import Priority
 from planaria.node.run_file import ModelSection, RunFile, WireSection
 from planaria.node.stage.lesson import boundary_tensor
@@ -525,7 +526,7 @@ class Daemon:
 
     def microbatch_home(self, ballot: Ballot, home: pb.Home) -> None: ...
 
-    def cut_off(self, ballot: Ballot, node: str, reason: str) -> None:
+    def cut_off(self, ballot: Ballot, node: str, reason: str, cause: Cause = SILENT) -> None:
         raise AssertionError(reason)
 
     def attempt_failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> None:

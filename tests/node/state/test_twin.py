@@ -14,6 +14,7 @@ from conversing import AtOnce, Nodes, Slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.node.ports import Priority
 from planaria.node.run_file import RunFile, loads, override
 from planaria.node.stage.compute import ComputeThread
@@ -596,7 +597,7 @@ class Outgoing:
     def microbatch_home(self, ballot: Ballot, home: pb.Home) -> None:
         raise AssertionError("nobody here is a source")
 
-    def cut_off(self, ballot: Ballot, node: str, reason: str) -> None:
+    def cut_off(self, ballot: Ballot, node: str, reason: str, cause: Cause = SILENT) -> None:
         raise AssertionError(reason)
 
     def attempt_failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from conversing import Nodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planaria.bootstrap.registry_pb2 import CHECKSUM, NUMBERS
 from planaria.node.ports import Priority
 from planaria.node.transaction.attempt import FORGIVEN, Attempt, Workplace
 from planaria.node.transaction.effects import NEVER, Ballot
@@ -157,39 +159,67 @@ def test_what_a_slow_node_sends_after_others_have_its_work_changes_nothing() -> 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"position": 1}, "1.1 sent a bad frame: it lacks or garbles 'microbatch'"),
+        ({"position": 1}, "1.1 sent a bad frame: it lacks its microbatch"),
+        ({"microbatch": 0, "position": math.inf}, "1.1 sent a bad frame: it lacks its microbatch"),
         ({"microbatch": 99, "position": 1}, "no microbatch 99"),
         ({"microbatch": 0, "position": 7}, "position 7 of a route of 4 visits"),
         ({"microbatch": 0, "position": 0}, "position 0 of a route of 4 visits"),
         ({"microbatch": 1, "position": 1}, "by the plan goes from 0.1 to 2.1"),
     ],
 )
-def test_a_bad_frame_fails_the_attempt_and_says_why_and_whose_it_was(
-    fields: dict[str, int], reason: str
+def test_of_a_bad_frame_it_is_said_why_and_whose_it_was(
+    fields: dict[str, float], reason: str
 ) -> None:
     swarm = Swarm(2, random.Random(0))
     swarm.starts()
     attempt = swarm.nodes["1.0"].attempt
     with pytest.raises(AssertionError, match=reason) as failure:
         attempt.take("1.1", Frame("activation", attempt.ballot, fields, [], b""))
-    assert failure.value.args[1] == ["1.1"]
+    assert failure.value.args[1:] == (["1.1"], NUMBERS)
 
 
-def test_a_damaged_frame_fails_the_attempt_and_says_whose_it_was() -> None:
+def test_of_a_damaged_frame_it_is_said_whose_it_was_and_another_may_take_its_place() -> None:
     swarm = Swarm(2, random.Random(0))
     swarm.starts()
+    node = swarm.nodes["1.0"]
     fields = {"microbatch": 0, "position": 1}
-    swarm.nodes["1.0"].attempt.take("0.0", Frame("activation", BEGAN, fields, [], b"too short"))
+    node.attempt.take("0.0", Frame("activation", BEGAN, fields, [], b"too short"))
     with pytest.raises(AssertionError, match=r"activation from 0\.0 is damaged") as failure:
-        swarm.ends()
-    assert failure.value.args[1] == ["0.0"]
+        while True:
+            node.compute.moves[0]()
+    assert failure.value.args[1:] == (["0.0"], CHECKSUM)
+    swarm.ends()
+    swarm.check_everything_is_there_once()
+    assert same_gradients(swarm, undisturbed())
 
 
-def test_what_breaks_in_the_arithmetic_ends_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks(*_: object) -> None:
-        raise RuntimeError("out of memory")
+def breaks(*_: object) -> None:
+    raise RuntimeError("out of memory")
 
+
+def test_what_breaks_on_what_a_peer_sent_is_its_failure_once_and_then_ends_the_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(VirtualWork, "forward", breaks)
+    swarm = Swarm(1, random.Random(0))
+    swarm.starts()
+    node = swarm.nodes["1.0"]
+
+    def takes(microbatch: int) -> None:
+        fields = {"microbatch": microbatch, "position": 1}
+        node.attempt.take("0.0", Frame("activation", BEGAN, fields, [], bytes(16)))
+        while node.compute.moves:
+            node.compute.moves[0]()
+
+    with pytest.raises(AssertionError, match="can't compute on the activation") as failure:
+        takes(0)
+    assert failure.value.args[1] == ["0.0"]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        takes(2)
+
+
+def test_what_breaks_on_nobodys_tensor_ends_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VirtualWork, "embed", breaks)
     swarm = Swarm(1, random.Random(0))
     swarm.starts()
     with pytest.raises(RuntimeError, match="out of memory"):

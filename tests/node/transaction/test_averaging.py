@@ -304,7 +304,7 @@ def without_tensors(frame: Frame) -> Frame:
     ("change", "complaint"),
     [
         (damaged, "damaged"),
-        (without_tensors, "sent nothing"),
+        (without_tensors, "no tensor, where float32"),
         (with_fields(phase="gather"), "unasked"),
         (with_fields(phase=["sum"]), "unasked"),
         (with_fields(piece=1), "unasked"),
@@ -329,7 +329,7 @@ def test_replicas_of_different_length_notice() -> None:
     ((_, frame),) = replica("b", ["a", "b"], torch.ones(10), [2, 3]).contribute(0)
     member = Alone()
     member.on_frame("b", frame)
-    with pytest.raises(ComplaintError, match=r"\(5,\) for torch.float32 \(4,\)"):
+    with pytest.raises(ComplaintError, match=r"\[5\] in codec none, where float32 \[4\]"):
         member.reduce(BALLOT, ["a", "b"], torch.ones(8), [0, 1], 4, 60.0)
 
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.registry_pb2 import CHECKSUM, SHAPE, Cause
 from planaria.node.report.events import (
     Aborted,
     AttemptMasked,
@@ -1174,3 +1175,81 @@ def test_joiners_hear_of_the_new_plan_and_are_fed_by_who_is_left():
     begin = sent(effects, "step")["j"].step.begin
     assert [joiner.node for joiner in begin.joining] == ["j"]
     assert "g" not in {place.node for place in begin.members}
+
+
+# --- what can't be used
+
+
+def replicated() -> Told:
+    """A step of a swarm with two nodes a stage has begun."""
+    told = Told(replace(RULES, stages=2), {"a": 0, "b": 1, "c": 2, "a2": 0, "b2": 1, "c2": 2})
+    told.begins()
+    return told
+
+
+def charges(effects: Sequence[Effect]) -> list[tuple[str, Cause]]:
+    return [(effect.node, effect.cause) for effect in effects if isinstance(effect, Suspect)]
+
+
+def refuses(told: Told, peer: str, node: str, cause: Cause = SHAPE) -> list[Effect]:
+    return told.hears(peer, cut=pb.Cut(node=node, reason=f"{node} sent it", cause=cause))
+
+
+def served_by(told: Told) -> set[str]:
+    """Who has microbatches."""
+    begin = told.attempt.begin
+    nodes = {begin.members[place].node for microbatch in begin.plan for place in microbatch.places}
+    return nodes | {microbatch.source for microbatch in begin.plan}
+
+
+def test_who_sends_what_cannot_be_used_is_named_and_the_attempt_goes_on_without_it():
+    told = replicated()
+    effects = refuses(told, "b", "c")
+    assert charges(effects) == [("c", SHAPE)]
+    assert [event.nodes for event in events(effects, AttemptMasked)] == [("c",)]
+    assert "c" not in served_by(told)
+    assert refuses(told, "b2", "c") == [], "that is known"
+
+
+def test_while_the_registry_keeps_it_it_has_no_microbatches_and_does_not_hold_up_the_run():
+    told = replicated()
+    refuses(told, "b", "c")
+    told.comes_home()
+    for node in ("a", "a2", "b", "b2", "c2"):
+        told.ready(node)
+    assert sent(told.waits(EVICTED + 0.1), "query").keys() == told.members.keys()
+    told.statuses()
+    assert "c" not in served_by(told)
+    assert told.commits().keys() == told.members.keys()
+
+
+def test_who_cannot_use_what_two_replicas_send_is_wrong_itself():
+    told = replicated()
+    refuses(told, "b", "c")
+    effects = refuses(told, "b", "c2")
+    assert charges(effects) == [("b", SHAPE)]
+    assert [event.nodes for event in events(effects, AttemptMasked)] == [("b",)]
+
+
+def test_a_word_against_another_after_a_commit_counts_against_that_one_again():
+    told = replicated()
+    told.hears("b", failed=pb.Failed(reason="c sent it", accused=["c"], cause=CHECKSUM))
+    told.statuses()
+    told.commits()
+    assert charges(refuses(told, "b", "c2", CHECKSUM)) == [("c2", CHECKSUM)]
+
+
+def test_without_a_replica_it_is_named_and_the_step_is_tried_again():
+    told = Told()
+    told.begins()
+    effects = refuses(told, "b", "c")
+    assert charges(effects) == [("c", SHAPE)]
+    assert "c sent it" in events(effects, Aborted)[0].reason
+    assert sent(told.statuses(), "step")["c"].step.begin.step == 1
+    assert "c" in served_by(told), "there is nobody else"
+
+
+def test_a_joiner_that_gets_what_it_cannot_use_names_who_sent_it():
+    told = Joined()
+    failed = pb.Failed(reason="c sent it", accused=["c", "stranger"], cause=SHAPE)
+    assert charges(told.hears("new", failed=failed, ballot=Ballot(2, 1))) == [("c", SHAPE)]

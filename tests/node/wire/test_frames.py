@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.node.wire import frames, tensors
-from planaria.node.wire.frames import Descriptor, Frame, WireError, pack_chunk, parse_chunk
+from planaria.node.wire.frames import (
+    Descriptor,
+    Form,
+    Frame,
+    WireError,
+    check_forms,
+    pack_chunk,
+    parse_chunk,
+)
 from planaria.node.wire.stage_pb2 import Chunk as ProtobufChunk
 from planaria.node.wire.tensors import decode, encode
 
@@ -152,7 +160,8 @@ def descriptor(**changes: object) -> list[object]:
         (descriptor(shape=[4.0]), "no whole number"),
         (descriptor(shape=[True, 4]), "no whole number"),
         (descriptor(shape=[1] * 9 + [4]), "at most 8"),
-        (descriptor(shape=[2**40, 2**40]), "bytes, not 16"),
+        (descriptor(shape=[2**40, 2**40]), "of more than"),
+        (descriptor(shape=[0, 2**63], size=0), "of more than"),
         (descriptor(size=2**70), "64 bits"),
         (descriptor(checksum="a"), "64 bits"),
         (descriptor()[:4], "a descriptor is"),
@@ -327,3 +336,16 @@ def test_any_bytes_as_a_chunk_are_read_as_protobuf_does_or_refused(message: byte
 def test_malformed_chunks_are_refused(message: bytes, why: str) -> None:
     with pytest.raises(WireError, match=why):
         parse_chunk(message)
+
+
+def test_tensors_that_are_not_what_is_due_are_refused() -> None:
+    tensor = Descriptor("float32", (2, 2), "none", 0, 16)
+    check_forms([tensor], [Form("float32", (2, 2))])
+    for others in (
+        [],
+        [tensor] * 5,
+        [tensor._replace(shape=(4,))],
+        [tensor._replace(codec="bf16")],
+    ):
+        with pytest.raises(WireError, match=r"where float32 \[2, 2\] in codec none is due"):
+            check_forms(others, [Form("float32", (2, 2))])

@@ -1,0 +1,93 @@
+"""Nodes that are sick, not dead: what they send is wrong. Nobody else's node ends, that one is
+named, and the swarm trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from planaria.node.data.corpus import Corpus
+from planaria.node.run_file import loads
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.frames import Frame
+from planaria.node.wire.tensors import encode
+from tests.swarm.in_process import LocalSwarm, OneSeat
+
+PAIRS = """
+steps = 1000
+[model]
+preset = "tiny"
+dim = 32
+context = 32
+stages = 2
+[training]
+batch = 4
+microbatch = 1
+warmup = 5
+[swarm]
+replicas = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def corpus(data) -> Corpus:
+    return Corpus.open(data)
+
+
+def falls_sick(node: OneSeat, alter: Callable[[Frame], Frame]) -> None:
+    """From now on what it sends to others goes through `alter`."""
+    seat = node.seat
+    send = seat.outbox.send
+
+    def altered(peer: str, item: pb.Message | Frame, *more: object) -> bool:
+        return send(peer, alter(item) if isinstance(item, Frame) else item, *more)
+
+    seat.outbox.send = altered
+
+
+def with_tensor(kind: str, tensor: torch.Tensor) -> Callable[[Frame], Frame]:
+    def alter(frame: Frame) -> Frame:
+        if frame.kind != kind:
+            return frame
+        descriptors, payload = encode([tensor], "none")
+        return replace(frame, descriptors=descriptors, payload=payload)
+
+    return alter
+
+
+def damaged(frame: Frame) -> Frame:
+    if frame.kind != "gradient":
+        return frame
+    wrong = [d._replace(checksum=d.checksum ^ 1) for d in frame.descriptors]
+    return replace(frame, descriptors=wrong)
+
+
+@pytest.mark.parametrize(
+    ("slot", "cause", "alter"),
+    [
+        ((1, 1), "shape", with_tensor("activation", torch.ones(1, 16, 32))),
+        ((2, 0), "shape", with_tensor("gradient", torch.ones(1, 32, 32, dtype=torch.int64))),
+        ((0, 1), "shape", with_tensor("average", torch.ones(7))),
+        ((1, 0), "checksum", damaged),
+    ],
+    ids=["shape", "dtype", "average", "checksum"],
+)
+async def test_who_sends_what_cannot_be_used_is_taken_out_and_nobody_else_is(
+    corpus, tmp_path, slot, cause, alter
+):
+    """Whichever of stage 0 drives, it may be the sick one."""
+    async with LocalSwarm(loads(PAIRS), corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 2)
+        sick, others = swarm.nodes[slot][0], [n for n, _ in swarm.nodes.values()]
+        others.remove(sick)
+        falls_sick(sick, alter)
+        since = swarm.committed()
+        await swarm.until(sick.over.done)
+        assert f"{cause}: " in sick.over.result()
+        at = swarm.committed()
+        await swarm.until(lambda: swarm.committed() >= at + 3)
+        assert at - since < 50
+        assert not any(node.over.done() for node in others)
