@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, Self
 
 import grpc
 
-from planaria.bootstrap.registry_pb2 import View, WatchRequest
+from planaria.bootstrap.registry_pb2 import WatchRequest
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
 from planaria.lab.chaos.proxy import Proxy, Way
 from planaria.lab.chaos.schedule import BLINKS, REGISTRY, Fault, Shape
@@ -31,7 +31,7 @@ from planaria.lab.chaos.sick_node import run_sick, tell
 from planaria.node.local.processes import Processes, describe_status
 from planaria.node.local.swarm import ADDRESS, JOURNAL, RUN_FILE
 from planaria.node.report.event_log import EventLog, Tail
-from planaria.node.report.events import Exited, Killed, Started, SwarmEnding, parse
+from planaria.node.report.events import Applied, Exited, Killed, Started, SwarmEnding, parse
 from planaria.node.report.live_view import Story
 from planaria.node.run_file import RunFile, dumps
 
@@ -101,7 +101,7 @@ class SickSwarm:
         self.events = EventLog(self.logs, "chaos")
         self.story = Story(run.steps)
         self.tails: dict[Path, Tail] = {}
-        self.views: dict[int, View] = {}
+        self.applied: dict[str | None, int] = {}  # node -> newest step that it took part in
         self.blinking: set[asyncio.Task[None]] = set()
         self.sampled = 0.0
         self._files = ExitStack()
@@ -161,12 +161,12 @@ class SickSwarm:
         return f"the run was stopped: {stopped.reason}" if stopped else what
 
     def _behind(self, step: int) -> list[str]:
-        """Slots whose node doesn't have the state after `step`."""
+        """Slots whose node has not taken part in this step, nor in a later one."""
         running = self.processes.running()
         return [
             slot
             for slot in self.shape.slots
-            if self.story.holds.get(self.story.node_of(running.get(slot, 0)), 0) < step
+            if self.applied.get(self.story.node_of(running.get(slot, 0)), 0) < step
         ]
 
     async def _until(
@@ -202,6 +202,8 @@ class SickSwarm:
         for line in sorted(lines, key=lambda line: float(line["time"])):
             if entry := parse(line):
                 self.story.hear(entry)
+                if isinstance(entry.event, Applied):
+                    self.applied[entry.node] = entry.event.step
 
     # --- faults
 
@@ -218,7 +220,7 @@ class SickSwarm:
             self.healing.append((now + fault.seconds, fault, pid))
 
     def _bears(self, fault: Fault) -> bool:
-        """Whether nothing else is wrong there. Who is guilty, besides, has the newest state, as has
+        """Whether nothing else is wrong there. Who is guilty, besides, takes part in steps, as does
         another node of the stage that is well; where no stage has two, all the others. How soon
         that is depends on the machine."""
         if any(other.slot == fault.slot for _, other, _ in self.healing):
