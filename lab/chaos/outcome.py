@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from planaria.lab.chaos.schedule import EVERYBODY, KINDS, REGISTRY
-from planaria.lab.chaos.swarm import FAULTS, TAKEN, VIEWS, Taken
+from planaria.lab.chaos.swarm import FAULTS, NODES, TAKEN, VIEWS, Taken
 from planaria.node.local.swarm import read_events
 from planaria.node.report.event_log import Tail
 from planaria.node.report.events import (
@@ -384,6 +385,8 @@ def appetites(taken: Sequence[Taken]) -> list[Appetite]:
 def judge(out: Path, setting: Mapping[str, Any], stuck: str) -> dict[str, Any]:
     """The outcome of a run that has written to `out`, for JSON. `setting`: what it was. `stuck`:
     what kept it from going on at the end."""
+    for path in out.glob(f"{NODES}/*/*.jsonl"):
+        shutil.copy(path, out / "logs")  # as if all nodes had one folder
     record = Record.read(out)
     commits = {e.event.step: e.time for e in record.events if isinstance(e.event, Committed)}
     times = sorted(commits.values())

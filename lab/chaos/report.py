@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -107,7 +108,7 @@ def _gist(reason: str) -> str:
     """Its first part, without nodes, addresses and figures, by which alone two may differ."""
     words = reason.split(";")[0].split()
     gist = ["..." if any(letter.isdigit() for letter in word) else word for word in words]
-    return " ".join(gist).replace("|", "/")
+    return re.sub(r"(\.\.\. )+", "... ", " ".join(gist)).replace("|", "/")
 
 
 def _appetites(outcomes: Sequence[Outcome]) -> Iterator[str]:

@@ -48,6 +48,8 @@ END: Final = 120.0
 STEPS_AT_THE_END: Final = 3
 """Committed once everything is healed."""
 FAULTS, VIEWS, TAKEN = "faults.jsonl", "views.jsonl", "taken.jsonl"
+NODES: Final = "nodes"
+"""Folder of the nodes' folders, which have the names of their slots."""
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -101,6 +103,7 @@ class SickSwarm:
         self.events = EventLog(self.logs, "chaos")
         self.story = Story(run.steps)
         self.tails: dict[Path, Tail] = {}
+        self.quarantined: set[str] = set()  # instances, see node/instance.py
         self.applied: dict[str | None, int] = {}  # node -> newest step that it took part in
         self.blinking: set[asyncio.Task[None]] = set()
         self.sampled = 0.0
@@ -150,8 +153,8 @@ class SickSwarm:
             wanted = self.story.committed + STEPS_AT_THE_END
             if not await self._until(lambda: self.story.committed >= wanted, END, clock):
                 return self._stuck(f"no {STEPS_AT_THE_END} steps were committed in {END:.0f} s")
-            await self._until(lambda: not self._behind(wanted), END, clock)
-            missing = self._behind(wanted)
+            await self._until(lambda: {*self._behind(wanted)} <= {*self._kept_out()}, END, clock)
+            missing = sorted({*self._behind(wanted)} - {*self._kept_out()})
             return f"{END:.0f} s after the last fault {missing} are not back" if missing else ""
         finally:
             watching.cancel()
@@ -167,6 +170,14 @@ class SickSwarm:
             slot
             for slot in self.shape.slots
             if self.applied.get(self.story.node_of(running.get(slot, 0)), 0) < step
+        ]
+
+    def _kept_out(self) -> list[str]:
+        """Slots whose node is in quarantine for what it has done."""
+        return [
+            path.parent.name
+            for path in self.out.glob(f"{NODES}/*/instance-*")
+            if path.read_text().strip() in self.quarantined
         ]
 
     async def _until(
@@ -196,7 +207,7 @@ class SickSwarm:
             self._sample()
 
     def _read(self) -> None:
-        for path in self.logs.glob("*.jsonl"):
+        for path in (*self.logs.glob("*.jsonl"), *self.out.glob(f"{NODES}/*/*.jsonl")):
             self.tails.setdefault(path, Tail(path))
         lines = [line for tail in self.tails.values() for line in tail.lines() if "time" in line]
         for line in sorted(lines, key=lambda line: float(line["time"])):
@@ -308,7 +319,7 @@ class SickSwarm:
             *("--faults", str(self._sick_file(slot)), "node"),
             *("--join", address.read_text().strip(), "--stage", slot.partition(".")[0]),
             *("--listen", proxy.behind, "--advertise", proxy.address),
-            *("--device", "cpu", "--threads", "1", "--out", str(self.logs)),
+            *("--device", "cpu", "--threads", "1", "--out", str(self.out / NODES / slot)),
         ]
 
     async def _registry_address(self, clock: Callable[[], float]) -> str:
@@ -330,6 +341,7 @@ class SickSwarm:
                 async with grpc.aio.insecure_channel(address) as channel:
                     stub = RegistryStub(channel)  # type: ignore[no-untyped-call]
                     async for view in stub.Watch(WatchRequest(), wait_for_ready=True):
+                        self.quarantined = {one.instance for one in view.quarantined}
                         members = [(m.node, m.stage) for m in view.members if not m.standby]
                         fields = {"number": view.number, "reason": view.reason, "members": members}
                         self._tell(VIEWS, {"time": time.time(), **fields})
