@@ -605,6 +605,7 @@ def rules(run: RunFile, config: ModelConfig) -> TransactionRules:
         masking=recovery.masking,
         relearn=recovery.relearn.passes > 0,
         progress=run.swarm.progress,
+        tokens=training.microbatch * config.context,
         lr_scale=partial(
             learning_rate.boost, factor=recovery.lr_boost, over=recovery.lr_boost_steps
         ),

@@ -17,7 +17,7 @@ from itertools import chain
 from typing import Any
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.registry_pb2 import SILENT
+from planaria.bootstrap.registry_pb2 import NUMBERS, SILENT
 from planaria.node.report.events import (
     Aborted,
     AttemptMasked,
@@ -31,6 +31,7 @@ from planaria.node.report.events import (
     Waiting,
 )
 from planaria.node.transaction.attempting import Attempting, Vote, planned
+from planaria.node.transaction.bounds import told_to_driver
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Send, Suspect
 from planaria.node.transaction.gathering import Coming, Gathering, Standing, active
 from planaria.node.transaction.joining import FOLLOWED, FOLLOWS, Joining
@@ -132,10 +133,12 @@ class Driver:
             self.coming.unanswered.discard(peer)
         if self.phase is DriverPhase.INACTIVE or peer not in self.members:
             return []
+        if peer in self._masked() and body != "stale":
+            return []
+        if wrong := told_to_driver(message, self.rules):
+            return self._nonsense(peer, f"it tells of {wrong}", now)
         if body == "stale":
             return self._superseded(peer, ballot, now)
-        if peer in self._masked():
-            return []
         is_current = ballot == self.ballot
         joiner = self.joining.joiners.get(peer)
         match body, self.current:
@@ -552,6 +555,8 @@ class Driver:
         come from it."""
         if cut.node in attempt.masked:
             return []
+        if cut.node not in self.members:
+            return self._nonsense(peer, "it can't reach who is no member", now)
         failed = pb.Failed(reason=cut.reason, accused=[cut.node], cause=cut.cause)
         if cut.cause != SILENT:
             return self._wronged(peer, failed, now)
@@ -572,6 +577,19 @@ class Driver:
             why = f"{peer} says: {failed.reason}"
             return self._accuse(peer, failed) + self._mask(attempt, guilty, why, now)
         return self._failed(peer, failed, now)
+
+    def _nonsense(self, peer: str, why: str, now: float) -> list[Effect]:
+        """What a member says can't be: it is as if it had failed, and it is to go. Who is asked
+        what it has, and says that, has not answered."""
+        failed = pb.Failed(reason=why, accused=[peer], cause=NUMBERS)
+        if peer in self.joining.joiners:
+            return self._accuse(peer, failed) + self._give_up_following(peer, why, now)
+        match self.current:
+            case Attempting():
+                return self._wronged(peer, failed, now)
+            case Syncing():
+                return self._failed(peer, failed, now)
+        return self._accuse(peer, failed)
 
     def _guilty(self, peer: str, failed: pb.Failed) -> list[str]:
         """The members that `peer` accuses; or itself, if it has accused another replica of theirs

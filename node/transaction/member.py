@@ -10,8 +10,9 @@ import enum
 from collections.abc import Callable, Sequence
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.registry_pb2 import SILENT, Cause
+from planaria.bootstrap.registry_pb2 import NUMBERS, SILENT, Cause
 from planaria.node.report.events import MessageRefused
+from planaria.node.transaction.bounds import told_to_member
 from planaria.node.transaction.effects import (
     NEVER,
     Adopt,
@@ -26,6 +27,7 @@ from planaria.node.transaction.effects import (
     Rejoin,
     Send,
     StartAttempt,
+    Suspect,
 )
 from planaria.node.transaction.following import Following
 from planaria.node.wire import stage_pb2 as pb
@@ -97,6 +99,9 @@ class MemberSide:
             if body == "query" and ballot == self.promised and peer == self.driver:
                 return self._answer(peer, ballot)
             return [Send(peer, pb.Message(ballot=self.promised.message(), stale=pb.Stale()))]
+        if wrong := told_to_member(message, self.stage):
+            refused = MessageRefused(peer=peer, body=body, why=f"it tells of {wrong}")
+            return [refused, Suspect(peer, f"{peer}, which drives, tells of {wrong}", NUMBERS)]
         match body:
             case "query":
                 return self._queried(peer, ballot)

@@ -24,6 +24,7 @@ class TransactionRules:
     relearn: bool  # what was rebuilt inexactly
     progress: float  # seconds without any before an attempt is given up
     lr_scale: Callable[[int, int], float]  # (step, boosted_at) -> factor
+    tokens: int = 1 << 31  # of a microbatch, at most
 
     @property
     def swapped(self) -> bool:

@@ -40,17 +40,19 @@ class Syncing:
 
     def _with_staleness(self, told: StageRebuilt, synced: pb.Synced) -> StageRebuilt:
         """Adds how stale the snapshot was that was used, as its holder has told."""
-        source = synced.sources[0]
-        held = next(
+        held = [
             one
-            for one in self.gathering.statuses[source.node].holdings
+            for source in synced.sources[:1]
+            for one in self.gathering.statuses.get(source.node, pb.Status()).holdings
             if (one.kind, one.stage) == ("snapshot", source.stage)
-        )
+        ]
+        if not held:
+            return told  # it is another's than the one that was to be used
         return replace(
             told,
-            oldest_step=held.oldest_step,
-            mean_step=held.mean_step,
-            perturbation=held.perturbation,
+            oldest_step=held[0].oldest_step,
+            mean_step=held[0].mean_step,
+            perturbation=held[0].perturbation,
         )
 
 

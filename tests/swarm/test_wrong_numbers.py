@@ -91,3 +91,16 @@ async def test_who_sends_what_cannot_be_used_is_taken_out_and_nobody_else_is(
         await swarm.until(lambda: swarm.committed() >= at + 3)
         assert at - since < 50
         assert not any(node.over.done() for node in others)
+
+
+@pytest.mark.parametrize("norm", [1e300, -1e30])
+async def test_a_wild_norm_sets_nobodys_clip_scale(corpus, tmp_path, norm):
+    async with LocalSwarm(loads(PAIRS), corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 2)
+        sick, other = swarm.nodes[1, 1][0], swarm.nodes[1, 0][0]
+        sick.seat.arithmetic.reduced = lambda: norm
+        await swarm.until(sick.over.done)
+        assert "numbers: " in sick.over.result()
+        at = swarm.committed()
+        await swarm.until(lambda: swarm.committed() >= at + 3)
+        assert 0 < other.member.last.gradient_norm < 1e6

@@ -237,7 +237,7 @@ def test_late_and_foreign_messages_have_no_effect():
     old = Ballot(told.driver.ballot.view, told.driver.ballot.attempt - 1)
     assert told.hears("b", old, failed=pb.Failed(reason="old")) == []
     assert told.hears("stranger", failed=pb.Failed(reason="foreign")) == []
-    assert told.hears("b", ready=pb.Ready(step=1)) == [], "nobody has asked yet"
+    assert told.hears("b", ready=pb.Ready(step=1, finite=True)) == [], "nobody has asked yet"
     assert told.driver.phase is DriverPhase.RUNNING
 
 

@@ -41,7 +41,8 @@ def begin(step: int, **fields: object) -> pb.Step:
 
 
 def commit(step: int, ballot: Ballot) -> pb.Commit:
-    return pb.Commit(step=step, ballot=ballot.message(), clip_scale=[1.0] * 3)
+    scales = [1.0] * 3
+    return pb.Commit(step=step, ballot=ballot.message(), clip_scale=scales, lr_scale=scales)
 
 
 def bodies(effects: Sequence[Effect]) -> list[str]:

@@ -1,0 +1,167 @@
+"""What a member tells its driver, and a driver its members, is held against what can be at all.
+
+Numbers that can't be are their sender's failure, whoever meets them: finite they are, not negative,
+and no larger than the window, the run or float32 allow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Final
+
+from planaria.node.transaction.rules import TransactionRules
+from planaria.node.wire import stage_pb2 as pb
+
+MOST_STEPS: Final = 1 << 53
+"""And lineages, attempts and bytes: whole numbers that a double has exactly."""
+LARGEST: Final = 3.5e38
+"""Of float32, and so of a loss."""
+LARGEST_NORM: Final = 1e90
+"""Squared, of a gradient of 10^12 values, each as large as float32 has them."""
+LONGEST: Final = 1e7
+"""Seconds, of anything that a node measures: four months."""
+HASH: Final = 64
+"""Bytes of a digest, at most."""
+LISTED: Final = 4096
+"""Holdings or sources in a message, at most."""
+
+
+def told_to_driver(message: pb.Message, rules: TransactionRules) -> str:
+    """What is wrong with a member's message; empty: its figures can be."""
+    match message.WhichOneof("body"):
+        case "status":
+            return _status(message.status, rules)
+        case "synced":
+            return _synced(message.synced)
+        case "home":
+            return _home(message.home, rules)
+        case "ready":
+            return _ready(message.ready)
+        case "stale":
+            return _count("attempt", message.ballot.attempt)
+    return ""
+
+
+def told_to_member(message: pb.Message, stage: int) -> str:
+    """What is wrong with a driver's message to a member at `stage`."""
+    wrong = _count("attempt", message.ballot.attempt) or _count("view", message.ballot.view)
+    match message.WhichOneof("body"):
+        case "step":
+            step = message.step
+            if step.HasField("commit"):
+                wrong = wrong or _commit(step.commit) or _to_apply(step.commit, stage)
+            return wrong or _count("step", step.begin.step)
+        case "sync":
+            sync = message.sync
+            return wrong or _count("step", sync.step) or _count("lineage", sync.lineage)
+    return wrong
+
+
+def _status(status: pb.Status, rules: TransactionRules) -> str:
+    counts = {
+        "committed step": status.committed,
+        "ready step": status.ready,
+        "ready attempt": status.ready_ballot.attempt,
+        "boosted step": status.boosted_at,
+        "attempted step": status.attempting,
+        "lineage": status.lineage,
+        "followed step": status.following,
+        "followed lineage": status.following_lineage,
+        "heard step": status.heard,
+    }
+    if len(status.holdings) > LISTED:
+        return f"it lists {len(status.holdings)} holdings; at most {LISTED}"
+    return (
+        _first(_count(what, count) for what, count in counts.items())
+        or _seconds("seconds per microbatch", status.seconds_per_microbatch)
+        or _hash("digest", status.digest)
+        or _commit(status.last)
+        or _first(_holding(one, rules) for one in status.holdings)
+    )
+
+
+def _holding(held: pb.Holding, rules: TransactionRules) -> str:
+    if held.stage > rules.stages:
+        return f"it holds something of stage {held.stage}, and there are {rules.stages}"
+    counts = _count("held step", held.step) or _count("held lineage", held.lineage)
+    oldest = _count("oldest step", held.oldest_step)
+    return counts or oldest or _within("mean step", held.mean_step, MOST_STEPS)
+
+
+def _synced(synced: pb.Synced) -> str:
+    if len(synced.sources) > LISTED:
+        return f"it lists {len(synced.sources)} sources; at most {LISTED}"
+    return (
+        _count("step", synced.step)
+        or _count("number of bytes", synced.fetched_bytes)
+        or _seconds("seconds", synced.seconds)
+        or _hash("digest", synced.digest)
+        or _seconds("seconds of relearning", synced.relearned.seconds)
+    )
+
+
+def _home(home: pb.Home, rules: TransactionRules) -> str:
+    most = max(rules.microbatches, rules.validation_microbatches)
+    if home.microbatch >= most:
+        return f"microbatch {home.microbatch} of {most} came home"
+    if not 0 < home.tokens <= rules.tokens:
+        return f"{home.tokens} tokens came home in a microbatch of {rules.tokens}"
+    if home.samples > home.tokens:
+        return f"{home.samples} samples of {home.tokens} tokens came home"
+    loss = (
+        ""
+        if math.isnan(home.loss) or home.loss == math.inf
+        else _within("loss", home.loss, LARGEST)
+    )
+    return loss or _hash("hash of the samples", home.samples_hash)
+
+
+def _ready(ready: pb.Ready) -> str:
+    if ready.finite != math.isfinite(ready.squared_norm):
+        said = "finite" if ready.finite else "not finite"
+        return f"its gradient is {said}, with a squared norm of {ready.squared_norm}"
+    return (
+        _count("step", ready.step)
+        or (_within("squared norm", ready.squared_norm, LARGEST_NORM) if ready.finite else "")
+        or _seconds("seconds per microbatch", ready.seconds_per_microbatch)
+        or _hash("digest", ready.digest)
+    )
+
+
+def _commit(commit: pb.Commit) -> str:
+    scales = [*commit.clip_scale, *commit.lr_scale]
+    return (
+        _count("committed step", commit.step)
+        or _count("attempt of a commit", commit.ballot.attempt)
+        or _count("number of tokens", commit.tokens)
+        or _first(_within("scale", scale, LARGEST) for scale in scales)
+        or _seconds("seconds of a step", commit.seconds)
+        or ("" if commit.skipped else _within("gradient norm", commit.gradient_norm, LARGEST_NORM))
+    )
+
+
+def _to_apply(commit: pb.Commit, stage: int) -> str:
+    if not commit.skipped and min(len(commit.clip_scale), len(commit.lr_scale)) <= stage:
+        return f"the commit of step {commit.step} has no scale for stage {stage}"
+    return ""
+
+
+def _first(wrongs: Iterable[str]) -> str:
+    return next(filter(None, wrongs), "")
+
+
+def _count(what: str, count: int) -> str:
+    return f"a {what} of {count}" if count > MOST_STEPS else ""
+
+
+def _seconds(what: str, seconds: float) -> str:
+    return _within(what, seconds, LONGEST)
+
+
+def _within(what: str, value: float, most: float) -> str:
+    return "" if 0 <= value <= most else f"a {what} of {value}"
+
+
+def _hash(what: str, value: bytes) -> str:
+    return f"a {what} of {len(value)} bytes" if len(value) > HASH else ""
