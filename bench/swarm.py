@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from planaria.node.local.processes import Processes, Work
+from planaria.node.local.processes import PLANARIA, Processes, Work
 from planaria.node.run_file import RunFile, dumps
 
 DEADLINE = 900.0  # seconds
@@ -22,8 +22,7 @@ def train(
     logs = out / "logs"
     logs.mkdir(parents=True)
     (out / "run.toml").write_text(dumps(run))
-    preload = ["planaria.node.serve", "planaria.bootstrap.service"]
-    processes = Processes(logs, {"OMP_NUM_THREADS": "1"}, preload, work)
+    processes = Processes(logs, {"OMP_NUM_THREADS": "1"}, PLANARIA, work)
     deadline = time.monotonic() + DEADLINE
     try:
         address = out / "address"

@@ -28,7 +28,7 @@ from planaria.lab.chaos.proxy import Proxy, Way
 from planaria.lab.chaos.schedule import BLINKS, REGISTRY, Fault, Shape
 from planaria.lab.chaos.sick_node import KINDS as SICK
 from planaria.lab.chaos.sick_node import run_sick, tell
-from planaria.node.local.processes import Processes, describe_status
+from planaria.node.local.processes import PLANARIA, Processes, describe_status
 from planaria.node.local.swarm import ADDRESS, JOURNAL, RUN_FILE
 from planaria.node.report.event_log import EventLog, Tail
 from planaria.node.report.events import Applied, Exited, Killed, Started, SwarmEnding, parse
@@ -97,7 +97,7 @@ class SickSwarm:
         self.processes = Processes(
             self.logs,
             {"OMP_NUM_THREADS": "1"},
-            ["planaria.lab.chaos.sick_node", "planaria.node.serve", "planaria.bootstrap.service"],
+            ["planaria.lab.chaos.sick_node", *PLANARIA],
             run_sick,
         )
         self.events = EventLog(self.logs, "chaos")

@@ -14,12 +14,20 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 LOOK = 0.02
 """Seconds between two looks at processes that are to end."""
+PLANARIA: Final = (
+    "planaria.node.cli",
+    "planaria.node.serve",
+    "planaria.bootstrap.service",
+    "torch.fx.experimental.symbolic_shapes",
+)
+"""What registries and nodes load. The last one is what torch loads in the first backward pass, and
+sympy with it: some 500 modules, which each node would load for itself."""
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _CLONE_NEWNET = 0x40000000  # setns(2)
 

@@ -20,7 +20,7 @@ from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnrea
 from planaria.bootstrap.journal import Journal, JournalError
 from planaria.bootstrap.registry_pb2 import Description, View
 from planaria.node.extras import remedy
-from planaria.node.local.processes import GRACE, EndedProcess, Processes, describe_status
+from planaria.node.local.processes import GRACE, PLANARIA, EndedProcess, Processes, describe_status
 from planaria.node.local.processes import tail as end_of
 from planaria.node.report.event_log import EventLog, Tail
 from planaria.node.report.events import Exited, Killed, Started, SwarmEnding, entries, parse
@@ -268,9 +268,7 @@ class _Swarm:
         nodes = (self.stages + 1) * self.replicas
         self.threads = max(1, len(os.sched_getaffinity(0)) // nodes)
         environment = {"OMP_NUM_THREADS": str(self.threads)}
-        self.processes = Processes(
-            self.logs, environment, ["planaria.node.serve", "planaria.bootstrap.service"]
-        )
+        self.processes = Processes(self.logs, environment, PLANARIA)
         self.events = EventLog(self.logs, "up")
         self.story = Story(run.steps)
         self.tails: dict[Path, Tail] = {}

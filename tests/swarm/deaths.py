@@ -13,7 +13,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from planaria.node.local.processes import Processes
+from planaria.node.local.processes import PLANARIA, Processes
 from planaria.node.report.event_log import Tail
 from planaria.node.resolve import resolve
 from planaria.node.run_file import dumps, loads
@@ -42,7 +42,7 @@ class Swarm:
         self.processes = Processes(
             out / "logs",
             {"OMP_NUM_THREADS": "1"},
-            ["planaria.node.serve", "planaria.bootstrap.service"],
+            PLANARIA,
             run_planaria_until,
         )
         self.tails: dict[Path, Tail] = {}

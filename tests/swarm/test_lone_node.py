@@ -13,7 +13,7 @@ import pytest
 
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.registry_pb2 import Description
-from planaria.node.local.processes import Processes
+from planaria.node.local.processes import PLANARIA, Processes
 from planaria.node.resolve import resolve
 from planaria.node.run_file import dumps, loads
 
@@ -41,7 +41,7 @@ class Place:
         self.processes = Processes(
             folder / "logs",
             {"OMP_NUM_THREADS": "1"},
-            ["planaria.node.serve", "planaria.bootstrap.service"],
+            PLANARIA,
         )
 
     def start_registry(self, listen: str = "127.0.0.1:0") -> None:

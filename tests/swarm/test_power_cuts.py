@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from planaria.node.data.corpus import Corpus
-from planaria.node.local.processes import die_with_parent
+from planaria.node.local.processes import PLANARIA, die_with_parent
 from planaria.node.report.ledger import audit
 from planaria.node.run_file import loads
 from planaria.node.state.saves import Saves
@@ -75,7 +75,7 @@ def saved(out: Path) -> list[list[Age]]:
 def test_whatever_was_saved_survives_power_cuts(data, tmp_path):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["planaria.node.local.fork_server", "planaria.node.serve", "tests.swarm.in_process"]
+        ["planaria.node.local.fork_server", *PLANARIA, "tests.swarm.in_process"]
     )
     chance = random.Random(0)
     logs = tmp_path / "logs"
