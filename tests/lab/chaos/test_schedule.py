@@ -27,7 +27,7 @@ shapes = st.builds(
     stages=st.integers(1, 5),
     replicas=st.integers(1, 3),
     kinds=st.sets(st.sampled_from(sorted(KINDS))).map(sorted),
-    rate=st.floats(0, 60),
+    rate=st.just(0.0) | st.floats(0.01, 60),
 )
 
 
