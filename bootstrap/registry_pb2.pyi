@@ -147,7 +147,7 @@ class JoinReply(_message.Message):
     def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., reason: _Optional[str] = ..., question: _Optional[int] = ..., unheard: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., dial_seconds: _Optional[float] = ..., lease: _Optional[float] = ..., quarantine: _Optional[float] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("committed", "phase", "loss", "microbatches", "bytes_in", "bytes_out", "tokens_per_second", "message", "stopped", "finished", "lineage", "leaving", "memory", "measured", "links", "complaints", "stalled_seconds")
+    __slots__ = ("committed", "phase", "loss", "microbatches", "bytes_in", "bytes_out", "tokens_per_second", "message", "stopped", "finished", "lineage", "leaving", "memory", "measured", "links", "complaints", "trouble", "stalled_seconds")
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +164,7 @@ class Report(_message.Message):
     MEASURED_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
     COMPLAINTS_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
     STALLED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     committed: int
     phase: str
@@ -181,8 +182,9 @@ class Report(_message.Message):
     measured: int
     links: _containers.RepeatedCompositeFieldContainer[LinkReport]
     complaints: _containers.RepeatedCompositeFieldContainer[Complaint]
+    trouble: str
     stalled_seconds: float
-    def __init__(self, committed: _Optional[int] = ..., phase: _Optional[str] = ..., loss: _Optional[float] = ..., microbatches: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., message: _Optional[str] = ..., stopped: _Optional[bool] = ..., finished: _Optional[bool] = ..., lineage: _Optional[int] = ..., leaving: _Optional[bool] = ..., memory: _Optional[int] = ..., measured: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., complaints: _Optional[_Iterable[_Union[Complaint, _Mapping]]] = ..., stalled_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, committed: _Optional[int] = ..., phase: _Optional[str] = ..., loss: _Optional[float] = ..., microbatches: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., message: _Optional[str] = ..., stopped: _Optional[bool] = ..., finished: _Optional[bool] = ..., lineage: _Optional[int] = ..., leaving: _Optional[bool] = ..., memory: _Optional[int] = ..., measured: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., complaints: _Optional[_Iterable[_Union[Complaint, _Mapping]]] = ..., trouble: _Optional[str] = ..., stalled_seconds: _Optional[float] = ...) -> None: ...
 
 class Complaint(_message.Message):
     __slots__ = ("peer", "relayed")

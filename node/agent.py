@@ -107,6 +107,7 @@ class Agent:
         self.member.digest = self.learned.digest
         self.holdings = make_holdings(self)
         self.member.holdings = self.holdings.listed
+        self.member.recording = self.record.recording
         self.arithmetic.work.twin = self.holdings.twin
         self.workplace = Workplace(
             node=node,

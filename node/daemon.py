@@ -44,8 +44,11 @@ from planaria.node.report.events import (
     Serving,
     Stopped,
     Wall,
+    WriteFailed,
+    WrittenAgain,
 )
 from planaria.node.report.ledger import Ledger, LedgerHeader, line
+from planaria.node.report.line_file import LineFile
 from planaria.node.report.wall_clock import WallClock
 from planaria.node.run_file import RunFile
 from planaria.node.stage.arithmetic import TorchStage, layout_of, make_twin
@@ -69,6 +72,8 @@ log = logging.getLogger("planaria")
 
 TICK = 0.05
 """Seconds between two looks at the clock."""
+WRITE_AGAIN = 1.0
+"""Seconds between two tries at what a disk has not taken."""
 FAREWELL = 2.0
 """Seconds of its grace that a node keeps for leaving properly."""
 MOST_MEASURED = 200
@@ -144,6 +149,9 @@ class Node:
             insecure=place.insecure,
         )
         self.events = EventLog(place.out, self.node)
+        self.files = [] if self.events.file is None else [self.events.file]
+        self.failing: set[LineFile] = set()
+        self.files_told = 0.0
         self.view = registry.View()
         self.needed: list[str] = []  # members with which it needs a link
         self.missing = Missing()
@@ -261,7 +269,8 @@ class Node:
         for seat in self.seats.values():
             await asyncio.to_thread(seat.holdings.finish_saves)
         self._tell_costs()
-        self.events.close()
+        for file in self.files:
+            file.close()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self.loop.create_task(work)
@@ -361,7 +370,9 @@ class Node:
         header = self._ledger_header(corpus)
         path = self.place.out / f"ledger-{self.node}.jsonl"
         windows = Windows(header["seed"], header["samples"], header["batch"])
-        return Ledger(path, header), windows
+        ledger = Ledger(path, header)
+        self.files.append(ledger.file)
+        return ledger, windows
 
     def _ledger_header(self, corpus: Corpus) -> LedgerHeader:
         training = self.run.training
@@ -422,6 +433,9 @@ class Node:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK)
+            if self.loop.time() - self.files_told > WRITE_AGAIN:
+                self.files_told = self.loop.time()
+                self.write_again()
             self._mind_compute()
             if self.missing.look(self.needed, self.links.linked, self.loop.time()):
                 self.report()
@@ -449,6 +463,18 @@ class Node:
         for seat in self.seats.values():
             seat.compute_hangs(str(self.hang or ""), self.loop.time())
         self.report()
+
+    def write_again(self) -> None:
+        """What the disk has not taken; and tell when that begins and ends."""
+        for file in self.files:
+            file.flush()
+            if file.trouble and file not in self.failing:
+                self.failing.add(file)
+                self.tell(WriteFailed(reason=file.told()))
+            elif file in self.failing and not file.trouble:
+                self.failing.remove(file)
+                self.tell(WrittenAgain(path=str(file.path), dropped=file.dropped))
+                file.dropped = 0
 
     def _tell_costs(self) -> None:
         """What keeping things for the day of a loss has cost."""
@@ -480,6 +506,7 @@ class Node:
             of_machine.MergeFrom(seat.report())
             of_machine.bytes_in, of_machine.bytes_out = self.links.bytes_in, self.links.bytes_out
             of_machine.leaving = self.leaving
+        of_machine.trouble = "; ".join(file.told() for file in self.files if file.trouble)
         self.client.report(of_machine)
 
 
@@ -496,6 +523,12 @@ class SeatRecord:
         if self._ledger is not None and commit.step > 0:
             ledger, windows = self._ledger
             ledger.append(line(commit, windows.epoch(commit.step), time.time()))
+
+    def recording(self) -> pb.Recording:
+        if self._ledger is None:
+            return pb.NO_LEDGER
+        ledger, _ = self._ledger
+        return pb.LEDGER_FAILING if ledger.file.trouble else pb.LEDGER_WRITTEN
 
     def changed(self) -> None:
         self._node.report()

@@ -227,6 +227,10 @@ class Record(Protocol):
         """A line of the ledger, at stage 0."""
         ...
 
+    def recording(self) -> pb.Recording:
+        """Whether the ledger can be written."""
+        ...
+
     def changed(self) -> None:
         """What the registry is to hear of this seat is something else now."""
         ...

@@ -178,7 +178,6 @@ def claim(plan: SwarmPlan) -> None:
 
 def write_plan(plan: SwarmPlan) -> None:
     """What `--resume` needs, in the run's folder and beside the saves. Raises SwarmError."""
-    (plan.out / RUN_FILE).write_text(dumps(plan.run), encoding="utf-8")
     folders = [plan.out]
     if plan.save_dir is not None:
         folders.append(plan.save_dir)
@@ -187,6 +186,8 @@ def write_plan(plan: SwarmPlan) -> None:
     for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            if folder == plan.out:
+                (folder / RUN_FILE).write_text(dumps(plan.run), encoding="utf-8")
             (folder / PLAN).write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise SwarmError(f"can't write in {folder}: {error.strerror}") from error
@@ -510,14 +511,15 @@ def wrap_up(run: RunFile, out: Path, console: Console, ending: Ending) -> int:
     """Write the merged files, the summary and the picture; tell the essence. Returns the status."""
     problems = [ending.reason] if ending.reason else []
     told = list(read_events(out / "logs"))
-    with (out / "events.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(event) + "\n" for event in told)
+    _write(out / "events.jsonl", "".join(json.dumps(event) + "\n" for event in told), problems)
     events = entries(told)
     lines, audit = _merge_ledgers(out, problems)
     summary = summarize(run, lines, audit, events)
-    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    _write(out / "summary.json", json.dumps(summary, indent=1) + "\n", problems)
     try:
         draw_loss(run, lines, events, out / "loss.png")
+    except OSError as error:
+        problems.append(f"can't write {out / 'loss.png'}: {error.strerror}")
     except ModuleNotFoundError as error:
         missing = f"no loss.png: {remedy(error)}"
         console.print(missing, markup=False, highlight=False, soft_wrap=True)
@@ -531,6 +533,17 @@ def wrap_up(run: RunFile, out: Path, console: Console, ending: Ending) -> int:
         console.print("error:", style="bold red", end=" ")
         console.print(problem, markup=False, highlight=False, soft_wrap=True)
     return ending.status or (1 if problems else 0)
+
+
+def _write(path: Path, text: str, problems: list[str]) -> None:
+    """Whole or not at all; why it can't be written is one of the problems."""
+    new = path.with_name(path.name + ".new")
+    try:
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+    except OSError as error:
+        problems.append(f"can't write {path}: {error.strerror}")
+        new.unlink(missing_ok=True)
 
 
 def read_events(logs: Path) -> Iterator[dict[str, Any]]:
@@ -553,6 +566,8 @@ def _merge_ledgers(out: Path, problems: list[str]) -> tuple[list[Line], Audit]:
     with Ledger(out / MERGED, merged.header) as ledger:
         for line in merged.lines:
             ledger.append(line)
+    if ledger.file.trouble:
+        problems.append(ledger.file.trouble)
     return merged.lines, audit
 
 

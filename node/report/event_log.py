@@ -1,40 +1,42 @@
-"""A node's event log: one JSON object a line, flushed as it happens."""
+"""A node's event log: one JSON object a line, written as it happens."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from planaria.node.report import events
+from planaria.node.report.line_file import LineFile
+
+log = logging.getLogger("planaria")
 
 
 class EventLog:
-    """Without a directory nothing is kept."""
+    """Without a directory nothing is kept: `file` is None."""
 
     def __init__(self, directory: Path | None, node: str) -> None:
         self.node = node
-        self._file: TextIO | None = None
+        self.file: LineFile | None = None
         if directory is not None:
-            directory.mkdir(parents=True, exist_ok=True)
             path = directory / f"events-{node}.jsonl"
             _drop_half_line(path)
-            self._file = path.open("a", encoding="utf-8")
+            self.file = LineFile(path)
 
     def write(self, event: events.Event, at: float | None = None) -> None:
         """`at`: when it happened, in Unix seconds; None: now."""
-        if self._file is not None:
+        if self.file is not None:
             written = events.line(event, self.node, time.time() if at is None else at)
-            self._file.write(json.dumps(written) + "\n")
-            self._file.flush()
+            self.file.append(json.dumps(written).encode() + b"\n")
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self.file is not None:
+            self.file.close()
+            self.file = None
 
 
 class Tail:
@@ -61,6 +63,10 @@ class Tail:
 
 def _drop_half_line(path: Path) -> None:
     """What a process that was killed while it wrote has left at the end."""
-    if path.exists():
+    try:
         content = path.read_bytes()
         os.truncate(path, content.rfind(b"\n") + 1)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        log.warning("can't look for a half line at the end of %s: %s", path, error.strerror)

@@ -321,6 +321,16 @@ class Waiting(Event, kind="waiting", severity=Severity.NOTICE):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Paused(Event, kind="paused", severity=Severity.ERROR):
+    """No step is begun until what is wrong is over."""
+
+    reason: str
+
+    def sentence(self, node: str | None) -> str:
+        return f"the run pauses: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class RebuildOrdered(Event, kind="rebuilding", severity=Severity.NOTICE):
     """The driver has told a node to get its stage's state."""
 
@@ -492,6 +502,26 @@ class Saved(Event, kind="saved", severity=Severity.INFO):
 
     def sentence(self, node: str | None) -> str:
         return f"step {self.step} is on disk ({self.holding})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteFailed(Event, kind="write failed", severity=Severity.ERROR):
+    """Of the files that a node writes of the run: its events, its ledger."""
+
+    reason: str
+
+    def sentence(self, node: str | None) -> str:
+        return f"{node}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenAgain(Event, kind="written again", severity=Severity.GOOD):
+    path: str
+    dropped: int  # lines, of which there were too many to keep
+
+    def sentence(self, node: str | None) -> str:
+        lost = f"; {self.dropped} lines are lost" if self.dropped else ""
+        return f"{node}: {self.path} is written again{lost}"
 
 
 @dataclass(frozen=True, kw_only=True)

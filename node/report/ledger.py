@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from pydantic import (
 from typing_extensions import TypedDict
 
 from planaria.node.data.windows import Windows, microbatch_ids, samples_hash
+from planaria.node.report.line_file import LineFile
 from planaria.node.wire import stage_pb2
 
 MERGED = "ledger.jsonl"
@@ -106,36 +108,36 @@ def _joint_hash(microbatches: Sequence[tuple[int, int, str]]) -> str:
 
 
 class Ledger:
-    """A ledger open for writing. A half-written last line, left by a crash, is dropped.
+    """A ledger open for writing. A half-written last line, left by a crash, is dropped. `file` says
+    whether its lines are on disk.
 
-    Raises LedgerError when the file belongs to another run or can't be written.
+    Raises LedgerError when the file belongs to another run, or can't be read.
     """
 
     def __init__(self, path: Path, header: LedgerHeader) -> None:
         self.path = path
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             written = path.read_bytes() if path.exists() else b""
             whole = written.rfind(b"\n") + 1
             if whole:
                 _check_header(path, written, header)
-            self._file = path.open("ab")
-            self._file.truncate(whole)
-            if not whole:
-                self._write(header)
+            if whole < len(written):
+                os.truncate(path, whole)
         except OSError as error:
-            raise LedgerError(f"can't write the ledger {path}: {error.strerror}") from error
+            raise LedgerError(f"can't read the ledger {path}: {error.strerror}") from error
+        self.file = LineFile(path)
+        if not whole:
+            self._write(header)
 
     def append(self, line: Line) -> None:
-        """Written through to the operating system before this returns."""
+        """With the operating system when this returns, or waiting in memory (`file.trouble`)."""
         self._write(line)
 
     def _write(self, fields: LedgerHeader | Line) -> None:
-        self._file.write(json.dumps(fields, allow_nan=False).encode() + b"\n")
-        self._file.flush()
+        self.file.append(json.dumps(fields, allow_nan=False).encode() + b"\n")
 
     def close(self) -> None:
-        self._file.close()
+        self.file.close()
 
     def __enter__(self) -> Self:
         return self

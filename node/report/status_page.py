@@ -112,6 +112,11 @@ def _head(description: Description) -> RenderableType:
         grid.add_row(Text(name, style="dim"), text)
     if description.trouble:
         grid.add_row(Text("registry", style="dim"), styled(description.trouble, Severity.ERROR))
+    for one in description.members:
+        if one.report.trouble:
+            who = f"{one.member.node} of stage {one.member.stage}"
+            trouble = styled(f"{who}: {one.report.trouble}", Severity.ERROR)
+            grid.add_row(Text("trouble", style="dim"), trouble)
     for message, members in _news(description).items():
         grid.add_row(Text("news", style="dim"), _told_by(message, members, view.driver))
     return grid

@@ -24,6 +24,7 @@ from planaria.node.report.events import (
     Committed,
     Diverged,
     NodeLost,
+    Paused,
     RebuildFailed,
     Resuming,
     RolledBack,
@@ -33,7 +34,7 @@ from planaria.node.report.events import (
 from planaria.node.transaction.attempting import Attempting, Vote, planned
 from planaria.node.transaction.bounds import told_to_driver
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Send, Suspect
-from planaria.node.transaction.gathering import Coming, Gathering, Standing, active
+from planaria.node.transaction.gathering import Coming, Gathering, Standing, active, unrecorded
 from planaria.node.transaction.joining import FOLLOWED, FOLLOWS, Joining
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.transaction.syncing import Rebuilds, Syncing, copy_twins, decide_each, rebuild
@@ -42,6 +43,8 @@ from planaria.recovery.decide import Rebuild, Resume, RollBack, Source, Stop, re
 
 LONGEST_PAUSE = 5.0
 """Seconds between attempts at most, after many failed in a row."""
+UNRECORDED_PAUSE = 2.0
+"""Seconds between two looks whether a ledger can be written again."""
 EVICTED = 3.0
 """Seconds that an attempt that goes on without a lost node waits, once it is complete, for the view
 without that node; then the node isn't lost, and the attempt is given up."""
@@ -90,6 +93,7 @@ class Driver:
         ] = {}  # since the last commit: by whom, of what stage
         self.idle: set[str] = set()  # members that have sent what can't be used
         self.pause_until = 0.0
+        self.unrecorded = ""  # why no step is begun: no ledger is written
         self.validated: tuple[int, float] = (0, math.nan)  # step, loss
         self.finished = False  # and stays so, whoever is lost afterwards
 
@@ -200,7 +204,7 @@ class Driver:
             case Gathering() as gathering:
                 return gathering.ask_again(now)
             case Resting(DriverPhase.PAUSING) if now >= self.pause_until:
-                return self._next(now)
+                return self._gather(self.unrecorded, now) if self.unrecorded else self._next(now)
             case Attempting(vote=Vote(awaited=[])):
                 return self._if_all_ready(now)
             case Attempting() as attempt:
@@ -305,6 +309,11 @@ class Driver:
             return effects + self._wait_for_state(gathering, syncs, now)
         if vacant and not self.finished:
             return effects + self._wait_for_nodes(vacant)
+        paused, self.unrecorded = self.unrecorded, "" if self._is_over() else gathering.unrecorded()
+        if self.unrecorded:
+            self.pause_until = now + UNRECORDED_PAUSE
+            self.current = Resting(DriverPhase.PAUSING, self.unrecorded)
+            return effects if paused else [*effects, Paused(reason=self.unrecorded)]
         if now < self.pause_until:
             self.current = Resting(DriverPhase.PAUSING, gathering.why)
             return effects
@@ -482,6 +491,8 @@ class Driver:
             if other := vote.dissents_from(stage, vote.ready[node]):
                 effects.append(self._diverged(stage, other, node))
         commit = attempt.commit(vote, self.ballot, self.rules, now)
+        ends = (vote.ready[node].recording for node in vote.ready if self.members[node] == 0)
+        attempt.regather = attempt.regather or unrecorded(ends)
         self.standing = replace(self.standing, committed=commit.step, last=commit)
         self.failures = 0
         self.accused.clear()

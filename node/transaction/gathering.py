@@ -168,11 +168,27 @@ class Gathering:
             made=Ballot.of(newest.last.ballot),
         )
 
+    def unrecorded(self) -> str:
+        """Why no step is to be begun, as far as ledgers go."""
+        return unrecorded(s.recording for n, s in self.statuses.items() if self.members[n] == 0)
+
     def nodes_of(self, stage: int) -> list[str]:
         return sorted(node for node, at in self.members.items() if at == stage)
 
     def vacant(self) -> list[int]:
         return [stage for stage in range(self.stages + 1) if not self.nodes_of(stage)]
+
+
+def unrecorded(ledgers: Iterable[pb.Recording]) -> str:
+    """Why no step is to be begun, when these are the ledgers of stage 0; empty: one is written, or
+    none is wanted."""
+    found = set(ledgers)
+    if pb.LEDGER_FAILING not in found or pb.LEDGER_WRITTEN in found:
+        return ""
+    return (
+        "no node of stage 0 can write its ledger (--out): free space on its disk, or let another "
+        "node join stage 0"
+    )
 
 
 def _age(status: pb.Status) -> tuple[int, int]:

@@ -74,6 +74,7 @@ class MemberSide:
         self.sync = pb.Sync()
         self.following: Following | None = None
         self.holdings: Callable[[], Sequence[pb.Holding]] = lambda: ()
+        self.recording: Callable[[], pb.Recording] = lambda: pb.NO_LEDGER
         self.unanswered: tuple[str, Ballot] | None = None
         self.seconds_per_microbatch = 0.0
         self.halt: pb.Halt | None = None
@@ -131,6 +132,7 @@ class MemberSide:
             finite=finite,
             digest=self.digest,
             seconds_per_microbatch=seconds_per_microbatch,
+            recording=self.recording(),
         )
         return [self._to_driver(pb.Message(ready=ready))]
 
@@ -294,6 +296,7 @@ class MemberSide:
             following=self.following.step if self.following is not None else 0,
             following_lineage=self.sync.lineage,
             heard=self.following.heard if self.following is not None else 0,
+            recording=self.recording(),
         )
         return [Send(peer, pb.Message(ballot=ballot.message(), status=status))]
 

@@ -8,6 +8,15 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Recording(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NO_LEDGER: _ClassVar[Recording]
+    LEDGER_WRITTEN: _ClassVar[Recording]
+    LEDGER_FAILING: _ClassVar[Recording]
+NO_LEDGER: Recording
+LEDGER_WRITTEN: Recording
+LEDGER_FAILING: Recording
+
 class Ballot(_message.Message):
     __slots__ = ("view", "attempt")
     VIEW_FIELD_NUMBER: _ClassVar[int]
@@ -71,7 +80,7 @@ class Query(_message.Message):
     def __init__(self) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("committed", "ready", "ready_ballot", "last", "boosted_at", "digest", "seconds_per_microbatch", "attempting", "lineage", "holdings", "following", "following_lineage", "heard")
+    __slots__ = ("committed", "ready", "ready_ballot", "last", "boosted_at", "digest", "seconds_per_microbatch", "attempting", "lineage", "holdings", "following", "following_lineage", "heard", "recording")
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     READY_BALLOT_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +94,7 @@ class Status(_message.Message):
     FOLLOWING_FIELD_NUMBER: _ClassVar[int]
     FOLLOWING_LINEAGE_FIELD_NUMBER: _ClassVar[int]
     HEARD_FIELD_NUMBER: _ClassVar[int]
+    RECORDING_FIELD_NUMBER: _ClassVar[int]
     committed: int
     ready: int
     ready_ballot: Ballot
@@ -98,7 +108,8 @@ class Status(_message.Message):
     following: int
     following_lineage: int
     heard: int
-    def __init__(self, committed: _Optional[int] = ..., ready: _Optional[int] = ..., ready_ballot: _Optional[_Union[Ballot, _Mapping]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., boosted_at: _Optional[int] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., attempting: _Optional[int] = ..., lineage: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., following: _Optional[int] = ..., following_lineage: _Optional[int] = ..., heard: _Optional[int] = ...) -> None: ...
+    recording: Recording
+    def __init__(self, committed: _Optional[int] = ..., ready: _Optional[int] = ..., ready_ballot: _Optional[_Union[Ballot, _Mapping]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., boosted_at: _Optional[int] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., attempting: _Optional[int] = ..., lineage: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., following: _Optional[int] = ..., following_lineage: _Optional[int] = ..., heard: _Optional[int] = ..., recording: _Optional[_Union[Recording, str]] = ...) -> None: ...
 
 class Holding(_message.Message):
     __slots__ = ("kind", "stage", "step", "lineage", "mean_step", "oldest_step", "perturbation", "made")
@@ -297,18 +308,20 @@ class Reduce(_message.Message):
     def __init__(self) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("step", "squared_norm", "finite", "digest", "seconds_per_microbatch")
+    __slots__ = ("step", "squared_norm", "finite", "digest", "seconds_per_microbatch", "recording")
     STEP_FIELD_NUMBER: _ClassVar[int]
     SQUARED_NORM_FIELD_NUMBER: _ClassVar[int]
     FINITE_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SECONDS_PER_MICROBATCH_FIELD_NUMBER: _ClassVar[int]
+    RECORDING_FIELD_NUMBER: _ClassVar[int]
     step: int
     squared_norm: float
     finite: bool
     digest: bytes
     seconds_per_microbatch: float
-    def __init__(self, step: _Optional[int] = ..., squared_norm: _Optional[float] = ..., finite: _Optional[bool] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ...) -> None: ...
+    recording: Recording
+    def __init__(self, step: _Optional[int] = ..., squared_norm: _Optional[float] = ..., finite: _Optional[bool] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., recording: _Optional[_Union[Recording, str]] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("reason", "accused", "cause")

@@ -83,6 +83,9 @@ class Memory:
         self.events.append(event)
 
     def committed(self, commit: pb.Commit) -> None: ...
+    def recording(self) -> pb.Recording:
+        return pb.NO_LEDGER
+
     def changed(self) -> None: ...
     def halted(self, halt: pb.Halt) -> None: ...
 

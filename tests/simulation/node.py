@@ -296,6 +296,9 @@ class Node:
     def committed(self, commit: pb.Commit) -> None:
         """The ledger is held against the windows elsewhere."""
 
+    def recording(self) -> pb.Recording:
+        return pb.NO_LEDGER
+
     def changed(self) -> None:
         self.report = registry.Report(complaints=self.missing.complaints(lambda peer: False))
         if self.seat is not None:

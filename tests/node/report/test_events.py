@@ -69,10 +69,10 @@ def test_the_names_in_a_log_stay():
     assert [kind.kind for kind in KINDS] == [
         *("aborted", "applied", "committed", "cost", "diverged", "ending", "exited", "fetching"),
         *("finished", "goes on", "handed over", "hangs", "joined", "killed", "link lost", "lost"),
-        *("masked",),
+        *("masked", "paused"),
         *("preempted", "rebuild failed", "rebuilding", "rebuilt", "refused", "relearning"),
         *("resuming", "rolled back", "save failed", "saved", "serving", "started", "stopped"),
-        *("validated", "waiting", "wall"),
+        *("validated", "waiting", "wall", "write failed", "written again"),
     ]
     back = written(RolledBack(lost=37, step=30, reason="x"))
     assert list(back) == ["time", "node", "kind", "from", "step", "reason"]

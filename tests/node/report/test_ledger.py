@@ -106,8 +106,10 @@ def test_a_ledger_of_another_run_is_not_written_to(tmp_path: Path) -> None:
     before = path.read_bytes()
     with pytest.raises(LedgerError, match=r"another run .seed: 3 and 4.: move it away"):
         Ledger(path, LedgerHeader(**{**HEADER, "seed": 4}))
-    with pytest.raises(LedgerError, match="can't write the ledger"):
-        Ledger(path / "below", HEADER)
+    with pytest.raises(LedgerError, match="can't read the ledger"):
+        Ledger(path.parent, HEADER)
+    with Ledger(path / "below", HEADER) as ledger:
+        assert "can't write" in ledger.file.trouble
     assert path.read_bytes() == before
 
 

@@ -457,6 +457,20 @@ def test_who_has_trouble_is_named_in_red():
     assert any("step 5: 3 of 8 home" in line and "\x1b[1;31m" not in line for line in lines)
 
 
+def test_who_can_not_write_is_named_in_red_whoever_drives():
+    full = "can't write out/ledger-77aa.jsonl: No space left on device; 3 lines wait in memory"
+    troubled = described(
+        member(OLD, 0, committed=4, message="step 5: 3 of 8 home", trouble=full),
+        member(NEW, 2, committed=4),
+    )
+    troubled.trouble = "can't write view 6 to the journal"
+    console = Console(file=io.StringIO(), width=160, force_terminal=True, color_system="standard")
+    console.print(page(troubled))
+    lines = console.file.getvalue().splitlines()
+    assert any(f"\x1b[1;31m{OLD} of stage 0: {full}" in line for line in lines)
+    assert any("\x1b[1;31mcan't write view 6" in line for line in lines)
+
+
 @pytest.mark.parametrize(
     ("phase", "committed", "yellow"), [("idle", 4, True), ("running", 4, False), ("idle", 0, False)]
 )

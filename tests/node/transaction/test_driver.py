@@ -15,6 +15,7 @@ from planaria.node.report.events import (
     Diverged,
     Event,
     NodeLost,
+    Paused,
     RebuildFailed,
     RebuildOrdered,
     RolledBack,
@@ -131,6 +132,70 @@ class Told:
     def waits(self, seconds: float) -> list[Effect]:
         self.now += seconds
         return self.driver.tick(self.now)
+
+
+# --- ledgers
+
+
+TWO_ENDS = {**SWARM, "z": 0}
+
+
+def reduced(told: Told, **ledgers: pb.Recording) -> list[Effect]:
+    """All are ready, and say this of their ledgers."""
+    told.comes_home()
+    effects: list[Effect] = []
+    for node in list(told.driver.members):
+        ledger = ledgers.get(node, pb.NO_LEDGER)
+        ready = pb.Ready(step=1, squared_norm=1.0, finite=True, digest=b"same", recording=ledger)
+        effects = told.hears(node, ready=ready)
+    return effects
+
+
+@pytest.mark.parametrize(
+    ("a", "z", "pauses"),
+    [
+        (pb.LEDGER_FAILING, pb.LEDGER_FAILING, True),
+        (pb.LEDGER_FAILING, pb.NO_LEDGER, True),
+        (pb.LEDGER_FAILING, pb.LEDGER_WRITTEN, False),
+        (pb.NO_LEDGER, pb.NO_LEDGER, False),
+    ],
+)
+def test_a_run_pauses_when_no_ledger_can_be_written(
+    a: pb.Recording, z: pb.Recording, pauses: bool
+) -> None:
+    told = Told(members=TWO_ENDS)
+    told.begins()
+    steps = sent(reduced(told, a=a, z=z, b=pb.LEDGER_FAILING), "step")
+    assert steps["c"].step.commit.step == 1, "what all are ready for is committed"
+    assert steps["c"].step.HasField("begin") != pauses
+    assert (told.driver.phase is DriverPhase.GATHERING) == pauses
+
+
+def test_a_paused_run_says_why_and_goes_on_when_a_ledger_is_written() -> None:
+    told = Told(members=TWO_ENDS)
+    told.begins()
+    reduced(told, a=pb.LEDGER_FAILING, z=pb.LEDGER_FAILING)
+    last = pb.Commit(step=1)
+    failing = pb.Status(committed=1, last=last, recording=pb.LEDGER_FAILING)
+    written = pb.Status(committed=1, last=last, recording=pb.LEDGER_WRITTEN)
+    (paused,) = events(told.statuses(1, a=failing, z=failing), Paused)
+    assert paused.reason.startswith("no node of stage 0 can write its ledger (--out): free space")
+    assert told.driver.explain() == paused.reason
+    for _ in range(3):
+        assert told.waits(1.0) == []
+        assert sent(told.waits(2.0), "query").keys() == TWO_ENDS.keys()
+        assert events(told.statuses(1, a=failing, z=failing), Paused) == [], "said once"
+    told.waits(3.0)
+    begins = sent(told.statuses(1, a=failing, z=written), "step")
+    assert begins["c"].step.begin.step == 2
+
+
+def test_a_run_whose_steps_are_done_ends_though_no_ledger_can_be_written() -> None:
+    told = Told(replace(RULES, steps=1), members=TWO_ENDS)
+    told.begins()
+    failing = pb.Status(committed=1, last=pb.Commit(step=1), recording=pb.LEDGER_FAILING)
+    reduced(told, a=pb.LEDGER_FAILING, z=pb.LEDGER_FAILING)
+    assert sent(told.statuses(1, a=failing, z=failing), "halt").keys() == TWO_ENDS.keys()
 
 
 # --- a step

@@ -1,0 +1,129 @@
+"""Lines for a disk that is full or fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planaria.node.report import line_file
+from planaria.node.report.event_log import EventLog
+from planaria.node.report.events import Committed
+from planaria.node.report.line_file import LineFile
+
+
+class Disk:
+    """Takes so many bytes more, as `os.write` does on one that fills up."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.write = room, os.write
+
+    def __call__(self, file: int, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = self.write(file, data[: self.room])
+        self.room -= written
+        return written
+
+
+def line(number: int) -> bytes:
+    return b"line %d\n" % number
+
+
+def test_lines_are_with_the_operating_system_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "lines"
+    file = LineFile(path)
+    file.append(line(1))
+    assert path.read_bytes() == line(1)
+    file.close()
+    again = LineFile(path)
+    again.append(line(2))
+    assert path.read_bytes() == line(1) + line(2)
+    again.close()
+
+
+def test_a_device_that_is_full(caplog: pytest.LogCaptureFixture) -> None:
+    file = LineFile(Path("/dev/full"))
+    file.append(line(1))
+    file.append(line(2))
+    assert file.trouble == "can't write /dev/full: No space left on device"
+    assert file.told() == file.trouble + "; 2 lines wait in memory"
+    file.close()
+    assert "2 lines wait in memory, and are lost" in caplog.text
+
+
+@pytest.mark.parametrize("room", [0, 1, 7, 8, 10, 16, 40])
+def test_what_has_waited_is_written_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    path = tmp_path / "lines"
+    disk = Disk(room)
+    monkeypatch.setattr(line_file.os, "write", disk)
+    file = LineFile(path)
+    for number in range(6):
+        file.append(line(number))
+    assert file.trouble
+    disk.room = 1000
+    file.flush()
+    assert not file.trouble
+    assert path.read_bytes() == b"".join(map(line, range(6)))
+
+
+def test_of_too_many_the_oldest_are_dropped_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lines"
+    disk = Disk(3)
+    monkeypatch.setattr(line_file.os, "write", disk)
+    file = LineFile(path, most=4 * len(line(0)))
+    for number in range(10):
+        file.append(line(number))
+    assert "4 lines wait in memory, 6 older ones are lost" in file.told()
+    disk.room = 1000
+    file.append(b"last\n")
+    assert path.read_bytes() == b"line 0\nline 7\nline 8\nline 9\nlast\n", "the first one was begun"
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20)), max_size=30))
+def test_whatever_is_written_is_whole_lines_in_order_and_the_rest_is_counted(
+    steps: list[tuple[int, int]],
+) -> None:
+    """However the disk fills and empties, within the memory that is allowed."""
+    written = bytearray()
+    disk = Disk(0)
+
+    def write(file: int, data: bytes) -> int:
+        if not disk.room:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        taken = data[: disk.room]
+        disk.room -= len(taken)
+        written.extend(taken)
+        return len(taken)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(line_file.os, "write", write)
+        file = LineFile(Path(os.devnull), most=60)
+        for number, (room, size) in enumerate(steps):
+            disk.room = room
+            file.append(b"%d %s\n" % (number, b"x" * size))
+            assert file._bytes == sum(map(len, file._waiting))
+            assert file._bytes <= 60 + 2 * 25, "but for what is begun, and the newest"
+        disk.room = 10_000
+        file.flush()
+    lines = [b"%d %s\n" % (number, b"x" * size) for number, (_, size) in enumerate(steps)]
+    found = bytes(written).splitlines(keepends=True)
+    assert found == [each for each in lines if each in found]
+    assert len(found) + file.dropped == len(lines)
+
+
+def test_an_event_log_that_can_not_be_written_raises_nothing(tmp_path: Path) -> None:
+    (tmp_path / "events-n.jsonl").mkdir()
+    events = EventLog(tmp_path, "n")
+    events.write(Committed(step=1, loss=2.0))
+    assert events.file is not None
+    assert str(tmp_path / "events-n.jsonl") in events.file.trouble
+    events.close()
