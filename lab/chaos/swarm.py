@@ -47,6 +47,9 @@ END: Final = 120.0
 """Seconds that it has, once everything is healed, until all its nodes have the newest step."""
 STEPS_AT_THE_END: Final = 3
 """Committed once everything is healed."""
+OWN_STEPS: Final = 3
+"""A node takes part once it has applied so many: the first ones as a newcomer, without a vote. When
+only such are left, they can't know whether the others have gone on, and the run is over."""
 FAULTS, VIEWS, TAKEN = "faults.jsonl", "views.jsonl", "taken.jsonl"
 NODES: Final = "nodes"
 """Folder of the nodes' folders, which have the names of their slots."""
@@ -104,7 +107,7 @@ class SickSwarm:
         self.story = Story(run.steps)
         self.tails: dict[Path, Tail] = {}
         self.quarantined: set[str] = set()  # instances, see node/instance.py
-        self.applied: dict[str | None, int] = {}  # node -> newest step that it took part in
+        self.applied: dict[str | None, range] = {}  # node -> steps that it has applied
         self.blinking: set[asyncio.Task[None]] = set()
         self.sampled = 0.0
         self._files = ExitStack()
@@ -164,13 +167,11 @@ class SickSwarm:
         return f"the run was stopped: {stopped.reason}" if stopped else what
 
     def _behind(self, step: int) -> list[str]:
-        """Slots whose node has not taken part in this step, nor in a later one."""
+        """Slots whose node does not take part, or has not applied this step yet."""
         running = self.processes.running()
-        return [
-            slot
-            for slot in self.shape.slots
-            if self.applied.get(self.story.node_of(running.get(slot, 0)), 0) < step
-        ]
+        nodes = {slot: self.story.node_of(running.get(slot, 0)) for slot in self.shape.slots}
+        applied = {slot: self.applied.get(node, range(0)) for slot, node in nodes.items()}
+        return [s for s, steps in applied.items() if steps.stop <= step or len(steps) < OWN_STEPS]
 
     def _kept_out(self) -> list[str]:
         """Slots whose node is in quarantine for what it has done."""
@@ -214,7 +215,9 @@ class SickSwarm:
             if entry := parse(line):
                 self.story.hear(entry)
                 if isinstance(entry.event, Applied):
-                    self.applied[entry.node] = entry.event.step
+                    step = entry.event.step
+                    first = self.applied.get(entry.node, range(step, step)).start
+                    self.applied[entry.node] = range(first, step + 1)
 
     # --- faults
 
