@@ -406,8 +406,8 @@ class Node:
             seat.on_link_up(peer, self.loop.time())
 
     def on_link_lost(self, peer: str, reason: str, unacknowledged: list[Frame]) -> None:
+        self.tell(LinkLost(peer=peer, reason=reason))
         if any(member.node == peer for member in self.view.members):
-            self.tell(LinkLost(peer=peer, reason=reason))
             self.client.suspect(peer, reason)
         for seat in self.seats.values():
             seat.on_link_lost(peer, reason, unacknowledged, self.loop.time())

@@ -72,9 +72,9 @@ def noticed(swarm: Swarm, churn: Churn, stage: int) -> float:
 
 def told(swarm: Swarm, churn: Churn, stage: int) -> float:
     """From a replica's loss until all have the plan of a step that goes on without it: the driver's
-    link to it is reset, or silent, or the registry says that it leaves."""
-    heard = delay(swarm, 0, stage) + (swarm.run.swarm.silence if churn.silent else 0.0)
-    return min(heard, noticed(swarm, churn, stage)) + farthest(swarm)
+    link to it is silent, or the registry's view is without it."""
+    silent = delay(swarm, 0, stage) + swarm.run.swarm.silence
+    return min(silent, noticed(swarm, churn, stage)) + farthest(swarm)
 
 
 def sending_again(swarm: Swarm, stage: int, microbatches: float) -> float:

@@ -1,9 +1,9 @@
 """Everything between nodes.
 
 proto/planaria/node/wire/stage.proto has the messages, frames.py the frames that carry tensors,
-tensors.py their payloads. link.py is a link: messages and frames in order over two gRPC streams,
-the frames in pieces by chunks.py. outbox.py holds what waits for a link to come up,
-missing.py tells the registry which doesn't.
-exchange.py is for conversations that wait for answers, looped.py runs them on the event loop,
-measuring.py finds out how fast a link is.
+tensors.py their payloads. link.py is a link: messages and frames in order over gRPC streams that
+come and go. session.py is what outlives them, chunks.py the frames in pieces. outbox.py holds what
+waits for a link to come up, missing.py tells the registry which doesn't. exchange.py is for
+conversations that wait for answers, looped.py runs them on the event loop, measuring.py finds out
+how fast a link is.
 """

@@ -2,7 +2,8 @@
 
 Pure: chunks in, chunks out. A frame gets its number when its first chunk leaves, so at the other
 end new numbers come one after the other. A more urgent kind overtakes between two chunks; within a
-kind frames keep their order, so at most one frame of each kind is under way.
+kind frames keep their order, so at most one frame of each kind is under way. A new connection goes
+on where the inbox says that it is: chunks that were lost on the old one are sent again.
 
 Copies travel in the background: a chunk of theirs leaves only when nothing else is under way, and
 is acknowledged at once, so that a gradient is never behind more than one of them.
@@ -11,7 +12,7 @@ is acknowledged at once, so that a gradient is never behind more than one of the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -59,11 +60,9 @@ class Outbox:
         frame can't travel."""
         if frame.kind not in KINDS:
             raise WireError(f"a frame of kind {frame.kind!r}, which is none of {', '.join(KINDS)}")
-        buffers = buffers_of(frame.payload)
-        size = sum(buffer.nbytes for buffer in buffers)
-        rest = deque(buffer for buffer in buffers if buffer.nbytes)
-        self._queues[frame.kind].append(_Sending(frame, frame.head(), rest, size, arrived))
-        self.unacknowledged += size
+        sending = _Sending(frame, frame.head(), _rest_of(frame, 0), frame.size, arrived)
+        self._queues[frame.kind].append(sending)
+        self.unacknowledged += sending.size
 
     def next(self) -> bytes | None:
         """The next chunk to send; None while nothing is queued or the window is full."""
@@ -105,6 +104,33 @@ class Outbox:
             if sending.arrived is not None:
                 sending.arrived()
 
+    def rewind(self, begun: int, partial: Mapping[int, int]) -> None:
+        """The peer has the first `begun` frames, but of those in `partial` only so many bytes; what
+        else was on its way to it is lost. Raises WireError when that can't be."""
+        unbegun = [sending for number, sending in self._started.items() if number > begun]
+        kept = [sending for number, sending in self._started.items() if number <= begun]
+        known = partial.keys() <= {sending.number for sending in kept}
+        if not known or begun + len(unbegun) != self._last or any(s.acknowledged for s in unbegun):
+            raise WireError(
+                f"{begun} frames begun, of which {sorted(partial)} aren't whole, which can't be"
+            )
+        for sending in kept:
+            self.acknowledge(sending.number, partial.get(sending.number, sending.size))
+        waiting = {k: [s for s in queue if not s.number] for k, queue in self._queues.items()}
+        for sending in unbegun:
+            del self._started[sending.number]
+            sending.number = 0
+        again = [*self._started.values(), *unbegun]
+        for sending in again:
+            sending.sent = sending.acknowledged
+            sending.rest = _rest_of(sending.frame, sending.sent)
+        for kind, queue in self._queues.items():
+            queue.clear()
+            queue.extend(sending for sending in again if sending.frame.kind == kind)
+            queue.extend(waiting[kind])
+        self._last = begun
+        self._in_flight = 0
+
     def unfinished(self) -> list[Frame]:
         """Those not acknowledged to their end: started ones first, then queued ones by urgency."""
         queued = (sending for queue in self._queues.values() for sending in queue)
@@ -112,6 +138,12 @@ class Outbox:
             *(sending.frame for sending in self._started.values()),
             *(sending.frame for sending in queued if sending.number == 0),
         ]
+
+
+def _rest_of(frame: Frame, sent: int) -> deque[memoryview]:
+    rest = deque(buffer for buffer in buffers_of(frame.payload) if buffer.nbytes)
+    _take(rest, sent)
+    return rest
 
 
 def _take(buffers: deque[memoryview], length: int) -> list[memoryview]:
@@ -172,6 +204,14 @@ class Inbox:
             return None
         number, received = self._due.popitem()
         return pack_chunk(frame=number, acknowledged=received + 1)
+
+    def told(self) -> tuple[int, dict[int, int]]:
+        """How many frames have begun, and how many bytes of those have come that aren't whole. Says
+        what acknowledgements were to say, so none is due any more."""
+        self._due.clear()
+        self._untold.clear()
+        self._chunks = 0
+        return self._last, {number: one.received for number, one in self._partial.items()}
 
     def _begin(self, chunk: Chunk) -> _Receiving:
         if chunk.frame != self._last + 1:

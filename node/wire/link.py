@@ -1,16 +1,20 @@
 """Links: messages and frames from node to node.
 
-A link is two gRPC streams on two connections, so that a vote never queues behind a weight. Either
-side may have dialled it; once up, both sides are alike. `Links` keeps those up that the newest view
-asks for, and accepts those that members of that view dial.
+A link is a session (session.py) over connections that come and go. A connection is two gRPC
+streams, each on a TCP connection of its own, so that a vote never queues behind a weight. Either
+side may have dialled it; once up, both sides are alike. When it breaks, the link sleeps until one
+of them has dialled again, and goes on where it was; it is lost when that takes too long.
+
+`Links` keeps those up that the newest view asks for, and accepts those that members of that view
+dial.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-import secrets
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,7 +29,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from planaria.bootstrap.credentials import PLAIN, Credentials, add_port
 from planaria.bootstrap.credentials import channel as open_channel
 from planaria.node.wire import stage_pb2
-from planaria.node.wire.chunks import ACKNOWLEDGE_EVERY, Inbox, Outbox
+from planaria.node.wire.chunks import ACKNOWLEDGE_EVERY
 from planaria.node.wire.frames import (
     HEAD_LIMIT,
     PAYLOAD_LIMIT,
@@ -34,19 +38,34 @@ from planaria.node.wire.frames import (
     pack_chunk,
     parse_chunk,
 )
+from planaria.node.wire.session import (
+    Begun,
+    Bounds,
+    Forgotten,
+    Hello,
+    Outdated,
+    Session,
+    Silence,
+)
 
 log = logging.getLogger(__name__)
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 CHUNK_LIMIT: Final = 4 << 20  # bytes; gRPC slows down beyond
 MESSAGE_LIMIT: Final = CHUNK_LIMIT + HEAD_LIMIT + 1024  # bytes
-QUEUE_LIMIT: Final = 10_000  # control messages that wait for one peer
 HANDSHAKE_LIMIT: Final = 1024  # streams without a link, all diallers together
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two dials
+HEAD_START: Final = 1.0  # seconds that who isn't to dial leaves to who is, before it does too
 FAREWELL: Final = 1.0  # seconds for a peer to read why a link is closed
 
 _SERVICE: Final = "planaria.node.Stage"
 _STREAMS: Final = ("Control", "Bulk")
+_NO_LINK_THERE: Final = (  # what a peer answers that has none to go on with
+    StatusCode.DATA_LOSS,
+    StatusCode.NOT_FOUND,
+    StatusCode.PERMISSION_DENIED,
+    StatusCode.ABORTED,
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +79,8 @@ class LinkSettings:
     chunk: int = 2 << 20
     window: int = 16 << 20  # unacknowledged, in each direction
     payload: int = PAYLOAD_LIMIT
+    messages: int = 64 << 20  # that a peer hasn't said to have
+    asleep: int = 4 << 30  # of messages and frames that wait while a link sleeps
 
     def __post_init__(self) -> None:
         if not 0 < self.chunk <= CHUNK_LIMIT:
@@ -84,7 +105,7 @@ class Peer:
 
 class LinkEvents(Protocol):
     """Told on the event loop, in order; must not block. A link is told of as up, then at most once
-    as lost; the messages and frames of its peer come between."""
+    as lost; the messages and frames of its peer come between. That it slept nobody is told."""
 
     def on_message(self, peer: str, message: stage_pb2.Message) -> None: ...
 
@@ -104,29 +125,6 @@ class Traffic:
     bytes_out: int = 0
 
 
-class Silence:
-    """Decides when a peer has been silent for too long, by the time this node spent listening.
-
-    `tick` is called every `interval` seconds. By how much it comes late, this node was busy and
-    could hear nobody; that time doesn't count. All times in seconds, of one clock.
-    """
-
-    def __init__(self, limit: float, interval: float, now: float) -> None:
-        self._limit, self._interval = limit, interval
-        self._heard = now
-        self._expected = now + interval
-
-    def heard(self, now: float) -> None:
-        self._heard = now
-
-    def tick(self, now: float) -> float | None:
-        """How long the silence has been, when that is too long."""
-        self._heard = min(now, self._heard + max(0.0, now - self._expected))
-        self._expected = now + self._interval
-        silent = now - self._heard
-        return silent if silent >= self._limit else None
-
-
 class _Stream(Protocol):
     """What a call and a servicer's context have in common."""
 
@@ -136,7 +134,7 @@ class _Stream(Protocol):
 
 
 class _LinkOver(Exception):  # noqa: N818 (not an error)
-    """The link is over; says why."""
+    """The peer has closed the link; says why."""
 
 
 class _Refused(Exception):  # noqa: N818 (not an error of this node)
@@ -146,73 +144,160 @@ class _Refused(Exception):  # noqa: N818 (not an error of this node)
 
 
 class _Link:
-    """Two streams to a peer, from the handshake to the end."""
+    """A session with a peer, from when it is up until it is lost."""
 
-    def __init__(
-        self,
-        links: Links,
-        peer: str,
-        dialler: str,
-        streams: dict[str, _Stream],
-    ) -> None:
-        self._links, self._settings = links, links.settings
-        self.peer, self.dialler = peer, dialler
-        self._control, self._bulk = streams["Control"], streams["Bulk"]
-        self._messages: deque[bytes] = deque()
-        self._something_to_say, self._something_to_carry = asyncio.Event(), asyncio.Event()
-        self.outbox = Outbox(self._settings.chunk, self._settings.window)
-        self._inbox = Inbox(self._settings.payload)
-        self._farewell: bytes | None = None
-        self._traffic = links.traffic.setdefault(peer, Traffic())
+    def __init__(self, links: Links, peer: str, session: Session) -> None:
+        self._links, self.settings = links, links.settings
+        self.peer, self.session = peer, session
+        self.connection: _Connection | None = None  # None: it sleeps
+        self.traffic = links.traffic.setdefault(peer, Traffic())
         self._loop = asyncio.get_running_loop()
-        self._silence = Silence(self._settings.silence, self._settings.heartbeat, self._loop.time())
+        self._silence = Silence(self.settings.silence, self.settings.heartbeat, self._loop.time())
         self.over = asyncio.Event()
         self.reason = ""
 
     def start(self) -> None:
-        """The tasks end by themselves once the link is over and its streams are closed: gRPC does
-        not free what a cancelled read would have returned."""
-        for work in (self._speak, self._listen, self._carry, self._collect, self._watch):
-            name = f"{work.__name__.strip('_')} on the link to {self.peer}"
-            self._links.spawn(self._until_over(work), name)
+        self._links.spawn(self._watch(), f"watch on the link to {self.peer}")
 
     def send(self, message: bytes) -> None:
-        if len(self._messages) >= QUEUE_LIMIT:
-            self.end(f"{self.peer} has not taken the last {QUEUE_LIMIT} messages")
-            return
-        self._messages.append(message)
-        self._something_to_say.set()
+        self.session.send(message)
+        self._sent()
 
     def send_frame(self, frame: Frame, arrived: Callable[[], None] | None = None) -> None:
-        self.outbox.push(frame, arrived)
-        self._something_to_carry.set()
+        self.session.send_frame(frame, arrived)
+        self._sent()
+
+    def _sent(self) -> None:
+        if why := self.session.overfull(asleep=self.connection is None):
+            self.end(f"{self.peer} {why}")
+        elif self.connection is not None:
+            self.connection.wake()
+
+    def carry_by(self, connection: _Connection) -> None:
+        """Which has begun with hellos of this session."""
+        self.heard()
+        self.connection = connection
+        connection.start()
+
+    def detach(self, why: str) -> None:
+        """Nothing more comes by the connection that it has."""
+        if self.connection is not None:
+            connection, self.connection = self.connection, None
+            connection.end(why)
+
+    def broke(self, connection: _Connection) -> None:
+        """The connection carries nothing any more."""
+        if self.connection is not connection:
+            return
+        self.connection = None
+        if self.over.is_set():
+            return
+        log.info("the link to %s sleeps: %s", self.peer, connection.reason)
+        if why := self.session.overfull(asleep=True):
+            self.end(f"{self.peer} {why}")
+        else:
+            self._links.dial_soon(self.peer)
+
+    def heard(self) -> None:
+        self._silence.heard(self._loop.time())
 
     def end(self, reason: str, report: bool = True) -> None:
         """The first reason is the one that counts. `report`: to the events."""
         if self.over.is_set():
             return
-        self.reason = self.reason or reason
+        self.reason = reason
         self.over.set()
-        self._something_to_say.set()
-        self._something_to_carry.set()
+        if self.connection is not None:
+            self.connection.say_farewell(reason)
         self._links.forget(self, report)
 
+    async def _watch(self) -> None:
+        while not self.over.is_set():
+            try:
+                async with asyncio.timeout(self.settings.heartbeat):
+                    await self.over.wait()
+            except TimeoutError:
+                silent = self._silence.tick(self._loop.time())
+                if silent is not None:
+                    self.end(f"silent for {silent:.1f} s")
+                elif self.connection is not None:
+                    self.connection.beat()
+
+
+class _Connection:
+    """Two streams to a peer that carry a link, from the handshake until they break."""
+
+    def __init__(self, links: Links, link: _Link, streams: dict[str, _Stream]) -> None:
+        self._links, self._link, self._session = links, link, link.session
+        self._control, self._bulk = streams["Control"], streams["Bulk"]
+        self._something_to_say, self._something_to_carry = asyncio.Event(), asyncio.Event()
+        self._heartbeat = True  # is due
+        self._farewell: bytes | None = None
+        self.over = asyncio.Event()
+        self.reason = ""
+
+    def start(self) -> None:
+        """The tasks end by themselves once the connection is over and its streams are closed: gRPC
+        does not free what a cancelled read would have returned."""
+        for work in (self._speak, self._listen, self._carry, self._collect):
+            name = f"{work.__name__.strip('_')} on the link to {self._link.peer}"
+            self._links.spawn(self._until_over(work), name)
+
+    def wake(self) -> None:
+        self._something_to_say.set()
+        self._something_to_carry.set()
+
+    def beat(self) -> None:
+        self._heartbeat = True
+        self._something_to_say.set()
+
+    def end(self, reason: str, lost: bool = False) -> None:
+        """`lost`: and the link with it."""
+        if self.over.is_set():
+            return
+        self.reason = reason
+        self.over.set()
+        self.wake()
+        if lost:
+            self._link.end(reason)
+        self._link.broke(self)
+
+    def say_farewell(self, reason: str) -> None:
+        """The link is over; the peer closes the connection when it has read why."""
+        if not self.over.is_set():
+            self._farewell = pack_chunk(head=reason.encode()[:HEAD_LIMIT] or b"no reason")
+            self.wake()
+            self._links.spawn(self._close(), f"farewell on the link to {self._link.peer}")
+
+    @property
+    def is_last(self) -> bool:
+        """Of the link, which is over."""
+        return self._link.over.is_set()
+
+    async def _close(self) -> None:
+        try:
+            async with asyncio.timeout(FAREWELL):
+                await self.over.wait()
+        except TimeoutError:
+            log.info("%s did not close the link when told why", self._link.peer)
+            self.end(self._link.reason)
+
     async def _until_over(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        reason = f"{work.__name__.strip('_')} crashed in {self._links.node}, see its log"
+        peer, mine = self._link.peer, self._links.node
         try:
             await work()
-            reason = f"{self.peer} closed the link"
-        except _LinkOver as lost:
-            reason = str(lost)
+            self.end(f"{peer} closed the connection")
+        except _LinkOver as over:
+            self.end(f"{peer} closed the link: {over}", lost=True)
         except WireError as error:
-            reason = f"{self.peer} sent what can't be: {error}"
-            await self._say_farewell(reason)
+            self._link.end(f"{peer} sent what can't be: {error}")
         except grpc.aio.AioRpcError as error:
-            reason = _describe(error)
+            self.end(_describe(error), lost=error.code() is StatusCode.ABORTED)
         except (grpc.aio.BaseError, asyncio.InvalidStateError, asyncio.CancelledError):
-            reason = "the connection broke"
-        finally:
-            self.end(reason)
+            self.end("the connection broke")
+        except Exception:
+            self._link.end(f"{work.__name__.strip('_')} crashed in {mine}, see its log")
+            raise
 
     async def _read(self, stream: _Stream) -> bytes | None:
         """None: the stream has ended."""
@@ -220,38 +305,52 @@ class _Link:
         if self.over.is_set() or data is grpc.aio.EOF:
             return None
         assert isinstance(data, bytes)
-        self._silence.heard(self._loop.time())
-        self._traffic.bytes_in += len(data)
+        self._link.heard()
+        self._link.traffic.bytes_in += len(data)
         return data
 
     async def _write(self, stream: _Stream, data: bytes) -> None:
-        self._traffic.bytes_out += len(data)
+        self._link.traffic.bytes_out += len(data)
         await stream.write(data)
 
-    # The five tasks
+    # The four tasks
 
     async def _speak(self) -> None:
         while not self.over.is_set():
-            if self._messages:
-                await self._write(self._control, self._messages.popleft())
+            if self._heartbeat or self._session.acknowledgement_due:
+                self._heartbeat = False
+                heartbeat = self._links.heartbeat(self._session.acknowledgement())
+                await self._write(self._control, heartbeat)
+            elif not self._link.over.is_set() and (message := self._session.next_message()):
+                await self._write(self._control, message)
             else:
                 self._something_to_say.clear()
                 await self._something_to_say.wait()
 
     async def _listen(self) -> None:
         while (data := await self._read(self._control)) is not None:
+            if self._link.over.is_set():
+                continue  # until the peer has closed it, too
             try:
                 message = stage_pb2.Message.FromString(data)
             except DecodeError as error:
                 raise WireError(f"a message that is not one of stage.proto's: {error}") from error
-            if message.WhichOneof("body") != "heartbeat":
-                self._links.events.on_message(self.peer, message)
+            if message.WhichOneof("body") == "heartbeat":
+                self._session.acknowledge_messages(message.heartbeat.received)
+                continue
+            self._session.message_came()
+            if self._session.acknowledgement_due:
+                self._something_to_say.set()
+            self._links.events.on_message(self._link.peer, message)
 
     async def _carry(self) -> None:
+        session = self._session
         while not self.over.is_set():
-            chunk = self._farewell or self._inbox.acknowledgement() or self.outbox.next()
-            self._farewell = None
+            chunk = self._farewell
+            if not self._link.over.is_set():
+                chunk = session.inbox.acknowledgement() or session.outbox.next()
             if chunk is not None:
+                self._farewell = None
                 await self._write(self._bulk, chunk)
             else:
                 self._something_to_carry.clear()
@@ -260,49 +359,24 @@ class _Link:
     async def _collect(self) -> None:
         while (data := await self._read(self._bulk)) is not None:
             chunk = parse_chunk(data)
+            if not (chunk.frame or chunk.acknowledged):
+                raise _LinkOver(chunk.head.decode(errors="replace"))
+            if self._link.over.is_set():
+                continue
             if chunk.acknowledged:
-                self.outbox.acknowledge(chunk.frame, chunk.acknowledged - 1)
-            elif chunk.frame:
-                frame = self._inbox.receive(chunk)
-                if frame is not None:
-                    self._links.events.on_frame(self.peer, frame)
-            else:
-                raise _LinkOver(
-                    f"{self.peer} closed the link: {chunk.head.decode(errors='replace')}"
-                )
+                self._session.outbox.acknowledge(chunk.frame, chunk.acknowledged - 1)
+            elif (frame := self._session.inbox.receive(chunk)) is not None:
+                self._links.events.on_frame(self._link.peer, frame)
             self._something_to_carry.set()
-
-    async def _watch(self) -> None:
-        while True:
-            try:
-                async with asyncio.timeout(self._settings.heartbeat):
-                    await self.over.wait()
-                return
-            except TimeoutError:
-                silent = self._silence.tick(self._loop.time())
-            if silent is not None:
-                raise _LinkOver(f"silent for {silent:.1f} s")
-            if not self._messages:  # else those are the sign of life
-                self.send(self._links.heartbeat())
-
-    async def _say_farewell(self, reason: str) -> None:
-        self.reason = self.reason or reason
-        self._farewell = pack_chunk(head=reason.encode()[:HEAD_LIMIT])
-        self._something_to_carry.set()
-        try:
-            async with asyncio.timeout(FAREWELL):
-                await self.over.wait()  # the peer closes when it has read that
-        except TimeoutError:
-            log.info("%s did not close the link when told why", self.peer)
 
 
 @dataclass(slots=True, eq=False)
 class _Half:
-    """The first stream of a link that is being dialled, waiting for the second."""
+    """The first stream of a connection that is being dialled, waiting for the second."""
 
     name: str
     stream: Any
-    link: asyncio.Future[_Link] = field(default_factory=asyncio.Future)
+    both: asyncio.Future[_Connection] = field(default_factory=asyncio.Future)
 
 
 class Links:
@@ -327,7 +401,9 @@ class Links:
         self._linked: frozenset[str] = frozenset()
         self._demanded: set[str] = set()
         self._view_changed = asyncio.Event()
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, _Link] = {}  # that are up, those that sleep too
+        self._begun: dict[str, Session] = {}  # of those that aren't up yet
+        self._numbers = itertools.count(1)
         self._halves: dict[tuple[str, str], _Half] = {}
         self._handshakes = 0
         self._settling: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by peer
@@ -366,10 +442,12 @@ class Links:
         self._linked = frozenset()
         self._view_changed.set()
         for half in self._halves.values():
-            if not half.link.done():
-                half.link.set_exception(self._stops())
+            if not half.both.done():
+                half.both.set_exception(self._stops())
+        connections = [link.connection for link in self._links.values() if link.connection]
         for link in list(self._links.values()):
             link.end(f"{self.node} stops", report=False)
+        await asyncio.gather(*(connection.over.wait() for connection in connections))
         for task in self._dialling.values():
             task.cancel()
         await asyncio.gather(*self._dialling.values(), return_exceptions=True)
@@ -383,29 +461,35 @@ class Links:
 
     def set_peers(self, view: int, peers: Iterable[Peer], linked: Collection[str]) -> None:
         """The members of the newest view (own node included or not), and those of them that need a
-        link kept up. Links to others end, unreported. An older view than the last has no effect."""
+        link kept up. Links to others end, those that sleep as lost, the others unreported. An older
+        view than the last has no effect."""
         if view < self._view or self._stopping:
             return
         self._view = view
         self._peers = {peer.node: peer for peer in peers}
         self._linked = frozenset(linked) & self._peers.keys() - {self.node}
         self._demanded.clear()
+        self._begun = {node: begun for node, begun in self._begun.items() if node in self._peers}
         for link in list(self._links.values()):
             if link.peer not in self._peers:
-                link.end(f"{link.peer} is no member of view {view}", report=False)
+                sleeps = link.connection is None
+                link.end(f"{link.peer} is no member of view {view}", report=sleeps)
         for node in self._linked:
-            if self._dials(node) and node not in self._dialling:
-                self._dialling[node] = self.spawn(self._keep_dialled(node), f"dial {node}")
+            if not self._dialable and not self._peers[node].address and self.node < node:
+                log.warning(
+                    "no link to %s: neither it nor %s has an address; advertise one of them",
+                    *(node, self.node),
+                )
+            self.dial_soon(node)
         self._view_changed.set()
         self._view_changed = asyncio.Event()
 
     def demand(self, node: str) -> None:
         """Dial a member that `set_peers` asked for no link with, whoever has the smaller id. The
-        link stays until it breaks; from the next view on it isn't dialled again."""
-        known = node in self._peers and node not in self._links and not self._stopping
-        if known and self._peers[node].address and node not in self._dialling:
+        link stays until it is lost; from the next view on it isn't dialled again."""
+        if node in self._peers and node not in self._links and self._peers[node].address:
             self._demanded.add(node)
-            self._dialling[node] = self.spawn(self._keep_dialled(node), f"dial {node}")
+            self.dial_soon(node)
 
     def send(self, peer: str, item: stage_pb2.Message | Frame) -> bool:
         """Queues it. False: there is no link, it is dropped. Raises WireError for a frame that
@@ -441,7 +525,7 @@ class Links:
 
     @property
     def peers(self) -> list[str]:
-        """Those to which there is a link."""
+        """Those to which there is a link, awake or asleep."""
         return sorted(self._links)
 
     def linked(self, peer: str) -> bool:
@@ -458,23 +542,32 @@ class Links:
     @property
     def unacknowledged(self) -> int:
         """Bytes of payload in frames handed over, on links that are up; queued ones too."""
-        return sum(link.outbox.unacknowledged for link in self._links.values())
+        return sum(link.session.outbox.unacknowledged for link in self._links.values())
 
     def unacknowledged_by(self, peer: str) -> int:
         """Those bytes on the link to `peer`."""
         link = self._links.get(peer)
-        return link.outbox.unacknowledged if link is not None else 0
+        return link.session.outbox.unacknowledged if link is not None else 0
 
-    # For _Link
+    # For _Link and _Connection
 
-    def heartbeat(self) -> bytes:
-        return stage_pb2.Message(heartbeat={"view": self._view}).SerializeToString()
+    def heartbeat(self, received: int) -> bytes:
+        heartbeat = stage_pb2.Heartbeat(view=self._view, received=received)
+        return stage_pb2.Message(heartbeat=heartbeat).SerializeToString()
 
     def forget(self, link: _Link, report: bool) -> None:
-        if self._links.get(link.peer) is link:
-            del self._links[link.peer]
-            if report:
-                self.events.on_link_lost(link.peer, link.reason, link.outbox.unfinished())
+        del self._links[link.peer]
+        self.dial_soon(link.peer)
+        if report:
+            unfinished = link.session.outbox.unfinished()
+            self.events.on_link_lost(link.peer, link.reason, unfinished)
+
+    def dial_soon(self, node: str) -> None:
+        """If it is for this node to do."""
+        if self._is_to_dial(node) and node not in self._dialling:
+            late = node in self._links and not self._dials(node)
+            work = self._keep_dialling(node, HEAD_START if late else 0.0)
+            self._dialling[node] = self.spawn(work, f"dial {node}")
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
@@ -484,35 +577,38 @@ class Links:
 
     # Dialling
 
-    def _dials(self, node: str) -> bool:
-        """Which side of two dials: the only one that can, else the one with the smaller id."""
+    @property
+    def _dialable(self) -> bool:
         own = self._peers.get(self.node)
-        dialable = bool(own.address) if own is not None else self._server is not None
-        if not self._peers[node].address:
-            if not dialable and self.node < node:
-                log.warning(
-                    "no link to %s: neither it nor %s has an address; advertise one of them",
-                    node,
-                    self.node,
-                )
-            return False
-        return not dialable or self.node < node
+        return bool(own.address) if own is not None else self._server is not None
 
-    async def _keep_dialled(self, node: str) -> None:
+    def _dials(self, node: str) -> bool:
+        """Which side brings a link up: the only one that can, else the one with the smaller id."""
+        return bool(self._peers[node].address) and (not self._dialable or self.node < node)
+
+    def _is_to_dial(self, node: str) -> bool:
+        """Whether this node has to do something about its link to that one. One that sleeps is
+        dialled by both."""
+        if self._stopping or node not in self._peers or not self._peers[node].address:
+            return False
+        if (link := self._links.get(node)) is not None:
+            return link.connection is None
+        return node in self._demanded or (node in self._linked and self._dials(node))
+
+    async def _keep_dialling(self, node: str, wait: float) -> None:
+        """After so many seconds, until the link is up, by whichever dial."""
         pause, said = FIRST_PAUSE, ""
         try:
-            while node in self._demanded or (node in self._linked and self._dials(node)):
-                if link := self._links.get(node):  # which the other side dialled
-                    await link.over.wait()
-                    continue
+            await asyncio.sleep(wait)
+            while self._is_to_dial(node):
                 try:
                     await self._dial(self._peers[node])
                     pause, why = FIRST_PAUSE, ""
                 except grpc.aio.AioRpcError as error:
                     why = _describe(error)
-                except _Refused as error:
+                except (_Refused, WireError) as error:
                     why = str(error)
-                if why and why != said and node not in self._links:
+                if why and why != said and self._is_to_dial(node):
                     log.warning("can't link to %s: %s", node, why)
                 said = why
                 await asyncio.sleep(pause)
@@ -521,24 +617,28 @@ class Links:
             del self._dialling[node]
 
     async def _dial(self, peer: Peer) -> None:
-        """Returns when the link has been up and is over, or at once when there is one by the other
-        side's dial. Raises AioRpcError or _Refused."""
+        """Returns when the connection has been up and is over, or at once when there is one by the
+        other side's dial. Raises AioRpcError, _Refused or WireError."""
         calls: dict[str, Any] = {}
         channels: list[grpc.aio.Channel] = []
         try:
             async with self._settling[peer.node]:
-                if peer.node in self._links:
+                if not self._is_to_dial(peer.node):
                     return
+                session = self._session(peer.node)
+                hello = session.hello()
                 channels += [
                     open_channel(peer.address, self._credentials, self._options()) for _ in _STREAMS
                 ]
-                calls |= self._call(peer, channels)
-                async with asyncio.timeout(self.settings.handshake):
-                    for call in calls.values():
-                        await _accepted(call, peer.node)
-                link = _Link(self, peer.node, self.node, calls)
-                self._adopt(link)
-            await link.over.wait()
+                calls |= self._call(peer, hello, channels)
+                try:
+                    async with asyncio.timeout(self.settings.handshake):
+                        answer, _ = [await _accepted(call, peer.node) for call in calls.values()]
+                except (grpc.aio.AioRpcError, _Refused) as error:
+                    self._dialled_in_vain(peer.node, session, error)
+                    raise
+                connection = self._go_on(peer.node, session, hello, answer, calls)
+            await connection.over.wait()
         except TimeoutError:
             raise _Refused(
                 StatusCode.DEADLINE_EXCEEDED,
@@ -550,14 +650,61 @@ class Links:
             for channel in channels:
                 await channel.close()
 
-    def _call(self, peer: Peer, channels: Iterable[grpc.aio.Channel]) -> dict[str, Any]:
-        """The streams of a new link, each on a connection of its own."""
+    def _session(self, node: str) -> Session:
+        """That of the link that there is, or of the one to come."""
+        if (link := self._links.get(node)) is not None:
+            return link.session
+        if node not in self._begun:
+            settings = self.settings
+            bounds = Bounds(
+                chunk=settings.chunk,
+                window=settings.window,
+                payload=settings.payload,
+                messages=settings.messages,
+                asleep=settings.asleep,
+            )
+            self._begun[node] = Session(next(self._numbers), bounds)
+        return self._begun[node]
+
+    def _dialled_in_vain(
+        self, node: str, session: Session, error: grpc.aio.AioRpcError | _Refused
+    ) -> None:
+        """A peer that has no link to go on with says so."""
+        link = self._links.get(node)
+        if link is None or link.session is not session:
+            return
+        code = error.code() if isinstance(error, grpc.aio.AioRpcError) else error.code
+        if code is StatusCode.ALREADY_EXISTS:
+            link.heard()
+        elif code in _NO_LINK_THERE:
+            why = _describe(error) if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            link.end(why)
+
+    def _go_on(
+        self, node: str, session: Session, said: Hello, answer: Hello, calls: dict[str, Any]
+    ) -> _Connection:
+        """By the connection that was dialled with a hello. Raises _Refused; WireError for an answer
+        that can't be."""
+        if session is not self._session(node):
+            raise _Refused(StatusCode.CANCELLED, "another link has come up")
+        try:
+            session.resume(answer, said)
+        except Outdated as why:
+            raise _Refused(StatusCode.CANCELLED, str(why)) from None
+        except (Begun, Forgotten) as why:
+            raise WireError(f"{node} answers for another link: {why}") from None
+        return self._adopt(node, session, calls)
+
+    def _call(
+        self, peer: Peer, hello: Hello, channels: Iterable[grpc.aio.Channel]
+    ) -> dict[str, Any]:
+        """The streams of a new connection, each on one of its own to the network."""
         metadata = (
             ("planaria-run", quote(self.run)),
             ("planaria-node", self.node),
             ("planaria-peer", peer.node),
             ("planaria-protocol", str(PROTOCOL)),
-            ("planaria-link", secrets.token_hex(8)),
+            ("planaria-link", hello.pack()),
             *self._credentials.metadata,
         )
         return {
@@ -567,43 +714,40 @@ class Links:
 
     @asynccontextmanager
     async def _after_own_dial(self, dialler: str) -> AsyncIterator[None]:
-        """Of two dials that cross the one by the smaller id becomes the link. So that side lets the
-        other's dial wait until its own has come to something: else a link would come up only to be
-        replaced, and what it carries would be lost."""
+        """Of two dials that cross the one by the smaller id becomes the connection. So that side
+        lets the other's dial wait for a while until its own has come to something."""
         if self.node > dialler:
             yield
-        else:
-            async with self._settling[dialler]:
-                yield
-
-    def _check_room(self, peer: str, dialler: str) -> None:
-        """Of two links to a peer the one dialled by the smaller id stays, of two by the same the
-        newer one. Raises _Refused for one that doesn't."""
-        if self._stopping:
-            raise self._stops()
-        if peer not in self._peers:
-            raise _Refused(
-                StatusCode.PERMISSION_DENIED, f"{peer} is no member of view {self._view}"
-            )
-        existing = self._links.get(peer)
-        if existing is not None and existing.dialler < dialler:
-            raise _Refused(
-                StatusCode.ALREADY_EXISTS,
-                f"{self.node} has a link with {peer} that {existing.dialler} dialled",
-            )
+            return
+        lock = self._settling[dialler]
+        try:
+            async with asyncio.timeout(HEAD_START):
+                await lock.acquire()
+        except TimeoutError:
+            yield
+            return
+        try:
+            yield
+        finally:
+            lock.release()
 
     def _stops(self) -> _Refused:
-        return _Refused(StatusCode.UNAVAILABLE, f"{self.node} stops")
+        return _Refused(StatusCode.ABORTED, f"{self.node} stops")
 
-    def _adopt(self, link: _Link) -> None:
-        """Raises _Refused."""
-        self._check_room(link.peer, link.dialler)
-        if existing := self._links.get(link.peer):
-            existing.end(f"{link.dialler} dialled anew")
-        self._links[link.peer] = link
-        link.start()
-        log.info("link to %s is up, dialled by %s", link.peer, link.dialler)
-        self.events.on_link_up(link.peer)
+    def _adopt(self, node: str, session: Session, streams: dict[str, _Stream]) -> _Connection:
+        """A connection that goes on with this session."""
+        link = self._links.get(node)
+        if new := link is None:
+            link = self._links[node] = _Link(self, node, session)
+            del self._begun[node]
+            link.start()
+        assert link is not None
+        connection = _Connection(self, link, streams)
+        link.carry_by(connection)
+        log.info("the link to %s is up%s", node, "" if new else " again")
+        if new:
+            self.events.on_link_up(node)
+        return connection
 
     # Accepting
 
@@ -616,7 +760,7 @@ class Links:
     async def _accept(self, name: str, context: Any) -> None:
         self._handshakes += 1
         try:
-            link = await self._shake_hands(name, context)
+            connection = await self._shake_hands(name, context)
         except _Refused as refused:
             log.info("refused a %s stream of %s: %s", name, context.peer(), refused)
             await context.abort(refused.code, str(refused))
@@ -624,19 +768,22 @@ class Links:
         finally:
             self._handshakes -= 1
         try:
-            await link.over.wait()
-            await context.abort(StatusCode.ABORTED, link.reason)
+            await connection.over.wait()
+            code = StatusCode.ABORTED if connection.is_last else StatusCode.UNAVAILABLE
+            await context.abort(code, connection.reason)
         finally:  # cancelled: that is how gRPC tells that the dialler is gone
-            link.end("the connection broke")
+            connection.end("the connection broke")
 
-    async def _shake_hands(self, name: str, context: Any) -> _Link:
-        """The link, once both of its streams are here. Raises _Refused."""
+    async def _shake_hands(self, name: str, context: Any) -> _Connection:
+        """The connection, once both of its streams are here. Raises _Refused."""
         if self._handshakes > HANDSHAKE_LIMIT:
             raise _Refused(
                 StatusCode.RESOURCE_EXHAUSTED, f"{self.node} is in {HANDSHAKE_LIMIT} handshakes"
             )
         metadata = {key: str(value) for key, value in context.invocation_metadata()}
         dialler = await self._admit(metadata)
+        if (link := self._links.get(dialler)) is not None:
+            link.heard()
         key = dialler, metadata.get("planaria-link", "")
         half = self._halves.pop(key, None)
         if half is None:
@@ -645,26 +792,23 @@ class Links:
             if half.name == name:
                 raise _Refused(StatusCode.INVALID_ARGUMENT, f"a second {name} stream for one link")
             async with self._after_own_dial(dialler):
-                self._check_room(dialler, dialler)
-                for stream in (half.stream, context):
-                    await stream.send_initial_metadata((("planaria-node", self.node),))
-                link = _Link(self, dialler, dialler, {half.name: half.stream, name: context})
-                self._adopt(link)
+                streams = {half.name: half.stream, name: context}
+                connection = await self._welcome(dialler, key[1], streams)
         except _Refused as refused:
-            if not half.link.done():
-                half.link.set_exception(refused)
+            if not half.both.done():
+                half.both.set_exception(refused)
             raise
-        if half.link.done():  # cancelled: the dialler is gone already
-            link.end("the connection broke")
+        if half.both.done():  # cancelled: the dialler is gone already
+            connection.end("the connection broke")
         else:
-            half.link.set_result(link)
-        return link
+            half.both.set_result(connection)
+        return connection
 
-    async def _wait_for_second(self, key: tuple[str, str], half: _Half) -> _Link:
+    async def _wait_for_second(self, key: tuple[str, str], half: _Half) -> _Connection:
         self._halves[key] = half
         try:
             async with asyncio.timeout(self.settings.handshake):
-                return await half.link
+                return await half.both
         except TimeoutError:
             raise _Refused(
                 StatusCode.DEADLINE_EXCEEDED,
@@ -673,6 +817,53 @@ class Links:
         finally:
             if self._halves.get(key) is half:
                 del self._halves[key]
+
+    async def _welcome(self, dialler: str, text: str, streams: dict[str, Any]) -> _Connection:
+        """Goes on with the session that the dialler names, or begins one. Raises _Refused."""
+        if self._stopping:
+            raise self._stops()
+        if dialler not in self._peers:
+            raise _Refused(
+                StatusCode.PERMISSION_DENIED, f"{dialler} is no member of view {self._view}"
+            )
+        try:
+            session = self._resume(dialler, Hello.parse(text))
+        except WireError as error:
+            raise _Refused(StatusCode.INVALID_ARGUMENT, str(error)) from None
+        answer = session.hello()
+        metadata = (("planaria-node", self.node), ("planaria-link", answer.pack()))
+        for stream in streams.values():
+            await stream.send_initial_metadata(metadata)
+        if session is not self._session(dialler) or not session.is_newest(answer):
+            raise _Refused(StatusCode.ALREADY_EXISTS, "another connection has come up")
+        return self._adopt(dialler, session, streams)
+
+    def _resume(self, dialler: str, hello: Hello) -> Session:
+        """Raises _Refused, and WireError."""
+        session, link = self._session(dialler), self._links.get(dialler)
+        try:
+            session.check(hello)
+        except Outdated as why:
+            raise _Refused(
+                StatusCode.ALREADY_EXISTS, f"{self.node} has a newer connection: {why}"
+            ) from None
+        except Forgotten as why:
+            raise _Refused(StatusCode.DATA_LOSS, f"{self.node} has no such link: {why}") from None
+        except Begun:
+            if link is not None:
+                link.end(f"{dialler} has lost the link, and dialled anew")
+            else:
+                del self._begun[dialler]
+            session, link = self._session(dialler), None
+        if link is not None:
+            link.detach(f"{dialler} dialled anew")
+        try:
+            session.resume(hello)
+        except WireError as error:
+            if link is not None:
+                link.end(f"{dialler} sent what can't be: {error}")
+            raise
+        return session
 
     async def _admit(self, metadata: dict[str, str]) -> str:
         """The dialler, when it may have a link. Raises _Refused."""
@@ -739,12 +930,13 @@ class Links:
             log.error("%s crashed", task.get_name(), exc_info=error)
 
 
-async def _accepted(call: Any, node: str) -> None:
-    """Returns when `node` has accepted this stream. Raises AioRpcError or _Refused."""
+async def _accepted(call: Any, node: str) -> Hello:
+    """What `node` says, which has accepted this stream. Raises AioRpcError, _Refused, WireError."""
     metadata = dict(await call.initial_metadata())
     if metadata.get("planaria-node") != node:
         await call.read()  # raises the status that the stream ended with
         raise _Refused(StatusCode.NOT_FOUND, f"no node {node} at the other end")
+    return Hello.parse(str(metadata.get("planaria-link", "")))
 
 
 def _describe(error: grpc.aio.AioRpcError) -> str:

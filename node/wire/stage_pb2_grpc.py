@@ -26,10 +26,11 @@ if _version_not_supported:
 
 
 class StageStub:
-    """A link joins two nodes: one Control and one Bulk stream, dialled by whichever side can reach the
-    other. The handshake travels as call metadata: planaria-run, planaria-node (who dials),
-    planaria-peer (who is dialled), planaria-protocol, planaria-link (what the two streams of a link
-    have in common, and no other); who accepts answers with planaria-node.
+    """A link joins two nodes. It is a session over connections that come and go, each one Control and
+    one Bulk stream, dialled by whichever side can reach the other. The handshake travels as call
+    metadata: planaria-run, planaria-node (who dials), planaria-peer (who is dialled),
+    planaria-protocol, planaria-link (Hello of session.py as text: which session, and what has come;
+    the same for both streams); who accepts answers with planaria-node and planaria-link.
     """
 
     def __init__(self, channel):
@@ -51,10 +52,11 @@ class StageStub:
 
 
 class StageServicer:
-    """A link joins two nodes: one Control and one Bulk stream, dialled by whichever side can reach the
-    other. The handshake travels as call metadata: planaria-run, planaria-node (who dials),
-    planaria-peer (who is dialled), planaria-protocol, planaria-link (what the two streams of a link
-    have in common, and no other); who accepts answers with planaria-node.
+    """A link joins two nodes. It is a session over connections that come and go, each one Control and
+    one Bulk stream, dialled by whichever side can reach the other. The handshake travels as call
+    metadata: planaria-run, planaria-node (who dials), planaria-peer (who is dialled),
+    planaria-protocol, planaria-link (Hello of session.py as text: which session, and what has come;
+    the same for both streams); who accepts answers with planaria-node and planaria-link.
     """
 
     def Control(self, request_iterator, context):
@@ -91,10 +93,11 @@ def add_StageServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Stage:
-    """A link joins two nodes: one Control and one Bulk stream, dialled by whichever side can reach the
-    other. The handshake travels as call metadata: planaria-run, planaria-node (who dials),
-    planaria-peer (who is dialled), planaria-protocol, planaria-link (what the two streams of a link
-    have in common, and no other); who accepts answers with planaria-node.
+    """A link joins two nodes. It is a session over connections that come and go, each one Control and
+    one Bulk stream, dialled by whichever side can reach the other. The handshake travels as call
+    metadata: planaria-run, planaria-node (who dials), planaria-peer (who is dialled),
+    planaria-protocol, planaria-link (Hello of session.py as text: which session, and what has come;
+    the same for both streams); who accepts answers with planaria-node and planaria-link.
     """
 
     @staticmethod

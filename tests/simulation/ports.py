@@ -81,7 +81,8 @@ class Links:
         for peer, link in list(self.links.items()):
             if peer != "registry" and peer not in self.addresses:
                 why = f"{peer} is no member of view {view.number}"
-                self.network.give_up(link, self.node, why, report=False)
+                report = link.asleep or not link.intact
+                self.network.give_up(link, self.node, why, report)
         for peer in sorted(self.kept):
             self._keep(peer, 0.0)
 

@@ -1,8 +1,9 @@
 """Virtual time, processes and the links between them, all from one seed, in one thread.
 
-A link is what node/wire/link.py makes of two gRPC streams: reliable and in order in each of its
-channels while it is up, and lost as a whole. Messages on different links, and on the channels of
-one link, overtake each other.
+A link is what node/wire/link.py makes of connections that come and go: reliable and in order in
+each of its channels while it is up, asleep for a while when something resets the connections, and
+lost as a whole. Messages on different links, and on the channels of one link, overtake each other.
+The registry's are plain streams, which break at once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ SILENCE = 3.0
 """Seconds without a sign of life after which an end gives a link up."""
 LOOK = 0.25
 """Seconds between two looks for a node that doesn't answer."""
+REDIAL = 0.05
+"""Seconds after which a link that sleeps is dialled, at the soonest."""
 WATCH = 0.5
 """Seconds between two looks at the silence of all links."""
 
@@ -106,10 +109,12 @@ class Endpoint(Protocol):
 
 @dataclass(eq=False)
 class Link:
-    """`intact` is physical; each end believes in the link until it notices."""
+    """`intact` is physical; each end believes in the link until it notices. While it is `asleep`,
+    what is sent waits."""
 
     ends: tuple[Endpoint, Endpoint]
     intact: bool = True
+    asleep: bool = False
     cut: bool = False  # what was on its way when the link broke is lost
     silent_since: float | None = None
     patience: float = SILENCE
@@ -119,6 +124,11 @@ class Link:
 
     def other(self, end: Endpoint) -> Endpoint:
         return self.ends[1] if end is self.ends[0] else self.ends[0]
+
+    @property
+    def resumes(self) -> bool:
+        """A link between nodes is a session, which outlives its connections."""
+        return all(end.name != "registry" for end in self.ends)
 
     def believed_by(self, end: Endpoint) -> bool:
         return end.links.get(self.other(end).name) is self
@@ -226,7 +236,7 @@ class Network:
     def _arrive(self, link: Link, to: Endpoint, channel: str, number: int, item: Any) -> None:
         if link.cut:
             return
-        if link.intact and (link.stuck or self.blocked(*link.ends)):
+        if link.intact and (link.stuck or link.asleep or self.blocked(*link.ends)):
             link.stuck.append((to, channel, number, item))
         else:
             to.process._run(self._deliver, (link, to, channel, number, item))
@@ -240,7 +250,9 @@ class Network:
         to.on_item(link.other(to).name, channel, item)
 
     def _acknowledge(self, link: Link, sender: str, number: int) -> None:
-        if link.intact and not self.blocked(*link.ends):
+        if link.intact and link.asleep:  # it is said when the link goes on
+            self.world.after(LOOK, self._acknowledge, link, sender, number)
+        elif link.intact and not self.blocked(*link.ends):
             link.sent[sender].pop(number, None)
 
     # --- loss
@@ -258,16 +270,30 @@ class Network:
 
     def break_link(self, link: Link) -> None:
         """Something on the way resets the connections."""
-        self._break(link)
+        if not link.resumes:
+            self._break(link)
+        elif link.intact and not link.asleep:
+            link.asleep = True
+            self.world.after(REDIAL + 2 * self.world.delay(), self._wake, link)
 
-    def _break(self, link: Link) -> None:
+    def _wake(self, link: Link) -> None:
+        """By whichever end reaches the other."""
+        if self.blocked(*link.ends) or not all(end.process.responsive for end in link.ends):
+            if link.intact:
+                self.world.after(LOOK, self._wake, link)
+            return
+        link.asleep = False
+        self._pass_on(link)
+
+    def _break(self, link: Link, at_once: float = 0.8) -> None:
+        """`at_once`: how probable it is that an end notices before it has been silent for long."""
         if not link.intact:
             return
         link.intact = False
         blocked = self.blocked(*link.ends)
         link.cut = blocked or bool(link.stuck) or self.world.chance(0.5)
         for end in link.ends:
-            slow = blocked or self.world.chance(0.2)
+            slow = blocked or not self.world.chance(at_once)
             delay = self.world.random.uniform(1.0, link.patience) if slow else self.world.delay()
             if not link.cut:  # what was sent before the end comes before it
                 coming = [at for (to, _), at in link.last.items() if to == end.name]
@@ -275,11 +301,12 @@ class Network:
             end.process.after(delay, self.give_up, link, end, "the connection broke")
 
     def died(self, endpoint: Endpoint) -> None:
-        """The endpoint is gone without a word."""
+        """The endpoint is gone without a word. To a peer its link seems to sleep, until something
+        else answers at its address."""
         del self.endpoints[endpoint.name]
         for link in self.links:
             if endpoint in link.ends:
-                self._break(link)
+                self._break(link, at_once=0.2 if link.resumes else 0.8)
 
     def part(self, number: int, left: frozenset[str], right: frozenset[str]) -> None:
         self.partitions[number] = left, right
@@ -287,14 +314,18 @@ class Network:
     def heal(self, number: int) -> None:
         del self.partitions[number]
         for link in self.links:
-            if link.stuck and not self.blocked(*link.ends):
-                stuck, link.stuck = link.stuck, []
-                for to, channel, frame, item in stuck:
-                    key = (to.name, channel)
-                    arrival = max(self.world.now + self.world.delay(), link.last[key])
-                    link.last[key] = arrival
-                    delay = arrival - self.world.now
-                    self.world.after(delay, self._arrive, link, to, channel, frame, item)
+            if not link.asleep and not self.blocked(*link.ends):
+                self._pass_on(link)
+
+    def _pass_on(self, link: Link) -> None:
+        """What has waited for the link to be whole again."""
+        stuck, link.stuck = link.stuck, []
+        for to, channel, frame, item in stuck:
+            key = (to.name, channel)
+            arrival = max(self.world.now + self.world.delay(), link.last[key])
+            link.last[key] = arrival
+            delay = arrival - self.world.now
+            self.world.after(delay, self._arrive, link, to, channel, frame, item)
 
     def _watch(self) -> None:
         """Each end notices when it has heard nothing for too long; a frozen one can't."""
@@ -303,7 +334,7 @@ class Network:
         ]
         for link in self.links:
             frozen = [end for end in link.ends if not end.process.responsive]
-            if not frozen and not self.blocked(*link.ends):
+            if not frozen and not link.asleep and not self.blocked(*link.ends):
                 link.silent_since = None
                 continue
             if link.silent_since is None:

@@ -15,7 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from planaria.bootstrap.credentials import Credentials
 from planaria.node.wire import link
 from planaria.node.wire.frames import Frame, WireError
-from planaria.node.wire.link import Links, LinkSettings, Peer, Silence
+from planaria.node.wire.link import Links, LinkSettings, Peer
+from planaria.node.wire.session import Hello, Silence
 from planaria.node.wire.stage_pb2 import Chunk, Message
 from planaria.node.wire.tensors import decode, encode
 
@@ -216,7 +217,6 @@ async def test_if_both_dial_one_link_comes_up_and_none_is_lost() -> None:
         wire.passing.set()
         await up(a, b)
         for one, other in ((a, b), (b, a)):
-            assert one.links._links[other.name].dialler == "a", "by the smaller id, from the start"
             assert one.links.send(other.name, message(1))
             assert await other.events.next("message") == (one.name, message(1))
 
@@ -238,39 +238,41 @@ async def test_if_the_other_side_cannot_be_reached_its_dial_is_taken() -> None:
         assert await a.events.next("message") == ("b", message(1))
 
 
-async def test_of_two_links_by_one_dialler_the_newer_one_stays() -> None:
+async def test_who_has_lost_the_link_gets_a_new_one() -> None:
     b = Node("b")
     async with started(b):
         b.links.set_peers(1, [Peer("a", ""), Peer("b", b.address), Peer("c", "")], [])
         async with dialled(b, "c") as first:
             await b.events.next("up")
-            async with dialled(b, "c"):
-                assert await b.events.next("lost") == ("c", "c dialled anew", [])
+            async with dialled(b, "c", link="2 0 1 0 0"):
+                why = "c has lost the link, and dialled anew"
+                assert await b.events.next("lost") == ("c", why, [])
                 await b.events.next("up")
-                assert "c dialled anew" in await farewell(first["Control"])
+                assert why in await farewell(first["Control"])
 
 
-async def test_a_larger_id_is_refused_while_there_is_a_link() -> None:
-    a, c = Node("a"), Node("c")
-    async with started(a, c, listen="ac"):
-        view(1, a, c)
-        await up(a, c)
-        with pytest.raises(
-            grpc.aio.AioRpcError, match="a has a link with c that a dialled"
-        ) as error:
-            async with dialled(a, "c"):
-                pass
-        assert error.value.code() is grpc.StatusCode.ALREADY_EXISTS
-        async with dialled(c, "a"):
-            assert (await c.events.next("lost"))[:2] == ("a", "a dialled anew")
-            await c.events.next("up")
+async def test_a_dial_that_others_have_overtaken_changes_nothing() -> None:
+    b = Node("b")
+    async with started(b):
+        b.links.set_peers(1, [Peer("c", "")], [])
+        async with dialled(b, "c", link="3 0 7 0 0") as calls:
+            await b.events.next("up")
+            for link in ("3 0 6 0 0", "2 0 9 0 0"):
+                with pytest.raises(grpc.aio.AioRpcError, match="b has a newer connection") as error:
+                    async with dialled(b, "c", link=link):
+                        pass
+                assert error.value.code() is grpc.StatusCode.ALREADY_EXISTS
+            await calls["Control"].write(message(1).SerializeToString())
+            assert await b.events.next("message") == ("c", message(1))
 
 
 # Who is refused
 
+HELLO = Hello(session=1, other=0, number=1, messages=0, frames=0).pack()
+
 
 def metadata(node: Node, dialler: str, /, **changes: str) -> tuple[tuple[str, str], ...]:
-    pairs = {"run": "run", "node": dialler, "peer": node.name, "protocol": "1", "link": "x"}
+    pairs = {"run": "run", "node": dialler, "peer": node.name, "protocol": "2", "link": HELLO}
     return tuple((f"planaria-{key}", value) for key, value in (pairs | changes).items())
 
 
@@ -305,7 +307,11 @@ async def farewell(call: Any) -> str:
         ({"node": "x"}, "PERMISSION_DENIED", "'x' is no member of view 7, the newest that b knows"),
         ({"run": "other"}, "PERMISSION_DENIED", "b is in run run, not 'other'"),
         ({"peer": "c"}, "NOT_FOUND", "this is node b, not 'c'"),
-        ({"protocol": "2"}, "FAILED_PRECONDITION", "b speaks protocol 1, the dialler 2"),
+        ({"protocol": "1"}, "FAILED_PRECONDITION", "b speaks protocol 2, the dialler 1"),
+        ({"link": "x"}, "INVALID_ARGUMENT", "'x' is no hello of a link"),
+        ({"link": "1 9 1 0 0"}, "DATA_LOSS", "b has no such link: its session 9 is over"),
+        ({"link": "1 0 1 5 0"}, "INVALID_ARGUMENT", "5 messages acknowledged, which can't be"),
+        ({"link": "1 0 1 0 0 3:4"}, "INVALID_ARGUMENT", "0 frames begun, of which"),
         ({"token": "bad"}, "UNAUTHENTICATED", "the join token is not this run's"),
     ],
 )
@@ -395,12 +401,16 @@ async def test_malformed_input_ends_its_link_and_no_other(
 async def test_a_dialler_says_what_was_malformed_too() -> None:
     said: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
+    accepted = (("planaria-node", "b"), ("planaria-link", "1 1 1 0 0"))
+
     async def control(_: Any, context: Any) -> None:
-        await context.send_initial_metadata((("planaria-node", "b"),))
+        await context.send_initial_metadata(accepted)
         await said
 
     async def bulk(_: Any, context: Any) -> None:
-        await context.send_initial_metadata((("planaria-node", "b"),))
+        if said.done():
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "once is enough")
+        await context.send_initial_metadata(accepted)
         await context.write(b"\x08")
         said.set_result(Chunk.FromString(await context.read()).head.decode())
 
@@ -471,7 +481,48 @@ class Wire:
         self.writers.clear()
 
 
-async def test_a_broken_link_tells_what_may_be_lost_and_comes_back() -> None:
+@pytest.mark.parametrize("times", [1, 5])
+async def test_a_link_goes_on_where_it_was_when_its_connections_break(times: int) -> None:
+    a, b = Node("a"), Node("b")
+    async with started(a, b), Wire(b.address) as wire:
+        b.address = wire.address
+        view(1, a, b)
+        await up(a, b)
+        for time in range(times):
+            for one, other in ((a, b), (b, a)):
+                for number in range(4):
+                    assert one.links.send(other.name, message(4 * time + number))
+                    assert one.links.send(other.name, frame(7000, number=4 * time + number))
+            await asyncio.sleep(0)
+            wire.cut()
+            assert a.links.linked("b")
+            assert b.links.linked("a")
+        for one, other in ((a, b), (b, a)):
+            steps, numbers = [], []
+            while len(steps) < 4 * times or len(numbers) < 4 * times:
+                async with asyncio.timeout(DEADLINE):
+                    kind, peer, item = await one.events.queue.get()
+                assert peer == other.name
+                (steps if kind == "message" else numbers).append(
+                    item.ready.step if kind == "message" else item.fields["number"]
+                )
+                assert kind == "message" or item.size == 7000
+            assert steps == numbers == list(range(4 * times))
+            assert one.events.queue.empty()
+
+
+async def silenced(monkeypatch: pytest.MonkeyPatch, *nodes: Node) -> None:
+    """The links of these nodes have been silent for too long, and of no others."""
+    silences = [link._silence for node in nodes for link in node.links._links.values()]
+    tick = Silence.tick
+    monkeypatch.setattr(
+        Silence, "tick", lambda self, now: 3.14 if self in silences else tick(self, now)
+    )
+
+
+async def test_a_link_that_does_not_come_back_tells_what_may_be_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     a, b = Node("a"), Node("b")
     async with started(a, b), Wire(b.address) as wire:
         b.address = wire.address
@@ -487,17 +538,93 @@ async def test_a_broken_link_tells_what_may_be_lost_and_comes_back() -> None:
             a.links.send("b", frame(5000, number=number))
         assert a.links.unacknowledged == 40_000
         wire.cut()
+        await silenced(monkeypatch, a)
         peer, reason, lost = await a.events.next("lost")
-        assert peer == "b"
-        assert "UNAVAILABLE" in reason or "broke" in reason
+        assert (peer, reason) == ("b", "silent for 3.1 s")
         assert [item.fields["number"] for item in lost] == list(range(1, 9))
         assert a.links.unacknowledged == 0
-        assert (await b.events.next("lost"))[0] == "a"
 
-        wire.passing.set()
+        wire.passing.set()  # b has not noticed, but hears of it, by whichever dial
+        assert "has no such link" in (why := (await b.events.next("lost"))[1]) or "anew" in why
         await up(a, b)
         a.links.send("b", frame(number=9))
         assert (await b.events.next("frame"))[1].fields == {"number": 9}
+
+
+async def test_who_goes_on_with_a_link_that_is_lost_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    a, b = Node("a"), Node("b")
+    async with started(a, b), Wire(b.address) as wire:
+        b.address = wire.address
+        view(1, a, b)
+        await up(a, b)
+        wire.passing.clear()
+        wire.cut()
+        await silenced(monkeypatch, b)
+        assert (await b.events.next("lost"))[1] == "silent for 3.1 s"
+        wire.passing.set()
+        assert "has no such link" in (why := (await a.events.next("lost"))[1]) or "anew" in why
+        await up(a, b)
+
+
+async def test_a_link_that_sleeps_is_dialled_by_whoever_can() -> None:
+    """b, whose id is larger, since a doesn't reach it any more."""
+    a, b = Node("a"), Node("b")
+    async with started(a, b), Wire(b.address) as wire:
+        a.links.set_peers(1, [a.peer(), Peer("b", wire.address)], ["b"])
+        b.links.set_peers(1, [a.peer(), b.peer()], ["a"])
+        await up(a, b)
+        wire.server.close()
+        wire.cut()
+        a.links.send("b", message(1))
+        assert await b.events.next("message") == ("a", message(1))
+
+
+async def test_no_more_than_the_bound_waits_for_a_link_that_sleeps() -> None:
+    a, b = Node("a", settings=replace(QUICK, asleep=20_000)), Node("b")
+    async with started(a, b), Wire(b.address) as wire:
+        b.address = wire.address
+        view(1, a, b)
+        await up(a, b)
+        wire.passing.clear()
+        wire.cut()
+        async with asyncio.timeout(DEADLINE):
+            while a.links._links["b"].connection:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        for number in range(3):
+            assert a.links.send("b", frame(9000, number=number))
+        peer, reason, lost = await a.events.next("lost")
+        assert (peer, reason) == ("b", "b can't be reached, and 27000 bytes wait for it")
+        assert len(lost) == 3
+        assert not a.links.send("b", frame())
+
+
+async def test_messages_that_are_not_taken_are_bounded_too() -> None:
+    a, b = Node("a", settings=replace(QUICK, messages=1000)), Node("b")
+    async with started(a, b):
+        view(1, a, b)
+        await up(a, b)
+        a.links.send("b", Message(failed={"reason": "x" * 2000}))
+        assert (await a.events.next("lost"))[1].startswith("b has not taken the last 20")
+
+
+async def test_a_view_without_the_peer_ends_a_link_that_sleeps_as_lost() -> None:
+    a, b = Node("a"), Node("b")
+    async with started(a, b), Wire(b.address) as wire:
+        b.address = wire.address
+        view(1, a, b)
+        await up(a, b)
+        wire.passing.clear()
+        wire.cut()
+        async with asyncio.timeout(DEADLINE):
+            while a.links._links["b"].connection:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        a.links.send("b", frame(number=1))
+        a.links.set_peers(2, [a.peer()], [])
+        peer, reason, lost = await a.events.next("lost")
+        assert (peer, reason) == ("b", "b is no member of view 2")
+        assert [item.fields["number"] for item in lost] == [1]
 
 
 @pytest.mark.parametrize("leaver", ["a", "b"])
@@ -521,7 +648,7 @@ async def test_who_is_no_member_any_more_is_disconnected_unreported() -> None:
         b.links.set_peers(2, [b.peer()], [])
         assert not b.links.linked("a")
         peer, reason, _ = await a.events.next("lost")
-        assert (peer, reason) == ("b", "closed by the peer, which says: a is no member of view 2")
+        assert (peer, reason) == ("b", "b closed the link: a is no member of view 2")
         assert b.events.queue.empty()
 
 

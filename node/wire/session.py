@@ -1,0 +1,211 @@
+"""A link as a session: what has been said and what has come, whatever carries it.
+
+A session outlives its connections. When one breaks, what was on its way is lost or not: on a new
+one both sides say what they have (`Hello`), and go on from there, so that every message and every
+frame comes once and in order. Messages are numbered by counting them, frames by chunks.py.
+
+Each side numbers its sessions and its hellos, growing. A hello that is older than one that was
+taken is of a dial that others have overtaken, and changes nothing: dials may cross, and come late.
+
+Pure: a connection, here, is whatever takes `next_message` and `outbox.next` in order until it
+breaks. On a new one both sides `resume`; what comes on an older one must be dropped from then on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from planaria.node.wire.chunks import Inbox, Outbox
+from planaria.node.wire.frames import KINDS, UINT64, Frame, WireError
+
+ACKNOWLEDGE_EVERY: Final = 64
+"""Messages, after which the next heartbeat is due at once."""
+
+_HELLO: Final = re.compile(rf"\d{{1,20}}( \d{{1,20}}){{4}}( \d+:\d+){{0,{len(KINDS)}}}")
+
+
+class Outdated(Exception):  # noqa: N818 (not an error)
+    """Of two dials the other one was newer; nothing has changed."""
+
+
+class Begun(Exception):  # noqa: N818 (not an error)
+    """The peer has given up this session and begun a new one."""
+
+
+class Forgotten(Exception):  # noqa: N818 (not an error)
+    """The peer goes on with a session that is over here."""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a side says of a session on a new connection."""
+
+    session: int  # the sender's number for it
+    other: int  # the receiver's; 0: not known yet
+    number: int  # of this hello in the session
+    messages: int  # that have come
+    frames: int  # that have begun to come
+    partial: dict[int, int] = field(default_factory=dict)  # bytes of those that aren't whole
+
+    def pack(self) -> str:
+        numbers = self.session, self.other, self.number, self.messages, self.frames
+        pairs = (f"{frame}:{received}" for frame, received in self.partial.items())
+        return " ".join([*map(str, numbers), *pairs])
+
+    @classmethod
+    def parse(cls, text: str) -> Hello:
+        """Raises WireError."""
+        if len(text) > 1000 or not _HELLO.fullmatch(text):
+            raise WireError(f"{text[:80]!r} is no hello of a link")
+        words = text.split(" ")
+        session, other, number, messages, frames = map(int, words[:5])
+        pairs = [word.split(":") for word in words[5:]]
+        partial = {int(frame): int(received) for frame, received in pairs}
+        hello = cls(session, other, number, messages, frames, partial)
+        if not session or max(session, other, number, messages, frames, *partial) >= UINT64:
+            raise WireError(f"{text[:80]!r} has a number that no hello of a link has")
+        return hello
+
+
+class Silence:
+    """Decides when a peer has been silent for too long, by the time this node spent listening.
+
+    `tick` is called every `interval` seconds. By how much it comes late, this node was busy and
+    could hear nobody; that time doesn't count. All times in seconds, of one clock.
+    """
+
+    def __init__(self, limit: float, interval: float, now: float) -> None:
+        self._limit, self._interval = limit, interval
+        self._heard = now
+        self._expected = now + interval
+
+    def heard(self, now: float) -> None:
+        self._heard = now
+
+    def tick(self, now: float) -> float | None:
+        """How long the silence has been, when that is too long."""
+        self._heard = min(now, self._heard + max(0.0, now - self._expected))
+        self._expected = now + self._interval
+        silent = now - self._heard
+        return silent if silent >= self._limit else None
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bytes."""
+
+    chunk: int
+    window: int  # of frames under way
+    payload: int  # of one frame that comes in
+    messages: int  # that the peer has not said to have
+    asleep: int  # messages and payload of frames that wait for a new connection
+
+
+class Session:
+    """One side of a link."""
+
+    def __init__(self, number: int, bounds: Bounds) -> None:
+        """`number`: larger than that of any former session with this peer."""
+        self.number, self.other = number, 0
+        self.outbox = Outbox(bounds.chunk, bounds.window)
+        self.inbox = Inbox(bounds.payload)
+        self._bounds = bounds
+        self._sent: deque[bytes] = deque()  # on this connection, and not acknowledged
+        self._waiting: deque[bytes] = deque()
+        self._acknowledged = 0  # messages
+        self._message_bytes = 0
+        self._received = self._told = 0  # messages
+        self._said = self._heard = 0  # newest hellos
+
+    # --- sending
+
+    def send(self, message: bytes) -> None:
+        self._waiting.append(message)
+        self._message_bytes += len(message)
+
+    def send_frame(self, frame: Frame, arrived: Callable[[], None] | None = None) -> None:
+        """`arrived` is called when the peer has all of it. Raises WireError when the frame can't
+        travel."""
+        self.outbox.push(frame, arrived)
+
+    def next_message(self) -> bytes | None:
+        if not self._waiting:
+            return None
+        message = self._waiting.popleft()
+        self._sent.append(message)
+        return message
+
+    @property
+    def held(self) -> int:
+        """Bytes that are kept until the peer has them."""
+        return self._message_bytes + self.outbox.unacknowledged
+
+    def overfull(self, asleep: bool) -> str:
+        """Why the link can't be kept; empty: it can."""
+        if self._message_bytes > self._bounds.messages:
+            return f"has not taken the last {self._message_bytes} bytes of messages"
+        if asleep and self.held > self._bounds.asleep:
+            return f"can't be reached, and {self.held} bytes wait for it"
+        return ""
+
+    # --- receiving
+
+    def message_came(self) -> None:
+        self._received += 1
+
+    def acknowledge_messages(self, count: int) -> None:
+        """The peer has so many. Raises WireError when that can't be."""
+        if not 0 <= count - self._acknowledged <= len(self._sent):
+            raise WireError(f"{count} messages acknowledged, which can't be")
+        for _ in range(count - self._acknowledged):
+            self._message_bytes -= len(self._sent.popleft())
+        self._acknowledged = count
+
+    def acknowledgement(self) -> int:
+        """How many messages have come: for the next heartbeat."""
+        self._told = self._received
+        return self._received
+
+    @property
+    def acknowledgement_due(self) -> bool:
+        return self._received - self._told >= ACKNOWLEDGE_EVERY
+
+    # --- a new connection
+
+    def hello(self) -> Hello:
+        """What to say on a new connection. Nothing that comes on an older one may be taken after
+        that, and no answer to an older hello."""
+        self._said += 1
+        frames, partial = self.inbox.told()
+        return Hello(self.number, self.other, self._said, self.acknowledgement(), frames, partial)
+
+    def is_newest(self, said: Hello) -> bool:
+        """Whether no other hello was said since."""
+        return said.number == self._said
+
+    def check(self, hello: Hello, said: Hello | None = None) -> None:
+        """Whether to go on where the peer says that it is; `said`: in answer to that. Raises
+        Outdated, Begun, Forgotten."""
+        if said is not None and not self.is_newest(said):
+            raise Outdated("another connection has come up")
+        if hello.other not in (0, self.number):
+            raise Forgotten(f"its session {hello.other} is over")
+        if self.other and hello.session > self.other and not hello.other:
+            raise Begun("the peer has begun anew")
+        if self.other and hello.session != self.other:
+            raise Outdated(f"a session {hello.session}, after {self.other}")
+        if hello.number <= self._heard:
+            raise Outdated(f"hello {hello.number} after {self._heard}")
+
+    def resume(self, hello: Hello, said: Hello | None = None) -> None:
+        """What the peer lacks is sent again. Raises as `check`, and WireError for what can't be."""
+        self.check(hello, said)
+        self.acknowledge_messages(hello.messages)
+        self._waiting.extendleft(reversed(self._sent))
+        self._sent.clear()
+        self.outbox.rewind(hello.frames, hello.partial)
+        self.other, self._heard = hello.session, hello.number

@@ -1,0 +1,305 @@
+from __future__ import annotations
+
+import random
+from collections import deque
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from planaria.node.wire.frames import KINDS, Frame, buffers_of, parse_chunk
+from planaria.node.wire.session import (
+    Begun,
+    Bounds,
+    Forgotten,
+    Hello,
+    Outdated,
+    Session,
+)
+
+BOUNDS = Bounds(chunk=10, window=30, payload=1000, messages=200, asleep=500)
+
+
+def frame(size: int, kind: str, number: int) -> Frame:
+    content = random.Random(number).randbytes(size)
+    cut = size // 3
+    return Frame(kind, (1, 1), {"number": number}, [], (content[:cut], b"", content[cut:]))
+
+
+class Connection:
+    """Two ordered pipes in each direction, which lose what is in them when they break."""
+
+    def __init__(self, dialler: int) -> None:
+        self.dialler = dialler
+        self.broken = False
+        self.control: list[deque[bytes | int]] = [deque(), deque()]  # to each end; int: heartbeat
+        self.bulk: list[deque[bytes]] = [deque(), deque()]
+
+
+class Dial:
+    """A hello on its way, or its answer."""
+
+    def __init__(self, dialler: int, said: Hello) -> None:
+        self.dialler, self.said = dialler, said
+        self.answer: Hello | None = None
+        self.refused = False
+        self.connection: Connection | None = None
+
+
+class Life:
+    """One session of an end, and what it was for."""
+
+    def __init__(self, number: int) -> None:
+        self.session = Session(number, BOUNDS)
+        self.messages: list[bytes] = []
+        self.frames: list[Frame] = []
+        self.sent: list[bytes] = []
+        self.sent_frames: list[Frame] = []
+
+
+class End:
+    def __init__(self) -> None:
+        self.connection: Connection | None = None
+        self.lives = [Life(1)]
+
+    @property
+    def life(self) -> Life:
+        return self.lives[-1]
+
+    @property
+    def session(self) -> Session:
+        return self.life.session
+
+    def begin_anew(self) -> None:
+        if self.connection is not None:
+            self.connection.broken = True
+            self.connection = None
+        self.lives.append(Life(len(self.lives) + 1))
+
+
+class TwoEnds(RuleBasedStateMachine):
+    """Whatever breaks, crosses or comes late, within a session nothing is lost, doubled or out of
+    order; and where one is over, the other end finds out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = [End(), End()]
+        self.dials: list[Dial] = []
+
+    def attach(self, which: int, connection: Connection) -> None:
+        end = self.ends[which]
+        if end.connection is not None:
+            end.connection.broken = True
+        end.connection = connection
+
+    # --- what the nodes do
+
+    @rule(which=st.integers(0, 1), size=st.integers(0, 9))
+    def send(self, which: int, size: int) -> None:
+        end = self.ends[which]
+        message = bytes([len(end.life.sent) % 256]) * (size + 1)
+        end.life.sent.append(message)
+        end.session.send(message)
+        self.lose_if_overfull(end)
+
+    @rule(which=st.integers(0, 1), kind=st.sampled_from(KINDS), size=st.integers(0, 45))
+    def send_frame(self, which: int, kind: str, size: int) -> None:
+        end = self.ends[which]
+        sent = frame(size, kind, len(end.life.sent_frames))
+        end.life.sent_frames.append(sent)
+        end.session.send_frame(sent)
+        self.lose_if_overfull(end)
+
+    def lose_if_overfull(self, end: End) -> None:
+        if end.session.overfull(end.connection is None):
+            end.begin_anew()
+
+    # --- what a connection carries
+
+    @rule(which=st.integers(0, 1), heartbeat=st.booleans())
+    def speak(self, which: int, heartbeat: bool) -> None:
+        end = self.ends[which]
+        if end.connection is None or end.connection.broken:
+            return
+        pipe = end.connection.control[1 - which]
+        if heartbeat or end.session.acknowledgement_due:
+            pipe.append(end.session.acknowledgement())
+        elif (message := end.session.next_message()) is not None:
+            pipe.append(message)
+
+    @rule(which=st.integers(0, 1), chunks=st.integers(1, 4))
+    def carry(self, which: int, chunks: int) -> None:
+        end = self.ends[which]
+        for _ in range(chunks):
+            if end.connection is None or end.connection.broken:
+                return
+            session = end.session
+            chunk = session.inbox.acknowledgement() or session.outbox.next()
+            if chunk is not None:
+                end.connection.bulk[1 - which].append(chunk)
+
+    @rule(which=st.integers(0, 1), count=st.integers(1, 5))
+    def listen(self, which: int, count: int) -> None:
+        end = self.ends[which]
+        for _ in range(count):
+            if end.connection is None or not end.connection.control[which]:
+                return
+            item = end.connection.control[which].popleft()
+            if isinstance(item, int):
+                end.session.acknowledge_messages(item)
+            else:
+                end.session.message_came()
+                end.life.messages.append(item)
+
+    @rule(which=st.integers(0, 1), count=st.integers(1, 5))
+    def collect(self, which: int, count: int) -> None:
+        end = self.ends[which]
+        for _ in range(count):
+            if end.connection is None or not end.connection.bulk[which]:
+                return
+            chunk = parse_chunk(end.connection.bulk[which].popleft())
+            if chunk.acknowledged:
+                end.session.outbox.acknowledge(chunk.frame, chunk.acknowledged - 1)
+            elif (found := end.session.inbox.receive(chunk)) is not None:
+                end.life.frames.append(found)
+
+    # --- what happens to connections
+
+    @rule(which=st.integers(0, 1), left=st.integers(0, 3))
+    def break_one(self, which: int, left: int) -> None:
+        """One end notices; what is in the pipes may still come to the other, up to some of it."""
+        end = self.ends[which]
+        if end.connection is None:
+            return
+        end.connection.broken = True
+        for pipes in (end.connection.control, end.connection.bulk):
+            for pipe in pipes:
+                while len(pipe) > left:
+                    pipe.pop()
+        end.connection = None
+        self.lose_if_overfull(end)
+
+    @rule(which=st.integers(0, 1))
+    def lose(self, which: int) -> None:
+        """Silence, to this end."""
+        if self.ends[which].session.other:
+            self.ends[which].begin_anew()
+
+    @rule(which=st.integers(0, 1))
+    def dial(self, which: int) -> None:
+        end = self.ends[which]
+        if end.connection is None:
+            self.dials.append(Dial(which, end.session.hello()))
+
+    @precondition(lambda self: self.dials)
+    @rule(data=st.data())
+    def dial_comes(self, data: st.DataObject) -> None:
+        """Any that is on its way, to its acceptor or, with an answer, back to its dialler."""
+        dial = data.draw(st.sampled_from(self.dials))
+        self.dials.remove(dial)
+        if dial.answer is None and not dial.refused:
+            self.accept(dial)
+        else:
+            self.come_back(dial)
+
+    def accept(self, dial: Dial) -> None:
+        which = 1 - dial.dialler
+        end = self.ends[which]
+        try:
+            try:
+                end.session.resume(dial.said)
+            except Begun:
+                end.begin_anew()
+                end.session.resume(dial.said)
+        except Outdated:
+            return
+        except Forgotten:
+            dial.refused = True
+        else:
+            dial.connection = Connection(dial.dialler)
+            self.attach(which, dial.connection)
+            dial.answer = end.session.hello()
+        self.dials.append(dial)
+
+    def come_back(self, dial: Dial) -> None:
+        end = self.ends[dial.dialler]
+        if dial.said.session != end.session.number:  # it has lost that one in the meantime
+            if dial.connection is not None:
+                dial.connection.broken = True
+        elif dial.refused:
+            if end.session.is_newest(dial.said):
+                end.begin_anew()
+        else:
+            assert dial.answer is not None
+            assert dial.connection is not None
+            try:
+                end.session.resume(dial.answer, dial.said)
+            except Outdated:
+                dial.connection.broken = True
+                return
+            self.attach(dial.dialler, dial.connection)
+
+    @precondition(lambda self: self.dials)
+    @rule(data=st.data())
+    def dial_is_lost(self, data: st.DataObject) -> None:
+        dial = data.draw(st.sampled_from(self.dials))
+        self.dials.remove(dial)
+        if dial.connection is not None:
+            dial.connection.broken = True
+
+    # --- what must hold
+
+    @invariant()
+    def nothing_comes_twice_or_out_of_order(self) -> None:
+        for which, end in enumerate(self.ends):
+            for life in end.lives:
+                if life.session.other:
+                    self.check(life, self.ends[1 - which].lives[life.session.other - 1])
+
+    def check(self, life: Life, other: Life) -> None:
+        assert life.messages == other.sent[: len(life.messages)]
+        for kind in KINDS:
+            came = [f.fields["number"] for f in life.frames if f.kind == kind]
+            sent = [f.fields["number"] for f in other.sent_frames if f.kind == kind]
+            assert came == sent[: len(came)]
+
+    @invariant()
+    def what_is_held_is_bounded(self) -> None:
+        for end in self.ends:
+            awake = end.connection is not None
+            assert awake or end.session.held <= BOUNDS.asleep + 45 + 10
+
+    def teardown(self) -> None:
+        """Once a connection holds, all of it comes."""
+        self.dials.clear()
+        for end in self.ends:
+            end.connection = None
+        for _ in range(3):  # each end may have given up what the other goes on with
+            self.dial(0)
+            self.accept(self.dials.pop())
+            self.come_back(self.dials.pop())
+            if self.ends[0].connection is not None:
+                break
+        assert self.ends[0].connection is self.ends[1].connection is not None
+        for _ in range(1000):
+            if not any(end.session.held for end in self.ends):
+                break
+            for which in (0, 1):
+                for heartbeat in (False, False, True):
+                    self.speak(which, heartbeat)
+                self.carry(which, 4)
+                self.listen(1 - which, 5)
+                self.collect(1 - which, 5)
+        self.nothing_comes_twice_or_out_of_order()
+        for which, end in enumerate(self.ends):
+            life, other = end.life, self.ends[1 - which].life
+            assert life.messages == other.sent
+            assert len(life.frames) == len(other.sent_frames)
+            for found in life.frames:
+                sent = other.sent_frames[found.fields["number"]]
+                assert b"".join(buffers_of(found.payload)) == b"".join(buffers_of(sent.payload))
+            assert end.session.held == 0
+
+
+TestTwoEnds = TwoEnds.TestCase
+TestTwoEnds.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
