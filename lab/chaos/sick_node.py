@@ -123,6 +123,7 @@ def arm(faults: Faults, wrap: Callable[[Any, str, Any], None] = setattr) -> None
     from planaria.node.report.ledger import Ledger
     from planaria.node.stage.arithmetic import TorchStage
     from planaria.node.stage.compute import ComputeThread
+    from planaria.node.stage.watch import kind_of
     from planaria.node.stage.work import TorchWork
 
     stages: weakref.WeakSet[TorchStage] = weakref.WeakSet()
@@ -149,6 +150,7 @@ def arm(faults: Faults, wrap: Callable[[Any, str, Any], None] = setattr) -> None
                     took = time.perf_counter() - started
                     time.sleep((float(crawl["factor"]) - 1) * took)
 
+        sick.__name__ = kind_of(work)  # the node's watch tells tasks apart by it
         return post(thread, sick, *arguments, **named)
 
     def sent(work: Any, kind: str, visit: Any, tensor: torch.Tensor, *arguments: Any) -> Any:

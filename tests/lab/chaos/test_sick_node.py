@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from planaria.node.run_file import ModelSection, RunFile
 from planaria.node.stage.arithmetic import TorchStage
 from planaria.node.stage.compute import ComputeThread
 from planaria.node.stage.shape import model_config
+from planaria.node.stage.watch import kind_of
 from planaria.node.transaction.attempt import Visit
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.routing import Route
@@ -31,6 +34,7 @@ RUN = RunFile(model=SECTION)
 BEGAN = Ballot(1, 1)
 WRITER = """
 import sys
+from functools import partial
 from pathlib import Path
 from planaria.lab.chaos.sick_node import Faults
 
@@ -98,12 +102,23 @@ def test_what_is_no_fault_is_refused(tmp_path, wrong):
         tell(tmp_path / "faults.json", wrong)
 
 
-async def test_a_hung_thread_does_nothing_until_it_is_healed(control):
+async def test_a_hung_thread_does_nothing_until_it_is_healed(control, monkeypatch):
+    """And the node's watch can tell what it is at."""
+    posted: list[str] = []
+    post = ComputeThread.post
+
+    def noting(thread: ComputeThread, work: Any, *arguments: Any, **named: Any) -> None:
+        posted.append(kind_of(work))
+        post(thread, work, *arguments, **named)
+
+    monkeypatch.setattr(ComputeThread, "post", noting)
+    arm(Faults(control), monkeypatch.setattr)
     thread = ComputeThread("compute", asyncio.get_running_loop())
     tell(control, {"hang": {}})
-    waiting = thread.run(lambda: "done")
+    waiting = thread.run(partial(str, "done"))
     done, _ = await asyncio.wait([waiting], timeout=0.1)
     assert not done
+    assert posted == ["str"]  # by the wrapper, to what it wraps
     tell(control, {})
     assert await waiting == "done"
     thread.stop()
