@@ -336,6 +336,8 @@ class Node:
 
     async def _take_seat(self, stage: int) -> None:
         corpus = self.corpus if stage == 0 else None
+        if corpus is not None:
+            corpus.verify_in_background()
         record = SeatRecord(self, stage, self._open_ledger(corpus))
         place, run, config = self.place, self.run, self.config
 

@@ -1,13 +1,20 @@
-"""Prepared data: memory-mapped shards of tokens, with an index. `prepare` (prepare.py) makes it.
+"""Prepared data: shards of tokens, with an index. `prepare` (prepare.py) makes it.
 
 A prepared folder holds `index.json`, `tokenizer.json` and, for each split, shards of little-endian
 tokens. Every document ends with the end-of-document token, and a split is the concatenation of its
 documents, cut into samples without regard to where documents or shards end.
+
+No sample is taken from a shard that isn't what the index says of it, and the index is what nodes
+compare and ledgers record (`Index.content`). Shards are read, not mapped: one that somebody cuts
+short is an error then, and not the end of the process.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import os
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
@@ -18,7 +25,13 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 from tokenizers import Tokenizer
 
+log = logging.getLogger("planaria")
+
 FORMAT = 1
+BLOCK = 1 << 20
+"""Bytes that are read at a time to verify a shard."""
+MOST_OPEN = 64
+"""Shards that are open at a time."""
 TRAIN, VALIDATION = SPLITS = "train", "validation"
 
 
@@ -76,8 +89,113 @@ class Index(BaseModel):
         return ""
 
 
+class _ShardFile:
+    """A shard, read where it lies. Whoever reads it first verifies it, or waits for who does."""
+
+    def __init__(self, file: Path, shard: TokenShard, index: Index, remedy: str) -> None:
+        self.file, self.shard, self._remedy = file, shard, remedy
+        self._dtype = np.dtype(index.dtype).newbyteorder("<")
+        self._vocabulary = index.vocabulary
+        self._verifying = threading.Lock()
+        self._verified: _Stamp | None = None  # of the file whose content is the index's
+        self._descriptor: int | None = None
+
+    def tokens(self, offset: int, count: int) -> NDArray[np.unsignedinteger]:
+        """At most `count`, as far as the shard goes. Raises CorpusError."""
+        try:
+            if self._descriptor is None:
+                self._descriptor = self._opened()
+            data, stamp = self._read(self._descriptor, offset, count)
+            if stamp != self._verified:  # not yet, or the file has changed since
+                self._verify(self._descriptor)
+                data, stamp = self._read(self._descriptor, offset, count)
+        except OSError as error:
+            raise CorpusError(f"can't read {self.file}: {error.strerror}") from error
+        if stamp != self._verified:
+            raise CorpusError(f"{self.file} changes while it is read: {self._remedy}")
+        return np.frombuffer(data, self._dtype)
+
+    def verify(self) -> None:
+        """Unless the file has been, as it is. Raises CorpusError."""
+        try:
+            descriptor = self._opened()
+            try:
+                self._verify(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise CorpusError(f"can't read {self.file}: {error.strerror}") from error
+
+    def _verify(self, descriptor: int) -> None:
+        """Raises CorpusError, OSError."""
+        with self._verifying:
+            stamp = _stamp(descriptor)
+            if stamp == self._verified:
+                return
+            self._check_size(os.fstat(descriptor).st_size)
+            digest, highest, at = xxhash.xxh3_128(), 0, 0
+            while block := os.pread(descriptor, BLOCK, at):
+                digest.update(block)
+                tokens = np.frombuffer(block, self._dtype, len(block) // self._dtype.itemsize)
+                highest, at = max(highest, int(tokens.max(initial=0))), at + len(block)
+            found = digest.hexdigest()
+            if found != self.shard.checksum:
+                raise CorpusError(
+                    f"{self.file} is damaged: its checksum is {found}, the index says "
+                    f"{self.shard.checksum}: {self._remedy}"
+                )
+            if highest >= self._vocabulary:
+                raise CorpusError(
+                    f"{self.file} has a token {highest}, and the index says that there are "
+                    f"{self._vocabulary}, from 0: {self._remedy}"
+                )
+            self._verified = stamp
+
+    def check(self) -> None:
+        """That it is there, in its size. Raises CorpusError."""
+        if not self.file.is_file():
+            raise CorpusError(f"{self.file} is missing: {self._remedy}")
+        self._check_size(self.file.stat().st_size)
+
+    def _check_size(self, found: int) -> None:
+        expected = self.shard.tokens * self._dtype.itemsize
+        if found != expected:
+            raise CorpusError(
+                f"{self.file} has {found} bytes where the index says {expected}: {self._remedy}"
+            )
+
+    @property
+    def is_open(self) -> bool:
+        return self._descriptor is not None
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _opened(self) -> int:
+        return os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _read(self, descriptor: int, offset: int, count: int) -> tuple[bytes, _Stamp]:
+        """Whatever is written while this reads changes the stamp."""
+        size = self._dtype.itemsize
+        return os.pread(descriptor, count * size, offset * size), _stamp(descriptor)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+_Stamp = tuple[int, int, int, int, int]
+
+
+def _stamp(descriptor: int) -> _Stamp:
+    """Stands for the content of a file, as far as the file system tells when it changes."""
+    of = os.fstat(descriptor)
+    return of.st_dev, of.st_ino, of.st_size, of.st_mtime_ns, of.st_ctime_ns
+
+
 class Corpus:
-    """Prepared data, memory-mapped. Open it with `Corpus.open`.
+    """Prepared data. Open it with `Corpus.open`; any thread may read it.
 
     A split is cut into samples that don't overlap: sample i is the tokens i·context to
     (i+1)·context, both included. So its last token is the first of the next sample: an input there,
@@ -89,11 +207,14 @@ class Corpus:
         self.index = index
         self.content = index.content
         self.vocabulary = index.vocabulary
-        dtype = np.dtype(index.dtype).newbyteorder("<")
+        remedy = _remedy(path)
         self._shards = {
-            name: [np.memmap(path / shard.name, dtype, "r") for shard in split.shards]
+            name: [_ShardFile(path / shard.name, shard, index, remedy) for shard in split.shards]
             for name, split in index.splits.items()
         }
+        self._reading = threading.Lock()
+        self._open: list[_ShardFile] = []  # the oldest first
+        self._verifier: threading.Thread | None = None
         self._starts = {
             name: np.cumsum([0, *(shard.tokens for shard in split.shards)])
             for name, split in index.splits.items()
@@ -103,26 +224,39 @@ class Corpus:
     def open(cls, path: Path, verify: bool = False) -> Corpus:
         """Checks that every shard is there in its size; with `verify`, also its checksum, and the
         tokenizer's. Raises CorpusError."""
-        index = read_index(path)
-        itemsize = np.dtype(index.dtype).itemsize
-        shards = [shard for split in index.splits.values() for shard in split.shards]
-        for shard in shards:
-            file = path / shard.name
-            if not file.is_file():
-                raise CorpusError(f"{file} is missing: {_remedy(path)}")
-            if file.stat().st_size != shard.tokens * itemsize:
-                raise CorpusError(
-                    f"{file} has {file.stat().st_size} bytes where the index says "
-                    f"{shard.tokens * itemsize}: {_remedy(path)}"
-                )
+        corpus = cls(path, read_index(path))
+        for shard in corpus._all():
+            shard.check()
         if verify:
-            checksums = {shard.name: shard.checksum for shard in shards}
-            for name, expected in (checksums | {"tokenizer.json": index.tokenizer}).items():
-                if file_checksum(path / name) != expected:
-                    raise CorpusError(
-                        f"{path / name} is damaged, its checksum is wrong: {_remedy(path)}"
-                    )
-        return cls(path, index)
+            corpus._verify()
+            if file_checksum(path / "tokenizer.json") != corpus.index.tokenizer:
+                raise CorpusError(
+                    f"{path / 'tokenizer.json'} is damaged, its checksum is wrong: {_remedy(path)}"
+                )
+        return corpus
+
+    def verify_in_background(self) -> None:
+        """All shards, one after the other, so that samples seldom wait for it. What is wrong is
+        logged, and raised for who wants a sample of that shard."""
+        if self._verifier is None:
+            self._verifier = threading.Thread(
+                target=self._verify_and_log, name="verifying-data", daemon=True
+            )
+            self._verifier.start()
+
+    def _verify_and_log(self) -> None:
+        try:
+            self._verify()
+        except CorpusError as error:
+            log.error("%s", error)
+
+    def _verify(self) -> None:
+        """Raises CorpusError."""
+        for shard in self._all():
+            shard.verify()
+
+    def _all(self) -> list[_ShardFile]:
+        return [shard for shards in self._shards.values() for shard in shards]
 
     def tokenizer(self) -> Tokenizer:
         """Raises CorpusError."""
@@ -147,11 +281,20 @@ class Corpus:
         number = int(np.searchsorted(starts, position, side="right")) - 1
         while filled < out.size:  # a sample may go on in the next shard
             offset = position + filled - starts[number]
-            part = self._shards[split][number][offset : offset + out.size - filled]
+            part = self._tokens(self._shards[split][number], int(offset), out.size - filled)
             out[filled : filled + part.size] = part
             filled += part.size
             number += 1
         return out
+
+    def _tokens(self, shard: _ShardFile, offset: int, count: int) -> NDArray[np.unsignedinteger]:
+        """As `_ShardFile.tokens`, with no more than MOST_OPEN files open."""
+        with self._reading:
+            if not shard.is_open:
+                if len(self._open) >= MOST_OPEN:
+                    self._open.pop(0).close()
+                self._open.append(shard)
+            return shard.tokens(offset, count)
 
     def samples(
         self, split: str, context: int, indices: Iterable[int] | NDArray[np.int64]

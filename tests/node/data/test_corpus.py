@@ -1,7 +1,9 @@
 import json
+import os
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -14,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planaria.node.data.prepare
-from planaria.node.data.corpus import Corpus, CorpusError
+from planaria.node.data.corpus import Corpus, CorpusError, file_checksum, read_index
 from planaria.node.data.documents import LINES_PER_DOCUMENT, documents, lines_to_documents
 from planaria.node.data.prepare import Recipe, held_out_rank, prepare
 
@@ -387,7 +389,7 @@ def test_missing_and_damaged_data_is_named_with_a_remedy(copy: Path, tmp_path: P
     Corpus.open(copy, verify=True)
     shard.write_bytes(bytes([intact[0] ^ 1]) + intact[1:])
     Corpus.open(copy)
-    refused(r"train-00000\.bin is damaged, its checksum is wrong", verify=True)
+    refused(r"train-00000\.bin is damaged: its checksum is \w{32}, the index says ", verify=True)
     shard.write_bytes(intact[:-2])
     refused(f"has {len(intact) - 2} bytes where the index says {len(intact)}")
     shard.unlink()
@@ -402,3 +404,90 @@ def test_missing_and_damaged_data_is_named_with_a_remedy(copy: Path, tmp_path: P
     refused(r"index\.json is damaged")
     index.unlink()
     refused("there is no prepared data at")
+
+
+# Data that others spoil while a node reads it
+
+
+def overwrite(file: Path, offset: int, data: bytes) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(offset)
+        opened.write(data)
+
+
+def test_a_shard_that_is_cut_short_under_its_reader_is_named(copy: Path) -> None:
+    corpus, shard = Corpus.open(copy), copy / "train-00000.bin"
+    size, last = shard.stat().st_size, corpus.count("train", 16) - 1
+    corpus.samples("train", 16, [0, last])
+    os.truncate(shard, 10)
+    for index in (0, last):
+        with pytest.raises(CorpusError, match=rf"{shard} has 10 bytes where the index says {size}"):
+            corpus.sample("train", 16, index)
+
+
+@pytest.mark.parametrize("read_before", [False, True])
+def test_a_token_that_is_another_one_now_is_noticed_before_it_is_used(
+    copy: Path, read_before: bool
+) -> None:
+    corpus, shard = Corpus.open(copy), copy / "train-00000.bin"
+    sample, intact = Corpus.open(copy).sample("train", 16, 0), shard.read_bytes()
+    if read_before:
+        corpus.sample("train", 16, 0)
+    overwrite(shard, 4, bytes([intact[4] ^ 1]))
+    expected = corpus.index.splits["train"].shards[0].checksum
+    found = file_checksum(shard)
+    said = f"{shard} is damaged: its checksum is {found}, the index says {expected}"
+    for _ in range(2):
+        with pytest.raises(CorpusError, match=re.escape(said)):
+            corpus.sample("train", 16, 0)
+    overwrite(shard, 4, intact[4:5])
+    np.testing.assert_array_equal(corpus.sample("train", 16, 0), sample)
+
+
+def test_a_token_that_the_model_does_not_know_is_refused(copy: Path) -> None:
+    """The checksums are right: whoever made the data was wrong."""
+    shard = copy / "train-00000.bin"
+    overwrite(shard, 4, (300).to_bytes(2, "little"))
+    index = read_index(copy)
+    index.splits["train"].shards[0].checksum = file_checksum(shard)
+    index.content = index.content_hash()
+    (copy / "index.json").write_text(index.model_dump_json())
+    with pytest.raises(CorpusError, match="has a token 300, and the index says that there are 300"):
+        Corpus.open(copy).sample("train", 16, 0)
+
+
+def test_a_shard_that_is_replaced_by_its_like_is_read_on(copy: Path, tmp_path: Path) -> None:
+    corpus, shard = Corpus.open(copy), copy / "train-00000.bin"
+    sample = corpus.sample("train", 16, 0)
+    shutil.copyfile(shard, tmp_path / "same")
+    (tmp_path / "same").replace(shard)
+    np.testing.assert_array_equal(corpus.sample("train", 16, 0), sample)
+    shard.unlink()
+    np.testing.assert_array_equal(corpus.sample("train", 16, 0), sample)
+
+
+def test_each_shard_is_verified_once(sharded: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = Corpus.open(sharded.path)
+    reads: Counter[str] = Counter()
+    verified = corpus._all()
+    for shard in verified:
+        monkeypatch.setattr(
+            shard, "_check_size", lambda _, name=shard.file.name: reads.update([name])
+        )
+    corpus.verify_in_background()
+    corpus.verify_in_background()
+    for split in ("train", "validation"):
+        corpus.samples(split, 16, range(corpus.count(split, 16)))
+    assert corpus._verifier is not None
+    corpus._verifier.join()
+    assert reads == Counter(shard.file.name for shard in verified)
+
+
+def test_what_the_background_finds_is_logged(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    corpus, shard = Corpus.open(copy), copy / "validation-00000.bin"
+    overwrite(shard, 0, bytes([shard.read_bytes()[0] ^ 1]))
+    corpus.verify_in_background()
+    assert corpus._verifier is not None
+    corpus._verifier.join()
+    assert f"{shard} is damaged" in caplog.text
+    corpus.sample("train", 16, 0)
