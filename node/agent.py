@@ -357,6 +357,7 @@ class Agent:
     async def _reduce(self, ballot: Ballot, attempt: Attempt) -> None:
         try:
             norm = await self._reduce_all(ballot, attempt)
+            digest = await self.exchanges.compute(self.arithmetic.digest)
         except ComplaintError as error:
             if isinstance(error, PeerLostError) or error.cause != SILENT:
                 for node in error.accused:
@@ -365,7 +366,7 @@ class Agent:
                 self.attempt_failed(ballot, str(error), error.accused)
             return
         seconds = self.workplace.seconds_per_microbatch
-        self._carry_out(self.member.reduced(ballot, norm, math.isfinite(norm), seconds))
+        self._carry_out(self.member.reduced(ballot, norm, math.isfinite(norm), seconds, digest))
         self.exchanges.start(self._feed(ballot, attempt.begin))
 
     async def _reduce_all(self, ballot: Ballot, attempt: Attempt) -> float:
@@ -421,7 +422,8 @@ class Agent:
         """What a replica has reduced is as good as if this node had."""
         adopt = partial(self.arithmetic.adopt, self.gradients.get(ballot))
         norm = await self.exchanges.compute(adopt)
-        self._carry_out(self.member.reduced(ballot, norm, math.isfinite(norm), 0.0))
+        digest = await self.exchanges.compute(self.arithmetic.digest)
+        self._carry_out(self.member.reduced(ballot, norm, math.isfinite(norm), 0.0, digest))
 
     # --- commits and state
 

@@ -267,9 +267,11 @@ class Diverged(Event, kind="diverged", severity=Severity.ERROR):
     stage: int
     nodes: tuple[str, ...]
     step: int
+    reason: str = ""  # which of them is wrong, and why
 
     def sentence(self, node: str | None) -> str:
-        return f"replicas of stage {self.stage} differ after step {self.step}"
+        why = f": {self.reason}" if self.reason else ""
+        return f"replicas of stage {self.stage} differ after step {self.step}{why}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from planaria.node.transaction.diverging import Told
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.routing import plan, share_out, stand_ins
 from planaria.node.transaction.rules import TransactionRules
@@ -29,6 +30,13 @@ class Vote:
     @property
     def awaited(self) -> list[str]:
         return sorted(self.stages.keys() - self.ready.keys())
+
+    def replicas(self) -> dict[int, dict[str, Told]]:
+        """By stage, what each of its replicas says of itself."""
+        found: dict[int, dict[str, Told]] = {}
+        for node, ready in self.ready.items():
+            found.setdefault(self.stages[node], {})[node] = Told.by(ready)
+        return found
 
     def dissents_from(self, stage: int, ready: pb.Ready) -> str:
         """The replica that has other weights, or another gradient, if that counts; empty: none."""

@@ -126,6 +126,7 @@ def _ready(ready: pb.Ready) -> str:
         or (_within("squared norm", ready.squared_norm, LARGEST_NORM) if ready.finite else "")
         or _seconds("seconds per microbatch", ready.seconds_per_microbatch)
         or _hash("digest", ready.digest)
+        or _hash("digest", ready.applied)
     )
 
 

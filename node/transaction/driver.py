@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.registry_pb2 import NUMBERS, SILENT
+from planaria.bootstrap.registry_pb2 import DIVERGENCE, NUMBERS, SILENT
 from planaria.node.report.events import (
     Aborted,
     AttemptMasked,
@@ -33,6 +34,7 @@ from planaria.node.report.events import (
 )
 from planaria.node.transaction.attempting import Attempting, Vote, planned
 from planaria.node.transaction.bounds import told_to_driver
+from planaria.node.transaction.diverging import differing
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Send, Suspect
 from planaria.node.transaction.gathering import Coming, Gathering, Standing, active, unrecorded
 from planaria.node.transaction.joining import FOLLOWED, FOLLOWS, Joining
@@ -45,6 +47,8 @@ LONGEST_PAUSE = 5.0
 """Seconds between attempts at most, after many failed in a row."""
 UNRECORDED_PAUSE = 2.0
 """Seconds between two looks whether a ledger can be written again."""
+STRIKES = 3
+"""Times that a node may differ from its replicas; with the last one it is accused of it."""
 EVICTED = 3.0
 """Seconds that an attempt that goes on without a lost node waits, once it is complete, for the view
 without that node; then the node isn't lost, and the attempt is given up."""
@@ -91,6 +95,9 @@ class Driver:
         self.accused: dict[
             str, dict[int, str]
         ] = {}  # since the last commit: by whom, of what stage
+        self.norms: dict[int, float] = {}  # by stage, squared, of the last committed gradient
+        self.strikes: Counter[str] = Counter()  # how often a node differed from its replicas
+        self.distrusted: set[str] = set()  # whose state is not that of their replicas
         self.idle: set[str] = set()  # members that have sent what can't be used
         self.pause_until = 0.0
         self.unrecorded = ""  # why no step is begun: no ledger is written
@@ -159,6 +166,8 @@ class Driver:
                 return self._if_all_home(attempt, now)
             case "status", Gathering() as gathering if is_current:
                 gathering.statuses[peer] = message.status
+                if message.status.following:
+                    self.distrusted.discard(peer)  # it knows that what it had counts no more
                 if message.status.seconds_per_microbatch:
                     self.seconds[peer] = message.status.seconds_per_microbatch
                 return [] if gathering.unheard() else self._resolve(gathering, now)
@@ -239,6 +248,9 @@ class Driver:
             self.view, self.coming = self.coming.view, None
             self.members = active(self.view)
             self.idle &= self.members.keys()
+            right = {stage for n, stage in self.members.items() if n not in self.distrusted}
+            # The last one of a stage is better than a guess.
+            self.distrusted = {n for n in self.distrusted if self.members.get(n) in right}
             self.ballot = Ballot(self.view.number, 0)
         self.ballot = self.ballot.next()
         self.current = gathering = Gathering(
@@ -250,6 +262,7 @@ class Driver:
             asked=now,
             suspected=now,
             taken_over=taken_over,
+            distrusted=self.distrusted,
         )
         return effects + gathering.ask()
 
@@ -303,6 +316,9 @@ class Driver:
         if follow:
             self.joining.begin(syncs, gathering, now)
             effects, syncs = effects + syncs, []
+            if self.distrusted:  # they have to know before anything is committed without them
+                names = ", ".join(sorted(self.distrusted))
+                return effects + self._gather(f"{names} copies its state anew", now)
         if not vacant:
             syncs = syncs or copy_twins(gathering, self.rules)
         if syncs:
@@ -363,6 +379,7 @@ class Driver:
         self.standing = replace(self.standing, lineage=lineage, committed=step)
 
     def _synced(self, syncing: Syncing, peer: str, synced: pb.Synced, now: float) -> list[Effect]:
+        self.distrusted.discard(peer)
         self.rebuilds.rebuilt += syncing.came(peer, synced, now)
         return [] if syncing.awaited else self._gather("state is in place", now)
 
@@ -379,6 +396,7 @@ class Driver:
         tried = any(self.joining.failures[node] >= FOLLOWS for node in lacking[stage])
         new = any(r.stage == stage and r.method != "replica" for r in rebuilt)
         copied = decision.method == "replica" and self.rules.policy != "redundant"
+        copied = copied and self.standing.committed > 0
         return copied and not (tried or new or self._is_over())
 
     def _go_on_following(self, gathering: Gathering, now: float) -> list[Effect]:
@@ -475,6 +493,8 @@ class Driver:
                 pass
             case _:
                 return []
+        if wrong := self._differing(vote):
+            return self._diverging(vote, wrong, now)
         if members := self._masked_members():
             if now - vote.complete < EVICTED:
                 return []
@@ -486,10 +506,7 @@ class Driver:
     def _decide(self, attempt: Attempting, vote: Vote, now: float) -> list[Effect]:
         """All are ready: commit, and begin what comes next in the same message."""
         effects = self._let_in(vote, now)
-        for node in sorted(vote.ready):
-            stage = self.members[node]
-            if other := vote.dissents_from(stage, vote.ready[node]):
-                effects.append(self._diverged(stage, other, node))
+        self.norms = {vote.stages[node]: ready.squared_norm for node, ready in vote.ready.items()}
         commit = attempt.commit(vote, self.ballot, self.rules, now)
         ends = (vote.ready[node].recording for node in vote.ready if self.members[node] == 0)
         attempt.regather = attempt.regather or unrecorded(ends)
@@ -506,16 +523,45 @@ class Driver:
             if node not in vote.joiners:
                 continue
             if other := vote.dissents_from(joiner.stage, vote.joiners[node]):
-                effects.append(self._diverged(joiner.stage, other, node))
-                why = f"its weights are not those of {other}"
+                why = f"its weights, or its gradient, are not those of {other}"
+                effects += self._diverged(joiner.stage, [other], {node: why})
                 effects += self._give_up_following(node, why, now)
             else:
                 del self.joining.joiners[node]
                 self.rebuilds.rebuilt.append(joiner.entered(node, now))
         return effects
 
-    def _diverged(self, stage: int, replica: str, node: str) -> Diverged:
-        return Diverged(stage=stage, nodes=(replica, node), step=self.standing.committed)
+    # --- replicas that differ
+
+    def _differing(self, vote: Vote) -> dict[str, str]:
+        """Who is wrong, and why."""
+        wrong: dict[str, str] = {}
+        for stage, told in vote.replicas().items():
+            wrong |= differing(told, self.norms.get(stage, 0.0), self.strikes)
+        return wrong
+
+    def _diverging(self, vote: Vote, wrong: Mapping[str, str], now: float) -> list[Effect]:
+        """The step is tried again, and before that whoever is wrong copies its state anew."""
+        effects: list[Effect] = []
+        for stage, told in sorted(vote.replicas().items()):
+            if of_stage := {node: wrong[node] for node in told if node in wrong}:
+                effects += self._diverged(stage, told.keys() - wrong.keys(), of_stage)
+        self.distrusted |= wrong.keys()
+        why = "; ".join(f"{node} differs: {reason}" for node, reason in wrong.items())
+        return effects + self._gather(why, now)
+
+    def _diverged(
+        self, stage: int, right: Collection[str], wrong: Mapping[str, str]
+    ) -> list[Effect]:
+        """Who is wrong for the third time has to go."""
+        reasons = "; ".join(f"{node}: {reason}" for node, reason in wrong.items())
+        nodes, step = (*sorted(right), *wrong), self.standing.committed
+        effects: list[Effect] = [Diverged(stage=stage, nodes=nodes, step=step, reason=reasons)]
+        for node, reason in wrong.items():
+            self.strikes[node] += 1
+            if self.strikes[node] >= STRIKES:
+                effects.append(Suspect(node, f"{reason}, {STRIKES} times", DIVERGENCE))
+        return effects
 
     def _after_step(self, attempt: Attempting, step: pb.Step, now: float) -> list[Effect]:
         """A step boundary: a newer view is adopted here, if there is one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +71,7 @@ class Gathering:
     asked: float
     suspected: float  # when the registry was told who is silent
     taken_over: bool  # the first one after another driver
+    distrusted: Collection[str] = ()  # whose state is not that of their replicas
     statuses: dict[str, pb.Status] = field(default_factory=dict)
 
     def explain(self) -> str:
@@ -97,12 +98,16 @@ class Gathering:
 
     @property
     def newest(self) -> pb.Status:
-        return max(self.statuses.values(), key=_age)
+        return max((s for n, s in self.statuses.items() if n not in self.distrusted), key=_age)
 
     def having(self) -> dict[str, pb.Status]:
         """The answers of those who have the newest state."""
         age = _age(self.newest)
-        return {node: status for node, status in self.statuses.items() if _age(status) == age}
+        return {
+            node: status
+            for node, status in self.statuses.items()
+            if _age(status) == age and node not in self.distrusted
+        }
 
     def standing(self) -> Standing:
         newest = self.newest
@@ -135,7 +140,8 @@ class Gathering:
         return [
             node
             for node, status in self.statuses.items()
-            if status.committed + 1 == newest.committed == status.ready
+            if node not in self.distrusted
+            and status.committed + 1 == newest.committed == status.ready
             and status.ready_ballot == newest.last.ballot
         ]
 

@@ -119,9 +119,15 @@ class MemberSide:
                 return [MessageRefused(peer=peer, body=body, why="unexpected")]
 
     def reduced(
-        self, ballot: Ballot, squared_norm: float, finite: bool, seconds_per_microbatch: float
+        self,
+        ballot: Ballot,
+        squared_norm: float,
+        finite: bool,
+        seconds_per_microbatch: float,
+        digest: bytes = b"",
     ) -> list[Effect]:
-        """The stage's gradient is averaged and every microbatch is in it once."""
+        """The stage's gradient is averaged and every microbatch is in it once. `digest`: of the
+        weights, taken anew; empty: it wasn't."""
         if self.phase is not MemberPhase.REDUCING or ballot != self.attempt:
             return []
         self.phase = MemberPhase.READY
@@ -130,7 +136,8 @@ class MemberSide:
             step=self.step,
             squared_norm=squared_norm,
             finite=finite,
-            digest=self.digest,
+            digest=digest or self.digest,
+            applied=self.digest,
             seconds_per_microbatch=seconds_per_microbatch,
             recording=self.recording(),
         )
@@ -362,6 +369,8 @@ class MemberSide:
     def _synced(self, peer: str, ballot: Ballot, sync: pb.Sync) -> list[Effect]:
         self._promise(peer, ballot)
         effects: list[Effect] = [DropAttempt(self.attempt)] if self._attempting() else []
+        if sync.method == "replica" and (sync.lineage, sync.step) == (self.lineage, self.committed):
+            self.lineage = self.committed = 0  # what it has is not what its replicas have
         self.phase = MemberPhase.FOLLOWING if sync.follow else MemberPhase.SYNCING
         self.following = Following(ballot, sync.step, sync.step) if sync.follow else None
         self.sync = sync

@@ -105,7 +105,7 @@ def rebuilt(node: str, stage: int, synced: pb.Synced, seconds: float, stall: flo
 def decide_each(gathering: Gathering, rules: TransactionRules) -> dict[int, Decision]:
     """About the stages of which nobody has the newest state, or not every node."""
     left = gathering.left()
-    if (left.lineage, left.step) == (0, 0):
+    if (left.lineage, left.step) == (0, 0) and not gathering.distrusted:
         return {}
     having = {stage: len(left.survivors.get(stage, ())) for stage in range(rules.stages + 1)}
     return {

@@ -29,10 +29,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import xxhash
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.node.run_file import RunFile, from_fields
+from planaria.node.stage.optimizer import digest as weights_digest
 from planaria.node.stage.shape import model_config
 from planaria.node.state.copies import Holder
 from planaria.node.state.holdings import Holdings
@@ -59,10 +59,6 @@ from simulation.ports import Files
 from simulation.registry import Client, Registry
 from simulation.stage import contribution, row
 from simulation.world import Network, Process, World
-
-
-def weights_digest(weights: torch.Tensor) -> bytes:
-    return xxhash.xxh3_128(weights.numpy().data).digest()
 
 
 def run_of(rules: TransactionRules, files: Files) -> RunFile:

@@ -3,8 +3,11 @@ named, and the swarm trains on."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,3 +107,30 @@ async def test_a_wild_norm_sets_nobodys_clip_scale(corpus, tmp_path, norm):
         at = swarm.committed()
         await swarm.until(lambda: swarm.committed() >= at + 3)
         assert 0 < other.member.last.gradient_norm < 1e6
+
+
+def events(directory: Path, kind: str) -> list[dict[str, Any]]:
+    told = [json.loads(line) for path in directory.glob("events-*") for line in path.open()]
+    return [event for event in told if event["kind"] == kind]
+
+
+async def test_a_replica_whose_weight_flips_copies_its_state_anew(corpus, tmp_path):
+    async with LocalSwarm(loads(PAIRS), corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 2)
+        sick, other = swarm.nodes[1, 1][0], swarm.nodes[1, 0][0]
+        bits = sick.seat.arithmetic.tensors["weights"].view(torch.int32)
+
+        def flip() -> None:
+            bits[7] ^= 1 << 20
+
+        await sick.compute.run(flip)
+        await swarm.until(lambda: events(tmp_path, "diverged"))
+        (diverged,) = events(tmp_path, "diverged")
+        assert diverged["nodes"] == [other.node, sick.node]
+        assert diverged["reason"].startswith(f"{sick.node}: its weights are not those that")
+        await swarm.until(lambda: sick.member.following)
+        await swarm.until(lambda: sick.member.phase.value == "running")
+        at = swarm.committed()
+        await swarm.until(lambda: swarm.committed() >= at + 3)
+        assert len(events(tmp_path, "diverged")) == 1
+        assert not any(node.over.done() for node, _ in swarm.nodes.values())

@@ -4,10 +4,12 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from planaria.node.stage import optimizer
-from planaria.node.stage.optimizer import StageOptimizer
+from planaria.node.stage.optimizer import StageOptimizer, digest
 
 CPU = torch.device("cpu")
 
@@ -127,6 +129,22 @@ def test_digest_tells_one_bit() -> None:
     assert len(a.digest()) == 16
     a.weights[3] = torch.nextafter(a.weights[3], torch.tensor(9.0))
     assert a.digest() != b.digest()
+
+
+@given(
+    size=st.sampled_from([1, 2047, 2048, 2049, 5000]),
+    where=st.floats(0, 1, exclude_max=True),
+    bit=st.integers(0, 31),
+)
+@settings(max_examples=50)
+def test_digest_tells_any_bit_of_any_weight(size: int, where: float, bit: int) -> None:
+    weights = torch.randn(size, generator=torch.Generator().manual_seed(size))
+    before = digest(weights)
+    assert digest(weights.clone()) == before
+    bits = weights.view(torch.int32).numpy().view("uint32")
+    bits[int(where * size)] ^= 1 << bit
+    assert digest(weights) != before
+    assert digest(torch.cat([weights, torch.zeros(1)])) != digest(weights), "a zero more is another"
 
 
 def test_a_copied_state_goes_on_alike() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.registry_pb2 import CHECKSUM, SHAPE, Cause
+from planaria.bootstrap.registry_pb2 import CHECKSUM, DIVERGENCE, SHAPE, Cause
 from planaria.node.report.events import (
     Aborted,
     AttemptMasked,
@@ -1318,3 +1318,97 @@ def test_a_joiner_that_gets_what_it_cannot_use_names_who_sent_it():
     told = Joined()
     failed = pb.Failed(reason="c sent it", accused=["c", "stranger"], cause=SHAPE)
     assert charges(told.hears("new", failed=failed, ballot=Ballot(2, 1))) == [("c", SHAPE)]
+
+
+# --- replicas that differ
+
+BY_TWO = {"a": 0, "b": 1, "c": 2, "a2": 0, "b2": 1, "c2": 2}
+
+
+class Differing(Told):
+    """A step has been committed, and the next is under way."""
+
+    def __init__(self, members: dict[str, int] = BY_TWO, steps: int = 1) -> None:
+        super().__init__(replace(RULES, stages=max(members.values())), members)
+        self.begins()
+        for _ in range(steps):
+            self.commits()
+
+    def differs(self, node: str = "c", digest: bytes = b"flipped") -> list[Effect]:
+        """All is ready, and that node has other weights than it had; returns the last effects."""
+        self.comes_home()
+        for name in [n for n in self.members if n != node]:
+            self.ready(name)
+        ready = pb.Ready(
+            step=self.attempt.begin.step,
+            squared_norm=1.0,
+            finite=True,
+            digest=digest,
+            applied=b"same",
+        )
+        return self.hears(node, ready=ready)
+
+    def answers(self, **differing: pb.Status) -> list[Effect]:
+        step = self.driver.standing.committed
+        usual = pb.Status(committed=step, last=self.driver.standing.last)
+        return self.statuses(**{**dict.fromkeys(self.members, usual), **differing})
+
+
+def test_replicas_that_differ_do_not_commit_and_the_wrong_one_copies_anew_while_others_train():
+    told = Differing()
+    effects = told.differs()
+    (diverged,) = events(effects, Diverged)
+    assert (diverged.stage, diverged.nodes) == (2, ("c2", "c"))
+    assert "c: its weights are not those that its last update has left" in diverged.reason
+    assert told.driver.standing.committed == 1
+    assert "c differs" in events(effects, Aborted)[0].reason
+    effects = told.answers()
+    syncs = sent(effects, "sync")
+    assert syncs.keys() == {"c"}
+    assert ([s.node for s in syncs["c"].sync.sources], syncs["c"].sync.follow) == (["c2"], True)
+    assert sent(effects, "query"), "it has to know before anything is committed without it"
+    follows = pb.Status(following=1, heard=1)
+    begins = sent(told.answers(c=follows), "step")
+    assert members(begins["a"]) == told.members.keys() - {"c"}
+    assert joining(begins["a"]) == ["c"]
+
+
+def test_who_has_copied_anew_is_trusted_again_and_who_differs_three_times_has_to_go():
+    told = Differing()
+    for number in range(1, 4):
+        effects = told.differs()
+        assert charges(effects) == [("c", DIVERGENCE)] * (number == 3)
+        told.answers()
+        told.answers(c=pb.Status(following=number, heard=number))
+        told.hears("c", synced=pb.Synced(step=number, method="replica"))
+        told.comes_home()
+        for node in [*(n for n in told.members if n != "c"), "c"]:
+            told.ready(node)
+        told.waits(1)
+        assert "c" in {place.node for place in told.attempt.begin.members}
+
+
+def test_replicas_that_differ_before_the_first_step_are_made_equal():
+    told = Differing({"a": 0, "b": 1, "b2": 1}, steps=0)
+    told.differs("b2")
+    sync = sent(told.answers(), "sync")["b2"].sync
+    assert (sync.method, sync.follow, [s.node for s in sync.sources]) == ("replica", False, ["b"])
+    told.hears("b2", synced=pb.Synced(step=0, method="replica"))
+    assert members(sent(told.answers(), "step")["a"]) == {"a", "b", "b2"}
+
+
+def test_who_differed_and_is_the_last_of_its_stage_is_better_than_a_guess():
+    told = Differing()
+    told.differs("c")
+    told.views({"a": 0, "b": 1, "c": 2})
+    assert members(sent(told.answers(), "step")["a"]) == {"a", "b", "c"}
+
+
+def test_a_norm_unlike_its_replicas_does_not_decide_the_clip_scale():
+    told = Differing()
+    told.comes_home()
+    effects: list[Effect] = []
+    for node in told.members:
+        effects = told.ready(node, 1e50 if node == "b" else 1.0)
+    (diverged,) = events(effects, Diverged)
+    assert diverged.nodes == ("b2", "b")

@@ -611,3 +611,12 @@ def test_a_failure_under_the_first_ballot_fails_the_attempt_that_goes_on(told: T
     effects = told.member.failed(Ballot(1, 1), "damaged", ["other"])
     assert DropAttempt(Ballot(1, 2)) in effects
     assert bodies(effects) == ["failed"]
+
+
+def test_who_is_told_to_copy_what_it_has_has_nothing(told: Told) -> None:
+    """Its replicas have something else."""
+    told.member.committed = 4
+    sync = pb.Sync(step=4, method="replica", follow=True)
+    told.member.received("driver", message(Ballot(1, 1), sync=sync))
+    answer = status(told.member.received("driver", message(Ballot(1, 2), query=pb.Query())))
+    assert (answer.committed, answer.following) == (0, 4)

@@ -1,0 +1,83 @@
+"""Replicas of a stage that differ: which of them is wrong, by what each tells when it is ready."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from typing import NamedTuple
+
+from planaria.node.wire import stage_pb2 as pb
+
+
+class Told(NamedTuple):
+    """What a replica says of its weights, and of the gradient that all replicas have summed."""
+
+    applied: bytes  # digest of the weights, as they were when they had last been changed
+    now: bytes  # taken anew
+    squared_norm: float  # not finite: all such are alike
+
+    @classmethod
+    def by(cls, ready: pb.Ready) -> Told:
+        norm = ready.squared_norm if ready.finite else math.inf
+        return cls(ready.applied or ready.digest, ready.digest, norm)
+
+
+def differing(told: Mapping[str, Told], usual: float, strikes: Mapping[str, int]) -> dict[str, str]:
+    """The replicas that are wrong, each with the reason; empty: all agree. One is always right.
+
+    `usual`: the squared norm of the stage's last committed gradient; 0: none was. `strikes`: how
+    often each has been wrong before. Who has other weights now than after its last update is
+    wrong. Of the others the majority is right. Where there is none, one is believed: whose gradient
+    is more like the last one, if it is that which differs, who has been wrong less often, and then
+    whose id is smallest. That is a guess, and the reason says so.
+    """
+    if len({(one.now, one.squared_norm) for one in told.values()}) < 2:
+        return {}
+    changed = {node for node, one in told.items() if one.now != one.applied}
+    wrong: dict[str, str] = {}
+    left = dict(told)
+    if changed < told.keys():
+        reason = "its weights are not those that its last update has left"
+        wrong = dict.fromkeys(sorted(changed), reason)
+        left = {node: one for node, one in told.items() if node not in changed}
+
+    def like_the_last(node: str) -> float:
+        return _distance(told[node].squared_norm, usual)
+
+    def believed(node: str) -> tuple[int, str]:
+        return strikes.get(node, 0), node
+
+    wrong |= _outvoted(left, lambda one: one.now, "weights", lambda node: 0.0, believed)
+    left = {node: one for node, one in left.items() if node not in wrong}
+    of_gradient = _outvoted(left, lambda one: one.squared_norm, "gradient", like_the_last, believed)
+    return wrong | of_gradient
+
+
+def _outvoted(
+    told: Mapping[str, Told],
+    of: Callable[[Told], Hashable],
+    what: str,
+    unlikely: Callable[[str], float],
+    believed: Callable[[str], tuple[int, str]],
+) -> dict[str, str]:
+    votes = Counter(of(one) for one in told.values())
+    if len(votes) < 2:
+        return {}
+    (most, count), *_ = votes.most_common()
+    if 2 * count > len(told):
+        reason = f"its {what} differ from that of {count} of {len(told)} replicas"
+    else:
+        order = {node: (-votes[of(told[node])], unlikely(node), believed(node)) for node in told}
+        right = min(order, key=lambda node: order[node])
+        most = of(told[right])
+        names = ", ".join(sorted(told))
+        reason = f"the {what} of {names} differ, there is no majority, and {right} is believed"
+    return {node: reason for node, one in sorted(told.items()) if of(one) != most}
+
+
+def _distance(norm: float, usual: float) -> float:
+    """As powers of e; inf: it can't be told."""
+    if not (0 < norm < math.inf and 0 < usual < math.inf):
+        return 0.0 if norm == usual else math.inf
+    return abs(math.log(norm) - math.log(usual))

@@ -1,0 +1,79 @@
+"""Which of a stage's replicas is wrong when they differ."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planaria.node.transaction.diverging import Told, differing
+from planaria.node.wire import stage_pb2 as pb
+
+RIGHT = Told(b"x", b"x", 4.0)
+TOLD = st.builds(
+    Told,
+    st.sampled_from([b"x", b"y", b"z"]),
+    st.sampled_from([b"x", b"y", b"z"]),
+    st.sampled_from([0.0, 1.0, 4.0, math.inf]),
+)
+REPLICAS = st.dictionaries(st.sampled_from("abcde"), TOLD, min_size=1)
+STRIKES = st.dictionaries(st.sampled_from("abcde"), st.integers(0, 3))
+
+
+@given(REPLICAS, st.sampled_from([0.0, 4.0]), STRIKES)
+def test_who_is_left_agrees_and_somebody_is(
+    told: dict[str, Told], usual: float, strikes: dict[str, int]
+) -> None:
+    wrong = differing(told, usual, strikes)
+    left = [one for node, one in told.items() if node not in wrong]
+    assert len({(one.now, one.squared_norm) for one in left}) == 1
+    assert all(wrong.values()), "each has a reason"
+    alike = len({(one.now, one.squared_norm) for one in told.values()}) == 1
+    assert alike == (not wrong)
+
+
+@given(REPLICAS, STRIKES)
+def test_the_order_in_which_they_are_told_says_nothing(
+    told: dict[str, Told], strikes: dict[str, int]
+) -> None:
+    backwards = dict(reversed(told.items()))
+    assert differing(told, 4.0, strikes) == differing(backwards, 4.0, strikes)
+
+
+@given(st.integers(2, 5), TOLD, STRIKES)
+def test_one_among_three_or_more_that_agree_is_wrong_and_nobody_else(
+    others: int, one: Told, strikes: dict[str, int]
+) -> None:
+    told = {f"n{i}": RIGHT for i in range(others)} | {"odd": one}
+    wrong = differing(told, 4.0, strikes).keys()
+    same = (one.now, one.squared_norm) == (RIGHT.now, RIGHT.squared_norm)
+    assert wrong == (set() if same else {"odd"})
+
+
+def test_of_two_the_one_whose_weights_changed_since_its_update_is_wrong() -> None:
+    flipped = Told(b"x", b"y", 4.0)
+    for names in ("ab", "ba"):
+        told = {names[0]: RIGHT, names[1]: flipped}
+        assert differing(told, 4.0, {names[0]: 2}).keys() == {names[1]}
+
+
+def test_two_whose_updates_came_out_differently_are_both_named_and_one_is_believed() -> None:
+    told = {"a": RIGHT, "b": Told(b"y", b"y", 4.0)}
+    wrong = differing(told, 4.0, {})
+    assert wrong == {"b": "the weights of a, b differ, there is no majority, and a is believed"}
+    assert differing(told, 4.0, {"a": 1}).keys() == {"a"}, "it has been wrong before"
+
+
+def test_of_two_gradients_the_one_more_like_the_last_is_believed() -> None:
+    told = {"a": RIGHT._replace(squared_norm=1e50), "b": RIGHT._replace(squared_norm=5.0)}
+    assert differing(told, 4.0, {}).keys() == {"a"}
+    told["a"] = told["a"]._replace(squared_norm=math.inf)
+    assert differing(told, 4.0, {}).keys() == {"a"}
+    assert differing(told, 0.0, {}).keys() == {"b"}, "nobody knows what is usual"
+
+
+def test_gradients_that_are_not_finite_are_alike() -> None:
+    ready = pb.Ready(digest=b"x", applied=b"x", squared_norm=math.nan)
+    other = pb.Ready(digest=b"x", applied=b"x", squared_norm=math.inf)
+    assert differing({"a": Told.by(ready), "b": Told.by(other)}, 4.0, {}) == {}
