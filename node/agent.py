@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.registry_pb2 import SILENT, Cause
+from planaria.bootstrap.registry_pb2 import NUMBERS, SILENT, Cause
 from planaria.node.ports import Learned, Ports
 from planaria.node.report.events import (
     Applied,
@@ -57,6 +57,7 @@ from planaria.node.transaction.following import feeders
 from planaria.node.transaction.member import Frames, MemberPhase, MemberSide
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.budget import ITEM, Budget
 from planaria.node.wire.exchange import ComplaintError, Exchange, PeerLostError
 from planaria.node.wire.frames import Frame, WireError
 from planaria.node.wire.outbox import NodeOutbox
@@ -67,8 +68,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("planaria")
 
-MOST_HELD = 4096
-"""Frames of a coming attempt that are kept, at most."""
+SLACK = 16 << 20
+"""Bytes for heads, and for what is small."""
 TO_DRIVER = frozenset(["status", "synced", "home", "ready", "failed", "cut", "stale"])
 TO_MEMBER = frozenset(["query", "sync", "step", "reduce", "halt"])
 OF_AN_ATTEMPT = frozenset(["activation", "gradient", "average", "twin"])
@@ -94,6 +95,9 @@ class Agent:
         self.peers: dict[str, int] = {}  # all members, and the stages of their seats
         self.outbox = NodeOutbox(ports.net, self._undelivered)
         self.held: list[tuple[str, Frame]] = []  # frames of a coming attempt
+        self.crossing = crossing_bytes(run, config)
+        self.holding = Budget(self.crossing)  # of those frames
+        self.flooding: set[str] = set()  # peers that have sent too many of them
         self.attempt: Attempt | None = None
         self.reducing: tuple[Ballot, Exchange[None]] | None = None
         self.fetching: Exchange[None] | None = None
@@ -130,15 +134,18 @@ class Agent:
     def _converse(self) -> None:
         """Makes what converses with peers: about gradients, states, boundary tensors."""
         exchanges, tensors, send = self.exchanges, self.tensors, self.send
-        self.averaging = Averaging(self.node, exchanges, send, tensors, self.run.wire.averaging)
+        some = 2 * self.arithmetic.gradient.nbytes + SLACK  # of two attempts, what concerns a node
+        codec = self.run.wire.averaging
+        self.averaging = Averaging(self.node, exchanges, send, tensors, codec, some)
         self.pins = Pins(tensors)
         self.gradients = Gradients(self.arithmetic.gradient, tensors)
         self.states = StateClient(exchanges, tensors, send)
         self.state_server = StateServer(exchanges, tensors, send, self._served)
-        self.crossings = BoundaryClient(exchanges, send, self.arithmetic.boundary_tensor)
+        parse, crossing = self.arithmetic.boundary_tensor, self.crossing
+        self.crossings = BoundaryClient(exchanges, send, parse, crossing)
         keeper = self.holdings.boundary
         self.crossing_server = BoundaryServer(keeper, tensors, send) if keeper else None
-        self.relearning = Relearning(exchanges, tensors, send, self._relearning)
+        self.relearning = Relearning(exchanges, tensors, send, self._relearning, crossing)
         self.rebuilding = Rebuilding(
             exchanges,
             self.arithmetic,
@@ -334,6 +341,8 @@ class Agent:
             self.attempt_failed(ballot, str(error), [])
             return
         held, self.held = self.held, []
+        self.holding.clear()
+        self.flooding.clear()
         for peer, frame in held:
             self._take(peer, frame)
 
@@ -342,8 +351,32 @@ class Agent:
         match self.member.frames(Ballot(*frame.ballot)):
             case Frames.TAKE if self.attempt is not None:
                 self.attempt.take(peer, frame)
-            case Frames.HOLD if len(self.held) < MOST_HELD:
-                self.held.append((peer, frame))
+            case Frames.HOLD if peer not in self.flooding:
+                self._hold(peer, frame)
+
+    def _hold(self, peer: str, frame: Frame) -> None:
+        """Until the attempt that it is of begins here."""
+        while greedy := self.holding.spend(peer, frame.size):
+            ballots = [f.ballot for p, f in [*self.held, (peer, frame)] if p == greedy]
+            stale = [f for p, f in self.held if p == greedy and f.ballot < max(ballots)]
+            self.held = [(p, f) for p, f in self.held if p != greedy or f not in stale]
+            for old in stale:  # of an attempt of which nothing came
+                self.holding.free(greedy, old.size)
+            if not stale:
+                self._refuse(greedy, self.holding.sentence(greedy))
+                if greedy == peer:
+                    return
+        self.held.append((peer, frame))
+
+    def _refuse(self, peer: str, why: str) -> None:
+        """It floods this node: nothing of it is held any more, and whoever can, takes it out."""
+        self.flooding.add(peer)
+        self.held = [(p, f) for p, f in self.held if p != peer]
+        self.holding.drop(peer)
+        if self.member.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING):
+            self.cut_off(self.member.attempt, peer, why, NUMBERS)
+        else:
+            self.record.suspect(peer, why, NUMBERS)
 
     def _forget(self, before: Ballot) -> None:
         """Ballots older than that are void."""
@@ -590,7 +623,15 @@ class Agent:
             assert member.phase is MemberPhase.REDUCING, (
                 f"reduces {self.reducing[0]} in {member.phase}"
             )
-        assert len(self.held) <= MOST_HELD
+        assert self.holding.used == sum(frame.size + ITEM for _, frame in self.held)
+
+
+def crossing_bytes(run: RunFile, config: ModelConfig) -> int:
+    """Most bytes of what crosses a boundary that one peer may have sent ahead of what is read: the
+    tensors of two windows, in float32, and some more."""
+    training = run.training
+    count = max(training.microbatches, training.validation_microbatches)
+    return 8 * count * training.microbatch * config.context * config.dim + SLACK
 
 
 def rules(run: RunFile, config: ModelConfig) -> TransactionRules:

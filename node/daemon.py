@@ -62,6 +62,7 @@ from planaria.node.transaction.effects import (
 )
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
+from planaria.node.wire.budget import Budget
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links, LinkSettings, Peer
 from planaria.node.wire.looped import LoopedExchanges
@@ -78,8 +79,8 @@ FAREWELL = 2.0
 """Seconds of its grace that a node keeps for leaving properly."""
 MOST_MEASURED = 200
 """Links that a node measures: what it says of them goes into each of its renewals."""
-MOST_EARLY = 4096
-"""Messages that wait for a seat to be built, at most."""
+MOST_EARLY = 16 << 20
+"""Bytes of one peer's messages that wait for a seat to be built, at most."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,7 @@ class Node:
         self.seats: dict[int, Agent] = {}  # by stage
         self.building: set[int] = set()  # stages that it will have a seat at
         self.early: list[tuple[str, pb.Message]] = []  # messages for those
+        self.early_bytes = Budget(MOST_EARLY)
         self.memory = memory_of(place.device)
         self.leaving = False
         self.measuring: asyncio.Task[None] | None = None
@@ -361,6 +363,7 @@ class Node:
         self.seats[stage] = seat  # from here on it answers
         self.building.discard(stage)
         early, self.early = self.early, []
+        self.early_bytes.clear()
         seat.viewed(self.view, self.loop.time())
         for peer, message in early:
             self.on_message(peer, message)
@@ -394,7 +397,9 @@ class Node:
     def on_message(self, peer: str, message: pb.Message) -> None:
         if (seat := self.seats.get(message.seat)) is not None:
             seat.on_message(peer, message, self.loop.time())
-        elif message.seat in self.building and len(self.early) < MOST_EARLY:
+        elif message.seat in self.building and not self.early_bytes.spend(
+            peer, message.ByteSize()
+        ):  # what doesn't fit is asked again by whoever needs an answer
             self.early.append((peer, message))
 
     def on_frame(self, peer: str, frame: Frame) -> None:

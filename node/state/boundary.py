@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 from planaria.node.ports import Priority, Tensors
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.exchange import ExchangeInbox, Exchanges, Inboxes, Lost
+from planaria.node.wire.exchange import OPEN_LIMIT, ExchangeInbox, Exchanges, Inboxes, Lost
 from planaria.node.wire.frames import Descriptor, Frame, Payload, WireError
 from planaria.recovery.orders import runs
 
@@ -284,10 +284,12 @@ class BoundaryClient:
         exchanges: Exchanges,
         send: Callable[[str, pb.Message], bool],
         parse: Callable[[Frame], Tensor],
+        limit: int = OPEN_LIMIT,
     ) -> None:
+        """`limit`: bytes of one peer that wait."""
         self.exchanges, self.send, self.parse = exchanges, send, parse
         self._numbers = count(1)
-        self._inboxes: Inboxes[int, _Answer] = Inboxes(exchanges, 0)
+        self._inboxes: Inboxes[int, _Answer] = Inboxes(exchanges, 0, open_limit=limit)
 
     async def fetch(
         self, ballot: Ballot, wanted: Wanted, neighbours: Sequence[str], deadline: float
@@ -304,12 +306,12 @@ class BoundaryClient:
     def on_message(self, peer: str, message: pb.Message) -> None:
         """A BoundaryManifest has come."""
         manifest = message.boundary_manifest
-        self._inboxes.put(manifest.transfer, peer, manifest)
+        self._inboxes.put(manifest.transfer, peer, manifest, manifest.ByteSize())
 
     def on_frame(self, peer: str, frame: Frame) -> None:
         """A frame of kind "boundary" has come."""
         if type(number := frame.fields.get("transfer")) is int:
-            self._inboxes.put(number, peer, frame)
+            self._inboxes.put(number, peer, frame, frame.size)
 
     def on_peer_lost(self, peer: str, reason: str) -> None:
         self._inboxes.lost(peer, reason)

@@ -22,7 +22,14 @@ from planaria.node.ports import Tensors
 from planaria.node.state.boundary import Fetched, Pair
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.exchange import ComplaintError, ExchangeInbox, Exchanges, Inboxes, Lost
+from planaria.node.wire.exchange import (
+    OPEN_LIMIT,
+    ComplaintError,
+    ExchangeInbox,
+    Exchanges,
+    Inboxes,
+    Lost,
+)
 from planaria.node.wire.frames import Form, Frame, WireError, check_forms
 from planaria.recovery.relearning import parts, rate, ratio, shuffled
 
@@ -127,10 +134,12 @@ class Relearning:
         tensors: Tensors,
         send: Callable[[str, pb.Message | Frame], bool],
         measured: Callable[[int, float], None] = lambda round, residual: None,
+        limit: int = OPEN_LIMIT,
     ) -> None:
+        """`limit`: bytes of one peer that wait."""
         self.exchanges, self.tensors, self.send = exchanges, tensors, send
         self.measured = measured
-        self._inboxes: Inboxes[Ballot, Item] = Inboxes(exchanges, NEVER, EARLY_LIMIT)
+        self._inboxes: Inboxes[Ballot, Item] = Inboxes(exchanges, NEVER, EARLY_LIMIT, limit)
 
     async def run(
         self, block: RelearningBlock, lesson: Lesson, fetched: Fetched, terms: Terms

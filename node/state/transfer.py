@@ -419,15 +419,15 @@ class StateClient:
         match message.WhichOneof("body"):
             case "state_manifest":
                 manifest = message.state_manifest
-                self._inboxes.put(manifest.transfer, peer, manifest)
+                self._inboxes.put(manifest.transfer, peer, manifest, manifest.ByteSize())
             case "shard_refusal":
                 refusal = message.shard_refusal
-                self._inboxes.put(refusal.transfer, peer, refusal)
+                self._inboxes.put(refusal.transfer, peer, refusal, refusal.ByteSize())
 
     def on_frame(self, peer: str, frame: Frame) -> None:
         """A frame of kind "state" has come."""
         if type(transfer := frame.fields.get("transfer")) is int:
-            self._inboxes.put(transfer, peer, frame)
+            self._inboxes.put(transfer, peer, frame, frame.size)
 
     def on_peer_lost(self, peer: str, reason: str) -> None:
         self._inboxes.lost(peer, reason)

@@ -24,6 +24,7 @@ from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import (
+    OPEN_LIMIT,
     ComplaintError,
     ExchangeInbox,
     Exchanges,
@@ -88,7 +89,8 @@ class Twin:
         self._forward, self._tensors = forward, tensors
         self._exchanges, self._send = exchanges, send
         some_twice = 2 * optimizer.gradient.nbytes
-        self._inboxes: Inboxes[Ballot, Frame] = Inboxes(exchanges, NEVER, some_twice)
+        open_limit = some_twice + OPEN_LIMIT
+        self._inboxes: Inboxes[Ballot, Frame] = Inboxes(exchanges, NEVER, some_twice, open_limit)
         # Not of the node's committed step: it is stale.
         initial = StateId(self.stage, lineage=0, step=0, made=NEVER)
         state = dict(optimizer.state(optimizer=True))

@@ -85,13 +85,15 @@ class Averaging:
         send: Callable[[str, Frame], bool],
         tensors: Tensors,
         codec: Codec,
+        limit: int = EARLY_LIMIT,
     ) -> None:
+        """`limit`: bytes of one peer that wait, before a reduction and in it."""
         self._node = node
         self._exchanges = exchanges
         self._send = send
         self._tensors = tensors
         self._codec: Codec = codec
-        self._inboxes: Inboxes[Ballot, Frame] = Inboxes(exchanges, NEVER, EARLY_LIMIT)
+        self._inboxes: Inboxes[Ballot, Frame] = Inboxes(exchanges, NEVER, limit, limit)
 
     async def reduce(
         self,
@@ -159,7 +161,8 @@ class Averaging:
     async def _absorb(self, reduction: Reduction, peer: str, item: Frame | Lost) -> None:
         if isinstance(item, Lost):
             if reduction.needs(peer):
-                raise PeerLostError(f"lost {peer} before its sums were here: {item.reason}", [peer])
+                why = f"lost {peer} before its sums were here: {item.reason}"
+                raise PeerLostError(why, [peer], item.cause)
         elif peer in reduction.ranks:
             await self._compute(partial(reduction.absorb, peer, item))
         else:

@@ -20,12 +20,17 @@ from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
-from planaria.bootstrap.registry_pb2 import SILENT, Cause
+from planaria.bootstrap.registry_pb2 import NUMBERS, SILENT, Cause
 from planaria.node.ports import Compute, Priority
+from planaria.node.wire.budget import PEERS, Budget
 
 log = logging.getLogger(__name__)
+
+OPEN_LIMIT: Final = 256 << 20
+EARLY_ITEMS: Final = 4096
+"""Things of one peer that wait for an exchange to begin, at most."""
 
 T = TypeVar("T")
 Key = TypeVar("Key", bound="Comparable")
@@ -281,6 +286,7 @@ class Lost(NamedTuple):
     """In place of a peer's next item: the link to it is gone, and why."""
 
     reason: str
+    cause: Cause = SILENT  # NUMBERS: it has sent too much, and nothing of it is read any more
 
 
 class Letter(NamedTuple, Generic[T]):
@@ -293,19 +299,38 @@ class Letter(NamedTuple, Generic[T]):
 class ExchangeInbox(Generic[T]):
     """What has come for one exchange, in the order in which it came."""
 
-    def __init__(self, exchanges: Exchanges) -> None:
+    def __init__(self, exchanges: Exchanges, limit: int = OPEN_LIMIT) -> None:
+        """`limit`: bytes of one peer that may wait to be taken."""
         self._exchanges = exchanges
-        self._letters: deque[Letter[T]] = deque()
+        self._letters: deque[tuple[Letter[T], int]] = deque()  # and their sizes, -1: free
+        self._budget = Budget(limit)
+        self._ignored: set[str] = set()  # peers that have sent too much
         self._news: Outcome[None] | None = None
 
     @property
     def empty(self) -> bool:
         return not self._letters
 
-    def put(self, peer: str, item: T | Lost) -> None:
-        self._letters.append(Letter(peer, item))
+    def put(self, peer: str, item: T | Lost, size: int = 0) -> None:
+        """Of so many bytes. A peer that has sent too much is as good as lost, with all that waits
+        of it."""
+        if isinstance(item, Lost):
+            self._letters.append((Letter(peer, item), -1))
+        else:
+            while peer not in self._ignored and (greedy := self._budget.spend(peer, size)):
+                self._ignore(greedy)
+            if peer not in self._ignored:
+                self._letters.append((Letter(peer, item), size))
         if self._news is not None:
             self._news.fulfil(None)
+
+    def _ignore(self, peer: str) -> None:
+        reason = self._budget.sentence(peer)
+        log.warning("%s", reason)
+        self._letters = deque(entry for entry in self._letters if entry[0].peer != peer)
+        self._letters.append((Letter(peer, Lost(reason, NUMBERS)), -1))
+        self._budget.drop(peer)
+        self._ignored.add(peer)
 
     async def take(self, until: float = math.inf) -> Letter[T]:
         """The next one. Raises TimeoutError at the time `until`."""
@@ -315,7 +340,10 @@ class ExchangeInbox(Generic[T]):
                 await self._news.within(until)
             finally:
                 self._news = None
-        return self._letters.popleft()
+        letter, size = self._letters.popleft()
+        if size >= 0:
+            self._budget.free(letter.peer, size)
+        return letter
 
 
 class _Early(NamedTuple, Generic[Key, T]):
@@ -329,24 +357,30 @@ class Inboxes(Generic[Key, T]):
 
     What comes for an exchange that is over has no effect. What comes before it has begun is kept,
     up to `early_limit` bytes of a peer, of the newest key that it has used: who has begun something
-    newer has given up what is older.
+    newer has given up what is older. Once it has, up to `open_limit` bytes of a peer wait.
     """
 
-    def __init__(self, exchanges: Exchanges, oldest: Key, early_limit: int = 0) -> None:
+    def __init__(
+        self,
+        exchanges: Exchanges,
+        oldest: Key,
+        early_limit: int = 0,
+        open_limit: int = OPEN_LIMIT,
+    ) -> None:
         self._exchanges = exchanges
         self._oldest = oldest
-        self._early_limit = early_limit
+        self._early_limit, self._open_limit = early_limit, open_limit
         self._open: dict[Key, ExchangeInbox[T]] = {}
         self._early: dict[str, _Early[Key, T]] = {}
 
     @contextmanager
     def open(self, key: Key) -> Iterator[ExchangeInbox[T]]:
         """For as long as the exchange runs. Afterwards nothing up to this key has an effect."""
-        inbox = self._open[key] = ExchangeInbox(self._exchanges)
+        inbox = self._open[key] = ExchangeInbox(self._exchanges, self._open_limit)
         for peer, early in list(self._early.items()):
             if early.key == key:
-                for item in early.items:
-                    inbox.put(peer, item)
+                for item, size in zip(early.items, early.sizes, strict=True):
+                    inbox.put(peer, item, size)
                 del self._early[peer]
         try:
             yield inbox
@@ -356,7 +390,7 @@ class Inboxes(Generic[Key, T]):
     def put(self, key: Key, peer: str, item: T, size: int = 0) -> None:
         """Something of `size` bytes has come from `peer`."""
         if (inbox := self._open.get(key)) is not None:
-            inbox.put(peer, item)
+            inbox.put(peer, item, size)
         elif not key < self._oldest and self._early_limit:
             self._keep(key, peer, item, size)
 
@@ -366,7 +400,12 @@ class Inboxes(Generic[Key, T]):
             return
         if early is None or early.key < key:
             early = self._early[peer] = _Early(key, [], [])
-        if sum(early.sizes) + size > self._early_limit:
+        waiting = sum(sum(one.sizes) for one in self._early.values())
+        if (
+            sum(early.sizes) + size > self._early_limit
+            or waiting + size > PEERS * self._early_limit
+            or len(early.items) >= EARLY_ITEMS
+        ):
             log.warning("dropped %d bytes from %s: too many wait here already", size, peer)
             return
         early.items.append(item)

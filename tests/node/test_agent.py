@@ -183,6 +183,44 @@ def test_what_was_held_for_an_attempt_that_never_came_is_dropped_with_the_next()
     assert seat.agent.held == []
 
 
+def flood(ballot: Ballot, count: int) -> list[Frame]:
+    """Of 1 MiB each."""
+    fields = {"microbatch": 0, "position": 1}
+    return [Frame("activation", ballot, fields, [], bytes(1 << 20), seat=1) for _ in range(count)]
+
+
+def test_who_floods_with_frames_of_a_coming_attempt_is_accused_and_fills_nothing() -> None:
+    seat = Seat("b")
+    seat.hears("a", ATTEMPT, step=begin())
+    seat.agent.on_frame("a", activation(NEXT), 0.0)
+    for frame in flood(NEXT, 64):
+        seat.agent.on_frame("c", frame, 0.0)
+        assert seat.agent.holding.used <= seat.agent.crossing < 20 << 20
+    seat.run()
+    (cut,) = [m.cut for to, m in seat.net.sent if isinstance(m, pb.Message) and m.HasField("cut")]
+    assert (cut.node, cut.cause) == ("c", registry.NUMBERS)
+    assert cut.reason.startswith("c has sent more than the ")
+    assert [peer for peer, _ in seat.agent.held] == ["a"], "the others' are as safe as before"
+
+
+def test_who_floods_a_node_that_is_in_no_attempt_is_accused_at_the_registry() -> None:
+    seat = Seat("b")
+    for frame in flood(ATTEMPT, 64):
+        seat.agent.on_frame("c", frame, 0.0)
+    assert (seat.agent.held, seat.record.suspected) == ([], ["c"])
+
+
+def test_what_is_held_of_attempts_that_never_came_makes_room_before_anybody_is_accused() -> None:
+    seat = Seat("b")
+    for number in range(2, 12):
+        for frame in flood(Ballot(1, number), 4):
+            seat.agent.on_frame("c", frame, 0.0)
+            assert seat.agent.holding.used <= seat.agent.crossing
+    assert seat.record.suspected == []
+    assert seat.agent.held[-1][1].ballot == Ballot(1, 11)
+    seat.run()
+
+
 def test_what_is_of_an_older_attempt_has_no_effect() -> None:
     seat = Seat("b")
     seat.hears("a", NEXT, step=begin())

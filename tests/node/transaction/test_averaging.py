@@ -405,7 +405,7 @@ def test_a_reduction_that_is_over_leaves_no_frames_behind() -> None:
 def test_a_peer_far_ahead_cannot_fill_the_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(averaging, "EARLY_LIMIT", 40)
+    monkeypatch.setattr(averaging.Averaging.__init__, "__defaults__", (40,))
     member = Alone()
     member.averaging.forget(Ballot(4, 1))
     for view, attempt in [*[(3, 1)] * 5, *[(4, 1), (4, 2)] * 5]:

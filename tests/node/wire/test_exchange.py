@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from conversing import Nodes
 
+from planaria.node.wire.budget import ITEM, PEERS
 from planaria.node.wire.exchange import Exchanges, Inboxes, Letter, Lost, Outcome
 
 
@@ -212,6 +213,47 @@ def test_what_comes_early_waits_within_its_bytes() -> None:
     taking(exchanges, inboxes, (1, 2), found)
     exchanges.run(0.0)
     assert found == [("a", "kept"), ("b", "of another")]
+
+
+def test_who_sends_more_than_is_read_is_as_good_as_lost_and_fills_nothing() -> None:
+    exchanges = Nodes().new()
+    inboxes: Inboxes[int, str] = Inboxes(exchanges, 0, open_limit=10 * ITEM)
+    found: list[Letter[str]] = []
+    taking(exchanges, inboxes, 1, found)
+    inboxes.put(1, "b", "of another", ITEM)
+    for _ in range(100):
+        inboxes.put(1, "a", "much", ITEM)
+        inboxes.put(1, "a", "nothing", 0)
+    inboxes.put(1, "b", "goes on", ITEM)
+    exchanges.run(0.0)
+    assert [item for peer, item in found if peer == "b"] == ["of another", "goes on"]
+    (lost,) = [item for peer, item in found if peer == "a"]
+    assert lost == Lost("a has sent more than the 10240 bytes that may wait here of one peer", 6)
+    inboxes.put(1, "a", "again", 0)
+    exchanges.run(0.0)
+    assert len(found) == 3
+
+
+def test_what_is_read_makes_room() -> None:
+    exchanges = Nodes().new()
+    inboxes: Inboxes[int, str] = Inboxes(exchanges, 0, open_limit=4 * ITEM)
+    found: list[Letter[str]] = []
+    taking(exchanges, inboxes, 1, found)
+    for _ in range(100):
+        inboxes.put(1, "a", "some", 3 * ITEM)
+        exchanges.run(0.0)
+    assert [item for _, item in found] == ["some"] * 100
+
+
+def test_peers_that_are_ahead_fill_only_so_much_together() -> None:
+    exchanges = Nodes().new()
+    inboxes: Inboxes[int, str] = Inboxes(exchanges, 0, early_limit=10)
+    for number in range(20):
+        inboxes.put(1, f"n{number}", "early", 10)
+    found: list[Letter[str]] = []
+    taking(exchanges, inboxes, 1, found)
+    exchanges.run(0.0)
+    assert len(found) == PEERS
 
 
 def test_what_is_forgotten_does_not_come_back() -> None:
