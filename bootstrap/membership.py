@@ -822,7 +822,7 @@ class Membership:
     def _evict(self, node: _Node, reason: str, now: float) -> None:
         name = node.member.node
         del self._nodes[name]
-        self._evicted[name] = reason[:DECISION_LENGTH]
+        self._evicted[name] = reason[:WHY_LENGTH]
         while len(self._evicted) > EVICTED_KEPT:
             del self._evicted[next(iter(self._evicted))]
         if not reason.startswith("left: "):

@@ -263,6 +263,9 @@ class RegistryServer(RegistryServicer):
                 return None
             if len(first.node.encode()) > NAME_BYTES:
                 return Refused("INVALID_ARGUMENT", f"a node id of more than {NAME_BYTES} bytes")
+            if (size := first.report.ByteSize()) > RENEWAL_BYTES:
+                reason = f"a report of {size} bytes; {RENEWAL_BYTES} is allowed"
+                return Refused("INVALID_ARGUMENT", reason)
             self._adopt(stream, first.node)
             self._carry_out(self._machine.stream_opened(first, self._loop.time()))
             stream.notices.put_nowait(Notice(view=self._machine.view.number))
