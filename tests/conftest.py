@@ -3,6 +3,7 @@ the cores are few, signals that work, and no terminal's size."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 from pathlib import Path
@@ -31,10 +32,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of all processes that run these tests."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
+def data(shared: Path) -> Path:
     """The shipped prose, prepared once for all the tests."""
     from planaria.node.data.prepare import Recipe, prepare
 
-    path = tmp_path_factory.mktemp("data") / "prose"
-    prepare(Recipe([str(CORPUS)], vocabulary=512), path)
+    path = shared / "prose"
+    with (shared / "prose.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+        if not path.exists():
+            prepare(Recipe([str(CORPUS)], vocabulary=512), path)
     return path

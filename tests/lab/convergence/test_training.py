@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -62,24 +63,32 @@ def trained(swarm: TrainingSwarm, losses: dict[int, list[int]]) -> list[float]:
     return found
 
 
+@cache
+def trained_by(policy: str, corpus: Corpus) -> list[float]:
+    return trained(TrainingSwarm(run_with(policy=policy), corpus), LOSSES)
+
+
+@cache
+def undisturbed(corpus: Corpus) -> list[float]:
+    return list(train(run_with(), corpus))
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_losses_are_those_of_before(corpus: Corpus, policy: str) -> None:
     """Bit for bit on the processor that wrote them down. Others round sums otherwise, by 3e-7 at
     most in what is trained, and by some 2e-4 once an end stage has relearned from bfloat16."""
-    found = trained(TrainingSwarm(run_with(policy=policy), corpus), LOSSES)
+    found = trained_by(policy, corpus)
     golden = json.loads(GOLDEN.read_text())[policy]
     assert found[:20] == pytest.approx(golden[:20], rel=1e-5)
     assert found[20:] == pytest.approx(golden[20:], rel=1e-3)
 
 
 def test_redundant_loses_nothing(corpus: Corpus) -> None:
-    run = run_with(policy="redundant")
-    assert trained(TrainingSwarm(run, corpus), LOSSES) == list(train(run, corpus))
+    assert trained_by("redundant", corpus) == undisturbed(corpus)
 
 
 def test_checkpoint_does_the_same_steps_again(corpus: Corpus) -> None:
-    run = run_with(policy="checkpoint")
-    found, clean = trained(TrainingSwarm(run, corpus), LOSSES), list(train(run, corpus))
+    found, clean = trained_by("checkpoint", corpus), undisturbed(corpus)
     assert found[:10] == clean[:10]
     assert found[10:20] == clean[8:18]  # back to step 8
     assert found[20:] == clean[16:]  # and from step 18 to 16

@@ -44,7 +44,6 @@ from planaria.lab.emulation.live_swarm import (
     losses,
     machines,
 )
-from planaria.node.data.prepare import Recipe, prepare
 from planaria.node.report.events import entries
 from planaria.node.run_file import loads
 
@@ -247,13 +246,6 @@ def possible() -> None:
             pass
     except EmulationError as error:
         pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "prose"
-    prepare(Recipe([str(ROOT / "corpus" / "austen")], vocabulary=512), path)
-    return path
 
 
 def start(folder: Path, data: Path, steps: int) -> subprocess.Popen[str]:

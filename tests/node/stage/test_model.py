@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from planaria.node.run_file import ModelSection
 from planaria.node.stage import model, shape
@@ -51,6 +50,12 @@ def hidden(ends: EmbeddingStage, bodies: list[BodyStage], tokens: torch.Tensor) 
     return x
 
 
+def hugging_face(config: ModelConfig, **more: float) -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM  # five seconds, at every worker
+
+    return LlamaForCausalLM(LlamaConfig(**model.hugging_face_config(config), **more)).eval()
+
+
 def some_tokens(config: ModelConfig, length: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
     return torch.randint(config.vocabulary, (2, length), generator=generator)
@@ -76,7 +81,7 @@ def test_logits_are_those_of_transformers(config: ModelConfig, length: int) -> N
             else:
                 parameter.mul_(8.0)
     stages = {k: m.state_dict() for k, m in enumerate([ends, *bodies])}
-    reference = LlamaForCausalLM(LlamaConfig(**model.hugging_face_config(config))).eval()
+    reference = hugging_face(config)
     reference.load_state_dict(model.to_hugging_face(stages, config), strict=True)
     tokens = some_tokens(config, length)
     with torch.no_grad():
@@ -89,9 +94,7 @@ def test_logits_are_those_of_transformers(config: ModelConfig, length: int) -> N
 @pytest.mark.parametrize("config", [MULTI_HEAD, GROUPED], ids=["multi-head", "grouped-query"])
 def test_weights_of_transformers_give_its_logits_and_loss(config: ModelConfig) -> None:
     torch.manual_seed(1)
-    reference = LlamaForCausalLM(
-        LlamaConfig(**model.hugging_face_config(config), initializer_range=0.2)
-    ).eval()
+    reference = hugging_face(config, initializer_range=0.2)
     stages = model.from_hugging_face(reference.state_dict(), config)
     ends, bodies = build(config)
     for stage, module in enumerate([ends, *bodies]):
