@@ -2,7 +2,8 @@
 
 The model is large enough that a microbatch takes at least half a second in one process. Both train
 the same windows; the swarm is `planaria up`, processes and sockets included; both are measured
-from their first commit to their last, one after the other, twice.
+from their first commit to their last, one after the other, twice. It takes minutes; each figure is
+printed when it is there.
 """
 
 from __future__ import annotations
@@ -70,10 +71,13 @@ def main() -> None:
         run = override(loads(RUN), data__path=str(data))
         for repeat in range(2):
             alone.append(one_process(run, corpus))
+            print(f"one process, {os.cpu_count()} cores: {alone[-1]:.0f} tokens/s", flush=True)
             together.append(swarm(run, Path(directory) / str(repeat)))
+            print(
+                f"swarm of {STAGES + 1} nodes, the same cores: {together[-1]:.0f} tokens/s",
+                flush=True,
+            )
     a, b = statistics.mean(alone), statistics.mean(together)
-    print(f"one process, {os.cpu_count()} cores: {a:.0f} tokens/s")
-    print(f"swarm of {STAGES + 1} nodes, the same cores: {b:.0f} tokens/s")
     print(f"ratio swarm / one process: {b / a:.2f} (goal 0.90)")
 
 
