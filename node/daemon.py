@@ -40,6 +40,7 @@ from planaria.node.report.events import (
     HoldingCost,
     Joined,
     LinkLost,
+    LinkRelayed,
     Preempted,
     Serving,
     Stopped,
@@ -68,6 +69,7 @@ from planaria.node.wire.link import Links, LinkSettings, Peer
 from planaria.node.wire.looped import LoopedExchanges
 from planaria.node.wire.measuring import measure
 from planaria.node.wire.missing import Missing
+from planaria.node.wire.relays import Relay
 
 log = logging.getLogger("planaria")
 
@@ -156,6 +158,7 @@ class Node:
         self.view = registry.View()
         self.needed: list[str] = []  # members with which it needs a link
         self.missing = Missing()
+        self.carriers: dict[str, str] = {}  # who carries the links that aren't direct, by peer
         self.seats: dict[int, Agent] = {}  # by stage
         self.building: set[int] = set()  # stages that it will have a seat at
         self.early: list[tuple[str, pb.Message]] = []  # messages for those
@@ -328,6 +331,7 @@ class Node:
         swapped = self.run.recovery.policy == "checkfree+"
         self.needed = to_link(own, view, self.config.stages, swapped)
         self.links.set_peers(view.number, _peers(view), self.needed)
+        self.links.set_relays(Relay(relay.a, relay.b, relay.via) for relay in view.relays)
         if own.standby:
             return
         if own.stage in self.seats:
@@ -444,8 +448,9 @@ class Node:
                 self.files_told = self.loop.time()
                 self.write_again()
             self._mind_compute()
-            if self.missing.look(self.needed, self.links.linked, self.loop.time()):
+            if self.missing.look(self.needed, self._is_direct, self.loop.time()):
                 self.report()
+            self._tell_carriers()
             for seat in self.seats.values():
                 seat.tick(self.loop.time())
             if not self.seats:
@@ -456,6 +461,17 @@ class Node:
                 self.tell(Wall(**self.wall.report()))
                 self._tell_costs()
                 self.report()
+
+    def _tell_carriers(self) -> None:
+        carriers = {peer: via for peer in self.links.peers if (via := self.links.carrier(peer))}
+        before, self.carriers = self.carriers, carriers
+        for peer in sorted(before.keys() | carriers.keys()):
+            via = carriers.get(peer, "")
+            if via != before.get(peer, "") and self.links.linked(peer):
+                self.tell(LinkRelayed(peer=peer, via=via))
+
+    def _is_direct(self, peer: str) -> bool:
+        return self.links.carrier(peer) == ""
 
     def _mind_compute(self) -> None:
         """What the compute thread is at for too long is said, and that it goes on."""
@@ -507,7 +523,7 @@ class Node:
             memory=self.memory,
             measured=number,
             links=links,
-            complaints=self.missing.complaints(lambda peer: False),
+            complaints=self.missing.complaints(lambda peer: bool(self.links.carrier(peer))),
         )
         for seat in self.seats.values():  # the registry knows of one, so far
             of_machine.MergeFrom(seat.report())

@@ -139,6 +139,19 @@ class LinkLost(Event, kind="link lost", severity=Severity.INFO):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinkRelayed(Event, kind="relayed", severity=Severity.WARNING):
+    """Another member carries a node's link to `peer`, or, with an empty `via`, none any more."""
+
+    peer: str
+    via: str
+
+    def sentence(self, node: str | None) -> str:
+        if not self.via:
+            return f"{node} and {self.peer} reach each other directly again"
+        return f"{node} and {self.peer} can't reach each other: {self.via} carries for them"
+
+
+@dataclass(frozen=True, kw_only=True)
 class MessageRefused(Event, kind="refused", severity=Severity.INFO):
     """A control message that its sender had no right to send."""
 

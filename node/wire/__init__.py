@@ -2,8 +2,9 @@
 
 proto/planaria/node/wire/stage.proto has the messages, frames.py the frames that carry tensors,
 tensors.py their payloads. link.py is a link: messages and frames in order over gRPC streams that
-come and go. session.py is what outlives them, chunks.py the frames in pieces. outbox.py holds what
-waits for a link to come up, missing.py tells the registry which doesn't. exchange.py is for
-conversations that wait for answers, looped.py runs them on the event loop, budget.py bounds what
-waits to be read, measuring.py finds out how fast a link is.
+come and go. session.py is what outlives them, chunks.py the frames in pieces, relays.py carries for
+two that can't reach each other. outbox.py holds what waits for a link to come up, missing.py tells
+the registry which doesn't. exchange.py is for conversations that wait for answers, looped.py runs
+them on the event loop, budget.py bounds what waits to be read, measuring.py finds out how fast a
+link is.
 """

@@ -28,8 +28,10 @@ SIZES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 
 FLOATING: Final = ("float32", "float16", "bfloat16")
 # In order of urgency: a gradient frees memory and ends a microbatch, so it overtakes the others.
 KINDS: Final = (
+    "call",
     "gradient",
     "activation",
+    "relayed",
     "average",
     "twin",
     "follow",

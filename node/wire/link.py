@@ -3,7 +3,8 @@
 A link is a session (session.py) over connections that come and go. A connection is two gRPC
 streams, each on a TCP connection of its own, so that a vote never queues behind a weight. Either
 side may have dialled it; once up, both sides are alike. When it breaks, the link sleeps until one
-of them has dialled again, and goes on where it was; it is lost when that takes too long.
+of them has dialled again, and goes on where it was; it is lost when that takes too long. Two that
+can't reach each other have a connection by way of a third member (relays.py), until they can.
 
 `Links` keeps those up that the newest view asks for, and accepts those that members of that view
 dial.
@@ -15,7 +16,14 @@ import asyncio
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Mapping,
+)
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -28,6 +36,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from planaria.bootstrap.credentials import PLAIN, Credentials, add_port
 from planaria.bootstrap.credentials import channel as open_channel
+from planaria.bootstrap.dial import is_there
 from planaria.node.wire import stage_pb2
 from planaria.node.wire.chunks import ACKNOWLEDGE_EVERY
 from planaria.node.wire.frames import (
@@ -38,6 +47,8 @@ from planaria.node.wire.frames import (
     pack_chunk,
     parse_chunk,
 )
+from planaria.node.wire.relays import KINDS as RELAYED
+from planaria.node.wire.relays import Call, CallRefusedError, Relay, Relays
 from planaria.node.wire.session import (
     Begun,
     Bounds,
@@ -56,6 +67,8 @@ MESSAGE_LIMIT: Final = CHUNK_LIMIT + HEAD_LIMIT + 1024  # bytes
 HANDSHAKE_LIMIT: Final = 1024  # streams without a link, all diallers together
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two dials
 HEAD_START: Final = 1.0  # seconds that who isn't to dial leaves to who is, before it does too
+DIRECTLY: Final = 5.0  # seconds between two looks whether a relay is needed yet
+LOOK: Final = 2.0  # seconds that such a look takes at most
 FAREWELL: Final = 1.0  # seconds for a peer to read why a link is closed
 
 _SERVICE: Final = "planaria.node.Stage"
@@ -150,6 +163,7 @@ class _Link:
         self._links, self.settings = links, links.settings
         self.peer, self.session = peer, session
         self.connection: _Connection | None = None  # None: it sleeps
+        self.via = ""  # who carries it, or did last; empty: it is direct
         self.traffic = links.traffic.setdefault(peer, Traffic())
         self._loop = asyncio.get_running_loop()
         self._silence = Silence(self.settings.silence, self.settings.heartbeat, self._loop.time())
@@ -173,9 +187,10 @@ class _Link:
         elif self.connection is not None:
             self.connection.wake()
 
-    def carry_by(self, connection: _Connection) -> None:
+    def carry_by(self, connection: _Connection, via: str) -> None:
         """Which has begun with hellos of this session."""
         self.heard()
+        self.via = via
         self.connection = connection
         connection.start()
 
@@ -227,7 +242,7 @@ class _Link:
 class _Connection:
     """Two streams to a peer that carry a link, from the handshake until they break."""
 
-    def __init__(self, links: Links, link: _Link, streams: dict[str, _Stream]) -> None:
+    def __init__(self, links: Links, link: _Link, streams: Mapping[str, _Stream]) -> None:
         self._links, self._link, self._session = links, link, link.session
         self._control, self._bulk = streams["Control"], streams["Bulk"]
         self._something_to_say, self._something_to_carry = asyncio.Event(), asyncio.Event()
@@ -366,7 +381,7 @@ class _Connection:
             if chunk.acknowledged:
                 self._session.outbox.acknowledge(chunk.frame, chunk.acknowledged - 1)
             elif (frame := self._session.inbox.receive(chunk)) is not None:
-                self._links.events.on_frame(self._link.peer, frame)
+                self._links.frame_came(self._link.peer, frame)
             self._something_to_carry.set()
 
 
@@ -403,12 +418,14 @@ class Links:
         self._view_changed = asyncio.Event()
         self._links: dict[str, _Link] = {}  # that are up, those that sleep too
         self._begun: dict[str, Session] = {}  # of those that aren't up yet
+        self._relays = Relays(node, self._send_relayed, self._called)
         self._numbers = itertools.count(1)
         self._halves: dict[tuple[str, str], _Half] = {}
         self._handshakes = 0
         self._settling: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by peer
         self._stopping = False
         self._dialling: dict[str, asyncio.Task[None]] = {}
+        self._calling: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         # glibc hands a freed chunk back to the kernel and gets the next one page by page, which
         # halves the speed of frames. It keeps twice the largest block freed so far (mallopt(3),
@@ -448,9 +465,10 @@ class Links:
         for link in list(self._links.values()):
             link.end(f"{self.node} stops", report=False)
         await asyncio.gather(*(connection.over.wait() for connection in connections))
-        for task in self._dialling.values():
+        dialling = [*self._dialling.values(), *self._calling.values()]
+        for task in dialling:
             task.cancel()
-        await asyncio.gather(*self._dialling.values(), return_exceptions=True)
+        await asyncio.gather(*dialling, return_exceptions=True)
         if self._server is not None:
             await self._server.stop(FAREWELL)
         if self._tasks:
@@ -483,6 +501,12 @@ class Links:
             self.dial_soon(node)
         self._view_changed.set()
         self._view_changed = asyncio.Event()
+
+    def set_relays(self, relays: Iterable[Relay]) -> None:
+        """Of the view that `set_peers` was told of last: who carries for whom."""
+        self._relays.set(relays)
+        for peer in self._relays.peers:
+            self.dial_soon(peer)
 
     def demand(self, node: str) -> None:
         """Dial a member that `set_peers` asked for no link with, whoever has the smaller id. The
@@ -531,6 +555,11 @@ class Links:
     def linked(self, peer: str) -> bool:
         return peer in self._links
 
+    def carrier(self, peer: str) -> str | None:
+        """Who carries the link to `peer`; empty: nobody, it is direct; None: there is none."""
+        link = self._links.get(peer)
+        return link.via if link is not None else None
+
     @property
     def bytes_in(self) -> int:
         return sum(traffic.bytes_in for traffic in self.traffic.values())
@@ -557,6 +586,7 @@ class Links:
 
     def forget(self, link: _Link, report: bool) -> None:
         del self._links[link.peer]
+        self._relays.lost(link.peer)
         self.dial_soon(link.peer)
         if report:
             unfinished = link.session.outbox.unfinished()
@@ -564,6 +594,8 @@ class Links:
 
     def dial_soon(self, node: str) -> None:
         """If it is for this node to do."""
+        if self._is_to_call(node) and node not in self._calling:
+            self._calling[node] = self.spawn(self._keep_calling(node), f"call {node}")
         if self._is_to_dial(node) and node not in self._dialling:
             late = node in self._links and not self._dials(node)
             work = self._keep_dialling(node, HEAD_START if late else 0.0)
@@ -592,7 +624,7 @@ class Links:
         if self._stopping or node not in self._peers or not self._peers[node].address:
             return False
         if (link := self._links.get(node)) is not None:
-            return link.connection is None
+            return link.connection is None or bool(link.via)
         return node in self._demanded or (node in self._linked and self._dials(node))
 
     async def _keep_dialling(self, node: str, wait: float) -> None:
@@ -601,6 +633,9 @@ class Links:
         try:
             await asyncio.sleep(wait)
             while self._is_to_dial(node):
+                if not await self._is_worth_dialling(self._peers[node]):
+                    await asyncio.sleep(DIRECTLY)
+                    continue
                 try:
                     await self._dial(self._peers[node])
                     pause, why = FIRST_PAUSE, ""
@@ -616,6 +651,13 @@ class Links:
         finally:
             del self._dialling[node]
 
+    async def _is_worth_dialling(self, peer: Peer) -> bool:
+        """A link that is carried sleeps while it is dialled, so it is only if the peer answers."""
+        link = self._links.get(peer.node)
+        if link is None or link.connection is None:
+            return True
+        return await is_there(peer.node, peer.address, self._credentials, LOOK)
+
     async def _dial(self, peer: Peer) -> None:
         """Returns when the connection has been up and is over, or at once when there is one by the
         other side's dial. Raises AioRpcError, _Refused or WireError."""
@@ -625,6 +667,8 @@ class Links:
             async with self._settling[peer.node]:
                 if not self._is_to_dial(peer.node):
                     return
+                if (link := self._links.get(peer.node)) is not None:
+                    link.detach("it is dialled directly")
                 session = self._session(peer.node)
                 hello = session.hello()
                 channels += [
@@ -681,7 +725,13 @@ class Links:
             link.end(why)
 
     def _go_on(
-        self, node: str, session: Session, said: Hello, answer: Hello, calls: dict[str, Any]
+        self,
+        node: str,
+        session: Session,
+        said: Hello,
+        answer: Hello,
+        streams: Mapping[str, _Stream],
+        via: str = "",
     ) -> _Connection:
         """By the connection that was dialled with a hello. Raises _Refused; WireError for an answer
         that can't be."""
@@ -693,7 +743,7 @@ class Links:
             raise _Refused(StatusCode.CANCELLED, str(why)) from None
         except (Begun, Forgotten) as why:
             raise WireError(f"{node} answers for another link: {why}") from None
-        return self._adopt(node, session, calls)
+        return self._adopt(node, session, streams, via)
 
     def _call(
         self, peer: Peer, hello: Hello, channels: Iterable[grpc.aio.Channel]
@@ -731,10 +781,15 @@ class Links:
         finally:
             lock.release()
 
+    def _is_no_member(self, node: str) -> _Refused:
+        return _Refused(StatusCode.PERMISSION_DENIED, f"{node} is no member of view {self._view}")
+
     def _stops(self) -> _Refused:
         return _Refused(StatusCode.ABORTED, f"{self.node} stops")
 
-    def _adopt(self, node: str, session: Session, streams: dict[str, _Stream]) -> _Connection:
+    def _adopt(
+        self, node: str, session: Session, streams: Mapping[str, _Stream], via: str = ""
+    ) -> _Connection:
         """A connection that goes on with this session."""
         link = self._links.get(node)
         if new := link is None:
@@ -743,11 +798,94 @@ class Links:
             link.start()
         assert link is not None
         connection = _Connection(self, link, streams)
-        link.carry_by(connection)
-        log.info("the link to %s is up%s", node, "" if new else " again")
+        link.carry_by(connection, via)
+        log.info(
+            "the link to %s is up%s%s",
+            *(node, "" if new else " again", f", carried by {via}" if via else ""),
+        )
         if new:
             self.events.on_link_up(node)
         return connection
+
+    # By way of others
+
+    def frame_came(self, peer: str, frame: Frame) -> None:
+        if frame.kind in RELAYED:
+            self._relays.on_frame(peer, frame)
+        else:
+            self.events.on_frame(peer, frame)
+
+    def _send_relayed(self, node: str, frame: Frame, arrived: Callable[[], None] | None) -> bool:
+        link = self._links.get(node)
+        if link is None or link.via:
+            return False
+        link.send_frame(frame, arrived)
+        return True
+
+    def _is_to_call(self, node: str) -> bool:
+        """Of two that can't reach each other the one with the smaller id calls."""
+        if self._stopping or node not in self._peers or not self._relays.via(node):
+            return False
+        link = self._links.get(node)
+        return self.node < node and (link is None or link.connection is None)
+
+    async def _keep_calling(self, node: str) -> None:
+        pause, said = FIRST_PAUSE, ""
+        try:
+            while self._is_to_call(node):
+                try:
+                    await self._call_by_relay(node)
+                    pause, why = FIRST_PAUSE, ""
+                except (_Refused, WireError, CallRefusedError) as error:
+                    why = str(error)
+                if why and why != said and self._is_to_call(node):
+                    log.warning("no link to %s by %s: %s", node, self._relays.via(node), why)
+                said = why
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+        finally:
+            del self._calling[node]
+
+    async def _call_by_relay(self, node: str) -> None:
+        """As `_dial`. Raises CallRefusedError too."""
+        session = self._session(node)
+        said, via = session.hello(), self._relays.via(node)
+        call = self._relays.call(node, said.pack())
+        try:
+            async with asyncio.timeout(self.settings.handshake):
+                answer = Hello.parse(await call.answer)
+            connection = self._go_on(node, session, said, answer, call.streams, via)
+            await connection.over.wait()
+        except CallRefusedError as error:
+            code = StatusCode.__members__.get(error.code, StatusCode.UNKNOWN)
+            self._dialled_in_vain(node, session, _Refused(code, str(error)))
+            raise
+        except TimeoutError:
+            raise _Refused(
+                StatusCode.DEADLINE_EXCEEDED, f"no answer in {self.settings.handshake} s"
+            ) from None
+        finally:
+            self._relays.hang_up(call)
+
+    def _called(self, call: Call, hello: str) -> None:
+        """A peer says hello, by way of its relay."""
+        try:
+            if self._stopping or call.peer not in self._peers:
+                raise self._stops() if self._stopping else self._is_no_member(call.peer)
+            session = self._resume(call.peer, Hello.parse(hello))
+        except (_Refused, WireError) as error:
+            code = error.code if isinstance(error, _Refused) else StatusCode.INVALID_ARGUMENT
+            self._relays.refuse(call, code.name, str(error))
+            self._relays.hang_up(call)
+            return
+        self._relays.answer(call, session.hello().pack())
+        via = self._relays.via(call.peer)
+        connection = self._adopt(call.peer, session, call.streams, via)
+        self.spawn(self._until_hung_up(call, connection), f"call of {call.peer}")
+
+    async def _until_hung_up(self, call: Call, connection: _Connection) -> None:
+        await connection.over.wait()
+        self._relays.hang_up(call)
 
     # Accepting
 
@@ -823,9 +961,7 @@ class Links:
         if self._stopping:
             raise self._stops()
         if dialler not in self._peers:
-            raise _Refused(
-                StatusCode.PERMISSION_DENIED, f"{dialler} is no member of view {self._view}"
-            )
+            raise self._is_no_member(dialler)
         try:
             session = self._resume(dialler, Hello.parse(text))
         except WireError as error:

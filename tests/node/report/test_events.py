@@ -70,8 +70,17 @@ def test_the_names_in_a_log_stay():
         *("aborted", "applied", "committed", "cost", "diverged", "ending", "exited", "fetching"),
         *("finished", "goes on", "handed over", "hangs", "joined", "killed", "link lost", "lost"),
         *("masked", "paused"),
-        *("preempted", "rebuild failed", "rebuilding", "rebuilt", "refused", "relearning"),
-        *("resuming", "rolled back", "save failed", "saved", "serving", "started", "stopped"),
+        *("preempted", "rebuild failed", "rebuilding", "rebuilt", "refused", "relayed"),
+        *(
+            "relearning",
+            "resuming",
+            "rolled back",
+            "save failed",
+            "saved",
+            "serving",
+            "started",
+            "stopped",
+        ),
         *("validated", "waiting", "wall", "write failed", "written again"),
     ]
     back = written(RolledBack(lost=37, step=30, reason="x"))

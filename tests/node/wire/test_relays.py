@@ -1,0 +1,173 @@
+"""Three nodes, of which two can't reach each other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from planaria.node.wire import link, relays
+from planaria.node.wire.frames import Frame
+from planaria.node.wire.link import Peer
+from planaria.node.wire.relays import Call, Relay, Relays
+from tests.node.wire.test_link import DEADLINE, Node, frame, message, started, up
+
+NOBODY = "127.0.0.1:1"  # nothing listens there
+
+
+def set_view(number: int, a: Node, b: Node, c: Node, reached: bool, relayed: bool = True) -> None:
+    """`reached`: whether a and b have each other's address."""
+    peers = [a.peer(), b.peer(), c.peer()]
+    there = {
+        "a": [a.peer(), b.peer() if reached else Peer("b", NOBODY), c.peer()],
+        "b": [a.peer() if reached else Peer("a", NOBODY), b.peer(), c.peer()],
+        "c": peers,
+    }
+    for node in (a, b, c):
+        node.links.set_peers(number, there[node.name], {"a", "b", "c"} - {node.name})
+        node.links.set_relays([Relay("a", "b", "c")] if relayed else [])
+
+
+@asynccontextmanager
+async def three(reached: bool = False) -> AsyncIterator[tuple[Node, Node, Node]]:
+    a, b, c = Node("a"), Node("b"), Node("c")
+    async with started(a, b, c, listen="abc"):
+        set_view(1, a, b, c, reached)
+        await up(a, b, c)
+        yield a, b, c
+
+
+async def exchange(a: Node, b: Node, count: int = 3) -> None:
+    for one, other in ((a, b), (b, a)):
+        for number in range(count):
+            assert one.links.send(other.name, message(number))
+            assert one.links.send(other.name, frame(9000, number=number))
+    for one, other in ((a, b), (b, a)):
+        steps, numbers = [], []
+        while len(steps) < count or len(numbers) < count:
+            async with asyncio.timeout(DEADLINE):
+                kind, peer, item = await one.events.queue.get()
+            assert peer == other.name
+            if kind == "message":
+                steps.append(item.ready.step)
+            else:
+                assert (kind, item.size) == ("frame", 9000)
+                numbers.append(item.fields["number"])
+        assert steps == numbers == list(range(count))
+
+
+async def test_two_that_cannot_reach_each_other_talk_through_a_third() -> None:
+    async with three() as (a, b, c):
+        assert a.links.carrier("b") == b.links.carrier("a") == "c"
+        assert a.links.carrier("c") == ""
+        await exchange(a, b)
+        assert c.events.queue.empty(), "it carries without looking inside"
+        assert c.links.bytes_out > 4 * 27_000 / 2, "what it carries is its traffic"
+        async with asyncio.timeout(DEADLINE):
+            while c.links._relays.held:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+
+async def test_a_relay_whose_link_breaks_costs_nothing_that_was_said() -> None:
+    """The relayed connection is over with it; the link goes on by the next one."""
+    async with three() as (a, b, c):
+        for number in range(3):
+            a.links.send("b", frame(9000, number=number))
+        lost = c.links._links["b"]
+        lost.end("a test ends it")
+        assert (await c.events.next("lost"))[0] == "b"
+        numbers: list[int] = []
+        while len(numbers) < 3:
+            async with asyncio.timeout(DEADLINE):
+                kind, *rest = await b.events.queue.get()
+            if kind == "frame":
+                numbers.append(rest[1].fields["number"])
+            else:
+                assert rest[0] == "c", f"{kind} of the link to {rest[0]}"
+        assert numbers == [0, 1, 2]
+
+
+async def test_a_relay_is_left_when_the_direct_link_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link, "DIRECTLY", 0.05)
+    async with three() as (a, b, c):
+        await exchange(a, b)
+        set_view(2, a, b, c, reached=True)
+        async with asyncio.timeout(DEADLINE):
+            while a.links.carrier("b") or b.links.carrier("a"):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        set_view(3, a, b, c, reached=True, relayed=False)
+        await exchange(a, b)
+        assert a.links.linked("b"), "nobody was told of a loss"
+
+
+async def test_without_a_relay_they_have_no_link() -> None:
+    async with three() as (a, b, c):
+        set_view(2, a, b, c, reached=False, relayed=False)
+        async with asyncio.timeout(DEADLINE):
+            while a.links._links["b"].connection:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        c.links._relays.on_frame("a", Frame("call", (0, 0), {"to": "b", "call": "x"}, [], b""))
+        assert b.events.queue.empty()
+
+
+# What a relay holds
+
+
+class Wire:
+    """What a `Relays` sends, which arrives when a test says so."""
+
+    def __init__(self, node: str) -> None:
+        self.sent: list[tuple[str, Frame]] = []
+        self.arrived: list[object] = []
+        self.relays = Relays(node, self.send, lambda call, hello: None)
+
+    def send(self, node: str, sent: Frame, arrived: object) -> bool:
+        self.sent.append((node, sent))
+        self.arrived.append(arrived)
+        return True
+
+    def said(self) -> list[tuple[str, object]]:
+        return [(node, sent.fields["say"]) for node, sent in self.sent]
+
+
+def item(size: int) -> Frame:
+    fields = {"to": "b", "call": "a 1", "say": "item"}
+    return Frame("relayed", (0, 0), fields, [], bytes(size))
+
+
+async def test_a_relay_holds_no_more_than_its_limit_for_a_pair(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(relays, "LIMIT", 100)
+    wire = Wire("c")
+    wire.relays.set([Relay("a", "b", "c")])
+    for _ in range(3):
+        wire.relays.on_frame("a", item(50))
+    assert wire.said() == [("b", "item"), ("b", "item"), ("a", "over"), ("b", "over")]
+    assert wire.relays.held["a", "b"] == 100
+    wire.arrived[0]()  # type: ignore[operator]
+    wire.relays.on_frame("a", item(50))
+    assert wire.said()[-1] == ("b", "item")
+
+
+async def test_a_node_carries_only_for_those_that_the_view_names() -> None:
+    wire = Wire("c")
+    wire.relays.set([Relay("a", "d", "c")])
+    wire.relays.on_frame("a", item(50))
+    assert wire.said() == [("a", "over")]
+    assert not wire.relays.held
+
+
+async def test_who_claims_to_carry_is_not_believed() -> None:
+    heard: list[Call] = []
+    ends = Relays("a", lambda *_: True, lambda call, hello: heard.append(call))
+    ends.set([Relay("a", "b", "c")])
+    hello = Frame("call", (0, 0), {"from": "b", "call": "b 1", "say": "hello"}, [], b"1 0 1 0 0")
+    ends.on_frame("d", hello)
+    assert heard == []
+    ends.on_frame("c", hello)
+    assert [call.peer for call in heard] == ["b"]
