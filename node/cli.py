@@ -232,7 +232,17 @@ def audit_command(
     for name in ("expected", "duplicates", "missing", "extra"):
         table.add_row(name, f"{getattr(found, name):,}")
     console.print(table)
-    console.print(f"{found.steps} committed steps, {found.superseded} superseded lines")
+    planned = f" of {found.planned}" if found.planned else ""
+    console.print(f"{found.steps} committed steps{planned}, {found.superseded} superseded lines")
+    for sentence in found.cut:
+        console.print(sentence, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    if found.exact and found.steps < found.planned:
+        console.print(
+            f"steps {found.steps + 1} to {found.planned} are not there: the run is not finished, "
+            "or the end of its ledger is cut off",
+            highlight=False,
+            soft_wrap=True,
+        )
     if not found.exact:
         raise typer.Exit(1)
 

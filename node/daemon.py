@@ -394,6 +394,7 @@ class Node:
             "microbatch": training.microbatch,
             "context": self.config.context,
             "content": corpus.content,
+            "steps": self.run.steps,
         }
 
     # --- links

@@ -6,13 +6,14 @@ node writes its own; what counts is their union (`merge`).
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, Generic, Literal, NamedTuple, NotRequired, Self, TypeVar
 
 import numpy as np
 import xxhash
@@ -32,6 +33,12 @@ from planaria.node.report.line_file import LineFile
 from planaria.node.wire import stage_pb2
 
 MERGED = "ledger.jsonl"
+MOST_LINE = 32 * 2**20
+"""Bytes: the line of a step with as many microbatches as a run may have is shorter."""
+MOST_STEPS = 10**9
+"""As a run file has it."""
+STEPS_AT_ONCE = 200_000
+"""That an audit has in memory, some 400 bytes each."""
 Count = Annotated[int, Field(ge=0)]
 Hash = Annotated[str, StringConstraints(pattern="^[0-9a-f]{32}$")]  # xxh3_128
 
@@ -47,18 +54,19 @@ class LedgerHeader(TypedDict):
     ledger: Literal[1]
     run: str
     seed: int
-    samples: int
-    batch: int
+    samples: Annotated[int, Field(le=2**62)]
+    batch: Annotated[int, Field(le=2**24)]
     microbatch: Annotated[int, Field(ge=1)]
     context: int
     content: str
+    steps: NotRequired[Count]  # of the whole run
 
 
 @with_config(ConfigDict(strict=True, extra="forbid"))
 class Line(TypedDict):
     """A committed step. A microbatch is (id, number of samples, hash of the samples)."""
 
-    step: Annotated[int, Field(ge=1)]
+    step: Annotated[int, Field(ge=1, le=MOST_STEPS)]
     view: Count
     attempt: Count
     epoch: Count
@@ -76,6 +84,7 @@ class Line(TypedDict):
 _HEADER: TypeAdapter[LedgerHeader] = TypeAdapter(LedgerHeader)
 _LINE: TypeAdapter[Line] = TypeAdapter(Line)
 Fields = TypeVar("Fields")
+Kept = TypeVar("Kept")
 
 
 def line(commit: stage_pb2.Commit, epoch: int, time: float) -> Line:
@@ -148,10 +157,8 @@ class Ledger:
 
 def _check_header(path: Path, written: bytes, header: LedgerHeader) -> None:
     found = _parse(_HEADER, written[: written.index(b"\n")], path, 1)
-    if found != header:
-        raise LedgerError(
-            f"{path} is the ledger of another run ({_difference(found, header)}): move it away"
-        )
+    if differs := _difference(found, header):
+        raise LedgerError(f"{path} is the ledger of another run ({differs}): move it away")
 
 
 class Merged(NamedTuple):
@@ -169,65 +176,123 @@ def merge(paths: Iterable[Path]) -> Merged:
     passed over. Raises LedgerError for damaged lines, headers that disagree, and two different
     commits of one step with the same (view, attempt), which the step transaction rules out.
     """
-    first: tuple[Path, LedgerHeader] | None = None
-    chosen: dict[int, Line] = {}
-    superseded = 0
-    for path in paths:
-        header, lines = _read(path)
-        if first is None:
-            first = path, header
-        elif header != first[1]:
-            raise LedgerError(
-                f"{first[0]} and {path} are ledgers of different runs "
-                f"({_difference(first[1], header)}): keep those of one run"
-            )
-        for line in lines:
-            other = chosen.setdefault(line["step"], line)
-            if _commit(other) == _commit(line):
-                other["time"] = min(other["time"], line["time"])
-                continue
-            superseded += 1
-            if _ballot(other) == _ballot(line):
-                raise LedgerError(
-                    f"{path} has another commit of step {line['step']} in view {line['view']}, "
-                    f"attempt {line['attempt']} than the ledgers before it: nodes disagreed about "
-                    "this step, don't trust this run's weights"
-                )
-            chosen[line["step"]] = max(other, line, key=_ballot)
-    if first is None:
+    paths = list(paths)
+    header = _common_header(paths)
+    found = _choose(paths, lambda line: line, math.inf)
+    lines = []
+    for _, chosen in sorted(found.steps.items()):
+        chosen.kept["time"] = chosen.time
+        lines.append(chosen.kept)
+    return Merged(header, lines, found.superseded)
+
+
+def _common_header(paths: Sequence[Path]) -> LedgerHeader:
+    """Of the ledgers; the number of steps, which some may not say, from those that do."""
+    headers = [_read_header(path) for path in paths]
+    if not headers:
         raise LedgerError("there are no ledgers to merge")
-    return Merged(first[1], [chosen[step] for step in sorted(chosen)], superseded)
+    for path, header in zip(paths, headers, strict=True):
+        if differs := _difference(headers[0], header):
+            raise LedgerError(
+                f"{paths[0]} and {path} are ledgers of different runs ({differs}): keep those of "
+                "one run"
+            )
+    return max(headers, key=lambda header: header.get("steps", 0))
 
 
-def _ballot(line: Line) -> tuple[int, int]:
-    return line["view"], line["attempt"]
+@dataclass
+class _Chosen(Generic[Kept]):
+    """The line of a step that counts, so far."""
+
+    ballot: tuple[int, int]
+    digest: bytes  # of all but its time
+    time: float
+    kept: Kept
 
 
-def _commit(line: Line) -> dict[str, object]:
-    return {key: value for key, value in line.items() if key != "time"}
+@dataclass
+class _Choice(Generic[Kept]):
+    """Of the lines of all ledgers, those of steps from the first one on, for some steps."""
+
+    steps: dict[int, _Chosen[Kept]]
+    superseded: int = 0
+    last: int = 0  # step in any ledger
+    following: int = 0  # the first step behind those; 0: none
+
+
+def _choose(
+    paths: Iterable[Path], keep: Callable[[Line], Kept], most: float, first: int = 1
+) -> _Choice[Kept]:
+    """What `keep` makes of the line that counts, for each of the steps [first, first + most).
+    Raises LedgerError as `merge` does."""
+    choice: _Choice[Kept] = _Choice({})
+    for path in paths:
+        for line in _lines(path):
+            step, ballot = line["step"], (line["view"], line["attempt"])
+            choice.last = max(choice.last, step)
+            if step >= first + most:
+                choice.following = min(choice.following or step, step)
+            if not first <= step < first + most:
+                continue
+            digest = _digest(line)
+            other = choice.steps.get(step)
+            if other is not None and other.digest == digest:
+                other.time = min(other.time, line["time"])
+                continue
+            choice.superseded += other is not None
+            if other is not None and other.ballot == ballot:
+                raise LedgerError(
+                    f"{path} has another commit of step {step} in view {line['view']}, attempt "
+                    f"{line['attempt']} than the ledgers before it: nodes disagreed about this "
+                    "step, don't trust this run's weights"
+                )
+            if other is None or ballot > other.ballot:
+                choice.steps[step] = _Chosen(ballot, digest, line["time"], keep(line))
+    return choice
+
+
+def _digest(line: Line) -> bytes:
+    return xxhash.xxh3_128_digest(json.dumps({**line, "time": 0}, sort_keys=True).encode())
 
 
 def _difference(one: LedgerHeader, other: LedgerHeader) -> str:
-    theirs: dict[str, object] = dict(other)
-    return ", ".join(f"{k}: {v!r} and {theirs[k]!r}" for k, v in one.items() if v != theirs[k])
+    """Between the runs that they are of."""
+    ours: dict[str, object] = {**one}
+    theirs: dict[str, object] = {**other}
+    differ = [key for key in ours if key != "steps" and ours[key] != theirs[key]]
+    return ", ".join(f"{key}: {ours[key]!r} and {theirs[key]!r}" for key in differ)
 
 
-def _read(path: Path) -> tuple[LedgerHeader, list[Line]]:
+def _read_header(path: Path) -> LedgerHeader:
+    for _, row in _rows(path):
+        return _parse(_HEADER, row, path, 1)
+    raise LedgerError(f"{path} has no header: it is no ledger, move it away")
+
+
+def _lines(path: Path) -> Iterator[Line]:
+    for number, row in _rows(path):
+        if number > 1:
+            line = _parse(_LINE, row, path, number)
+            _check_sums(line, path, number)
+            yield line
+
+
+def _rows(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Whole lines with their numbers, one at a time in memory; behind the last newline is a half
+    line or nothing. Raises LedgerError."""
     try:
-        rows = path.read_bytes().split(b"\n")[
-            :-1
-        ]  # behind the last newline: a half line or nothing
+        with path.open("rb") as file:
+            for number in itertools.count(1):
+                row = file.readline(MOST_LINE)
+                if len(row) == MOST_LINE and not row.endswith(b"\n"):
+                    raise LedgerError(
+                        f"{path}, line {number} is damaged: it is longer than {MOST_LINE} bytes"
+                    )
+                if not row.endswith(b"\n"):
+                    return
+                yield number, row
     except OSError as error:
         raise LedgerError(f"can't read the ledger {path}: {error.strerror}") from error
-    if not rows:
-        raise LedgerError(f"{path} has no header: it is no ledger, move it away")
-    header = _parse(_HEADER, rows[0], path, 1)
-    lines = []
-    for number, row in enumerate(rows[1:], 2):
-        line = _parse(_LINE, row, path, number)
-        _check_sums(line, path, number)
-        lines.append(line)
-    return header, lines
 
 
 def _check_sums(line: Line, path: Path, number: int) -> None:
@@ -251,7 +316,7 @@ def _parse(adapter: TypeAdapter[Fields], row: bytes, path: Path, number: int) ->
 
 @dataclass(frozen=True)
 class Audit:
-    """Figures in samples, but for `steps` and `superseded` lines.
+    """Figures in samples, but for `steps`, `superseded` lines and `planned` steps.
 
     `expected` samples are those of the windows of steps 1 to the last committed one.
     """
@@ -262,6 +327,8 @@ class Audit:
     extra: int
     steps: int
     superseded: int
+    planned: int = 0  # of the whole run; 0: not known
+    cut: tuple[str, ...] = ()  # what is wrong at the ledgers' ends, in sentences
 
     @property
     def exact(self) -> bool:
@@ -271,7 +338,9 @@ class Audit:
 def audit(directory: Path) -> Audit:
     """Compare the ledgers in `directory` with the windows that (seed, step) call for.
 
-    Reads `ledger.jsonl` if it is there, else every `ledger-*.jsonl`. Raises LedgerError.
+    Reads `ledger.jsonl` if it is there, else every `ledger-*.jsonl`, as often as it takes to have
+    no more than STEPS_AT_ONCE steps in memory; and from `summary.json`, how many steps there should
+    be. Raises LedgerError.
     """
     merged = directory / MERGED
     paths = [merged] if merged.is_file() else sorted(directory.glob("ledger-*.jsonl"))
@@ -280,36 +349,92 @@ def audit(directory: Path) -> Audit:
             f"there is no ledger in {directory}, neither {MERGED} nor ledger-*.jsonl: "
             "name the folder that a run wrote with --out"
         )
-    return check(merge(paths))
+    header = _common_header(paths)
+    compare = _comparing(header)
+    wrong, steps, superseded, first = Wrong(), 0, 0, 1
+    while first:
+        choice = _choose(paths, compare, STEPS_AT_ONCE, first)
+        wrong = sum((chosen.kept for chosen in choice.steps.values()), wrong)
+        steps, superseded = steps + len(choice.steps), superseded + choice.superseded
+        first = choice.following
+    there = max(choice.last, _summarized(directory))
+    cut = [*filter(None, map(_half_line, paths))]
+    if choice.last < there:
+        cut.append(
+            f"the ledger ends with step {choice.last}, and summary.json has {there} steps: its end "
+            "is cut off"
+        )
+    return _audit(header, wrong, steps, superseded, there, tuple(cut))
 
 
 def check(merged: Merged) -> Audit:
     """The audit of merged ledgers. Raises LedgerError for a header without windows."""
-    header, lines, superseded = merged
+    compare = _comparing(merged.header)
+    wrong = sum(map(compare, merged.lines), Wrong())
+    last = max((line["step"] for line in merged.lines), default=0)
+    return _audit(merged.header, wrong, len(merged.lines), merged.superseded, last, ())
+
+
+def _audit(
+    header: LedgerHeader, wrong: Wrong, steps: int, superseded: int, last: int, cut: tuple[str, ...]
+) -> Audit:
+    return Audit(
+        expected=last * header["batch"],
+        duplicates=wrong.duplicates,
+        missing=wrong.missing + (last - steps) * header["batch"],
+        extra=wrong.extra,
+        steps=steps,
+        superseded=superseded,
+        planned=header.get("steps", 0),
+        cut=cut,
+    )
+
+
+def _summarized(directory: Path) -> int:
+    """Steps that the run's summary has; 0: there is none, or it says nothing of them."""
+    try:
+        with (directory / "summary.json").open("rb") as file:
+            found = json.loads(file.read(MOST_LINE))
+    except (OSError, ValueError, RecursionError):
+        return 0
+    steps = found.get("steps") if isinstance(found, dict) else 0
+    return steps if isinstance(steps, int) and 0 < steps <= MOST_STEPS else 0
+
+
+def _half_line(path: Path) -> str:
+    """About the end of a ledger; empty: it ends with a whole line."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if not size:
+            return ""
+        file.seek(-1, os.SEEK_END)
+        whole = file.read(1) == b"\n"
+    return "" if whole else f"the last line of {path} is cut off: it is not counted"
+
+
+class Wrong(NamedTuple):
+    """Samples that are there again, missing, and there without belonging."""
+
+    duplicates: int = 0
+    missing: int = 0
+    extra: int = 0
+
+    def __add__(self, other: object) -> Wrong:
+        assert isinstance(other, Wrong)
+        return Wrong(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+def _comparing(header: LedgerHeader) -> Callable[[Line], Wrong]:
+    """What is wrong with a line. Raises LedgerError for a header without windows."""
     try:
         windows = Windows(header["seed"], header["samples"], header["batch"])
     except ValueError as error:
         raise LedgerError(f"the ledger's header is damaged: {error}") from error
-    last = max((line["step"] for line in lines), default=0)
-    duplicates = extra = 0
-    missing = (last - len(lines)) * header["batch"]
-    for line in lines:
-        wrong = _compare(line, windows.ids(line["step"]), header["microbatch"])
-        duplicates, missing, extra = (
-            a + b for a, b in zip((duplicates, missing, extra), wrong, strict=True)
-        )
-    return Audit(
-        expected=last * header["batch"],
-        duplicates=duplicates,
-        missing=missing,
-        extra=extra,
-        steps=len(lines),
-        superseded=superseded,
-    )
+    return lambda line: _compare(line, windows.ids(line["step"]), header["microbatch"])
 
 
-def _compare(line: Line, ids: NDArray[np.int64], size: int) -> tuple[int, int, int]:
-    """Samples of one step that are there again, missing, and there without belonging."""
+def _compare(line: Line, ids: NDArray[np.int64], size: int) -> Wrong:
+    """Of one step."""
     planned = {number: microbatch_ids(ids, number, size) for number in range(-(-len(ids) // size))}
     expected = {number: (len(part), samples_hash(part).hex()) for number, part in planned.items()}
     found: set[int] = set()
@@ -322,4 +447,4 @@ def _compare(line: Line, ids: NDArray[np.int64], size: int) -> tuple[int, int, i
         else:
             found.add(number)
     missing = sum(count for number, (count, _) in expected.items() if number not in found)
-    return duplicates, missing, extra
+    return Wrong(duplicates, missing, extra)

@@ -1,13 +1,19 @@
 import json
 import math
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from planaria.node.cli import app
 from planaria.node.data.windows import Windows, microbatch_ids, samples_hash
+from planaria.node.report import ledger as module
 from planaria.node.report.ledger import (
     Audit,
     Ledger,
@@ -228,3 +234,106 @@ def test_there_must_be_ledgers_of_one_run(tmp_path: Path) -> None:
     (tmp_path / "ledger-a.jsonl").write_bytes(b"")
     with pytest.raises(LedgerError, match=r"ledger-a\.jsonl has no header"):
         audit(tmp_path)
+
+
+# Ledgers of any contents
+
+
+def test_the_end_that_is_cut_off_is_said(tmp_path: Path) -> None:
+    header = LedgerHeader(**HEADER, steps=9)
+    path = write(tmp_path / "ledger.jsonl", *map(committed, (1, 2, 3)), header=header)
+    assert audit(tmp_path) == Audit(36, 0, 0, 0, steps=3, superseded=0, planned=9)
+    (tmp_path / "summary.json").write_text('{"steps": 5}')
+    found = audit(tmp_path)
+    assert (found.expected, found.missing, found.exact) == (60, 24, False)
+    assert found.cut == (
+        "the ledger ends with step 3, and summary.json has 5 steps: its end is cut off",
+    )
+    (tmp_path / "summary.json").write_text("[")
+    path.write_bytes(path.read_bytes()[:-1])
+    found = audit(tmp_path)
+    assert (found.steps, found.exact) == (2, True)
+    assert found.cut == (f"the last line of {path} is cut off: it is not counted",)
+    said = CliRunner().invoke(app, ["audit", str(tmp_path)])
+    assert said.exit_code == 0
+    assert "2 committed steps of 9" in said.output
+    assert "is cut off: it is not counted" in said.output
+    assert "steps 3 to 9 are not there" in said.output
+
+
+def test_ledgers_are_of_one_run_whether_or_not_they_say_how_many_steps(tmp_path: Path) -> None:
+    write(tmp_path / "ledger-a.jsonl", committed(1))
+    write(tmp_path / "ledger-b.jsonl", committed(2), header=LedgerHeader(**HEADER, steps=9))
+    assert audit(tmp_path) == Audit(24, 0, 0, 0, steps=2, superseded=0, planned=9)
+
+
+def test_cut_anywhere_it_is_half_a_line_or_no_ledger(tmp_path: Path) -> None:
+    path = write(tmp_path / "ledger.jsonl", committed(1), committed(2))
+    content = path.read_bytes()
+    ends = [at for at, byte in enumerate(content, 1) if byte == 10]
+    for size in range(0, len(content), 3):
+        path.write_bytes(content[:size])
+        if size < ends[0]:
+            with pytest.raises(LedgerError, match="has no header"):
+                audit(tmp_path)
+        else:
+            found = audit(tmp_path)
+            assert found.steps == sum(size >= end for end in ends[1:])
+            assert bool(found.cut) == (size not in ends)
+
+
+def test_few_steps_at_once_come_to_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = committed(7, view=2)
+    write(tmp_path / "ledger-a.jsonl", *map(committed, (1, 2, 3, 7, 20)))
+    write(tmp_path / "ledger-b.jsonl", *map(committed, (3, 20, 4)), again)
+    at_once = audit(tmp_path)
+    assert at_once == Audit(240, 0, 14 * 12, 0, steps=6, superseded=1)
+    for steps in (1, 2, 3, 10):
+        monkeypatch.setattr(module, "STEPS_AT_ONCE", steps)
+        assert audit(tmp_path) == at_once
+
+
+def test_a_line_without_end_is_refused_before_it_is_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "ledger.jsonl", committed(1))
+    with path.open("ab") as file:
+        file.truncate(2**30)  # zeros that take no room
+    tracemalloc.start()
+    try:
+        with pytest.raises(LedgerError, match=f"line 3 is damaged: .* {module.MOST_LINE} bytes"):
+            audit(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 3 * module.MOST_LINE
+    finally:
+        tracemalloc.stop()
+
+
+ROWS = st.one_of(
+    st.binary(max_size=60),
+    st.builds(lambda v: json.dumps(v).encode(), st.recursive(st.none() | st.integers(), st.lists)),
+    st.builds(
+        lambda step, key, value: json.dumps({**committed(step), key: value}).encode(),
+        st.integers(1, 5),
+        st.sampled_from(list(Line.__annotations__)),
+        st.integers() | st.floats() | st.text() | st.none() | st.lists(st.integers()),
+    ),
+    st.just(b"[" * 10_000),
+    st.just(b'{"step": ' + b"9" * 5000 + b"}"),
+)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(header=st.just(json.dumps(HEADER).encode()) | ROWS, rows=st.lists(ROWS, max_size=5))
+def test_whatever_is_in_it_is_audited_or_refused(
+    tmp_path: Path, header: bytes, rows: list[bytes]
+) -> None:
+    path = tmp_path / "ledger.jsonl"
+    path.write_bytes(b"\n".join([header, *rows]))
+    try:
+        found = audit(tmp_path)
+    except LedgerError as error:
+        assert str(path) in str(error)
+    else:
+        assert found.steps <= len(rows)
