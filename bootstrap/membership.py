@@ -589,12 +589,12 @@ class Membership:
                 "`planaria data prepare`, or name its copy with --data DIR",
             )
         other = self._unreachable(request.address, stage)
-        if other is not None:
+        if other is not None and not self._somebody_carries():
             raise Refused(
                 "FAILED_PRECONDITION",
                 f"at stage {stage} the node would have to talk to {other.node} "
-                f"({_place(other)}), and neither of the two can be dialled; "
-                "give one of them `--advertise HOST:PORT`, or choose another stage",
+                f"({_place(other)}), and neither of the two can be dialled, nor anybody who could "
+                "carry for them; give one of them `--advertise HOST:PORT`, or choose another stage",
             )
 
     def _at_address(self, address: str) -> _Node | None:
@@ -606,12 +606,17 @@ class Membership:
         return not self.rules.data or data == self.rules.data
 
     def _unreachable(self, address: str, stage: int) -> Member | None:
-        """A member that a node with this address would need a link with, and can't have."""
+        """A member that a node with this address would need a link with, and can have none but one
+        that somebody carries."""
         if address:
             return None
         members = (n.member for n in self._nodes.values())
         hidden = (m for m in members if not m.address and not m.standby)
         return next((m for m in hidden if _related(self.rules, m.stage, stage)), None)
+
+    def _somebody_carries(self) -> bool:
+        """Whether there is a member that two who only dial out can both reach."""
+        return any(n.member.address and not n.leaving for n in self._nodes.values())
 
     def _admit(self, request: JoinRequest, now: float) -> _Node:
         if request.HasField("stage"):
@@ -646,8 +651,10 @@ class Membership:
             capacity[member.stage] += member.speed or 1.0
         wanted = [s for s in numbers if count[s] < self.rules.max_replicas]
         served = [s for s in wanted if s or self._has_data(request.data)]
-        fits = [s for s in served if self._unreachable(request.address, s) is None]
-        vacant = [s for s in fits if not count[s]]
+        direct = [s for s in served if self._unreachable(request.address, s) is None]
+        carried = served if self._somebody_carries() else direct
+        vacant = [s for s in (*direct, *carried) if not count[s]]
+        fits = direct or carried
         if vacant:
             return vacant[0], f"stage {vacant[0]} was vacant"
         if fits:
@@ -871,7 +878,8 @@ class Membership:
                 member = node.member
                 if not member.standby or (stage == 0 and not self._has_data(member.data)):
                     continue
-                if node.leaving or self._unreachable(member.address, stage) is not None:
+                alone = self._unreachable(member.address, stage) is not None
+                if node.leaving or (alone and not self._somebody_carries()):
                     continue
                 node.member = Member()
                 node.member.CopyFrom(member)
@@ -1039,7 +1047,6 @@ def _problem(view: View, rules: MembershipRules) -> str:
     serving = [m for m in members if not m.standby]
     addresses = [m.address for m in members if m.address]
     joined = [m.joined for m in members]
-    hidden = [m.stage for m in serving if not m.address]
     if view.run != rules.run:
         return f"it is of run {view.run}, not {rules.run}"
     if not 0 < view.number < 2**62:
@@ -1056,8 +1063,6 @@ def _problem(view: View, rules: MembershipRules) -> str:
         return "its nodes are not in the order of joining"
     if any(m.stage > rules.stages for m in serving):
         return f"it has stages above {rules.stages}"
-    if any(_related(rules, a, b) for i, a in enumerate(hidden) for b in hidden[i + 1 :]):
-        return "two nodes that only dial out would have to talk to each other"
     ends = [(relay.a, relay.b) for relay in view.relays]
     if ends != sorted(set(ends)) or any(
         not relay.a < relay.b or relay.via in (relay.a, relay.b) for relay in view.relays

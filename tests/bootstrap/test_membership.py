@@ -239,11 +239,13 @@ def test_a_speed_that_is_none_is_refused(speed: float) -> None:
 
 
 @pytest.mark.parametrize(("a", "b"), [(1, 1), (1, 2), (0, 3), (4, 0)])
-def test_two_nodes_that_only_dial_out_are_never_related(a: int, b: int) -> None:
+def test_two_neighbours_that_only_dial_out_need_somebody_who_carries(a: int, b: int) -> None:
     swarm = Swarm(stages=4)
     swarm.join("a", a, address="")
     with pytest.raises(Refused, match=rf"talk to a \(stage {a}\).*--advertise HOST:PORT"):
         swarm.join("b", b, address="")
+    swarm.join("open", 2)
+    assert swarm.join("b", b, address="").reason == f"stage {b} as asked for"
 
 
 @pytest.mark.parametrize(
@@ -270,15 +272,28 @@ def test_with_swapped_orders_the_ends_are_neighbours_too() -> None:
     assert to_link(members[3], view, stages=5, swapped=True) == ["n0", "n1", "n2", "n4", "n5"]
 
 
-def test_automatic_assignment_keeps_nodes_that_only_dial_out_apart() -> None:
+def test_automatic_assignment_keeps_nodes_that_only_dial_out_apart_as_long_as_it_can() -> None:
     swarm = Swarm(stages=4)
     swarm.join("open", 0)
-    stages = []
-    for node in "abc":
+    for node in "abcde":
         swarm.join(node, address="")
-        stages.append(swarm.stage(node))
-    assert stages == [1, 3, None]
-    assert "only dials out" in swarm.join("d", address="").reason
+    assert [swarm.stage(node) for node in "abcde"] == [1, 3, 2, 4, 0]
+
+
+def test_where_nobody_can_carry_those_who_only_dial_out_stand_by() -> None:
+    swarm = Swarm(stages=4)
+    swarm.join("a", 0, address="")
+    assert "only dials out" in swarm.join("b", address="").reason
+    assert swarm.stage("b") is None
+
+
+def test_two_neighbours_that_only_dial_out_get_a_relay_at_once() -> None:
+    swarm = Swarm(stages=2, lease=5)
+    for stage, (node, address) in enumerate([("open", "open:1"), ("a", ""), ("b", "")]):
+        swarm.join(node, stage, address=address)
+    swarm.open("open", "a", "b")
+    cut_off(swarm, 1, ("a", "b"))
+    assert list(swarm.view.relays) == [Relay(a="a", b="b", via="open")]
 
 
 def test_a_spare_is_sent_to_a_stage_that_falls_vacant_the_oldest_that_fits() -> None:
