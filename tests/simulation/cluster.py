@@ -18,6 +18,7 @@ next one is applied anywhere: every member of the view was ready for that one, s
       nobody is left who has trained: joiners that only followed don't go on alone.
 - I5  What a node holds for others is what it says: an exact method gives the very weights that the
       lost stage had, and nothing comes from a commit that those who are left did not make.
+- I6  Who has done nothing wrong is not evicted while nobody dies, and no state is lost.
 """
 
 from __future__ import annotations
@@ -176,6 +177,8 @@ class Cluster:
         for stage in range(rules.stages + 1):
             self.known[b"", stage] = {row(stage).digest()}
         self.traps: list[Trap] = []
+        self.guilty: set[str] | None = None
+        """Hosts that have done something wrong, where nobody dies; None: some die."""
         self.windows: dict[tuple[int, int], torch.Tensor] = {}
         self.steps: dict[bytes, int] = {}  # by the chain that they end
         self._names = itertools.count(1)
@@ -235,7 +238,7 @@ class Cluster:
 
     def forget(self) -> None:
         """The registry's journal is gone too, and no node is left: ballots begin anew."""
-        self.registry.journal = registry.View()
+        self.registry.journal = self.registry.newest = registry.View()
         self.registry.issued.clear()
         self.attempts.clear()
         self.commits.clear()
@@ -299,6 +302,8 @@ class Cluster:
 
     def on_event(self, node: Node, kind: str, fields: Mapping[str, Any] | None = None) -> None:
         self.counts[kind] += 1
+        if fields is not None and self.guilty is not None:
+            self.check_kept(kind, fields)
         if fields is not None and kind in ("rolled back", "resuming"):
             self.check_back(node, kind, fields)
         if fields is not None and kind == "rebuilding":
@@ -312,6 +317,19 @@ class Cluster:
     def demand(self, holds: bool, invariant: str, what: str) -> None:
         if not holds:
             raise InvariantError(f"{invariant}: {what}")
+
+    def check_issued(self, before: registry.View, view: registry.View) -> None:
+        if self.guilty is None:
+            return
+        stay = {member.node for member in view.members}
+        gone = {member.node for member in before.members} - stay
+        innocent = [node for node in gone if self.network.homes[node] not in self.guilty]
+        self.demand(not innocent, "I6", f"{innocent} evicted: {view.reason}")
+
+    def check_kept(self, kind: str, fields: Mapping[str, Any]) -> None:
+        lost = kind in ("rolled back", "resuming")
+        lost = lost or (kind == "rebuilding" and fields["method"] not in ("replica", "twin"))
+        self.demand(not lost, "I6", f"{kind}, although nobody has died: {fields}")
 
     def check_start(self, node: Node, ballot: Ballot, begin: pb.Begin) -> None:
         """In the compute thread, when everything before the attempt is done."""

@@ -189,7 +189,8 @@ class Node:
         ) -> VirtualDisk:
             kind = folder.name
             owner = self.process.host if kind == "save" else ""
-            return VirtualDisk(self.cluster.files, (kind, owner, seat.stage), self.process, saved)
+            place = kind, owner, seat.stage
+            return VirtualDisk(self.cluster.files, place, self.process, saved, failed)
 
         saves = self.cluster.hosts[self.process.host].saves and self.cluster.files.save_every
         folder = Path("save") if saves else None

@@ -163,6 +163,7 @@ class Files:
     def __init__(self, save_every: int = 0, checkpoint_every: int = 0) -> None:
         """Every so many steps; 0: none are written."""
         self.save_every, self.checkpoint_every = save_every, checkpoint_every
+        self.failing: set[str] = set()  # hosts that can write nothing
         self._files: dict[tuple[str, str, int], dict[Age, StageState]] = defaultdict(dict)
 
     def write(self, kind: str, owner: str, state: StageState) -> None:
@@ -206,8 +207,10 @@ class VirtualDisk:
         folder: tuple[str, str, int],
         process: Process,
         saved: Callable[[Age], None],
+        failed: Callable[[str], None],
     ) -> None:
-        self._files, self._folder, self._process, self._saved = files, folder, process, saved
+        self._files, self._folder, self._process = files, folder, process
+        self._saved, self._failed = saved, failed
 
     def listed(self, refused: Collection[Age] = ()) -> list[StateId]:
         there = self._files.of(*self._folder)
@@ -223,6 +226,9 @@ class VirtualDisk:
 
     def _written(self, state: StageState) -> None:
         kind, owner, _ = self._folder
+        if self._process.host in self._files.failing:
+            self._failed(f"the {kind} of step {state.id.step} failed: no space left on device")
+            return
         self._files.write(kind, owner, state)
         self._saved(state.id.age)
 

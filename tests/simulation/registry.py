@@ -39,7 +39,8 @@ class Registry:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.world = cluster, cluster.world
-        self.journal = pb.View()
+        self.journal = self.newest = pb.View()  # on disk, and in memory
+        self.journal_fails = False
         self.issued: dict[int, pb.View] = {}
         self.rules = MembershipRules(
             run="run",
@@ -69,6 +70,7 @@ class Registry:
         self.ticked = self.world.now
         self.links: dict[str, Link] = {}
         self.machine = Membership(self.rules)
+        self.newest = self.journal
         if self.journal.number:
             self.machine.restore(self.journal, self.world.now)
             self.world.say(self.name, "is back")
@@ -76,10 +78,17 @@ class Registry:
         self.process.after(TICK, self._tick)
 
     def view(self) -> pb.View:
-        return self.journal
+        return self.newest
 
     def names(self) -> set[str]:
-        return {member.node for member in self.journal.members}
+        return {member.node for member in self.newest.members}
+
+    def fill_disk(self, seconds: float) -> None:
+        self.journal_fails = True
+        self.world.after(seconds, self._free_disk)
+
+    def _free_disk(self) -> None:
+        self.journal_fails, self.journal = False, self.newest
 
     def _tick(self) -> None:
         now = self.world.now
@@ -131,7 +140,10 @@ class Registry:
             match effect:
                 case Issue(view):
                     self.world.say(self.name, f"view {view.number}: {view.reason}")
-                    self.journal = self.issued[view.number] = view
+                    self.cluster.check_issued(self.newest, view)
+                    self.newest = self.issued[view.number] = view
+                    if not self.journal_fails:
+                        self.journal = view
                     for peer in sorted(self.links):
                         self._tell(peer, view)
                 case Probe(node, number):

@@ -315,6 +315,7 @@ class Network:
         del self.partitions[number]
         for link in self.links:
             if not link.asleep and not self.blocked(*link.ends):
+                link.silent_since = None  # a sign of life gets through at once
                 self._pass_on(link)
 
     def _pass_on(self, link: Link) -> None:
