@@ -43,6 +43,7 @@ from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.member import MemberSide
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.frames import Frame
 from planaria.recovery.decide import (
     INEXACT,
     UNKNOWN,
@@ -179,6 +180,8 @@ class Cluster:
         self.traps: list[Trap] = []
         self.guilty: set[str] | None = None
         """Hosts that have done something wrong, where nobody dies; None: some die."""
+        self.tampering: dict[str, Callable[[pb.Message | Frame], pb.Message | Frame | None]] = {}
+        """What becomes of what a host sends; None: the other end can't read it."""
         self.windows: dict[tuple[int, int], torch.Tensor] = {}
         self.steps: dict[bytes, int] = {}  # by the chain that they end
         self._names = itertools.count(1)
@@ -327,6 +330,8 @@ class Cluster:
         self.demand(not innocent, "I6", f"{innocent} evicted: {view.reason}")
 
     def check_kept(self, kind: str, fields: Mapping[str, Any]) -> None:
+        if self.guilty:
+            return  # whose state may go with it
         lost = kind in ("rolled back", "resuming")
         lost = lost or (kind == "rebuilding" and fields["method"] not in ("replica", "twin"))
         self.demand(not lost, "I6", f"{kind}, although nobody has died: {fields}")
@@ -535,9 +540,10 @@ class Cluster:
 
     def check_patience(self, node: Node, reason: str) -> None:
         """The deadline for progress is for what nobody has thought of: each loss known here is
-        noticed sooner, but for a driver that was frozen itself."""
+        noticed sooner, but for a driver that was frozen itself. What somebody has garbled may be
+        gone without a word."""
         vain = reason.startswith("no progress") and node.process.thawed_at < self.world.now
-        self.demand(not vain, "I4", f"{node.name} has waited in vain: {reason}")
+        self.demand(not vain or bool(self.guilty), "I4", f"{node.name} has waited in vain: {reason}")
 
     # --- how it ends
 

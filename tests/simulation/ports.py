@@ -45,6 +45,13 @@ class Links:
         link = self.links.get(peer)
         if link is None or not self.process.alive:
             return False
+        tamper = self.node.cluster.tampering.get(self.process.host)
+        if tamper is not None:
+            tampered = tamper(item)
+            if tampered is None:  # the other end can't read it, and ends the stream
+                self.network.break_link(link)
+                return True
+            item = tampered
         if isinstance(item, Frame) and item.kind == "state":  # of which there would be much more
             seconds = self.process.world.random.uniform(0.01, 0.3) * self.node.cluster.state_size
             self.process.after(seconds, self._send_state, link, item)

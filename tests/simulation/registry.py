@@ -197,6 +197,7 @@ class Client:
             address=node.address,
             speed=1.0,
             stage=node.wanted,
+            instance=node.process.host,
             question=self.question,
             answered=self.answered,
         )
@@ -235,6 +236,8 @@ class Client:
         match item:
             case pb.JoinReply() if item.question:
                 self._dial(item)
+            case pb.JoinReply() if item.quarantine:
+                self.node.process.after(item.quarantine, self._join)
             case pb.JoinReply():
                 self.joined = True
                 self._viewed(item.view)

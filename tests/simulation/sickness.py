@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+from google.protobuf.message import DecodeError
+
 from planaria.node.transaction.rules import TransactionRules
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.frames import Frame, WireError, buffers_of
+from planaria.node.wire.tensors import encode
 from planaria.recovery.decide import Policy
 from simulation.scenario import Scenario
 
@@ -95,3 +101,79 @@ class Sick(Scenario):
         self.cluster.registry.fill_disk(seconds)
         self.world.after(self.random.uniform(0.0, seconds), self._crash_registry)
         return seconds + 15.0
+
+
+class Poisoned(Sick):
+    """One host sends what is wrong, for a while; what it is the guilty one of, the others outlive
+    and are not blamed for."""
+
+    def _plan_faults(self) -> float:
+        chosen, self.cluster.guilty = self.random, set()
+        when = chosen.uniform(1.0, 6.0)
+        self.world.after(when, self._strike, self._poison)
+        return when
+
+    def ways(self) -> list[Callable[[Frame | pb.Message], Frame | pb.Message | None]]:
+        return [self._deform, self._flip_frame]
+
+    def _poison(self) -> float:
+        way = self.random.choice(self.ways())
+        hosts = sorted(host.name for host in self.cluster.hosts.values() if host.node)
+        one, guilty = self.random.choice(hosts), self.cluster.guilty
+        share, seconds = self.random.choice([0.01, 0.1, 1.0]), self.random.choice([5.0, 30.0])
+        assert guilty is not None
+        guilty.add(one)
+        self.world.say(one, f"sends {share:.0%} wrong for {seconds:.0f} s: {way.__name__}")
+
+        def tamper(item: Frame | pb.Message) -> Frame | pb.Message | None:
+            return way(item) if self.random.random() < share else item
+
+        self.cluster.tampering[one] = tamper
+        self.world.after(seconds, self.cluster.tampering.pop, one)
+        return seconds
+
+    def _deform(self, item: Frame | pb.Message) -> Frame | pb.Message:
+        """Tensors of another shape or dtype than is due, or another number of them."""
+        if isinstance(item, pb.Message) or not item.descriptors:
+            return item
+        chosen = self.random
+        shape = [chosen.randint(1, 5) for _ in range(chosen.randint(0, 3))]
+        dtype = chosen.choice([torch.float32, torch.int64, torch.bfloat16])
+        tensors = [torch.ones(shape, dtype=dtype)] * chosen.choice([1, 1, 2])
+        descriptors, payload = encode(tensors, "none")
+        return replace(item, descriptors=descriptors, payload=payload)
+
+    def _flip_frame(self, item: Frame | pb.Message) -> Frame | pb.Message | None:
+        """One bit of a frame is another one."""
+        if isinstance(item, pb.Message):
+            return item
+        head, payload = item.head(), bytearray().join(buffers_of(item.payload))
+        if payload and self.random.random() < 0.5:
+            self._flip(payload)
+            return replace(item, payload=payload)
+        head = bytearray(head)
+        self._flip(head)
+        try:
+            return Frame.parse(head, payload)
+        except WireError:
+            return None
+
+    def _flip_message(self, item: Frame | pb.Message) -> Frame | pb.Message | None:
+        """One bit of a message is another one."""
+        if isinstance(item, Frame):
+            return item
+        sent = bytearray(item.SerializeToString())
+        self._flip(sent)
+        try:
+            return pb.Message.FromString(bytes(sent))
+        except DecodeError:
+            return None
+
+    def _flip(self, of: bytearray) -> None:
+        bit = self.random.randrange(8 * len(of))
+        of[bit // 8] ^= 1 << bit % 8
+
+
+class Flipped(Poisoned):
+    def ways(self) -> list[Callable[[Frame | pb.Message], Frame | pb.Message | None]]:
+        return [self._flip_message]
