@@ -543,7 +543,8 @@ class Cluster:
         noticed sooner, but for a driver that was frozen itself. What somebody has garbled may be
         gone without a word."""
         vain = reason.startswith("no progress") and node.process.thawed_at < self.world.now
-        self.demand(not vain or bool(self.guilty), "I4", f"{node.name} has waited in vain: {reason}")
+        vain = vain and not self.guilty
+        self.demand(not vain, "I4", f"{node.name} has waited in vain: {reason}")
 
     # --- how it ends
 
