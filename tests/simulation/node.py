@@ -298,7 +298,10 @@ class Node:
         """The ledger is held against the windows elsewhere."""
 
     def recording(self) -> pb.Recording:
-        return pb.NO_LEDGER
+        if self.stage != 0:
+            return pb.NO_LEDGER
+        failing = self.process.host in self.cluster.files.failing
+        return pb.LEDGER_FAILING if failing else pb.LEDGER_WRITTEN
 
     def changed(self) -> None:
         self.report = registry.Report(complaints=self.missing.complaints(lambda peer: False))

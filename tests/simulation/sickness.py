@@ -85,14 +85,14 @@ class Sick(Scenario):
     # --- disks
 
     def _fail_disk(self) -> float:
-        """Of some hosts: all that they write fails, for a while or for good."""
+        """Of some hosts: all that they write fails for a while, ledgers too."""
         failing, hosts = self.cluster.files.failing, sorted(self.cluster.hosts)
         hosts = self.random.sample(hosts, self.random.randint(1, len(hosts)))
-        seconds = self.random.choice([1.0, 5.0, 1000.0])
+        seconds = self.random.choice([1.0, 5.0, 20.0])
         self.world.say("disks", f"of {' '.join(hosts)} are full for {seconds:.0f} s")
         failing.update(hosts)
         self.world.after(seconds, failing.difference_update, hosts)
-        return 0.0
+        return seconds
 
     def _fail_journal(self) -> float:
         """The registry crashes with a journal that lacks its newest views."""

@@ -8,7 +8,7 @@ from simulation.sickness import Flipped, Poisoned, Sick
 
 @pytest.mark.parametrize("kind", [Sick, Poisoned, Flipped])
 def test_what_is_merely_sick_costs_steps_at_most(kind: type[Scenario]) -> None:
-    for seed in range(20):
+    for seed in range(10):
         run(seed, kind=kind)
 
 
