@@ -191,7 +191,7 @@ def _noticed(record: Record, fault: Began) -> float | None:
     ]
     if not been or been[-1] is None:
         return None
-    node, last = been[-1], fault.end + REMEMBERED
+    node, last = been[-1], fault.end + AFTERMATH
     named = [
         entry.time
         for entry in record.events
