@@ -70,7 +70,7 @@ log = logging.getLogger("planaria")
 
 SLACK = 16 << 20
 """Bytes for heads, and for what is small."""
-TO_DRIVER = frozenset(["status", "synced", "home", "ready", "failed", "cut", "stale"])
+TO_DRIVER = frozenset(["status", "synced", "home", "ready", "failed", "cut", "account", "stale"])
 TO_MEMBER = frozenset(["query", "sync", "step", "reduce", "halt"])
 OF_AN_ATTEMPT = frozenset(["activation", "gradient", "average", "twin"])
 """Kinds of frames without which the attempt fails."""
@@ -105,7 +105,6 @@ class Agent:
         self.learned = Learned(self.arithmetic.digest(), omega=0.0, optimizer_step=0)
         self.tokens_per_second = 0.0
         self.trouble = ""  # with saving
-        self.hang = ""  # of the compute thread, in words; empty: it doesn't
         self.driver = self._new_driver()
         self.member = self._new_member()
         self.member.digest = self.learned.digest
@@ -140,7 +139,7 @@ class Agent:
         self.pins = Pins(tensors)
         self.gradients = Gradients(self.arithmetic.gradient, tensors)
         self.states = StateClient(exchanges, tensors, send)
-        self.state_server = StateServer(exchanges, tensors, send, self._served)
+        self.state_server = StateServer(exchanges, tensors, send, self._served, self._hangs)
         parse, crossing = self.arithmetic.boundary_tensor, self.crossing
         self.crossings = BoundaryClient(exchanges, send, parse, crossing)
         keeper = self.holdings.boundary
@@ -173,6 +172,8 @@ class Agent:
         body = message.WhichOneof("body")
         if body in TO_DRIVER:
             self._carry_out(self.driver.received(peer, message, now))
+        elif body == "inquiry":
+            self._inquired(peer, message)
         elif body in TO_MEMBER:
             self._carry_out(self.member.received(peer, message))
         elif body in ("state_request", "shard_request"):
@@ -236,7 +237,29 @@ class Agent:
     def compute_hangs(self, why: str, now: float) -> None:
         """What the compute thread is at takes too long; empty: it goes on."""
         self.exchanges.at(now)
-        self.hang = why
+        self.member.hang = why
+        if self.member.driver:
+            self._account()
+
+    def _account(self, given_up: Sequence[int] = ()) -> None:
+        """The driver is told how far this node is in the attempt."""
+        account = pb.Account(
+            computed=self.workplace.compute.computed,
+            computing=self.workplace.compute.computing,
+            done=self.attempt.passes_done() if self.attempt is not None else (),
+            given_up=given_up,
+            hang=self.member.hang,
+        )
+        self._carry_out([self.member.promised.send(self.member.driver, account=account)])
+
+    def _inquired(self, peer: str, message: pb.Message) -> None:
+        if peer != self.member.driver or Ballot.of(message.ballot) != self.member.promised:
+            return
+        if message.inquiry.replace:
+            self.record.replace(message.inquiry.replace)
+        if message.inquiry.relieve and self.attempt is not None:
+            self.attempt.give_up(self._account)
+        self._account()
 
     def tick(self, now: float) -> None:
         self.exchanges.at(now)
@@ -550,8 +573,19 @@ class Agent:
     def _served(self, kind: str, stage: int, step: int) -> StageState | None:
         """The state that a joiner asks for; None: it isn't here."""
         if kind:
-            return self.holdings.served(kind, stage)
+            return None if self.member.hang else self.holdings.served(kind, stage)
+        if self.member.hang and not self.is_readable():
+            return None
         return self.pins.get(step) or self.own_state()
+
+    def _hangs(self) -> bool:
+        return bool(self.member.hang)
+
+    def is_readable(self) -> bool:
+        """Whether its state can be read beside a compute thread that hangs: it is in the memory of
+        this machine, and no update was under way."""
+        tensors = self.arithmetic.tensors.values()
+        return not self.member.changing and all(t.device.type == "cpu" for t in tensors)
 
     async def save_now(self) -> None:
         """Whatever step it is."""
@@ -607,7 +641,7 @@ class Agent:
             loss=member.last.loss,
             microbatches=self.workplace.computed,
             tokens_per_second=self.tokens_per_second,
-            message=(halt.reason if halt else "") or self.hang or self.trouble or explained,
+            message=(halt.reason if halt else "") or member.hang or self.trouble or explained,
             stopped=halt is not None and not halt.finished,
             finished=halt is not None and halt.finished,
         )

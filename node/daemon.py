@@ -484,6 +484,7 @@ class Node:
             self.tell(ComputeHangs(task=task, seconds=seconds, usual=usual or None))
         elif before is not None:
             self.tell(ComputeGoesOn(task=before.task))
+            self.leaving = False
         for seat in self.seats.values():
             seat.compute_hangs(str(self.hang or ""), self.loop.time())
         self.report()
@@ -562,6 +563,11 @@ class SeatRecord:
 
     def suspect(self, node: str, why: str, cause: registry.Cause) -> None:
         self._node.client.suspect(node, why, cause)
+
+    def replace(self, why: str) -> None:
+        log.warning("%s", why)
+        self._node.leaving = True
+        self._node.report()
 
     def over(self, reason: str) -> None:
         self._node.stop(f"rejoin: {reason}")

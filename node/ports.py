@@ -62,6 +62,16 @@ class Compute(Protocol):
     """One thread for the arithmetic: one work at a time, the most urgent first, those of equal
     priority in the order in which they were posted."""
 
+    @property
+    def computed(self) -> int:
+        """Works that are done."""
+        ...
+
+    @property
+    def computing(self) -> bool:
+        """Whether there is one to do."""
+        ...
+
     def post(
         self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
     ) -> None:
@@ -242,6 +252,10 @@ class Record(Protocol):
     def suspect(self, node: str, why: str, cause: Cause) -> None:
         """The registry is to ask this member whether it is alive or, for any cause but SILENT, to
         take it out. `why` is the evidence, a sentence for people."""
+        ...
+
+    def replace(self, why: str) -> None:
+        """The registry is to find an heir for this seat, if there is one, who copies its state."""
         ...
 
     def over(self, reason: str) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import heapq
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,12 +49,25 @@ class VirtualWork:
         self.ahead: dict[str, np.ndarray[Any, Any]] = {}
         self.inherited: set[str] = set()
         self.own: np.ndarray[Any, Any] | None = None
+        self.touched: set[int] = set()
+        self.given_up: set[int] = set()
 
     def drop(self) -> None:
         self.begin(NEVER, pb.Begin())
 
+    def give_up(self, ballot: Ballot, microbatches: Collection[int]) -> list[int]:
+        given_up = sorted(set(microbatches) - self.touched) if ballot == self.ballot else []
+        self.given_up.update(given_up)
+        return given_up
+
+    def _takes_up(self, ballot: Ballot, visit: Visit) -> bool:
+        if ballot != self.ballot or visit.microbatch in self.given_up:
+            return False
+        self.touched.add(visit.microbatch)
+        return True
+
     def embed(self, ballot: Ballot, visit: Visit) -> Done | None:
-        if ballot != self.ballot:
+        if not self._takes_up(ballot, visit):
             return None
         self.homes[visit.microbatch] = pb.Home(
             microbatch=visit.microbatch, samples=1, samples_hash=bytes([visit.microbatch])
@@ -62,7 +75,7 @@ class VirtualWork:
         return self._onward("activation", visit, bytes(vector("embedded", visit.microbatch)))
 
     def forward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
-        if ballot != self.ballot:
+        if not self._takes_up(ballot, visit):
             return None
         x = self._decoded(peer, frame)
         if not visit.at_head:
@@ -75,7 +88,7 @@ class VirtualWork:
         return self._onward("gradient", visit, bytes(vector("loss's", x)))
 
     def backward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
-        if ballot != self.ballot:
+        if not self._takes_up(ballot, visit):
             return None
         x = self.saved.pop((visit.microbatch, visit.position))
         gradient = self._decoded(peer, frame)
@@ -255,6 +268,8 @@ class Swarm:
             for replica in range(replicas)
         }
         self.lost: set[str] = set()
+        self.given_up: set[tuple[int, str]] = set()  # microbatch, node
+        self.relieving: set[int] = set()  # stages of which a node is asked what it gives up
         self.number = 1
         self.served = {
             (microbatch, stage): f"{stage}.{microbatch % replicas}"
@@ -285,23 +300,57 @@ class Swarm:
         stages = {node.stage for name, node in self.left().items() if name not in names}
         if len(stages) <= STAGES:
             return False
+        if any(self.nodes[name].stage in self.relieving for name in names) or any(
+            not self._heirs(microbatch, stage, {*names, *self.lost})
+            for (microbatch, stage), name in self.served.items()
+            if name in names
+        ):
+            return False
         before = [pb.Place(node=name, stage=node.stage) for name, node in self.left().items()]
         ahead = stand_ins(before) if self.masking == "spare" else {}
         self.lost |= names
         self.number += 1
         for (microbatch, stage), name in self.served.items():
             if name in names:
-                left = [other for other, node in self.left().items() if node.stage == stage]
+                left = self._heirs(microbatch, stage, self.lost)
                 heir = ahead.get(name)
                 self.served[microbatch, stage] = (
                     heir if heir in left else left[microbatch % len(left)]
                 )
-        begin = self.begin()
-        begin.since.CopyFrom(BEGAN.message())
-        self.plans += [(name, Ballot(1, self.number), begin) for name in self.left()]
+        self._plans_anew()
         if mute:
             self.under_way = [item for item in self.under_way if item[0] not in names]
         return True
+
+    def _heirs(self, microbatch: int, stage: int, lost: set[str]) -> list[str]:
+        return [
+            name
+            for name, node in self.nodes.items()
+            if node.stage == stage and name not in lost and (microbatch, name) not in self.given_up
+        ]
+
+    def _plans_anew(self) -> None:
+        begin = self.begin()
+        begin.since.CopyFrom(BEGAN.message())
+        self.plans += [(name, Ballot(1, self.number), begin) for name in self.left()]
+
+    def relieves(self, name: str) -> None:
+        """Others of its stage get what this node hasn't begun by the time that it hears of it."""
+        stage = self.nodes[name].stage
+
+        def given(microbatches: list[int]) -> None:
+            self.relieving.discard(stage)
+            self.given_up.update((microbatch, name) for microbatch in microbatches)
+            self.number += 1
+            for microbatch in microbatches:
+                if self.served[microbatch, stage] == name:
+                    others = self._heirs(microbatch, stage, self.lost)
+                    self.served[microbatch, stage] = others[microbatch % len(others)]
+            self._plans_anew()
+
+        if any(n.stage == stage for other, n in self.left().items() if other != name):
+            self.relieving.add(stage)
+            self.nodes[name].attempt.give_up(given)
 
     def goes_on(self, name: str) -> None:
         number = next(i for i, plan in enumerate(self.plans) if plan[0] == name)

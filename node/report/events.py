@@ -276,6 +276,35 @@ class AttemptMasked(Event, kind="masked", severity=Severity.NOTICE):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeldUp(Event, kind="held up", severity=Severity.ERROR):
+    """The driver has found out for whom an attempt at a step waits."""
+
+    step: int
+    node: str
+    stage: int
+    reason: str
+
+    def sentence(self, node: str | None) -> str:
+        return f"step {self.step} is held up by {self.node} of stage {self.stage}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Relieved(Event, kind="relieved", severity=Severity.NOTICE):
+    """What a slow node hadn't begun of a step was given to the others of its stage."""
+
+    step: int
+    node: str
+    stage: int
+    microbatches: int
+
+    def sentence(self, node: str | None) -> str:
+        return (
+            f"{self.node} of stage {self.stage} is slow: others do {self.microbatches} of its "
+            f"microbatches of step {self.step}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Diverged(Event, kind="diverged", severity=Severity.ERROR):
     stage: int
     nodes: tuple[str, ...]

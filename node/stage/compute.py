@@ -31,12 +31,17 @@ class ComputeThread:
         self.watch = watch or Watch(first=math.inf)
         self.busy_seconds = 0.0
         self.busy_since: float | None = None
+        self.computed = 0
         self._tasks: list[tuple[Priority, int, str, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._wake = threading.Condition()
         self._stopped = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def computing(self) -> bool:
+        return self.busy_since is not None or bool(self._tasks)
 
     def post(
         self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
@@ -91,6 +96,7 @@ class ComputeThread:
             task()
             ended = time.monotonic()
             self.watch.ended(ended)
+            self.computed += 1
             self.busy_seconds += ended - began
             self.busy_since = None
 

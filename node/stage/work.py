@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +50,10 @@ class _Begun:
     """Nodes in whose place this one does what it does."""
     own: Tensor | None = None
     """The stage's gradient, before it was reduced."""
+    touched: set[int] = field(default_factory=set)
+    """Microbatches of which something was done here."""
+    given_up: set[int] = field(default_factory=set)
+    """Those of which nothing was, nor will be."""
 
 
 class TorchWork:
@@ -91,10 +95,24 @@ class TorchWork:
     def drop(self) -> None:
         self.begin(NEVER, pb.Begin())
 
+    def give_up(self, ballot: Ballot, microbatches: Collection[int]) -> list[int]:
+        if ballot != self._begun.ballot:
+            return []
+        given_up = sorted(set(microbatches) - self._begun.touched)
+        self._begun.given_up.update(given_up)
+        return given_up
+
     # --- passes
 
+    def _takes_up(self, ballot: Ballot, visit: Visit) -> bool:
+        """Whether this pass is still wanted."""
+        if ballot != self._begun.ballot or visit.microbatch in self._begun.given_up:
+            return False
+        self._begun.touched.add(visit.microbatch)
+        return True
+
     def embed(self, ballot: Ballot, visit: Visit) -> Done | None:
-        if ballot != self._begun.ballot:
+        if not self._takes_up(ballot, visit):
             return None
         started = time.perf_counter()
         ids, tokens = self._samples(visit.microbatch)
@@ -107,7 +125,7 @@ class TorchWork:
         return self._onward("activation", visit, x, started)
 
     def forward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
-        if ballot != self._begun.ballot:
+        if not self._takes_up(ballot, visit):
             return None
         x = self._decoded(visit, peer, frame)
         if visit.at_head:
@@ -119,7 +137,7 @@ class TorchWork:
         return self._onward("activation", visit, y, started)
 
     def backward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
-        if ballot != self._begun.ballot:
+        if not self._takes_up(ballot, visit):
             return None
         gradient = self._decoded(visit, peer, frame)
         started = time.perf_counter()

@@ -24,7 +24,7 @@ from planaria.node.ports import Tensors
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, ExchangeInbox, Exchanges, Inboxes, Lost
-from planaria.node.wire.frames import SIZES, Frame, WireError
+from planaria.node.wire.frames import SIZES, Descriptor, Frame, WireError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,7 +134,8 @@ class StateServer:
     `state`, of (kind, stage, step) as in StateRequest, is called on the event loop, and returns the
     state of that step, or else the newest one. A commit must change the newest one's step no
     later than it posts its work to the compute thread: then what is posted while the step is the
-    pinned one finds the pinned weights. None: there is no such state.
+    pinned one finds the pinned weights. None: there is no such state. While the compute thread
+    `hangs`, what can be read without it is served beside it; `state` answers None for what can't.
     """
 
     def __init__(
@@ -143,9 +144,10 @@ class StateServer:
         tensors: Tensors,
         send: Callable[[str, pb.Message | Frame], bool],
         state: Callable[[str, int, int], StageState | None],
+        hangs: Callable[[], bool] = lambda: False,
     ) -> None:
         self._exchanges, self._tensors = exchanges, tensors
-        self._send, self._state = send, state
+        self._send, self._state, self._hangs = send, state, hangs
         self._serving: Counter[str] = Counter()  # requests, by joiner
 
     def on_message(self, peer: str, message: pb.Message) -> None:
@@ -186,7 +188,8 @@ class StateServer:
             self._pinned(request)
             # Behind this, the pinned step is applied. If it is then still the committed one, all
             # the figures are of this step.
-            await self._exchanges.compute(lambda: None)
+            if not self._hangs():
+                await self._exchanges.compute(lambda: None)
             state = self._pinned(request)
         except ValueError as error:
             manifest.error = str(error)
@@ -214,9 +217,14 @@ class StateServer:
             )
             self._send(peer, pb.Message(ballot=message.ballot, shard_refusal=refusal))
             return
-        descriptors, payload = await self._exchanges.compute(
+
+        def encode_shard() -> tuple[list[Descriptor], tuple[memoryview, ...]]:
             # Copies: the next commit must not change what waits to be sent.
-            lambda: self._tensors.encode([part.clone() for part in values], "none")
+            return self._tensors.encode([part.clone() for part in values], "none")
+
+        hangs = self._hangs()
+        descriptors, payload = (
+            encode_shard() if hangs else await self._exchanges.compute(encode_shard)
         )
         fields = {"transfer": request.transfer, "offset": shard.offset, "size": shard.size}
         ballot = message.ballot.view, message.ballot.attempt

@@ -6,6 +6,7 @@ effects.py first (what they ask for), then member.py (every node) and driver.py 
 rules.py is what the run file says to it, bounds.py what no message can say,
 diverging.py which of a stage's replicas is wrong when they differ. attempt.py is one
 attempt at a node: which microbatches come, wait, go on and are sent again. routing.py plans which
-node serves which microbatch, following.py is a joiner that copies while the others train,
-averaging.py sums the gradients of replicas.
+node serves which microbatch, overdue.py finds who holds up an attempt, hanging.py what becomes of
+who hangs. following.py is a joiner that copies while the others train, averaging.py sums the
+gradients of replicas.
 """

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
@@ -106,8 +106,9 @@ class Done(NamedTuple):
 class StageWork(Protocol):
     """The arithmetic of one stage. All methods are called in the compute thread.
 
-    A pass of another attempt than the one that began last is not done any more: None. A pass in
-    another node's place adds to a gradient of its own, until that node's are inherited.
+    A pass of another attempt than the one that began last is not done any more, nor one of a
+    microbatch that was given up: None. A pass in another node's place adds to a gradient of its
+    own, until that node's are inherited.
     """
 
     twin: Twin | None
@@ -119,6 +120,10 @@ class StageWork(Protocol):
 
     def drop(self) -> None:
         """Leaves all as if no attempt had begun."""
+        ...
+
+    def give_up(self, ballot: Ballot, microbatches: Collection[int]) -> list[int]:
+        """Those of which no pass was done here; from now on none is: they are others'."""
         ...
 
     def embed(self, ballot: Ballot, visit: Visit) -> Done | None:
@@ -233,6 +238,7 @@ class Attempt:
         self._homes: dict[int, pb.Home] = {}  # come home, and not sent
         self._gradients_kept = 0  # bytes
         self._completed: Outcome[None] | None = None  # whoever waits for it
+        self._given_up: set[int] = set()  # microbatches that others may have
 
     # --- its course
 
@@ -271,6 +277,8 @@ class Attempt:
         for microbatch, route in before.routes.items():
             if left & set(route.nodes) and self.node not in plan.routes[microbatch].nodes:
                 raise ValueError(f"microbatch {microbatch} is not given to the lost one's stand-in")
+        if again := self._given_up & plan.mine - before.mine:
+            raise ValueError(f"microbatches {sorted(again)} were given up here before")
         self._plan = plan
         self._note_if_complete()
         self._tell_work(partial(self.place.work.inherit, left))
@@ -283,6 +291,34 @@ class Attempt:
             m.id for m in begin.plan if m.source == self.node != before.routes[m.id].nodes[0]
         )
         self._inject()
+
+    def passes_done(self) -> list[pb.Pass]:
+        """At this node."""
+        return [
+            pb.Pass(
+                microbatch=one.microbatch,
+                position=one.position,
+                backward=one.kind == "gradient",
+            )
+            for one in self._done
+        ]
+
+    def give_up(self, then: Callable[[list[int]], None]) -> None:
+        """This node is slow: what it hasn't begun, others may have. `then` gets the microbatches
+        of which nothing will be done here any more, unless the attempt is over by then."""
+        begun = {one.microbatch for one in self._done}
+        candidates = self._plan.mine - begun - self._given_up
+
+        def given(found: list[int] | Exception) -> None:
+            if isinstance(found, list) and not self.over:
+                self._given_up.update(found)
+                self._out.difference_update(found)
+                self._waiting = deque(m for m in self._waiting if m not in self._given_up)
+                then(found)
+            self._raise_error(found)
+
+        work = partial(self.place.work.give_up, self.began, candidates)
+        self.place.compute.post(work, given, Priority.CONTROL)
 
     def _release(self) -> None:
         """What was done in the place of nodes that are lost now is this node's own."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from planaria.node.transaction.diverging import Told
 from planaria.node.transaction.effects import Ballot
+from planaria.node.transaction.overdue import Inquest
 from planaria.node.transaction.routing import plan, share_out, stand_ins
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
@@ -59,13 +61,32 @@ class Attempting:
     """By some member: since when, and why."""
     homes: dict[int, pb.Home] = field(default_factory=dict)
     vote: Vote | None = None
+    inquest: Inquest = field(default_factory=Inquest)
+    held_up: dict[str, str] = field(default_factory=dict)  # by whom, and why
     regather: str = ""  # why to gather when it is over
 
     def explain(self) -> str:
+        held_up = "".join(f"; held up by {who}" for who in self._held_up().values())
         if self.vote is not None:
-            return f"step {self.begin.step}: waiting for {', '.join(self.awaited)}"
-        home = f"step {self.begin.step}: {len(self.homes)} of {len(self.begin.plan)} home"
+            return f"step {self.begin.step}: waiting for {', '.join(self.awaited)}{held_up}"
+        home = f"step {self.begin.step}: {len(self.homes)} of {len(self.begin.plan)} home{held_up}"
         return home + "".join(f"; {joiner.node} follows" for joiner in self.begin.joining)
+
+    def _held_up(self) -> dict[str, str]:
+        return {
+            place.node: f"{place.node} of stage {place.stage}: {self.held_up[place.node]}"
+            for place in self.begin.members
+            if place.node in self.held_up
+        }
+
+    def waited_for(self) -> dict[str, str]:
+        """Whose turn it is, and with what, as far as that is known: a sentence for each node."""
+        if found := self._held_up():
+            return found
+        if self.vote is not None:
+            return {node: node for node in self.vote.awaited}
+        awaited = self.inquest.awaited(self.begin, self.homes)
+        return {one.node: str(one) for one in reversed(awaited)}  # the first of each
 
     @property
     def awaited(self) -> list[str]:
@@ -145,8 +166,29 @@ class Attempting:
         kept = replace(self, begin=begin, masked=masked, homes=homes, progressed=now, vote=None)
         return kept, moved
 
+    def may_relieve(self, rules: TransactionRules) -> bool:
+        """Whether others may do what a slow node hasn't begun. A stand-in may have done some of it
+        ahead, in one sum with what that node has begun."""
+        return rules.masking == "reassign" and self.begin.kind == pb.Begin.TRAIN
+
+    def relieved(
+        self,
+        node: str,
+        given_up: Collection[int],
+        rules: TransactionRules,
+        seconds: Mapping[str, float],
+    ) -> tuple[Attempting, int]:
+        """The attempt by a plan in which others of its stage have these microbatches of a slow
+        node, and how many those are."""
+        begin, moved = self._plan_without(self.masked, rules, seconds, {node: given_up})
+        return replace(self, begin=begin), moved
+
     def _plan_without(
-        self, masked: Collection[str], rules: TransactionRules, seconds: Mapping[str, float]
+        self,
+        masked: Collection[str],
+        rules: TransactionRules,
+        seconds: Mapping[str, float],
+        given_up: Mapping[str, Collection[int]] = MappingProxyType({}),
     ) -> tuple[pb.Begin, int]:
         begin = pb.Begin()
         begin.CopyFrom(self.begin)
@@ -157,9 +199,14 @@ class Attempting:
         moved = 0
         for stage in range(rules.stages + 1):
             served = [_server(self.begin, microbatch, stage) for microbatch in self.begin.plan]
-            lost = [identity for identity, node in enumerate(served) if node in masked]
+            lost = [
+                identity
+                for identity, node in enumerate(served)
+                if node in masked or identity in given_up.get(node, ())
+            ]
             owners = [served[identity] for identity in lost]
-            left = [place.node for place in begin.members if place.stage == stage]
+            replicas = [place.node for place in begin.members if place.stage == stage]
+            left = [node for node in replicas if node not in given_up] or replicas
             successors = share_out(lost, left, seconds)
             if rules.masking == "spare":  # who has done a part of it ahead, if there is somebody
                 ahead = stand_ins(self.begin.members)

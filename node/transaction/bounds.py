@@ -23,6 +23,8 @@ LONGEST: Final = 1e7
 """Seconds, of anything that a node measures: four months."""
 HASH: Final = 64
 """Bytes of a digest, at most."""
+LONGEST_WORDS: Final = 500
+"""Characters of what a node says of itself."""
 LISTED: Final = 4096
 """Holdings or sources in a message, at most."""
 
@@ -38,6 +40,8 @@ def told_to_driver(message: pb.Message, rules: TransactionRules) -> str:
             return _home(message.home, rules)
         case "ready":
             return _ready(message.ready)
+        case "account":
+            return _account(message.account, rules)
         case "stale":
             return _count("attempt", message.ballot.attempt)
     return ""
@@ -115,6 +119,15 @@ def _home(home: pb.Home, rules: TransactionRules) -> str:
         else _within("loss", home.loss, LARGEST)
     )
     return loss or _hash("hash of the samples", home.samples_hash)
+
+
+def _account(account: pb.Account, rules: TransactionRules) -> str:
+    most = 4 * max(rules.microbatches, rules.validation_microbatches)
+    if len(account.done) > most:
+        return f"it lists {len(account.done)} passes that it has done; at most {most}"
+    if len(account.hang) > LONGEST_WORDS:
+        return f"it takes {len(account.hang)} characters to say why it hangs"
+    return ""
 
 
 def _ready(ready: pb.Ready) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,15 +19,17 @@ from itertools import chain
 from typing import Any
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.registry_pb2 import DIVERGENCE, NUMBERS, SILENT
+from planaria.bootstrap.registry_pb2 import DIVERGENCE, HANG, NUMBERS, SILENT
 from planaria.node.report.events import (
     Aborted,
     AttemptMasked,
     Committed,
     Diverged,
+    HeldUp,
     NodeLost,
     Paused,
     RebuildFailed,
+    Relieved,
     Resuming,
     RolledBack,
     Validated,
@@ -35,9 +38,11 @@ from planaria.node.report.events import (
 from planaria.node.transaction.attempting import Attempting, Vote, planned
 from planaria.node.transaction.bounds import told_to_driver
 from planaria.node.transaction.diverging import differing
-from planaria.node.transaction.effects import NEVER, Ballot, Effect, Send, Suspect
+from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
 from planaria.node.transaction.gathering import Coming, Gathering, Standing, active, unrecorded
+from planaria.node.transaction.hanging import Hanging, slow_and_alone
 from planaria.node.transaction.joining import FOLLOWED, FOLLOWS, Joining
+from planaria.node.transaction.overdue import is_late
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.transaction.syncing import Rebuilds, Syncing, copy_twins, decide_each, rebuild
 from planaria.node.wire import stage_pb2 as pb
@@ -52,6 +57,10 @@ STRIKES = 3
 EVICTED = 3.0
 """Seconds that an attempt that goes on without a lost node waits, once it is complete, for the view
 without that node; then the node isn't lost, and the attempt is given up."""
+
+
+REPLACED = 2.0
+"""Seconds after which it is looked whether a node that was to be replaced is."""
 
 
 class DriverPhase(enum.Enum):
@@ -91,6 +100,7 @@ class Driver:
         self.joining = Joining()
         self.rebuilds = Rebuilds()  # since the last attempt began
         self.seconds: dict[str, float] = {}  # per microbatch, by node
+        self.hanging = Hanging(rules.progress)
         self.failures = 0  # attempts in a row that failed
         self.accused: dict[
             str, dict[int, str]
@@ -99,6 +109,7 @@ class Driver:
         self.strikes: Counter[str] = Counter()  # how often a node differed from its replicas
         self.distrusted: set[str] = set()  # whose state is not that of their replicas
         self.idle: set[str] = set()  # members that have sent what can't be used
+        self.last_abort = ""  # why, since the last commit
         self.pause_until = 0.0
         self.unrecorded = ""  # why no step is begun: no ledger is written
         self.validated: tuple[int, float] = (0, math.nan)  # step, loss
@@ -159,6 +170,10 @@ class Driver:
                 effects = self._accuse(peer, message.failed)
                 effects += self._give_up_following(peer, message.failed.reason, now)
                 return effects + self._if_all_ready(now)
+            case "account", Attempting() as attempt if attempt.since <= ballot:
+                return self._accounted(attempt, peer, message.account, now)
+            case "account", _:
+                self.hanging.hear(peer, message.account.hang, now)
             case "cut", Attempting() as attempt if attempt.since <= ballot:
                 return self._cut(attempt, peer, message.cut, now)
             case "home", Attempting(vote=None) as attempt if attempt.since <= ballot:
@@ -168,8 +183,10 @@ class Driver:
                 gathering.statuses[peer] = message.status
                 if message.status.following:
                     self.distrusted.discard(peer)  # it knows that what it had counts no more
+                self.hanging.hear(peer, message.status.hang, now)
                 if message.status.seconds_per_microbatch:
                     self.seconds[peer] = message.status.seconds_per_microbatch
+                    self.hanging.knows(peer)
                 return [] if gathering.unheard() else self._resolve(gathering, now)
             case "synced", Syncing() as syncing if is_current:
                 return self._synced(syncing, peer, message.synced, now)
@@ -211,9 +228,10 @@ class Driver:
         """Looks at what the time that has passed has made due."""
         match self.current:
             case Gathering() as gathering:
-                return gathering.ask_again(now)
-            case Resting(DriverPhase.PAUSING) if now >= self.pause_until:
-                return self._gather(self.unrecorded, now) if self.unrecorded else self._next(now)
+                return gathering.ask_again(now, self._condemned(gathering, now))
+            case Resting(DriverPhase.PAUSING, why) if now >= self.pause_until:
+                again = why if self.hanging.why else self.unrecorded
+                return self._gather(again, now) if again else self._next(now)
             case Attempting(vote=Vote(awaited=[])):
                 return self._if_all_ready(now)
             case Attempting() as attempt:
@@ -223,14 +241,15 @@ class Driver:
                     effects += self._give_up_following(node, f"not even in {limit:.0f} s", now)
                 if why := attempt.unreachable(now):
                     effects += self._gather(why, now)
-                return effects or self._out_of_patience(attempt, now)
+                return effects or self._out_of_patience(attempt, now) or self._inquire(attempt, now)
             case Syncing() as syncing:
                 return self._out_of_patience(syncing, now)
         return []
 
     def explain(self) -> str:
         """What is going on, or awaited, in words."""
-        return self.current.explain()
+        slow = slow_and_alone(self.members, self.seconds)
+        return "; ".join([self.current.explain(), *slow])
 
     # --- gather: who has what
 
@@ -241,7 +260,7 @@ class Driver:
     def _gather(self, why: str, now: float, taken_over: bool = False) -> list[Effect]:
         effects: list[Effect] = []
         if isinstance(self.current, Attempting) and self.current.begin.kind == pb.Begin.TRAIN:
-            effects.append(self._aborted(self.current.begin.step, why))
+            effects += self._give_up(self.current, why)
         if self.rebuilds.stalled is None:
             self.rebuilds.stalled = now
         if self.coming is not None:
@@ -251,6 +270,7 @@ class Driver:
             right = {stage for n, stage in self.members.items() if n not in self.distrusted}
             # The last one of a stage is better than a guess.
             self.distrusted = {n for n in self.distrusted if self.members.get(n) in right}
+            self.hanging.keep(self.members)
             self.ballot = Ballot(self.view.number, 0)
         self.ballot = self.ballot.next()
         self.current = gathering = Gathering(
@@ -265,6 +285,15 @@ class Driver:
             distrusted=self.distrusted,
         )
         return effects + gathering.ask()
+
+    def _give_up(self, attempt: Attempting, why: str) -> list[Effect]:
+        """No two attempts in a row fail for the same reason, and nobody knows because of whom."""
+        kind, effects = _kind_of(why), list[Effect]()
+        if kind == self.last_abort and (waited_for := attempt.waited_for()):
+            why += f"; it waited for {', '.join(waited_for.values())}"
+            effects += [Suspect(node, why) for node in waited_for if node != self.node]
+        self.last_abort = kind
+        return [self._aborted(attempt.begin.step, why), *effects]
 
     def _aborted(self, step: int, why: str) -> Aborted:
         return Aborted(step=step, view=self.ballot.view, reason=why)
@@ -325,6 +354,8 @@ class Driver:
             return effects + self._wait_for_state(gathering, syncs, now)
         if vacant and not self.finished:
             return effects + self._wait_for_nodes(vacant)
+        if node := self.hanging.to_replace(self.members, gathering.having(), now):
+            return effects + self._replace(gathering, node, now)
         paused, self.unrecorded = self.unrecorded, "" if self._is_over() else gathering.unrecorded()
         if self.unrecorded:
             self.pause_until = now + UNRECORDED_PAUSE
@@ -397,6 +428,7 @@ class Driver:
         new = any(r.stage == stage and r.method != "replica" for r in rebuilt)
         copied = decision.method == "replica" and self.rules.policy != "redundant"
         copied = copied and self.standing.committed > 0
+        copied = copied and any(s.node not in self.hanging.why for s in decision.sources)
         return copied and not (tried or new or self._is_over())
 
     def _go_on_following(self, gathering: Gathering, now: float) -> list[Effect]:
@@ -511,8 +543,9 @@ class Driver:
         ends = (vote.ready[node].recording for node in vote.ready if self.members[node] == 0)
         attempt.regather = attempt.regather or unrecorded(ends)
         self.standing = replace(self.standing, committed=commit.step, last=commit)
-        self.failures = 0
+        self.failures, self.last_abort = 0, ""
         self.accused.clear()
+        self.hanging.committed(commit.seconds, vote.ready)
         effects.append(Committed(step=commit.step, loss=commit.loss))
         return effects + self._after_step(attempt, pb.Step(commit=commit), now)
 
@@ -623,6 +656,85 @@ class Driver:
         attempt.unreached.setdefault(cut.node, (now, why))
         return [Suspect(cut.node, cut.reason)]
 
+    # --- who holds it up
+
+    def _inquire(self, attempt: Attempting, now: float) -> list[Effect]:
+        """An attempt that takes too long: how far is everybody?"""
+        usual, taken = self.hanging.usual, now - attempt.began
+        late = is_late(taken, usual) if usual else taken >= self.rules.progress / 4
+        if not late or not attempt.inquest.is_due(now):
+            return []
+        effects = self._to_rest(inquiry=pb.Inquiry())
+        if usual and attempt.may_relieve(self.rules):
+            for node in attempt.inquest.slow(attempt.begin.members):
+                effects.append(self.ballot.send(node, inquiry=pb.Inquiry(relieve=True)))
+        return effects
+
+    def _accounted(
+        self, attempt: Attempting, peer: str, account: pb.Account, now: float
+    ) -> list[Effect]:
+        self.hanging.hear(peer, account.hang, now)
+        attempt.inquest.heard(peer, account, now)
+        effects: list[Effect] = []
+        if account.given_up and attempt.may_relieve(self.rules):
+            effects += self._relieve(attempt, peer, account.given_up)
+        found = {
+            node: f"it has computed nothing for {seconds:.0f} s, though it had something to"
+            for node, seconds in attempt.inquest.standing_still().items()
+            if seconds >= self.hanging.patience(node)
+        }
+        if account.hang:
+            found[peer] = account.hang
+        for node, why in found.items():
+            effects += self._held_up(node, why, now)
+        return effects
+
+    def _relieve(self, attempt: Attempting, node: str, given_up: Collection[int]) -> list[Effect]:
+        """Others of its stage do what a slow node has not begun."""
+        self.current, moved = attempt.relieved(node, given_up, self.rules, self.seconds)
+        self.ballot = self.ballot.next()
+        step, stage = attempt.begin.step, self.members[node]
+        told = Relieved(step=step, node=node, stage=stage, microbatches=moved)
+        return [told, *self._to_rest(step=pb.Step(begin=self.current.begin))]
+
+    def _held_up(self, node: str, why: str, now: float) -> list[Effect]:
+        """The attempt goes on without a node that hangs, or a new one begins; where nobody else has
+        its stage's state, it is named, and waited for until there was no progress for too long."""
+        attempt, stages = self.current, self._training()
+        if not isinstance(attempt, Attempting) or node in attempt.held_up or node not in stages:
+            return []
+        attempt.held_up[node] = why
+        stage, step = stages[node], attempt.begin.step
+        told: list[Effect] = [HeldUp(step=step, node=node, stage=stage, reason=why)]
+        others = [n for n, of in stages.items() if of == stage and n not in attempt.held_up]
+        if not others:
+            return told
+        if node == self.node:
+            return [*told, Rejoin(f"{why}; {others[0]} can drive")]
+        told.append(Suspect(node, why, HANG))
+        if (can_mask := self._can_mask([node])) is not None:
+            return told + self._mask(can_mask, [node], why, now)
+        return told + self._gather(f"{node} of stage {stage} hangs: {why}", now)
+
+    def _replace(self, gathering: Gathering, node: str, now: float) -> list[Effect]:
+        """A standby copies the state of the last node of a stage, if it can; then that one goes."""
+        why, alone = self.hanging.why[node], gathering.nodes_of(self.members[node]) == [node]
+        standby = any(member.standby for member in self.view.members)
+        why = f"{node} of stage {self.members[node]} is to be replaced: {why}"
+        self.current, self.pause_until = Resting(DriverPhase.PAUSING, why), now + REPLACED
+        if alone and standby and self.hanging.may_have_heir(node, now):
+            return [self.ballot.send(node, inquiry=pb.Inquiry(replace=why))]
+        if node == self.node:
+            return [Rejoin(why)]
+        return [Suspect(node, why, HANG)]
+
+    def _condemned(self, gathering: Gathering, now: float) -> dict[str, str]:
+        """Who hangs and can't even answer, since that is in the middle of an update, and why: to go
+        at once where others of its stage answer."""
+        heard = gathering.statuses
+        node = self.hanging.to_replace(self.members, heard, now)
+        return {node: self.hanging.why[node]} if node and node not in heard else {}
+
     # --- what goes wrong
 
     def _wronged(self, peer: str, failed: pb.Failed, now: float) -> list[Effect]:
@@ -677,8 +789,15 @@ class Driver:
         if seconds < self.rules.progress:
             return []
         self.failures += 1
-        waited = f"no progress for {seconds:.0f} s: {current.explain()}"
-        effects: list[Effect] = [Suspect(node, waited) for node in sorted(current.awaited)]
+        held_up = current.held_up if isinstance(current, Attempting) else self.hanging.why
+        what = "held up" if held_up else "no progress"
+        waited = f"{what} for {seconds:.0f} s: {current.explain()}"
+        effects: list[Effect] = []
+        for node in sorted({*current.awaited, *held_up} - {self.node}):
+            if node not in held_up:
+                effects.append(Suspect(node, waited))
+            elif isinstance(current, Syncing) or node not in self.hanging.why:
+                effects.append(Suspect(node, held_up[node], HANG))  # else it may be copied first
         return effects + self._gather(waited, now)
 
     def _superseded(self, peer: str, newer: Ballot, now: float) -> list[Effect]:
@@ -705,3 +824,8 @@ class Driver:
         """A message to all members but those that are lost."""
         nodes = sorted(self.members.keys() - self._masked())
         return [self.ballot.send(node, **body) for node in nodes]
+
+
+def _kind_of(reason: str) -> str:
+    """Reasons are of one kind that differ in figures only."""
+    return re.sub(r"\b\d+(\.\d+)?\b", "#", reason)

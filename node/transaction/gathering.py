@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.registry_pb2 import HANG
 from planaria.node.transaction.effects import Ballot, Effect, Send, Suspect
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.decide import Held, Left, Source
@@ -83,7 +84,8 @@ class Gathering:
     def ask(self) -> list[Effect]:
         return [self.ballot.send(node, query=pb.Query()) for node in self.members]
 
-    def ask_again(self, now: float) -> list[Effect]:
+    def ask_again(self, now: float, condemned: Mapping[str, str]) -> list[Effect]:
+        """`condemned`: nodes that hang so that they can't answer, and why they have to go."""
         if now - self.asked < QUERY_AGAIN:
             return []
         self.asked = now
@@ -91,7 +93,10 @@ class Gathering:
         if now - self.suspected >= ANSWER:
             self.suspected = now
             why = f"no answer to the driver's query for {ANSWER:.0f} s"
-            effects += [Suspect(node, why) for node in self.unheard()]
+            effects += [
+                Suspect(node, condemned[node], HANG) if node in condemned else Suspect(node, why)
+                for node in self.unheard()
+            ]
         return effects + [self.ballot.send(node, query=pb.Query()) for node in self.unheard()]
 
     # --- once everybody has answered

@@ -77,6 +77,7 @@ class MemberSide:
         self.recording: Callable[[], pb.Recording] = lambda: pb.NO_LEDGER
         self.unanswered: tuple[str, Ballot] | None = None
         self.seconds_per_microbatch = 0.0
+        self.hang = ""  # why its compute does; empty: it doesn't
         self.halt: pb.Halt | None = None
 
     # --- events
@@ -298,6 +299,7 @@ class MemberSide:
             digest=self.digest,
             seconds_per_microbatch=self.seconds_per_microbatch,
             attempting=attempting,
+            hang=self.hang,
             lineage=self.lineage,
             holdings=self.holdings(),
             following=self.following.step if self.following is not None else 0,

@@ -26,7 +26,7 @@ class Ballot(_message.Message):
     def __init__(self, view: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Message(_message.Message):
-    __slots__ = ("ballot", "query", "status", "sync", "synced", "step", "home", "reduce", "ready", "failed", "stale", "halt", "state_request", "state_manifest", "shard_request", "shard_refusal", "heartbeat", "kept", "boundary_request", "boundary_manifest", "relearn", "cut", "seat")
+    __slots__ = ("ballot", "query", "status", "sync", "synced", "step", "home", "reduce", "ready", "failed", "stale", "halt", "state_request", "state_manifest", "shard_request", "shard_refusal", "heartbeat", "kept", "boundary_request", "boundary_manifest", "relearn", "cut", "inquiry", "account", "seat")
     BALLOT_FIELD_NUMBER: _ClassVar[int]
     QUERY_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,8 @@ class Message(_message.Message):
     BOUNDARY_MANIFEST_FIELD_NUMBER: _ClassVar[int]
     RELEARN_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
+    INQUIRY_FIELD_NUMBER: _ClassVar[int]
+    ACCOUNT_FIELD_NUMBER: _ClassVar[int]
     SEAT_FIELD_NUMBER: _ClassVar[int]
     ballot: Ballot
     query: Query
@@ -72,15 +74,17 @@ class Message(_message.Message):
     boundary_manifest: BoundaryManifest
     relearn: Relearn
     cut: Cut
+    inquiry: Inquiry
+    account: Account
     seat: int
-    def __init__(self, ballot: _Optional[_Union[Ballot, _Mapping]] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., sync: _Optional[_Union[Sync, _Mapping]] = ..., synced: _Optional[_Union[Synced, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., home: _Optional[_Union[Home, _Mapping]] = ..., reduce: _Optional[_Union[Reduce, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ..., halt: _Optional[_Union[Halt, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_manifest: _Optional[_Union[StateManifest, _Mapping]] = ..., shard_request: _Optional[_Union[ShardRequest, _Mapping]] = ..., shard_refusal: _Optional[_Union[ShardRefusal, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., kept: _Optional[_Union[Kept, _Mapping]] = ..., boundary_request: _Optional[_Union[BoundaryRequest, _Mapping]] = ..., boundary_manifest: _Optional[_Union[BoundaryManifest, _Mapping]] = ..., relearn: _Optional[_Union[Relearn, _Mapping]] = ..., cut: _Optional[_Union[Cut, _Mapping]] = ..., seat: _Optional[int] = ...) -> None: ...
+    def __init__(self, ballot: _Optional[_Union[Ballot, _Mapping]] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., sync: _Optional[_Union[Sync, _Mapping]] = ..., synced: _Optional[_Union[Synced, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., home: _Optional[_Union[Home, _Mapping]] = ..., reduce: _Optional[_Union[Reduce, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ..., halt: _Optional[_Union[Halt, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_manifest: _Optional[_Union[StateManifest, _Mapping]] = ..., shard_request: _Optional[_Union[ShardRequest, _Mapping]] = ..., shard_refusal: _Optional[_Union[ShardRefusal, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., kept: _Optional[_Union[Kept, _Mapping]] = ..., boundary_request: _Optional[_Union[BoundaryRequest, _Mapping]] = ..., boundary_manifest: _Optional[_Union[BoundaryManifest, _Mapping]] = ..., relearn: _Optional[_Union[Relearn, _Mapping]] = ..., cut: _Optional[_Union[Cut, _Mapping]] = ..., inquiry: _Optional[_Union[Inquiry, _Mapping]] = ..., account: _Optional[_Union[Account, _Mapping]] = ..., seat: _Optional[int] = ...) -> None: ...
 
 class Query(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("committed", "ready", "ready_ballot", "last", "boosted_at", "digest", "seconds_per_microbatch", "attempting", "lineage", "holdings", "following", "following_lineage", "heard", "recording")
+    __slots__ = ("committed", "ready", "ready_ballot", "last", "boosted_at", "digest", "seconds_per_microbatch", "attempting", "lineage", "holdings", "following", "following_lineage", "heard", "recording", "hang")
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     READY_BALLOT_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +99,7 @@ class Status(_message.Message):
     FOLLOWING_LINEAGE_FIELD_NUMBER: _ClassVar[int]
     HEARD_FIELD_NUMBER: _ClassVar[int]
     RECORDING_FIELD_NUMBER: _ClassVar[int]
+    HANG_FIELD_NUMBER: _ClassVar[int]
     committed: int
     ready: int
     ready_ballot: Ballot
@@ -109,7 +114,8 @@ class Status(_message.Message):
     following_lineage: int
     heard: int
     recording: Recording
-    def __init__(self, committed: _Optional[int] = ..., ready: _Optional[int] = ..., ready_ballot: _Optional[_Union[Ballot, _Mapping]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., boosted_at: _Optional[int] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., attempting: _Optional[int] = ..., lineage: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., following: _Optional[int] = ..., following_lineage: _Optional[int] = ..., heard: _Optional[int] = ..., recording: _Optional[_Union[Recording, str]] = ...) -> None: ...
+    hang: str
+    def __init__(self, committed: _Optional[int] = ..., ready: _Optional[int] = ..., ready_ballot: _Optional[_Union[Ballot, _Mapping]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., boosted_at: _Optional[int] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., attempting: _Optional[int] = ..., lineage: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., following: _Optional[int] = ..., following_lineage: _Optional[int] = ..., heard: _Optional[int] = ..., recording: _Optional[_Union[Recording, str]] = ..., hang: _Optional[str] = ...) -> None: ...
 
 class Holding(_message.Message):
     __slots__ = ("kind", "stage", "step", "lineage", "mean_step", "oldest_step", "perturbation", "made")
@@ -344,6 +350,38 @@ class Cut(_message.Message):
     reason: str
     cause: _registry_pb2.Cause
     def __init__(self, node: _Optional[str] = ..., reason: _Optional[str] = ..., cause: _Optional[_Union[_registry_pb2.Cause, str]] = ...) -> None: ...
+
+class Inquiry(_message.Message):
+    __slots__ = ("relieve", "replace")
+    RELIEVE_FIELD_NUMBER: _ClassVar[int]
+    REPLACE_FIELD_NUMBER: _ClassVar[int]
+    relieve: bool
+    replace: str
+    def __init__(self, relieve: _Optional[bool] = ..., replace: _Optional[str] = ...) -> None: ...
+
+class Account(_message.Message):
+    __slots__ = ("computed", "computing", "done", "given_up", "hang")
+    COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    COMPUTING_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_UP_FIELD_NUMBER: _ClassVar[int]
+    HANG_FIELD_NUMBER: _ClassVar[int]
+    computed: int
+    computing: bool
+    done: _containers.RepeatedCompositeFieldContainer[Pass]
+    given_up: _containers.RepeatedScalarFieldContainer[int]
+    hang: str
+    def __init__(self, computed: _Optional[int] = ..., computing: _Optional[bool] = ..., done: _Optional[_Iterable[_Union[Pass, _Mapping]]] = ..., given_up: _Optional[_Iterable[int]] = ..., hang: _Optional[str] = ...) -> None: ...
+
+class Pass(_message.Message):
+    __slots__ = ("microbatch", "position", "backward")
+    MICROBATCH_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    BACKWARD_FIELD_NUMBER: _ClassVar[int]
+    microbatch: int
+    position: int
+    backward: bool
+    def __init__(self, microbatch: _Optional[int] = ..., position: _Optional[int] = ..., backward: _Optional[bool] = ...) -> None: ...
 
 class Stale(_message.Message):
     __slots__ = ()

@@ -15,6 +15,7 @@ from planaria.bootstrap.membership import to_link
 from planaria.node.agent import Agent
 from planaria.node.ports import Ports, Priority
 from planaria.node.report.events import Event
+from planaria.node.stage.watch import Hang
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.stage_state import Age
 from planaria.node.state.twin import next_stage
@@ -85,7 +86,9 @@ class Node:
         self.ended = False
         self.net = Links(self, cluster.network)
         self.links = self.net.links
-        self.compute = Compute(process, cluster.pace)
+        self.compute = Compute(process, cluster.pace, cluster.rules.progress)
+        self.hang: Hang | None = None
+        self.leaving = False
         self.exchanges = Exchanges(self.compute, self._run_soon, self._crashed)
         self.exchanges.at(self.world.now)
         self.alarm = math.inf
@@ -115,8 +118,11 @@ class Node:
     # --- life
 
     def stop(self, why: str) -> None:
-        """This identity is over; the process starts another one."""
-        if not self.ended:
+        """This identity is over; the process starts another one, unless its compute hangs."""
+        if not self.ended and self.compute.hangs:
+            self.ended = True
+            self.cluster.crash(self.process, f"since it hangs: {why}")
+        elif not self.ended:
             self.ended = True
             self.compute.stopped = True
             self.world.say(self.name, f"is over: {why}")
@@ -263,7 +269,13 @@ class Node:
             return
         if self.missing.look(self.needed, self.net.linked, self.world.now):
             self.changed()
+        before, self.hang = self.hang, self.compute.watch.look(self.world.now)
         if self.seat is not None:
+            if (before is None) != (self.hang is None):
+                self.world.say(self.name, str(self.hang or "goes on"))
+                self.leaving = self.leaving and self.hang is not None
+                self.seat.compute_hangs(str(self.hang or ""), self.world.now)
+                self.changed()
             self.seat.tick(self.world.now)
             self._validate()
         self.process.after(TICK, self._tick)
@@ -309,6 +321,7 @@ class Node:
         self.report = registry.Report(complaints=self.missing.complaints(lambda peer: False))
         if self.seat is not None:
             self.report.MergeFrom(self.seat.report())
+        self.report.leaving = self.leaving
 
     def halted(self, halt: pb.Halt) -> None:
         self.world.say(self.name, f"halted at {halt.step}: {halt.reason or 'finished'}")
@@ -317,6 +330,10 @@ class Node:
 
     def suspect(self, node: str, why: str, cause: registry.Cause) -> None:
         self.client.suspect(node, why, cause)
+
+    def replace(self, why: str) -> None:
+        self.leaving = True
+        self.changed()
 
     def over(self, reason: str) -> None:
         self.stop(reason)

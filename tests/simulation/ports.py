@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.node.ports import Priority
+from planaria.node.stage.watch import Watch, kind_of
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
@@ -124,15 +125,36 @@ class Links:
 
 
 class Compute:
-    """The compute thread: one work at a time, most urgent first, for as long as chance has it."""
+    """The compute thread: one work at a time, most urgent first, for as long as chance has it; it
+    may hang, or crawl."""
 
-    def __init__(self, process: Process, pace: float) -> None:
+    def __init__(self, process: Process, pace: float, patience: float) -> None:
         self.process = process
         self.stopped = False
+        self.watch = Watch(first=patience)
+        self.computed = 0
+        self.slowness = 1.0
+        """How many times as long works take as they should."""
+        self.hangs = False
+        self._held: list[Callable[[], None]] = []  # works that hang
         self._pace = pace * process.world.random.uniform(0.5, 2.0)
         self._posted: list[tuple[Priority, int, Callable[[], Any], Callable[[Any], None]]] = []
         self._numbers = itertools.count()
         self._busy = False
+
+    @property
+    def computing(self) -> bool:
+        return self._busy or bool(self._posted)
+
+    def hang(self) -> None:
+        """From the next work on."""
+        self.hangs = True
+
+    def go_on(self) -> None:
+        self.hangs = False
+        held, self._held = self._held, []
+        for work in held:
+            work()
 
     def post(
         self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
@@ -148,13 +170,23 @@ class Compute:
         chance = self.process.world.random
         control = priority is Priority.CONTROL
         longest = chance.choice([0.001, 0.001, 0.05]) if control else 0.02 * self._pace
-        self.process.after(chance.uniform(0.1, 1.0) * longest, self._done, work, then)
+        self.watch.began(kind_of(work), self.process.world.now)
+        seconds = chance.uniform(0.1, 1.0) * longest * self.slowness
+        self.process.after(seconds, self._end, partial(self._done, work, then))
+
+    def _end(self, done: Callable[[], None]) -> None:
+        if self.hangs:
+            self._held.append(done)
+        else:
+            done()
 
     def _done(self, work: Callable[[], T], then: Callable[[T | Exception], None]) -> None:
         try:
             result: T | Exception = work()
         except Exception as error:  # noqa: BLE001 (whatever it is, it belongs to who waits)
             result = error
+        self.watch.ended(self.process.world.now)
+        self.computed += 1
         self.process.after(0.0, self._tell, then, result)
         self._busy = False
         self._work()

@@ -68,6 +68,47 @@ def test_whoever_is_lost_every_microbatch_is_in_each_gradient_once(
     swarm.check_homes_are_those_of(expected)
 
 
+@given(
+    seed=st.integers(0, 2**32),
+    replicas=st.integers(2, 3),
+    events=st.lists(st.tuples(st.integers(0, 100), st.booleans()), max_size=3),
+)
+@settings(max_examples=300)
+def test_what_a_slow_node_has_not_begun_others_do_once(
+    seed: int, replicas: int, events: list[tuple[int, bool]]
+) -> None:
+    """At whatever moment it is told to give it up, and whoever is lost besides."""
+    chance = random.Random(seed)
+    swarm = Swarm(replicas, chance, "reassign")
+    swarm.starts()
+    slow: set[int] = set()  # stages; the driver relieves one node of each
+    for after, lost in events:
+        for _ in range(after):
+            swarm.moves()
+        name = chance.choice(sorted(swarm.left()))
+        if lost:
+            swarm.loses({name}, mute=False)
+        elif swarm.nodes[name].stage not in slow:
+            slow.add(swarm.nodes[name].stage)
+            swarm.relieves(name)
+    swarm.ends()
+    swarm.check_everything_is_there_once()
+    expected = undisturbed()
+    assert same_gradients(swarm, expected)
+    swarm.check_homes_are_those_of(expected)
+
+
+def test_what_is_given_up_is_all_that_was_not_begun() -> None:
+    swarm = Swarm(2, random.Random(1))
+    swarm.starts()
+    swarm.relieves("0.1")
+    before = [key for key, name in swarm.served.items() if name == "0.1"]
+    swarm.ends()
+    assert len(before) == 2
+    assert "0.1" not in swarm.served.values(), "it had begun nothing"
+    swarm.check_everything_is_there_once()
+
+
 @given(seed=st.integers(0, 2**32), masking=st.sampled_from(["abort", "reassign", "spare"]))
 @settings(max_examples=50)
 def test_an_evaluation_brings_every_microbatch_home_and_leaves_no_gradient(

@@ -8,24 +8,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.registry_pb2 import CHECKSUM, DIVERGENCE, SHAPE, Cause
+from planaria.bootstrap.registry_pb2 import CHECKSUM, DIVERGENCE, HANG, SHAPE, Cause
 from planaria.node.report.events import (
     Aborted,
     AttemptMasked,
     Diverged,
     Event,
+    HeldUp,
     NodeLost,
     Paused,
     RebuildFailed,
     RebuildOrdered,
+    Relieved,
     RolledBack,
     StageRebuilt,
     Waiting,
 )
 from planaria.node.transaction.attempting import UNREACHED, Attempting
-from planaria.node.transaction.driver import EVICTED, LONGEST_PAUSE, Driver, DriverPhase
-from planaria.node.transaction.effects import Ballot, Effect, Send, Suspect
+from planaria.node.transaction.driver import EVICTED, LONGEST_PAUSE, REPLACED, Driver, DriverPhase
+from planaria.node.transaction.effects import Ballot, Effect, Rejoin, Send, Suspect
 from planaria.node.transaction.gathering import ANSWER, QUERY_AGAIN, Gathering
+from planaria.node.transaction.overdue import ASK
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 
@@ -742,7 +745,7 @@ def test_who_is_not_ready_in_time_is_suspected():
     told.comes_home()
     for node in "abde":
         told.ready(node)
-    assert told.waits(RULES.progress - 1) == []
+    assert suspected(told.waits(RULES.progress - 1)) == []
     effects = told.waits(1)
     assert suspected(effects) == ["c"]
     assert "waiting for c" in events(effects, Aborted)[0].reason
@@ -789,6 +792,144 @@ def test_accused_nodes_are_suspected():
     told.begins()
     effects = told.hears("b", failed=pb.Failed(reason="silent", accused=["c"]))
     assert suspected(effects) == ["c"]
+
+
+# --- compute that hangs
+
+
+PAIRED = {"a": 0, "z": 0, "b": 1, "y": 1, "c": 2, "x": 2}
+
+
+PAIRED_RULES = replace(RULES, stages=2, microbatches=6)
+
+
+def late(rules: TransactionRules = PAIRED_RULES, members: dict[str, int] = PAIRED) -> Told:
+    """In the second step, whose first has taken a second."""
+    told = Told(rules, members)
+    told.begins()
+    told.now += 1.0
+    told.commits()
+    return told
+
+
+def accounts(told: Told, seconds: float, hanging: str) -> list[Effect]:
+    """Everybody answers the driver's inquiries; who hangs has something to do, and does nothing."""
+    effects: list[Effect] = []
+    end, computed = told.now + seconds, 0
+    while told.now < end:
+        computed += 1
+        effects += told.waits(ASK)
+        for node in sent(effects[-20:], "inquiry"):
+            stuck = node in hanging
+            account = pb.Account(computed=0 if stuck else computed, computing=stuck)
+            effects += told.hears(node, account=account)
+    return effects
+
+
+def causes(effects: Sequence[Effect]) -> dict[str, int]:
+    return {effect.node: effect.cause for effect in effects if isinstance(effect, Suspect)}
+
+
+def test_nobody_is_asked_in_a_step_that_takes_as_long_as_usual():
+    told = late()
+    assert sent(told.waits(1.4), "inquiry") == {}
+    assert sent(told.waits(0.2), "inquiry").keys() == PAIRED.keys()
+    assert sent(told.waits(ASK / 2), "inquiry") == {}, "not at each tick"
+
+
+def test_an_attempt_goes_on_without_a_replica_that_stands_still():
+    told = late()
+    effects = accounts(told, 8.0, hanging="y")
+    (held_up,) = events(effects, HeldUp)
+    assert (held_up.step, held_up.node, held_up.stage) == (2, "y", 1)
+    assert causes(effects) == {"y": HANG}
+    (masked,) = events(effects, AttemptMasked)
+    assert masked.nodes == ("y",)
+    assert {m.places[0] for m in told.attempt.begin.plan} == {
+        [place.node for place in told.attempt.begin.members].index("b")
+    }
+
+
+def test_a_node_that_says_that_it_hangs_is_believed_at_once():
+    told = late()
+    effects = told.hears("c", account=pb.Account(hang="stuck"))
+    assert causes(effects) == {"c": HANG}
+    assert told.attempt.masked == {"c"}
+
+
+@pytest.mark.parametrize("when", ["averaging", "validation"])
+def test_who_hangs_when_nothing_can_be_masked_or_all_is_home_is_found_too(when):
+    rules = replace(RULES, stages=2, microbatches=6, validation_microbatches=2, validate_every=2)
+    told = late(rules)
+    if when == "averaging":
+        told.comes_home()
+        for node in "azbcx":
+            told.ready(node)
+    else:
+        told.commits()
+        assert told.attempt.begin.kind == pb.Begin.EVALUATE
+    effects = accounts(told, 8.0, hanging="y")
+    assert events(effects, HeldUp)[0].node == "y"
+    assert causes(effects) == {"y": HANG}
+
+
+def test_a_driver_that_hangs_makes_room_for_another_one_that_does_not():
+    told = late()
+    effects = told.hears("a", account=pb.Account(hang="stuck"))
+    assert [effect for effect in effects if isinstance(effect, Rejoin)]
+    assert causes(effects) == {}
+    alone = late(replace(RULES, stages=2), {"a": 0, "b": 1, "c": 2})
+    effects = alone.hears("a", account=pb.Account(hang="stuck"))
+    assert not [effect for effect in effects if isinstance(effect, Rejoin)]
+
+
+def test_the_last_node_of_a_stage_is_named_at_once_and_replaced_when_there_was_no_progress():
+    told = late(replace(RULES, stages=2), {"a": 0, "b": 1, "c": 2})
+    effects = told.hears("b", account=pb.Account(hang="stuck"))
+    assert [event.node for event in events(effects, HeldUp)] == ["b"]
+    assert causes(effects) == {}
+    assert "held up by b of stage 1: stuck" in told.driver.explain()
+    effects = told.waits(RULES.progress)
+    assert "held up by b of stage 1: stuck" in events(effects, Aborted)[0].reason
+    usual = pb.Status(committed=1, last=pb.Commit(step=1))
+    hung = pb.Status(committed=1, last=pb.Commit(step=1), hang="stuck")
+    for node in "abc":
+        effects = told.hears(node, status=hung if node == "b" else usual)
+    assert causes(effects) == {"b": HANG}
+    assert told.driver.phase is DriverPhase.PAUSING
+    assert sent(told.waits(REPLACED), "query").keys() == {"a", "b", "c"}, "is it there yet?"
+
+
+def test_who_goes_on_is_not_replaced():
+    told = late(replace(RULES, stages=2), {"a": 0, "b": 1, "c": 2})
+    told.hears("b", account=pb.Account(hang="stuck"))
+    told.hears("b", account=pb.Account())
+    told.waits(RULES.progress)
+    assert sent(told.statuses(1), "step").keys() == {"a", "b", "c"}
+
+
+def test_what_a_slow_node_has_given_up_goes_to_its_replicas():
+    told = late()
+    mine = [m.id for m in told.attempt.begin.plan if m.source == "z"]
+    effects = told.hears("z", account=pb.Account(given_up=mine[1:], computing=True))
+    (relieved,) = events(effects, Relieved)
+    assert (relieved.node, relieved.microbatches) == ("z", len(mine) - 1)
+    assert [m.id for m in told.attempt.begin.plan if m.source == "z"] == mine[:1]
+    begins = sent(effects, "step")
+    assert begins.keys() == PAIRED.keys(), "it stays a member"
+    assert begins["z"].step.begin.HasField("since")
+
+
+def test_no_attempt_fails_twice_in_a_row_for_one_reason_with_nobody_named():
+    told = Told()
+    told.begins()
+    for times in range(2):
+        effects = told.hears("c", failed=pb.Failed(reason=f"after {times} s nothing has come"))
+        (aborted,) = events(effects, Aborted)
+        assert ("it waited for" in aborted.reason) == (times == 1)
+        told.statuses(0)
+        told.waits(LONGEST_PAUSE)
+    assert "microbatch 0, forward at a of stage 0" in aborted.reason
 
 
 # --- the end

@@ -1,0 +1,96 @@
+"""Members whose compute hangs, as their driver knows them, and what becomes of them."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from planaria.node.transaction.overdue import patience
+
+HEIR: Final = 30.0
+"""Seconds in which a standby has to take over from the last node of a stage, which hangs."""
+SLOW: Final = 10.0
+"""A node is slow whose microbatches take so many times those of the others."""
+
+
+class Hanging:
+    """`progress`: seconds without any after which the last node of a stage is replaced."""
+
+    def __init__(self, progress: float) -> None:
+        self._progress = progress
+        self._steps: deque[float] = deque(maxlen=9)  # seconds that the last ones took
+        self._proven: set[str] = set()
+        self.why: dict[str, str] = {}  # by node, as it says itself
+        self._since: dict[str, float] = {}
+        self._heir_asked: dict[str, float] = {}
+
+    # --- what is usual
+
+    @property
+    def usual(self) -> float:
+        """Seconds that a step takes; 0: not known."""
+        return statistics.median(self._steps) if self._steps else 0.0
+
+    def committed(self, seconds: float, trained: Iterable[str]) -> None:
+        """A step, by these nodes."""
+        self._steps.append(seconds)
+        self._proven.update(trained)
+
+    def knows(self, node: str) -> None:
+        """It has trained before, perhaps with another driver."""
+        self._proven.add(node)
+
+    def patience(self, node: str) -> float:
+        """Seconds in which it has to compute something, if it has something to: one that never
+        trained has more time."""
+        if not self.usual or node not in self._proven:
+            return self._progress / 2
+        return min(patience(self.usual), self._progress / 2)
+
+    # --- who hangs
+
+    def hear(self, node: str, why: str, now: float) -> None:
+        """What it says of itself; empty: it doesn't hang."""
+        if why:
+            self.why[node] = why
+            self._since.setdefault(node, now)
+        else:
+            self.why.pop(node, None)
+            self._since.pop(node, None)
+            self._heir_asked.pop(node, None)
+
+    def keep(self, members: Iterable[str]) -> None:
+        """All others are members no longer."""
+        for node in self.why.keys() - set(members):
+            self.hear(node, "", 0.0)
+
+    def to_replace(self, stages: Mapping[str, int], having: Iterable[str], now: float) -> str:
+        """A node that is to go before anything begins; empty: none. The last one that has its
+        stage's state does so when the run has waited for it, and one at a time. `stages`: of all
+        members; `having`: those that have the newest state."""
+        sound = {stages[node] for node in having if node in stages and node not in self.why}
+        for node in sorted(self.why.keys() & stages.keys()):
+            if stages[node] in sound or now - self._since[node] >= self._progress / 2:
+                return node
+        return ""
+
+    def may_have_heir(self, node: str, now: float) -> bool:
+        """Whether a standby still has the time to take over from it."""
+        return now - self._heir_asked.setdefault(node, now) < HEIR
+
+
+def slow_and_alone(stages: Mapping[str, int], seconds: Mapping[str, float]) -> list[str]:
+    """The nodes that hold everybody up, each the only one of its stage, in words. `seconds`: per
+    microbatch, by node."""
+    known = [seconds[node] for node in stages if seconds.get(node)]
+    if len(known) < 3:
+        return []
+    usual, count = statistics.median(known), list(stages.values())
+    return [
+        f"{node}, alone at stage {stage}, is slow: {seconds[node]:.2g} s a microbatch, "
+        f"where {usual:.2g} s is usual"
+        for node, stage in sorted(stages.items())
+        if count.count(stage) == 1 and seconds.get(node, 0.0) >= SLOW * usual
+    ]
