@@ -305,6 +305,19 @@ class Relieved(Event, kind="relieved", severity=Severity.NOTICE):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NonFinite(Event, kind="not finite", severity=Severity.WARNING):
+    """A node has made a tensor that is not finite, of what was."""
+
+    step: int
+    node: str
+    stage: int
+    reason: str
+
+    def sentence(self, node: str | None) -> str:
+        return f"{self.node} of stage {self.stage} made what is not finite: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Diverged(Event, kind="diverged", severity=Severity.ERROR):
     stage: int
     nodes: tuple[str, ...]

@@ -28,8 +28,8 @@ from planaria.node.transaction.attempt import Done, Visit
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
-from planaria.node.wire.frames import Form, Frame, WireError, check_forms
-from planaria.node.wire.tensors import decode, encode
+from planaria.node.wire.frames import Form, Frame, NonFiniteError, WireError, check_forms
+from planaria.node.wire.tensors import decode, encode, finite
 
 
 @dataclass
@@ -188,6 +188,8 @@ class TorchWork:
         try:
             check_forms(frame.descriptors, [self._forms[frame.kind]])
             (tensor,) = decode(frame.descriptors, frame.payload, self.device)
+            if not (self._begun.begin.non_finite or finite(tensor)):
+                raise NonFiniteError("it is not finite")
         except WireError as error:
             reason = f"{frame.kind} of microbatch {visit.microbatch} from {peer}: {error}"
             raise ComplaintError(reason, [peer], error.cause) from error

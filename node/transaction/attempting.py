@@ -119,7 +119,10 @@ class Attempting:
         if self.vote is not None:
             self.vote.joiners.pop(joiner, None)
 
-    def commit(self, vote: Vote, ballot: Ballot, rules: TransactionRules, now: float) -> pb.Commit:
+    def commit(
+        self, vote: Vote, ballot: Ballot, rules: TransactionRules, last: pb.Commit, now: float
+    ) -> pb.Commit:
+        """`last`: the one before."""
         finite = all(ready.finite for ready in vote.ready.values())
         squared = {vote.stages[node]: vote.ready[node].squared_norm for node in sorted(vote.ready)}
         total = math.sqrt(math.fsum(squared.values())) if finite else math.nan
@@ -135,6 +138,7 @@ class Attempting:
             gradient_norm=total,
             microbatches=[self.homes[identity] for identity in sorted(self.homes)],
             seconds=now - self.began,
+            skips=0 if finite else last.skips + 1,
         )
 
     # --- it goes on without lost nodes

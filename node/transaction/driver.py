@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Any
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.registry_pb2 import DIVERGENCE, HANG, NUMBERS, SILENT
+from planaria.bootstrap.registry_pb2 import DIVERGENCE, HANG, NONFINITE, NUMBERS, SILENT
 from planaria.node.report.events import (
     Aborted,
     AttemptMasked,
@@ -27,6 +27,7 @@ from planaria.node.report.events import (
     Diverged,
     HeldUp,
     NodeLost,
+    NonFinite,
     Paused,
     RebuildFailed,
     Relieved,
@@ -54,6 +55,8 @@ UNRECORDED_PAUSE = 2.0
 """Seconds between two looks whether a ledger can be written again."""
 STRIKES = 3
 """Times that a node may differ from its replicas; with the last one it is accused of it."""
+SKIPS = 3
+"""Steps in a row that are skipped before the run pauses."""
 EVICTED = 3.0
 """Seconds that an attempt that goes on without a lost node waits, once it is complete, for the view
 without that node; then the node isn't lost, and the attempt is given up."""
@@ -108,6 +111,8 @@ class Driver:
         self.norms: dict[int, float] = {}  # by stage, squared, of the last committed gradient
         self.strikes: Counter[str] = Counter()  # how often a node differed from its replicas
         self.distrusted: set[str] = set()  # whose state is not that of their replicas
+        self.not_finite: dict[str, str] = {}  # who has made what is not, in this step, and why
+        self.spoilt: Counter[str] = Counter()  # steps in which a node alone of its stage did
         self.idle: set[str] = set()  # members that have sent what can't be used
         self.last_abort = ""  # why, since the last commit
         self.pause_until = 0.0
@@ -177,6 +182,9 @@ class Driver:
             case "cut", Attempting() as attempt if attempt.since <= ballot:
                 return self._cut(attempt, peer, message.cut, now)
             case "home", Attempting(vote=None) as attempt if attempt.since <= ballot:
+                if not (math.isfinite(message.home.loss) or attempt.begin.non_finite):
+                    why = f"its loss in microbatch {message.home.microbatch} is not finite"
+                    return self._not_finite(attempt, peer, why, now)
                 attempt.came_home(peer, message.home, now)
                 return self._if_all_home(attempt, now)
             case "status", Gathering() as gathering if is_current:
@@ -478,6 +486,7 @@ class Driver:
                 rules.lr_scale(step + 1, standing.boosted_at.get(stage, 0))
                 for stage in range(rules.stages + 1)
             )
+        begin.non_finite = self._lets_through()
         begin.members.extend(places)
         begin.joining.extend(self.joining.listed())
         return begin
@@ -486,8 +495,8 @@ class Driver:
         return [pb.Place(node=node, stage=stage) for node, stage in self._training().items()]
 
     def _plan(self, count: int, swapped: bool) -> list[pb.Microbatch]:
-        places = self._places()
-        return planned(places, self.rules.stages, count, self.seconds, swapped, self.idle)
+        places, idle = self._places(), self.idle | self.not_finite.keys()
+        return planned(places, self.rules.stages, count, self.seconds, swapped, idle)
 
     def _send_step(self, step: pb.Step, now: float) -> list[Effect]:
         if not step.ByteSize():
@@ -510,7 +519,11 @@ class Driver:
             step, loss = self.standing.committed, attempt.mean_loss()
             self.validated = step, loss
             event = Validated(step=step, loss=loss)
-            return [event, *self._after_step(attempt, pb.Step(), now)]
+            return [
+                event,
+                *self._was_finite(attempt.begin),
+                *self._after_step(attempt, pb.Step(), now),
+            ]
         attempt.vote = Vote(self._training())
         asked = attempt.vote.stages.keys() | self.joining.caught_up().keys()
         return [self.ballot.send(node, reduce=pb.Reduce()) for node in sorted(asked)]
@@ -539,15 +552,30 @@ class Driver:
         """All are ready: commit, and begin what comes next in the same message."""
         effects = self._let_in(vote, now)
         self.norms = {vote.stages[node]: ready.squared_norm for node, ready in vote.ready.items()}
-        commit = attempt.commit(vote, self.ballot, self.rules, now)
+        commit = attempt.commit(vote, self.ballot, self.rules, self.standing.last, now)
         ends = (vote.ready[node].recording for node in vote.ready if self.members[node] == 0)
         attempt.regather = attempt.regather or unrecorded(ends)
         self.standing = replace(self.standing, committed=commit.step, last=commit)
         self.failures, self.last_abort = 0, ""
         self.accused.clear()
         self.hanging.committed(commit.seconds, vote.ready)
+        effects += self._was_finite(attempt.begin)
         effects.append(Committed(step=commit.step, loss=commit.loss))
+        if commit.skips >= SKIPS:
+            return effects + self._skipped(vote, commit, now)
         return effects + self._after_step(attempt, pb.Step(commit=commit), now)
+
+    def _skipped(self, vote: Vote, commit: pb.Commit, now: float) -> list[Effect]:
+        """One step that is skipped may be an overflow. After a few in a row the run pauses: nothing
+        would be learned from more."""
+        stages = {vote.stages[node] for node, ready in vote.ready.items() if not ready.finite}
+        named = ", ".join(map(str, sorted(stages)))
+        reason = (
+            f"paused: {commit.skips} steps in a row were skipped, since the gradient of stage "
+            f"{named} was not finite; lower the learning rate, or go on from an older save"
+        )
+        effects = self._send_step(pb.Step(commit=commit), now)
+        return effects + self._halt(pb.Halt(reason=reason, step=commit.step), now)
 
     def _let_in(self, vote: Vote, now: float) -> list[Effect]:
         """Who has the attempt's gradient, and agrees with a replica on it, trains from now on."""
@@ -648,6 +676,8 @@ class Driver:
         if cut.node not in self.members:
             return self._nonsense(peer, "it can't reach who is no member", now)
         failed = pb.Failed(reason=cut.reason, accused=[cut.node], cause=cut.cause)
+        if cut.cause == NONFINITE:
+            return self._not_finite(attempt, cut.node, cut.reason, now)
         if cut.cause != SILENT:
             return self._wronged(peer, failed, now)
         if self._can_mask([cut.node]) is None:
@@ -746,6 +776,35 @@ class Driver:
             why = f"{peer} says: {failed.reason}"
             return self._accuse(peer, failed) + self._mask(attempt, guilty, why, now)
         return self._failed(peer, failed, now)
+
+    def _not_finite(self, attempt: Attempting, node: str, reason: str, now: float) -> list[Effect]:
+        """The first boundary at which a tensor is not finite names the node that made it. The step
+        is tried again without that node; where all of its stage make such tensors, it is the model,
+        and they are let through."""
+        self.not_finite[node] = reason
+        self.failures += 1
+        told = NonFinite(
+            step=attempt.begin.step, node=node, stage=self.members[node], reason=reason
+        )
+        return [told, *self._gather(f"{node} made what is not finite: {reason}", now)]
+
+    def _lets_through(self) -> bool:
+        """Whether all nodes of a stage have made, in this step, what is not finite."""
+        stages = self._training()
+        left = {stage for node, stage in stages.items() if node not in self.not_finite}
+        return left != set(stages.values())
+
+    def _was_finite(self, begin: pb.Begin) -> list[Effect]:
+        """The attempt is over. Who made what is not finite, when its replicas didn't, was wrong."""
+        effects: list[Effect] = []
+        if not begin.non_finite:
+            for node, reason in self.not_finite.items():
+                self.spoilt[node] += 1
+                if self.spoilt[node] >= STRIKES:
+                    why = f"{reason}, as in {STRIKES} steps; its replicas do better"
+                    effects.append(Suspect(node, why, NONFINITE))
+        self.not_finite.clear()
+        return effects
 
     def _nonsense(self, peer: str, why: str, now: float) -> list[Effect]:
         """What a member says can't be: it is as if it had failed, and it is to go. Who is asked

@@ -106,6 +106,12 @@ def decode(
     return tensors
 
 
+def finite(tensor: torch.Tensor) -> bool:
+    """Whether all of a floating tensor is, in one pass over it: a sum is finite only if all of it
+    is. Only where a sum of finite values overflows are they looked at one by one."""
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
 def _compress(tensor: torch.Tensor, codec: Codec) -> torch.Tensor:
     match codec:
         case "none":

@@ -134,7 +134,8 @@ class Scenario:
 
     def _overflowing(self, rules: TransactionRules) -> set[int]:
         steps = range(1, rules.steps + 1)
-        return {step for step in steps if self.random.random() < 0.05}
+        drawn = {step for step in steps if self.random.random() < 0.05}
+        return {step for step in drawn if not {step - 1, step - 2} <= drawn}  # else it pauses
 
     # --- the faults
 

@@ -134,3 +134,36 @@ async def test_a_replica_whose_weight_flips_copies_its_state_anew(corpus, tmp_pa
         await swarm.until(lambda: swarm.committed() >= at + 3)
         assert len(events(tmp_path, "diverged")) == 1
         assert not any(node.over.done() for node, _ in swarm.nodes.values())
+
+
+def not_finite(frame: Frame) -> Frame:
+    if frame.kind != "activation":
+        return frame
+    return with_tensor("activation", torch.full((1, 32, 32), torch.nan))(frame)
+
+
+async def test_who_makes_nan_is_named_and_no_step_is_skipped(corpus, tmp_path):
+    async with LocalSwarm(loads(PAIRS), corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 2)
+        sick, other = swarm.nodes[1, 1][0], swarm.nodes[1, 0][0]
+        falls_sick(sick, not_finite)
+        await swarm.until(sick.over.done)
+        assert "nonfinite: " in sick.over.result()
+        at = swarm.committed()
+        await swarm.until(lambda: swarm.committed() >= at + 2)
+        assert {told["node"] for told in events(tmp_path, "not finite")} == {sick.node}
+        assert not any(node.over.done() for node, _ in swarm.nodes.values() if node is not sick)
+        assert other.member.last.skips == 0
+
+
+async def test_nan_without_a_replica_skips_steps_and_then_the_run_pauses(corpus, tmp_path):
+    alone = loads(PAIRS.replace("replicas = 2", "replicas = 1"))
+    async with LocalSwarm(alone, corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 2)
+        sick, driver = swarm.nodes[1, 0][0], swarm.nodes[0, 0][0]
+        falls_sick(sick, not_finite)
+        await swarm.until(lambda: driver.member.halt)
+        assert "3 steps in a row were skipped" in driver.member.halt.reason
+        assert driver.member.last.skips == 3
+        assert {told["node"] for told in events(tmp_path, "not finite")} == {sick.node}
+        assert not any(node.over.done() for node, _ in swarm.nodes.values())

@@ -69,7 +69,16 @@ def test_the_names_in_a_log_stay():
     assert [kind.kind for kind in KINDS] == [
         *("aborted", "applied", "committed", "cost", "diverged", "ending", "exited", "fetching"),
         *("finished", "goes on", "handed over", "hangs", "held up", "joined", "killed"),
-        *("link lost", "lost", "masked", "paused", "preempted", "rebuild failed", "rebuilding"),
+        *(
+            "link lost",
+            "lost",
+            "masked",
+            "not finite",
+            "paused",
+            "preempted",
+            "rebuild failed",
+            "rebuilding",
+        ),
         *("rebuilt", "refused", "relayed", "relearning", "relieved"),
         *("resuming", "rolled back", "save failed", "saved", "serving", "started", "stopped"),
         *("validated", "waiting", "wall", "write failed", "written again"),

@@ -14,6 +14,7 @@ from attempt_swarm import BEGAN, STAGES, Swarm, undisturbed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from planaria.bootstrap.registry_pb2 import NONFINITE
 from planaria.node.data.corpus import Corpus
 from planaria.node.run_file import ModelSection, RunFile, TrainingSection
 from planaria.node.stage.compute import ComputeThread
@@ -27,7 +28,7 @@ from planaria.node.transaction.routing import Route
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
 from planaria.node.wire.frames import Frame
-from planaria.node.wire.tensors import encode
+from planaria.node.wire.tensors import encode, finite
 
 CPU = torch.device("cpu")
 SECTION = ModelSection(dim=8, heads=2, stages=STAGES, layers=2, context=4, hidden=8)
@@ -202,3 +203,23 @@ async def test_no_field_is_touched_from_two_threads(corpus):
 
 def make_guarded(corpus: Corpus, threads: dict[str, Any], node: str, stage: int) -> StageWork:
     return make_work(corpus, node, stage, guarded(TorchWork, lambda: threads.get(node)))
+
+
+def test_what_is_not_finite_is_its_senders_unless_it_is_to_be_let_through(corpus):
+    visit = Visit(3, 1, Route(("0.0", "1.0", "2.0", "0.0"), (0, 1, 2, 0)))
+    x = torch.ones(2, 4, 8)
+    x[1, 2, 3] = torch.inf
+    frame = Frame("activation", BEGAN, {"microbatch": 3, "position": 1}, *encode([x], "none"))
+    work = make_work(corpus, "1.0", 1)
+    work.begin(BEGAN, pb.Begin(step=1))
+    with pytest.raises(ComplaintError, match="it is not finite") as failure:
+        work.forward(BEGAN, visit, "0.0", frame)
+    assert (failure.value.accused, failure.value.cause) == (["0.0"], NONFINITE)
+    work.begin(BEGAN, pb.Begin(step=1, non_finite=True))
+    assert work.forward(BEGAN, visit, "0.0", frame).frame is not None
+
+
+def test_finite_values_whose_sum_is_not_are_finite():
+    assert finite(torch.full((8,), 3e38))
+    assert not finite(torch.tensor([1.0, torch.nan]))
+    assert not finite(torch.tensor([torch.inf, -torch.inf]))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.registry_pb2 import CHECKSUM, DIVERGENCE, HANG, SHAPE, Cause
+from planaria.bootstrap.registry_pb2 import CHECKSUM, DIVERGENCE, HANG, NONFINITE, SHAPE, Cause
 from planaria.node.report.events import (
     Aborted,
     AttemptMasked,
@@ -16,6 +16,7 @@ from planaria.node.report.events import (
     Event,
     HeldUp,
     NodeLost,
+    NonFinite,
     Paused,
     RebuildFailed,
     RebuildOrdered,
@@ -1553,3 +1554,73 @@ def test_a_norm_unlike_its_replicas_does_not_decide_the_clip_scale():
         effects = told.ready(node, 1e50 if node == "b" else 1.0)
     (diverged,) = events(effects, Diverged)
     assert diverged.nodes == ("b2", "b")
+
+
+# --- what is not finite
+
+
+def spoils(told: Told, node: str) -> list[Effect]:
+    """A neighbour got what isn't finite from that node."""
+    cut = pb.Cut(node=node, reason="microbatch 0 is not finite", cause=NONFINITE)
+    return told.hears("a" if node != "a" else "b", cut=cut)
+
+
+def test_who_makes_what_is_not_finite_is_named_and_the_step_is_tried_again_without_it():
+    told = Differing()
+    effects = spoils(told, "c")
+    assert [event.node for event in events(effects, NonFinite)] == ["c"]
+    assert suspected(effects) == [], "it may be the model's doing"
+    begin = sent(told.answers(), "step")["a"].step.begin
+    assert not begin.non_finite
+    assert "c" in {place.node for place in begin.members}
+    assert "c" not in served_by(told)
+    assert told.commits()
+    assert "c" in served_by(told), "it gets another chance"
+
+
+def test_who_alone_makes_what_is_not_finite_in_three_steps_has_to_go():
+    told = Differing()
+    for number in range(1, 4):
+        spoils(told, "c")
+        told.answers()
+        told.comes_home()
+        effects: list[Effect] = []
+        for node in told.members:
+            effects = told.ready(node)
+        assert charges(effects) == [("c", NONFINITE)] * (number == 3)
+
+
+def test_what_all_of_a_stage_make_is_let_through_and_nobodys_fault():
+    told = Differing()
+    spoils(told, "c")
+    told.answers()
+    spoils(told, "c2")
+    assert sent(told.answers(), "step")["a"].step.begin.non_finite
+    told.comes_home()
+    for node in told.members:
+        effects = told.ready(node, math.nan, finite=False)
+    step = sent(effects, "step")["a"].step
+    assert step.commit.skipped
+    assert not step.begin.non_finite
+    assert told.driver.spoilt.total() == 0
+
+
+def test_a_loss_that_is_not_finite_is_its_sources():
+    told = Differing()
+    source = told.attempt.begin.plan[0].source
+    effects = told.hears(source, home=pb.Home(microbatch=0, loss=math.nan, tokens=2))
+    assert [event.node for event in events(effects, NonFinite)] == [source]
+
+
+def test_after_three_skipped_steps_in_a_row_the_run_pauses_and_says_why():
+    told = Differing()
+    for number in (1, 2, 0, 1, 2, 3):
+        told.comes_home()
+        for node in told.members:
+            bad = number > 0 and told.members[node] == 2
+            effects = told.ready(node, math.inf if bad else 1.0, finite=not bad)
+        assert sent(effects, "step")["b"].step.commit.skips == number
+        halts = sent(effects, "halt")
+        assert halts.keys() == (told.members.keys() if number == 3 else set())
+    assert "3 steps in a row were skipped, since the gradient of stage 2" in halts["a"].halt.reason
+    assert not halts["a"].halt.finished
