@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bench import (
+    checks,
     join,
     link,
     masking,
@@ -17,6 +18,7 @@ from bench import (
 def main() -> None:
     for title, measure in (
         ("Swarm against one process", pipeline.main),
+        ("Checks of numbers against the step that they belong to", checks.main),
         ("Being ready for losses against not being ready", recovery.main),
         ("Frames on links against bare bytes on the same gRPC stream", link.main),
         ("Renewals at the registry", registry.main),
