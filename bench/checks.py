@@ -44,7 +44,8 @@ def main() -> None:
         optimizer.digest()
         optimizer.digest()
 
-    steps, checked = [], []
+    steps: list[float] = []
+    checked: list[float] = []
     for _ in range(REPEATS):
         for work, times in ((step, steps), (checks, checked)):
             started = time.perf_counter()
