@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from reprlib import repr as _repr
 from typing import TYPE_CHECKING, Final
 
 from planaria.bootstrap.registry_pb2 import NUMBERS, Cause
@@ -259,9 +260,9 @@ class _Gathering:
         right."""
         piece, squared_norm = frame.fields.get("piece"), frame.fields.get("squared_norm")
         if type(piece) is not int or not 0 <= piece < len(self.parts):
-            raise self._complaint(f"a piece that is none of {len(self.parts)}", NUMBERS)
+            raise self._complaint(f"piece {_repr(piece)} of {len(self.parts)}", NUMBERS)
         if type(squared_norm) is not float or squared_norm < 0:
-            raise self._complaint("what can't be a squared norm", NUMBERS)
+            raise self._complaint(f"{_repr(squared_norm)} as a squared norm", NUMBERS)
         part = self.parts[piece]
         try:
             check_forms(frame.descriptors, [Form("float32", tuple(part.shape))])

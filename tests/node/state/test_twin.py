@@ -340,8 +340,8 @@ def with_tensors(*tensors: torch.Tensor) -> Callable[[Frame], Frame]:
     ("change", "complaint"),
     [
         (damaged, "damaged"),
-        (with_tensors(), "sent nothing"),
-        (with_tensors(torch.ones(149)), r"\(149,\) for torch.float32 \(150,\)"),
+        (with_tensors(), "no tensor, where"),
+        (with_tensors(torch.ones(149)), r"\[149\].*, where float32 \[150\]"),
         (with_tensors(torch.ones(150, dtype=torch.float16)), "float16"),
         (with_tensors(torch.ones(150), torch.ones(1)), "float32"),
         (with_fields(piece=-1), "piece -1"),
@@ -623,7 +623,7 @@ async def pass_through(
     for microbatch in range(2):
         x = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(microbatch))
         fields = {"microbatch": microbatch, "position": 1}
-        frames.append(Frame("activation", BALLOT, fields, *encode([x], "none")))
+        frames.append(Frame("activation", BALLOT, fields, *encode([x], run.wire.activations)))
     try:
         for stage in (1, 2, 3):
             node = f"{stage}.0"
