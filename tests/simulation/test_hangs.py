@@ -104,7 +104,13 @@ class AloneWithStandby(Alone):
 
 
 class Slow(Sick):
+    """Slow enough to hold a step up, and not so slow that it is taken to hang."""
+
     slowness, microbatches = 20.0, 16
+
+    def _plan_faults(self) -> float:
+        self.cluster.pace = 4.0
+        return super()._plan_faults()
 
 
 def finished(seed: int, kind: type[Scenario]) -> Result:
