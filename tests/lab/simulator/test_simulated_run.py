@@ -116,16 +116,16 @@ def test_an_aborted_attempt_costs_itself_and_the_notice() -> None:
     assert outcome.kept == pytest.approx(9 * step.seconds + 41 * fewer.seconds)
 
 
-def test_a_step_that_goes_on_waits_for_the_view_and_then_for_a_gather() -> None:
-    """There is time to do again what was lost, for most of a step's time passes on links."""
+def test_a_step_that_goes_on_waits_for_the_view_and_is_followed_by_a_gather() -> None:
+    """By the view the driver learns of the loss; then what was lost is done again."""
     one = swarm()
     outcome = run(one, Churn(at=at("2.1@10"), phase=0.9, replacement=math.inf))
     (loss,) = outcome.losses
     step, fewer = (simulate_step(one.with_counts(c)).seconds for c in (one.counts, FEWER))
     assert (loss.masked, loss.step, loss.nodes, loss.rolled_back) == (True, 10, 1, 0)
     assert outcome.attempts_aborted == outcome.aborted == 0
-    assert loss.stall == pytest.approx(NOTICED)
-    assert outcome.seconds == pytest.approx(9.9 * step + NOTICED + 2 * DELAY + 40 * fewer)
+    assert NOTICED + DELAY < loss.stall < NOTICED + DELAY + step
+    assert outcome.seconds == pytest.approx(9.9 * step + loss.stall + 2 * DELAY + 40 * fewer)
 
 
 def test_a_step_that_goes_on_redoes_what_the_lost_node_had_done() -> None:
@@ -136,7 +136,7 @@ def test_a_step_that_goes_on_redoes_what_the_lost_node_had_done() -> None:
     churn = Churn(at=at("2.1@10"), phase=0.9, replacement=math.inf)
     (loss,) = simulate_run(one, churn).losses
     redone = 0.9 * 32 / 2 * 0.3 + 0.1 * 32 * 0.3
-    assert loss.stall == pytest.approx(redone, rel=0.05)
+    assert loss.stall == pytest.approx(0.4 + redone, rel=0.05)  # the view takes 0.4 s
     early = simulate_run(one, Churn(at=at("2.1@10"), phase=0.1, replacement=math.inf)).losses[0]
     assert early.stall == pytest.approx(simulate_step(one.with_counts(FEWER)).seconds, rel=0.1)
 

@@ -14,7 +14,7 @@ from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
-from planaria.node.wire.frames import Frame, buffers_of
+from planaria.node.wire.frames import Frame, WireError, buffers_of
 
 GRADIENT = torch.arange(4.0)
 BALLOT = Ballot(2, 3)
@@ -63,22 +63,25 @@ def test_a_gradient_comes_as_it_was_when_it_was_sent() -> None:
     gradient.zero_()
     assert (frame.kind, frame.ballot) == ("follow", BALLOT)
     there = Gradients(GRADIENT, tensors).parse(received(frame))
-    assert there is not None
     assert torch.equal(there, GRADIENT)
 
 
 @pytest.mark.parametrize(
-    "frame",
+    ("frame", "complaint"),
     [
-        no_gradient(BALLOT),
-        gradient_frame(BALLOT, torch.ones(5), tensors),
-        Frame("follow", BALLOT, {}, *tensors.encode([torch.ones(4, dtype=torch.int64)], "none")),
-        replace(gradient_frame(BALLOT, GRADIENT, tensors), payload=b"short"),
+        (no_gradient(BALLOT), "no tensor, where"),
+        (gradient_frame(BALLOT, torch.ones(5), tensors), r"float32 \[5\]"),
+        (
+            Frame("follow", BALLOT, {}, *tensors.encode([torch.ones(4).to(torch.int64)], "none")),
+            r"int64 \[4\]",
+        ),
+        (replace(gradient_frame(BALLOT, GRADIENT, tensors), payload=b"short"), "16 bytes"),
     ],
     ids=["none", "of another length", "of whole numbers", "damaged"],
 )
-def test_what_is_no_gradient_of_this_stage_is_not_taken(frame: Frame) -> None:
-    assert Gradients(GRADIENT, tensors).parse(received(frame)) is None
+def test_what_is_no_gradient_of_this_stage_is_not_taken(frame: Frame, complaint: str) -> None:
+    with pytest.raises(WireError, match=complaint):
+        Gradients(GRADIENT, tensors).parse(received(frame))
 
 
 def test_gradients_wait_in_bounds_until_they_are_applied() -> None:
