@@ -1,4 +1,5 @@
-"""Exchanges in virtual time, for tests: the clock jumps as soon as nobody has anything to do."""
+"""Exchanges in virtual time, for tests: the clock jumps as soon as nobody has anything to do; and
+links that are not there."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from planaria.node.ports import Priority
+from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import Exchange, Exchanges
+from planaria.node.wire.frames import Frame
 
 T = TypeVar("T")
 
@@ -111,3 +114,26 @@ class Nodes:
 
 def _nothing() -> None:
     """`step` looks by itself whether there is something to run."""
+
+
+class VirtualNet:
+    """Links that are up or not, and what was sent on them."""
+
+    def __init__(self, up: set[str]) -> None:
+        self.up = up
+        self.sent: list[tuple[str, pb.Message | Frame]] = []
+        self.demanded: list[str] = []
+
+    def send(self, peer: str, item: pb.Message | Frame) -> bool:
+        if peer in self.up:
+            self.sent.append((peer, item))
+        return peer in self.up
+
+    def demand(self, peer: str) -> None:
+        self.demanded.append(peer)
+
+    def linked(self, peer: str) -> bool:
+        return peer in self.up
+
+    def unacknowledged_by(self, peer: str) -> int:
+        return 0

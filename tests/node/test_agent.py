@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import pytest
 import torch
-from conversing import AtOnce, Nodes
+from conversing import AtOnce, Nodes, VirtualNet
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.node.agent import Agent
@@ -47,29 +47,6 @@ VIEW = registry.View(
     members=[registry.Member(node=node, stage=stage) for node, stage in NODES.items()],
 )
 ATTEMPT, NEXT = Ballot(1, 2), Ballot(1, 3)
-
-
-class VirtualNet:
-    """Links that are up or not, and what was sent on them."""
-
-    def __init__(self, up: set[str]) -> None:
-        self.up = up
-        self.sent: list[tuple[str, pb.Message | Frame]] = []
-        self.demanded: list[str] = []
-
-    def send(self, peer: str, item: pb.Message | Frame) -> bool:
-        if peer in self.up:
-            self.sent.append((peer, item))
-        return peer in self.up
-
-    def demand(self, peer: str) -> None:
-        self.demanded.append(peer)
-
-    def linked(self, peer: str) -> bool:
-        return peer in self.up
-
-    def unacknowledged_by(self, peer: str) -> int:
-        return 0
 
 
 class Memory:

@@ -8,26 +8,9 @@ import sys
 from collections import Counter
 from typing import Any
 
+from planaria.lab.chaos.command import RUN
 from planaria.lab.chaos.schedule import Shape, schedule
 
-RUN = """
-steps = 100000
-[model]
-preset = "tiny"
-dim = 32
-context = 32
-[training]
-batch = 8
-microbatch = 1
-warmup = 5
-validation_microbatches = 0
-[recovery]
-relearn.seconds = 5.0
-[swarm]
-progress = 20.0
-[data]
-path = "{data}"
-"""
 SEED, MINUTES = 4, 1.0
 SHAPE = Shape(
     2, 2, ("kill", "stop", "registry kill", "reset", "hang", "crawl", "slow disk"), rate=20.0
@@ -46,7 +29,7 @@ def chaos(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_sick_swarm_trains_on(data, tmp_path):
     run = tmp_path / "run.toml"
-    run.write_text(RUN.format(data=data))
+    run.write_text(f'{RUN}[data]\npath = "{data}"\n')
     arguments = ["--run", f"{run}", "--seed", f"{SEED}", "--minutes", f"{MINUTES}"]
     arguments += ["--stages", f"{SHAPE.stages}", "--replicas", f"{SHAPE.replicas}"]
     arguments += ["--rate", f"{SHAPE.rate}"]

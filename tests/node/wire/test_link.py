@@ -481,6 +481,15 @@ class Wire:
         self.writers.clear()
 
 
+async def asleep(node: Node, peer: str, wire: Wire) -> None:
+    """Its link has no connection any more, and gets no other."""
+    wire.passing.clear()
+    wire.cut()
+    async with asyncio.timeout(DEADLINE):
+        while node.links._links[peer].connection:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize("times", [1, 5])
 async def test_a_link_goes_on_where_it_was_when_its_connections_break(times: int) -> None:
     a, b = Node("a"), Node("b")
@@ -587,11 +596,7 @@ async def test_no_more_than_the_bound_waits_for_a_link_that_sleeps() -> None:
         b.address = wire.address
         view(1, a, b)
         await up(a, b)
-        wire.passing.clear()
-        wire.cut()
-        async with asyncio.timeout(DEADLINE):
-            while a.links._links["b"].connection:  # noqa: ASYNC110
-                await asyncio.sleep(0)
+        await asleep(a, "b", wire)
         for number in range(3):
             assert a.links.send("b", frame(9000, number=number))
         peer, reason, lost = await a.events.next("lost")
@@ -615,11 +620,7 @@ async def test_a_view_without_the_peer_ends_a_link_that_sleeps_as_lost() -> None
         b.address = wire.address
         view(1, a, b)
         await up(a, b)
-        wire.passing.clear()
-        wire.cut()
-        async with asyncio.timeout(DEADLINE):
-            while a.links._links["b"].connection:  # noqa: ASYNC110
-                await asyncio.sleep(0)
+        await asleep(a, "b", wire)
         a.links.send("b", frame(number=1))
         a.links.set_peers(2, [a.peer()], [])
         peer, reason, lost = await a.events.next("lost")

@@ -1,37 +1,16 @@
 from __future__ import annotations
 
 import pytest
+from conversing import VirtualNet
 
 from planaria.node.wire import outbox
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import Frame
 from planaria.node.wire.outbox import NodeOutbox
 
 
-class Links:
-    def __init__(self) -> None:
-        self.up: set[str] = set()
-        self.sent: list[tuple[str, object]] = []
-        self.demanded: list[str] = []
-
-    def send(self, peer: str, item: pb.Message | Frame) -> bool:
-        if peer in self.up:
-            self.sent.append((peer, item))
-        return peer in self.up
-
-    def demand(self, peer: str) -> None:
-        self.demanded.append(peer)
-
-    def linked(self, peer: str) -> bool:
-        return peer in self.up
-
-    def unacknowledged_by(self, peer: str) -> int:
-        return 0
-
-
 @pytest.fixture
-def links() -> Links:
-    return Links()
+def links() -> VirtualNet:
+    return VirtualNet(set())
 
 
 def message(attempt: int) -> pb.Message:
@@ -42,7 +21,7 @@ def never(peer: str, item: object, reason: str) -> None:
     raise AssertionError(reason)
 
 
-def test_what_waits_for_a_link_goes_first(links: Links) -> None:
+def test_what_waits_for_a_link_goes_first(links: VirtualNet) -> None:
     box = NodeOutbox(links, never)
     assert box.send("a", message(1), True, 0.0)
     links.up.add("a")  # and nobody has said so yet
@@ -54,7 +33,7 @@ def test_what_waits_for_a_link_goes_first(links: Links) -> None:
     assert links.demanded == ["a", "a"]
 
 
-def test_a_link_that_came_up_unsaid_is_found(links: Links) -> None:
+def test_a_link_that_came_up_unsaid_is_found(links: VirtualNet) -> None:
     box = NodeOutbox(links, never)
     box.send("a", message(1), True, 0.0)
     links.up.add("a")
@@ -62,13 +41,13 @@ def test_a_link_that_came_up_unsaid_is_found(links: Links) -> None:
     assert links.sent == [("a", message(1))]
 
 
-def test_nothing_waits_for_who_is_no_member(links: Links) -> None:
+def test_nothing_waits_for_who_is_no_member(links: VirtualNet) -> None:
     box = NodeOutbox(links, never)
     assert not box.send("stranger", message(1), False, 0.0)
     assert links.demanded == []
 
 
-def test_who_waits_too_long_is_told(links: Links) -> None:
+def test_who_waits_too_long_is_told(links: VirtualNet) -> None:
     told: list[tuple[str, object, str]] = []
     box = NodeOutbox(links, lambda *what: told.append(what))
     box.send("a", message(1), True, 0.0)
@@ -84,7 +63,7 @@ def test_who_waits_too_long_is_told(links: Links) -> None:
     assert links.sent == [("a", message(3))]
 
 
-def test_so_much_waits_and_no_more(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_much_waits_and_no_more(links: VirtualNet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "LIMIT", 2)
     box = NodeOutbox(links, never)
     assert [box.send("a", message(i), True, 0.0) for i in range(3)] == [True, True, False]
