@@ -26,6 +26,7 @@ from collections.abc import (
 )
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Final, Protocol
 from urllib.parse import quote, unquote
 
@@ -427,10 +428,7 @@ class Links:
         self._dialling: dict[str, asyncio.Task[None]] = {}
         self._calling: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        # glibc hands a freed chunk back to the kernel and gets the next one page by page, which
-        # halves the speed of frames. It keeps twice the largest block freed so far (mallopt(3),
-        # M_MMAP_THRESHOLD; at most 32 MiB counts), so this one, never touched, teaches it.
-        bytes(31 << 20)
+        _teach_malloc()
 
     async def start(self, listen: str | None) -> int:
         """Accept links on HOST:PORT, port 0: any that is free. Returns the port; 0 for None, when
@@ -496,7 +494,8 @@ class Links:
             if not self._dialable and not self._peers[node].address and self.node < node:
                 log.warning(
                     "no link to %s: neither it nor %s has an address; advertise one of them",
-                    *(node, self.node),
+                    node,
+                    self.node,
                 )
             self.dial_soon(node)
         self._view_changed.set()
@@ -799,10 +798,8 @@ class Links:
         assert link is not None
         connection = _Connection(self, link, streams)
         link.carry_by(connection, via)
-        log.info(
-            "the link to %s is up%s%s",
-            *(node, "" if new else " again", f", carried by {via}" if via else ""),
-        )
+        again, carried = "" if new else " again", f", carried by {via}" if via else ""
+        log.info("the link to %s is up%s%s", node, again, carried)
         if new:
             self.events.on_link_up(node)
         return connection
@@ -1064,6 +1061,15 @@ class Links:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s crashed", task.get_name(), exc_info=error)
+
+
+@cache
+def _teach_malloc() -> None:
+    """glibc hands a freed chunk back to the kernel and gets the next one page by page, which halves
+    the speed of frames. It keeps twice the largest block freed so far (mallopt(3),
+    M_MMAP_THRESHOLD; at most 32 MiB counts), so this one, never touched, teaches it. Only once: the
+    next one would be of the memory that it keeps, and touch all of it."""
+    bytes(31 << 20)
 
 
 async def _accepted(call: Any, node: str) -> Hello:
