@@ -25,6 +25,7 @@ import grpc
 import torch
 import uvloop
 
+from planaria.bootstrap.registry_pb2 import Cause
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links, LinkSettings, Peer
 from planaria.node.wire.stage_pb2 import Message
@@ -87,7 +88,7 @@ class _Receiver:
 
     def on_link_up(self, _: str) -> None: ...
 
-    def on_link_lost(self, _: str, __: str, ___: list[Frame]) -> None: ...
+    def on_link_lost(self, _: str, __: str, ___: list[Frame], ____: Cause) -> None: ...
 
 
 class _Sender:
@@ -103,7 +104,7 @@ class _Sender:
     def on_link_up(self, _: str) -> None:
         self._told.put_nowait("up")
 
-    def on_link_lost(self, _: str, reason: str, __: list[Frame]) -> None:
+    def on_link_lost(self, _: str, reason: str, __: list[Frame], ___: Cause) -> None:
         self._told.put_nowait(f"lost: {reason}")
 
     async def hear(self, expected: str) -> None:

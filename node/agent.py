@@ -213,8 +213,14 @@ class Agent:
         self.outbox.linked(peer)
 
     def on_link_lost(
-        self, peer: str, reason: str, unacknowledged: Sequence[Frame], now: float
+        self,
+        peer: str,
+        reason: str,
+        unacknowledged: Sequence[Frame],
+        now: float,
+        cause: Cause = SILENT,
     ) -> None:
+        """`cause`: for any but SILENT, that of what the peer has sent."""
         self.exchanges.at(now)
         self.averaging.on_peer_lost(peer, reason)
         self.states.on_peer_lost(peer, reason)
@@ -223,6 +229,8 @@ class Agent:
         if peer not in self.peers:
             return
         self.holdings.on_peer_lost(peer, reason)
+        if cause != SILENT:
+            self.cut_off(self.member.attempt, peer, reason, cause)
         for frame in unacknowledged:
             # Who is ready can't fail the attempt any more, so what is lost is sent again.
             if frame.kind == "twin" and frame.ballot == self.member.attempt:

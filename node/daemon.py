@@ -417,12 +417,14 @@ class Node:
         for seat in self.seats.values():
             seat.on_link_up(peer, self.loop.time())
 
-    def on_link_lost(self, peer: str, reason: str, unacknowledged: list[Frame]) -> None:
+    def on_link_lost(
+        self, peer: str, reason: str, unacknowledged: list[Frame], cause: registry.Cause
+    ) -> None:
         self.tell(LinkLost(peer=peer, reason=reason))
         if any(member.node == peer for member in self.view.members):
-            self.client.suspect(peer, reason)
+            self.client.suspect(peer, reason, cause)
         for seat in self.seats.values():
-            seat.on_link_lost(peer, reason, unacknowledged, self.loop.time())
+            seat.on_link_lost(peer, reason, unacknowledged, self.loop.time(), cause)
 
     # --- telling
 

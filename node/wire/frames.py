@@ -10,11 +10,13 @@ All numbers are little-endian. What comes from outside is checked before memory 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import msgpack
+from xxhash import xxh3_64_intdigest
 
 from planaria.bootstrap.registry_pb2 import CHECKSUM, NONFINITE, SHAPE, Cause
 
@@ -249,6 +251,25 @@ def _is_uint64(value: object) -> bool:
     return type(value) is int and 0 <= value < UINT64
 
 
+# Messages
+
+_SEAL: Final = b"\xd1\x01"  # the tag of stage.proto's Message.checksum
+_SEAL_SIZE: Final = len(_SEAL) + 8
+
+
+def seal(message: bytes) -> bytes:
+    """With the field `checksum` at its end, which is of all before it."""
+    return message + _SEAL + xxh3_64_intdigest(message).to_bytes(8, "little")
+
+
+def unseal(data: bytes) -> bytes:
+    """What was sealed. Raises DamagedError."""
+    message = data[:-_SEAL_SIZE]
+    if seal(message) != data:
+        raise DamagedError("the checksum of a message is not that sent")
+    return message
+
+
 # Chunks
 
 
@@ -261,8 +282,23 @@ class Chunk(NamedTuple):
     head: bytes
     data: memoryview
     acknowledged: int
+    checksum: int = 0
+
+    def verify(self) -> None:
+        """Raises DamagedError unless all of it but `data` is what was sent; the checksums of that
+        are in the frame's head."""
+        if self.checksum != _checksum(*self[:4], len(self.data), self.acknowledged):
+            raise DamagedError(f"the checksum of a chunk of frame {self.frame} is not that sent")
 
 
+def _checksum(
+    frame: int, offset: int, size: int, head: bytes, length: int, acknowledged: int
+) -> int:
+    """`length`: of the data, in bytes."""
+    return xxh3_64_intdigest(_NUMBERS.pack(frame, offset, size, length, acknowledged) + head)
+
+
+_NUMBERS: Final = struct.Struct("<5Q")
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
@@ -275,7 +311,7 @@ def pack_chunk(
     data: Sequence[Buffer] = (),
     acknowledged: int = 0,
 ) -> bytes:
-    """As protobuf would; the pieces of `data` are copied once."""
+    """As protobuf would, with its checksum; the pieces of `data` are copied once."""
     parts: list[Buffer] = []
     for number, value in ((1, frame), (2, offset), (3, size)):
         if value:
@@ -286,12 +322,15 @@ def pack_chunk(
         parts += (bytes((5 << 3 | _BYTES,)) + _pack_varint(length), *data)
     if acknowledged:
         parts.append(bytes((6 << 3 | _VARINT,)) + _pack_varint(acknowledged))
+    checksum = _checksum(frame, offset, size, head, length, acknowledged)
+    parts.append(bytes((7 << 3 | _FIXED64,)) + checksum.to_bytes(8, "little"))
     return b"".join(parts)
 
 
 def parse_chunk(message: bytes) -> Chunk:
-    """As protobuf would, but groups are refused. Raises WireError."""
+    """As protobuf would, but groups are refused; not verified. Raises WireError."""
     numbers = {1: 0, 2: 0, 3: 0, 6: 0}
+    checksum = 0
     contents = {4: memoryview(b""), 5: memoryview(b"")}
     view = memoryview(message)
     position = 0
@@ -318,8 +357,11 @@ def parse_chunk(message: bytes) -> Chunk:
             raise WireError(f"a chunk that ends inside its field {field}")
         if field in contents and wire_type == _BYTES:
             contents[field] = view[position : position + length]
+        elif field == 7 and wire_type == _FIXED64:
+            checksum = int.from_bytes(view[position : position + length], "little")
         position += length
-    return Chunk(numbers[1], numbers[2], numbers[3], bytes(contents[4]), contents[5], numbers[6])
+    frame, offset, size, acknowledged = numbers.values()
+    return Chunk(frame, offset, size, bytes(contents[4]), contents[5], acknowledged, checksum)
 
 
 def _pack_varint(value: int) -> bytes:

@@ -38,6 +38,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from planaria.bootstrap.credentials import PLAIN, Credentials, add_port
 from planaria.bootstrap.credentials import channel as open_channel
 from planaria.bootstrap.dial import is_there
+from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.node.wire import stage_pb2
 from planaria.node.wire.chunks import ACKNOWLEDGE_EVERY
 from planaria.node.wire.frames import (
@@ -47,6 +48,8 @@ from planaria.node.wire.frames import (
     WireError,
     pack_chunk,
     parse_chunk,
+    seal,
+    unseal,
 )
 from planaria.node.wire.relays import KINDS as RELAYED
 from planaria.node.wire.relays import Call, CallRefusedError, Relay, Relays
@@ -62,7 +65,7 @@ from planaria.node.wire.session import (
 
 log = logging.getLogger(__name__)
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 CHUNK_LIMIT: Final = 4 << 20  # bytes; gRPC slows down beyond
 MESSAGE_LIMIT: Final = CHUNK_LIMIT + HEAD_LIMIT + 1024  # bytes
 HANDSHAKE_LIMIT: Final = 1024  # streams without a link, all diallers together
@@ -127,8 +130,11 @@ class LinkEvents(Protocol):
 
     def on_link_up(self, peer: str) -> None: ...
 
-    def on_link_lost(self, peer: str, reason: str, unacknowledged: list[Frame]) -> None:
-        """`unacknowledged`: frames, queued ones too, that the peer may not have got."""
+    def on_link_lost(
+        self, peer: str, reason: str, unacknowledged: list[Frame], cause: Cause
+    ) -> None:
+        """`unacknowledged`: frames, queued ones too, that the peer may not have got. `cause`: for
+        any but SILENT, that of what the peer has sent."""
 
 
 @dataclass(slots=True)
@@ -169,7 +175,7 @@ class _Link:
         self._loop = asyncio.get_running_loop()
         self._silence = Silence(self.settings.silence, self.settings.heartbeat, self._loop.time())
         self.over = asyncio.Event()
-        self.reason = ""
+        self.reason, self.cause = "", SILENT
 
     def start(self) -> None:
         self._links.spawn(self._watch(), f"watch on the link to {self.peer}")
@@ -217,11 +223,11 @@ class _Link:
     def heard(self) -> None:
         self._silence.heard(self._loop.time())
 
-    def end(self, reason: str, report: bool = True) -> None:
+    def end(self, reason: str, report: bool = True, cause: Cause = SILENT) -> None:
         """The first reason is the one that counts. `report`: to the events."""
         if self.over.is_set():
             return
-        self.reason = reason
+        self.reason, self.cause = reason, cause
         self.over.set()
         if self.connection is not None:
             self.connection.say_farewell(reason)
@@ -306,7 +312,7 @@ class _Connection:
         except _LinkOver as over:
             self.end(f"{peer} closed the link: {over}", lost=True)
         except WireError as error:
-            self._link.end(f"{peer} sent what can't be: {error}")
+            self._link.end(f"{peer} sent what can't be: {error}", cause=error.cause)
         except grpc.aio.AioRpcError as error:
             self.end(_describe(error), lost=error.code() is StatusCode.ABORTED)
         except (grpc.aio.BaseError, asyncio.InvalidStateError, asyncio.CancelledError):
@@ -348,7 +354,7 @@ class _Connection:
             if self._link.over.is_set():
                 continue  # until the peer has closed it, too
             try:
-                message = stage_pb2.Message.FromString(data)
+                message = stage_pb2.Message.FromString(unseal(data))
             except DecodeError as error:
                 raise WireError(f"a message that is not one of stage.proto's: {error}") from error
             if message.WhichOneof("body") == "heartbeat":
@@ -375,6 +381,7 @@ class _Connection:
     async def _collect(self) -> None:
         while (data := await self._read(self._bulk)) is not None:
             chunk = parse_chunk(data)
+            chunk.verify()
             if not (chunk.frame or chunk.acknowledged):
                 raise _LinkOver(chunk.head.decode(errors="replace"))
             if self._link.over.is_set():
@@ -523,7 +530,7 @@ class Links:
         if isinstance(item, Frame):
             link.send_frame(item)
             return True
-        data = item.SerializeToString()
+        data = seal(item.SerializeToString())
         if len(data) > MESSAGE_LIMIT:
             raise WireError(f"a message of {len(data)} bytes; at most {MESSAGE_LIMIT}")
         link.send(data)
@@ -581,7 +588,7 @@ class Links:
 
     def heartbeat(self, received: int) -> bytes:
         heartbeat = stage_pb2.Heartbeat(view=self._view, received=received)
-        return stage_pb2.Message(heartbeat=heartbeat).SerializeToString()
+        return seal(stage_pb2.Message(heartbeat=heartbeat).SerializeToString())
 
     def forget(self, link: _Link, report: bool) -> None:
         del self._links[link.peer]
@@ -589,7 +596,7 @@ class Links:
         self.dial_soon(link.peer)
         if report:
             unfinished = link.session.outbox.unfinished()
-            self.events.on_link_lost(link.peer, link.reason, unfinished)
+            self.events.on_link_lost(link.peer, link.reason, unfinished, link.cause)
 
     def dial_soon(self, node: str) -> None:
         """If it is for this node to do."""
@@ -994,7 +1001,7 @@ class Links:
             session.resume(hello)
         except WireError as error:
             if link is not None:
-                link.end(f"{dialler} sent what can't be: {error}")
+                link.end(f"{dialler} sent what can't be: {error}", cause=error.cause)
             raise
         return session
 

@@ -19,13 +19,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from xxhash import xxh3_64_hexdigest
+
 from planaria.node.wire.chunks import Inbox, Outbox
-from planaria.node.wire.frames import KINDS, UINT64, Frame, WireError
+from planaria.node.wire.frames import KINDS, UINT64, DamagedError, Frame, WireError
 
 ACKNOWLEDGE_EVERY: Final = 64
 """Messages, after which the next heartbeat is due at once."""
 
-_HELLO: Final = re.compile(rf"\d{{1,20}}( \d{{1,20}}){{4}}( \d+:\d+){{0,{len(KINDS)}}}")
+_HELLO: Final = re.compile(
+    rf"\d{{1,20}}( \d{{1,20}}){{4}}( \d+:\d+){{0,{len(KINDS)}}} [0-9a-f]{{16}}"  # the checksum
+)
 
 
 class Outdated(Exception):  # noqa: N818 (not an error)
@@ -54,14 +58,18 @@ class Hello:
     def pack(self) -> str:
         numbers = self.session, self.other, self.number, self.messages, self.frames
         pairs = (f"{frame}:{received}" for frame, received in self.partial.items())
-        return " ".join([*map(str, numbers), *pairs])
+        text = " ".join([*map(str, numbers), *pairs])
+        return f"{text} {xxh3_64_hexdigest(text.encode())}"
 
     @classmethod
     def parse(cls, text: str) -> Hello:
         """Raises WireError."""
         if len(text) > 1000 or not _HELLO.fullmatch(text):
             raise WireError(f"{text[:80]!r} is no hello of a link")
-        words = text.split(" ")
+        said, _, checksum = text.rpartition(" ")
+        if xxh3_64_hexdigest(said.encode()) != checksum:
+            raise DamagedError(f"the checksum of the hello {said[:80]!r} is not that sent")
+        words = said.split(" ")
         session, other, number, messages, frames = map(int, words[:5])
         pairs = [word.split(":") for word in words[5:]]
         partial = {int(frame): int(received) for frame, received in pairs}

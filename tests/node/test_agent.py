@@ -232,6 +232,17 @@ def test_an_activation_that_was_lost_with_the_link_is_the_drivers_affair() -> No
     assert "broke before a frame was through: reset" in cut.cut.reason
 
 
+def test_who_sent_what_ended_a_link_is_accused_at_the_driver() -> None:
+    seat = Seat("b")
+    seat.hears("a", ATTEMPT, step=begin())
+    why = "c sent what can't be: the checksum of a chunk of frame 3 is not that sent"
+    seat.agent.on_link_lost("c", why, [], 1.0, registry.CHECKSUM)
+    to, cut = seat.net.sent[-1]
+    assert to == "a"
+    assert isinstance(cut, pb.Message)
+    assert cut.cut == pb.Cut(node="c", reason=why, cause=registry.CHECKSUM)
+
+
 def test_the_loss_of_a_link_to_no_member_changes_nothing() -> None:
     seat = Seat("b")
     seat.hears("a", ATTEMPT, step=begin())

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import pytest
 
+from planaria.bootstrap.registry_pb2 import SILENT
 from planaria.lab.convergence.training import State, TrainingSwarm, train
 from planaria.node.data.corpus import Corpus
 from planaria.node.report.ledger import audit, merge
@@ -340,7 +341,7 @@ async def test_a_gradient_for_a_twin_that_is_lost_with_its_link_is_sent_again(co
             if not isinstance(item, Frame) or item.kind != "twin" or lost:
                 return send(peer, item)
             lost.append(item)
-            asyncio.get_running_loop().call_soon(node.on_link_lost, peer, "cut", [item])
+            asyncio.get_running_loop().call_soon(node.on_link_lost, peer, "cut", [item], SILENT)
             return True
 
         node.links.send = send_or_lose

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import msgpack
 import pytest
@@ -19,6 +20,7 @@ from planaria.node.wire.frames import (
     parse_chunk,
 )
 from planaria.node.wire.stage_pb2 import Chunk as ProtobufChunk
+from planaria.node.wire.stage_pb2 import Message
 from planaria.node.wire.tensors import decode, encode
 
 SHAPES = [(), (1,), (0,), (3, 0, 2), (255,), (256,), (257,), (3, 5, 100)]
@@ -272,7 +274,46 @@ def test_chunks_are_written_byte_for_byte_as_protobuf_does(
     data = fields["data"]
     assert isinstance(data, bytes)
     packed = pack_chunk(**fields | {"data": split(data, cuts)})  # type: ignore[arg-type]
-    assert packed == ProtobufChunk(**fields).SerializeToString()  # type: ignore[arg-type]
+    found = parse_chunk(packed)
+    found.verify()
+    expected = ProtobufChunk(**fields, checksum=found.checksum)  # type: ignore[arg-type]
+    assert packed == expected.SerializeToString()
+
+
+@given(CHUNKS, st.integers(0))
+def test_any_flipped_bit_of_a_chunk_beside_its_data_is_noticed(
+    fields: dict[str, Any], position: int
+) -> None:
+    """The checksums of the data are in the head."""
+    data = fields["data"]
+    packed = pack_chunk(**fields | {"data": [data]})
+    behind = pack_chunk(acknowledged=fields["acknowledged"])
+    start = len(packed) - len(behind) - len(data)
+    bits = [bit for bit in range(8 * len(packed)) if not 0 <= bit // 8 - start < len(data)]
+    with pytest.raises(WireError):
+        parse_chunk(flip(packed, bits[position % len(bits)])).verify()
+
+
+def flip(packed: bytes, bit: int) -> bytes:
+    flipped = bytearray(packed)
+    flipped[bit // 8] ^= 1 << bit % 8
+    return bytes(flipped)
+
+
+@given(st.binary(max_size=300), st.integers(0))
+def test_any_flipped_bit_of_a_message_is_noticed(message: bytes, position: int) -> None:
+    sealed = frames.seal(message)
+    assert frames.unseal(sealed) == message
+    with pytest.raises(frames.DamagedError, match="checksum of a message"):
+        frames.unseal(flip(sealed, position % (8 * len(sealed))))
+
+
+def test_the_checksum_of_a_message_is_a_field_of_it() -> None:
+    message = Message(ballot={"view": 1, "attempt": 2}, ready={"step": 3}, seat=4)
+    sealed = Message.FromString(frames.seal(message.SerializeToString()))
+    assert sealed.checksum
+    sealed.ClearField("checksum")
+    assert sealed == message
 
 
 def same(found: frames.Chunk, expected: ProtobufChunk) -> bool:
@@ -283,6 +324,7 @@ def same(found: frames.Chunk, expected: ProtobufChunk) -> bool:
         expected.head,
         expected.data,
         expected.acknowledged,
+        expected.checksum,
     )
 
 

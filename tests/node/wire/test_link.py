@@ -15,8 +15,9 @@ import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from planaria.bootstrap.credentials import Credentials
+from planaria.bootstrap.registry_pb2 import CHECKSUM, SHAPE, Cause
 from planaria.node.wire import link
-from planaria.node.wire.frames import Frame, WireError
+from planaria.node.wire.frames import Frame, WireError, pack_chunk, seal
 from planaria.node.wire.link import Links, LinkSettings, Peer
 from planaria.node.wire.session import Hello, Silence
 from planaria.node.wire.stage_pb2 import Chunk, Message
@@ -31,7 +32,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
-        self.hold = False
+        self.causes: list[Cause] = []  # of links lost
 
     def on_message(self, peer: str, message: Message) -> None:
         self.queue.put_nowait(("message", peer, message))
@@ -42,7 +43,10 @@ class Recorder:
     def on_link_up(self, peer: str) -> None:
         self.queue.put_nowait(("up", peer))
 
-    def on_link_lost(self, peer: str, reason: str, unacknowledged: list[Frame]) -> None:
+    def on_link_lost(
+        self, peer: str, reason: str, unacknowledged: list[Frame], cause: Cause
+    ) -> None:
+        self.causes.append(cause)
         self.queue.put_nowait(("lost", peer, reason, unacknowledged))
 
     async def next(self, kind: str) -> tuple[Any, ...]:
@@ -246,7 +250,7 @@ async def test_who_has_lost_the_link_gets_a_new_one() -> None:
         b.links.set_peers(1, [Peer("a", ""), Peer("b", b.address), Peer("c", "")], [])
         async with dialled(b, "c") as first:
             await b.events.next("up")
-            async with dialled(b, "c", link="2 0 1 0 0"):
+            async with dialled(b, "c", link=hello(2)):
                 why = "c has lost the link, and dialled anew"
                 assert await b.events.next("lost") == ("c", why, [])
                 await b.events.next("up")
@@ -257,24 +261,27 @@ async def test_a_dial_that_others_have_overtaken_changes_nothing() -> None:
     b = Node("b")
     async with started(b):
         b.links.set_peers(1, [Peer("c", "")], [])
-        async with dialled(b, "c", link="3 0 7 0 0") as calls:
+        async with dialled(b, "c", link=hello(3, 7)) as calls:
             await b.events.next("up")
-            for link in ("3 0 6 0 0", "2 0 9 0 0"):
+            for link in (hello(3, 6), hello(2, 9)):
                 with pytest.raises(grpc.aio.AioRpcError, match="b has a newer connection") as error:
                     async with dialled(b, "c", link=link):
                         pass
                 assert error.value.code() is grpc.StatusCode.ALREADY_EXISTS
-            await calls["Control"].write(message(1).SerializeToString())
+            await calls["Control"].write(seal(message(1).SerializeToString()))
             assert await b.events.next("message") == ("c", message(1))
 
 
 # Who is refused
 
-HELLO = Hello(session=1, other=0, number=1, messages=0, frames=0).pack()
+
+def hello(session: int = 1, number: int = 1, other: int = 0, **came: Any) -> str:
+    came = {"messages": 0, "frames": 0} | came
+    return Hello(session, other, number, **came).pack()
 
 
 def metadata(node: Node, dialler: str, /, **changes: str) -> tuple[tuple[str, str], ...]:
-    pairs = {"run": "run", "node": dialler, "peer": node.name, "protocol": "2", "link": HELLO}
+    pairs = {"run": "run", "node": dialler, "peer": node.name, "protocol": "3", "link": hello()}
     return tuple((f"planaria-{key}", value) for key, value in (pairs | changes).items())
 
 
@@ -309,11 +316,15 @@ async def farewell(call: Any) -> str:
         ({"node": "x"}, "PERMISSION_DENIED", "'x' is no member of view 7, the newest that b knows"),
         ({"run": "other"}, "PERMISSION_DENIED", "b is in run run, not 'other'"),
         ({"peer": "c"}, "NOT_FOUND", "this is node b, not 'c'"),
-        ({"protocol": "1"}, "FAILED_PRECONDITION", "b speaks protocol 2, the dialler 1"),
+        ({"protocol": "1"}, "FAILED_PRECONDITION", "b speaks protocol 3, the dialler 1"),
         ({"link": "x"}, "INVALID_ARGUMENT", "'x' is no hello of a link"),
-        ({"link": "1 9 1 0 0"}, "DATA_LOSS", "b has no such link: its session 9 is over"),
-        ({"link": "1 0 1 5 0"}, "INVALID_ARGUMENT", "5 messages acknowledged, which can't be"),
-        ({"link": "1 0 1 0 0 3:4"}, "INVALID_ARGUMENT", "0 frames begun, of which"),
+        ({"link": hello(other=9)}, "DATA_LOSS", "b has no such link: its session 9 is over"),
+        (
+            {"link": hello(messages=5)},
+            "INVALID_ARGUMENT",
+            "5 messages acknowledged",
+        ),
+        ({"link": hello(partial={3: 4})}, "INVALID_ARGUMENT", "0 frames begun, of which"),
         ({"token": "bad"}, "UNAUTHENTICATED", "the join token is not this run's"),
     ],
 )
@@ -364,22 +375,20 @@ async def test_two_nodes_cannot_share_a_port() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stream", "sent", "why"),
+    ("stream", "sent", "why", "cause"),
     [
-        ("Bulk", b"\x08", "a chunk that ends inside a number"),
-        ("Bulk", Chunk(frame=2, size=1, data=b"a").SerializeToString(), "a new frame would be 1"),
-        ("Bulk", Chunk(frame=1, size=1, data=b"a").SerializeToString(), "head of a frame"),
-        (
-            "Bulk",
-            Chunk(frame=1, size=2**60).SerializeToString(),
-            "a payload of 1152921504606846976",
-        ),
-        ("Bulk", Chunk(frame=9, acknowledged=5).SerializeToString(), "4 bytes of frame 9"),
-        ("Control", b"\xff", "not one of stage.proto's"),
+        ("Bulk", b"\x08", "a chunk that ends inside a number", SHAPE),
+        ("Bulk", pack_chunk(frame=2, size=1, data=[b"a"]), "a new frame would be 1", SHAPE),
+        ("Bulk", pack_chunk(frame=1, size=1, data=[b"a"]), "head of a frame", SHAPE),
+        ("Bulk", pack_chunk(frame=1, size=2**60), "a payload of 1152921504606846976", SHAPE),
+        ("Bulk", pack_chunk(frame=9, acknowledged=5), "4 bytes of frame 9", SHAPE),
+        ("Bulk", pack_chunk(frame=1)[:-1] + b"\0", "checksum of a chunk of frame 1", CHECKSUM),
+        ("Control", seal(b"\xff"), "not one of stage.proto's", SHAPE),
+        ("Control", message(1).SerializeToString(), "checksum of a message", CHECKSUM),
     ],
 )
 async def test_malformed_input_ends_its_link_and_no_other(
-    stream: str, sent: bytes, why: str
+    stream: str, sent: bytes, why: str, cause: Cause
 ) -> None:
     a, b = Node("a"), Node("b")
     async with started(a, b):
@@ -396,6 +405,7 @@ async def test_malformed_input_ends_its_link_and_no_other(
             peer, reason, _ = await b.events.next("lost")
             assert peer == "c"
             assert why in reason
+            assert b.events.causes == [cause]
         a.links.send("b", message(1))
         assert await b.events.next("message") == ("a", message(1))
 
@@ -403,7 +413,7 @@ async def test_malformed_input_ends_its_link_and_no_other(
 async def test_a_dialler_says_what_was_malformed_too() -> None:
     said: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    accepted = (("planaria-node", "b"), ("planaria-link", "1 1 1 0 0"))
+    accepted = (("planaria-node", "b"), ("planaria-link", Hello(1, 1, 1, 0, 0).pack()))
 
     async def control(_: Any, context: Any) -> None:
         await context.send_initial_metadata(accepted)

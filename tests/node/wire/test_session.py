@@ -3,11 +3,12 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from hypothesis import settings
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from planaria.node.wire.frames import KINDS, Frame, buffers_of, parse_chunk
+from planaria.node.wire.frames import KINDS, Frame, WireError, buffers_of, parse_chunk
 from planaria.node.wire.session import (
     Begun,
     Bounds,
@@ -18,6 +19,24 @@ from planaria.node.wire.session import (
 )
 
 BOUNDS = Bounds(chunk=10, window=30, payload=1000, messages=200, asleep=500)
+
+
+@given(
+    st.builds(
+        Hello,
+        *[st.integers(1, 2**64 - 1)] * 5,
+        st.dictionaries(st.integers(1, 2**64 - 1), st.integers(0, 2**40), max_size=len(KINDS)),
+    ),
+    st.integers(0),
+)
+def test_any_flipped_bit_of_a_hello_is_noticed(hello: Hello, position: int) -> None:
+    packed = hello.pack()
+    assert Hello.parse(packed) == hello
+    flipped = bytearray(packed.encode())
+    bit = position % (8 * len(flipped))
+    flipped[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(WireError):
+        Hello.parse(flipped.decode("latin-1"))
 
 
 def frame(size: int, kind: str, number: int) -> Frame:
