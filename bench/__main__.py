@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bench import (
+    blinking,
     checks,
     join,
     link,
@@ -21,6 +22,7 @@ def main() -> None:
         ("Checks of numbers against the step that they belong to", checks.main),
         ("Being ready for losses against not being ready", recovery.main),
         ("Frames on links against bare bytes on the same gRPC stream", link.main),
+        ("Links that break again and again against links that hold", blinking.main),
         ("Renewals at the registry", registry.main),
         ("The stall when a replica joins", join.main),
         ("The loss of a replica in the middle of a step", replica_loss.main),

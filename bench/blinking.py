@@ -1,0 +1,101 @@
+"""What links that break again and again cost, against the same swarm while nothing breaks.
+
+In one run, in turns: for `SPELL` seconds nothing is wrong, then all connections between nodes are
+reset each 1 s for as long, then nothing, then each 2 s, and so on. The ratio is the steps committed
+in a spell of resets to the mean of the two quiet ones around it. Nobody may be evicted, no stage
+rebuilt, no attempt aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from bisect import bisect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from planaria.lab.chaos.command import RUN
+from planaria.lab.chaos.outcome import Record, judge
+from planaria.lab.chaos.schedule import BLINKS, EVERYBODY, Fault, Shape
+from planaria.lab.chaos.swarm import SickSwarm
+from planaria.node.data.prepare import Recipe, prepare
+from planaria.node.report.events import Committed
+from planaria.node.resolve import resolve
+from planaria.node.run_file import loads, override
+
+TEXT: Final = Path(__file__).parent.parent / "corpus" / "austen"
+SPELL: Final = 18.0
+"""Seconds; each of the kinds resets twice in it, or more often."""
+GOAL: Final = 0.8
+
+
+class Figures(NamedTuple):
+    """`ratios`: kind of fault -> steps to those of the quiet spells around it."""
+
+    ratios: dict[str, float]
+    usual: float  # steps a second in quiet spells
+    evicted: int
+    rebuilt: int
+    aborted: int
+
+
+def blinking(replicas: int, out: Path) -> Figures:
+    """Of a swarm with so many nodes a stage. Raises SystemExit when it
+    does not go on, or another promise is broken."""
+    faults = [
+        Fault((1 + 2 * n) * SPELL, kind, EVERYBODY, SPELL, {}) for n, kind in enumerate(BLINKS)
+    ]
+    shape = Shape(stages=2, replicas=replicas, kinds=tuple(BLINKS))
+    prepare(Recipe([str(TEXT)]), out / "data")
+    run = override(
+        loads(RUN),
+        data__path=str(out / "data"),
+        model__stages=shape.stages,
+        swarm__replicas=replicas,
+    )
+
+    async def train() -> str:
+        minutes = (faults[-1].end + SPELL) / 60
+        async with SickSwarm(resolve(run), shape, faults, minutes, out / "run") as swarm:
+            return await swarm.train()
+
+    outcome = judge(out / "run", {}, asyncio.run(train()))
+    if outcome["broken"]:
+        raise SystemExit("\n".join(outcome["broken"]))
+    record = Record.read(out / "run")
+    committed = {e.event.step: e.time for e in record.events if isinstance(e.event, Committed)}
+    commits = sorted(committed.values())
+    ratios, quiet = {}, []
+    for fault in record.faults:
+        before = _steps(commits, fault.time - SPELL, fault.time)
+        after = _steps(commits, fault.end, fault.end + SPELL)
+        quiet.append((before + after) / 2)
+        ratios[fault.kind] = _steps(commits, fault.time, fault.end) / quiet[-1]
+    return Figures(
+        ratios,
+        sum(quiet) / len(quiet) / SPELL,
+        len(outcome["evictions"]),
+        sum(outcome["rebuilds"].values()),
+        outcome["aborted"],
+    )
+
+
+def _steps(commits: Sequence[float], start: float, end: float) -> int:
+    return bisect(commits, end) - bisect(commits, start)
+
+
+def main() -> None:
+    for replicas in (1, 2):
+        with tempfile.TemporaryDirectory() as folder:
+            found = blinking(replicas, Path(folder))
+        nodes = "one node" if replicas == 1 else f"{replicas} nodes"
+        print(f"{nodes} a stage, {found.usual:.1f} steps a second while nothing breaks:")
+        for kind, ratio in found.ratios.items():
+            print(f"  ratio {kind} / nothing: {ratio:.2f} (goal {GOAL})")
+        counts = found.evicted, found.rebuilt, found.aborted
+        print("  evicted {}, rebuilt {}, aborted {} (goals 0)".format(*counts), flush=True)
+
+
+if __name__ == "__main__":
+    main()
