@@ -525,6 +525,7 @@ class Node:
         number, links = self.measured
         of_machine = registry.Report(
             memory=self.memory,
+            stalled_seconds=0.0 if self.hang is None else self.hang.seconds,
             measured=number,
             links=links,
             complaints=self.missing.complaints(lambda peer: bool(self.links.carrier(peer))),

@@ -282,10 +282,7 @@ def stage_table(description: Description, stages: int) -> Table:
 
 def state(members: Iterable[MemberDescription]) -> Text:
     """The states of a stage's nodes, counted."""
-    states = Counter(
-        ("suspected", "yellow") if one.suspected else _PHASES.get(one.report.phase, _JOINED)
-        for one in members
-    )
+    states = Counter(_state_of(one) for one in members)
     if not states:
         return Text("vacant", style="bold red")
     parts = [
@@ -293,6 +290,14 @@ def state(members: Iterable[MemberDescription]) -> Text:
         for (word, style), count in sorted(states.items())
     ]
     return Text(", ").join(parts)
+
+
+def _state_of(one: MemberDescription) -> tuple[str, str]:
+    if one.suspected:
+        return "suspected", "yellow"
+    if one.report.stalled_seconds:
+        return "hangs", "bold red"
+    return _PHASES.get(one.report.phase, _JOINED)
 
 
 _JOINED = ("joining", "cyan")

@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from planaria.bootstrap.client import RegistryClient, RegistryUnreachable
-from planaria.bootstrap.registry_pb2 import Description, Member, MemberDescription
+from planaria.bootstrap.registry_pb2 import Description, Member, MemberDescription, Report
 from planaria.node.report.events import Severity
 from planaria.node.report.live_view import progress, stage_table, state, styled
 from planaria.node.run_file import RunFile, RunFileError, loads
@@ -162,7 +162,7 @@ def _members(description: Description) -> Table:
         table.add_row(
             "standby" if member.standby else str(member.stage),
             escape(member.node),
-            state([one]),
+            Text(" ").join([state([one]), *_stalled(report)]),
             str(report.committed),
             f"{one.since_renewal:.1f} s",
             decimal(report.bytes_in, separator="").removesuffix("ytes"),
@@ -170,6 +170,11 @@ def _members(description: Description) -> Table:
             escape(f"{member.address or 'dials out'}, {member.device} on {member.host}"),
         )
     return table
+
+
+def _stalled(report: Report) -> list[Text]:
+    """For how long its compute thread has made no progress."""
+    return [Text(f"{report.stalled_seconds:.0f} s")] if report.stalled_seconds else []
 
 
 def _cuts(description: Description) -> list[Text]:

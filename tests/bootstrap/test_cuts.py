@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from itertools import combinations
 
+import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -159,6 +160,18 @@ def test_blinks_change_nothing(stages: list[int], cuts: set[int], seconds: float
         world.blocked = set()
         world.wait(1)
     assert world.machine.view == view
+
+
+@pytest.mark.parametrize("hung", ["n1", "n2"])
+def test_of_two_last_holders_the_one_whose_compute_hangs_is_not_spared(hung: str) -> None:
+    """n3 could carry for them, and doesn't."""
+    world = World([0, 1, 2, 3], carrying=False)
+    world.blocked = {frozenset(("n1", "n2"))}
+    world.wait(60)
+    assert world.evicted == []
+    world.stalled = {hung}
+    world.wait(5)
+    assert world.evicted == [hung]
 
 
 def test_a_link_that_comes_and_goes_keeps_its_relay() -> None:

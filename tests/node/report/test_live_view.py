@@ -471,6 +471,13 @@ def test_who_can_not_write_is_named_in_red_whoever_drives():
     assert any("\x1b[1;31mcan't write view 6" in line for line in lines)
 
 
+def test_the_status_page_tells_whose_compute_hangs_and_for_how_long():
+    hangs = member(NEW, 2, phase="running", stalled_seconds=34.2)
+    text = text_of(page(described(member(OLD, 2, phase="running"), hangs)))
+    assert "1 hangs, 1 running" in text
+    assert re.search(rf"{NEW} +hangs 34 s", text)
+
+
 @pytest.mark.parametrize(
     ("phase", "committed", "yellow"), [("idle", 4, True), ("running", 4, False), ("idle", 0, False)]
 )
