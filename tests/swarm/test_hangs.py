@@ -1,15 +1,23 @@
-"""Compute threads that hang in processes whose event loops live, as with a stuck device."""
+"""Compute threads that hang beside event loops that live, as with a stuck device."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from planaria.node.data.corpus import Corpus
+from planaria.node.report.ledger import audit
+from planaria.node.run_file import loads
+from planaria.node.stage.watch import FLOOR
 from tests.swarm.deaths import Swarm
+from tests.swarm.in_process import LocalSwarm, OneSeat
 
 RUN = """
 steps = 40
@@ -59,3 +67,95 @@ def test_a_node_that_hangs_says_so_and_ends_when_it_is_told_to(swarm, number) ->
         sick.pause()
     assert ended == [0]
     assert "hangs" in sick.processes.log(HUNG).read_text()
+
+
+PAIRS = """
+steps = 100000
+[model]
+preset = "tiny"
+dim = 32
+context = 32
+stages = 3
+[training]
+batch = 6
+microbatch = 1
+warmup = 5
+validation_microbatches = 0
+[recovery.relearn]
+passes = 0
+[swarm]
+replicas = {replicas}
+progress = 10
+"""
+
+
+@pytest.fixture(scope="module")
+def corpus(data: Path) -> Corpus:
+    return Corpus.open(data)
+
+
+@pytest.fixture
+def hang() -> Iterator[Callable[[OneSeat], None]]:
+    """From its next forward pass on, a node's compute thread hangs until the test is over."""
+    over = threading.Event()
+
+    def strike(node: OneSeat) -> None:
+        def forward(*_: object) -> None:
+            over.wait()
+
+        node.seat.arithmetic.work.forward = forward
+
+    yield strike
+    over.set()
+
+
+async def test_a_step_is_committed_without_a_replica_that_hangs_which_is_named_and_replaced(
+    corpus, tmp_path, hang
+):
+    async with LocalSwarm(loads(PAIRS.format(replicas=2)), corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 3)
+        sick, others = swarm.nodes[2, 1][0], [n for n, _ in swarm.nodes.values()]
+        others.remove(sick)
+        hang(sick)
+        await swarm.until(sick.over.done)
+        assert "hang: " in sick.over.result()
+        at = swarm.committed()
+        await swarm.until(lambda: swarm.committed() >= at + 3)
+        assert {told["node"] for told in told_of(tmp_path, "held up")} == {sick.node}
+        assert sick.node in told_of(tmp_path, "masked")[-1]["nodes"]
+        swarm.nodes.pop((2, 1))
+        heir = swarm.start(2, 1)
+        await swarm.until(lambda: heir.member and heir.member.phase.value == "running")
+        assert not any(node.over.done() for node in others)
+    assert not [e for e in told_of(tmp_path, "rebuilt") if e["method"] != "replica"]
+    assert audit(tmp_path).exact
+
+
+async def test_the_last_node_of_a_stage_that_hangs_is_named_at_once_and_then_replaced(
+    corpus, tmp_path, hang
+):
+    async with LocalSwarm(loads(PAIRS.format(replicas=1)), corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 3)
+        sick, others = swarm.nodes[2, 0][0], [n for n, _ in swarm.nodes.values()]
+        others.remove(sick)
+        hang(sick)
+        await swarm.until(lambda: sick.client.reported.stalled_seconds)
+        assert sick.client.reported.stalled_seconds >= FLOOR
+        await swarm.until(lambda: told_of(tmp_path, "held up"))
+        assert not sick.over.done()
+        await swarm.until(sick.over.done)
+        assert "hang: " in sick.over.result()
+        at = swarm.committed()
+        swarm.nodes.pop((2, 0))
+        swarm.start(2, 0)
+        await swarm.until(lambda: swarm.committed() >= at + 3)
+        assert not any(node.over.done() for node in others)
+    assert {told["node"] for told in told_of(tmp_path, "held up")} == {sick.node}
+    rebuilt = told_of(tmp_path, "rebuilt")
+    assert [(e["stage"], e["method"]) for e in rebuilt] == [(2, "checkfree")]
+    assert audit(tmp_path).exact
+
+
+def told_of(directory: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for path in directory.glob("events-*") for line in path.open()]
+    return [told for told in lines if told["kind"] == kind]
