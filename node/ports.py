@@ -69,7 +69,7 @@ class Compute(Protocol):
 
     @property
     def computing(self) -> bool:
-        """Whether there is one to do."""
+        """Whether there is one to do, and it isn't a disk that is waited for."""
         ...
 
     def post(

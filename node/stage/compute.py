@@ -8,7 +8,8 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -19,6 +20,25 @@ T = TypeVar("T")
 
 END = 2.0
 """Seconds in which the task at hand has to end when the thread is to."""
+
+
+_here = threading.local()
+
+
+@contextmanager
+def waiting_for_disk() -> Iterator[None]:
+    """In a compute thread this block doesn't count as computing, however long it takes; a slow disk
+    is no hanging device. In other threads it is nothing."""
+    watch: Watch | None = getattr(_here, "watch", None)
+    if watch is None:
+        yield
+        return
+    began = time.monotonic()
+    watch.waits = True
+    try:
+        yield
+    finally:
+        watch.waited(time.monotonic() - began)
 
 
 class ComputeThread:
@@ -41,7 +61,7 @@ class ComputeThread:
 
     @property
     def computing(self) -> bool:
-        return self.busy_since is not None or bool(self._tasks)
+        return not self.watch.waits and (self.busy_since is not None or bool(self._tasks))
 
     def post(
         self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
@@ -84,6 +104,7 @@ class ComputeThread:
         return not self._thread.is_alive()
 
     def _work(self) -> None:
+        _here.watch = self.watch
         while True:
             with self._wake:
                 while not self._tasks and not self._stopped:

@@ -47,6 +47,7 @@ class Watch:
         self._first, self._floor = first, floor
         self._seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
         self._at: tuple[str, float, float] | None = None  # task, since when, its median
+        self.waits = False  # the task at hand does nothing but that
         self._looked: float | None = None
         self._excused = 0.0  # what was before then says nothing of the compute thread
 
@@ -62,6 +63,13 @@ class Watch:
         (task, since, _), self._at = self._at, None
         self._seconds[task].append(now - since)
 
+    def waited(self, seconds: float) -> None:
+        """The task at hand goes on, having waited for a disk, or whatever isn't the device."""
+        assert self._at is not None
+        task, since, usual = self._at
+        self._at = task, since + seconds, usual
+        self.waits = False
+
     # --- beside it
 
     def look(self, now: float) -> Hang | None:
@@ -70,7 +78,7 @@ class Watch:
             self._excused = now
         self._looked = now
         at = self._at
-        if at is None:
+        if at is None or self.waits:
             return None
         task, since, usual = at
         seconds = now - max(since, self._excused)

@@ -20,6 +20,7 @@ from torch import Tensor
 from planaria.node.data.corpus import Corpus
 from planaria.node.data.windows import Windows, microbatch_ids, samples_hash
 from planaria.node.run_file import RunFile
+from planaria.node.stage.compute import waiting_for_disk
 from planaria.node.stage.model import BodyStage, EmbeddingStage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.shape import ModelConfig
@@ -180,7 +181,8 @@ class TorchWork:
         else:
             split = "train"
             ids = microbatch_ids(self._windows.ids(self._begun.begin.step), microbatch, size)
-        tokens = self.corpus.samples(split, self.config.context, ids)
+        with waiting_for_disk():
+            tokens = self.corpus.samples(split, self.config.context, ids)
         return ids, torch.from_numpy(tokens).to(self.device)
 
     def _decoded(self, visit: Visit, peer: str, frame: Frame) -> Tensor:

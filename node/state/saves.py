@@ -42,6 +42,7 @@ from torch import Tensor
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from planaria.node.ports import OpenDisk
+from planaria.node.stage.compute import waiting_for_disk
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
 
@@ -292,7 +293,8 @@ class Writer:
     def _hand_over(self, state: StageState) -> None:
         try:
             # Once the disk has let us wait in vain, training doesn't wait for it at every save.
-            buffers = self._slots.get(timeout=0.0 if self._stuck else PATIENCE)
+            with waiting_for_disk():
+                buffers = self._slots.get(timeout=0.0 if self._stuck else PATIENCE)
         except Empty:
             self._stuck = True
             waiting = ", ".join(str(save.step) for save in list(self._waiting))
@@ -384,7 +386,8 @@ class SavesOnDisk:
         return found
 
     def damaged(self) -> set[Age]:
-        return set(self._saves.listed()) - set(self._saves.sound())
+        with waiting_for_disk():
+            return set(self._saves.listed()) - set(self._saves.sound())
 
     def write(self, state: StageState) -> None:
         self._writer.save(state)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.node.ports import Priority
-from planaria.node.stage.compute import ComputeThread
+from planaria.node.stage.compute import ComputeThread, waiting_for_disk
 from planaria.node.stage.watch import FLOOR, HELD_UP, KNOWN, TIMES, Hang, Watch, kind_of
 
 LOOK = 0.05
@@ -73,6 +73,27 @@ def test_nothing_hangs_where_nothing_is_done() -> None:
     assert watched.passes(100.0) is None
 
 
+def test_a_task_that_waits_for_a_disk_does_not_hang_however_long_it_takes() -> None:
+    """And it is not taken to be usual that it takes so long."""
+    watched = Watched()
+    for _ in range(KNOWN):
+        watched.watch.began("apply", watched.now)
+        watched.passes(0.1)
+        watched.watch.waits = True
+        assert watched.passes(100.0) is None
+        watched.watch.waited(100.0)
+        assert watched.passes(0.1) is None
+        watched.watch.ended(watched.now)
+    watched.watch.began("apply", watched.now)
+    watched.watch.waits = True
+    watched.passes(100.0)
+    watched.watch.waited(100.0)
+    assert watched.passes(FLOOR - 0.1) is None
+    hang = watched.passes(0.2)
+    assert hang is not None, "once the disk has answered, it is the device"
+    assert hang.usual == pytest.approx(0.2, abs=0.1)
+
+
 @given(st.floats(HELD_UP + 0.01, 1e4))
 def test_a_process_that_was_held_up_is_no_hanging_thread(seconds: float) -> None:
     watched = Watched()
@@ -114,3 +135,39 @@ async def test_a_thread_that_hangs_is_seen_and_left_behind() -> None:
     finally:
         hangs.set()
     assert compute.stop(60.0)
+
+
+async def test_a_thread_that_waits_for_a_disk_is_not_computing() -> None:
+    loop, asked, answers = asyncio.get_running_loop(), threading.Event(), threading.Event()
+    answered, done = threading.Event(), threading.Event()
+
+    def apply() -> None:
+        with waiting_for_disk():
+            asked.set()
+            answers.wait()
+        answered.set()
+        done.wait()
+
+    compute = ComputeThread("test", loop, Watch(first=0.0, floor=0.0))
+    try:
+        compute.post(apply, lambda _: None, Priority.CONTROL)
+        compute.post(lambda: None, lambda _: None, Priority.CONTROL)
+        await asyncio.to_thread(asked.wait)
+        assert compute.look() is None
+        assert not compute.computing, "its driver would take it to stand still"
+        answers.set()
+        await asyncio.to_thread(answered.wait)
+        assert compute.computing
+        hang = compute.look()
+        assert hang is not None
+        assert hang.task == "apply"
+    finally:
+        answers.set()
+        done.set()
+    await compute.run(lambda: None)
+    assert compute.stop(60.0)
+
+
+def test_elsewhere_waiting_for_a_disk_is_nothing_to_be_noted() -> None:
+    with waiting_for_disk():
+        pass

@@ -130,6 +130,24 @@ def test_a_pass_of_an_older_attempt_is_not_done(corpus):
     assert work.embed(Ballot(1, 2), visit) is None
 
 
+async def test_a_disk_that_is_slow_to_give_samples_is_no_hanging_device(corpus, monkeypatch):
+    compute = ComputeThread("test", asyncio.get_running_loop())
+    waits, read = [], Corpus.samples
+
+    def slowly(*arguments: Any) -> Any:
+        waits.append(compute.watch.waits)
+        return read(*arguments)
+
+    monkeypatch.setattr(Corpus, "samples", slowly)
+    work = make_work(corpus, "0.0", 0)
+    work.begin(BEGAN, pb.Begin(step=1))
+    visit = Visit(0, 0, Route(("0.0", "1.0", "2.0", "0.0"), (0, 1, 2, 0)))
+    assert await compute.run(partial(work.embed, BEGAN, visit)) is not None
+    assert waits == [True]
+    assert not compute.watch.waits
+    assert compute.stop(60.0)
+
+
 # --- the two threads
 
 

@@ -1,5 +1,6 @@
 """Run as a script, this file forks writers and kills them (see `main`)."""
 
+import asyncio
 import json
 import os
 import resource
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from planaria.node.stage.compute import ComputeThread
 from planaria.node.state import saves as module
 from planaria.node.state.saves import Saves, Writer, name_of
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
@@ -558,6 +561,26 @@ def test_training_goes_on_without_a_save_when_the_disk_hangs(
     gated.gate.set()
     assert writer.close(60) == []
     assert gated.sound() == [Age(0, 8), Age(0, 4)]
+
+
+async def test_waiting_for_the_disk_is_no_hang(
+    gated: GatedSaves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, waits = Reports().writer(gated), []
+    compute = ComputeThread("test", asyncio.get_running_loop())
+    get = writer._slots.get
+
+    def noted(timeout: float) -> dict[str, torch.Tensor]:
+        waits.append(compute.watch.waits)
+        return get(timeout=timeout)
+
+    monkeypatch.setattr(writer._slots, "get", noted)
+    await compute.run(partial(writer.save, state(4)))
+    assert waits == [True]
+    assert not compute.watch.waits
+    gated.gate.set()
+    assert writer.close(60) == []
+    assert compute.stop(60.0)
 
 
 def test_closing_names_what_was_not_written_in_time(gated: GatedSaves) -> None:
