@@ -354,11 +354,12 @@ class Cluster:
             return  # of a driver that is cut off: no commit can come of it
         if weights.lineage >= self.lineage and (weights.lineage, base) in self.opened:
             self._go_back(ballot, weights.lineage, base, weights.chain)
-        self.demand(weights.lineage == self.lineage, "I3", f"{who} in lineage {weights.lineage}")
-        if base == 0 and max(self.confirmed) > 0 and self._may_start_over(ballot):
+        gone = max(self.confirmed) > 0 or self.lineage > weights.lineage
+        if gone and (weights.lineage, base) == (0, 0) and self._may_start_over(ballot):
             self.confirmed = {0: b""}
-            self.lineage_from = ballot
+            self.lineage, self.lineage_from = 0, ballot
             self.counts["started over"] += 1
+        self.demand(weights.lineage == self.lineage, "I3", f"{who} in lineage {weights.lineage}")
         newest = max(self.confirmed)
         self.demand(base >= newest, "I3", f"{who}, but step {newest} was committed by all")
         if base in self.confirmed:
@@ -384,7 +385,7 @@ class Cluster:
     def _may_start_over(self, ballot: Ballot) -> bool:
         """Nobody is left, and the registry has not heard of more than one step."""
         view = self.registry.issued[ballot.view]
-        return view.committed <= 1
+        return (view.lineage, view.committed) <= (0, 1)
 
     def check_apply(self, node: Node, commit: pb.Commit) -> None:
         weights, stage = node.weights, node.stage
