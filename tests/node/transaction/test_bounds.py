@@ -70,7 +70,7 @@ def _value(draw: Callable[[Any], Any], of: Message, field: FieldDescriptor, dept
             return draw(st.booleans())
         case FieldDescriptor.TYPE_UINT32:
             return draw(st.sampled_from(WHOLES))
-        case FieldDescriptor.TYPE_UINT64:
+        case FieldDescriptor.TYPE_UINT64 | FieldDescriptor.TYPE_FIXED64:
             return draw(st.sampled_from(LARGE))
         case FieldDescriptor.TYPE_ENUM:
             return draw(st.sampled_from([0, 1, 2, 99]))
