@@ -10,7 +10,7 @@ from types import MappingProxyType
 from planaria.node.transaction.diverging import Told
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.overdue import Inquest
-from planaria.node.transaction.routing import plan, share_out, stand_ins
+from planaria.node.transaction.routing import Pair, plan, share_out, stand_ins
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 
@@ -250,9 +250,10 @@ def planned(
     seconds: Mapping[str, float],
     swapped: bool,
     idle: Collection[str] = (),
+    apart: Collection[Pair] = (),
 ) -> list[pb.Microbatch]:
     """Each of `count` microbatches with a node for each visit. Those that are `idle` have none
-    where their stage has others."""
+    where their stage has others; between two that are `apart` as few go as can be."""
     replicas = [_at_work(members, stage, idle) for stage in range(stages + 1)]
     index = {place.node: index for index, place in enumerate(members)}
     return [
@@ -262,7 +263,7 @@ def planned(
             order=route.stages[1:-1],
             places=[index[node] for node in route.nodes[1:-1]],
         )
-        for identity, route in enumerate(plan(count, replicas, seconds, swapped))
+        for identity, route in enumerate(plan(count, replicas, seconds, swapped, apart))
     ]
 
 

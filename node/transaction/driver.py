@@ -44,6 +44,7 @@ from planaria.node.transaction.gathering import Coming, Gathering, Standing, act
 from planaria.node.transaction.hanging import Hanging, slow_and_alone
 from planaria.node.transaction.joining import FOLLOWED, FOLLOWS, Joining
 from planaria.node.transaction.overdue import is_late
+from planaria.node.transaction.routing import Pair
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.transaction.syncing import Rebuilds, Syncing, copy_twins, decide_each, rebuild
 from planaria.node.wire import stage_pb2 as pb
@@ -114,6 +115,7 @@ class Driver:
         self.not_finite: dict[str, str] = {}  # who has made what is not, in this step, and why
         self.spoilt: Counter[str] = Counter()  # steps in which a node alone of its stage did
         self.idle: set[str] = set()  # members that have sent what can't be used
+        self.cuts: set[Pair] = set()  # members of which one had no link to the other
         self.last_abort = ""  # why, since the last commit
         self.pause_until = 0.0
         self.unrecorded = ""  # why no step is begun: no ledger is written
@@ -275,6 +277,7 @@ class Driver:
             self.view, self.coming = self.coming.view, None
             self.members = active(self.view)
             self.idle &= self.members.keys()
+            self.cuts = {pair for pair in self.cuts if pair <= self.members.keys()}
             right = {stage for n, stage in self.members.items() if n not in self.distrusted}
             # The last one of a stage is better than a guess.
             self.distrusted = {n for n in self.distrusted if self.members.get(n) in right}
@@ -496,7 +499,8 @@ class Driver:
 
     def _plan(self, count: int, swapped: bool) -> list[pb.Microbatch]:
         places, idle = self._places(), self.idle | self.not_finite.keys()
-        return planned(places, self.rules.stages, count, self.seconds, swapped, idle)
+        apart = self.cuts | {frozenset((relay.a, relay.b)) for relay in self.view.relays}
+        return planned(places, self.rules.stages, count, self.seconds, swapped, idle, apart)
 
     def _send_step(self, step: pb.Step, now: float) -> list[Effect]:
         if not step.ByteSize():
@@ -680,6 +684,7 @@ class Driver:
             return self._not_finite(attempt, cut.node, cut.reason, now)
         if cut.cause != SILENT:
             return self._wronged(peer, failed, now)
+        self.cuts.add(frozenset((peer, cut.node)))
         if self._can_mask([cut.node]) is None:
             return self._failed(peer, failed, now)
         why = f"{peer} can't reach {cut.node}: {cut.reason}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableSequence, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from planaria.node.wire import stage_pb2 as pb
@@ -36,6 +37,10 @@ def share_out(ids: Iterable[int], nodes: Sequence[str], seconds: Mapping[str, fl
     return chosen
 
 
+Pair = frozenset[str]
+"""Of two nodes."""
+
+
 class Route(NamedTuple):
     """Node and stage of each visit; the first and the last are the source, at stage 0."""
 
@@ -48,16 +53,53 @@ def plan(
     replicas: Sequence[Sequence[str]],
     seconds: Mapping[str, float],
     swapped: bool = False,
+    apart: Collection[Pair] = frozenset(),
 ) -> list[Route]:
     """A route for each of `count` microbatches, so that the replicas of each stage would finish
-    together. `replicas`: the nodes of stages 0, 1, .., L; `swapped`: orders of CheckFree+."""
+    together, and as few as can be go between two nodes that don't reach each other directly.
+    `replicas`: the nodes of stages 0, 1, .., L; `swapped`: orders of CheckFree+."""
     served = [share_out(range(count), nodes, seconds) for nodes in replicas]
-    planned = []
-    for identity in range(count):
-        visits = order(identity, len(replicas) - 1, swapped)
-        stages = (0, *visits, 0)
-        planned.append(Route(tuple(served[stage][identity] for stage in stages), stages))
-    return planned
+    visits = [(0, *order(number, len(replicas) - 1, swapped), 0) for number in range(count)]
+    while apart and any(_untangle(served, stage, visits, apart) for stage in range(len(served))):
+        pass  # each time there are fewer such hops
+    return [
+        Route(tuple(served[stage][number] for stage in stages), stages)
+        for number, stages in enumerate(visits)
+    ]
+
+
+def _untangle(
+    served: Sequence[MutableSequence[str]],
+    stage: int,
+    visits: Sequence[tuple[int, ...]],
+    apart: Collection[Pair],
+) -> bool:
+    """Microbatches change nodes with each other at this stage, so that fewer go between two that
+    are `apart`; each node keeps as many as it had. Returns whether any did."""
+    nodes = served[stage]
+    beside = [
+        tuple(served[b if a == stage else a][number] for a, b in pairwise(way) if stage in (a, b))
+        for number, way in enumerate(visits)
+    ]
+
+    def hops(number: int, node: str) -> int:
+        return sum(frozenset((node, other)) in apart for other in beside[number])
+
+    hopeless = set[tuple[str, tuple[str, ...]]]()
+    changed = False
+    for one in range(len(nodes)):
+        here = nodes[one]
+        if not hops(one, here) or (here, beside[one]) in hopeless:
+            continue
+        for other, there in enumerate(nodes):
+            now = hops(one, here) + hops(other, there)
+            if there != here and hops(one, there) + hops(other, here) < now:
+                nodes[one], nodes[other] = there, here
+                changed = True
+                break
+        else:
+            hopeless.add((here, beside[one]))
+    return changed
 
 
 def stand_ins(members: Iterable[pb.Place]) -> dict[str, str]:

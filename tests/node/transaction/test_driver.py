@@ -30,6 +30,7 @@ from planaria.node.transaction.driver import EVICTED, LONGEST_PAUSE, REPLACED, D
 from planaria.node.transaction.effects import Ballot, Effect, Rejoin, Send, Suspect
 from planaria.node.transaction.gathering import ANSWER, QUERY_AGAIN, Gathering
 from planaria.node.transaction.overdue import ASK
+from planaria.node.transaction.routing import routes
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 
@@ -80,14 +81,23 @@ class Told:
         return self.driver.current
 
     def views(
-        self, members: dict[str, int] | None = None, driver: str = "a", committed: int = 0
+        self,
+        members: dict[str, int] | None = None,
+        driver: str = "a",
+        committed: int = 0,
+        relays: Sequence[registry.Relay] = (),
     ) -> list[Effect]:
         self.number += 1
         if members is not None:
             self.members = members
         listed = [registry.Member(node=n, stage=s) for n, s in self.members.items()]
         view = registry.View(
-            number=self.number, members=listed, driver=driver, reason="so", committed=committed
+            number=self.number,
+            members=listed,
+            driver=driver,
+            reason="so",
+            committed=committed,
+            relays=relays,
         )
         return self.driver.viewed(view, self.now)
 
@@ -1350,6 +1360,36 @@ def test_who_stays_out_of_reach_for_some_costs_the_attempt():
     told.hears("b", cut=pb.Cut(node="g", reason="reset"))
     effects = told.waits(UNREACHED)
     assert "b can't reach g: reset" in events(effects, Aborted)[0].reason
+
+
+def meet(begin: pb.Begin, one: str, other: str) -> bool:
+    """Whether any microbatch goes from one of them to the other, or back."""
+    return any({one, other} <= set(route.nodes) for route in routes(begin).values())
+
+
+def test_the_next_attempt_goes_by_others_than_two_that_did_not_reach_each_other():
+    told = on_the_way()
+    assert meet(told.attempt.begin, "b", "c")
+    told.hears("b", cut=pb.Cut(node="c", reason="reset"))
+    told.waits(UNREACHED)
+    told.statuses(0)
+    assert not meet(told.attempt.begin, "b", "c")
+    told.views({**PAIRS, "new": 2})
+    told.hears("new", status=pb.Status())
+    told.commits()
+    told.statuses(1)
+    assert not meet(told.attempt.begin, "b", "c"), "they are members still"
+
+
+def test_routes_go_by_others_than_two_for_whom_somebody_carries():
+    told = Told(FOUR, PAIRS)
+    told.views(relays=[registry.Relay(a="b", b="c", via="a")])
+    told.statuses()
+    assert not meet(told.attempt.begin, "b", "c")
+    told.views()
+    told.commits()
+    told.statuses(1)
+    assert meet(told.attempt.begin, "b", "c")
 
 
 def test_a_node_without_which_it_can_not_go_on_need_not_be_waited_for():

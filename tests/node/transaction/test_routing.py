@@ -1,9 +1,14 @@
+from collections import Counter
+from collections.abc import Collection, Sequence
+from itertools import combinations, pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.node.transaction.routing import (
+    Pair,
     Route,
     earliest_finish,
     plan,
@@ -57,6 +62,52 @@ def test_a_plan_gives_each_visit_a_node_of_its_stage_by_speed():
         assert all(n in replicas[s] for n, s in zip(route.nodes, route.stages, strict=True))
     visited = [node for route in planned for node in route.nodes[:-1]]
     assert [visited.count(node) for node in "abcdefg"] == [3, 3, 6, 4, 2, 6, 6]
+
+
+def hops(planned: Sequence[Route], apart: Collection[Pair]) -> int:
+    """How often a microbatch goes between two of these."""
+    return sum(frozenset(hop) in apart for route in planned for hop in pairwise(route.nodes))
+
+
+def test_two_that_are_apart_have_no_microbatch_in_common_where_others_can():
+    replicas = [["a", "b"], ["c", "d"], ["e", "f"]]
+    apart = {frozenset("ce"), frozenset("ac")}
+    assert hops(plan(6, replicas, {}), apart) > 0
+    planned = plan(6, replicas, {}, apart=apart)
+    assert hops(planned, apart) == 0
+    visited = Counter(node for route in planned for node in route.nodes[1:])
+    assert set(visited.values()) == {3}, "each has as many as it would have"
+
+
+def test_whoever_has_to_go_between_two_that_are_apart_still_does():
+    replicas = [["a"], ["b"], ["c"]]
+    assert plan(2, replicas, {}, apart={frozenset("bc")}) == plan(2, replicas, {})
+
+
+def test_replicas_that_are_apart_change_no_route():
+    replicas = [["a"], ["b", "c"], ["d", "e"]]
+    assert plan(8, replicas, {}, apart={frozenset("bc")}) == plan(8, replicas, {})
+
+
+COUNTS = st.lists(st.integers(1, 3), min_size=5, max_size=6)
+
+
+@given(COUNTS, st.integers(0, 12), st.booleans(), st.data())
+def test_shares_stay_and_no_more_go_between_those_that_are_apart(counts, count, swapped, data):
+    replicas = [[f"{stage}.{i}" for i in range(nodes)] for stage, nodes in enumerate(counts)]
+    pairs = [frozenset(pair) for pair in combinations([n for nodes in replicas for n in nodes], 2)]
+    apart = data.draw(st.sets(st.sampled_from(pairs)))
+    usual = plan(count, replicas, {}, swapped)
+    planned = plan(count, replicas, {}, swapped, apart)
+    assert hops(planned, apart) <= hops(usual, apart)
+    visited = [
+        Counter(n for route in routes for n in route.nodes[1:]) for routes in (planned, usual)
+    ]
+    assert visited[0] == visited[1]
+    for route, before in zip(planned, usual, strict=True):
+        assert route.stages == before.stages
+        assert route.nodes[0] == route.nodes[-1]
+        assert all(n in replicas[s] for n, s in zip(route.nodes, route.stages, strict=True))
 
 
 def test_the_next_replica_stands_in():
