@@ -194,10 +194,10 @@ class _Link:
         elif self.connection is not None:
             self.connection.wake()
 
-    def carry_by(self, connection: _Connection, via: str) -> None:
+    def carry_by(self, connection: _Connection) -> None:
         """Which has begun with hellos of this session."""
         self.heard()
-        self.via = via
+        self.via = connection.via
         self.connection = connection
         connection.start()
 
@@ -249,8 +249,12 @@ class _Link:
 class _Connection:
     """Two streams to a peer that carry a link, from the handshake until they break."""
 
-    def __init__(self, links: Links, link: _Link, streams: Mapping[str, _Stream]) -> None:
+    def __init__(
+        self, links: Links, link: _Link, streams: Mapping[str, _Stream], via: str = ""
+    ) -> None:
         self._links, self._link, self._session = links, link, link.session
+        self.via = via
+        self._traffic = Traffic() if via else link.traffic  # what is carried counts on that link
         self._control, self._bulk = streams["Control"], streams["Bulk"]
         self._something_to_say, self._something_to_carry = asyncio.Event(), asyncio.Event()
         self._heartbeat = True  # is due
@@ -328,11 +332,11 @@ class _Connection:
             return None
         assert isinstance(data, bytes)
         self._link.heard()
-        self._link.traffic.bytes_in += len(data)
+        self._traffic.bytes_in += len(data)
         return data
 
     async def _write(self, stream: _Stream, data: bytes) -> None:
-        self._link.traffic.bytes_out += len(data)
+        self._traffic.bytes_out += len(data)
         await stream.write(data)
 
     # The four tasks
@@ -803,8 +807,8 @@ class Links:
             del self._begun[node]
             link.start()
         assert link is not None
-        connection = _Connection(self, link, streams)
-        link.carry_by(connection, via)
+        connection = _Connection(self, link, streams, via)
+        link.carry_by(connection)
         again, carried = "" if new else " again", f", carried by {via}" if via else ""
         log.info("the link to %s is up%s%s", node, again, carried)
         if new:
