@@ -1,7 +1,9 @@
-"""A TCP proxy in front of a node, which resets connections or stops passing one direction.
+"""A TCP proxy in front of a node, which resets connections, stops passing one direction, or passes
+nothing of some who dial.
 
 It takes no root and carries bytes as they come, so TLS too. Only what others dial passes through
-it; what the node dials passes through the proxies of those.
+it; what the node dials passes through the proxies of those. Who has dialled, of processes on this
+machine, /proc tells by the port: a cut between two is one at the proxies of both.
 
     python -m planaria.lab.chaos.proxy [HOST:PORT]
 
@@ -17,6 +19,10 @@ import enum
 import socket
 import struct
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, partial
+from pathlib import Path
 from typing import Self
 
 HOST = "127.0.0.1"
@@ -32,13 +38,30 @@ class Way(enum.Enum):
     OUT = "out"
 
 
+def is_dialler(pid: int, port: int) -> bool:
+    """Whether the process has dialled from this local port. Linux only; of this user's processes,
+    but for root. False for one that is gone."""
+    folder = Path(f"/proc/{pid}")
+    with suppress(OSError):
+        tables = [folder / "net/tcp", *folder.glob("net/tcp6")]  # IPv4 by sockets of either kind
+        lines = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
+        of_port = [line for line in lines if int(line[1].rpartition(":")[2], 16) == port]
+        sockets = {f"socket:[{line[9]}]" for line in of_port}
+        for descriptor in (folder / "fd").iterdir():
+            with suppress(FileNotFoundError):  # it was closed meanwhile
+                if str(descriptor.readlink()) in sockets:
+                    return True
+    return False
+
+
 class Proxy:
     """In front of one node. `address`: HOST:PORT that peers dial; `behind`: HOST:PORT where the
     node listens. All of it belongs to one event loop."""
 
-    def __init__(self, behind: str = "") -> None:
+    def __init__(self, behind: str = "", who: Callable[[int], str] = lambda port: "") -> None:
         """Without `behind` a port is found, and kept for the node, whose server need not be there
-        yet, nor all the time. Raises OSError."""
+        yet, nor all the time. `who`: the name of who dials from a port of this machine, for `cut`;
+        empty: unknown. Raises OSError."""
         self._kept: socket.socket | None = None
         if not behind:
             # It is bound and never listens, so that nobody else gets the port meanwhile.
@@ -48,6 +71,9 @@ class Proxy:
             behind = f"{HOST}:{self._kept.getsockname()[1]}"
         self.behind, self.address = behind, ""
         self.resets = 0  # connections that were broken so far
+        self._who = who
+        self._cut: set[str] = set()
+        self._changed = asyncio.Event()  # and who is cut off
         self._passing = {way: asyncio.Event() for way in Way}
         self._carrying: set[asyncio.Task[None]] = set()  # a task for each connection
         self._ends: dict[asyncio.Task[None], list[asyncio.StreamWriter]] = {}
@@ -102,6 +128,13 @@ class Proxy:
         taken. What waits comes then, as TCP would send it again."""
         self._passing[way].clear()
 
+    def cut(self, *names: str) -> None:
+        """Nothing passes, either way, of what these have dialled, until a `cut` without them. Like
+        a firewall that drops: connections stay, and what waits comes later."""
+        self._cut = set(names)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
     def release(self) -> None:
         for passing in self._passing.values():
             passing.set()
@@ -119,9 +152,10 @@ class Proxy:
             ends.append(onward)
             if task not in self._ends:  # reset meanwhile
                 return
+            dialler = cache(partial(self._who, writer.get_extra_info("peername")[1]))
             async with asyncio.TaskGroup() as both:
-                both.create_task(self._pass(Way.IN, reader, onward))
-                both.create_task(self._pass(Way.OUT, beyond, writer))
+                both.create_task(self._pass(Way.IN, reader, onward, dialler))
+                both.create_task(self._pass(Way.OUT, beyond, writer, dialler))
         except* OSError:  # one side is gone, and so the other
             pass
         finally:
@@ -131,16 +165,25 @@ class Proxy:
             self._carrying.discard(task)
 
     async def _pass(
-        self, way: Way, source: asyncio.StreamReader, sink: asyncio.StreamWriter
+        self,
+        way: Way,
+        source: asyncio.StreamReader,
+        sink: asyncio.StreamWriter,
+        dialler: Callable[[], str],
     ) -> None:
         while chunk := await source.read(CHUNK):
-            await self._passing[way].wait()
+            await self._may_pass(way, dialler)
             sink.write(chunk)
             await sink.drain()
-        await self._passing[way].wait()
+        await self._may_pass(way, dialler)
         sink.close()
         await sink.wait_closed()  # what was said last arrives
         raise ConnectionResetError("it is closed")
+
+    async def _may_pass(self, way: Way, dialler: Callable[[], str]) -> None:
+        await self._passing[way].wait()
+        while self._cut and dialler() in self._cut:
+            await self._changed.wait()
 
 
 def _abort(end: asyncio.StreamWriter) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
+from planaria.bootstrap.membership import related
 from planaria.lab.chaos.sick_node import KINDS as SICK
 
 REGISTRY: Final = "registry"
@@ -45,6 +46,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "reset": Kind("innocent", (0.0, 0.0)),
     **{kind: Kind("innocent", (10.0, 25.0), "everybody", weight=0.25) for kind in BLINKS},
     "one way": Kind("innocent", (1.0, 10.0)),
+    "cut": Kind("innocent", (5.0, 30.0)),
     "hang": Kind("guilty", (5.0, 25.0)),
     "crawl": Kind("innocent", (5.0, 20.0)),
     "slow disk": Kind("innocent", (5.0, 20.0)),
@@ -57,7 +59,8 @@ KINDS: Final[Mapping[str, Kind]] = {
 }
 """`kill`: SIGKILL, and another process in its place once it is healed. `stop`: SIGSTOP to SIGCONT.
 `reset`: RST for what was dialled to the node. `blink ...`: the same for all, again and again.
-`one way`: what was dialled to the node passes in one direction only. The others: sick_node.py."""
+`one way`: what was dialled to the node passes in one direction only. `cut`: the node and one that
+it needs can't reach each other, and everybody else can. The others: sick_node.py."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ class Shape:
 @dataclass(frozen=True)
 class Fault:
     """`at`: seconds from the first committed step; healed `seconds` later. `slot`: STAGE.REPLICA,
-    REGISTRY or EVERYBODY. `figures`: as sick_node.py and the proxy have them."""
+    REGISTRY or EVERYBODY. `figures`: as sick_node.py and the proxy have them; of a cut, the slot
+    that it is `from`."""
 
     at: float
     kind: str
@@ -88,6 +92,10 @@ class Fault:
     @property
     def end(self) -> float:
         return self.at + self.seconds
+
+    @property
+    def slots(self) -> set[str]:
+        return {self.slot, str(self.figures.get("from", self.slot))}
 
     @property
     def stage(self) -> str:
@@ -120,6 +128,8 @@ def schedule(seed: int, minutes: float, shape: Shape) -> list[Fault]:
         if KINDS[kind].where != "node":
             slots = [REGISTRY if KINDS[kind].where == "registry" else EVERYBODY]
         for slot in slots:
+            if kind == "cut":
+                figures = {"from": next(other for other in slots if _needs(slot, other, shape))}
             fault = Fault(round(at, 3), kind, slot, round(seconds, 3), figures)
             if _bearable(fault, found, shape):
                 found.append(fault)
@@ -140,11 +150,17 @@ def _figures(kind: str, chance: random.Random) -> dict[str, float | str]:
             return dict(SICK.get(kind, {}))
 
 
+def _needs(slot: str, other: str, shape: Shape) -> bool:
+    """Whether they talk to each other in every step."""
+    a, b = (int(one.partition(".")[0]) for one in (slot, other))
+    return slot != other and related(a, b, shape.stages, swapped=False)
+
+
 def _bearable(fault: Fault, others: Sequence[Fault], shape: Shape) -> bool:
     """Whether there is nothing else wrong there, and every stage keeps a node that is well."""
     recovery = REGISTRY_RECOVERY if fault.slot == REGISTRY else RECOVERY
     near = [other for other in others if other.end + recovery > fault.at]
-    if any(other.slot == fault.slot for other in near):
+    if any(not other.slots.isdisjoint(fault.slots) for other in near):
         return False
     if fault.blame == "innocent":
         return True

@@ -24,7 +24,7 @@ import grpc
 
 from planaria.bootstrap.registry_pb2 import WatchRequest
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
-from planaria.lab.chaos.proxy import Proxy, Way
+from planaria.lab.chaos.proxy import Proxy, Way, is_dialler
 from planaria.lab.chaos.schedule import BLINKS, REGISTRY, Fault, Shape
 from planaria.lab.chaos.sick_node import KINDS as SICK
 from planaria.lab.chaos.sick_node import run_sick, tell
@@ -96,7 +96,7 @@ class SickSwarm:
         self.due = sorted(faults, key=lambda fault: fault.at)
         self.healing: list[tuple[float, Fault, int | None]] = []  # when (loop time), process id
         self.starting: dict[str, float] = {}  # slot -> when (loop time) it gets a process
-        self.proxies = {slot: Proxy() for slot in shape.slots}
+        self.proxies = {slot: Proxy(who=self._dialler) for slot in shape.slots}
         self.processes = Processes(
             self.logs,
             {"OMP_NUM_THREADS": "1"},
@@ -237,7 +237,7 @@ class SickSwarm:
         """Whether nothing else is wrong there. Who is guilty, besides, takes part in steps, as does
         another node of the stage that is well; where no stage has two, all the others. How soon
         that is depends on the machine."""
-        if any(other.slot == fault.slot for _, other, _ in self.healing):
+        if any(not other.slots.isdisjoint(fault.slots) for _, other, _ in self.healing):
             return False
         if fault.blame == "innocent":
             return True
@@ -264,6 +264,10 @@ class SickSwarm:
                     task.add_done_callback(self.blinking.discard)
             case "one way":
                 self.proxies[fault.slot].hold(Way(fault.figures["way"]))
+            case "cut":
+                one, other = fault.slots
+                self.proxies[one].cut(other)
+                self.proxies[other].cut(one)
             case kind if kind in SICK:
                 tell(self._sick_file(fault.slot), {kind: fault.figures})
 
@@ -278,8 +282,16 @@ class SickSwarm:
                     os.kill(pid, signal.SIGCONT)
                 case "one way":
                     self.proxies[fault.slot].release()
+                case "cut":
+                    for slot in fault.slots:
+                        self.proxies[slot].cut()
                 case kind if kind in SICK:
                     tell(self._sick_file(fault.slot), {})
+
+    def _dialler(self, port: int) -> str:
+        """The slot of the node that has dialled from this port; empty: of none."""
+        running = self.processes.running().items()
+        return next((slot for slot, pid in running if is_dialler(pid, port)), "")
 
     def _sick_file(self, slot: str) -> Path:
         return self.sick / f"{slot}.json"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 
 import pytest
 
-from planaria.lab.chaos.proxy import HOST, Proxy, Way, obey
+from planaria.lab.chaos.proxy import HOST, Proxy, Way, is_dialler, obey
 
 
 class Echo:
@@ -96,6 +97,33 @@ async def test_one_way_is_held_and_nothing_is_lost_by_it(proxy, echo, way):
     assert echo.heard.is_set() == (way is Way.OUT)
     proxy.release()
     assert await answer == b"held"
+
+
+async def test_of_whom_it_is_cut_off_from_nothing_passes_and_of_others_all(echo):
+    names: dict[int, str] = {}
+    async with Proxy(who=lambda port: names.get(port, "")) as proxy:
+        server = await echo.start(proxy.behind)
+        ends = {name: await dial(proxy) for name in ("one", "two")}
+        names |= {end.get_extra_info("sockname")[1]: name for name, (_, end) in ends.items()}
+        proxy.cut("one", "three")
+        answers = {}
+        for name, (reader, writer) in ends.items():
+            writer.write(name.encode())
+            answers[name] = asyncio.create_task(reader.readexactly(3))
+        assert await answers["two"] == b"two"
+        assert not answers["one"].done()
+        proxy.cut("three")
+        assert await answers["one"] == b"one"
+        server.close()
+
+
+async def test_the_system_tells_which_process_has_dialled(proxy, echo):
+    _, writer = await dial(proxy)
+    port = writer.get_extra_info("sockname")[1]
+    assert is_dialler(os.getpid(), port)
+    assert not is_dialler(os.getppid(), port)
+    assert not is_dialler(os.getpid(), int(proxy.address.rpartition(":")[2]) ^ 1)
+    assert not is_dialler(0, port), "there is none"
 
 
 async def test_who_hangs_up_ends_it_for_the_other(proxy, echo):

@@ -41,7 +41,7 @@ def test_every_fault_is_bearable_and_healed(seed, minutes, shape):
         assert fault.slot in (*shape.slots, REGISTRY, EVERYBODY)
         assert QUIET_AT_FIRST <= fault.at <= fault.end <= 60 * minutes - QUIET_AT_LAST + 1e-3
         near = [one for one in found[:number] if one.end + RECOVERY > fault.at]
-        assert fault.slot not in {one.slot for one in near}
+        assert all(fault.slots.isdisjoint(one.slots) for one in near)
         guilty = [one for one in (*near, fault) if one.blame == "guilty"]
         if shape.replicas == 1:
             assert len(guilty) <= 1 or fault.blame == "innocent"
@@ -56,6 +56,13 @@ def test_a_schedule_is_the_same_on_any_machine():
         Fault(5.865, "one way", "2.1", 4.895, {"way": "out"}),
         Fault(5.994, "kill", "0.0", 1.878),
     ]
+
+
+@given(seed=st.integers(0, 2**32), stages=st.integers(1, 6))
+def test_who_is_cut_off_from_each_other_would_talk_in_every_step(seed, stages):
+    for fault in schedule(seed, 3, Shape(stages, 2, ("cut",), rate=20)):
+        one, other = (int(slot.partition(".")[0]) for slot in fault.slots)
+        assert abs(one - other) <= 1 or 0 in (one, other)
 
 
 def test_long_schedules_have_every_kind():
