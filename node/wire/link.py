@@ -430,6 +430,7 @@ class Links:
         self._view_changed = asyncio.Event()
         self._links: dict[str, _Link] = {}  # that are up, those that sleep too
         self._begun: dict[str, Session] = {}  # of those that aren't up yet
+        self._returning: set[str] = set()  # dialled directly, after somebody had carried for them
         self._relays = Relays(node, self._send_relayed, self._called)
         self._numbers = itertools.count(1)
         self._halves: dict[tuple[str, str], _Half] = {}
@@ -671,13 +672,16 @@ class Links:
     async def _dial(self, peer: Peer) -> None:
         """Returns when the connection has been up and is over, or at once when there is one by the
         other side's dial. Raises AioRpcError, _Refused or WireError."""
+        patience = self.settings.handshake
         calls: dict[str, Any] = {}
         channels: list[grpc.aio.Channel] = []
         try:
             async with self._settling[peer.node]:
                 if not self._is_to_dial(peer.node):
                     return
-                if (link := self._links.get(peer.node)) is not None:
+                if (link := self._links.get(peer.node)) is not None and link.connection is not None:
+                    self._returning.add(peer.node)
+                    patience = min(patience, LOOK)
                     link.detach("it is dialled directly")
                 session = self._session(peer.node)
                 hello = session.hello()
@@ -686,19 +690,22 @@ class Links:
                 ]
                 calls |= self._call(peer, hello, channels)
                 try:
-                    async with asyncio.timeout(self.settings.handshake):
+                    async with asyncio.timeout(patience):
                         answer, _ = [await _accepted(call, peer.node) for call in calls.values()]
                 except (grpc.aio.AioRpcError, _Refused) as error:
                     self._dialled_in_vain(peer.node, session, error)
                     raise
                 connection = self._go_on(peer.node, session, hello, answer, calls)
+                self._returning.discard(peer.node)
             await connection.over.wait()
         except TimeoutError:
             raise _Refused(
-                StatusCode.DEADLINE_EXCEEDED,
-                f"no answer from {peer.address} in {self.settings.handshake} s",
+                StatusCode.DEADLINE_EXCEEDED, f"no answer from {peer.address} in {patience} s"
             ) from None
         finally:
+            if peer.node in self._returning:  # in vain
+                self._returning.remove(peer.node)
+                self.dial_soon(peer.node)
             for call in calls.values():
                 call.cancel()
             for channel in channels:
@@ -831,8 +838,11 @@ class Links:
         return True
 
     def _is_to_call(self, node: str) -> bool:
-        """Of two that can't reach each other the one with the smaller id calls."""
+        """Of two that can't reach each other the one with the smaller id calls; not while it finds
+        out whether they do, since a call takes less time than a dial, and would overtake it."""
         if self._stopping or node not in self._peers or not self._relays.via(node):
+            return False
+        if node in self._returning:
             return False
         link = self._links.get(node)
         return self.node < node and (link is None or link.connection is None)
@@ -877,9 +887,14 @@ class Links:
 
     def _called(self, call: Call, hello: str) -> None:
         """A peer says hello, by way of its relay."""
+        if (link := self._links.get(call.peer)) is not None:
+            link.heard()
         try:
             if self._stopping or call.peer not in self._peers:
                 raise self._stops() if self._stopping else self._is_no_member(call.peer)
+            if call.peer in self._returning:
+                why = f"{self.node} dials {call.peer} directly"
+                raise _Refused(StatusCode.ALREADY_EXISTS, why)
             session = self._resume(call.peer, Hello.parse(hello))
         except (_Refused, WireError) as error:
             code = error.code if isinstance(error, _Refused) else StatusCode.INVALID_ARGUMENT

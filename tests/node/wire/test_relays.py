@@ -39,6 +39,10 @@ async def three(reached: bool = False) -> AsyncIterator[tuple[Node, Node, Node]]
         yield a, b, c
 
 
+def other(name: str) -> str:
+    return "b" if name == "a" else "a"
+
+
 async def exchange(a: Node, b: Node, count: int = 3) -> None:
     for one, other in ((a, b), (b, a)):
         for number in range(count):
@@ -101,6 +105,34 @@ async def test_a_relay_is_left_when_the_direct_link_is_back(
             while a.links.carrier("b") or b.links.carrier("a"):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         set_view(3, a, b, c, reached=True, relayed=False)
+        await exchange(a, b)
+        assert a.links.linked("b"), "nobody was told of a loss"
+
+
+@pytest.mark.parametrize("dialler", ["a", "b"])
+async def test_a_direct_dial_that_takes_longer_than_a_call_by_the_relay_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, dialler: str
+) -> None:
+    """Either may dial; a is the one who calls."""
+    admit = link.Links._admit
+
+    async def late(links: link.Links, metadata: dict[str, str]) -> str:
+        await asyncio.sleep(0.2)
+        return await admit(links, metadata)
+
+    monkeypatch.setattr(link.Links, "_admit", late)
+    monkeypatch.setattr(link, "DIRECTLY", 0.05)
+    async with three() as (a, b, c):
+        await exchange(a, b)
+        for number, node in enumerate((a, b, c), 2):
+            peers = [a.peer(), b.peer(), c.peer()]
+            if node.name == other(dialler):
+                peers = [Peer(p.node, NOBODY if p.node == dialler else p.address) for p in peers]
+            node.links.set_peers(number, peers, {"a", "b", "c"} - {node.name})
+            node.links.set_relays([Relay("a", "b", "c")])
+        async with asyncio.timeout(DEADLINE):
+            while a.links.carrier("b") or b.links.carrier("a"):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         await exchange(a, b)
         assert a.links.linked("b"), "nobody was told of a loss"
 
