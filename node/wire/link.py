@@ -503,12 +503,8 @@ class Links:
                 sleeps = link.connection is None
                 link.end(f"{link.peer} is no member of view {view}", report=sleeps)
         for node in self._linked:
-            if not self._dialable and not self._peers[node].address and self.node < node:
-                log.warning(
-                    "no link to %s: neither it nor %s has an address; advertise one of them",
-                    node,
-                    self.node,
-                )
+            if not self._dialable and not self._peers[node].address and node not in self._links:
+                log.info("neither this node nor %s can be dialled: somebody has to carry", node)
             self.dial_soon(node)
         self._view_changed.set()
         self._view_changed = asyncio.Event()
