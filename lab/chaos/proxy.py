@@ -88,10 +88,11 @@ class Proxy:
         """Connections are reset."""
         if self._server is not None:
             self._server.close()
-        self.reset()
-        for task in self._carrying:
-            task.cancel()
-        await asyncio.gather(*self._carrying, return_exceptions=True)
+        self.release()
+        self.cut()
+        while self._carrying:  # those too that have just been dialled
+            self.reset()
+            await asyncio.wait(self._carrying, timeout=0.1)
         if self._kept is not None:
             self._kept.close()
 

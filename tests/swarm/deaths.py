@@ -86,10 +86,14 @@ class Swarm:
             slot,
             [
                 *(*death, "node", "--join", address.strip(), "--stage", slot.partition(".")[0]),
-                *("--listen", "127.0.0.1:0", "--out", str(self.out / "logs"), "--threads", "1"),
+                *(*self.reached_at(slot), "--out", str(self.out / "logs"), "--threads", "1"),
                 *(["--save-dir", str(self.saves / slot)] if self.saves else []),
             ],
         )
+
+    def reached_at(self, slot: str) -> list[str]:
+        """By the others."""
+        return ["--listen", "127.0.0.1:0"]
 
     def pause(self) -> None:
         assert time.monotonic() < self.deadline, f"hangs; died: {self.killed}"

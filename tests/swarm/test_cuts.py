@@ -1,0 +1,139 @@
+"""Live nodes that can't reach each other: processes behind proxies that drop what one of the others
+has dialled, or that only dial out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from planaria.bootstrap.client import RegistryClient
+from planaria.bootstrap.registry_pb2 import Description
+from planaria.lab.chaos.proxy import Proxy, is_dialler
+from planaria.node.report.ledger import audit
+from tests.swarm.deaths import Swarm
+
+RUN = """
+steps = 100000
+[model]
+preset = "tiny"
+dim = 32
+context = 32
+stages = 2
+[training]
+batch = 4
+microbatch = 1
+warmup = 5
+validation_microbatches = 0
+[swarm]
+lease = 3
+silence = 2
+"""
+SPARE = "0.1"
+
+
+class CutSwarm(Swarm):
+    """A node of each stage and a second one of stage 0, behind proxies, but for those that only
+    dial out."""
+
+    def __init__(self, out: Path, data: Path, dials: tuple[str, ...]) -> None:
+        super().__init__(out, data, RUN, {})
+        self.dials = dials
+        self.proxies = {slot: Proxy(who=self.slot_at) for slot in ("0.0", SPARE, "1.0", "2.0")}
+
+    def reached_at(self, slot: str) -> list[str]:
+        if slot in self.dials:
+            return ["--advertise", "none"]
+        return ["--listen", self.proxies[slot].behind, "--advertise", self.proxies[slot].address]
+
+    def slot_at(self, port: int) -> str:
+        running = self.processes.running().items()
+        return next((slot for slot, pid in running if is_dialler(pid, port)), "")
+
+    def slot_of(self, node: str) -> str:
+        (pid,) = [event["pid"] for event in self.read("joined") if event["node"] == node]
+        return next(slot for slot, one in self.processes.running().items() if one == pid)
+
+    def carriers(self) -> set[str]:
+        """Who carries for the two that are cut off from each other, as both say last; empty as
+        long as only one of them has said anything."""
+        newest = {event["node"]: event["via"] for event in self.read("relayed")}
+        return set(newest.values()) if len(newest) == 2 else set()
+
+    async def until(self, what: str, condition: Callable[[], object]) -> None:
+        while not condition():
+            assert time.monotonic() < self.deadline, f"still waiting for {what}"
+            assert self.processes.ended() == [], f"while waiting for {what}"
+            await asyncio.sleep(0.02)
+
+    async def steps(self, count: int) -> None:
+        wanted = len(self.read("committed")) + count
+        await self.until(f"{count} steps", lambda: len(self.read("committed")) >= wanted)
+
+    async def described(self, what: str, condition: Callable[[Description], object]) -> Description:
+        """Waits until the registry describes it like this."""
+        client = RegistryClient([(self.out / "address").read_text().strip()])
+        try:
+            while not condition(description := await client.describe()):
+                assert time.monotonic() < self.deadline, f"still waiting for {what}: {description}"
+                await asyncio.sleep(0.1)
+            return description
+        finally:
+            await client.close()
+
+
+@asynccontextmanager
+async def training(out: Path, data: Path, dials: tuple[str, ...] = ()) -> AsyncIterator[CutSwarm]:
+    """Every sample has counted once in the end."""
+    swarm = CutSwarm(out, data, dials)
+    try:
+        for proxy in swarm.proxies.values():
+            await proxy.start()
+        swarm.start()
+        swarm.start_node(SPARE)
+        await swarm.steps(3)
+        yield swarm
+    finally:
+        swarm.processes.kill_all()
+        for proxy in swarm.proxies.values():
+            await proxy.close()
+    assert audit(out / "logs").exact
+
+
+async def test_two_that_are_cut_off_from_each_other_are_carried_for_until_they_are_not(
+    data: Path, tmp_path: Path
+) -> None:
+    async with training(tmp_path, data) as swarm:
+        swarm.proxies["1.0"].cut("2.0")
+        swarm.proxies["2.0"].cut("1.0")
+        await swarm.until("a relay", lambda: swarm.carriers() and "" not in swarm.carriers())
+        (via,) = swarm.carriers()
+        assert swarm.slot_of(via) in ("0.0", SPARE), "who has links to both"
+        await swarm.steps(3)
+        told = await swarm.described("a relay", lambda known: any(c.carried for c in known.cuts))
+        assert [cut.via for cut in told.cuts] == [via]
+        assert [cut.state for cut in told.cuts] == [f"{via} carries for them"]
+        for slot in ("1.0", "2.0"):
+            swarm.proxies[slot].cut()
+        await swarm.until("a direct link", lambda: swarm.carriers() == {""})
+        await swarm.steps(3)
+        told = await swarm.described("no cut", lambda known: not known.cuts)
+        assert not told.evictions
+
+
+async def test_two_that_only_dial_out_are_carried_for_by_another_when_the_relay_is_killed(
+    data: Path, tmp_path: Path
+) -> None:
+    async with training(tmp_path, data, dials=("1.0", "2.0")) as swarm:
+        await swarm.until("a relay", swarm.carriers)
+        (via,) = swarm.carriers()
+        killed = swarm.slot_of(via)
+        swarm.processes.kill(killed)
+        await swarm.until("another relay", lambda: swarm.carriers() not in (set(), {via}))
+        (other,) = swarm.carriers()
+        assert {killed, swarm.slot_of(other)} == {"0.0", SPARE}
+        await swarm.steps(3)
+        told = await swarm.described("an eviction", lambda known: known.evictions)
+        assert [gone.member.node for gone in told.evictions] == [via]
