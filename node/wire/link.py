@@ -316,7 +316,8 @@ class _Connection:
         except _LinkOver as over:
             self.end(f"{peer} closed the link: {over}", lost=True)
         except WireError as error:
-            self._link.end(f"{peer} sent what can't be: {error}", cause=error.cause)
+            cause = SILENT if self.via else error.cause  # who carries may have changed it
+            self._link.end(f"{peer} sent what can't be: {error}", cause=cause)
         except grpc.aio.AioRpcError as error:
             self.end(_describe(error), lost=error.code() is StatusCode.ABORTED)
         except (grpc.aio.BaseError, asyncio.InvalidStateError, asyncio.CancelledError):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
+from planaria.bootstrap.registry_pb2 import SILENT
 from planaria.node.wire import link, relays
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Peer
@@ -107,6 +109,26 @@ async def test_a_relay_is_left_when_the_direct_link_is_back(
         set_view(3, a, b, c, reached=True, relayed=False)
         await exchange(a, b)
         assert a.links.linked("b"), "nobody was told of a loss"
+
+
+async def test_for_what_was_changed_on_the_way_nobody_is_accused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may have been the relay, or the peer: who gets it can't know."""
+    pass_on = Relays._pass_on
+
+    def flipped(carrying: Relays, sender: str, to: str, sent: Frame) -> None:
+        payload = b"".join(map(bytes, relays.buffers_of(sent.payload)))
+        if sent.fields["say"] == "item":
+            payload = payload[:-1] + bytes([payload[-1] ^ 1])
+        pass_on(carrying, sender, to, replace(sent, payload=payload))
+
+    async with three() as (a, b, _):
+        monkeypatch.setattr(Relays, "_pass_on", flipped)
+        a.links.send("b", message(1))
+        peer, *_ = await b.events.next("lost")
+        assert peer == "a"
+        assert b.events.causes == [SILENT]
 
 
 @pytest.mark.parametrize("dialler", ["a", "b"])
