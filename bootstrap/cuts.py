@@ -2,8 +2,8 @@
 
 A node complains of a member from when a link that it needs is lost until a direct one is up again,
 in each of its reports, so that a registry that was away learns what stands. What counts is how long
-a pair has been without, not how often. Pure, as membership.py is: `now` is passed in, and what is
-decided is returned.
+a pair has been without any link, not how often. Pure, as membership.py is: `now` is passed in, and
+what is decided is returned.
 
 A pair of which both are heard, cut off for a lease, gets a relay: a third member that is not known
 to be cut off from either. By then one of the two would have been evicted if it were dead. The relay
@@ -64,6 +64,7 @@ class _Pair:
     """Two members of which one complains of the other, or has lately."""
 
     since: float
+    unlinked: float = 0.0  # since when they have no link by way of a third either
     complaints: dict[str, bool] = field(default_factory=dict)  # by whom -> whether it is relayed
     clear: float = math.inf  # since when nobody complains
     via: str = ""
@@ -117,7 +118,10 @@ class Cuts:
                 continue
             if not pair.complaints:
                 pair.since, pair.clear = now, math.inf
+                pair.unlinked = now
             pair.complaints[node] = relayed
+            if pair.carried:
+                pair.unlinked = now
 
     def gone(self, node: str) -> None:
         """It is a member no longer."""
@@ -141,6 +145,7 @@ class Cuts:
         """The registry did not run for so long: nobody could withdraw anything."""
         for pair in self._pairs.values():
             pair.since = min(now, pair.since + seconds)
+            pair.unlinked = min(now, pair.unlinked + seconds)
             if pair.clear < math.inf:
                 pair.clear = min(now, pair.clear + seconds)
             if pair.idle < math.inf:
@@ -234,7 +239,7 @@ class Cuts:
             return []
         pair.via = self._third(swarm, key, pair)
         pair.idle = now if pair.via else math.inf
-        seconds = now - pair.since
+        seconds = now - pair.unlinked
         in_vain = len(pair.failed) >= MOST_TRIED or not pair.via
         if in_vain and seconds >= 2 * self.lease and (goes := self._goes(swarm, a, b)):
             stays = _other(key, goes)

@@ -24,7 +24,7 @@ import grpc
 
 from planaria.bootstrap.registry_pb2 import WatchRequest
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
-from planaria.lab.chaos.proxy import Proxy, Way, is_dialler
+from planaria.lab.chaos.proxy import Proxy, Way
 from planaria.lab.chaos.schedule import BLINKS, REGISTRY, Fault, Shape
 from planaria.lab.chaos.sick_node import KINDS as SICK
 from planaria.lab.chaos.sick_node import run_sick, tell
@@ -96,13 +96,14 @@ class SickSwarm:
         self.due = sorted(faults, key=lambda fault: fault.at)
         self.healing: list[tuple[float, Fault, int | None]] = []  # when (loop time), process id
         self.starting: dict[str, float] = {}  # slot -> when (loop time) it gets a process
-        self.proxies = {slot: Proxy(who=self._dialler) for slot in shape.slots}
         self.processes = Processes(
             self.logs,
             {"OMP_NUM_THREADS": "1"},
             ["planaria.lab.chaos.sick_node", *PLANARIA],
             run_sick,
         )
+        running = self.processes.running
+        self.proxies = {slot: Proxy(who=running) for slot in shape.slots}
         self.events = EventLog(self.logs, "chaos")
         self.story = Story(run.steps)
         self.tails: dict[Path, Tail] = {}
@@ -287,11 +288,6 @@ class SickSwarm:
                         self.proxies[slot].cut()
                 case kind if kind in SICK:
                     tell(self._sick_file(fault.slot), {})
-
-    def _dialler(self, port: int) -> str:
-        """The slot of the node that has dialled from this port; empty: of none."""
-        running = self.processes.running().items()
-        return next((slot for slot, pid in running if is_dialler(pid, port)), "")
 
     def _sick_file(self, slot: str) -> Path:
         return self.sick / f"{slot}.json"

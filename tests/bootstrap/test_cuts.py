@@ -185,6 +185,19 @@ def test_a_link_that_comes_and_goes_keeps_its_relay() -> None:
     assert world.machine.view.number == number + 1
 
 
+def test_time_in_which_somebody_carried_does_not_count_as_time_without_a_link() -> None:
+    """Then everybody is without for a few seconds, as when a switch is started anew."""
+    world = World([0, 1, 2, 3, 0, 1, 2, 3])
+    world.blocked = {frozenset(("n1", "n2"))}
+    world.wait(40)
+    block(world, range(28))
+    world.wait(SILENCE + LEASE)
+    world.blocked = {frozenset(("n1", "n2"))}
+    world.wait(40)
+    assert not world.evicted
+    assert [{relay.a, relay.b} for relay in world.machine.view.relays] == [{"n1", "n2"}]
+
+
 def test_relays_are_spread_over_those_who_can_carry() -> None:
     world = World([0, 0, 1, 2, 2, 2, 3])
     world.blocked = {frozenset(("n2", peer)) for peer in ("n3", "n4", "n5")}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.registry_pb2 import Description
-from planaria.lab.chaos.proxy import Proxy, is_dialler
+from planaria.lab.chaos.proxy import Proxy
 from planaria.node.report.ledger import audit
 from tests.swarm.deaths import Swarm
 
@@ -41,32 +41,35 @@ class CutSwarm(Swarm):
     def __init__(self, out: Path, data: Path, dials: tuple[str, ...]) -> None:
         super().__init__(out, data, RUN, {})
         self.dials = dials
-        self.proxies = {slot: Proxy(who=self.slot_at) for slot in ("0.0", SPARE, "1.0", "2.0")}
+        self.proxies = {
+            slot: Proxy(who=self.processes.running) for slot in ("0.0", SPARE, "1.0", "2.0")
+        }
 
     def reached_at(self, slot: str) -> list[str]:
         if slot in self.dials:
             return ["--advertise", "none"]
         return ["--listen", self.proxies[slot].behind, "--advertise", self.proxies[slot].address]
 
-    def slot_at(self, port: int) -> str:
-        running = self.processes.running().items()
-        return next((slot for slot, pid in running if is_dialler(pid, port)), "")
-
     def slot_of(self, node: str) -> str:
         (pid,) = [event["pid"] for event in self.read("joined") if event["node"] == node]
         return next(slot for slot, one in self.processes.running().items() if one == pid)
-
-    def carriers(self) -> set[str]:
-        """Who carries for the two that are cut off from each other, as both say last; empty as
-        long as only one of them has said anything."""
-        newest = {event["node"]: event["via"] for event in self.read("relayed")}
-        return set(newest.values()) if len(newest) == 2 else set()
 
     async def until(self, what: str, condition: Callable[[], object]) -> None:
         while not condition():
             assert time.monotonic() < self.deadline, f"still waiting for {what}"
             assert self.processes.ended() == [], f"while waiting for {what}"
             await asyncio.sleep(0.02)
+
+    async def carrier(self, wanted: Callable[[str], object]) -> str:
+        """Waits until both who are cut off from each other say that such a one carries for them;
+        empty: that nobody does any more."""
+
+        def told() -> set[str]:
+            newest = {event["node"]: event["via"] for event in self.read("relayed")}
+            return set(newest.values()) if len(newest) == 2 else set()
+
+        await self.until("a relay", lambda: len(told()) == 1 and wanted(*told()))
+        return told().pop()
 
     async def steps(self, count: int) -> None:
         wanted = len(self.read("committed")) + count
@@ -108,16 +111,15 @@ async def test_two_that_are_cut_off_from_each_other_are_carried_for_until_they_a
     async with training(tmp_path, data) as swarm:
         swarm.proxies["1.0"].cut("2.0")
         swarm.proxies["2.0"].cut("1.0")
-        await swarm.until("a relay", lambda: swarm.carriers() and "" not in swarm.carriers())
-        (via,) = swarm.carriers()
-        assert swarm.slot_of(via) in ("0.0", SPARE), "who has links to both"
+        await swarm.carrier(bool)
         await swarm.steps(3)
         told = await swarm.described("a relay", lambda known: any(c.carried for c in known.cuts))
-        assert [cut.via for cut in told.cuts] == [via]
-        assert [cut.state for cut in told.cuts] == [f"{via} carries for them"]
+        (cut,) = told.cuts
+        assert swarm.slot_of(cut.via) in ("0.0", SPARE), "who has links to both"
+        assert cut.state == f"{cut.via} carries for them"
         for slot in ("1.0", "2.0"):
             swarm.proxies[slot].cut()
-        await swarm.until("a direct link", lambda: swarm.carriers() == {""})
+        await swarm.carrier(lambda via: not via)
         await swarm.steps(3)
         told = await swarm.described("no cut", lambda known: not known.cuts)
         assert not told.evictions
@@ -127,12 +129,10 @@ async def test_two_that_only_dial_out_are_carried_for_by_another_when_the_relay_
     data: Path, tmp_path: Path
 ) -> None:
     async with training(tmp_path, data, dials=("1.0", "2.0")) as swarm:
-        await swarm.until("a relay", swarm.carriers)
-        (via,) = swarm.carriers()
+        via = await swarm.carrier(bool)
         killed = swarm.slot_of(via)
         swarm.processes.kill(killed)
-        await swarm.until("another relay", lambda: swarm.carriers() not in (set(), {via}))
-        (other,) = swarm.carriers()
+        other = await swarm.carrier(lambda node: node not in ("", via))
         assert {killed, swarm.slot_of(other)} == {"0.0", SPARE}
         await swarm.steps(3)
         told = await swarm.described("an eviction", lambda known: known.evictions)

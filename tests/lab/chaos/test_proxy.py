@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from planaria.lab.chaos.proxy import HOST, Proxy, Way, is_dialler, obey
+from planaria.lab.chaos.proxy import HOST, Proxy, Way, diallers, obey
 
 
 class Echo:
@@ -99,9 +99,10 @@ async def test_one_way_is_held_and_nothing_is_lost_by_it(proxy, echo, way):
     assert await answer == b"held"
 
 
-async def test_of_whom_it_is_cut_off_from_nothing_passes_and_of_others_all(echo):
+async def test_of_whom_it_is_cut_off_from_nothing_passes_and_of_others_all(echo, monkeypatch):
     names: dict[int, str] = {}
-    async with Proxy(who=lambda port: names.get(port, "")) as proxy:
+    monkeypatch.setattr("planaria.lab.chaos.proxy.diallers", lambda processes: names)
+    async with Proxy() as proxy:
         server = await echo.start(proxy.behind)
         ends = {name: await dial(proxy) for name in ("one", "two")}
         names |= {end.get_extra_info("sockname")[1]: name for name, (_, end) in ends.items()}
@@ -120,10 +121,10 @@ async def test_of_whom_it_is_cut_off_from_nothing_passes_and_of_others_all(echo)
 async def test_the_system_tells_which_process_has_dialled(proxy, echo):
     _, writer = await dial(proxy)
     port = writer.get_extra_info("sockname")[1]
-    assert is_dialler(os.getpid(), port)
-    assert not is_dialler(os.getppid(), port)
-    assert not is_dialler(os.getpid(), int(proxy.address.rpartition(":")[2]) ^ 1)
-    assert not is_dialler(0, port), "there is none"
+    found = diallers({"gone": 0, "this": os.getpid()})
+    assert found[port] == "this"
+    assert set(found.values()) == {"this"}
+    assert port not in diallers({"another": os.getppid()})
 
 
 async def test_who_hangs_up_ends_it_for_the_other(proxy, echo):
