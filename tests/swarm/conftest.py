@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from planaria.node.run_file import RunFile, dumps, loads
+from planaria.node.run_file import RunFile, dumps, override
 
 DEADLINE = 600.0  # seconds; only a hanging swarm gets there
 
@@ -80,14 +80,12 @@ class Up:
 
 @pytest.fixture
 def up(data: Path, tmp_path: Path) -> Iterator[Callable[..., Up]]:
-    """Starts `planaria up` with the given TOML; ends it, whatever happens."""
+    """Starts `planaria up` with the given run; ends it, whatever happens."""
     started: list[Up] = []
 
-    def start(toml: str, *arguments: str) -> Up:
-        run = loads(toml)
-        fields = run.model_dump(exclude_none=True)
-        fields["data"]["path"] = str(data)
-        swarm = Up(RunFile.model_validate(fields), tmp_path / f"out{len(started)}", *arguments)
+    def start(run: RunFile, *arguments: str) -> Up:
+        run = override(run, data__path=str(data))
+        swarm = Up(run, tmp_path / f"out{len(started)}", *arguments)
         started.append(swarm)
         return swarm
 

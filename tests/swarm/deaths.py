@@ -16,7 +16,7 @@ from typing import Any
 from planaria.node.local.processes import PLANARIA, Processes
 from planaria.node.report.event_log import Tail
 from planaria.node.resolve import resolve
-from planaria.node.run_file import dumps, loads
+from planaria.node.run_file import RunFile, dumps, override
 
 DEADLINE = 600.0  # seconds; only a hanging swarm gets there
 
@@ -30,13 +30,13 @@ class Swarm:
         self,
         out: Path,
         data: Path,
-        toml: str,
+        run: RunFile,
         deaths: dict[str, list[str]],
         saves: Path | None = None,
     ) -> None:
         self.out, self.deaths, self.saves = out, deaths, saves
         self.deadline = time.monotonic() + DEADLINE
-        self.run = run = loads(toml + f'[data]\npath = "{data}"')
+        self.run = run = override(run, data__path=str(data))
         (out / "run.toml").write_text(dumps(resolve(run)))
         (out / "logs").mkdir()
         self.processes = Processes(

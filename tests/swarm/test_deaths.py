@@ -13,35 +13,26 @@ from planaria.lab.convergence.training import train
 from planaria.node.data.corpus import Corpus
 from planaria.node.report.ledger import audit
 from tests.swarm.deaths import Swarm
-
-RUN = """
-steps = {steps}
-[model]
-preset = "tiny"
-dim = 32
-context = 32
-stages = 4
-[training]
-batch = 8
-microbatch = 1
-warmup = 5
-validation_microbatches = 2
-[recovery]
-policy = "checkfree+"
-relearn.passes = 2
-"""
+from tests.swarm.small import small
 
 
 @pytest.fixture
 def swarm(data: Path, tmp_path: Path) -> Iterator[Any]:
     started: list[Swarm] = []
 
-    def start(steps: int, more: str = "", saves: Path | None = None, **deaths: str) -> Swarm:
+    def start(steps: int, saves: Path | None = None, **deaths: str) -> Swarm:
         """Deaths by slot: `_2_0="commit@4"`; those of later processes behind a comma."""
         by_slot = {
             slot[1:].replace("_", "."): planned.split(",") for slot, planned in deaths.items()
         }
-        started.append(Swarm(tmp_path, data, RUN.format(steps=steps) + more, by_slot, saves))
+        run = small(
+            stages=4,
+            steps=steps,
+            recovery__policy="checkfree+",
+            recovery__relearn__passes=2,
+            saves__every=4 if saves else None,
+        )
+        started.append(Swarm(tmp_path, data, run, by_slot, saves))
         started[0].train()
         return started[0]
 
@@ -76,8 +67,7 @@ def test_deaths_in_the_middle_of_a_rebuild(swarm, tmp_path):
 def test_a_death_right_after_a_save(swarm, data, tmp_path):
     """The only node of a body stage, then that of stage 0 with the driver: each comes back on its
     disk, which has the very step that the others stand at, and nothing is guessed."""
-    every = "[saves]\nevery = 4\n"
-    done = swarm(16, every, tmp_path / "saves", _2_0="saved@5", _0_0="saved@9")
+    done = swarm(16, tmp_path / "saves", _2_0="saved@5", _0_0="saved@9")
     assert sorted(done.killed) == ["0.0", "2.0"]
     found = {event["stage"]: event for event in done.read("rebuilding")}
     assert {(of, e["method"], e["exact"]) for of, e in found.items()} == {

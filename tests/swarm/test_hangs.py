@@ -14,27 +14,12 @@ import pytest
 
 from planaria.node.data.corpus import Corpus
 from planaria.node.report.ledger import audit
-from planaria.node.run_file import loads
+from planaria.node.run_file import override
 from planaria.node.stage.watch import FLOOR
 from tests.swarm.deaths import Swarm
 from tests.swarm.in_process import LocalSwarm, OneSeat
+from tests.swarm.small import small
 
-RUN = """
-steps = 40
-[model]
-preset = "tiny"
-dim = 32
-context = 32
-stages = 2
-[training]
-batch = 12
-microbatch = 1
-warmup = 5
-validation_microbatches = 0
-[swarm]
-replicas = {replicas}
-progress = {progress}
-"""
 HUNG = "1.0"
 
 
@@ -43,8 +28,14 @@ def swarm(data: Path, tmp_path: Path) -> Iterator[Callable[..., Swarm]]:
     started: list[Swarm] = []
 
     def make(hang: str, replicas: int = 1, progress: int = 120) -> Swarm:
-        toml = RUN.format(replicas=replicas, progress=progress)
-        started.append(Swarm(tmp_path, data, toml, {HUNG: [hang]}))
+        run = small(
+            replicas=replicas,
+            steps=40,
+            training__batch=12,
+            training__validation_microbatches=0,
+            swarm__progress=progress,
+        )
+        started.append(Swarm(tmp_path, data, run, {HUNG: [hang]}))
         return started[0]
 
     yield make
@@ -69,24 +60,15 @@ def test_a_node_that_hangs_says_so_and_ends_when_it_is_told_to(swarm, number) ->
     assert "hangs" in sick.processes.log(HUNG).read_text()
 
 
-PAIRS = """
-steps = 100000
-[model]
-preset = "tiny"
-dim = 32
-context = 32
-stages = 3
-[training]
-batch = 6
-microbatch = 1
-warmup = 5
-validation_microbatches = 0
-[recovery.relearn]
-passes = 0
-[swarm]
-replicas = {replicas}
-progress = 10
-"""
+PAIRS = small(
+    stages=3,
+    replicas=2,
+    steps=100_000,
+    training__batch=6,
+    training__validation_microbatches=0,
+    recovery__relearn__passes=0,
+    swarm__progress=10,
+)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +94,7 @@ def hang() -> Iterator[Callable[[OneSeat], None]]:
 async def test_a_step_is_committed_without_a_replica_that_hangs_which_is_named_and_replaced(
     corpus, tmp_path, hang
 ):
-    async with LocalSwarm(loads(PAIRS.format(replicas=2)), corpus, tmp_path) as swarm:
+    async with LocalSwarm(PAIRS, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
         sick, others = swarm.nodes[2, 1][0], [n for n, _ in swarm.nodes.values()]
         others.remove(sick)
@@ -134,7 +116,7 @@ async def test_a_step_is_committed_without_a_replica_that_hangs_which_is_named_a
 async def test_the_last_node_of_a_stage_that_hangs_is_named_at_once_and_then_replaced(
     corpus, tmp_path, hang
 ):
-    async with LocalSwarm(loads(PAIRS.format(replicas=1)), corpus, tmp_path) as swarm:
+    async with LocalSwarm(override(PAIRS, swarm__replicas=1), corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
         sick, others = swarm.nodes[2, 0][0], [n for n, _ in swarm.nodes.values()]
         others.remove(sick)

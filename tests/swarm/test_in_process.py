@@ -14,7 +14,7 @@ from planaria.bootstrap.registry_pb2 import SILENT
 from planaria.lab.convergence.training import State, TrainingSwarm, train
 from planaria.node.data.corpus import Corpus
 from planaria.node.report.ledger import audit, merge
-from planaria.node.run_file import RunFile, loads, override
+from planaria.node.run_file import RunFile
 from planaria.node.state.saves import Saves
 from planaria.node.state.stage_state import StageState
 from planaria.node.state.twin import Twin
@@ -22,22 +22,7 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
 from planaria.recovery.relearning import passes
 from tests.swarm.in_process import LocalSwarm
-
-SMALL = """
-steps = 8
-[model]
-preset = "tiny"
-dim = 32
-context = 32
-stages = {stages}
-[training]
-batch = 8
-microbatch = 1
-warmup = 5
-validation_microbatches = 2
-[swarm]
-replicas = {replicas}
-"""
+from tests.swarm.small import small
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +48,7 @@ def losses(directory) -> list[float]:
 @pytest.mark.parametrize(("stages", "replicas"), [(1, 1), (3, 1), (2, 2), (5, 1)])
 async def test_a_swarm_trains_as_one_process_does(corpus, tmp_path, stages, replicas):
     """With 5 body stages half of the microbatches visit the ends in swapped order."""
-    run = loads(SMALL.format(stages=stages, replicas=replicas))
+    run = small(stages=stages, replicas=replicas)
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(swarm.finished)
         digests = {(stage, node.member.digest) for (stage, _), (node, _) in swarm.nodes.items()}
@@ -74,7 +59,7 @@ async def test_a_swarm_trains_as_one_process_does(corpus, tmp_path, stages, repl
 
 @pytest.mark.parametrize("victim", [(0, 0), (1, 1), (2, 0)])
 async def test_a_killed_replica_costs_no_step(corpus, tmp_path, victim):
-    run = loads(SMALL.format(stages=2, replicas=2))
+    run = small(replicas=2)
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
         await swarm.kill(*victim)
@@ -89,7 +74,7 @@ async def test_a_killed_replica_costs_no_step(corpus, tmp_path, victim):
 @pytest.mark.parametrize("stage", [0, 1])
 async def test_a_replica_joins_while_the_others_train(corpus, tmp_path, stage):
     """It enters at a step boundary, no attempt is lost, and its weights are those of the others."""
-    run = loads(SMALL.format(stages=2, replicas=2).replace("steps = 8", "steps = 80"))
+    run = small(replicas=2, steps=80)
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
         await swarm.kill(stage, 1)
@@ -108,7 +93,7 @@ async def test_a_replica_joins_while_the_others_train(corpus, tmp_path, stage):
 
 @pytest.mark.parametrize("victim", ["joiner", "source", "driver"])
 async def test_who_is_killed_while_a_joiner_follows_costs_no_step(corpus, tmp_path, victim):
-    run = loads(SMALL.format(stages=2, replicas=3).replace("steps = 8", "steps = 80"))
+    run = small(replicas=3, steps=80)
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
         await swarm.kill(1, 2)
@@ -128,7 +113,7 @@ async def test_who_is_killed_while_a_joiner_follows_costs_no_step(corpus, tmp_pa
 
 async def test_a_joiner_that_cannot_keep_up_is_waited_for(corpus, tmp_path, monkeypatch):
     """Its gradients are all dropped; still it gets in, and the run goes on."""
-    run = loads(SMALL.format(stages=2, replicas=2).replace("steps = 8", "steps = 80"))
+    run = small(replicas=2, steps=80)
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
         await swarm.kill(1, 1)
@@ -145,7 +130,7 @@ async def test_a_joiner_that_cannot_keep_up_is_waited_for(corpus, tmp_path, monk
 
 
 async def test_a_lost_body_stage_is_rebuilt(corpus, tmp_path):
-    run = loads(SMALL.format(stages=3, replicas=1))
+    run = small(stages=3)
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
         await swarm.kill(2, 0)
@@ -156,7 +141,7 @@ async def test_a_lost_body_stage_is_rebuilt(corpus, tmp_path):
 
 
 async def test_a_node_that_only_dials_out_serves_like_the_others(corpus, tmp_path):
-    run = loads(SMALL.format(stages=3, replicas=1))
+    run = small(stages=3)
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
         await swarm.kill(2, 0)
@@ -165,15 +150,9 @@ async def test_a_node_that_only_dials_out_serves_like_the_others(corpus, tmp_pat
     assert audit(tmp_path).exact
 
 
-@pytest.mark.parametrize(
-    ("extra", "tolerance"),
-    [
-        ('[wire]\nactivations = "bf16"\ngradients = "bf16"\naveraging = "bf16"', 1e-3),
-        ('[wire]\nactivations = "int8"\ngradients = "int8"\naveraging = "int8"', 1e-2),
-    ],
-)
-async def test_lossy_codecs_keep_replicas_identical(corpus, tmp_path, extra, tolerance):
-    run = loads(SMALL.format(stages=2, replicas=2) + extra)
+@pytest.mark.parametrize(("codec", "tolerance"), [("bf16", 1e-3), ("int8", 1e-2)])
+async def test_lossy_codecs_keep_replicas_identical(corpus, tmp_path, codec, tolerance):
+    run = small(replicas=2, wire=dict.fromkeys(("activations", "gradients", "averaging"), codec))
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(swarm.finished)
         digests = {(stage, node.member.digest) for (stage, _), (node, _) in swarm.nodes.items()}
@@ -182,12 +161,7 @@ async def test_lossy_codecs_keep_replicas_identical(corpus, tmp_path, extra, tol
 
 
 async def test_bf16_and_recomputation(corpus, tmp_path):
-    toml = SMALL.format(stages=2, replicas=1)
-    run = loads(
-        toml.replace("[swarm]", 'precision = "bf16"\nrecompute = true\n[swarm]').replace(
-            "validation_microbatches = 2\n", "", 1
-        )
-    )
+    run = small(training__precision="bf16", training__recompute=True)
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(swarm.finished)
     assert losses(tmp_path) == pytest.approx(undisturbed(run, corpus), rel=1e-2)
@@ -210,9 +184,7 @@ async def test_twins_equal_the_next_stage_after_each_commit(
         forwards.setdefault(twin, []).append(twin.forwards)
 
     monkeypatch.setattr(Twin, "apply", noted)
-    run = override(
-        loads(SMALL.format(stages=stages, replicas=replicas)), recovery__policy="redundant"
-    )
+    run = small(stages=stages, replicas=replicas, recovery__policy="redundant")
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(swarm.finished)
         stage_of = {node.node: node.stage for node, _ in swarm.nodes.values()}
@@ -233,7 +205,7 @@ async def test_twins_equal_the_next_stage_after_each_commit(
 
 
 async def test_a_replica_that_comes_back_gets_the_twin_too(corpus, tmp_path):
-    run = override(loads(SMALL.format(stages=2, replicas=2)), recovery__policy="redundant")
+    run = small(replicas=2, recovery__policy="redundant")
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
         await swarm.kill(1, 1)
@@ -268,8 +240,8 @@ async def test_a_replica_that_comes_back_gets_the_twin_too(corpus, tmp_path):
 )
 async def test_every_loss_is_survived_by_its_policy(corpus, tmp_path, policy, lost, methods, steps):
     """With `steps` steps' boundary tensors to relearn from. The losses are those of the lab."""
-    run = override(
-        loads(SMALL.format(stages=4, replicas=1)),
+    run = small(
+        stages=4,
         recovery__policy=policy,
         recovery__checkpoint__dir=str(tmp_path / "checkpoints"),
         recovery__checkpoint__every=3,
@@ -332,7 +304,7 @@ def events_of(path, kind):
 
 
 async def test_a_gradient_for_a_twin_that_is_lost_with_its_link_is_sent_again(corpus, tmp_path):
-    run = override(loads(SMALL.format(stages=3, replicas=1)), recovery__policy="redundant")
+    run = small(stages=3, recovery__policy="redundant")
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         node, _ = swarm.nodes[2, 0]
         send, lost = node.links.send, []
@@ -354,7 +326,7 @@ async def test_a_gradient_for_a_twin_that_is_lost_with_its_link_is_sent_again(co
 
 
 async def test_a_node_that_must_go_saves_and_hands_over_to_a_standby(corpus, tmp_path):
-    run = override(loads(SMALL.format(stages=2, replicas=1)), steps=400)
+    run = small(steps=400)
     async with LocalSwarm(run, corpus, tmp_path, tmp_path / "saves") as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
         standby = swarm.start(None, 0)
@@ -378,7 +350,7 @@ async def test_a_full_disk_is_said_and_training_goes_on(corpus, tmp_path, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Saves, "write", full)
-    run = override(loads(SMALL.format(stages=2, replicas=1)), saves__every=2)
+    run = small(saves__every=2)
     async with LocalSwarm(run, corpus, tmp_path, tmp_path / "saves") as swarm:
         await swarm.until(swarm.finished)
         reports = [client.reported for client in swarm.registry.nodes.values()]
@@ -389,8 +361,8 @@ async def test_a_full_disk_is_said_and_training_goes_on(corpus, tmp_path, monkey
 
 
 async def test_strict_keeps_the_weights_and_stops(corpus, tmp_path):
-    run = override(
-        loads(SMALL.format(stages=4, replicas=1)),
+    run = small(
+        stages=4,
         recovery__policy="checkfree",
         recovery__strict=True,
         steps=400,
@@ -405,7 +377,7 @@ async def test_strict_keeps_the_weights_and_stops(corpus, tmp_path):
 
 
 async def test_nodes_measure_their_links_while_they_train(corpus, tmp_path):
-    async with LocalSwarm(loads(SMALL.format(stages=2, replicas=1)), corpus, tmp_path) as swarm:
+    async with LocalSwarm(small(), corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 1)
         for node, _ in swarm.nodes.values():
             node.asked_to_measure(7)

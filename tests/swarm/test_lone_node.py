@@ -15,20 +15,10 @@ from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.registry_pb2 import Description
 from planaria.node.local.processes import PLANARIA, Processes
 from planaria.node.resolve import resolve
-from planaria.node.run_file import dumps, loads
+from planaria.node.run_file import dumps
+from tests.swarm.small import small
 
 DEADLINE = 120.0  # seconds; only a hanging test gets there
-RUN = """
-[model]
-preset = "tiny"
-dim = 32
-context = 32
-stages = 2
-[swarm]
-lease = 2
-[data]
-path = "{data}"
-"""
 
 
 class Place:
@@ -36,7 +26,9 @@ class Place:
 
     def __init__(self, folder: Path, data: Path) -> None:
         self.folder = folder
-        (folder / "run.toml").write_text(dumps(resolve(loads(RUN.format(data=data)))))
+        (folder / "run.toml").write_text(
+            dumps(resolve(small(swarm__lease=2, data__path=str(data))))
+        )
         (folder / "logs").mkdir()
         self.processes = Processes(
             folder / "logs",

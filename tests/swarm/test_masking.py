@@ -15,24 +15,7 @@ from planaria.lab.convergence.training import train
 from planaria.node.data.corpus import Corpus
 from planaria.node.report.ledger import audit
 from tests.swarm.deaths import Swarm
-
-RUN = """
-steps = 24
-[model]
-preset = "tiny"
-dim = 32
-context = 32
-stages = 2
-[training]
-batch = 12
-microbatch = 1
-warmup = 5
-validation_microbatches = 2
-[recovery]
-masking = "{masking}"
-[swarm]
-replicas = 3
-"""
+from tests.swarm.small import small
 
 
 @pytest.fixture
@@ -41,7 +24,8 @@ def swarm(data: Path, tmp_path: Path) -> Iterator[Any]:
 
     def make(masking: str, **deaths: str) -> Swarm:
         by_slot = {slot[1:].replace("_", "."): [death] for slot, death in deaths.items()}
-        started.append(Swarm(tmp_path, data, RUN.format(masking=masking), by_slot))
+        run = small(replicas=3, steps=24, training__batch=12, recovery__masking=masking)
+        started.append(Swarm(tmp_path, data, run, by_slot))
         return started[0]
 
     yield make

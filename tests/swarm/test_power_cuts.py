@@ -14,28 +14,20 @@ import uvloop
 from planaria.node.data.corpus import Corpus
 from planaria.node.local.processes import PLANARIA, die_with_parent
 from planaria.node.report.ledger import audit
-from planaria.node.run_file import loads
 from planaria.node.state.saves import Saves
 from planaria.node.state.stage_state import Age
 from tests.swarm.in_process import LocalSwarm
+from tests.swarm.small import small
 
 CUTS = 50
 STAGES = 2
-RUN = loads(
-    f"""
-steps = 1000000
-[model]
-preset = "tiny"
-dim = 32
-context = 16
-stages = {STAGES}
-[training]
-batch = 2
-microbatch = 1
-validation_microbatches = 0
-[saves]
-every = 3
-"""
+RUN = small(
+    STAGES,
+    steps=1_000_000,
+    model__context=16,
+    training__batch=2,
+    training__validation_microbatches=0,
+    saves__every=3,
 )
 DEADLINE = 300.0  # seconds; only a hanging swarm gets there
 

@@ -14,21 +14,7 @@ import pytest
 
 from planaria.lab.convergence.training import train
 from planaria.node.data.corpus import Corpus
-from planaria.node.run_file import loads
-
-SMALL = """
-steps = {steps}
-[model]
-preset = "tiny"
-dim = 32
-context = 32
-stages = {stages}
-[training]
-batch = 8
-microbatch = 1
-warmup = 5
-validation_microbatches = 2
-"""
+from tests.swarm.small import small
 
 
 def assert_clean(summary: dict, steps: int) -> None:
@@ -40,7 +26,7 @@ def assert_clean(summary: dict, steps: int) -> None:
 
 def test_the_shortest_lease_that_a_run_file_may_have_is_long_enough(up):
     """Also for machines as busy as this: a node that was evicted for it is replaced."""
-    swarm = up(SMALL.format(steps=5, stages=1) + "[swarm]\nlease = 1\n")
+    swarm = up(small(stages=1, steps=5, swarm__lease=1))
     status, output = swarm.finish()
     assert status == 0, output
     assert swarm.summary()["steps"] == 5
@@ -49,7 +35,7 @@ def test_the_shortest_lease_that_a_run_file_may_have_is_long_enough(up):
 def test_every_kind_of_kill_heals(up):
     """The driver, a replica, and a whole body stage, in one run."""
     swarm = up(
-        SMALL.format(steps=30, stages=4),
+        small(stages=4, steps=30),
         *("--policy", "checkfree", "--replicas", "2"),
         *("--kill", "2@8", "--kill", "3.1@15", "--kill", "0.0@22"),
     )
@@ -71,19 +57,19 @@ def test_every_kind_of_kill_heals(up):
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_without_failures_a_swarm_equals_one_process(up, data, replicas):
-    toml = SMALL.format(steps=20, stages=2)
-    swarm = up(toml, "--replicas", str(replicas))
+    run = small(steps=20)
+    swarm = up(run, "--replicas", str(replicas))
     status, output = swarm.finish()
     assert status == 0, output
     lines = [json.loads(line) for line in (swarm.out / "ledger.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "step" in line]
     # The same arithmetic; only the order in which microbatches add up differs.
-    assert losses == pytest.approx(list(train(loads(toml), Corpus.open(data))), rel=1e-5)
+    assert losses == pytest.approx(list(train(run, Corpus.open(data))), rel=1e-5)
     assert_clean(swarm.summary(), 20)
 
 
 def test_the_registry_can_be_killed(up):
-    swarm = up(SMALL.format(steps=40, stages=2))
+    swarm = up(small(steps=40))
     swarm.wait_until("step 5", lambda: swarm.committed() >= 5)
     os.kill(swarm.pid("registry"), signal.SIGKILL)
     status, output = swarm.finish()
@@ -95,7 +81,7 @@ def test_the_registry_can_be_killed(up):
 
 
 def test_after_a_registry_restart_views_grow_and_losses_heal(up):
-    swarm = up(SMALL.format(steps=100_000, stages=3))
+    swarm = up(small(stages=3, steps=100_000))
     swarm.wait_until("step 5", lambda: swarm.committed() >= 5)
     os.kill(swarm.pid("registry"), signal.SIGKILL)
     swarm.wait_until("another registry", lambda: len(swarm.events("started")) >= 6)
@@ -109,7 +95,7 @@ def test_after_a_registry_restart_views_grow_and_losses_heal(up):
 
 
 def test_a_frozen_node_is_fenced_and_comes_back_as_a_new_one(up):
-    swarm = up(SMALL.format(steps=100_000, stages=2), "--replicas", "2")
+    swarm = up(small(steps=100_000), "--replicas", "2")
     swarm.wait_until("step 5", lambda: swarm.committed() >= 5)
     frozen = swarm.pid("1.1")
     joined = len(swarm.events("joined"))
@@ -132,7 +118,7 @@ def test_a_frozen_node_is_fenced_and_comes_back_as_a_new_one(up):
 
 
 def test_a_loss_that_the_policy_cannot_heal_stops_a_strict_run_with_a_reason(up):
-    swarm = up(SMALL.format(steps=1000, stages=3), "--kill", "1@6", "--strict")
+    swarm = up(small(stages=3, steps=1000), "--kill", "1@6", "--strict")
     status, output = swarm.finish()
     assert status == 1
     assert "stage 1 is lost" in output
@@ -142,7 +128,7 @@ def test_a_loss_that_the_policy_cannot_heal_stops_a_strict_run_with_a_reason(up)
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_up_leaves_no_process_behind(up, number):
-    swarm = up(SMALL.format(steps=100_000, stages=2))
+    swarm = up(small(steps=100_000))
     swarm.wait_until("step 2", lambda: swarm.committed() >= 2)
     pids = [event["pid"] for event in swarm.events("started")]
     assert len(pids) == 4
@@ -162,7 +148,7 @@ def methods(summary: dict) -> list[tuple[int, str]]:
 def test_checkfree_plus_survives_every_single_loss(up):
     """Both ends, all of stage 0 with the driver, and a stage that is never swapped."""
     swarm = up(
-        SMALL.format(steps=24, stages=5),
+        small(stages=5, steps=24),
         *("--policy", "checkfree+"),
         *("--kill", "1@4", "--kill", "5@9", "--kill", "0@14", "--kill", "3@19"),
     )
@@ -182,7 +168,7 @@ def test_checkfree_plus_survives_every_single_loss(up):
 
 def test_two_stages_in_a_row_and_a_body_stage_with_stage_0_come_back_from_snapshots(up):
     swarm = up(
-        SMALL.format(steps=24, stages=5) + "[recovery.snapshot]\nperiod = 4\n",
+        small(stages=5, steps=24, recovery__snapshot__period=4),
         *("--policy", "snapshot", "--kill", "2@10", "--kill", "3@10"),
         *("--kill", "0@18", "--kill", "4@18"),
     )
@@ -198,8 +184,7 @@ def test_two_stages_in_a_row_and_a_body_stage_with_stage_0_come_back_from_snapsh
 def test_what_checkfree_cannot_rebuild_is_interpolated_and_relearned(up):
     """An end stage; then two in a row, which relearn together."""
     swarm = up(
-        SMALL.format(steps=18, stages=5)
-        + "[recovery.relearn]\npasses = 5\nsteps = 2\nseconds = 60.0\n",
+        small(stages=5, steps=18, recovery__relearn={"passes": 5, "steps": 2, "seconds": 60.0}),
         *("--policy", "checkfree", "--kill", "1@6", "--kill", "3@12", "--kill", "4@12"),
     )
     status, output = swarm.finish()
@@ -217,8 +202,8 @@ def test_what_checkfree_cannot_rebuild_is_interpolated_and_relearned(up):
 def test_after_a_power_cut_the_run_is_resumed(up, tmp_path):
     """SIGKILL for `planaria up`, which takes everything with it."""
     saves = tmp_path / "saves"
-    toml = SMALL.format(steps=30, stages=2) + "[saves]\nevery = 4\n"
-    swarm = up(toml, "--save-dir", str(saves))
+    run = small(steps=30, saves__every=4)
+    swarm = up(run, "--save-dir", str(saves))
     swarm.wait_until("step 13", lambda: swarm.committed() >= 13)
     pids = [int(event["pid"]) for event in swarm.events("started")]
     swarm.process.kill()

@@ -13,26 +13,14 @@ import pytest
 import torch
 
 from planaria.node.data.corpus import Corpus
-from planaria.node.run_file import loads
+from planaria.node.run_file import override
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.tensors import encode
 from tests.swarm.in_process import LocalSwarm, OneSeat
+from tests.swarm.small import small
 
-PAIRS = """
-steps = 1000
-[model]
-preset = "tiny"
-dim = 32
-context = 32
-stages = 2
-[training]
-batch = 4
-microbatch = 1
-warmup = 5
-[swarm]
-replicas = 2
-"""
+PAIRS = small(replicas=2, steps=1000, training__batch=4)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +70,7 @@ async def test_who_sends_what_cannot_be_used_is_taken_out_and_nobody_else_is(
     corpus, tmp_path, slot, cause, alter
 ):
     """Whichever of stage 0 drives, it may be the sick one."""
-    async with LocalSwarm(loads(PAIRS), corpus, tmp_path) as swarm:
+    async with LocalSwarm(PAIRS, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 2)
         sick, others = swarm.nodes[slot][0], [n for n, _ in swarm.nodes.values()]
         others.remove(sick)
@@ -98,7 +86,7 @@ async def test_who_sends_what_cannot_be_used_is_taken_out_and_nobody_else_is(
 
 @pytest.mark.parametrize("norm", [1e300, -1e30])
 async def test_a_wild_norm_sets_nobodys_clip_scale(corpus, tmp_path, norm):
-    async with LocalSwarm(loads(PAIRS), corpus, tmp_path) as swarm:
+    async with LocalSwarm(PAIRS, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 2)
         sick, other = swarm.nodes[1, 1][0], swarm.nodes[1, 0][0]
         sick.seat.arithmetic.reduced = lambda: norm
@@ -115,7 +103,7 @@ def events(directory: Path, kind: str) -> list[dict[str, Any]]:
 
 
 async def test_a_replica_whose_weight_flips_copies_its_state_anew(corpus, tmp_path):
-    async with LocalSwarm(loads(PAIRS), corpus, tmp_path) as swarm:
+    async with LocalSwarm(PAIRS, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 2)
         sick, other = swarm.nodes[1, 1][0], swarm.nodes[1, 0][0]
         bits = sick.seat.arithmetic.tensors["weights"].view(torch.int32)
@@ -143,7 +131,7 @@ def not_finite(frame: Frame) -> Frame:
 
 
 async def test_who_makes_nan_is_named_and_no_step_is_skipped(corpus, tmp_path):
-    async with LocalSwarm(loads(PAIRS), corpus, tmp_path) as swarm:
+    async with LocalSwarm(PAIRS, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 2)
         sick, other = swarm.nodes[1, 1][0], swarm.nodes[1, 0][0]
         falls_sick(sick, not_finite)
@@ -157,7 +145,7 @@ async def test_who_makes_nan_is_named_and_no_step_is_skipped(corpus, tmp_path):
 
 
 async def test_nan_without_a_replica_skips_steps_and_then_the_run_pauses(corpus, tmp_path):
-    alone = loads(PAIRS.replace("replicas = 2", "replicas = 1"))
+    alone = override(PAIRS, swarm__replicas=1)
     async with LocalSwarm(alone, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 2)
         sick, driver = swarm.nodes[1, 0][0], swarm.nodes[0, 0][0]

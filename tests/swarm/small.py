@@ -1,0 +1,25 @@
+"""The run that the swarms of these tests train, each with changes of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planaria.node.run_file import RunFile, loads, override
+
+SMALL = loads("""
+steps = 8
+[model]
+preset = "tiny"
+dim = 32
+context = 32
+[training]
+batch = 8
+microbatch = 1
+warmup = 5
+validation_microbatches = 2
+""")
+
+
+def small(stages: int = 2, replicas: int = 1, **changes: Any) -> RunFile:
+    """`changes` as `planaria.node.run_file.override` takes them."""
+    return override(SMALL, model__stages=stages, swarm__replicas=replicas, **changes)
