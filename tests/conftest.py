@@ -4,6 +4,7 @@ the cores are few, signals that work, and no terminal's size."""
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import signal
 from pathlib import Path
@@ -29,6 +30,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest comes first: a worker that has nothing left takes over from the end of
     what others have to do."""
     items.sort(key=lambda item: item.path.parent.name not in ("swarm", "simulation"))
+
+
+def pytest_collection_finish() -> None:
+    """No collection of garbage looks again at what is loaded by now, torch above all."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from planaria.node.local.processes import Processes, describe_status, tail
+from planaria.node.local.processes import PLANARIA, Processes, describe_status, tail
 
 ROOT = Path(__file__).parents[3]
 FOREVER = "import signal; print('up', flush=True); signal.pause()"
@@ -26,9 +26,10 @@ def run_python(arguments: list[str]) -> None:
 
 
 @pytest.fixture
-def processes(tmp_path, monkeypatch):
-    monkeypatch.setenv("GREETING", "")  # and unset afterwards
-    found = Processes(tmp_path, {"GREETING": "hello"}, work=run_python)
+def processes(tmp_path):
+    """They are forked from the process from which all other tests here fork theirs, so it loads
+    what those need."""
+    found = Processes(tmp_path, {}, PLANARIA, run_python)
     yield found
     found.kill_all()
 
