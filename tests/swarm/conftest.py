@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,17 +14,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
+from planaria.bootstrap.client import RegistryClient
+from planaria.bootstrap.registry_pb2 import Description
+from planaria.node.local.swarm import ADDRESS
 from planaria.node.run_file import RunFile, dumps, override
+from tests.swarm.lines import Lines
 
 DEADLINE = 600.0  # seconds; only a hanging swarm gets there
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The loop that a daemon has."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 class Up:
     """`planaria up` as a child process."""
 
     def __init__(self, run: RunFile, out: Path, *arguments: str) -> None:
-        self.out = out
+        self.out, self.lines = out, Lines(out)
         run_file = out.parent / f"{out.name}.toml"
         run_file.write_text(dumps(run))
         command = [
@@ -47,25 +59,43 @@ class Up:
         output, _ = self.process.communicate(timeout=DEADLINE)
         return self.process.returncode, output
 
-    def lines(self, pattern: str) -> list[dict[str, Any]]:
-        found = []
-        for path in sorted(self.out.glob(pattern)):
-            whole = path.read_text().rpartition("\n")[0]
-            found += [json.loads(line) for line in whole.splitlines()]
-        return found
+    def end(self, number: signal.Signals) -> None:
+        """In the middle of training; no process may be left behind."""
+        pids = [event["pid"] for event in self.events("started")]
+        self.process.send_signal(number)
+        status, output = self.finish()
+        assert status != 0
+        assert "Traceback" not in output
+        for pid in pids:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        events = self.lines("logs/events-*.jsonl") + self.lines("events.jsonl")
-        return [event for event in events if event["kind"] == kind]
+        return [
+            *self.lines.events(kind, "logs/events-*.jsonl"),
+            *self.lines.events(kind, "events.jsonl"),
+        ]
 
     def committed(self) -> int:
         """The newest step in any ledger so far."""
-        lines = self.lines("logs/ledger-*.jsonl")
+        lines = self.lines.of("logs/ledger-*.jsonl")
         return max((line["step"] for line in lines if "step" in line), default=0)
 
     def pid(self, slot: str) -> int:
         """Of the newest process in a slot: `registry`, or STAGE.REPLICA."""
         return int([e for e in self.events("started") if e["slot"] == slot][-1]["pid"])
+
+    def members(self) -> set[str]:
+        """Of the registry's newest view."""
+
+        async def described() -> Description:
+            client = RegistryClient([(self.out / ADDRESS).read_text().strip()])
+            try:
+                return await client.describe()
+            finally:
+                await client.close()
+
+        return {member.node for member in asyncio.run(described()).view.members}
 
     def wait_until(self, what: str, condition: Callable[[], Any]) -> None:
         deadline = time.monotonic() + DEADLINE

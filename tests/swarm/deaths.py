@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from planaria.node.local.processes import PLANARIA, Processes
-from planaria.node.report.event_log import Tail
 from planaria.node.resolve import resolve
 from planaria.node.run_file import RunFile, dumps, override
+from tests.swarm.lines import Lines
 
 DEADLINE = 600.0  # seconds; only a hanging swarm gets there
 
@@ -45,8 +45,7 @@ class Swarm:
             PLANARIA,
             run_planaria_until,
         )
-        self.tails: dict[Path, Tail] = {}
-        self.events: list[dict[str, Any]] = []
+        self.lines = Lines(out / "logs")
         self.killed: list[str] = []
 
     def train(self, replace: bool = True, meanwhile: Callable[[], object] = lambda: None) -> None:
@@ -100,9 +99,7 @@ class Swarm:
         time.sleep(0.02)
 
     def read(self, kind: str) -> list[dict[str, Any]]:
-        for path in (self.out / "logs").glob("events-*.jsonl"):
-            self.events += self.tails.setdefault(path, Tail(path)).lines()
-        return [event for event in self.events if event["kind"] == kind]
+        return self.lines.events(kind)
 
 
 def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:

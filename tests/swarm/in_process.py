@@ -26,6 +26,7 @@ from planaria.node.run_file import RunFile
 from planaria.node.stage.shape import model_config
 from planaria.node.state.holdings import Holdings
 from planaria.node.transaction.member import MemberSide
+from tests.swarm.lines import Lines
 
 
 class LocalRegistry:
@@ -154,6 +155,7 @@ class LocalSwarm:
     ) -> None:
         """`after_view`: the newest one of the processes that this swarm goes on from."""
         self.run, self.corpus, self.out, self.saves = run, corpus, out, saves
+        self.lines = Lines(out)
         self.config = model_config(run.model, corpus.vocabulary)
         replicas = run.swarm.replicas
         self.registry = LocalRegistry(

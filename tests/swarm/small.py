@@ -13,7 +13,7 @@ preset = "tiny"
 dim = 32
 context = 32
 [training]
-batch = 8
+batch = 4
 microbatch = 1
 warmup = 5
 validation_microbatches = 2

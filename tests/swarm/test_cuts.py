@@ -14,23 +14,9 @@ from planaria.bootstrap.registry_pb2 import Description
 from planaria.lab.chaos.proxy import Proxy
 from planaria.node.report.ledger import audit
 from tests.swarm.deaths import Swarm
+from tests.swarm.small import small
 
-RUN = """
-steps = 100000
-[model]
-preset = "tiny"
-dim = 32
-context = 32
-stages = 2
-[training]
-batch = 4
-microbatch = 1
-warmup = 5
-validation_microbatches = 0
-[swarm]
-lease = 3
-silence = 2
-"""
+RUN = small(steps=100_000, training__validation_microbatches=0, swarm__lease=3, swarm__silence=2)
 SPARE = "0.1"
 
 

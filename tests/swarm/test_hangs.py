@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,14 +25,8 @@ HUNG = "1.0"
 def swarm(data: Path, tmp_path: Path) -> Iterator[Callable[..., Swarm]]:
     started: list[Swarm] = []
 
-    def make(hang: str, replicas: int = 1, progress: int = 120) -> Swarm:
-        run = small(
-            replicas=replicas,
-            steps=40,
-            training__batch=12,
-            training__validation_microbatches=0,
-            swarm__progress=progress,
-        )
+    def make(hang: str) -> Swarm:
+        run = small(steps=40, training__batch=12, training__validation_microbatches=0)
         started.append(Swarm(tmp_path, data, run, {HUNG: [hang]}))
         return started[0]
 
@@ -103,13 +95,13 @@ async def test_a_step_is_committed_without_a_replica_that_hangs_which_is_named_a
         assert "hang: " in sick.over.result()
         at = swarm.committed()
         await swarm.until(lambda: swarm.committed() >= at + 3)
-        assert {told["node"] for told in told_of(tmp_path, "held up")} == {sick.node}
-        assert sick.node in told_of(tmp_path, "masked")[-1]["nodes"]
+        assert {told["node"] for told in swarm.lines.events("held up")} == {sick.node}
+        assert sick.node in swarm.lines.events("masked")[-1]["nodes"]
         swarm.nodes.pop((2, 1))
         heir = swarm.start(2, 1)
         await swarm.until(lambda: heir.member and heir.member.phase.value == "running")
         assert not any(node.over.done() for node in others)
-    assert not [e for e in told_of(tmp_path, "rebuilt") if e["method"] != "replica"]
+    assert not [e for e in swarm.lines.events("rebuilt") if e["method"] != "replica"]
     assert audit(tmp_path).exact
 
 
@@ -123,7 +115,7 @@ async def test_the_last_node_of_a_stage_that_hangs_is_named_at_once_and_then_rep
         hang(sick)
         await swarm.until(lambda: sick.client.reported.stalled_seconds)
         assert sick.client.reported.stalled_seconds >= FLOOR
-        await swarm.until(lambda: told_of(tmp_path, "held up"))
+        await swarm.until(lambda: swarm.lines.events("held up"))
         assert not sick.over.done()
         await swarm.until(sick.over.done)
         assert "hang: " in sick.over.result()
@@ -132,12 +124,7 @@ async def test_the_last_node_of_a_stage_that_hangs_is_named_at_once_and_then_rep
         swarm.start(2, 0)
         await swarm.until(lambda: swarm.committed() >= at + 3)
         assert not any(node.over.done() for node in others)
-    assert {told["node"] for told in told_of(tmp_path, "held up")} == {sick.node}
-    rebuilt = told_of(tmp_path, "rebuilt")
+    assert {told["node"] for told in swarm.lines.events("held up")} == {sick.node}
+    rebuilt = swarm.lines.events("rebuilt")
     assert [(e["stage"], e["method"]) for e in rebuilt] == [(2, "checkfree")]
     assert audit(tmp_path).exact
-
-
-def told_of(directory: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for path in directory.glob("events-*") for line in path.open()]
-    return [told for told in lines if told["kind"] == kind]

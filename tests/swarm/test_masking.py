@@ -22,9 +22,9 @@ from tests.swarm.small import small
 def swarm(data: Path, tmp_path: Path) -> Iterator[Any]:
     started: list[Swarm] = []
 
-    def make(masking: str, **deaths: str) -> Swarm:
+    def make(masking: str, steps: int, **deaths: str) -> Swarm:
         by_slot = {slot[1:].replace("_", "."): [death] for slot, death in deaths.items()}
-        run = small(replicas=3, steps=24, training__batch=12, recovery__masking=masking)
+        run = small(replicas=3, steps=steps, training__batch=12, recovery__masking=masking)
         started.append(Swarm(tmp_path, data, run, by_slot))
         return started[0]
 
@@ -51,7 +51,7 @@ def test_a_death_at_any_moment_of_a_step_leaves_no_trace(swarm, data):
     """Before a forward pass, between it and the backward pass, after that, while averaging, and
     sources."""
     deaths = {"_1_0": "forward@3", "_2_0": "backward@6", "_1_1": "counted@9", "_2_1": "average@12"}
-    done = swarm("reassign", **deaths, _0_1="source@15", _0_2="source@15")
+    done = swarm("reassign", 18, **deaths, _0_1="source@15", _0_2="source@15")
     done.train(replace=False)
     assert {"1.0", "2.0", "1.1", "2.1"} < set(done.killed)
     masked = [event["nodes"] for event in done.read("masked")]
@@ -60,7 +60,7 @@ def test_a_death_at_any_moment_of_a_step_leaves_no_trace(swarm, data):
 
 
 def test_deaths_at_once_and_of_who_makes_up_for_one(swarm, data):
-    done = swarm("spare", _1_0="forward@5", _2_0="forward@5", _1_1="patch@5")
+    done = swarm("spare", 9, _1_0="forward@5", _2_0="forward@5", _1_1="patch@5")
     done.train(replace=False)
     assert sorted(done.killed) == ["1.0", "1.1", "2.0"]
     assert sum(len(event["nodes"]) for event in done.read("masked")) == 3
@@ -69,7 +69,7 @@ def test_deaths_at_once_and_of_who_makes_up_for_one(swarm, data):
 
 def test_what_a_node_that_hung_says_late_counts_for_nothing(swarm, data):
     """Others do its microbatches, it is evicted, and then it wakes up with all it had to say."""
-    done = swarm("reassign")
+    done = swarm("reassign", 16)
     hung: list[int] = []
 
     def hang_and_wake() -> None:

@@ -14,12 +14,12 @@ import pytest
 
 from planaria.lab.convergence.training import train
 from planaria.node.data.corpus import Corpus
-from tests.swarm.small import small
+from tests.swarm.small import SMALL, small
 
 
 def assert_clean(summary: dict, steps: int) -> None:
     assert summary["steps"] == steps
-    assert summary["audit"]["expected"] == steps * 8
+    assert summary["audit"]["expected"] == steps * SMALL.training.batch
     assert [summary["audit"][k] for k in ("duplicates", "missing", "extra")] == [0, 0, 0]
     assert summary["replicas_identical"]
 
@@ -55,10 +55,9 @@ def test_every_kind_of_kill_heals(up):
     assert (swarm.out / "loss.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_without_failures_a_swarm_equals_one_process(up, data, replicas):
+def test_without_failures_a_swarm_equals_one_process(up, data):
     run = small(steps=20)
-    swarm = up(run, "--replicas", str(replicas))
+    swarm = up(run, "--replicas", "2")
     status, output = swarm.finish()
     assert status == 0, output
     lines = [json.loads(line) for line in (swarm.out / "ledger.jsonl").read_text().splitlines()]
@@ -92,25 +91,25 @@ def test_after_a_registry_restart_views_grow_and_losses_heal(up):
     assert (rebuilt["stage"], rebuilt["method"]) == (2, "checkfree")
     swarm.wait_until("more steps", lambda: swarm.committed() > rebuilt["step"] + 3)
     assert rebuilt["step"] >= before
+    swarm.end(signal.SIGINT)
 
 
 def test_a_frozen_node_is_fenced_and_comes_back_as_a_new_one(up):
     swarm = up(small(steps=100_000), "--replicas", "2")
     swarm.wait_until("step 5", lambda: swarm.committed() >= 5)
     frozen = swarm.pid("1.1")
+    (name,) = {event["node"] for event in swarm.events("joined") if event["pid"] == frozen}
     joined = len(swarm.events("joined"))
     os.kill(frozen, signal.SIGSTOP)
-    thaw = time.monotonic() + 20
     at_freeze = swarm.committed()
     swarm.wait_until("steps without it", lambda: swarm.committed() > at_freeze + 5)
-    swarm.wait_until("20 s in the cold", lambda: time.monotonic() > thaw)
+    swarm.wait_until("its eviction", lambda: name not in swarm.members())
     os.kill(frozen, signal.SIGCONT)
     swarm.wait_until("its return", lambda: len(swarm.events("joined")) > joined)
     swarm.wait_until("its copy", lambda: swarm.events("rebuilt"))
     step = swarm.events("rebuilt")[-1]["step"]
     swarm.wait_until("steps with it", lambda: swarm.committed() > step + 5)
-    swarm.process.send_signal(signal.SIGTERM)
-    swarm.finish()
+    swarm.end(signal.SIGTERM)
     summary = swarm.summary()
     assert [summary["audit"][k] for k in ("duplicates", "missing", "extra")] == [0, 0, 0]
     assert summary["replicas_identical"]
@@ -124,21 +123,6 @@ def test_a_loss_that_the_policy_cannot_heal_stops_a_strict_run_with_a_reason(up)
     assert "stage 1 is lost" in output
     assert "--strict" in output
     assert swarm.summary()["steps"] == 5
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_up_leaves_no_process_behind(up, number):
-    swarm = up(small(steps=100_000))
-    swarm.wait_until("step 2", lambda: swarm.committed() >= 2)
-    pids = [event["pid"] for event in swarm.events("started")]
-    assert len(pids) == 4
-    swarm.process.send_signal(number)
-    status, output = swarm.finish()
-    assert status != 0
-    assert "Traceback" not in output
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
 
 
 def methods(summary: dict) -> list[tuple[int, str]]:

@@ -3,11 +3,8 @@ named, and the swarm trains on."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -97,11 +94,6 @@ async def test_a_wild_norm_sets_nobodys_clip_scale(corpus, tmp_path, norm):
         assert 0 < other.member.last.gradient_norm < 1e6
 
 
-def events(directory: Path, kind: str) -> list[dict[str, Any]]:
-    told = [json.loads(line) for path in directory.glob("events-*") for line in path.open()]
-    return [event for event in told if event["kind"] == kind]
-
-
 async def test_a_replica_whose_weight_flips_copies_its_state_anew(corpus, tmp_path):
     async with LocalSwarm(PAIRS, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 2)
@@ -112,15 +104,15 @@ async def test_a_replica_whose_weight_flips_copies_its_state_anew(corpus, tmp_pa
             bits[7] ^= 1 << 20
 
         await sick.compute.run(flip)
-        await swarm.until(lambda: events(tmp_path, "diverged"))
-        (diverged,) = events(tmp_path, "diverged")
+        await swarm.until(lambda: swarm.lines.events("diverged"))
+        (diverged,) = swarm.lines.events("diverged")
         assert diverged["nodes"] == [other.node, sick.node]
         assert diverged["reason"].startswith(f"{sick.node}: its weights are not those that")
         await swarm.until(lambda: sick.member.following)
         await swarm.until(lambda: sick.member.phase.value == "running")
         at = swarm.committed()
         await swarm.until(lambda: swarm.committed() >= at + 3)
-        assert len(events(tmp_path, "diverged")) == 1
+        assert len(swarm.lines.events("diverged")) == 1
         assert not any(node.over.done() for node, _ in swarm.nodes.values())
 
 
@@ -139,7 +131,7 @@ async def test_who_makes_nan_is_named_and_no_step_is_skipped(corpus, tmp_path):
         assert "nonfinite: " in sick.over.result()
         at = swarm.committed()
         await swarm.until(lambda: swarm.committed() >= at + 2)
-        assert {told["node"] for told in events(tmp_path, "not finite")} == {sick.node}
+        assert {told["node"] for told in swarm.lines.events("not finite")} == {sick.node}
         assert not any(node.over.done() for node, _ in swarm.nodes.values() if node is not sick)
         assert other.member.last.skips == 0
 
@@ -153,5 +145,5 @@ async def test_nan_without_a_replica_skips_steps_and_then_the_run_pauses(corpus,
         await swarm.until(lambda: driver.member.halt)
         assert "3 steps in a row were skipped" in driver.member.halt.reason
         assert driver.member.last.skips == 3
-        assert {told["node"] for told in events(tmp_path, "not finite")} == {sick.node}
+        assert {told["node"] for told in swarm.lines.events("not finite")} == {sick.node}
         assert not any(node.over.done() for node, _ in swarm.nodes.values())
