@@ -155,6 +155,7 @@ class Agent:
             states=self.states,
             boundary=self.crossings,
             relearning=self.relearning,
+            own_state=self._in_place,
             tell=self.record.tell,
         )
 
@@ -566,6 +567,10 @@ class Agent:
             return None
         if member.following is not None and member.following.state is None:
             return None
+        return self._in_place()
+
+    def _in_place(self) -> StageState:
+        member = self.member
         return self._state(member.lineage, member.committed, member.last, member.boosted_at)
 
     def _state(self, lineage: int, step: int, last: pb.Commit, boosted_at: int) -> StageState:

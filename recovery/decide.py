@@ -13,7 +13,7 @@ Masking = Literal["abort", "reassign", "spare"]
 """What to do when a node is lost in the middle of a step and its stage lives on: try the step again
 from the start; have the others do what was that node's; the same, and some of them have done a part
 of it ahead."""
-Kind = Literal["copy", "snapshot", "redundant", "checkpoint", "save"]
+Kind = Literal["copy", "snapshot", "redundant", "checkpoint", "save", "memory"]
 Made = tuple[int, int]
 """View and attempt of the commit that made a step. One that only those knew who are gone now never
 happened, and the step was made again: of the same number, but not the same."""
@@ -39,6 +39,7 @@ class Held:
 
     `copy`: stage 0's weights, `snapshot`: its running snapshot, `redundant`: its twin, each of
     another node's stage, in memory. `checkpoint`, `save`: of the node's own stage, in a file.
+    `memory`: what it has itself, which counts when the run goes back to it.
     """
 
     kind: Kind
@@ -111,13 +112,17 @@ Decision = Rebuild | RollBack | Stop
 def decide(stage: int, left: Left, policy: Policy, strict: bool = False) -> Decision:
     """How does a node of `stage` get its state?
 
-    A replica is always the first choice, then a save of this very step, then what the policy holds
-    ready, then, unless `strict`, the best guess that what is left allows.
+    A replica is always the first choice, then this very step from before the run went back, then a
+    save of it, then what the policy holds ready, then, unless `strict`, the best guess that what is
+    left allows.
     """
     if replicas := left.nodes(stage):
         reason = f"stage {stage} lives on at {len(replicas)} of its nodes: copied from there"
         return Rebuild(stage, "replica", replicas, exact=True, reason=reason)
-    if saves := _saves_of_this_step(stage, left):
+    if there := _of_this_step("memory", stage, left):
+        reason = f"stage {stage} has this very step from before the run went back"
+        return Rebuild(stage, "memory", there, exact=True, reason=reason)
+    if saves := _of_this_step("save", stage, left):
         reason = f"stage {stage} has no replica left, but a save of this very step"
         return Rebuild(stage, "save", saves, exact=True, reason=reason)
     found, lacking = _BY_POLICY[policy](stage, left)
@@ -235,15 +240,15 @@ def _newest_saves(stage: int, left: Left) -> tuple[Source, ...]:
     """Files count that are of older lineages, too: after a resume there is nothing else yet."""
     files = _files(left.held, "save").get(stage, {})
     usable = [version for version in files if version[:2] <= (left.lineage, left.step)]
-    return tuple(files[max(usable)]) if usable else ()
+    return tuple(held.source for held in files[max(usable)]) if usable else ()
 
 
-def _saves_of_this_step(stage: int, left: Left) -> tuple[Source, ...]:
-    """After a resume that only some have lived to see, everybody else has that in a file."""
+def _of_this_step(kind: Kind, stage: int, left: Left) -> tuple[Source, ...]:
+    """After the run went back, which only some have lived to see, everybody else still has it."""
     return tuple(
-        source
-        for (_, step, made), sources in _files(left.held, "save").get(stage, {}).items()
-        for source in sources
+        one.source
+        for (_, step, made), held in _files(left.held, kind).get(stage, {}).items()
+        for one in held
         if (step, made) == (left.step, left.made) and made != UNKNOWN
     )
 
@@ -274,59 +279,63 @@ def _stale(steps: int) -> str:
     return f", {steps} step{'s' if steps > 1 else ''} old" if steps else ""
 
 
-# When a swarm starts, and there are files
+# When a swarm starts and there are files, or goes back
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a run goes on from files; a stage that is not in `sources` has none that fits."""
+    """Where a run goes on; a stage that is not in `held` has nothing that fits."""
 
     step: int
     lineage: int
-    sources: Mapping[int, tuple[Source, ...]]
+    held: Mapping[int, tuple[Held, ...]]
     exact: bool
     reason: str
 
 
 def resume(held: Iterable[Held], stages: int) -> Resume | None:
-    """Where the run that wrote these files goes on; None if there is no file.
+    """Where the run goes on that had all this, in files or memory; None if that is nothing.
 
-    The newest step that every stage has a file of. Where there is none, the newest of each (SCAR's
-    partial recovery), and the step is the newest of all: no sample comes twice.
+    The newest step that every stage has. Where there is none, the newest of each (SCAR's partial
+    recovery), and the step is the newest of all: no sample comes twice.
     """
-    files = _files(held, "save", "checkpoint")
+    files = _files(held, "memory", "save", "checkpoint")
     common = _newest_common(files, stages)
     if common is not None:
-        sources = {of: tuple(found[common]) for of, found in files.items()}
+        chosen = {of: tuple(found[common]) for of, found in files.items()}
         lineage, step, _ = common
-        reason = f"every stage has a save of step {step}: the run goes on from there"
-        return Resume(step, lineage, sources, exact=True, reason=reason)
+        filed = all(one.kind != "memory" for found in chosen.values() for one in found)
+        what = f"a save of step {step}" if filed else f"step {step}"
+        reason = f"every stage has {what}: the run goes on from there"
+        return Resume(step, lineage, chosen, exact=True, reason=reason)
     if not files:
         return None
     newest = {of: max(found) for of, found in files.items()}
     lineage, step, _ = max(newest.values())
-    sources = {of: tuple(files[of][version]) for of, version in newest.items()}
+    chosen = {of: tuple(files[of][version]) for of, version in newest.items()}
     mix = ", ".join(f"stage {of} from step {at}" for of, (_, at, _) in sorted(newest.items()))
     none = sorted(set(range(stages + 1)) - set(files))
-    reason = f"no step was saved by every stage: {mix}" + (
+    reason = f"there is no step that every stage has: {mix}" + (
         f"; nothing of stage {', '.join(map(str, none))}" if none else ""
     )
-    return Resume(step, lineage, sources, exact=False, reason=reason)
+    return Resume(step, lineage, chosen, exact=False, reason=reason)
 
 
 _Version = tuple[int, int, Made]
 """Lineage, step, and by which commit; the greater is the newer."""
-_Files = dict[int, dict[_Version, list[Source]]]
-"""Stage -> version -> who has it."""
+_Files = dict[int, dict[_Version, list[Held]]]
+"""Stage -> version -> who has it, each once."""
 
 
 def _files(held: Iterable[Held], *kinds: Kind) -> _Files:
+    """The kinds in the order in which they are read: from memory before from a file."""
     files: _Files = {}
-    for one in sorted(held, key=lambda h: h.source.node):
-        if one.kind in kinds:
-            of_stage = files.setdefault(one.source.stage, {})
-            version = one.source.lineage, one.source.step, one.made
-            of_stage.setdefault(version, []).append(one.source)
+    wanted = [one for one in held if one.kind in kinds]
+    for one in sorted(wanted, key=lambda h: (h.source.node, kinds.index(h.kind))):
+        version = one.source.lineage, one.source.step, one.made
+        there = files.setdefault(one.source.stage, {}).setdefault(version, [])
+        if all(other.source.node != one.source.node for other in there):
+            there.append(one)
     return files
 
 

@@ -49,7 +49,7 @@ STEPS_AT_THE_END: Final = 3
 """Committed once everything is healed."""
 OWN_STEPS: Final = 3
 """A node takes part once it has applied so many: the first ones as a newcomer, without a vote. When
-only such are left, they can't know whether the others have gone on, and the run is over."""
+only such are left, they can't know whether the others have gone on, and the run goes back."""
 FAULTS, VIEWS, TAKEN = "faults.jsonl", "views.jsonl", "taken.jsonl"
 NODES: Final = "nodes"
 """Folder of the nodes' folders, which have the names of their slots."""

@@ -535,10 +535,10 @@ class RolledBack(Event, kind="rolled back", severity=Severity.WARNING):
 
 @dataclass(frozen=True, kw_only=True)
 class Resuming(Event, kind="resuming", severity=Severity.NOTICE):
-    """Nothing was left but files, from which all stages go on."""
+    """Nothing was left but files, or states that are behind, from which all stages go on."""
 
     step: int
-    exact: bool  # all files are of this step
+    exact: bool  # all of them are of this step
     reason: str
 
     @property

@@ -362,7 +362,7 @@ def tell(summary: dict[str, Any]) -> Iterator[str]:
             yield _rebuild(rebuild)
     resumed = sorted({rebuild["step"] for rebuild in filter(_resumed, summary["rebuilds"])})
     if resumed:
-        yield f"resumed from saves of step {', '.join(map(str, resumed))}"
+        yield f"resumed at step {', '.join(map(str, resumed))}"
     if summary["rolled_back_steps"]:
         yield f"committed steps that had to be made again: {summary['rolled_back_steps']}"
     cost = summary["cost"]
@@ -480,8 +480,8 @@ def marks(events: Sequence[Entry]) -> list[tuple[int, str]]:
 
 
 def _resumed(row: Mapping[str, Any]) -> bool:
-    """Whether all stages have such a row, since the run went on from files."""
-    return row["method"] == "save" and not row.get("fallback")
+    """Whether all stages have such a row, since the run went back to what they had."""
+    return row["method"] in ("save", "memory") and not row.get("fallback")
 
 
 def _methods(methods: Counter[str]) -> str:

@@ -19,7 +19,7 @@ from planaria.node.state.transfer import Delivery, StateClient
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.exchange import Exchanges
+from planaria.node.wire.exchange import ComplaintError, Exchanges
 from planaria.recovery.decide import INEXACT
 from planaria.recovery.relearning import passes, peak
 
@@ -50,13 +50,14 @@ class Rebuilding:
         states: StateClient,
         boundary: BoundaryClient,
         relearning: Relearning,
+        own_state: Callable[[], StageState],
         tell: Callable[[Event], None],
     ) -> None:
         self.exchanges, self.arithmetic = exchanges, arithmetic
         self.run, self.config = run, config
         self.member, self.stage, self.holdings = member, member.stage, holdings
         self.states, self.boundary, self.relearning = states, boundary, relearning
-        self.tell = tell
+        self.own_state, self.tell = own_state, tell
 
     async def rebuild(self, ballot: Ballot, sync: pb.Sync) -> tuple[pb.Synced, StageState] | None:
         """The new state, which is in place when this returns; None: it was no longer wanted.
@@ -116,6 +117,8 @@ class Rebuilding:
 
     async def _fetch(self, ballot: Ballot, sync: pb.Sync) -> list[Delivery]:
         """The states to make the new one of: of each source stage, in their order."""
+        if sync.method == "memory":
+            return [Delivery(self._kept(sync), bytes=0)]
         if sync.method not in FROM_FILES:
             return await self._fetch_from_peers(ballot, sync)
         if sync.step == 0:
@@ -124,6 +127,14 @@ class Rebuilding:
         own = next(source for source in sync.sources if source.stage == self.stage)
         state = await self.holdings.load(own, sync.method)
         return [Delivery(state, state.bytes)]
+
+    def _kept(self, sync: pb.Sync) -> StageState:
+        """What is in place already counts as of another lineage. Raises ComplaintError."""
+        own = self.own_state()
+        source = next(source for source in sync.sources if source.node == self.member.node)
+        if own.id.age != (source.lineage, source.step):
+            raise ComplaintError(f"step {source.step} is asked for, and {own.id.step} is in memory")
+        return own
 
     async def _fetch_from_peers(self, ballot: Ballot, sync: pb.Sync) -> list[Delivery]:
         """Each from all its nodes at once. Methods that guess get weights only."""

@@ -316,23 +316,26 @@ class Driver:
         tried = {status.attempting for status in gathering.statuses.values()}
         if gathering.taken_over and standing.committed + 1 in tried:
             effects.append(self._aborted(standing.committed + 1, "its driver is gone"))
+        if behind := gathering.behind():
+            commit = pb.Step(commit=standing.last)
+            effects += [self.ballot.send(node, step=commit) for node in behind]
+            return effects + self._gather(f"step {standing.committed} is committed by some", now)
         all_lost = gathering.all_lost(self.view)
         if all_lost or (standing.lineage, standing.committed) == (0, 0):
             found = resume(gathering.held(), self.rules.stages)
             if found is not None:
-                return effects + self._resume(gathering, found, now)
+                return effects + self._resume(gathering, found, all_lost, now)
         if all_lost and self.rules.policy == "checkpoint":
             if vacant := gathering.vacant():
                 return effects + self._wait_for_nodes(vacant)
             reason = "everything is lost, and no checkpoint is whole yet: back to initial weights"
             return effects + self._roll_back(gathering, RollBack(0, 0, reason), now)
         if all_lost:
-            halt = pb.Halt(reason=all_lost, step=standing.committed)
-            return effects + self._halt(halt, now)
-        if behind := gathering.behind():
-            commit = pb.Step(commit=standing.last)
-            effects += [self.ballot.send(node, step=commit) for node in behind]
-            return effects + self._gather(f"step {standing.committed} is committed by some", now)
+            reason = (
+                f"everything is lost: {all_lost}; start nodes that have saves (--save-dir) of it, "
+                "or a new run"
+            )
+            return effects + self._halt(pb.Halt(reason=reason, step=standing.committed), now)
         return effects + self._sync(gathering, now)
 
     # --- sync: state for those without it
@@ -403,15 +406,18 @@ class Driver:
             effects.append(self.ballot.send(node, sync=sync))
         return self._wait_for_state(gathering, effects, now)
 
-    def _resume(self, gathering: Gathering, found: Resume, now: float) -> list[Effect]:
-        """Nothing is left but files: whoever has one that fits loads it, the others copy later."""
+    def _resume(self, gathering: Gathering, found: Resume, why: str, now: float) -> list[Effect]:
+        """Nothing is left that the run could go on from but files, and what is behind it: whoever
+        has what fits goes back to that, the others copy later."""
         if vacant := gathering.vacant():
             return self._wait_for_nodes(vacant)
-        effects: list[Effect] = [Resuming(step=found.step, exact=found.exact, reason=found.reason)]
+        reason = "; ".join(filter(None, (why, found.reason)))
+        effects: list[Effect] = [Resuming(step=found.step, exact=found.exact, reason=reason)]
         self._open_lineage(gathering, found.step)
-        for source in chain.from_iterable(found.sources.values()):
-            sync = self.standing.sync("save", found.reason, [source])
-            effects.append(self.ballot.send(source.node, sync=sync))
+        for held in chain.from_iterable(found.held.values()):
+            method = "memory" if held.kind == "memory" else "save"
+            sync = self.standing.sync(method, reason, [held.source])
+            effects.append(self.ballot.send(held.source.node, sync=sync))
         return self._wait_for_state(gathering, effects, now)
 
     def _open_lineage(self, gathering: Gathering, step: int) -> None:

@@ -120,17 +120,17 @@ class Gathering:
         return Standing(newest.lineage, newest.committed, newest.last, boosted_at)
 
     def all_lost(self, view: registry.View) -> str:
-        """Why the run can't go on from the newest state; empty: it can."""
+        """Why the run can't go on from the newest state as if it were the last; empty: it can."""
         newest = self.newest
         if self._only_joiners():
             return (
-                "everything is lost: none of those who trained is left, and they may have gone on "
-                f"after step {newest.committed} without the joiners that have its state"
+                "none of those who trained is left, and they may have gone on after step "
+                f"{newest.committed} without the joiners that have its state"
             )
         if (newest.lineage, newest.committed + 1) < (view.lineage, view.committed):
             return (
-                f"everything is lost: step {view.committed} was committed once, but the "
-                f"newest state that is left is of step {newest.committed}"
+                f"step {view.committed} was committed once, but the newest state that is left is "
+                f"of step {newest.committed}"
             )
         return ""
 
@@ -151,7 +151,17 @@ class Gathering:
         ]
 
     def held(self) -> list[Held]:
-        return [
+        """Besides what is kept of other stages and in files, what each has itself."""
+        own = [
+            Held(
+                "memory",
+                Source(node, self.members[node], status.committed, status.lineage),
+                Ballot.of(status.last.ballot),
+            )
+            for node, status in sorted(self.statuses.items())
+            if status.committed and node not in self.distrusted
+        ]
+        return own + [
             Held(
                 one.kind,  # type: ignore[arg-type]
                 Source(node, one.stage, one.step, one.lineage),

@@ -127,9 +127,9 @@ def rebuild(
     to, joiners = gathering.standing(), {}
     for stage, decision in rebuilds.items():
         nodes = lacking[stage]
-        if decision.method == "save":  # read by who has it
+        if decision.method in ("save", "memory"):  # read by who has it
             nodes = [source.node for source in decision.sources]
-        joiners[stage] = nodes if decision.method == "replica" else nodes[:1]
+        joiners[stage] = nodes if decision.method in ("replica", "memory") else nodes[:1]
     orders = all_orders(rules.stages, rules.swapped)
     guessed = [stage for stage, decision in rebuilds.items() if decision.method in INEXACT]
     together = {stage: block for block in blocks(orders, guessed) for stage in block}

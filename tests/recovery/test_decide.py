@@ -182,14 +182,14 @@ def saves(*steps: set[int]) -> list[Held]:
 def test_a_run_goes_on_from_the_newest_step_that_every_stage_has_saved():
     found = resume(saves({10, 20}, {20, 30}, {10, 20, 30}), 2)
     assert found is not None
-    assert (found.step, found.exact, set(found.sources)) == (20, True, {0, 1, 2})
+    assert (found.step, found.exact, set(found.held)) == (20, True, {0, 1, 2})
 
 
 def test_without_a_common_step_the_newest_mix_is_taken_loudly():
     found = resume(saves({10}, {20, 30}, set()), 2)
     assert found is not None
     assert (found.step, found.exact) == (30, False)
-    assert {of: sources[0].step for of, sources in found.sources.items()} == {0: 10, 1: 30}
+    assert {of: held[0].source.step for of, held in found.held.items()} == {0: 10, 1: 30}
     assert "nothing of stage 2" in found.reason
 
 
@@ -217,6 +217,31 @@ def test_files_of_one_step_made_by_different_commits_are_no_common_step():
     found = resume([*held, *files(20, (3, 1), (3, 1))], 1)
     assert found is not None
     assert (found.step, found.exact) == (20, True)
+
+
+def test_what_is_in_memory_counts_as_a_save_does_and_is_read_before_it():
+    def at(kind: str, stage: int, step: int) -> Held:
+        return Held(kind, Source(f"n{stage}", stage, step), (2, step))
+
+    files = [at("save", stage, 20) for stage in range(3)]
+    found = resume([*files, at("save", 0, 23), *(at("memory", stage, 23) for stage in range(3))], 2)
+    assert found is not None
+    assert (found.step, found.exact) == (23, True)
+    assert [[one.kind for one in held] for held in found.held.values()] == [["memory"]] * 3
+    found = resume([*files, at("memory", 0, 23), at("memory", 1, 23)], 2)
+    assert found is not None
+    assert (found.step, found.exact) == (20, True)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_who_still_has_the_step_that_the_run_went_back_to_goes_there(policy):
+    held = [Held("memory", Source(node, 0, STEP, 0), (7, 2)) for node in ("a", "b")]
+    left = Left(4, STEP, {s: [f"n{s}"] for s in range(1, 5)}, 1, held, made=(7, 2))
+    decision = decide(0, left, policy, strict=True)
+    assert isinstance(decision, Rebuild)
+    assert (decision.method, nodes(decision), decision.exact) == ("memory", ["a", "b"], True)
+    other = Left(4, STEP, left.survivors, 1, held, made=(7, 3))
+    assert not isinstance(decide(0, other, policy), Rebuild) or not decide(0, other, policy).exact
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -12,10 +12,10 @@ next one is applied anywhere: every member of the view was ready for that one, s
 - I3  No attempt in a newer ballot starts from a step before the newest confirmed one, and no node
       goes back. When no node with any state is left, and the registry has heard of one step at
       most, the run starts over. A new *lineage* may go back: with policy checkpoint when a stage
-      is lost, else only to the newest files when everything is lost; and nobody goes back to an
+      is lost, else only when nobody is left who has trained and has the newest step, and then to
+      the newest step that all stages have, in a file or at a joiner; and nobody goes back to an
       older lineage.
-- I4  After the last fault the run finishes in time, or stops for a reason that holds. One is that
-      nobody is left who has trained: joiners that only followed don't go on alone.
+- I4  After the last fault the run finishes in time, or stops for a reason that holds.
 - I5  What a node holds for others is what it says: an exact method gives the very weights that the
       lost stage had, and nothing comes from a commit that those who are left did not make.
 - I6  Who has done nothing wrong is not evicted while nobody dies, and no state is lost.
@@ -268,7 +268,16 @@ class Cluster:
         return not any(isinstance(decision, Stop) for decision in decisions)
 
     def held(self, nodes: list[Node]) -> list[Held]:
-        return [
+        own = [
+            Held(
+                "memory",
+                Source(node.name, node.member.stage, node.member.committed, node.member.lineage),
+                Ballot.of(node.member.last.ballot),
+            )
+            for node in nodes
+            if node.member is not None and node.member.committed
+        ]
+        return own + [
             Held(
                 one.kind,  # type: ignore[arg-type]
                 Source(node.name, one.stage, one.step, one.lineage),
@@ -435,13 +444,14 @@ class Cluster:
         members = [other for other in self.nodes if other.name in asked]
         newest = int(fields.get("lost", max(self.confirmed)))
         holders = [other for other in self._holders(newest) if other in members]
+        trained = {name for attempt in self.attempts.values() for name in attempt.nodes}
         if kind == "rolled back":
             self.demand(self.rules.policy == "checkpoint", "I3", f"{who}, by another policy")
             complete = len({holder.stage for holder in holders}) == self.rules.stages + 1
             self.demand(not complete, "I3", f"{who}, but no stage is lost")
             return
-        names = ", ".join(f"{holder.name}" for holder in holders)
-        self.demand(not holders or newest == 0, "I3", f"{who}, but {names} had the newest step")
+        names = ", ".join(holder.name for holder in holders if holder.name in trained)
+        self.demand(not names or newest == 0, "I3", f"{who}, but {names} had the newest step")
         self.lineage = min(self.lineage, lineage)  # of newer ones nobody has lived to tell
         best = resume(self.held(members), self.rules.stages)
         assert best is not None
@@ -504,7 +514,7 @@ class Cluster:
         known = self.known.setdefault((weights.chain, weights.stage), set())
         same_step = state.id.age == (sync.lineage, sync.step)
         back = (sync.lineage, sync.step) in self.bases and sync.step == state.id.step
-        exact = sync.method in ("replica", "redundant", "stage0-copy", "checkpoint", "save")
+        exact = sync.method not in INEXACT and sync.method != "snapshot"
         at = sync.lineage, sync.step
         mixed = self.bases.get(at) == fingerprint("mixed", *at)
         unseen = sync.method == "redundant" and not known  # the stage died before it applied it

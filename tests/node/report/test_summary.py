@@ -417,7 +417,7 @@ def test_the_essence_says_what_a_loss_and_the_policy_cost():
 def test_a_resume_is_one_sentence_of_the_essence():
     sentences = list(tell(summarize(RUN, [line(1, 10.0)], AUDIT, RESUMED)))
     assert sentences[1:3] == [
-        "resumed from saves of step 2",
+        "resumed at step 2",
         "committed steps that had to be made again: 1",
     ]
 

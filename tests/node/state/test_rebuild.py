@@ -55,6 +55,7 @@ class World:
         self.nodes, self.asked = Nodes(), list[Any]()
         self.member, self.events = MemberSide("me", STAGE), list[Event]()
         self.given: dict[int, StageState] = {}  # by stage: what is fetched of it
+        self.own = state(STAGE)
         self.twin: Any = None
         self.tensors = {"weights": torch.zeros(3)}
         self.pauses = [0.0]  # seconds between two signs of a fetch's progress
@@ -70,6 +71,7 @@ class World:
             states=everything,
             boundary=Boundary(self.asked),  # type: ignore[arg-type]
             relearning=everything,
+            own_state=lambda: self.own,
             tell=self.events.append,
         )
 
@@ -202,6 +204,16 @@ def test_a_file_is_loaded_and_no_peer_asked(method: str) -> None:
     synced, _ = done(world.rebuilds(sync(method, ("other", 1), ("me", STAGE))))
     assert world.asked == [("me", method), ("put", [STAGE])]
     assert synced.fetched_bytes == world.given[STAGE].bytes
+
+
+def test_what_is_there_already_counts_in_the_lineage_that_the_run_goes_back_to() -> None:
+    world = World()
+    synced, there = done(world.rebuilds(sync("memory", ("other", STAGE), ("me", STAGE), lineage=3)))
+    assert world.asked == [("put", [STAGE])]
+    assert (synced.fetched_bytes, there.id.age, there.last) == (0, (3, STEP), LAST)
+    world.own = state(STAGE, STEP + 1)  # it has followed on since it was asked what it has
+    with pytest.raises(ComplaintError, match="step 7 is asked for, and 8 is in memory"):
+        world.rebuilds(sync("memory", ("me", STAGE), lineage=4))
 
 
 def test_step_0_is_in_no_file() -> None:

@@ -21,6 +21,7 @@ from planaria.node.report.events import (
     RebuildFailed,
     RebuildOrdered,
     Relieved,
+    Resuming,
     RolledBack,
     StageRebuilt,
     Waiting,
@@ -398,6 +399,40 @@ def test_when_everything_is_lost_the_run_does_not_begin_anew():
     assert "7" in halt.reason
 
 
+def test_when_only_joiners_are_left_the_run_goes_back_to_what_all_of_them_have():
+    """Those who trained may have gone on, so what comes now is another thing."""
+    told = Told()
+    told.views(committed=7)
+    last = pb.Commit(step=5, ballot=Ballot(1, 9).message())
+    joiner = pb.Status(committed=5, last=last, following=4, heard=5)
+    effects = told.statuses(**dict.fromkeys(SWARM, joiner))
+    (resuming,) = events(effects, Resuming)
+    assert (resuming.step, resuming.exact) == (5, True)
+    assert "none of those who trained is left" in resuming.reason
+    syncs = {node: message.sync for node, message in sent(effects, "sync").items()}
+    assert syncs.keys() == SWARM.keys()
+    for node, sync in syncs.items():
+        assert (sync.method, sync.step, sync.lineage) == ("memory", 5, 1)
+        assert [(s.node, s.step, s.lineage) for s in sync.sources] == [(node, 5, 0)]
+    for node in SWARM:
+        effects = told.hears(node, synced=pb.Synced(step=5, method="memory"))
+    back = pb.Status(committed=5, last=last, lineage=1)
+    effects = told.statuses(**dict.fromkeys(SWARM, back))
+    assert sent(effects, "step")["a"].step.begin.step == 6
+
+
+def test_who_has_not_heard_of_going_back_before_its_driver_died_still_goes_there():
+    told = Told()
+    told.views(committed=5)
+    last = pb.Commit(step=5, ballot=Ballot(1, 9).message())
+    back = pb.Status(committed=5, last=last, lineage=1)
+    told_late = pb.Status(committed=5, last=last, following=4, heard=5)
+    effects = told.statuses(**{**dict.fromkeys(SWARM, told_late), "c": back})
+    syncs = {node: message.sync for node, message in sent(effects, "sync").items()}
+    assert syncs.keys() == SWARM.keys() - {"c"}
+    assert {(s.method, s.step, s.lineage) for s in syncs.values()} == {("memory", 5, 1)}
+
+
 def test_a_commit_that_was_lost_with_its_driver_is_not_everything():
     told = Told()
     told.views(committed=4)
@@ -630,14 +665,11 @@ def test_who_is_caught_up_at_a_gather_is_a_member_and_can_stand_for_its_stage():
     assert rebuilt.node == "new"
 
 
-def test_joiners_alone_do_not_go_on_where_the_others_may_have_gone_further():
+def test_one_who_trained_is_enough_to_go_on_with_joiners():
     told = Told()
     told.views()
     follows = pb.Status(committed=3, following=2, heard=3)
-    halt = sent(told.statuses(**dict.fromkeys(SWARM, follows)), "halt")["a"].halt
-    assert "may have gone on after step 3" in halt.reason
     trained = pb.Status(committed=3, last=pb.Commit(step=3))
-    told.views()
     one = {**dict.fromkeys(SWARM, follows), "d": trained}
     assert sent(told.statuses(**one), "step")["a"].step.begin.step == 4
 

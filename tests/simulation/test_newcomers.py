@@ -1,0 +1,111 @@
+"""All who vote on a step die within it, and only newcomers are left that have copied the state."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+
+from planaria.node.transaction.rules import TransactionRules
+from planaria.recovery.decide import Policy
+from simulation.cluster import Host, Trap
+from simulation.node import Node
+from simulation.ports import Files
+from simulation.scenario import Result, Scenario, run
+
+LOOK = 0.01
+HEARS_LATE = 0.8
+"""Seconds."""
+
+
+class Newcomers(Scenario):
+    """Sets with a node of every stage. All but one are crashed, come back and follow; the driver
+    hears of them late, and so lets nobody in. As soon as all of them have a state, those who
+    trained crash, in the midst of whatever they are doing."""
+
+    sets: ClassVar = "ab"
+
+    def _rules(self, policy: Policy | None) -> TransactionRules:
+        rules = super()._rules(policy or "checkfree")
+        shape = replace(rules, masking="reassign", stages=2, steps=15, microbatches=2)
+        return replace(shape, validation_microbatches=0)
+
+    def _hosts(self, rules: TransactionRules) -> list[Host]:
+        stages = range(rules.stages + 1)
+        return [Host(f"{one}{stage}", stage, False) for one in self.sets for stage in stages]
+
+    def _files(self, rules: TransactionRules, hosts: list[Host]) -> Files:
+        return Files()
+
+    def _overflowing(self, rules: TransactionRules) -> set[int]:
+        return set()
+
+    def _plan_faults(self) -> float:
+        self.cluster.pace = self.random.choice([1.0, 4.0])
+        self.cluster.traps.append(Trap("committed", 3, self._renew))
+        return 20.0
+
+    def _renew(self) -> None:
+        driver = self._driver()
+        if driver is None:
+            return
+        for host in self.cluster.hosts.values():
+            if host.name[0] != driver.process.host[0] and host.process is not None:
+                self.cluster.crash(host.process, "with its set")
+                self.world.after(0.5, self.cluster.start, host)
+                self.cluster.network.latency[host.name, driver.process.host] = HEARS_LATE
+        self._wait_for_joiners()
+
+    def _wait_for_joiners(self) -> None:
+        joiners = [node for node in self._some() if _follows(node)]
+        if len(joiners) < (len(self.sets) - 1) * (self.cluster.rules.stages + 1):
+            self.world.after(LOOK, self._wait_for_joiners)
+            return
+        self.cluster.counts["struck"] += 1
+        self.cluster.network.latency.clear()
+        for node in self._some():
+            if node not in joiners:
+                self.cluster.crash(node.process, "with all who trained")
+
+
+class TheirDriverToo(Newcomers):
+    """Their first driver dies when some have heard that they go back, and others haven't."""
+
+    sets = "abc"
+
+    def _plan_faults(self) -> float:
+        self.cluster.traps.append(Trap("resuming", 1, self._strike_driver))
+        return super()._plan_faults()
+
+    def _strike_driver(self) -> None:
+        driver = self._driver()
+        assert driver is not None
+        for host in self.cluster.hosts:
+            if self.random.random() < 0.5:
+                self.cluster.network.latency[driver.process.host, host] = HEARS_LATE
+        self.world.after(HEARS_LATE / 2, self.cluster.crash, driver.process, "having told some")
+
+
+def _follows(node: Node) -> bool:
+    member = node.member
+    return member is not None and member.following is not None and member.committed > 0
+
+
+def struck(seed: int, kind: type[Scenario]) -> Result:
+    result = run(seed, kind=kind)
+    assert result.counts["struck"] == 1, f"seed {seed}"
+    assert result.outcome == "finished", f"seed {seed}"
+    guesses = sum(result.counts[method] for method in ("interpolate", "stage0-copy", "snapshot"))
+    assert not guesses, f"seed {seed}"
+    return result
+
+
+@pytest.mark.parametrize("seed", [0, 2, 7])
+def test_the_run_goes_on_from_what_the_newcomers_have(seed: int) -> None:
+    assert struck(seed, Newcomers).counts["memory"] == 3
+
+
+@pytest.mark.parametrize("seed", [0, 2, 7])
+def test_who_has_not_heard_of_it_before_their_driver_died_goes_back_too(seed: int) -> None:
+    assert struck(seed, TheirDriverToo).counts["memory"] >= 3
