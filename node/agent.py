@@ -105,6 +105,7 @@ class Agent:
         self.learned = Learned(self.arithmetic.digest(), omega=0.0, optimizer_step=0)
         self.tokens_per_second = 0.0
         self.trouble = ""  # with saving
+        self.damaged = False  # its weights, beside a compute thread that hangs
         self.driver = self._new_driver()
         self.member = self._new_member()
         self.member.digest = self.learned.digest
@@ -246,7 +247,9 @@ class Agent:
     def compute_hangs(self, why: str, now: float) -> None:
         """What the compute thread is at takes too long; empty: it goes on."""
         self.exchanges.at(now)
-        self.member.hang = why
+        self.member.hang, self.damaged = why, False
+        if why and self.is_readable():  # nobody changes them now, so they are what was told of them
+            self.damaged = self.arithmetic.digest() != self.member.digest
         if self.member.driver:
             self._account()
 
@@ -264,8 +267,11 @@ class Agent:
     def _inquired(self, peer: str, message: pb.Message) -> None:
         if peer != self.member.driver or Ballot.of(message.ballot) != self.member.promised:
             return
-        if message.inquiry.replace:
-            self.record.replace(message.inquiry.replace)
+        if why := message.inquiry.replace:
+            if self.is_readable():
+                self.record.replace(why)
+            else:
+                self._leave_unread(why)
         if message.inquiry.relieve and self.attempt is not None:
             self.attempt.give_up(self._account)
         self._account()
@@ -588,6 +594,7 @@ class Agent:
         if kind:
             return None if self.member.hang else self.holdings.served(kind, stage)
         if self.member.hang and not self.is_readable():
+            self._leave_unread(self.member.hang)
             return None
         return self.pins.get(step) or self.own_state()
 
@@ -596,9 +603,22 @@ class Agent:
 
     def is_readable(self) -> bool:
         """Whether its state can be read beside a compute thread that hangs: it is in the memory of
-        this machine, and no update was under way."""
+        this machine, no update was under way, and the weights are those of the last commit."""
         tensors = self.arithmetic.tensors.values()
-        return not self.member.changing and all(t.device.type == "cpu" for t in tensors)
+        here = all(tensor.device.type == "cpu" for tensor in tensors)
+        return here and not (self.member.changing or self.damaged)
+
+    def _leave_unread(self, why: str) -> None:
+        """While it stays, others wait for what they can't have."""
+        how = "damaged" if self.damaged else "out of reach"
+        self.record.over(f"{why}; its state is {how}, so it goes as if it had died")
+
+    def save_beside(self) -> None:
+        """What is in place, though the compute thread hangs and is left behind; in any thread,
+        once nothing else is done here."""
+        state = self.own_state()
+        if self.is_readable() and state is not None and state.id.step > 0:
+            self.holdings.save(state, first=False, always=True)
 
     async def save_now(self) -> None:
         """Whatever step it is."""

@@ -270,6 +270,8 @@ class Node:
         if not await asyncio.to_thread(self.compute.stop):
             self.abandoned = str(self.hang or "its compute thread doesn't end")
             log.error("%s", self.abandoned)
+            for seat in self.seats.values():
+                await asyncio.to_thread(seat.save_beside)
         self.tell(Wall(**self.wall.report()))
         for seat in self.seats.values():
             await asyncio.to_thread(seat.holdings.finish_saves)

@@ -177,7 +177,7 @@ class Learned(NamedTuple):
 
 class Arithmetic(Protocol):
     """The arithmetic of one stage. All of it belongs to the compute thread, but for the sizes of
-    the tensors."""
+    the tensors; while that thread hangs, others may read them."""
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:

@@ -22,6 +22,8 @@ T = TypeVar("T")
 class AtOnce:
     """In place of the compute thread: works when it is asked to."""
 
+    computed, computing = 0, False
+
     def post(
         self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
     ) -> None:

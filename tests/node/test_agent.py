@@ -55,6 +55,8 @@ class Memory:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.suspected: list[str] = []
+        self.replaced: list[str] = []
+        self.ended: list[str] = []
 
     def tell(self, event: Event) -> None:
         self.events.append(event)
@@ -69,8 +71,11 @@ class Memory:
     def suspect(self, node: str, why: str, cause: registry.Cause) -> None:
         self.suspected.append(node)
 
+    def replace(self, why: str) -> None:
+        self.replaced.append(why)
+
     def over(self, reason: str) -> None:
-        raise AssertionError(reason)
+        self.ended.append(reason)
 
 
 class Seat:
@@ -264,6 +269,47 @@ def test_what_an_agent_tells_itself_takes_no_link() -> None:
 def test_a_message_says_which_seat_it_is_for() -> None:
     seat = Seat("a")
     assert {to: item.seat for to, item in seat.net.sent} == {"b": 1, "c": 2}
+
+
+def asked(seat: Seat) -> pb.StateManifest:
+    """What the seat answers a joiner that wants its state."""
+    seat.hears("c", ATTEMPT, state_request=pb.StateRequest(transfer=1, optimizer=True, stage=1))
+    to, answer = seat.net.sent[-1]
+    assert to == "c"
+    assert isinstance(answer, pb.Message)
+    return answer.state_manifest
+
+
+def test_what_a_node_that_hangs_has_is_copied_if_it_is_what_it_has_told_of_it() -> None:
+    seat = Seat("b")
+    seat.hears("a", Ballot(1, 1), query=pb.Query())
+    seat.agent.compute_hangs("forward takes 9 s", 1.0)
+    assert asked(seat).size > 0
+    seat.hears("a", Ballot(1, 1), inquiry=pb.Inquiry(replace="it hangs"))
+    assert (seat.record.replaced, seat.record.ended) == (["it hangs"], [])
+
+
+@pytest.mark.parametrize("asking", ["joiner", "driver"])
+@pytest.mark.parametrize("how", ["damaged", "out of reach"])
+def test_a_node_that_hangs_and_has_nothing_fit_to_be_copied_goes_at_once(
+    asking: str, how: str
+) -> None:
+    seat = Seat("b")
+    seat.hears("a", Ballot(1, 1), query=pb.Query())
+    if how == "damaged":
+        seat.agent.arithmetic.tensors["weights"].view(torch.int32)[3] ^= 1 << 20
+    else:
+        seat.agent.member.changing = True
+    seat.agent.compute_hangs("forward takes 9 s", 1.0)
+    if asking == "joiner":
+        assert asked(seat).error
+    else:
+        seat.hears("a", Ballot(1, 1), inquiry=pb.Inquiry(replace="it hangs"))
+    assert seat.record.replaced == []
+    assert f"its state is {how}, so it goes" in seat.record.ended[0]
+    seat.agent.compute_hangs("", 2.0)
+    seat.agent.member.changing = False
+    assert asked(seat).size > 0, "it goes on"
 
 
 def test_a_state_that_can_not_be_is_noticed() -> None:

@@ -14,6 +14,7 @@ import pytest
 from planaria.node.transaction.rules import TransactionRules
 from planaria.recovery.decide import Masking, Policy
 from simulation.cluster import Host, Trap
+from simulation.fingerprints import TRAINED
 from simulation.node import Node
 from simulation.ports import Files
 from simulation.scenario import Result, Scenario, run
@@ -103,6 +104,15 @@ class AloneWithStandby(Alone):
     standbys = 1
 
 
+class AloneAndDamaged(AloneWithStandby):
+    """What it has isn't what it has told of it."""
+
+    def _strike_one(self) -> None:
+        super()._strike_one()
+        (node,) = [n for n in self.cluster.nodes if n.compute.hangs]
+        node.weights.optimizer.weights[TRAINED] += 1.0
+
+
 class Slow(Sick):
     """Slow enough to hold a step up, and not so slow that it is taken to hang."""
 
@@ -147,6 +157,12 @@ def test_a_standby_copies_the_state_of_a_last_node_that_hangs(seed: int) -> None
     result = finished(seed, AloneWithStandby)
     assert result.counts["replica"] >= 1
     assert not result.counts["checkfree"], "nothing was guessed"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_nobody_copies_from_a_last_node_that_hangs_what_it_never_was(seed: int) -> None:
+    result = finished(seed, AloneAndDamaged)
+    assert result.counts["checkfree"] == 1
 
 
 @pytest.mark.parametrize("seed", range(4))
