@@ -46,6 +46,7 @@ from planaria.node.wire.frames import (
     PAYLOAD_LIMIT,
     Frame,
     WireError,
+    buffers_of,
     pack_chunk,
     parse_chunk,
     seal,
@@ -68,6 +69,7 @@ log = logging.getLogger(__name__)
 PROTOCOL: Final = 3
 CHUNK_LIMIT: Final = 4 << 20  # bytes; gRPC slows down beyond
 MESSAGE_LIMIT: Final = CHUNK_LIMIT + HEAD_LIMIT + 1024  # bytes
+CARRIED: Final = 1024  # bytes that a message takes more when it is carried for two others
 HANDSHAKE_LIMIT: Final = 1024  # streams without a link, all diallers together
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two dials
 HEAD_START: Final = 1.0  # seconds that who isn't to dial leaves to who is, before it does too
@@ -180,8 +182,8 @@ class _Link:
     def start(self) -> None:
         self._links.spawn(self._watch(), f"watch on the link to {self.peer}")
 
-    def send(self, message: bytes) -> None:
-        self.session.send(message)
+    def send(self, message: bytes, arrived: Callable[[], None] | None = None) -> None:
+        self.session.send(message, arrived)
         self._sent()
 
     def send_frame(self, frame: Frame, arrived: Callable[[], None] | None = None) -> None:
@@ -368,7 +370,7 @@ class _Connection:
             self._session.message_came()
             if self._session.acknowledgement_due:
                 self._something_to_say.set()
-            self._links.events.on_message(self._link.peer, message)
+            self._links.message_came(self._link.peer, message)
 
     async def _carry(self) -> None:
         session = self._session
@@ -821,6 +823,13 @@ class Links:
 
     # By way of others
 
+    def message_came(self, peer: str, message: stage_pb2.Message) -> None:
+        if message.WhichOneof("body") == "carried":
+            carried = message.carried
+            self._relays.on_frame(peer, Frame.parse(carried.head, carried.payload))
+        else:
+            self.events.on_message(peer, message)
+
     def frame_came(self, peer: str, frame: Frame) -> None:
         if frame.kind in RELAYED:
             self._relays.on_frame(peer, frame)
@@ -831,7 +840,12 @@ class Links:
         link = self._links.get(node)
         if link is None or link.via:
             return False
-        link.send_frame(frame, arrived)
+        if frame.kind == "call":  # by the control stream, so that it never queues behind a weight
+            payload = b"".join(buffers_of(frame.payload))
+            carried = stage_pb2.Carried(head=frame.head(), payload=payload)
+            link.send(seal(stage_pb2.Message(carried=carried).SerializeToString()), arrived)
+        else:
+            link.send_frame(frame, arrived)
         return True
 
     def _is_to_call(self, node: str) -> bool:
@@ -1059,8 +1073,8 @@ class Links:
     def _options(self, server: bool = False) -> list[tuple[str, int]]:
         silence = int(self.settings.silence * 1000)
         options = [
-            ("grpc.max_receive_message_length", MESSAGE_LIMIT),
-            ("grpc.max_send_message_length", MESSAGE_LIMIT),
+            ("grpc.max_receive_message_length", MESSAGE_LIMIT + CARRIED),
+            ("grpc.max_send_message_length", MESSAGE_LIMIT + CARRIED),
             ("grpc.keepalive_time_ms", silence),
             ("grpc.keepalive_timeout_ms", silence),
             ("grpc.http2.max_pings_without_data", 0),

@@ -2,13 +2,14 @@
 
 To a link it is a connection like any other (link.py): two ordered streams. What goes through them
 is packed into frames on the links that both have with the relay, which passes them on without
-looking inside: kind "call" for the handshake and the messages, kind "relayed" for the chunks.
+looking inside: kind "call" for the handshake and the messages, kind "relayed" for the chunks. The
+former travel as messages, by the control streams of those links.
 `fields`: {"to": node} towards the relay, {"from": node} from it, "call": which connection, "say":
 what, one of `SAYS`.
 
-A relay passes on for the pairs that the view gives it, and holds at most `LIMIT` bytes in each
-direction of a pair: beyond that, and when it has no link to the other one, the connection is over,
-and the two begin another.
+A relay passes on for the pairs that the view gives it, and holds at most `LIMIT` bytes of chunks
+and `CALL_LIMIT` of messages in each direction of a pair: beyond that, and when it has no link to
+the other one, the connection is over, and the two begin another.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from planaria.node.wire.frames import Frame, Payload, buffers_of
 
 log = logging.getLogger(__name__)
 
-LIMIT: Final = 64 << 20
+LIMIT: Final = 48 << 20
+CALL_LIMIT: Final = 16 << 20
 KINDS: Final = ("call", "relayed")
 SAYS: Final = ("hello", "answer", "refused", "over", "item")
 """`refused`: the payload is a gRPC status's name and a sentence. `over`: without a `call`, whatever
@@ -103,8 +105,8 @@ class Relays:
         self._vias: dict[str, str] = {}
         self._pairs: set[frozenset[str]] = set()
         self._calls: dict[str, Call] = {}  # by peer
-        self.held: defaultdict[tuple[str, str], int] = defaultdict(int)
-        """Bytes, by pair in this direction, that wait here for the second."""
+        self.held: defaultdict[tuple[str, str, str], int] = defaultdict(int)
+        """Bytes, by pair in this direction and kind, that wait here for the second."""
 
     def set(self, relays: Iterable[Relay]) -> None:
         """Those of the newest view."""
@@ -216,8 +218,8 @@ class Relays:
         if frozenset((sender, to)) not in self._pairs:
             self._over(sender, to, name, f"{self.node} does not carry for {sender} and {to}")
             return
-        size, key = frame.size, (sender, to)
-        if self.held[key] + size > LIMIT:
+        size, key = frame.size, (sender, to, frame.kind)
+        if self.held[key] + size > (CALL_LIMIT if frame.kind == "call" else LIMIT):
             why = f"{self.node} holds {self.held[key]} bytes for {to} already"
             self._over(sender, to, name, why)
             self._over(to, sender, name, why)
@@ -229,7 +231,7 @@ class Relays:
             del self.held[key]
             self._over(sender, to, name, f"{self.node} has no link to {to}")
 
-    def _passed(self, key: tuple[str, str], size: int) -> None:
+    def _passed(self, key: tuple[str, str, str], size: int) -> None:
         if key in self.held:
             self.held[key] = max(0, self.held[key] - size)
             if not self.held[key]:

@@ -17,7 +17,7 @@ import re
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_hexdigest
 
@@ -113,6 +113,11 @@ class Bounds:
     asleep: int  # messages and payload of frames that wait for a new connection
 
 
+class _Sending(NamedTuple):
+    message: bytes
+    arrived: Callable[[], None] | None
+
+
 class Session:
     """One side of a link."""
 
@@ -122,8 +127,8 @@ class Session:
         self.outbox = Outbox(bounds.chunk, bounds.window)
         self.inbox = Inbox(bounds.payload)
         self._bounds = bounds
-        self._sent: deque[bytes] = deque()  # on this connection, and not acknowledged
-        self._waiting: deque[bytes] = deque()
+        self._sent: deque[_Sending] = deque()  # on this connection, and not acknowledged
+        self._waiting: deque[_Sending] = deque()
         self._acknowledged = 0  # messages
         self._message_bytes = 0
         self._received = self._told = 0  # messages
@@ -131,8 +136,9 @@ class Session:
 
     # --- sending
 
-    def send(self, message: bytes) -> None:
-        self._waiting.append(message)
+    def send(self, message: bytes, arrived: Callable[[], None] | None = None) -> None:
+        """`arrived` is called when the peer has it."""
+        self._waiting.append(_Sending(message, arrived))
         self._message_bytes += len(message)
 
     def send_frame(self, frame: Frame, arrived: Callable[[], None] | None = None) -> None:
@@ -143,9 +149,9 @@ class Session:
     def next_message(self) -> bytes | None:
         if not self._waiting:
             return None
-        message = self._waiting.popleft()
-        self._sent.append(message)
-        return message
+        sending = self._waiting.popleft()
+        self._sent.append(sending)
+        return sending.message
 
     @property
     def held(self) -> int:
@@ -170,7 +176,10 @@ class Session:
         if not 0 <= count - self._acknowledged <= len(self._sent):
             raise WireError(f"{count} messages acknowledged, which can't be")
         for _ in range(count - self._acknowledged):
-            self._message_bytes -= len(self._sent.popleft())
+            message, arrived = self._sent.popleft()
+            self._message_bytes -= len(message)
+            if arrived is not None:
+                arrived()
         self._acknowledged = count
 
     def acknowledgement(self) -> int:

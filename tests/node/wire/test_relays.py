@@ -203,7 +203,7 @@ async def test_a_relay_holds_no_more_than_its_limit_for_a_pair(
     for _ in range(3):
         wire.relays.on_frame("a", item(50))
     assert wire.said() == [("b", "item"), ("b", "item"), ("a", "over"), ("b", "over")]
-    assert wire.relays.held["a", "b"] == 100
+    assert wire.relays.held["a", "b", "relayed"] == 100
     wire.arrived[0]()  # type: ignore[operator]
     wire.relays.on_frame("a", item(50))
     assert wire.said()[-1] == ("b", "item")

@@ -301,7 +301,7 @@ class TwoEnds(RuleBasedStateMachine):
                 break
         assert self.ends[0].connection is self.ends[1].connection is not None
         for _ in range(1000):
-            if not any(end.session.held for end in self.ends):
+            if not any(e.session.held or e.session.outbox.unfinished() for e in self.ends):
                 break
             for which in (0, 1):
                 for heartbeat in (False, False, True):
