@@ -50,12 +50,15 @@ class CutSwarm(Swarm):
         """Waits until both who are cut off from each other say that such a one carries for them;
         empty: that nobody does any more."""
 
-        def told() -> set[str]:
-            newest = {event["node"]: event["via"] for event in self.read("relayed")}
-            return set(newest.values()) if len(newest) == 2 else set()
+        said: list[str] = []
 
-        await self.until("a relay", lambda: len(told()) == 1 and wanted(*told()))
-        return told().pop()
+        def is_said() -> object:
+            newest = {event["node"]: event["via"] for event in self.read("relayed")}
+            said[:] = newest.values()
+            return len(said) == 2 and said[0] == said[1] and wanted(said[0])
+
+        await self.until("a relay", is_said)
+        return said[0]
 
     async def steps(self, count: int) -> None:
         wanted = len(self.read("committed")) + count
