@@ -15,7 +15,7 @@ from simulation.cluster import Machines
 from simulation.scenario import PART, Halved, Orphaned, ScenarioError, Superseded, run
 
 SEEDS, CHUNK = 200, 25
-RARE = (*range(65, 100), *range(65))
+RARE = (*range(68, 100), *range(68))
 """Seeds for what few scenarios have; the first that had it come first."""
 
 
@@ -118,22 +118,23 @@ def test_invariants_hold_whatever_fails(seeds: range) -> None:
 
 
 @pytest.mark.parametrize(
-    ("machines", "policy", "invariant"),
+    ("machines", "policy", "invariant", "first"),
     [
-        (Machines(member=DoubleCounting), None, "I1|I3"),
-        (Machines(member=Muddled), "checkfree", "I[12]"),
-        (Machines(member=Forgetful), None, "stopped without need|but .* had it|I3"),
-        (Machines(driver=Oblivious), None, "stopped without need|but .* had it|I3"),
-        (Machines(driver=Presumptuous), None, "I[234]"),
-        (Machines(holder=Hasty), "checkfree+", "I5: .* announces a copy"),
-        (Machines(driver=Timeless), "checkpoint", "I3"),
+        (Machines(member=DoubleCounting), None, "I1|I3", 0),
+        (Machines(member=Muddled), "checkfree", "I[12]", 3),
+        (Machines(member=Forgetful), None, "stopped without need|but .* had it|I3", 6),
+        (Machines(driver=Oblivious), None, "stopped without need|but .* had it|I3", 6),
+        (Machines(driver=Presumptuous), None, "I[234]", 6),
+        (Machines(holder=Hasty), "checkfree+", "I5: .* announces a copy", 0),
+        (Machines(driver=Timeless), "checkpoint", "I3", 0),
     ],
 )
 def test_a_faulty_machine_is_caught(
-    machines: Machines, policy: Policy | None, invariant: str
+    machines: Machines, policy: Policy | None, invariant: str, first: int
 ) -> None:
+    """The seed that caught it first comes first."""
     with pytest.raises(ScenarioError, match=invariant):
-        for seed in range(100):
+        for seed in (*range(first, 100), *range(first)):
             run(seed, machines, policy)
 
 
