@@ -334,7 +334,7 @@ class ExchangeInbox(Generic[T]):
 
     async def take(self, until: float = math.inf) -> Letter[T]:
         """The next one. Raises TimeoutError at the time `until`."""
-        if not self._letters:
+        while not self._letters:  # what has come may be of one who is ignored by now
             self._news = Outcome(self._exchanges)
             try:
                 await self._news.within(until)

@@ -9,7 +9,7 @@ import pytest
 from conversing import Nodes
 
 from planaria.node.wire.budget import ITEM, PEERS
-from planaria.node.wire.exchange import Exchanges, Inboxes, Letter, Lost, Outcome
+from planaria.node.wire.exchange import ExchangeInbox, Exchanges, Inboxes, Letter, Lost, Outcome
 
 
 class Later:
@@ -269,3 +269,27 @@ def test_what_is_forgotten_does_not_come_back() -> None:
     taking(exchanges, inboxes, 3, new)
     exchanges.run(0.0)
     assert (old, new) == ([], [("b", "new")])
+
+
+def test_what_comes_of_a_peer_that_has_sent_too_much_wakes_nobody() -> None:
+    nodes = Nodes()
+    exchanges = nodes.new()
+    inbox: ExchangeInbox[str] = ExchangeInbox(exchanges, limit=100)
+    taken: list[str] = []
+
+    async def read() -> None:
+        for _ in range(3):
+            letter = await inbox.take()
+            taken.append(letter.peer)
+
+    reading = exchanges.start(read())
+    inbox.put("greedy", "much", 1 << 20)
+    while nodes.step():
+        pass
+    inbox.put("greedy", "more", 1)
+    while nodes.step():
+        pass
+    for peer in ("b", "c"):
+        inbox.put(peer, "small", 1)
+    nodes.outcome(reading)
+    assert taken == ["greedy", "b", "c"]
