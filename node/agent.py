@@ -139,10 +139,10 @@ class Agent:
         self.averaging = Averaging(self.node, exchanges, send, tensors, codec, some)
         self.pins = Pins(tensors)
         self.gradients = Gradients(self.arithmetic.gradient, tensors)
-        self.states = StateClient(exchanges, tensors, send)
+        self.states = StateClient(exchanges, tensors, send, self.accuse)
         self.state_server = StateServer(exchanges, tensors, send, self._served, self._hangs)
         parse, crossing = self.arithmetic.boundary_tensor, self.crossing
-        self.crossings = BoundaryClient(exchanges, send, parse, crossing)
+        self.crossings = BoundaryClient(exchanges, send, parse, self.accuse, crossing)
         keeper = self.holdings.boundary
         self.crossing_server = BoundaryServer(keeper, tensors, send) if keeper else None
         self.relearning = Relearning(exchanges, tensors, send, self._relearning, crossing)
@@ -308,6 +308,10 @@ class Agent:
 
     def attempt_failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> None:
         self._carry_out(self.member.failed(ballot, reason, accused))
+
+    def accuse(self, node: str, reason: str, cause: Cause) -> None:
+        """It has sent what can't be right, and is of no attempt."""
+        self._carry_out(self.member.accuse(node, reason, cause))
 
     def crashed(self, error: BaseException) -> None:
         self.exchanges.crashed(error)

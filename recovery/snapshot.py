@@ -36,6 +36,10 @@ class UpdateError(ValueError):
     """These bytes can't be an update of this stage; the message says why."""
 
 
+class ValuesError(UpdateError):
+    """They are one, of values from which nothing can be rebuilt."""
+
+
 # Blocks
 
 
@@ -230,8 +234,8 @@ def decode(
     """The blocks, int64 [count], and of each of the `tensors` (1 or 3) their values, as `gather`.
 
     With codec none the values share the payload's memory. Raises UpdateError for what can't be: the
-    size, numbers of blocks that don't grow or aren't there, values that aren't finite, second
-    moments below 0.
+    size, numbers of blocks that don't grow or aren't there, second moments below 0; and ValuesError
+    for values that aren't finite.
     """
     whole = count == layout.blocks
     if not 0 < count <= layout.blocks:
@@ -290,7 +294,7 @@ def _check_values(tensor: int, parts: Sequence[Tensor]) -> None:
             continue
         least, most = (bound.item() for bound in torch.aminmax(part))
         if not (math.isfinite(least) and math.isfinite(most)):
-            raise UpdateError("it has values that aren't finite")
+            raise ValuesError("it has values that aren't finite")
         if tensor == 2 and least < 0:
             raise UpdateError(f"it has the second moment {least}, which is below 0")
 

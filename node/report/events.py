@@ -318,6 +318,19 @@ class NonFinite(Event, kind="not finite", severity=Severity.WARNING):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Accused(Event, kind="accused", severity=Severity.WARNING):
+    """What a node has sent can't be right; the registry takes it out."""
+
+    node: str
+    stage: int
+    by: str  # the node that got it
+    reason: str
+
+    def sentence(self, node: str | None) -> str:
+        return f"{self.node} of stage {self.stage} has to go, says {self.by}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Diverged(Event, kind="diverged", severity=Severity.ERROR):
     stage: int
     nodes: tuple[str, ...]

@@ -10,7 +10,7 @@ from planaria.node.stage.model import BodyStage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.state.boundary import Fetched, Pair
 from planaria.node.state.relearn import Piece, PieceResult
-from planaria.node.wire.frames import Frame, WireError
+from planaria.node.wire.frames import Frame, NonFiniteError
 from planaria.node.wire.tensors import decode
 from planaria.recovery.learner import Learner, Muon, error_gradient, squared_distance
 from planaria.recovery.relearning import pull
@@ -84,5 +84,5 @@ def boundary_tensor(frame: Frame) -> torch.Tensor:
     """bf16 on the CPU. Raises WireError when it is damaged, or not finite."""
     (tensor,) = decode(frame.descriptors, frame.payload)
     if not torch.isfinite(tensor).all():
-        raise WireError("it is not finite")
+        raise NonFiniteError("it is not finite")
     return tensor.to(torch.bfloat16)

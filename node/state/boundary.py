@@ -18,11 +18,12 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
+from planaria.bootstrap.registry_pb2 import NONFINITE, NUMBERS, SILENT, Cause
 from planaria.node.ports import Priority, Tensors
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import OPEN_LIMIT, ExchangeInbox, Exchanges, Inboxes, Lost
-from planaria.node.wire.frames import Descriptor, Frame, Payload, WireError
+from planaria.node.wire.frames import Descriptor, FiguresError, Frame, Payload, WireError
 from planaria.recovery.orders import runs
 
 if TYPE_CHECKING:
@@ -284,10 +285,13 @@ class BoundaryClient:
         exchanges: Exchanges,
         send: Callable[[str, pb.Message], bool],
         parse: Callable[[Frame], Tensor],
+        accuse: Callable[[str, str, Cause], None],
         limit: int = OPEN_LIMIT,
     ) -> None:
-        """`limit`: bytes of one peer that wait."""
+        """`accuse` gets who has sent what can't be right, why, and of what it is to be accused;
+        `limit`: bytes of one peer that wait."""
         self.exchanges, self.send, self.parse = exchanges, send, parse
+        self.accuse = accuse
         self._numbers = count(1)
         self._inboxes: Inboxes[int, _Answer] = Inboxes(exchanges, 0, open_limit=limit)
 
@@ -297,7 +301,9 @@ class BoundaryClient:
         """All that `neighbours` have of it within `deadline` seconds.
 
         Who has none of it, is lost or silent, or sends what is damaged, costs only its own tensors;
-        the complaints name it. Raises nothing of its own.
+        the complaints name it, and who has sent what can't be right is accused. A tensor that is
+        not finite may have been the model's doing: it was committed as skipped. Raises nothing of
+        its own.
         """
         number = next(self._numbers)
         with self._inboxes.open(number) as inbox:
@@ -331,6 +337,7 @@ class _Fetch:
         self._client, self._number = client, number
         self._ballot, self._wanted = ballot, wanted
         self._waiting: dict[str, _Neighbour] = {}  # for these
+        self._accused: set[str] = set()
         self._fetched = Fetched(wanted.shape)
 
     async def run(
@@ -373,11 +380,19 @@ class _Fetch:
         log.warning("step %d, stage %d: %s", self._wanted.step, self._wanted.stage, what)
         self._fetched.complaints.append(what)
 
+    def _accuse(self, node: str, why: str, cause: Cause) -> None:
+        """Once."""
+        if node not in self._accused:
+            self._accused.add(node)
+            self._client.accuse(node, why, cause)
+
     async def _take(self, peer: str, answer: _Answer | Lost) -> None:
         state = self._waiting[peer]
         match answer:
-            case Lost(reason):
+            case Lost(reason, cause):
                 self._give_up(peer, f"lost: {reason}")
+                if cause != SILENT:
+                    self._accuse(peer, reason, cause)
                 return
             case pb.BoundaryManifest():
                 if answer.error:
@@ -387,7 +402,9 @@ class _Fetch:
             case Frame():
                 state.received += 1
                 if state.received > state.asked:
-                    self._give_up(peer, f"it sent {state.received}, more than were asked for")
+                    why = f"it sent {state.received}, more than were asked for"
+                    self._give_up(peer, why)
+                    self._accuse(peer, f"boundary tensors from {peer}: {why}", NUMBERS)
                     return
                 await self._take_frame(peer, answer)
         if state.count is None:
@@ -404,10 +421,14 @@ class _Fetch:
             tensors = fetched.inputs if side == "input" else fetched.outputs
             if any(pair[:2] == other[:2] for other in tensors):
                 what = f"microbatch {pair.microbatch} in step {pair.step}"
-                raise WireError(f"the {side} of {what} is here already")
+                self._complain(f"the {side} of {what} is here already, when {peer} sends it")
+                return
             tensor = await self._client.exchanges.compute(partial(self._client.parse, frame))
         except WireError as error:
-            self._complain(f"{peer} sent a bad boundary tensor: {error}")
+            what = f"{peer} sent a bad boundary tensor: {str(error)[:REASON_LIMIT]}"
+            self._complain(what)
+            if error.cause != NONFINITE:
+                self._accuse(peer, what, error.cause)
             return
         tensors[pair] = tensor
         fetched.bytes += frame.size
@@ -424,17 +445,17 @@ class _Fetch:
             }:
                 pair = Pair(step, microbatch, tuple(stages))
             case _:
-                raise WireError(f"the fields {sorted(frame.fields)} are not those of a pair")
+                raise FiguresError(f"the fields {sorted(frame.fields)} are not those of a pair")
         if not wanted.step - wanted.steps < step <= wanted.step:
-            raise WireError(f"step {step} is none of the {wanted.steps} up to {wanted.step}")
+            raise FiguresError(f"step {step} is none of the {wanted.steps} up to {wanted.step}")
         if not 0 <= microbatch < wanted.microbatches:
-            raise WireError(f"microbatch {microbatch} is none of {wanted.microbatches}")
+            raise FiguresError(f"microbatch {microbatch} is none of {wanted.microbatches}")
         at = {"input": 0, "output": -1}.get(side)
         if at is None or not stages or not all(type(stage) is int for stage in stages):
-            raise WireError(f"{side!r} is no side of stages {stages[:9]}")
+            raise FiguresError(f"{side!r} is no side of stages {stages[:9]}")
         twice = len(set(stages)) < len(stages)
         if twice or not wanted.lost.issuperset(stages) or stages[at] != wanted.stage:
-            raise WireError(f"the {side} of stages {stages[:9]} is not wanted here")
+            raise FiguresError(f"the {side} of stages {stages[:9]} is not wanted here")
         if len(frame.descriptors) != 1 or not _is_narrow(frame.descriptors[0]):
             raise WireError("it is not one tensor of at most two bytes a value")
         if frame.descriptors[0].shape != wanted.shape:

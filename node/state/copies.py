@@ -23,12 +23,20 @@ from typing import Any, Final, Literal, NamedTuple, TypeVar
 import torch
 from google.protobuf.message import DecodeError
 
+from planaria.bootstrap.registry_pb2 import NUMBERS, SHAPE, SILENT, Cause
 from planaria.node.run_file import SnapshotSection
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
-from planaria.node.wire.frames import NAME_LIMIT, Form, Frame, WireError, check_forms
+from planaria.node.wire.frames import (
+    NAME_LIMIT,
+    FiguresError,
+    Form,
+    Frame,
+    WireError,
+    check_forms,
+)
 from planaria.node.wire.tensors import decode, encode
 from planaria.recovery import snapshot
 from planaria.recovery.snapshot import (
@@ -38,6 +46,7 @@ from planaria.recovery.snapshot import (
     SentCopy,
     SentSnapshot,
     UpdateError,
+    ValuesError,
 )
 
 log = logging.getLogger(__name__)
@@ -46,6 +55,8 @@ T = TypeVar("T")
 Kind = Literal["copy", "snapshot"]
 Send = Callable[[str, pb.Message | Frame], bool]
 """To that peer; False: there is no link to it."""
+Accuse = Callable[[str, str, Cause], None]
+"""Gets who has sent what can't be right, why, and of what it is to be accused."""
 
 FRAME: Final = 1 << 20  # bytes of payload, at most
 LEAST_FRAME: Final = 16 << 10
@@ -132,18 +143,18 @@ class UpdateHeader:
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> UpdateHeader:
-        """Raises UpdateError for fields that are missing, or of a wrong type or range."""
+        """Raises FiguresError for fields that are missing, or of a wrong type or range."""
         found: dict[str, Any] = {}
         for one in fields(cls):
             value = raw.get(one.name)
             if type(value).__name__ != one.type or (type(value) is int and value < 0):
-                raise UpdateError(f"its {one.name} is {_shorten(repr(value))}, no {one.type}")
+                raise FiguresError(f"its {one.name} is {_shorten(repr(value))}, no {one.type}")
             found[one.name] = value
         header = cls(**found)
         if header.codec not in snapshot.CODECS or header.tensors not in (1, 3):
-            raise UpdateError(f"it has {header.tensors} tensors in codec {header.codec!r}")
+            raise FiguresError(f"it has {header.tensors} tensors in codec {header.codec!r}")
         if not (math.isfinite(header.omega) and header.omega >= 0):
-            raise UpdateError(f"its gradient's squared norm, {header.omega}, is none")
+            raise FiguresError(f"its gradient's squared norm, {header.omega}, is none")
         return header
 
     @property
@@ -441,8 +452,10 @@ class Holder:
         exchanges: Exchanges,
         holds: Mapping[tuple[Kind, int], Layout],
         send: Send,
+        accuse: Accuse,
     ) -> None:
         self._exchanges = exchanges
+        self._accuse = accuse
         self._layouts: dict[tuple[str, int], Layout] = dict(holds.items())
         self._send = send
         self._arriving: dict[tuple[str, int], _Arriving] = {}
@@ -515,7 +528,8 @@ class Holder:
                 self._judge(key, update, waited=True)
 
     def on_frame(self, peer: str, frame: Frame) -> None:
-        """A frame of kind "copy" has come. One that can't be is answered, and changes nothing."""
+        """A frame of kind "copy" has come. One that can't be is answered, and changes nothing; its
+        sender is accused, unless the frame is only late, or of what is held elsewhere."""
         self.bytes_received += frame.size
         raw = frame.fields
         try:
@@ -526,6 +540,8 @@ class Holder:
             reason = _shorten(str(error))
             log.warning("refused part of an update from %s: %s", peer, reason)
             self._answer(peer, raw, received=1, error=reason)
+            if isinstance(error, WireError):
+                self._accuse(peer, f"part of an update from {peer}: {reason}", error.cause)
             return
         self._answer(peer, raw, received=update.received)
         if update.received == header.size:
@@ -563,13 +579,13 @@ class Holder:
             check_forms(frame.descriptors, [Form("uint8", (d.size,)) for d in frame.descriptors])
             end = offset + sum(descriptor.size for descriptor in frame.descriptors)
             if end > header.size:
-                raise UpdateError(f"bytes up to {end} of {header.size}")
+                raise FiguresError(f"bytes up to {end} of {header.size}")
             for part in decode(frame.descriptors, frame.payload):
                 end = update.received + len(part)
                 update.payload[update.received : end] = part
                 update.received = end
             if update.received == offset:
-                raise UpdateError("a frame without bytes")
+                raise FiguresError("a frame without bytes")
         except (UpdateError, WireError):
             del self._arriving[key]
             raise
@@ -581,9 +597,11 @@ class Holder:
             raise UpdateError(f"no {header.kind} of stage {header.stage} is held here")
         most = snapshot.largest_update(layout, header.tensors) + COMMIT_LIMIT
         if not 0 < header.size <= most or header.commit > min(header.size, COMMIT_LIMIT):
-            raise UpdateError(f"it is of {header.size} bytes, {header.commit} of them its record")
-        if header.kind == "copy" and (header.blocks, header.codec) != (layout.blocks, "none"):
-            raise UpdateError(f"a copy of {header.blocks} blocks in codec {header.codec}")
+            raise FiguresError(f"it is of {header.size} bytes, {header.commit} of them its record")
+        whole = header.blocks, header.tensors, header.codec
+        if header.kind == "copy" and whole != (layout.blocks, 1, "none"):
+            of = f"{header.tensors} tensors, {header.blocks} blocks in codec {header.codec}"
+            raise FiguresError(f"a copy of {of}")
         return _Arriving(peer, header, torch.empty(header.size, dtype=torch.uint8))
 
     def _take_up(self, key: tuple[str, int], update: _Arriving) -> None:
@@ -592,11 +610,11 @@ class Holder:
         try:
             update.last.ParseFromString(update.payload[split:].numpy().tobytes())
         except DecodeError as error:
-            self._refuse(update, f"its record is no commit: {error}")
+            self._refuse(update, f"its record is no commit: {error}", NUMBERS)
             return
         update.payload = update.payload[:split]
         if update.last.step != update.header.step:
-            self._refuse(update, f"its record is of step {update.last.step}")
+            self._refuse(update, f"its record is of step {update.last.step}", NUMBERS)
         elif update.header.age > self._applied:
             if (older := self._waiting.pop(key, None)) is not None:
                 self._refuse(older, "a newer one has come before its step was committed here")
@@ -617,9 +635,12 @@ class Holder:
             return
         self._exchanges.start(self._count_in(key, update))
 
-    def _refuse(self, update: _Arriving, reason: str) -> None:
+    def _refuse(self, update: _Arriving, reason: str, cause: Cause = SILENT) -> None:
+        """For any other cause than SILENT its sender is to blame."""
         log.warning("refused an update from %s: %s", update.peer, reason)
         self._answer(update.peer, vars(update.header), error=reason)
+        if cause != SILENT:
+            self._accuse(update.peer, f"an update from {update.peer}: {reason}", cause)
 
     async def _count_in(self, key: tuple[str, int], update: _Arriving) -> None:
         """Check the values, then let them count: at once for whoever asks, and in the compute
@@ -640,7 +661,8 @@ class Holder:
                 )
             )
         except UpdateError as error:
-            self._refuse(update, str(error))
+            # Values that are not finite are what the sender's replicas have, too.
+            self._refuse(update, str(error), SILENT if isinstance(error, ValuesError) else SHAPE)
             return
         held = self._held.get(key)
         if header.lineage < self._applied.lineage or (held and held.header.age > header.age):

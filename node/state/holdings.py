@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from planaria.bootstrap.registry_pb2 import Cause
 from planaria.node.ports import Disk, Net, OpenDisk, Tensors
 from planaria.node.report.events import HoldingCost
 from planaria.node.run_file import RunFile
@@ -45,6 +46,7 @@ class Host(Protocol):
     net: Net
 
     def send(self, peer: str, item: pb.Message | Frame) -> bool: ...
+    def accuse(self, node: str, reason: str, cause: Cause) -> None: ...
     def own_state(self) -> StageState | None: ...
     def saved(self, kind: Kind, save: Age) -> None: ...
     def save_failed(self, reason: str) -> None: ...
@@ -114,7 +116,7 @@ class Holdings:
         held = [(k, of) for k, of in held_at(self.stage, stages) if k == kind]
         if held:
             layouts = {(k, of): layout(of) for k, of in held}
-            self.holder = Holder(host.exchanges, layouts, host.send)
+            self.holder = Holder(host.exchanges, layouts, host.send, host.accuse)
         if kind == "snapshot" or self.stage == 0:
             own = layout(self.stage)
             if kind == "copy":

@@ -141,6 +141,10 @@ class Rebuilding:
         by_stage: dict[int, list[pb.Source]] = {}
         for source in sync.sources:
             by_stage.setdefault(source.stage, []).append(source)
+        tensors = self.arithmetic.tensors  # a stage is guessed from such as are like it
+        if sync.method == "twin" and self.holdings.twin is not None:
+            tensors = self.holdings.twin.state.tensors
+        due = {name: tensor.numel() for name, tensor in tensors.items()}
         there = dict.fromkeys(by_stage, 0)
         tell = self._fetching(sync)
         tell(0)
@@ -155,6 +159,7 @@ class Rebuilding:
                     stage,
                     Age(sources[0].lineage, sources[0].step),
                     [source.node for source in sources],
+                    due,
                     optimizer=sync.method not in INEXACT,
                     deadline=self.run.swarm.progress,
                     on_progress=partial(told, stage),

@@ -18,6 +18,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
+from planaria.bootstrap.registry_pb2 import NUMBERS, Cause
 from planaria.node.ports import Tensors
 from planaria.node.state.boundary import Fetched, Pair
 from planaria.node.transaction.effects import NEVER, Ballot
@@ -46,6 +47,8 @@ TOGETHER: Final = 8
 """Pieces in a training round of several joiners: so often they ask whether the time is over."""
 HELD: Final = 8
 """Messages and frames of one joiner that may wait here. In step, it sends two at a time."""
+REASON_LIMIT: Final = 200
+"""Characters of what another joiner says."""
 EARLY_LIMIT: Final = 16 << 20
 """Bytes of one joiner that may wait until this node begins: no more than its report comes early."""
 
@@ -335,7 +338,7 @@ class _Joiner:
             leader = self.block.joiners[self.block.leader]
             what = f"{order.count} updates after {order.first}"
             reason = f"{leader} wants {what}, after {self.updates} of {wanted}"
-            raise ComplaintError(reason, [leader])
+            raise ComplaintError(reason, [leader], NUMBERS)
         for _ in range(order.count):
             share = self.updates / wanted
             lr = rate(self.terms.lr, share, order.time_gone)
@@ -374,7 +377,9 @@ class _Joiner:
                 or (ends[1] == here and pair not in self.fetched.outputs)
             ):
                 leader = self.block.joiners[self.block.leader]
-                raise ComplaintError(f"{leader} wants {pair} trained on, which can't be", [leader])
+                what = str(pair)[:REASON_LIMIT]
+                reason = f"{leader} wants {what} trained on, which can't be"
+                raise ComplaintError(reason, [leader], NUMBERS)
         samples = self.fetched.shape[0]
         newest = max(pair.step for pair in pairs)
         self.newest = [Piece(pair, 0, samples) for pair in pairs if pair.step == newest]
@@ -468,15 +473,16 @@ class _Mailbox:
     def __init__(self, exchanges: Exchanges, inbox: ExchangeInbox[Item]) -> None:
         self._exchanges, self._inbox = exchanges, inbox
         self._held: dict[tuple[str, object], Item] = {}
-        self._lost: dict[str, str] = {}  # by node: why nothing more comes from it
+        self._lost: dict[str, Lost] = {}  # by node: why nothing more comes from it
 
     async def take(self, peer: str, key: object, what: str, patience: float) -> Item:
         """Raises ComplaintError that names whom it waited for."""
         until = self._exchanges.now + patience
         while (peer, key) not in self._held:
             if peer in self._lost:
-                reason = f"{peer} did not send {what}: {self._lost[peer]}"
-                raise ComplaintError(reason, [peer])
+                lost = self._lost[peer]
+                reason = f"{peer} did not send {what}: {lost.reason}"
+                raise ComplaintError(reason, [peer], lost.cause)
             try:
                 self._put(*await self._inbox.take(until))
             except TimeoutError:
@@ -486,20 +492,21 @@ class _Mailbox:
 
     def _put(self, peer: str, item: Item | Lost) -> None:
         match item:
-            case Lost(reason):
-                self._lose(peer, f"lost: {reason}")
+            case Lost(reason, cause):
+                self._lose(peer, f"lost: {reason}", cause)
             case pb.Relearn():
                 self._hold(peer, item.round, item)
             case Frame(fields={"round": int(number), "piece": int(place), "way": str(way)}):
                 self._hold(peer, (number, place, way), item)
             case Frame(fields=fields):
-                self._lose(peer, f"it sent a frame with the fields {sorted(fields)}")
+                named = str(sorted(fields))[:REASON_LIMIT]
+                self._lose(peer, f"it sent a frame with the fields {named}", NUMBERS)
 
     def _hold(self, peer: str, key: object, item: Item) -> None:
         if sum(sender == peer for sender, _ in self._held) >= HELD:
-            self._lose(peer, f"it sent more than {HELD} things that nobody asked for")
+            self._lose(peer, f"it sent more than {HELD} things that nobody asked for", NUMBERS)
         else:
             self._held[peer, key] = item
 
-    def _lose(self, peer: str, reason: str) -> None:
-        self._lost.setdefault(peer, reason)
+    def _lose(self, peer: str, reason: str, cause: Cause) -> None:
+        self._lost.setdefault(peer, Lost(reason, cause))

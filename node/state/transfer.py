@@ -5,6 +5,9 @@ every replica of the source stage for a manifest, then the sources that agree on
 at a time each, so that a fast source serves more of them. A shard that doesn't come is asked for
 elsewhere. Sources keep nothing about a transfer: each request names the step, and a source that has
 committed another one refuses.
+
+The joiner knows which tensors the stage has, and takes no others: who offers them is accused, and
+so is who sends a shard that isn't what was asked. What that node owes is asked of others.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, count, pairwise
@@ -20,11 +23,19 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import msgpack
 
+from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.node.ports import Tensors
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, ExchangeInbox, Exchanges, Inboxes, Lost
-from planaria.node.wire.frames import SIZES, Descriptor, Frame, WireError
+from planaria.node.wire.frames import (
+    SIZES,
+    Descriptor,
+    FiguresError,
+    Form,
+    Frame,
+    WireError,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,13 +48,17 @@ SILENCE: Final = 15.0  # seconds in which a source that was asked has to answer
 OUTSTANDING: Final = 2  # shards asked of a source and not there yet
 FAILURES: Final = 3  # that a source may have; with the last one it is dropped
 REQUESTS: Final = 16  # of one joiner that a source works on at a time
-STATE_LIMIT: Final = 256 << 30  # bytes
 MANIFEST_LIMIT: Final = 16 << 10  # bytes of the list of tensors
 TENSORS_LIMIT: Final = 64
+TENSORS_NAMED: Final = 3  # in an error message
 NAME_LIMIT: Final = 64  # characters
 REASON_LIMIT: Final = 200  # characters of what a source says
 WEIGHTS: Final = "weights"  # the tensor that goes without the optimizer
 VALUE: Final = SIZES["float32"]  # bytes
+WITHOUT_MOMENTS: Final = ("copy", "snapshot")  # kinds of Holding that may be of the weights alone
+
+Due: TypeAlias = Mapping[str, int]
+"""The tensors of a stage, in the order of their bytes, each with its number of values."""
 
 
 # What is transferred
@@ -76,37 +91,43 @@ class Manifest:
     message: pb.StateManifest = field(compare=False)  # the rest, which says nothing of the layout
 
     @classmethod
-    def parse(cls, message: pb.StateManifest, step: int, optimizer: bool, limit: int) -> Manifest:
-        """Raises ValueError that says what is wrong."""
+    def parse(cls, message: pb.StateManifest, step: int, allowed: Sequence[Due]) -> Manifest:
+        """Raises ValueError that says why the source has no such state, and WireError for what no
+        source of a state of `step` with `allowed` tensors may say."""
         if message.error:
             raise ValueError(_shorten(message.error))
         if message.step != step:
-            raise ValueError(f"its manifest is of step {message.step}, not {step}")
+            raise FiguresError(f"its manifest is of step {message.step}, not {step}")
         tensors = _parse_tensors(message.tensors)
-        names = [name for name, _ in tensors]
-        if WEIGHTS not in names or len(set(names)) < len(names):
-            raise ValueError(f"its manifest names the tensors {names}, not {WEIGHTS} and others")
-        if not optimizer and names != [WEIGHTS]:
-            raise ValueError(f"its manifest offers {names}, but only {WEIGHTS} was asked for")
+        if tensors not in [tuple(due.items()) for due in allowed]:
+            due = " or ".join(_name(due.items()) for due in allowed)
+            raise WireError(f"its manifest has {_name(tensors)}, where {due} is due")
         size = VALUE * sum(values for _, values in tensors)
         if message.size != size:
-            raise ValueError(f"its manifest says {message.size} bytes; its tensors have {size}")
-        if size > limit:
-            raise ValueError(f"its state is of {size} bytes; at most {limit} are taken")
+            raise FiguresError(f"its manifest says {message.size} bytes; its tensors have {size}")
         if not (math.isfinite(message.omega) and message.omega >= 0):
-            raise ValueError(f"its gradient's squared norm, {message.omega}, is none")
+            raise FiguresError(f"its gradient's squared norm, {message.omega}, is none")
+        of_step = message.optimizer_step, message.boosted_at, message.last.step
+        if max(of_step) > step:
+            raise FiguresError(f"its manifest tells of a later step than {step}: {max(of_step)}")
         return cls(tensors, size, message.optimizer_step, message)
+
+
+def _name(tensors: Iterable[tuple[str, int]]) -> str:
+    named = [f"{name} {Form('float32', (values,))}" for name, values in tensors]
+    more = f" and {len(named) - TENSORS_NAMED} more" if len(named) > TENSORS_NAMED else ""
+    return (", ".join(named[:TENSORS_NAMED]) or "no tensor") + more
 
 
 def _parse_tensors(packed: bytes) -> tuple[tuple[str, int], ...]:
     if len(packed) > MANIFEST_LIMIT:
-        raise ValueError(f"its manifest takes {len(packed)} bytes; at most {MANIFEST_LIMIT}")
+        raise WireError(f"its manifest takes {len(packed)} bytes; at most {MANIFEST_LIMIT}")
     try:
         entries = msgpack.unpackb(packed)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise ValueError(f"its manifest is not msgpack: {error}") from error
+        raise WireError(f"its manifest is not msgpack: {error}") from error
     if not isinstance(entries, list) or len(entries) > TENSORS_LIMIT:
-        raise ValueError(f"its manifest is no list of at most {TENSORS_LIMIT} tensors")
+        raise WireError(f"its manifest is no list of at most {TENSORS_LIMIT} tensors")
     return tuple(_parse_tensor(entry) for entry in entries)
 
 
@@ -116,9 +137,7 @@ def _parse_tensor(entry: Any) -> tuple[str, int]:
             0 < len(name) <= NAME_LIMIT and type(values) is int and values >= 0
         ):
             return name, values
-    raise ValueError(
-        f"its manifest has the tensor {_shorten(repr(entry))}, no [name, float32, [n]]"
-    )
+    raise WireError(f"its manifest has the tensor {_shorten(repr(entry))}, no [name, float32, [n]]")
 
 
 def _shorten(text: str) -> str:
@@ -381,22 +400,23 @@ _Answer: TypeAlias = pb.StateManifest | pb.ShardRefusal | Frame
 
 
 class StateClient:
-    """Fetches states, several at a time if need be. `limit`: bytes of a state that are taken."""
+    """Fetches states, several at a time if need be. `accuse` gets who has sent what can't be right,
+    why, and of what it is to be accused."""
 
     def __init__(
         self,
         exchanges: Exchanges,
         tensors: Tensors,
         send: Callable[[str, pb.Message], bool],
+        accuse: Callable[[str, str, Cause], None],
         *,
         shard_size: int = SHARD,
         silence: float = SILENCE,
-        limit: int = STATE_LIMIT,
     ) -> None:
         self.exchanges, self.tensors, self.send = exchanges, tensors, send
+        self.accuse = accuse
         self.shard_size = shard_size
         self.silence = silence
-        self.limit = limit
         self._numbers = count(1)
         self._inboxes: Inboxes[int, _Answer] = Inboxes(exchanges, 0)
 
@@ -405,6 +425,7 @@ class StateClient:
         stage: int,
         age: Age,
         sources: Sequence[str],
+        due: Due,
         optimizer: bool,
         deadline: float,
         on_progress: Callable[[int], None] | None = None,
@@ -412,12 +433,13 @@ class StateClient:
         kind: str = "",
     ) -> Delivery:
         """The state of `stage`, of that age, from `sources`: its replicas or, with a `kind` of
-        Holding, its holders; with `optimizer`, Adam's moments too. `deadline`: seconds, for all of
-        it. `on_progress` gets the number of bytes that are there. `ballot` goes with every request.
-        Raises ComplaintError that names every source and what was wrong with it.
+        Holding, its holders. `due`: what the stage has, of which all is fetched with `optimizer`,
+        else the weights alone. `deadline`: seconds, for all of it. `on_progress` gets the number
+        of bytes that are there. `ballot` goes with every request. Raises ComplaintError that names
+        every source and what was wrong with it.
         """
         transfer = next(self._numbers)
-        request = _Request(transfer, stage, age, optimizer, ballot, kind)
+        request = _Request(transfer, stage, age, optimizer, ballot, kind, due)
         fetch = _Fetch(self, request, list(dict.fromkeys(sources)), deadline, on_progress)
         with self._inboxes.open(transfer) as inbox:
             return await fetch.run(inbox)
@@ -451,6 +473,14 @@ class _Request:
     optimizer: bool
     ballot: tuple[int, int]
     kind: str
+    due: Due
+
+    def allowed(self) -> list[Due]:
+        """What a source may offer."""
+        weights = {WEIGHTS: self.due[WEIGHTS]}
+        if not self.optimizer:
+            return [weights]
+        return [self.due, weights] if self.kind in WITHOUT_MOMENTS else [self.due]
 
     def manifest(self) -> pb.Message:
         request = pb.StateRequest(
@@ -557,6 +587,9 @@ class _Fetch:
         else:
             self.plan.drop(source, reason)
 
+    def _accuse(self, source: str, reason: str, cause: Cause) -> None:
+        self.client.accuse(source, f"{self._what()} from {source}: {reason}", cause)
+
     def _expire(self, now: float) -> None:
         self.plan.expire(now)
         if now >= self.started + self.client.silence:
@@ -571,8 +604,10 @@ class _Fetch:
 
     async def _take(self, peer: str, answer: _Answer | Lost) -> None:
         match answer:
-            case Lost(reason) if peer in self.silent or peer in self.plan.sources:
+            case Lost(reason, cause) if peer in self.silent or peer in self.plan.sources:
                 self._give_up(peer, f"lost: {reason}")
+                if cause != SILENT:
+                    self._accuse(peer, reason, cause)
             case pb.StateManifest() if peer in self.silent:
                 self._take_manifest(peer, answer)
             case pb.ShardRefusal() if self.plan.outstanding(peer, answer.offset):
@@ -583,9 +618,11 @@ class _Fetch:
     def _take_manifest(self, peer: str, message: pb.StateManifest) -> None:
         request, client = self.request, self.client
         try:
-            manifest = Manifest.parse(message, request.age.step, request.optimizer, client.limit)
+            manifest = Manifest.parse(message, request.age.step, request.allowed())
         except ValueError as error:
             self._give_up(peer, str(error))
+            if isinstance(error, WireError):
+                self._accuse(peer, str(error), error.cause)
             return
         if self.manifest is None:
             self.manifest = manifest
@@ -610,12 +647,21 @@ class _Fetch:
         try:
             await self.client.exchanges.compute(partial(self._place, frame, shard))
         except WireError as error:
-            self._shard_failed(peer, shard.offset, str(error))
+            self._wrong_shard(peer, shard, error)
             return
         self.plan.received(peer, shard.offset, self._now)
         self.served[peer] += shard.size
         if self.on_progress is not None:
             self.on_progress(sum(self.served.values()))
+
+    def _wrong_shard(self, peer: str, shard: StateShard, error: WireError) -> None:
+        """Who alone has the state may try again a few times: nobody else can serve it."""
+        if len(self.plan.sources) > 1:
+            self._give_up(peer, str(error))
+        else:
+            self._shard_failed(peer, shard.offset, str(error))
+        if peer in self.plan.dropped:
+            self._accuse(peer, str(error), error.cause)
 
     def _shard_failed(self, peer: str, offset: int, reason: str) -> None:
         log.warning("no shard at %d of %s from %s: %s", offset, self._what(), peer, reason)
@@ -632,7 +678,7 @@ class _Fetch:
             omega=manifest.message.omega,
             boosted_at=manifest.message.boosted_at,
             last=last,
-            optimizer_step=manifest.optimizer_step,
+            optimizer_step=0 if request.optimizer and len(parts) == 1 else manifest.optimizer_step,
         )
         return Delivery(state, manifest.size, self._now - self.started, self.served)
 

@@ -22,6 +22,7 @@ from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import DIVERGENCE, HANG, NONFINITE, NUMBERS, SILENT
 from planaria.node.report.events import (
     Aborted,
+    Accused,
     AttemptMasked,
     Committed,
     Diverged,
@@ -181,6 +182,8 @@ class Driver:
                 return self._accounted(attempt, peer, message.account, now)
             case "account", _:
                 self.hanging.hear(peer, message.account.hang, now)
+            case "cut", _ if ballot == NEVER:
+                return self._accused_apart(peer, message.cut)
             case "cut", Attempting() as attempt if attempt.since <= ballot:
                 return self._cut(attempt, peer, message.cut, now)
             case "home", Attempting(vote=None) as attempt if attempt.since <= ballot:
@@ -697,6 +700,14 @@ class Driver:
         attempt.unreached.setdefault(cut.node, (now, why))
         return [Suspect(cut.node, cut.reason)]
 
+    def _accused_apart(self, peer: str, cut: pb.Cut) -> list[Effect]:
+        """What `peer` can't use is of no attempt, and had from others; its sender has to go."""
+        if cut.node not in self.members or cut.cause == SILENT:
+            return []
+        if self.accused.get(peer, {}).get(self.members[cut.node]) == cut.node:
+            return []  # that is known
+        return self._accuse(peer, pb.Failed(reason=cut.reason, accused=[cut.node], cause=cut.cause))
+
     # --- who holds it up
 
     def _inquire(self, attempt: Attempting, now: float) -> list[Effect]:
@@ -842,8 +853,13 @@ class Driver:
         return accused
 
     def _accuse(self, peer: str, failed: pb.Failed) -> list[Effect]:
-        guilty = self._guilty(peer, failed)
-        return [Suspect(node, failed.reason, failed.cause) for node in guilty]
+        effects: list[Effect] = []
+        for node in self._guilty(peer, failed):
+            effects.append(Suspect(node, failed.reason, failed.cause))
+            if failed.cause != SILENT:
+                stage = self.members[node]
+                effects.append(Accused(node=node, stage=stage, by=peer, reason=failed.reason))
+        return effects
 
     def _failed(self, peer: str, failed: pb.Failed, now: float) -> list[Effect]:
         self.failures += 1

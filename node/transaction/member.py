@@ -208,6 +208,15 @@ class MemberSide:
             return []
         return [self._to_driver(pb.Message(cut=pb.Cut(node=node, reason=reason, cause=cause)))]
 
+    def accuse(self, node: str, reason: str, cause: Cause) -> list[Effect]:
+        """What `node` has sent of a state, a boundary tensor or a copy can't be right. No attempt
+        depends on it. The driver's word is enough for the registry; against the driver it is one of
+        several."""
+        if self.driver in ("", node):
+            return [Suspect(node, reason, cause)]
+        cut = pb.Cut(node=node, reason=reason, cause=cause)
+        return [NEVER.send(self.driver, cut=cut)]
+
     def gradient_came(self, ballot: Ballot, feeder: str) -> list[Effect]:
         """The reduced gradient of an attempt is here, from a replica of this node's stage."""
         if self.following is None:

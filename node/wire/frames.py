@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 import msgpack
 from xxhash import xxh3_64_intdigest
 
-from planaria.bootstrap.registry_pb2 import CHECKSUM, NONFINITE, SHAPE, Cause
+from planaria.bootstrap.registry_pb2 import CHECKSUM, NONFINITE, NUMBERS, SHAPE, Cause
 
 Codec = Literal["none", "bf16", "fp16", "int8"]
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -72,6 +72,12 @@ class NonFiniteError(WireError):
     """A tensor has an element that is inf or nan."""
 
     cause = NONFINITE
+
+
+class FiguresError(WireError):
+    """What is said of tensors can't be, or makes no sense."""
+
+    cause = NUMBERS
 
 
 class Form(NamedTuple):

@@ -67,7 +67,17 @@ def test_what_this_version_does_not_know_is_passed_over():
 def test_the_names_in_a_log_stay():
     """Summaries of older runs, and whoever else reads `events.jsonl`, go by these."""
     assert [kind.kind for kind in KINDS] == [
-        *("aborted", "applied", "committed", "cost", "diverged", "ending", "exited", "fetching"),
+        *(
+            "aborted",
+            "accused",
+            "applied",
+            "committed",
+            "cost",
+            "diverged",
+            "ending",
+            "exited",
+            "fetching",
+        ),
         *("finished", "goes on", "handed over", "hangs", "held up", "joined", "killed"),
         *(
             "link lost",

@@ -10,7 +10,8 @@ from conversing import AtOnce, Nodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planaria.bootstrap.registry_pb2 import SILENT, Cause
+from planaria.bootstrap.registry_pb2 import CHECKSUM, NUMBERS, SILENT, Cause
+from planaria.bootstrap.registry_pb2 import SHAPE as WRONG_SHAPE
 from planaria.node.ports import Priority
 from planaria.node.run_file import ModelSection, RunFile, WireSection
 from planaria.node.stage.lesson import boundary_tensor
@@ -112,7 +113,9 @@ class Network:
     def __init__(self, nodes: dict[str, BoundaryKeeper]) -> None:
         self.nodes = Nodes()
         self.exchanges = self.nodes.new()
-        self.client = BoundaryClient(self.exchanges, self._ask, boundary_tensor)
+        accuse = lambda node, why, cause: self.accused.append((node, cause))  # noqa: E731
+        self.accused: list[tuple[str, Cause]] = []
+        self.client = BoundaryClient(self.exchanges, self._ask, boundary_tensor, accuse)
         self.servers = {node: self._server(node, keeper) for node, keeper in nodes.items()}
         self.faults: dict[str, Callable[[Answer], Answer | None]] = {}
         self.asked: list[tuple[str, int]] = []
@@ -446,27 +449,29 @@ def flip_a_bit(frame: Frame) -> Frame:
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("change", "cause", "complaint"),
     [
-        (flip_a_bit, "arrived damaged"),
-        (damage(microbatch=MICROBATCHES), "microbatch 6 is none of 6"),
-        (damage(microbatch="0"), "are not those of a pair"),
-        (damage(stages=[]), "'input' is no side of"),
-        (damage(stages=[[2]]), "'input' is no side of"),
-        (damage(stages=[3]), r"the input of stages \[3\] is not wanted here"),
-        (damage(stages=[2, 2]), "is not wanted here"),
-        (damage(stages=[2, 3]), "is not wanted here"),
-        (damage(side="middle"), "'middle' is no side of"),
-        (damage(microbatch=1), "the input of microbatch 1 in step 8 is here already"),
-        (damage(step=STEP + 1), "step 9 is none of the 2 up to 8"),
-        (damage(step=STEP - STEPS), "step 6 is none of the 2 up to 8"),
-        (damage(step="8"), "are not those of a pair"),
-        (content(torch.zeros(SHAPE), "none"), "not one tensor of at most two bytes"),
-        (content(torch.zeros(1, 3, 4)), r"its shape is \(1, 3, 4\), not \(2, 3, 4\)"),
-        (content(torch.full(SHAPE, torch.nan)), "it is not finite"),
+        (flip_a_bit, CHECKSUM, "arrived damaged"),
+        (damage(microbatch=MICROBATCHES), NUMBERS, "microbatch 6 is none of 6"),
+        (damage(microbatch="0"), NUMBERS, "are not those of a pair"),
+        (damage(stages=[]), NUMBERS, "'input' is no side of"),
+        (damage(stages=[[2]]), NUMBERS, "'input' is no side of"),
+        (damage(stages=[3]), NUMBERS, r"the input of stages \[3\] is not wanted here"),
+        (damage(stages=[2, 2]), NUMBERS, "is not wanted here"),
+        (damage(stages=[2, 3]), NUMBERS, "is not wanted here"),
+        (damage(side="middle"), NUMBERS, "'middle' is no side of"),
+        (damage(microbatch=1), SILENT, "the input of microbatch 1 in step 8 is here already"),
+        (damage(step=STEP + 1), NUMBERS, "step 9 is none of the 2 up to 8"),
+        (damage(step=STEP - STEPS), NUMBERS, "step 6 is none of the 2 up to 8"),
+        (damage(step="8"), NUMBERS, "are not those of a pair"),
+        (content(torch.zeros(SHAPE), "none"), WRONG_SHAPE, "not one tensor of at most two bytes"),
+        (content(torch.zeros(1, 3, 4)), WRONG_SHAPE, r"its shape is \(1, 3, 4\), not \(2, 3, 4\)"),
+        (content(torch.full(SHAPE, torch.nan)), SILENT, "it is not finite"),
     ],
 )
-def test_a_bad_frame_costs_only_itself(change: Callable[[Frame], Frame], complaint: str) -> None:
+def test_a_bad_frame_costs_only_itself_and_names_who_sent_it(
+    change: Callable[[Frame], Frame], cause: Cause, complaint: str
+) -> None:
     network = Network(keepers(3, swapped=False))
     later: list[Frame] = []  # the changed one comes last of all frames
 
@@ -488,6 +493,7 @@ def test_a_bad_frame_costs_only_itself(change: Callable[[Frame], Frame], complai
     assert {pair[:2] for pair in fetched.outputs} == everything
     (said,) = fetched.complaints
     assert re.search(complaint, said)
+    assert network.accused == ([("1.a", cause)] if cause != SILENT else [])
     check_values(fetched, 3, swapped=False)
 
 
@@ -506,6 +512,7 @@ def test_more_frames_than_were_asked_for_are_not_taken(monkeypatch: pytest.Monke
     fetched = network.fetch(2, {2}, ["1.a"])
     assert len(fetched.inputs) == 2
     assert "more than were asked for" in fetched.complaints[0]
+    assert network.accused == [("1.a", NUMBERS)]
 
 
 def test_a_request_that_makes_no_sense_is_refused() -> None:

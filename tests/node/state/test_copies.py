@@ -14,6 +14,7 @@ from conversing import AtOnce, Nodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planaria.bootstrap.registry_pb2 import CHECKSUM, Cause
 from planaria.node.ports import Priority
 from planaria.node.run_file import SnapshotSection
 from planaria.node.state import copies
@@ -93,7 +94,7 @@ class Training:
             id=StateId.after(self.last, stage, self.lineage, self.step),
             tensors=dict(zip(NAMES, self.flats, strict=True)),
             omega=self.step + 0.5,
-            boosted_at=3,
+            boosted_at=1,
             last=self.last,
             optimizer_step=self.step,
         )
@@ -133,6 +134,7 @@ class World:
         self.faults: Callable[[Frame], Frame | None] = lambda frame: frame
         self.sent: list[tuple[float, str, Frame]] = []
         self.kept: list[tuple[str, pb.Kept]] = []
+        self.accused: list[tuple[str, Cause]] = []
         self.unanswered: Counter[tuple[str, str]] = Counter()  # frames
         self.unlinked: set[str] = set()
         self.trainings: dict[str, Training] = {}
@@ -142,7 +144,10 @@ class World:
         self.exchanges = {name: self.nodes.new(self.computes[name]) for name in ("h", "i")}
         self.holders = {
             name: Holder(
-                self.exchanges[name], {(kind, self.stage): LAYOUT}, partial(self.answer, name)
+                self.exchanges[name],
+                {(kind, self.stage): LAYOUT},
+                partial(self.answer, name),
+                lambda node, why, cause: self.accused.append((node, cause)),
             )
             for name in ("h", "i")
         }
@@ -280,7 +285,7 @@ def test_a_copy_comes_back_exactly_with_all_that_belongs_to_it() -> None:
     own = world.training.state()
     assert list(state.tensors) == ["weights"]
     assert torch.equal(state.tensors["weights"], own.tensors["weights"])
-    assert (state.id, state.omega, state.boosted_at) == (own.id, 1.5, 3)
+    assert (state.id, state.omega, state.boosted_at) == (own.id, 1.5, 1)
     assert state.last == own.last
     assert state.optimizer_step == 0
     assert world.holder.fidelity("copy", 0) == ((1, 1.0, 1), 0.0)
@@ -585,6 +590,7 @@ def test_a_damaged_update_changes_nothing(kind: Kind) -> None:
     assert world.step_held() == 1
     assert world.holder.memory_bytes == before
     assert any("arrived damaged" in kept.error for _, kept in world.kept)
+    assert world.accused == [("s", CHECKSUM)]
     world.assert_true()
     world.faults = lambda frame: frame
     world.step(3)
@@ -630,6 +636,8 @@ def test_updates_that_cannot_be_are_refused(changes: dict[str, Any], why: str) -
     assert any(why in kept.error for _, kept in world.kept), [k.error for _, k in world.kept]
     assert world.step_held() is None
     assert world.holder.memory_bytes < 10_000
+    late = changes.keys() & {"offset", "stage", "kind"}
+    assert {node for node, _ in world.accused} == (set() if late else {"s"})
     world.settle()
     world.faults = lambda frame: frame
     world.step(2)
@@ -646,6 +654,7 @@ def test_values_that_are_not_finite_are_refused() -> None:
     world.step(2)
     world.settle()
     assert "aren't finite" in world.kept[-1][1].error
+    assert world.accused == [], "its replicas have the same"
     assert world.step_held() == 1
     world.assert_true()
 
@@ -667,6 +676,7 @@ def test_a_stranger_cannot_spoil_an_update() -> None:
     errors = [kept.error for _, kept in world.kept if kept.error]
     assert len(errors) == len(world.sent) - 1
     assert all("an update that isn't known" in error for error in errors)
+    assert world.accused == []
 
 
 def test_an_update_that_is_late_does_not_put_blocks_back() -> None:
@@ -797,10 +807,16 @@ def test_a_joiner_fetches_what_is_held_bit_for_bit() -> None:
     server = StateServer(
         world.exchanges["h"], tensors, to_joiner, lambda *_: holder.state("snapshot", 2)
     )
-    client = StateClient(exchanges, tensors, ask, shard_size=400)
-    fetched = world.nodes.run(exchanges, client.fetch(2, Age(0, 2), ["h"], True, 60.0))
+    accused: list[Any] = []
+    client = StateClient(
+        exchanges, tensors, ask, lambda *said: accused.append(said), shard_size=400
+    )
     state = holder.state("snapshot", 2)
     assert state is not None
+    due = {name: len(tensor) for name, tensor in state.tensors.items()}
+    fetch = client.fetch(2, Age(0, 2), ["h"], due, True, 60.0, kind="snapshot")
+    fetched = world.nodes.run(exchanges, fetch)
+    assert accused == []
     for name, tensor in state.tensors.items():
         assert torch.equal(fetched.state.tensors[name], tensor)
     assert (fetched.state.optimizer_step, fetched.state.last) == (2, commit_of(2))

@@ -75,6 +75,9 @@ class Host:
     def send(self, *_: object) -> bool:
         return False
 
+    def accuse(self, *_: object) -> None:
+        raise AssertionError("nobody has sent anything")
+
     def own_state(self) -> None:
         return None
 

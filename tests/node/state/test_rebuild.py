@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,6 +88,7 @@ class World:
         stage: int,
         age: Age,
         sources: Sequence[str],
+        due: Mapping[str, int],
         optimizer: bool,
         deadline: float,
         on_progress: Callable[[int], None],
@@ -95,6 +97,7 @@ class World:
     ) -> Delivery:
         self.asked.append((stage, age, sources, optimizer, kind))
         assert (deadline, ballot) == (RUN.swarm.progress, BALLOT)
+        assert due == {"weights": 3 if self.twin is None else 5}, "what the stage has, no more"
         for count, pause in enumerate(self.pauses):
             await self.rebuilding.exchanges.sleep(pause)
             on_progress(count)
@@ -270,7 +273,8 @@ def test_a_twin_is_fetched_as_the_next_stages_state() -> None:
     world = World()
     world.given[3] = state(3)
     loaded: list[StageState] = []
-    world.twin = type("Twin", (), {"load": staticmethod(loaded.append)})
+    held = replace(state(3), tensors={"weights": torch.zeros(5)})
+    world.twin = type("Twin", (), {"load": staticmethod(loaded.append), "state": held})
     wanted = sync("twin", ("c", 3))
     world.member.received("driver", pb.Message(ballot=BALLOT.message(), sync=wanted))
     exchanges = world.rebuilding.exchanges

@@ -13,6 +13,7 @@ from conversing import AtOnce, Nodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planaria.bootstrap.registry_pb2 import CHECKSUM, NUMBERS, SHAPE, Cause
 from planaria.node.ports import Compute, Priority
 from planaria.node.state import transfer
 from planaria.node.state.stage_state import Age, StageState, StateId
@@ -27,7 +28,7 @@ from planaria.node.state.transfer import (
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError, Exchange
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frames import Frame, WireError
 from planaria.node.wire.tensors import decode, encode
 
 T = TypeVar("T")
@@ -64,6 +65,8 @@ class Network:
         self.random = random.Random(seed)
         self.in_flight: list[Callable[[], None]] = []
         self.asked: list[tuple[str, int]] = []  # source and offset of each shard
+        self.accused: list[tuple[str, Cause]] = []
+        self.due = dict.fromkeys(state().tensors, LENGTH)
         self.states: dict[str, StageState | None] = {source: state() for source in sources}
         self.servers = {source: self._server(source) for source in sources}
         self.faults: dict[str, Callable[[Answer], Answer | None]] = {}
@@ -71,7 +74,12 @@ class Network:
 
     def joiner(self, compute: Compute) -> StateClient:
         exchanges = self.nodes.new(compute)
-        return StateClient(exchanges, tensors, self._ask, shard_size=SHARD_SIZE, silence=10.0)
+        options = {"shard_size": SHARD_SIZE, "silence": 10.0}
+        return StateClient(exchanges, tensors, self._ask, self._accuse, **options)
+
+    def _accuse(self, source: str, why: str, cause: Cause) -> None:
+        assert source in why
+        self.accused.append((source, cause))
 
     def _server(self, source: str) -> StateServer:
         def answer(peer: str, answer: Answer) -> bool:
@@ -118,9 +126,12 @@ class Network:
         optimizer: bool = True,
         deadline: float = 60.0,
         on_progress: Callable[[int], None] | None = None,
+        kind: str = "",
     ) -> Exchange[Delivery]:
         return self.client.exchanges.start(
-            self.client.fetch(STAGE, AGE, sources, optimizer, deadline, on_progress)
+            self.client.fetch(
+                STAGE, AGE, sources, self.due, optimizer, deadline, on_progress, kind=kind
+            )
         )
 
     def fetch(self, *arguments: Any, **options: Any) -> Delivery:
@@ -160,6 +171,7 @@ def test_special_values_keep_their_bits() -> None:
     bits = torch.tensor([0x7FC00001, 0x7F800000, -(2**31), 1], dtype=torch.int32)
     served = state()
     odd = {"weights": bits.view(torch.float32)}
+    network.due = {"weights": 4}
     network.states = dict.fromkeys(SOURCES, replace(served, tensors=odd))
     found = network.fetch(optimizer=False)
     assert torch.equal(found.state.tensors["weights"].view(torch.int32), bits)
@@ -168,6 +180,7 @@ def test_special_values_keep_their_bits() -> None:
 def test_an_empty_state_takes_no_shards() -> None:
     network = Network()
     network.states = dict.fromkeys(SOURCES, state(length=0))
+    network.due = dict.fromkeys(network.due, 0)
     found = network.fetch()
     assert found.bytes == 0
     assert found.state.tensors["weights"].shape == (0,)
@@ -315,7 +328,7 @@ def test_a_source_that_commits_meanwhile_refuses() -> None:
 @pytest.mark.parametrize("agrees", [True, False])
 def test_a_late_manifest_has_to_agree_with_the_first(agrees: bool) -> None:
     network = Network()
-    network.states["b"] = state() if agrees else state(length=LENGTH + 1)
+    network.states["b"] = state() if agrees else replace(state(), optimizer_step=5)
     held: list[Answer] = []
     network.faults["b"] = held.append  # type: ignore[assignment]
 
@@ -327,6 +340,7 @@ def test_a_late_manifest_has_to_agree_with_the_first(agrees: bool) -> None:
     found = network.fetch(on_progress=release)
     assert_equal(found, state())
     assert (found.served["b"] > 0) == agrees
+    assert network.accused == [], "nobody knows which of them is wrong"
 
 
 def test_a_silent_source_does_not_hold_up_the_others() -> None:
@@ -404,6 +418,85 @@ def test_a_transfer_that_is_given_up_leaves_nothing_behind() -> None:
 # What comes from outside
 
 
+def changed_shape(**lengths: int) -> StageState:
+    served = state()
+    changed = {name: torch.zeros(length) for name, length in lengths.items()}
+    return replace(served, tensors={**served.tensors, **changed})
+
+
+OTHER_STATES = {
+    "another stage's": state(length=LENGTH + 1),
+    "much larger": changed_shape(weights=LENGTH << 10),
+    "short of a moment": changed_shape(second_moment=LENGTH - 1),
+    "one tensor more": changed_shape(third_moment=LENGTH),
+    "without its optimizer": replace(state(), tensors={"weights": torch.zeros(LENGTH)}),
+    "of later figures": replace(state(), optimizer_step=STEP + 1),
+}
+
+
+@pytest.mark.parametrize("kind", ["", "redundant"])
+@pytest.mark.parametrize("other", OTHER_STATES.values(), ids=list(OTHER_STATES))
+def test_who_offers_another_state_than_the_stages_is_accused_and_others_serve(
+    other: StageState, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    empty = tensors.empty
+    monkeypatch.setattr(tensors, "empty", lambda values: made.append(values) or empty(values))  # type: ignore[func-returns-value]
+    network = Network()
+    network.states["a"] = other
+    found = network.fetch(kind=kind)
+    assert_equal(found, state())
+    assert network.accused == [("a", NUMBERS if other.optimizer_step > STEP else SHAPE)]
+    assert max(made) == 3 * LENGTH, "memory is taken for what is due, and for nothing else"
+    network.states = dict.fromkeys(SOURCES, other)
+    with pytest.raises(ComplaintError, match="a: its manifest"):
+        network.fetch(kind=kind)
+    assert {source for source, _ in network.accused} == set(SOURCES)
+
+
+def test_a_snapshot_may_be_of_the_weights_alone_and_starts_adam_afresh() -> None:
+    network = Network()
+    alone = replace(state(), tensors={"weights": state().tensors["weights"]})
+    network.states = dict.fromkeys(SOURCES, alone)
+    found = network.fetch(kind="snapshot")
+    assert (list(found.state.tensors), found.state.optimizer_step) == (["weights"], 0)
+    assert network.accused == []
+
+
+WRONG = {"arrived damaged": CHECKSUM, "a shard of 12 bytes": SHAPE, "exact float32": SHAPE}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_who_sends_a_shard_that_cannot_be_used_is_accused_while_others_serve(fault: str) -> None:
+    network = Network()
+    network.faults["b"] = frames_from(1, FAULTS[fault])
+    assert_equal(network.fetch(), state())
+    assert network.accused == ([("b", WRONG[fault])] if fault in WRONG else [])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_who_alone_has_a_state_is_accused_when_it_is_given_up(fault: str) -> None:
+    network = Network(sources=["a"])
+    network.faults["a"] = frames_from(1, FAULTS[fault])
+    with pytest.raises(ComplaintError, match="is not to be had"):
+        network.fetch(["a"])
+    assert network.accused == ([("a", WRONG[fault])] if fault in WRONG else [])
+
+
+def test_who_floods_a_transfer_is_accused() -> None:
+    network = Network()
+    network.client._inboxes._open_limit = 4096
+
+    def flood(frame: Frame) -> Frame:
+        for _ in range(60):
+            network._arrive("b", frame)
+        return frame
+
+    network.faults["b"] = frames_from(1, flood)
+    assert_equal(network.fetch(), state())
+    assert network.accused == [("b", NUMBERS)]
+
+
 def packed(*entries: object) -> bytes:
     return msgpack.packb(list(entries))  # type: ignore[no-any-return]
 
@@ -427,34 +520,35 @@ GOOD = packed(["weights", "float32", [8]])
         ({"tensors": packed(["weights", "float32", [-8]])}, "-8"),
         ({"tensors": packed(["weights", "float32", [True]])}, "True"),
         ({"tensors": packed(["w" * 65, "float32", [8]])}, "no .name, float32, .n.."),
-        ({"tensors": packed(["biases", "float32", [8]])}, "names the tensors"),
-        ({"tensors": packed(*[["weights", "float32", [4]]] * 2)}, "names the tensors"),
+        ({"tensors": packed(["biases", "float32", [8]])}, "has biases float32 .8. in codec none"),
+        ({"tensors": packed(*[["weights", "float32", [4]]] * 2)}, "weights float32 .4.*, weights"),
+        ({"tensors": packed(*[["weights", "float32", [8]]] * 9)}, "and 6 more, where"),
         (
-            {"tensors": packed(["weights", "float32", [4]], ["moment", "float32", [4]])},
-            "only weights was asked for",
+            {"tensors": packed(["weights", "float32", [8]], ["moment", "float32", [8]])},
+            "moment .* where weights float32 .8. in codec none is due",
         ),
-        (
-            {"tensors": packed(["weights", "float32", [2**40]]), "size": 2**42},
-            "at most 1024 are taken",
-        ),
+        ({"tensors": packed(["weights", "float32", [2**40]]), "size": 2**42}, "is due"),
+        ({"optimizer_step": 8}, "a later step than 7: 8"),
+        ({"boosted_at": 2**60}, "a later step than 7"),
+        ({"last": pb.Commit(step=9)}, "a later step than 7: 9"),
         ({"omega": float("nan")}, "nan"),
         ({"omega": -1.0}, "-1.0"),
     ],
 )
 def test_a_manifest_that_cannot_be_right(changes: dict[str, Any], complaint: str) -> None:
     fields: dict[str, Any] = {"step": STEP, "tensors": GOOD, "size": 32, "omega": 1.0}
-    assert Manifest.parse(pb.StateManifest(**fields), STEP, False, 1024).tensors == (
-        ("weights", 8),
-    )
-    with pytest.raises(ValueError, match=complaint):
-        Manifest.parse(pb.StateManifest(**fields | changes), STEP, False, 1024)
+    due = [{"weights": 8}]
+    assert Manifest.parse(pb.StateManifest(**fields), STEP, due).tensors == (("weights", 8),)
+    with pytest.raises(ValueError, match=complaint) as caught:
+        Manifest.parse(pb.StateManifest(**fields | changes), STEP, due)
+    assert isinstance(caught.value, WireError) == ("error" not in changes), "who refuses is honest"
 
 
 @given(st.binary(max_size=60))
 def test_no_bytes_break_the_manifest(tensors: bytes) -> None:
     try:
-        Manifest.parse(pb.StateManifest(step=STEP, tensors=tensors), STEP, True, 1024)
-    except ValueError as error:
+        Manifest.parse(pb.StateManifest(step=STEP, tensors=tensors), STEP, [{"weights": 8}])
+    except WireError as error:
         assert str(error).startswith("its ")
 
 

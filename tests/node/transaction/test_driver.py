@@ -11,6 +11,7 @@ from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import CHECKSUM, DIVERGENCE, HANG, NONFINITE, SHAPE, Cause
 from planaria.node.report.events import (
     Aborted,
+    Accused,
     AttemptMasked,
     Diverged,
     Event,
@@ -28,7 +29,7 @@ from planaria.node.report.events import (
 )
 from planaria.node.transaction.attempting import UNREACHED, Attempting
 from planaria.node.transaction.driver import EVICTED, LONGEST_PAUSE, REPLACED, Driver, DriverPhase
-from planaria.node.transaction.effects import Ballot, Effect, Rejoin, Send, Suspect
+from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
 from planaria.node.transaction.gathering import ANSWER, QUERY_AGAIN, Gathering
 from planaria.node.transaction.overdue import ASK
 from planaria.node.transaction.routing import routes
@@ -1532,6 +1533,30 @@ def test_a_joiner_that_gets_what_it_cannot_use_names_who_sent_it():
     told = Joined()
     failed = pb.Failed(reason="c sent it", accused=["c", "stranger"], cause=SHAPE)
     assert charges(told.hears("new", failed=failed, ballot=Ballot(2, 1))) == [("c", SHAPE)]
+
+
+def test_who_sends_a_state_that_cannot_be_used_is_accused_and_no_attempt_ends():
+    told = replicated()
+    word = pb.Cut(node="c", reason="its manifest is another stage's", cause=SHAPE)
+    effects = told.hears("b", NEVER, cut=word)
+    assert charges(effects) == [("c", SHAPE)]
+    (accused,) = events(effects, Accused)
+    assert (accused.node, accused.stage, accused.by) == ("c", 2, "b")
+    assert len(effects) == 2
+    assert told.hears("b", NEVER, cut=word) == [], "that is known"
+    assert charges(told.hears("b", NEVER, cut=pb.Cut(node="c2", cause=SHAPE))) == [("b", SHAPE)]
+    assert told.hears("b2", NEVER, cut=pb.Cut(node="stranger", cause=SHAPE)) == []
+    assert told.commits(), "all the same"
+
+
+def test_such_a_word_counts_when_nothing_is_attempted_too():
+    told = Told()
+    told.begins()
+    told.views({n: s for n, s in SWARM.items() if n != "e"})
+    told.statuses()
+    assert told.driver.phase is DriverPhase.WAITING
+    word = pb.Cut(node="c", reason="a shard is damaged", cause=CHECKSUM)
+    assert charges(told.hears("b", NEVER, cut=word)) == [("c", CHECKSUM)]
 
 
 # --- replicas that differ

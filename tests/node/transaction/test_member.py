@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.registry_pb2 import SHAPE
 from planaria.node.report.events import MessageRefused
 from planaria.node.transaction.effects import (
     NEVER,
@@ -20,6 +21,7 @@ from planaria.node.transaction.effects import (
     Rejoin,
     Send,
     StartAttempt,
+    Suspect,
 )
 from planaria.node.transaction.member import Frames, MemberPhase, MemberSide
 from planaria.node.wire import stage_pb2 as pb
@@ -620,3 +622,14 @@ def test_who_is_told_to_copy_what_it_has_has_nothing(told: Told) -> None:
     told.member.received("driver", message(Ballot(1, 1), sync=sync))
     answer = status(told.member.received("driver", message(Ballot(1, 2), query=pb.Query())))
     assert (answer.committed, answer.following) == (0, 4)
+
+
+def test_who_sends_a_state_that_cannot_be_used_is_named_to_the_driver_and_to_the_registry():
+    told = Told()
+    assert told.member.accuse("other", "so", SHAPE) == [Suspect("other", "so", SHAPE)]
+    told.queried(Ballot(1, 1))
+    (send,) = told.member.accuse("other", "so", SHAPE)
+    assert isinstance(send, Send)
+    assert (send.to, Ballot.of(send.message.ballot)) == ("driver", NEVER)
+    assert send.message.cut == pb.Cut(node="other", reason="so", cause=SHAPE)
+    assert told.member.accuse("driver", "so", SHAPE) == [Suspect("driver", "so", SHAPE)]
