@@ -452,7 +452,13 @@ class Agent:
         replicas = sorted(place.node for place in begin.members if place.stage == self.stage)
         await attempt.complete(self.exchanges, progress)
         await self.averaging.reduce(
-            ballot, replicas, gradient, attempt.applied, len(begin.plan), progress
+            ballot,
+            replicas,
+            gradient,
+            attempt.applied,
+            len(begin.plan),
+            progress,
+            begin.non_finite,
         )
         norm = await self.exchanges.compute(self.arithmetic.reduced)
         if self.holdings.twin is not None:

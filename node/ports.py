@@ -94,6 +94,10 @@ class Tensors(Protocol):
         """Raises WireError for bytes that can't be these tensors."""
         ...
 
+    def finite(self, tensor: Tensor) -> bool:
+        """Whether all of it is, where it is."""
+        ...
+
     def empty(self, values: int) -> Tensor:
         """float32 [values] on the CPU."""
         ...

@@ -115,6 +115,14 @@ class Attempting:
         if not vote.awaited:
             vote.complete = vote.complete or now
 
+    def has_work_for(self, node: str) -> bool:
+        """Whether it has a microbatch, by the plan."""
+        index = [place.node for place in self.begin.members]
+        return any(
+            node == microbatch.source or node in [index[place] for place in microbatch.places]
+            for microbatch in self.begin.plan
+        )
+
     def forget(self, joiner: str) -> None:
         if self.vote is not None:
             self.vote.joiners.pop(joiner, None)

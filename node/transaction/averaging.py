@@ -10,6 +10,9 @@ gradients simply add up, whatever share of the window each of them has computed:
 
 The first piece of every contribution names the microbatches in it. Every replica owns a part, so
 every replica sees all the names and checks for itself that the stage applied each one once.
+
+What comes is finite, or its sender is named: a contribution before it is in any sum, a sum since
+all that is in it was.
 """
 
 from __future__ import annotations
@@ -23,7 +26,14 @@ from planaria.bootstrap.registry_pb2 import NUMBERS
 from planaria.node.ports import Tensors
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Inboxes, Lost, PeerLostError
-from planaria.node.wire.frames import Codec, Form, Frame, WireError, check_forms
+from planaria.node.wire.frames import (
+    Codec,
+    Form,
+    Frame,
+    NonFiniteError,
+    WireError,
+    check_forms,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,12 +113,14 @@ class Averaging:
         ids: Collection[int],
         window: int,
         deadline: float,
+        non_finite: bool = False,
     ) -> None:
         """Replace `gradient` (float32 [n]) by its sum over `replicas`, in place.
 
         `replicas` are the stage's members, this node among them; `ids` the microbatches that this
         node's gradient is of; `window` their number over all replicas. `deadline` bounds, in
-        seconds, how long frames of others are waited for.
+        seconds, how long frames of others are waited for. With `non_finite`, gradients need not be
+        finite: that is the model's doing then.
 
         Takes about twice the gradient's memory, one half of it for what waits to be sent.
         Raises ComplaintError, PeerLostError when the gradients can still be summed without the
@@ -125,6 +137,7 @@ class Averaging:
             window=window,
             tensors=self._tensors,
             codec=self._codec,
+            non_finite=non_finite,
         )
         try:
             with self._inboxes.open(ballot) as inbox:
@@ -193,6 +206,7 @@ class Reduction:
         window: int,
         tensors: Tensors,
         codec: Codec,
+        non_finite: bool = False,
     ) -> None:
         """Raises ValueError, and ComplaintError when this node is alone and ids are wrong."""
         if len(gradient.shape) != 1 or gradient.dtype != tensors.empty(0).dtype:
@@ -206,7 +220,7 @@ class Reduction:
             raise ValueError(f"replicas {self.nodes} don't name {node} and each other once")
         self.node, self.rank = node, self.ranks[node]
         self.ballot, self.window = ballot, window
-        self.port, self.codec = tensors, codec
+        self.port, self.codec, self.non_finite = tensors, codec, non_finite
         self.parts = [
             _pieces(gradient.detach(), rank, len(self.nodes)) for rank in self.ranks.values()
         ]
@@ -310,6 +324,8 @@ class Reduction:
         try:
             check_forms(frame.descriptors, [Form("float32", tuple(like.shape), self.codec)])
             (values,) = self.port.decode(frame.descriptors, frame.payload, like.device)
+            if not (self.non_finite or peer == self.node or self.port.finite(values)):
+                raise NonFiniteError("it is not finite")
         except WireError as error:
             reason = f"{peer} sent a bad gradient: {error}"
             raise ComplaintError(reason, [peer], error.cause) from error

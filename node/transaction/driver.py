@@ -189,7 +189,7 @@ class Driver:
             case "home", Attempting(vote=None) as attempt if attempt.since <= ballot:
                 if not (math.isfinite(message.home.loss) or attempt.begin.non_finite):
                     why = f"its loss in microbatch {message.home.microbatch} is not finite"
-                    return self._not_finite(attempt, peer, why, now)
+                    return self._not_finite(attempt, peer, peer, why, now)
                 attempt.came_home(peer, message.home, now)
                 return self._if_all_home(attempt, now)
             case "status", Gathering() as gathering if is_current:
@@ -690,7 +690,7 @@ class Driver:
             return self._nonsense(peer, "it can't reach who is no member", now)
         failed = pb.Failed(reason=cut.reason, accused=[cut.node], cause=cut.cause)
         if cut.cause == NONFINITE:
-            return self._not_finite(attempt, cut.node, cut.reason, now)
+            return self._not_finite(attempt, cut.node, peer, cut.reason, now)
         if cut.cause != SILENT:
             return self._wronged(peer, failed, now)
         self.cuts.add(frozenset((peer, cut.node)))
@@ -799,10 +799,16 @@ class Driver:
             return self._accuse(peer, failed) + self._mask(attempt, guilty, why, now)
         return self._failed(peer, failed, now)
 
-    def _not_finite(self, attempt: Attempting, node: str, reason: str, now: float) -> list[Effect]:
+    def _not_finite(
+        self, attempt: Attempting, node: str, by: str, reason: str, now: float
+    ) -> list[Effect]:
         """The first boundary at which a tensor is not finite names the node that made it. The step
         is tried again without that node; where all of its stage make such tensors, it is the model,
-        and they are let through."""
+        and they are let through. Who had nothing to compute, and has made one all the same, is
+        wrong."""
+        if node in self.not_finite and not attempt.has_work_for(node):
+            failed = pb.Failed(reason=reason, accused=[node], cause=NONFINITE)
+            return self._wronged(by, failed, now)
         self.not_finite[node] = reason
         self.failures += 1
         told = NonFinite(

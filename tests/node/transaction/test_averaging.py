@@ -11,6 +11,7 @@ from conversing import Nodes, Slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planaria.bootstrap.registry_pb2 import NONFINITE
 from planaria.node.transaction import averaging
 from planaria.node.transaction.averaging import Averaging, Reduction, check_ids
 from planaria.node.transaction.effects import Ballot
@@ -87,11 +88,12 @@ def start_all(
     values: Sequence[torch.Tensor],
     ids: Sequence[Sequence[int]] | None = None,
     window: int = 6,
+    non_finite: bool = False,
 ) -> list[Exchange[None]]:
     nodes = list(network.nodes)
     ids = shares(nodes, window) if ids is None else ids
     return [
-        network.start(node, BALLOT, nodes[::-1], gradient, share, window, 60.0)
+        network.start(node, BALLOT, nodes[::-1], gradient, share, window, 60.0, non_finite)
         for node, gradient, share in zip(nodes, values, ids, strict=True)
     ]
 
@@ -100,9 +102,11 @@ def reduce_all(
     network: Network,
     values: Sequence[torch.Tensor],
     ids: Sequence[Sequence[int]] | None = None,
+    non_finite: bool = False,
 ) -> list[Exception | None]:
     """Every node's outcome: None or what it raised."""
-    return [network.time.error(one) for one in start_all(network, values, ids)]
+    exchanges = start_all(network, values, ids, non_finite=non_finite)
+    return [network.time.error(one) for one in exchanges]
 
 
 def first_failure(network: Network, exchanges: Sequence[Exchange[None]]) -> Exception | None:
@@ -323,6 +327,32 @@ def test_a_frame_that_cannot_be_right_accuses_its_sender(
     with pytest.raises(ComplaintError, match=complaint) as caught:
         member.reduce(BALLOT, ["a", "b"], torch.ones(8), [0, 1], 4, 60.0)
     assert caught.value.accused == ["b"]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("at", [0, 50, 100])
+def test_who_contributes_what_is_not_finite_is_named(at: int, codec: Codec, bad: float) -> None:
+    """To whomever owns that part; if that is itself, to all who get the sum."""
+    nodes = NODES[:3]
+    values = gradients(nodes, 101)
+    values[1][at] = bad
+    network = Network(nodes, codec)
+    error = first_failure(network, start_all(network, values))
+    assert isinstance(error, ComplaintError)
+    assert (error.accused, error.cause) == (["b"], NONFINITE)
+    assert str(error) == "b sent a bad gradient: it is not finite"
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16"])
+def test_where_it_is_the_models_doing_it_is_summed_all_the_same(codec: Codec) -> None:
+    nodes = NODES[:3]
+    values = gradients(nodes, 101)
+    values[1][50] = torch.nan
+    network = Network(nodes, codec)
+    assert reduce_all(network, values, non_finite=True) == [None] * 3
+    for found in values:
+        assert found.isnan().nonzero().flatten().tolist() == [50]
 
 
 def test_replicas_of_different_length_notice() -> None:

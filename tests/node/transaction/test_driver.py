@@ -1687,6 +1687,26 @@ def test_who_alone_makes_what_is_not_finite_in_three_steps_has_to_go():
         assert charges(effects) == [("c", NONFINITE)] * (number == 3)
 
 
+def test_who_makes_what_is_not_finite_of_nothing_has_to_go_at_once():
+    told = Differing()
+    spoils(told, "c")
+    told.answers()
+    cut = pb.Cut(node="c", reason="a bad gradient: it is not finite", cause=NONFINITE)
+    effects = told.hears("c2", cut=cut)
+    assert charges(effects) == [("c", NONFINITE)]
+    assert [event.nodes for event in events(effects, AttemptMasked)] == [("c",)]
+    assert not told.attempt.begin.non_finite
+
+
+def test_who_had_to_compute_for_want_of_others_may_make_such_a_thing_again():
+    told = Differing()
+    refuses(told, "b", "c2")
+    spoils(told, "c")
+    told.answers()
+    assert "c" in served_by(told), "the other one has to go"
+    assert ("c", NONFINITE) not in charges(spoils(told, "c"))
+
+
 def test_what_all_of_a_stage_make_is_let_through_and_nobodys_fault():
     told = Differing()
     spoils(told, "c")
