@@ -514,7 +514,7 @@ def wrap_up(run: RunFile, out: Path, console: Console, ending: Ending) -> int:
     _write(out / "events.jsonl", "".join(json.dumps(event) + "\n" for event in told), problems)
     events = entries(told)
     lines, audit = _merge_ledgers(out, problems)
-    summary = summarize(run, lines, audit, events)
+    summary = summarize(run, lines, audit, events, ending.reason)
     _write(out / "summary.json", json.dumps(summary, indent=1) + "\n", problems)
     try:
         draw_loss(run, lines, events, out / "loss.png")

@@ -51,9 +51,10 @@ NOTICED_LATE = 1.0
 
 
 def summarize(
-    run: RunFile, lines: Sequence[Line], audit: Audit, events: Sequence[Entry]
+    run: RunFile, lines: Sequence[Line], audit: Audit, events: Sequence[Entry], stopped: str = ""
 ) -> dict[str, Any]:
-    """The content of `summary.json`. `run` says `model.stages`; seconds everywhere.
+    """The content of `summary.json`. `run` says `model.stages`; seconds everywhere. `stopped`: why
+    the run ended before its last step, in words; null there if it didn't.
 
     Figures that nothing was recorded for are None (losses) or 0.
     """
@@ -90,8 +91,10 @@ def summarize(
         "goodput": len(lines) / seconds if seconds > 0 else 0.0,
         "wall": wall(events, places),
         "cost": {"policy": run.recovery.policy, **cost(events, places)},
+        "skipped_steps": sum(line["skipped"] for line in lines),
         "failed_saves": sum(isinstance(entry.event, SaveFailed) for entry in events),
         "replicas_identical": replicas_identical(events),
+        "stopped": stopped or None,
         "policy": run.recovery.policy,
         "seed": run.seed,
     }
@@ -372,6 +375,8 @@ def tell(summary: dict[str, Any]) -> Iterator[str]:
             f"written, {decimal(cost['memory_bytes'])} of memory, "
             f"{cost['critical_seconds']:.2f} s of computing time at each node"
         )
+    if summary["skipped_steps"]:
+        yield f"steps that changed nothing, of a gradient not finite: {summary['skipped_steps']}"
     if summary["failed_saves"]:
         yield f"saves that failed: {summary['failed_saves']}; the nodes' logs say why"
     audit, attempts = summary["audit"], summary["attempts"]

@@ -3,13 +3,22 @@ named, and the swarm trains on."""
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
+from planaria.lab.chaos.sick_node import run_sick, tell
 from planaria.node.data.corpus import Corpus
+from planaria.node.local import swarm as local
+from planaria.node.local.processes import Processes
+from planaria.node.resolve import resolve
 from planaria.node.run_file import override
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
@@ -147,3 +156,29 @@ async def test_nan_without_a_replica_skips_steps_and_then_the_run_pauses(corpus,
         assert driver.member.last.skips == 3
         assert {told["node"] for told in swarm.lines.events("not finite")} == {sick.node}
         assert not any(node.over.done() for node, _ in swarm.nodes.values())
+
+
+async def test_planaria_up_ends_with_the_sentence_of_a_run_that_paused(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes, as a person has them; one makes NaN from the start."""
+    faults, out, said = tmp_path / "faults", tmp_path / "out", io.StringIO()
+    tell(faults, {"nan": {}})
+    command = local._Swarm._command
+
+    def with_a_sick_one(swarm: local._Swarm, slot: str) -> list[str]:
+        sick = ["--faults", str(faults)] if slot == "1.0" else []
+        return [*sick, *command(swarm, slot)]
+
+    monkeypatch.setattr(local._Swarm, "_command", with_a_sick_one)
+    monkeypatch.setattr(local, "Processes", partial(Processes, work=run_sick))
+    run = resolve(override(PAIRS, swarm__replicas=1, data__path=str(data)))
+    plan = local.SwarmPlan(run, out, None, "cpu")
+    status = await local.up(plan, [], Console(file=said, width=300))
+    summary = json.loads((out / "summary.json").read_text())
+    why = "3 steps in a row were skipped, since the gradient of stage "
+    assert status == 1
+    assert summary["skipped_steps"] == 3
+    assert summary["stopped"].startswith(f"paused: {why}")
+    assert f"error: paused: {why}" in said.getvalue()
+    assert '"kind": "not finite"' in (out / "events.jsonl").read_text()

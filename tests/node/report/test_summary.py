@@ -98,8 +98,8 @@ def test_the_keys_are_those_of_the_contract():
     summary = summarize(RUN, [line(1, 10.0)], AUDIT, KILLED_AND_REBUILT)
     assert list(summary) == [
         *("steps", "tokens", "tokens_per_second", "loss", "rebuilds", "rolled_back_steps"),
-        *("attempts", "audit", "goodput", "wall", "cost", "failed_saves"),
-        *("replicas_identical", "policy", "seed"),
+        *("attempts", "audit", "goodput", "wall", "cost", "skipped_steps", "failed_saves"),
+        *("replicas_identical", "stopped", "policy", "seed"),
     ]
     assert list(summary["loss"]) == ["first", "last", "validation"]
     assert list(summary["rebuilds"][0]) == [
@@ -127,6 +127,17 @@ def test_losses_of_skipped_steps_are_passed_over():
     events = [event(2.5, "validated", step=2, loss=4.5), event(4.5, "validated", step=4, loss=3.5)]
     loss = summarize(RUN, lines, AUDIT, events)["loss"]
     assert loss == {"first": 5.0, "last": 4.0, "validation": 3.5}
+
+
+def test_a_run_that_paused_after_skipped_steps_says_so():
+    lines = [line(1, 1.0), *(line(step, float(step), None) for step in (2, 3, 4))]
+    why = "paused: 3 steps in a row were skipped"
+    summary = summarize(RUN, lines, AUDIT, [], why)
+    assert (summary["stopped"], summary["skipped_steps"]) == (why, 3)
+    assert "steps that changed nothing, of a gradient not finite: 3" in list(tell(summary))
+    whole = summarize(RUN, lines[:1], AUDIT, [])
+    assert (whole["stopped"], whole["skipped_steps"]) == (None, 0)
+    assert not any("changed nothing" in sentence for sentence in tell(whole))
 
 
 def test_a_run_that_never_began_has_a_summary():
