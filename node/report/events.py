@@ -343,6 +343,21 @@ class Diverged(Event, kind="diverged", severity=Severity.ERROR):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WeightsChanged(Event, kind="weights changed", severity=Severity.ERROR):
+    """The weights of the only node of a stage are not those that its last update has left."""
+
+    node: str
+    stage: int
+    step: int  # of that update
+    restored: bool  # somebody has them as they were; else the run goes on with what is there
+    reason: str = ""  # from where
+
+    def sentence(self, node: str | None) -> str:
+        how = f": {self.reason}" if self.restored else ", and nobody has them as they were"
+        return f"{changed_by_themselves(self.node, self.stage, self.step)}{how}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Finished(Event, kind="finished", severity=Severity.INFO):
     step: int
     reason: str
@@ -664,6 +679,10 @@ class SwarmEnding(Event, kind="ending", severity=Severity.INFO):
 
 
 # --- parts of sentences
+
+
+def changed_by_themselves(node: str, stage: int, step: int) -> str:
+    return f"the weights of {node} of stage {stage} have changed by themselves after step {step}"
 
 
 def figure(loss: float) -> str:

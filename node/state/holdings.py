@@ -88,6 +88,7 @@ class Holdings:
         """`twin`: with the policy "redundant"; `layout`: of the tensors of that stage. Raises
         SaveError for a folder that can't be used."""
         self.host, self.twin = host, twin
+        self._twin_digest: tuple[StateId | None, bytes] = (None, b"")  # when it was last updated
         self.stage, self.run, self.config = host.stage, host.run, host.config
         run = host.run
         self.policy = policy = run.recovery.policy
@@ -174,6 +175,7 @@ class Holdings:
         """Applies a commit to the twin; called in the compute thread, after the optimizer."""
         if self.twin is not None:
             self.twin.apply(commit, lr)
+            self._twin_digest = self.twin.state.id, self.twin.optimizer.digest()
 
     def save(self, state: StageState, first: bool, always: bool = False) -> None:
         """In the compute thread: the state as it is now, where its step is one to be saved. Of the
@@ -225,7 +227,10 @@ class Holdings:
                 one.mean_step, one.oldest_step = fidelity.staleness.mean, fidelity.staleness.oldest
                 one.perturbation = fidelity.perturbation
         if self.twin is not None:
-            found.append(self.twin.state.id.holding("redundant"))
+            twin = self.twin.state.id.holding("redundant")
+            of, digest = self._twin_digest
+            twin.digest = digest if of == self.twin.state.id else b""
+            found.append(twin)
         return found + [one for files in self.files for one in files.holdings()]
 
     def served(self, kind: str, stage: int) -> StageState | None:

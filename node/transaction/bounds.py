@@ -90,7 +90,8 @@ def _holding(held: pb.Holding, rules: TransactionRules) -> str:
         return f"it holds something of stage {held.stage}, and there are {rules.stages}"
     counts = _count("held step", held.step) or _count("held lineage", held.lineage)
     oldest = _count("oldest step", held.oldest_step)
-    return counts or oldest or _within("mean step", held.mean_step, MOST_STEPS)
+    mean = _within("mean step", held.mean_step, MOST_STEPS)
+    return counts or oldest or mean or _hash("digest of a holding", held.digest)
 
 
 def _synced(synced: pb.Synced) -> str:

@@ -1,13 +1,21 @@
-"""Replicas of a stage that differ: which of them is wrong, by what each tells when it is ready."""
+"""Replicas of a stage that differ: which of them is wrong, by what each tells when it is ready.
+
+Most often that settles it. Where nobody's weights are those that its last update has left, or
+updates came out differently and none has a majority, it takes what others keep of the stage:
+`undecided` says so, and the driver asks before it decides.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 from planaria.node.wire import stage_pb2 as pb
+
+NOBODY: Final[Mapping[str, bytes]] = MappingProxyType({})
 
 
 class Told(NamedTuple):
@@ -23,35 +31,72 @@ class Told(NamedTuple):
         return cls(ready.applied or ready.digest, ready.digest, norm)
 
 
-def differing(told: Mapping[str, Told], usual: float, strikes: Mapping[str, int]) -> dict[str, str]:
+def changed(told: Mapping[str, Told], accepted: Mapping[str, bytes] = NOBODY) -> set[str]:
+    """Whose weights are not those that its last update has left. `accepted`: digests, by node, of
+    weights with which the run goes on although they have changed."""
+    return {node for node, one in told.items() if one.now not in (one.applied, accepted.get(node))}
+
+
+def undecided(told: Mapping[str, Told], accepted: Mapping[str, bytes] = NOBODY) -> bool:
+    """Whether what the replicas of a stage tell doesn't say whose weights are right."""
+    if len(told) > 1 and len({one.now for one in told.values()}) == 1:
+        return False
+    wrong = changed(told, accepted)
+    if wrong == told.keys():
+        return True
+    votes = Counter(one.now for node, one in told.items() if node not in wrong)
+    return 2 * max(votes.values()) <= votes.total()
+
+
+def differing(
+    told: Mapping[str, Told],
+    usual: float,
+    strikes: Mapping[str, int],
+    accepted: Mapping[str, bytes] = NOBODY,
+    witnesses: Mapping[str, bytes] = NOBODY,
+) -> dict[str, str]:
     """The replicas that are wrong, each with the reason; empty: all agree. One is always right.
 
     `usual`: the squared norm of the stage's last committed gradient; 0: none was. `strikes`: how
-    often each has been wrong before. Who has other weights now than after its last update is
-    wrong. Of the others the majority is right. Where there is none, one is believed: whose gradient
-    is more like the last one, if it is that which differs, who has been wrong less often, and then
-    whose id is smallest. That is a guess, and the reason says so.
+    often each has been wrong before. `witnesses`: by node, the digest of what it has computed of
+    this stage itself, from the same gradients.
+
+    Who has other weights now than after its last update is wrong. Of the others the majority is
+    right. Where there is none, a witness decides. Where there is none either, one is believed:
+    whose gradient is more like the last one, if it is that which differs, who has been wrong less
+    often, and then whose id is smallest. That is a guess, and the reason says so.
     """
     if len({(one.now, one.squared_norm) for one in told.values()}) < 2:
         return {}
-    changed = {node for node, one in told.items() if one.now != one.applied}
+    since = changed(told, accepted)
     wrong: dict[str, str] = {}
     left = dict(told)
-    if changed < told.keys():
+    if since < told.keys():
         reason = "its weights are not those that its last update has left"
-        wrong = dict.fromkeys(sorted(changed), reason)
-        left = {node: one for node, one in told.items() if node not in changed}
+        wrong = dict.fromkeys(sorted(since), reason)
+        left = {node: one for node, one in told.items() if node not in since}
 
     def like_the_last(node: str) -> float:
         return _distance(told[node].squared_norm, usual)
 
+    def unattested(node: str) -> float:
+        return float(told[node].now not in witnesses.values())
+
     def believed(node: str) -> tuple[int, str]:
         return strikes.get(node, 0), node
 
-    wrong |= _outvoted(left, lambda one: one.now, "weights", lambda node: 0.0, believed)
+    def why(node: str) -> str:
+        found = sorted(other for other, digest in witnesses.items() if digest == told[node].now)
+        if found:
+            return f", since {found[0]}, which keeps a twin of them, has the same"
+        return ", which is a guess: nobody else can tell"
+
+    wrong |= _outvoted(left, lambda one: one.now, "weights", unattested, believed, why)
     left = {node: one for node, one in left.items() if node not in wrong}
-    of_gradient = _outvoted(left, lambda one: one.squared_norm, "gradient", like_the_last, believed)
-    return wrong | of_gradient
+    norm = _outvoted(
+        left, lambda one: one.squared_norm, "gradient", like_the_last, believed, lambda _: ""
+    )
+    return wrong | norm
 
 
 def _outvoted(
@@ -60,6 +105,7 @@ def _outvoted(
     what: str,
     unlikely: Callable[[str], float],
     believed: Callable[[str], tuple[int, str]],
+    why: Callable[[str], str],
 ) -> dict[str, str]:
     votes = Counter(of(one) for one in told.values())
     if len(votes) < 2:
@@ -72,7 +118,10 @@ def _outvoted(
         right = min(order, key=lambda node: order[node])
         most = of(told[right])
         names = ", ".join(sorted(told))
-        reason = f"the {what} of {names} differ, there is no majority, and {right} is believed"
+        reason = (
+            f"the {what} of {names} differ, there is no majority, and {right} is believed"
+            f"{why(right)}"
+        )
     return {node: reason for node, one in sorted(told.items()) if of(one) != most}
 
 

@@ -36,10 +36,12 @@ from planaria.node.report.events import (
     RolledBack,
     Validated,
     Waiting,
+    WeightsChanged,
+    changed_by_themselves,
 )
 from planaria.node.transaction.attempting import Attempting, Vote, planned
 from planaria.node.transaction.bounds import told_to_driver
-from planaria.node.transaction.diverging import differing
+from planaria.node.transaction.diverging import Told, changed, differing, undecided
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
 from planaria.node.transaction.gathering import Coming, Gathering, Standing, active, unrecorded
 from planaria.node.transaction.hanging import Hanging, slow_and_alone
@@ -49,7 +51,7 @@ from planaria.node.transaction.routing import Pair
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.transaction.syncing import Rebuilds, Syncing, copy_twins, decide_each, rebuild
 from planaria.node.wire import stage_pb2 as pb
-from planaria.recovery.decide import Rebuild, Resume, RollBack, Source, Stop, resume
+from planaria.recovery.decide import Rebuild, Resume, RollBack, Source, Stop, decide, resume
 
 LONGEST_PAUSE = 5.0
 """Seconds between attempts at most, after many failed in a row."""
@@ -77,6 +79,20 @@ class DriverPhase(enum.Enum):
     WAITING = "waiting"
     PAUSING = "pausing"
     HALTED = "halted"
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Weights with which the run goes on, since nobody has them as they were."""
+
+    node: str
+    stage: int
+    step: int  # after which they changed
+    digest: bytes
+
+    def __str__(self) -> str:
+        changed = changed_by_themselves(self.node, self.stage, self.step)
+        return f"{changed}, and training goes on with them: have its memory and device checked"
 
 
 @dataclass(frozen=True)
@@ -112,6 +128,10 @@ class Driver:
         ] = {}  # since the last commit: by whom, of what stage
         self.norms: dict[int, float] = {}  # by stage, squared, of the last committed gradient
         self.strikes: Counter[str] = Counter()  # how often a node differed from its replicas
+        self.doubted: dict[
+            int, dict[str, Told]
+        ] = {}  # by stage: nobody knows who of these is right
+        self.accepted: dict[str, Accepted] = {}  # by node: weights that have changed by themselves
         self.distrusted: set[str] = set()  # whose state is not that of their replicas
         self.not_finite: dict[str, str] = {}  # who has made what is not, in this step, and why
         self.spoilt: Counter[str] = Counter()  # steps in which a node alone of its stage did
@@ -195,7 +215,7 @@ class Driver:
             case "status", Gathering() as gathering if is_current:
                 gathering.statuses[peer] = message.status
                 if message.status.following:
-                    self.distrusted.discard(peer)  # it knows that what it had counts no more
+                    self._trust(peer)  # it knows that what it had counts no more
                 self.hanging.hear(peer, message.status.hang, now)
                 if message.status.seconds_per_microbatch:
                     self.seconds[peer] = message.status.seconds_per_microbatch
@@ -262,7 +282,8 @@ class Driver:
     def explain(self) -> str:
         """What is going on, or awaited, in words."""
         slow = slow_and_alone(self.members, self.seconds)
-        return "; ".join([self.current.explain(), *slow])
+        changed = [str(one) for one in self.accepted.values()]
+        return "; ".join([self.current.explain(), *slow, *changed])
 
     # --- gather: who has what
 
@@ -284,6 +305,7 @@ class Driver:
             right = {stage for n, stage in self.members.items() if n not in self.distrusted}
             # The last one of a stage is better than a guess.
             self.distrusted = {n for n in self.distrusted if self.members.get(n) in right}
+            self.accepted = {n: one for n, one in self.accepted.items() if n in self.members}
             self.hanging.keep(self.members)
             self.ballot = Ballot(self.view.number, 0)
         self.ballot = self.ballot.next()
@@ -314,8 +336,9 @@ class Driver:
 
     def _resolve(self, gathering: Gathering, now: float) -> list[Effect]:
         """Everybody has answered: agree on the committed step, then get state to who lacks it."""
+        effects = self._settle(gathering)
+        gathering.distrusted = self.distrusted
         self.standing = standing = gathering.standing()
-        effects: list[Effect] = []
         tried = {status.attempting for status in gathering.statuses.values()}
         if gathering.taken_over and standing.committed + 1 in tried:
             effects.append(self._aborted(standing.committed + 1, "its driver is gone"))
@@ -428,9 +451,11 @@ class Driver:
         held = [one.source.lineage for one in gathering.held()]
         lineage = 1 + max(self.standing.lineage, self.view.lineage, *held)
         self.standing = replace(self.standing, lineage=lineage, committed=step)
+        self.doubted.clear()
 
     def _synced(self, syncing: Syncing, peer: str, synced: pb.Synced, now: float) -> list[Effect]:
-        self.distrusted.discard(peer)
+        if synced.method != "twin":
+            self._trust(peer)
         self.rebuilds.rebuilt += syncing.came(peer, synced, now)
         return [] if syncing.awaited else self._gather("state is in place", now)
 
@@ -551,8 +576,8 @@ class Driver:
                 pass
             case _:
                 return []
-        if wrong := self._differing(vote):
-            return self._diverging(vote, wrong, now)
+        if (effects := self._diverging(vote, now)) is not None:
+            return effects
         if members := self._masked_members():
             if now - vote.complete < EVICTED:
                 return []
@@ -607,29 +632,101 @@ class Driver:
 
     # --- replicas that differ
 
-    def _differing(self, vote: Vote) -> dict[str, str]:
-        """Who is wrong, and why."""
-        wrong: dict[str, str] = {}
-        for stage, told in vote.replicas().items():
-            wrong |= differing(told, self.norms.get(stage, 0.0), self.strikes)
-        return wrong
-
-    def _diverging(self, vote: Vote, wrong: Mapping[str, str], now: float) -> list[Effect]:
-        """The step is tried again, and before that whoever is wrong copies its state anew."""
+    def _diverging(self, vote: Vote, now: float) -> list[Effect] | None:
+        """The step is tried again, and before that whoever is wrong copies its state anew. Where
+        it isn't known who that is, what others keep of the stage decides, when all are asked. None:
+        replicas are alike."""
         effects: list[Effect] = []
+        wrong: dict[str, str] = {}
         for stage, told in sorted(vote.replicas().items()):
-            if of_stage := {node: wrong[node] for node in told if node in wrong}:
-                effects += self._diverged(stage, told.keys() - wrong.keys(), of_stage)
+            if undecided(told, self._digests()):
+                self.doubted[stage] = told
+            else:
+                of_stage = differing(
+                    told, self.norms.get(stage, 0.0), self.strikes, self._digests()
+                )
+                effects += self._diverged(stage, told, of_stage)
+                wrong |= of_stage
+        whys = [f"{node} differs: {reason}" for node, reason in wrong.items()]
+        for stage, told in self.doubted.items():
+            whys.append(f"nobody knows whether stage {stage} is right at {', '.join(sorted(told))}")
         self.distrusted |= wrong.keys()
-        why = "; ".join(f"{node} differs: {reason}" for node, reason in wrong.items())
-        return effects + self._gather(why, now)
+        return effects + self._gather("; ".join(whys), now) if whys else None
+
+    def _digests(self) -> dict[str, bytes]:
+        return {node: one.digest for node, one in self.accepted.items()}
+
+    def _trust(self, node: str) -> None:
+        """It has its state from others, or knows that it needs one."""
+        self.distrusted.discard(node)
+        self.accepted.pop(node, None)
+        for told in self.doubted.values():
+            told.pop(node, None)
+
+    def _settle(self, gathering: Gathering) -> list[Effect]:
+        """Now it is known what others keep of the stages about which there was a doubt."""
+        effects: list[Effect] = []
+        doubted, self.doubted = self.doubted, {}
+        for stage, before in sorted(doubted.items()):
+            told = {node: one for node, one in before.items() if self.members.get(node) == stage}
+            if not told:
+                continue
+            if changed(told, self._digests()) == told.keys() and (
+                decision := self._restorable(gathering, stage, told)
+            ):
+                self.doubted[stage] = told  # what is kept may turn out to be damaged
+                if not told.keys() <= self.distrusted:
+                    effects += self._restore(stage, told, decision)
+            else:
+                effects += self._believe(stage, told, gathering.twins(stage))
+        return effects
+
+    def _restorable(
+        self, gathering: Gathering, stage: int, told: Collection[str]
+    ) -> Rebuild | None:
+        """How the stage's weights can be had as they were, without any of these nodes' own."""
+        distrusted = {*self.distrusted, *told}
+        if not gathering.statuses.keys() - distrusted:
+            return None
+        without = replace(gathering, distrusted=distrusted)
+        decision = decide(stage, without.left(), self.rules.policy, self.rules.strict)
+        return decision if isinstance(decision, Rebuild) and decision.exact else None
+
+    def _restore(self, stage: int, told: Mapping[str, Told], how: Rebuild) -> list[Effect]:
+        self.distrusted |= told.keys()
+        step = self.standing.committed
+        if len(told) > 1:
+            reason = f"its weights are not those that its last update has left; {how.reason}"
+            return self._diverged(stage, told, dict.fromkeys(sorted(told), reason))
+        (node,) = told
+        self.strikes[node] += 1
+        return [WeightsChanged(node=node, stage=stage, step=step, restored=True, reason=how.reason)]
+
+    def _believe(
+        self, stage: int, told: Mapping[str, Told], witnesses: Mapping[str, bytes]
+    ) -> list[Effect]:
+        """One of them is right, or nobody is, and the run goes on with what there is."""
+        usual, digests, step = self.norms.get(stage, 0.0), self._digests(), self.standing.committed
+        wrong = differing(told, usual, self.strikes, digests, witnesses)
+        effects = self._diverged(stage, told, wrong)
+        self.distrusted |= wrong.keys()
+        for node in sorted(changed(told, digests) - wrong.keys()):
+            self.distrusted.discard(node)
+            self.accepted[node] = Accepted(node, stage, step, told[node].now)
+            if not wrong:
+                self.strikes[node] += 1
+                effects.append(WeightsChanged(node=node, stage=stage, step=step, restored=False))
+        return effects
 
     def _diverged(
-        self, stage: int, right: Collection[str], wrong: Mapping[str, str]
+        self, stage: int, replicas: Collection[str], wrong: Mapping[str, str]
     ) -> list[Effect]:
         """Who is wrong for the third time has to go."""
+        if not wrong:
+            return []
         reasons = "; ".join(f"{node}: {reason}" for node, reason in wrong.items())
-        nodes, step = (*sorted(right), *wrong), self.standing.committed
+        right = sorted(set(replicas) - wrong.keys())
+        nodes, step = (*right, *wrong), self.standing.committed
         effects: list[Effect] = [Diverged(stage=stage, nodes=nodes, step=step, reason=reasons)]
         for node, reason in wrong.items():
             self.strikes[node] += 1
@@ -791,8 +888,11 @@ class Driver:
 
     def _wronged(self, peer: str, failed: pb.Failed, now: float) -> list[Effect]:
         """What has come from a node can't be used: the attempt goes on without it, if it can. The
-        registry takes it out; until then it has no microbatches."""
+        registry takes it out; until then it has no microbatches. A driver of whom that is said
+        again makes room for another one."""
         guilty = self._guilty(peer, failed)
+        if self.node in guilty and self.node in self.idle and (others := self._others_of_stage()):
+            return [Rejoin(f"{peer} says again: {failed.reason}; {others[0]} can drive")]
         self.idle |= set(guilty)
         if guilty and (attempt := self._can_mask(guilty)) is not None:
             why = f"{peer} says: {failed.reason}"
@@ -858,10 +958,17 @@ class Driver:
             return [peer]
         return accused
 
+    def _others_of_stage(self) -> list[str]:
+        """Who could drive in this node's place."""
+        stages = self._training()
+        own = stages.get(self.node)
+        return [node for node, stage in stages.items() if stage == own and node != self.node]
+
     def _accuse(self, peer: str, failed: pb.Failed) -> list[Effect]:
         effects: list[Effect] = []
         for node in self._guilty(peer, failed):
-            effects.append(Suspect(node, failed.reason, failed.cause))
+            if node != self.node:  # the registry does not hear who accuses itself
+                effects.append(Suspect(node, failed.reason, failed.cause))
             if failed.cause != SILENT:
                 stage = self.members[node]
                 effects.append(Accused(node=node, stage=stage, by=peer, reason=failed.reason))

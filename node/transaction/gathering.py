@@ -189,6 +189,18 @@ class Gathering:
             made=Ballot.of(newest.last.ballot),
         )
 
+    def twins(self, stage: int) -> dict[str, bytes]:
+        """The digests of twins of the stage that are of the newest step, by who keeps them."""
+        newest = _age(self.newest)
+        return {
+            node: one.digest
+            for node, status in self.statuses.items()
+            for one in status.holdings
+            if (one.kind, one.stage) == ("redundant", stage)
+            and (one.lineage, one.step) == newest
+            and one.digest
+        }
+
     def unrecorded(self) -> str:
         """Why no step is to be begun, as far as ledgers go."""
         return unrecorded(s.recording for n, s in self.statuses.items() if self.members[n] == 0)

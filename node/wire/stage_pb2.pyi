@@ -130,7 +130,7 @@ class Status(_message.Message):
     def __init__(self, committed: _Optional[int] = ..., ready: _Optional[int] = ..., ready_ballot: _Optional[_Union[Ballot, _Mapping]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., boosted_at: _Optional[int] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., attempting: _Optional[int] = ..., lineage: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., following: _Optional[int] = ..., following_lineage: _Optional[int] = ..., heard: _Optional[int] = ..., recording: _Optional[_Union[Recording, str]] = ..., hang: _Optional[str] = ...) -> None: ...
 
 class Holding(_message.Message):
-    __slots__ = ("kind", "stage", "step", "lineage", "mean_step", "oldest_step", "perturbation", "made")
+    __slots__ = ("kind", "stage", "step", "lineage", "mean_step", "oldest_step", "perturbation", "made", "digest")
     KIND_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +139,7 @@ class Holding(_message.Message):
     OLDEST_STEP_FIELD_NUMBER: _ClassVar[int]
     PERTURBATION_FIELD_NUMBER: _ClassVar[int]
     MADE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     kind: str
     stage: int
     step: int
@@ -147,7 +148,8 @@ class Holding(_message.Message):
     oldest_step: int
     perturbation: float
     made: Ballot
-    def __init__(self, kind: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ..., mean_step: _Optional[float] = ..., oldest_step: _Optional[int] = ..., perturbation: _Optional[float] = ..., made: _Optional[_Union[Ballot, _Mapping]] = ...) -> None: ...
+    digest: bytes
+    def __init__(self, kind: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ..., mean_step: _Optional[float] = ..., oldest_step: _Optional[int] = ..., perturbation: _Optional[float] = ..., made: _Optional[_Union[Ballot, _Mapping]] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("node", "stage")

@@ -91,7 +91,7 @@ def test_the_names_in_a_log_stay():
         ),
         *("rebuilt", "refused", "relayed", "relearning", "relieved"),
         *("resuming", "rolled back", "save failed", "saved", "serving", "started", "stopped"),
-        *("validated", "waiting", "wall", "write failed", "written again"),
+        *("validated", "waiting", "wall", "weights changed", "write failed", "written again"),
     ]
     back = written(RolledBack(lost=37, step=30, reason="x"))
     assert list(back) == ["time", "node", "kind", "from", "step", "reason"]

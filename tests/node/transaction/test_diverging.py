@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.node.transaction.diverging import Told, differing
+from planaria.node.transaction.diverging import Told, changed, differing, undecided
 from planaria.node.wire import stage_pb2 as pb
 
 RIGHT = Told(b"x", b"x", 4.0)
@@ -61,7 +62,8 @@ def test_of_two_the_one_whose_weights_changed_since_its_update_is_wrong() -> Non
 def test_two_whose_updates_came_out_differently_are_both_named_and_one_is_believed() -> None:
     told = {"a": RIGHT, "b": Told(b"y", b"y", 4.0)}
     wrong = differing(told, 4.0, {})
-    assert wrong == {"b": "the weights of a, b differ, there is no majority, and a is believed"}
+    said = "the weights of a, b differ, there is no majority, and a is believed"
+    assert wrong == {"b": f"{said}, which is a guess: nobody else can tell"}
     assert differing(told, 4.0, {"a": 1}).keys() == {"a"}, "it has been wrong before"
 
 
@@ -77,3 +79,65 @@ def test_gradients_that_are_not_finite_are_alike() -> None:
     ready = pb.Ready(digest=b"x", applied=b"x", squared_norm=math.nan)
     other = pb.Ready(digest=b"x", applied=b"x", squared_norm=math.inf)
     assert differing({"a": Told.by(ready), "b": Told.by(other)}, 4.0, {}) == {}
+
+
+SAME, OTHER = Told(b"x", b"x", 4.0), Told(b"y", b"y", 4.0)
+FLIPPED, FLIPPED_TOO = Told(b"x", b"f", 4.0), Told(b"x", b"g", 4.0)
+
+
+@pytest.mark.parametrize(
+    ("told", "accepted", "expected"),
+    [
+        ({"a": SAME}, {}, False),
+        ({"a": FLIPPED}, {}, True),
+        ({"a": FLIPPED}, {"a": b"f"}, False),
+        ({"a": FLIPPED}, {"a": b"g"}, True),
+        ({"a": FLIPPED}, {"b": b"f"}, True),
+        ({"a": SAME, "b": SAME}, {}, False),
+        ({"a": SAME, "b": FLIPPED}, {}, False),
+        ({"a": SAME, "b": OTHER}, {}, True),
+        ({"a": FLIPPED, "b": FLIPPED_TOO}, {}, True),
+        ({"a": FLIPPED, "b": FLIPPED_TOO}, {"a": b"f"}, False),
+        ({"a": FLIPPED, "b": Told(b"f", b"f", 4.0)}, {}, False),
+        ({"a": SAME, "b": SAME, "c": OTHER}, {}, False),
+        ({"a": SAME, "b": OTHER, "c": FLIPPED}, {}, True),
+        ({"a": SAME, "b": SAME, "c": OTHER, "d": OTHER}, {}, True),
+        ({"a": FLIPPED, "b": SAME._replace(squared_norm=5.0)}, {}, False),
+        ({"a": SAME, "b": SAME._replace(squared_norm=5.0)}, {}, False),
+    ],
+)
+def test_when_what_replicas_tell_is_not_enough(
+    told: dict[str, Told], accepted: dict[str, bytes], expected: bool
+) -> None:
+    assert undecided(told, accepted) == expected
+
+
+@pytest.mark.parametrize(
+    ("told", "strikes", "witnesses", "wrong"),
+    [
+        ({"a": SAME, "b": OTHER}, {}, {}, {"b"}),
+        ({"a": SAME, "b": OTHER}, {}, {"w": b"y"}, {"a"}),
+        ({"a": SAME, "b": OTHER}, {"b": 2}, {"w": b"y"}, {"a"}),
+        ({"a": SAME, "b": OTHER}, {"a": 1}, {"w": b"z"}, {"a"}),
+        ({"a": SAME, "b": OTHER}, {}, {"v": b"x", "w": b"y"}, {"b"}),
+        ({"a": SAME, "b": SAME, "c": OTHER, "d": OTHER}, {}, {"w": b"y"}, {"a", "b"}),
+        ({"a": SAME, "b": SAME, "c": OTHER}, {}, {"w": b"y"}, {"c"}),
+        ({"a": FLIPPED, "b": FLIPPED_TOO}, {}, {"w": b"g"}, {"a"}),
+        ({"a": FLIPPED, "b": SAME}, {}, {"w": b"f"}, {"a"}),
+    ],
+)
+def test_who_keeps_a_twin_decides_between_updates_that_came_out_differently(
+    told: dict[str, Told], strikes: dict[str, int], witnesses: dict[str, bytes], wrong: set[str]
+) -> None:
+    found = differing(told, 4.0, strikes, {}, witnesses)
+    assert found.keys() == wrong
+    attested = set(witnesses.values()) & {one.now for one in told.values()}
+    for why in found.values():
+        assert ("keeps a twin" in why) == bool(undecided(told) and attested)
+
+
+def test_whose_weights_are_accepted_has_not_changed() -> None:
+    told = {"a": FLIPPED, "b": Told(b"f", b"f", 4.0), "c": OTHER}
+    assert differing(told, 4.0, {}, {"a": b"f"}).keys() == {"c"}
+    assert changed(told) == {"a"}
+    assert changed(told, {"a": b"f"}) == set()

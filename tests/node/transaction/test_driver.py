@@ -26,6 +26,7 @@ from planaria.node.report.events import (
     RolledBack,
     StageRebuilt,
     Waiting,
+    WeightsChanged,
 )
 from planaria.node.transaction.attempting import UNREACHED, Attempting
 from planaria.node.transaction.driver import EVICTED, LONGEST_PAUSE, REPLACED, Driver, DriverPhase
@@ -35,6 +36,7 @@ from planaria.node.transaction.overdue import ASK
 from planaria.node.transaction.routing import routes
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
+from planaria.recovery.decide import Policy
 
 RULES = TransactionRules(
     stages=4,
@@ -1559,6 +1561,29 @@ def test_such_a_word_counts_when_nothing_is_attempted_too():
     assert charges(told.hears("b", NEVER, cut=word)) == [("c", CHECKSUM)]
 
 
+def test_a_driver_that_sends_what_cannot_be_used_again_makes_room_for_another():
+    told = replicated()
+    effects = refuses(told, "b", "a")
+    assert suspected(effects) == [], "the registry does not hear who accuses itself"
+    assert [(event.node, event.by) for event in events(effects, Accused)] == [("a", "b")]
+    told.statuses()
+    assert "a" not in served_by(told)
+    (rejoin,) = refuses(told, "a2", "a")
+    assert isinstance(rejoin, Rejoin)
+    assert rejoin.reason == "a2 says again: a sent it; a2 can drive"
+
+
+def test_a_driver_without_another_one_goes_on_trying():
+    told = Told()
+    told.begins()
+    for _ in range(3):
+        effects = refuses(told, "b", "a")
+        assert sent(effects, "query").keys() == told.members.keys()
+        told.statuses()
+        told.waits(LONGEST_PAUSE)
+    assert told.commits()
+
+
 # --- replicas that differ
 
 BY_TWO = {"a": 0, "b": 1, "c": 2, "a2": 0, "b2": 1, "c2": 2}
@@ -1651,6 +1676,172 @@ def test_a_norm_unlike_its_replicas_does_not_decide_the_clip_scale():
         effects = told.ready(node, 1e50 if node == "b" else 1.0)
     (diverged,) = events(effects, Diverged)
     assert diverged.nodes == ("b2", "b")
+
+
+# --- weights that nobody can vouch for
+
+ALONE = {"a": 0, "b": 1, "c": 2}
+
+
+class Alone(Differing):
+    def __init__(self, members: dict[str, int] = ALONE, policy: Policy = "checkfree") -> None:
+        super().__init__(members)
+        self.driver.rules = replace(self.driver.rules, policy=policy)
+
+    def ready_with(self, **told: tuple[bytes, bytes]) -> list[Effect]:
+        """All is ready; `told`: what the weights were after the update, and what they are now."""
+        self.comes_home()
+        effects: list[Effect] = []
+        for node in self.members:
+            applied, now = told.get(node, (b"same", b"same"))
+            ready = pb.Ready(squared_norm=1.0, finite=True, digest=now, applied=applied)
+            ready.step = self.attempt.begin.step
+            effects = self.hears(node, ready=ready)
+        return effects
+
+    def keeps(self, kind: str, stage: int, step: int = 1, digest: bytes = b"") -> pb.Status:
+        last = self.driver.standing.last
+        held = pb.Holding(kind=kind, stage=stage, step=step, made=last.ballot, digest=digest)
+        return pb.Status(committed=1, last=last, holdings=[held])
+
+
+def test_weights_that_change_at_the_only_node_of_a_stage_are_told_once_and_it_goes_on():
+    told = Alone()
+    effects = told.ready_with(c=(b"same", b"flipped"))
+    assert told.driver.standing.committed == 1, "nothing is committed on them"
+    assert "whether stage 2 is right at c" in events(effects, Aborted)[0].reason
+    effects = told.answers()
+    (changed,) = events(effects, WeightsChanged)
+    assert (changed.node, changed.stage, changed.step, changed.restored) == ("c", 2, 1, False)
+    assert suspected(effects) == []
+    assert members(sent(effects, "step")["a"]) == told.members.keys()
+    said = "the weights of c of stage 2 have changed by themselves after step 1"
+    assert said in told.driver.explain()
+    told.hears("b", failed=pb.Failed(reason="it is out of memory"))
+    told.answers()
+    effects = told.ready_with(c=(b"same", b"flipped"))
+    assert events(effects, WeightsChanged) == [], "that is known"
+    assert told.driver.standing.committed == 2
+    told.ready_with(c=(b"next", b"next"))
+    assert told.driver.standing.committed == 3
+    assert said in told.driver.explain()
+
+
+def test_what_changes_again_is_told_again():
+    told = Alone()
+    for digest in (b"flipped", b"flipped twice"):
+        told.ready_with(c=(b"same", digest))
+        assert len(events(told.answers(), WeightsChanged)) == 1
+    assert told.driver.strikes == {"c": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "by", "policy", "method"),
+    [
+        ("save", 2, "c", "checkfree", "save"),
+        ("redundant", 2, "b", "redundant", "redundant"),
+        ("copy", 0, "c", "checkfree", "stage0-copy"),
+    ],
+)
+def test_it_takes_its_weights_back_from_who_has_them_as_they_were(kind, stage, by, policy, method):
+    told = Alone(policy=policy)
+    lone = next(node for node, of in ALONE.items() if of == stage)
+    told.ready_with(**{lone: (b"same", b"flipped")})
+    effects = told.answers(**{by: told.keeps(kind, stage)})
+    (changed,) = events(effects, WeightsChanged)
+    assert changed.restored
+    syncs = sent(effects, "sync")
+    assert syncs.keys() == {lone}
+    assert (syncs[lone].sync.method, syncs[lone].sync.follow) == (method, False)
+    assert [source.node for source in syncs[lone].sync.sources] == [by]
+    told.hears(lone, synced=pb.Synced(step=1, method=method))
+    told.driver.rules = replace(told.driver.rules, policy="checkfree")  # twins are another matter
+    told.answers()
+    assert "by themselves" not in told.driver.explain()
+    told.ready_with()
+    assert told.driver.standing.committed == 2
+
+
+@pytest.mark.parametrize("other", [{"step": 0}, {"made": Ballot(7, 7).message()}])
+def test_a_save_of_another_step_is_no_help(other):
+    told = Alone()
+    told.ready_with(c=(b"same", b"flipped"))
+    status = told.keeps("save", 2)
+    (held,) = status.holdings
+    status.holdings[0].CopyFrom(pb.Holding(kind="save", stage=2, step=1, made=held.made))
+    for field, value in other.items():
+        if field == "step":
+            status.holdings[0].step = value
+        else:
+            status.holdings[0].made.CopyFrom(value)
+    effects = told.answers(c=status)
+    assert [event.restored for event in events(effects, WeightsChanged)] == [False]
+    assert members(sent(effects, "step")["a"]) == told.members.keys()
+
+
+def test_a_save_that_turns_out_to_be_damaged_is_no_help_either():
+    told = Alone()
+    told.ready_with(c=(b"same", b"flipped"))
+    told.answers(c=told.keeps("save", 2))
+    told.hears("c", failed=pb.Failed(reason="its save is damaged"))
+    effects = told.answers()
+    assert [event.restored for event in events(effects, WeightsChanged)] == [False]
+    assert members(sent(effects, "step")["a"]) == ALONE.keys()
+
+
+def test_when_the_weights_of_all_nodes_have_changed_it_goes_on_all_the_same():
+    told = Alone()
+    told.ready_with(**{node: (b"same", node.encode()) for node in ALONE})
+    effects = told.answers()
+    changed = {event.node: event.restored for event in events(effects, WeightsChanged)}
+    assert changed == dict.fromkeys(ALONE, False)
+    assert members(sent(effects, "step")["a"]) == ALONE.keys()
+
+
+def test_two_replicas_whose_updates_came_out_differently_are_both_named_and_a_guess_is_called_so():
+    told = Alone(BY_TWO)
+    told.ready_with(c2=(b"one", b"one"))
+    assert told.driver.standing.committed == 1
+    effects = told.answers()
+    (diverged,) = events(effects, Diverged)
+    assert (diverged.stage, diverged.nodes) == (2, ("c", "c2"))
+    assert "no majority, and c is believed, which is a guess" in diverged.reason
+    assert sent(effects, "sync").keys() == {"c2"}
+
+
+def test_a_twin_decides_which_of_two_updates_was_right():
+    told = Alone(BY_TWO, policy="redundant")
+    told.ready_with(c=(b"one", b"one"))
+    twin = told.keeps("redundant", 2, digest=b"same")
+    effects = told.answers(b=twin, b2=told.keeps("redundant", 2, step=0, digest=b"one"))
+    (diverged,) = events(effects, Diverged)
+    assert "c2 is believed, since b, which keeps a twin of them, has the same" in diverged.reason
+    assert {"c"} <= sent(effects, "sync").keys()
+    assert sent(effects, "sync")["c"].sync.method == "replica"
+
+
+def test_two_replicas_of_which_neither_is_as_it_was_go_back_to_what_others_keep():
+    told = Alone(BY_TWO)
+    told.ready_with(c=(b"same", b"one"), c2=(b"same", b"two"))
+    effects = told.answers(c2=told.keeps("save", 2))
+    (diverged,) = events(effects, Diverged)
+    assert diverged.nodes == ("c", "c2")
+    assert "but a save of this very step" in diverged.reason
+    assert {to: sync.sync.method for to, sync in sent(effects, "sync").items()} == {"c2": "save"}
+    told.hears("c2", synced=pb.Synced(step=1, method="save"))
+    effects = told.answers()
+    assert events(effects, Diverged) == [], "that is known"
+    (sync,) = [sent(effects, "sync")["c"].sync]
+    assert (sync.method, [s.node for s in sync.sources]) == ("replica", ["c2"])
+
+
+def test_two_replicas_of_which_neither_is_as_it_was_and_nobody_keeps_more_one_is_believed():
+    told = Alone(BY_TWO)
+    told.ready_with(c=(b"same", b"one"), c2=(b"same", b"two"))
+    effects = told.answers()
+    assert [event.nodes for event in events(effects, Diverged)] == [("c", "c2")]
+    assert sent(effects, "sync").keys() == {"c2"}
+    assert "the weights of c of stage 2 have changed" in told.driver.explain()
 
 
 # --- what is not finite
