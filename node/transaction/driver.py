@@ -598,6 +598,14 @@ class Driver:
         self.accused.clear()
         self.hanging.committed(commit.seconds, vote.ready)
         effects += self._was_finite(attempt.begin)
+        if not attempt.begin.non_finite:  # else it is known who made it
+            effects += [
+                NonFinite(
+                    step=commit.step, node=node, stage=vote.stages[node], reason="its gradient"
+                )
+                for node, ready in sorted(vote.ready.items())
+                if not ready.finite
+            ]
         effects.append(Committed(step=commit.step, loss=commit.loss))
         if commit.skips >= SKIPS:
             return effects + self._skipped(vote, commit, now)

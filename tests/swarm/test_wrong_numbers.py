@@ -103,16 +103,24 @@ async def test_a_wild_norm_sets_nobodys_clip_scale(corpus, tmp_path, norm):
         assert 0 < other.member.last.gradient_norm < 1e6
 
 
+def flips_a_weight(node: OneSeat) -> None:
+    """Once, before the digest is taken anew; not between that and the next update."""
+    arithmetic = node.seat.arithmetic
+    reduced = arithmetic.reduced
+
+    def flip() -> float:
+        arithmetic.tensors["weights"].view(torch.int32)[7] ^= 1 << 20
+        arithmetic.reduced = reduced
+        return reduced()
+
+    arithmetic.reduced = flip
+
+
 async def test_a_replica_whose_weight_flips_copies_its_state_anew(corpus, tmp_path):
     async with LocalSwarm(PAIRS, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 2)
         sick, other = swarm.nodes[1, 1][0], swarm.nodes[1, 0][0]
-        bits = sick.seat.arithmetic.tensors["weights"].view(torch.int32)
-
-        def flip() -> None:
-            bits[7] ^= 1 << 20
-
-        await sick.compute.run(flip)
+        flips_a_weight(sick)
         await swarm.until(lambda: swarm.lines.events("diverged"))
         (diverged,) = swarm.lines.events("diverged")
         assert diverged["nodes"] == [other.node, sick.node]
@@ -122,6 +130,23 @@ async def test_a_replica_whose_weight_flips_copies_its_state_anew(corpus, tmp_pa
         at = swarm.committed()
         await swarm.until(lambda: swarm.committed() >= at + 3)
         assert len(swarm.lines.events("diverged")) == 1
+        assert not any(node.over.done() for node, _ in swarm.nodes.values())
+
+
+async def test_a_weight_that_flips_at_the_only_node_of_a_stage_is_told_and_training_goes_on(
+    corpus, tmp_path
+):
+    alone = override(PAIRS, swarm__replicas=1)
+    async with LocalSwarm(alone, corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 2)
+        sick, driver = swarm.nodes[1, 0][0], swarm.nodes[0, 0][0]
+        flips_a_weight(sick)
+        await swarm.until(lambda: swarm.lines.events("weights changed"))
+        at = swarm.committed()
+        await swarm.until(lambda: swarm.committed() >= at + 3)
+        (told,) = swarm.lines.events("weights changed")
+        assert (told["node"], told["stage"], told["restored"]) == (sick.node, 1, False)
+        assert "have changed by themselves" in driver.seat.report().message
         assert not any(node.over.done() for node, _ in swarm.nodes.values())
 
 

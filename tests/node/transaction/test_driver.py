@@ -1913,6 +1913,15 @@ def test_what_all_of_a_stage_make_is_let_through_and_nobodys_fault():
     assert told.driver.spoilt.total() == 0
 
 
+def test_a_gradient_that_is_not_finite_names_the_stage_whose_it_is():
+    told = Alone()
+    told.comes_home()
+    for node in told.members:
+        effects = told.ready(node, math.nan if node == "b" else 1.0, finite=node != "b")
+    assert sent(effects, "step")["a"].step.commit.skipped
+    assert [(e.node, e.stage, e.step) for e in events(effects, NonFinite)] == [("b", 1, 2)]
+
+
 def test_a_loss_that_is_not_finite_is_its_sources():
     told = Differing()
     source = told.attempt.begin.plan[0].source
