@@ -138,6 +138,7 @@ class Driver:
         self.idle: set[str] = set()  # members that have sent what can't be used
         self.cuts: set[Pair] = set()  # members of which one had no link to the other
         self.last_abort = ""  # why, since the last commit
+        self.told_again = (0, 0)  # the step that joiners were told once more before going back
         self.pause_until = 0.0
         self.unrecorded = ""  # why no step is begun: no ledger is written
         self.validated: tuple[int, float] = (0, math.nan)  # step, loss
@@ -342,12 +343,15 @@ class Driver:
         tried = {status.attempting for status in gathering.statuses.values()}
         if gathering.taken_over and standing.committed + 1 in tried:
             effects.append(self._aborted(standing.committed + 1, "its driver is gone"))
-        if behind := gathering.behind():
+        behind, all_lost = gathering.behind(), gathering.all_lost(self.view)
+        at = standing.lineage, standing.committed
+        if all_lost and self.told_again != at:
+            self.told_again, behind = at, behind + gathering.missing_one()
+        if behind:
             commit = pb.Step(commit=standing.last)
             effects += [self.ballot.send(node, step=commit) for node in behind]
             return effects + self._gather(f"step {standing.committed} is committed by some", now)
-        all_lost = gathering.all_lost(self.view)
-        if all_lost or (standing.lineage, standing.committed) == (0, 0):
+        if all_lost or at == (0, 0):
             found = resume(gathering.held(), self.rules.stages)
             if found is not None:
                 return effects + self._resume(gathering, found, all_lost, now)

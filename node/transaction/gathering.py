@@ -150,6 +150,18 @@ class Gathering:
             and status.ready_ballot == newest.last.ballot
         ]
 
+    def missing_one(self) -> list[str]:
+        """The joiners that have not heard for sure of the newest commit. They may have all else
+        that it takes."""
+        newest = self.newest
+        return [
+            node
+            for node, status in self.statuses.items()
+            if status.following
+            and status.following_lineage == newest.lineage
+            and status.heard + 1 == newest.committed
+        ]
+
     def held(self) -> list[Held]:
         """Besides what is kept of other stages and in files, what each has itself."""
         own = [

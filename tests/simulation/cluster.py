@@ -433,6 +433,7 @@ class Cluster:
         lineage, step = node.driver.standing.lineage, int(fields["step"])
         who = f"{node.name} goes to step {step} of lineage {lineage}: {fields['reason']}"
         mixed = kind == "resuming" and not fields["exact"]
+        self.counts["mixed"] += mixed
         # A lineage that nobody has lived to tell of may be opened a second time.
         self.bases = {at: chain for at, chain in self.bases.items() if at[0] != lineage}
         self.opened = {at for at in self.opened if at[0] != lineage} | {(lineage, step)}

@@ -96,12 +96,13 @@ def struck(seed: int, kind: type[Scenario]) -> Result:
     result = run(seed, kind=kind)
     assert result.counts["struck"] == 1, f"seed {seed}"
     assert result.outcome == "finished", f"seed {seed}"
-    guesses = sum(result.counts[method] for method in ("interpolate", "stage0-copy", "snapshot"))
+    inexact = ("mixed", "interpolate", "stage0-copy", "snapshot")
+    guesses = sum(result.counts[how] for how in inexact)
     assert not guesses, f"seed {seed}"
     return result
 
 
-@pytest.mark.parametrize("seed", [0, 2, 7])
+@pytest.mark.parametrize("seed", [0, 2, 16])
 def test_the_run_goes_on_from_what_the_newcomers_have(seed: int) -> None:
     assert struck(seed, Newcomers).counts["memory"] == 3
 

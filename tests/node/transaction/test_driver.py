@@ -424,6 +424,21 @@ def test_when_only_joiners_are_left_the_run_goes_back_to_what_all_of_them_have()
     assert sent(effects, "step")["a"].step.begin.step == 6
 
 
+def test_joiners_are_told_the_newest_commit_once_more_before_all_go_back() -> None:
+    """Some may lack only that, and who never gets its gradient is not waited for."""
+    told = Told()
+    told.views(committed=5)
+    last = pb.Commit(step=5, ballot=Ballot(1, 9).message())
+    has = pb.Status(committed=5, last=last, following=3, heard=5)
+    late = pb.Status(committed=4, last=pb.Commit(step=4), following=3, heard=4)
+    mixed = {**dict.fromkeys(SWARM, has), "c": late}
+    again = sent(told.statuses(**mixed), "step")
+    assert {node: message.step.commit.step for node, message in again.items()} == {"c": 5}
+    assert told.driver.phase is DriverPhase.GATHERING
+    (resuming,) = events(told.statuses(**mixed), Resuming)
+    assert (resuming.step, resuming.exact) == (5, False)
+
+
 def test_who_has_not_heard_of_going_back_before_its_driver_died_still_goes_there():
     told = Told()
     told.views(committed=5)

@@ -1,0 +1,45 @@
+"""All who vote on a step die at once, and only newcomers are left that have copied the state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planaria.node.data.corpus import Corpus
+from planaria.node.report.ledger import audit
+from planaria.node.transaction.joining import Joining
+from tests.swarm.in_process import LocalSwarm
+from tests.swarm.small import small
+
+
+@pytest.fixture(scope="module")
+def corpus(data: Path) -> Corpus:
+    return Corpus.open(data)
+
+
+async def test_the_run_goes_on_from_what_the_newcomers_have(corpus, tmp_path, monkeypatch):
+    run = small(stages=2, replicas=2, steps=100_000, training__validation_microbatches=0)
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(Joining, "caught_up", lambda _: {})  # nobody is let in
+            for stage in range(3):
+                await swarm.kill(stage, 1)
+            joiners = [swarm.start(stage, 1) for stage in range(3)]
+            since = swarm.committed()
+            await swarm.until(
+                lambda: all(
+                    one.member and one.member.following and one.member.committed > since
+                    for one in joiners
+                )
+            )
+            for stage in range(3):
+                await swarm.kill(stage, 0)
+        at = swarm.committed()
+        await swarm.until(lambda: swarm.committed() >= at + 3)
+        (resuming,) = swarm.lines.events("resuming")
+        assert resuming["step"] >= at
+        assert "none of those who trained is left" in resuming["reason"]
+        assert {one.member.lineage for one in joiners} == {1}
+    assert audit(tmp_path).exact
