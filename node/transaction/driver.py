@@ -982,8 +982,8 @@ class Driver:
             if node != self.node:  # the registry does not hear who accuses itself
                 effects.append(Suspect(node, failed.reason, failed.cause))
             if failed.cause != SILENT:
-                stage = self.members[node]
-                effects.append(Accused(node=node, stage=stage, by=peer, reason=failed.reason))
+                stage, by = self.members[node], peer if peer != node else self.node
+                effects.append(Accused(node=node, stage=stage, by=by, reason=failed.reason))
         return effects
 
     def _failed(self, peer: str, failed: pb.Failed, now: float) -> list[Effect]:

@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.registry_pb2 import CHECKSUM, DIVERGENCE, HANG, NONFINITE, SHAPE, Cause
+from planaria.bootstrap.registry_pb2 import (
+    CHECKSUM,
+    DIVERGENCE,
+    HANG,
+    NONFINITE,
+    NUMBERS,
+    SHAPE,
+    Cause,
+)
 from planaria.node.report.events import (
     Aborted,
     Accused,
@@ -1564,6 +1572,13 @@ def test_who_sends_a_state_that_cannot_be_used_is_accused_and_no_attempt_ends():
     assert charges(told.hears("b", NEVER, cut=pb.Cut(node="c2", cause=SHAPE))) == [("b", SHAPE)]
     assert told.hears("b2", NEVER, cut=pb.Cut(node="stranger", cause=SHAPE)) == []
     assert told.commits(), "all the same"
+
+
+def test_whose_figures_cannot_be_is_accused_by_the_driver():
+    told = replicated()
+    effects = told.hears("c", ready=pb.Ready(squared_norm=1e300, finite=True))
+    assert charges(effects) == [("c", NUMBERS)]
+    assert [(event.node, event.by) for event in events(effects, Accused)] == [("c", "a")]
 
 
 def test_such_a_word_counts_when_nothing_is_attempted_too():
