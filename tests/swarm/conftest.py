@@ -18,6 +18,7 @@ import uvloop
 
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.registry_pb2 import Description
+from planaria.node.data.corpus import Corpus
 from planaria.node.local.swarm import ADDRESS
 from planaria.node.run_file import RunFile, dumps, override
 from tests.swarm.lines import Lines
@@ -106,6 +107,11 @@ class Up:
 
     def summary(self) -> dict[str, Any]:
         return json.loads((self.out / "summary.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def corpus(data: Path) -> Corpus:
+    return Corpus.open(data)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from planaria.node.data.corpus import Corpus
 from planaria.node.report.ledger import audit
 from planaria.node.run_file import override
 from planaria.node.stage.watch import FLOOR
@@ -61,11 +60,6 @@ PAIRS = small(
     recovery__relearn__passes=0,
     swarm__progress=10,
 )
-
-
-@pytest.fixture(scope="module")
-def corpus(data: Path) -> Corpus:
-    return Corpus.open(data)
 
 
 @pytest.fixture

@@ -26,11 +26,6 @@ from tests.swarm.in_process import LocalSwarm
 from tests.swarm.small import small
 
 
-@pytest.fixture(scope="module")
-def corpus(data) -> Corpus:
-    return Corpus.open(data)
-
-
 def undisturbed(run: RunFile, corpus: Corpus, steps: int) -> list[float]:
     """The first losses that one process has, from which these keys take nothing."""
     keys = ("saves", "swarm", "wire")

@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 
 from planaria.lab.chaos.sick_node import run_sick, tell
-from planaria.node.data.corpus import Corpus
 from planaria.node.local import swarm as local
 from planaria.node.local.processes import Processes
 from planaria.node.resolve import resolve
@@ -27,11 +26,6 @@ from tests.swarm.in_process import LocalSwarm, OneSeat
 from tests.swarm.small import small
 
 PAIRS = small(replicas=2, steps=1000, training__batch=4)
-
-
-@pytest.fixture(scope="module")
-def corpus(data) -> Corpus:
-    return Corpus.open(data)
 
 
 def falls_sick(node: OneSeat, alter: Callable[[Frame], Frame]) -> None:
@@ -125,7 +119,7 @@ async def test_a_replica_whose_weight_flips_copies_its_state_anew(corpus, tmp_pa
         (diverged,) = swarm.lines.events("diverged")
         assert diverged["nodes"] == [other.node, sick.node]
         assert diverged["reason"].startswith(f"{sick.node}: its weights are not those that")
-        await swarm.until(lambda: sick.member.following)
+        await swarm.until(lambda: sick.member.following, pause=0)
         await swarm.until(lambda: sick.member.phase.value == "running")
         at = swarm.committed()
         await swarm.until(lambda: swarm.committed() >= at + 3)
