@@ -56,11 +56,12 @@ from planaria.recovery.decide import (
     resume,
 )
 from simulation.fingerprints import TRAINED, chain_of, fingerprint
+from simulation.network import Network
 from simulation.node import Node
 from simulation.ports import Files
 from simulation.registry import Client, Registry
 from simulation.stage import contribution, row
-from simulation.world import Network, Process, World
+from simulation.world import Process, World
 
 
 def run_of(rules: TransactionRules, files: Files) -> RunFile:
@@ -180,8 +181,10 @@ class Cluster:
         self.traps: list[Trap] = []
         self.guilty: set[str] | None = None
         """Hosts that have done something wrong, where nobody dies; None: some die."""
-        self.tampering: dict[str, Callable[[pb.Message | Frame], pb.Message | Frame | None]] = {}
-        """What becomes of what a host sends; None: the other end can't read it."""
+        self.tampering: dict[str, Callable[[pb.Message | Frame], pb.Message | Frame]] = {}
+        """What a host sends instead of what it should."""
+        self.garbling: dict[str, Callable[[str, bytes], bytes]] = {}
+        """What becomes of the bytes that a host writes, on which channel."""
         self.windows: dict[tuple[int, int], torch.Tensor] = {}
         self.steps: dict[bytes, int] = {}  # by the chain that they end
         self._names = itertools.count(1)
@@ -604,14 +607,14 @@ class Cluster:
         members = ", ".join(f"{m.node}@{'standby' if m.standby else m.stage}" for m in view.members)
         lines = [f"view {view.number}, driver {view.driver or 'none'}: {members} ({view.reason})"]
         for node in self.nodes:
-            member = node.member
+            member, links = node.member, " ".join(sorted(node.net.links))
             if member is None:
                 lines.append(f"{node.name} on {node.process.host}: view {node.view.number}")
                 continue
             lines.append(
                 f"{node.name} on {node.process.host}: stage {node.stage}, view {node.view.number}, "
                 f"{member.phase.value}, committed {member.committed}, promised "
-                f"{tuple(member.promised)} to {member.driver}, links {' '.join(sorted(node.links))}"
+                f"{tuple(member.promised)} to {member.driver}, links {links}"
             )
             if node.driver.phase is not DriverPhase.INACTIVE:
                 lines.append(f"    drives {tuple(node.driver.ballot)}: {node.driver.explain()}")

@@ -32,7 +32,7 @@ def write_chain(weights: torch.Tensor, chain: bytes) -> None:
 
 
 def read_chain(weights: torch.Tensor) -> bytes:
-    chain = weights[CHAINED].to(torch.int32).numpy().astype("uint16").tobytes()
+    chain = weights.numpy()[CHAINED].astype("uint16").tobytes()
     return b"" if chain == bytes(16) else chain
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,18 +24,20 @@ from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import Exchanges
-from planaria.node.wire.frames import Frame, buffers_of
+from planaria.node.wire.frames import Frame
 from planaria.node.wire.missing import Missing
 from planaria.recovery.snapshot import Layout
 from simulation.fingerprints import SHAPE
-from simulation.ports import Compute, Links, VirtualDisk
+from simulation.links import Links
+from simulation.network import Stream
+from simulation.ports import Compute, VirtualDisk
 from simulation.stage import ChainedTwin, Stage, row
 from simulation.world import Process
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
 
-TICK = 0.1
+TICK = 0.2
 SHARD = 48
 """Bytes; a stage's state has 192."""
 
@@ -85,7 +86,7 @@ class Node:
         self.wanted, self.address = stage, "" if dials_only else f"{self.name}:1"
         self.ended = False
         self.net = Links(self, cluster.network)
-        self.links = self.net.links
+        self.streams: dict[str, Stream] = {}
         self.compute = Compute(process, cluster.pace, cluster.rules.progress)
         self.hang: Hang | None = None
         self.leaving = False
@@ -130,6 +131,8 @@ class Node:
 
     def _clean_up(self) -> None:
         self.net.give_up()
+        for stream in list(self.streams.values()):
+            stream.give_up(self, report=False)
         self.client.stop()
         del self.cluster.network.endpoints[self.name]
         self.cluster.identity_over(self)
@@ -209,18 +212,24 @@ class Node:
     def admits(self, peer: str) -> bool:
         return not self.ended and (peer == "registry" or peer in self.net.addresses)
 
-    def on_item(self, peer: str, channel: str, item: Any) -> None:
-        if self.ended:
-            return
-        if peer == "registry":
+    def on_stream_up(self, peer: str) -> None:
+        self.client.on_stream_up()
+
+    def on_stream_lost(self, peer: str) -> None:
+        if not self.ended:
+            self.client.on_stream_lost()
+
+    def on_item(self, peer: str, item: Any) -> None:
+        if not self.ended:
             self.client.on_item(item)
-        elif isinstance(item, Frame):
-            if self.seat is not None:
-                payload = bytearray().join(buffers_of(item.payload))
-                self.seat.on_frame(peer, replace(item, payload=payload), self.world.now)
-                self._validate()
-        else:
-            self._hear(peer, item)
+
+    def on_message(self, peer: str, message: pb.Message) -> None:
+        self._hear(peer, message)
+
+    def on_frame(self, peer: str, frame: Frame) -> None:
+        if self.seat is not None and not self.ended:
+            self.seat.on_frame(peer, frame, self.world.now)
+            self._validate()
 
     def _hear(self, peer: str, message: pb.Message) -> None:
         if self.ended:
@@ -235,24 +244,20 @@ class Node:
         self._validate()
 
     def on_link_up(self, peer: str) -> None:
-        if peer == "registry":
-            self.client.on_link_up()
-        elif self.seat is not None and not self.ended:
+        if self.seat is not None and not self.ended:
             self.seat.on_link_up(peer, self.world.now)
             self._validate()
 
-    def on_link_lost(self, peer: str, reason: str, unacknowledged: list[Any]) -> None:
+    def on_link_lost(
+        self, peer: str, reason: str, unacknowledged: list[Frame], cause: registry.Cause
+    ) -> None:
         if self.ended:
             return
-        if peer == "registry":
-            self.client.on_link_lost()
-            return
-        self.net.lost(peer)
         if any(member.node == peer for member in self.view.members):
             self.world.say(self.name, f"lost the link to {peer}: {reason}")
-            self.client.suspect(peer, reason)
+            self.client.suspect(peer, reason, cause)
         if self.seat is not None:
-            self.seat.on_link_lost(peer, reason, unacknowledged, self.world.now)
+            self.seat.on_link_lost(peer, reason, unacknowledged, self.world.now, cause)
             self._validate()
 
     def sent_commit(self) -> None:
@@ -267,7 +272,7 @@ class Node:
     def _tick(self) -> None:
         if self.ended:
             return
-        if self.missing.look(self.needed, self.net.linked, self.world.now):
+        if self.missing.look(self.needed, self._is_direct, self.world.now):
             self.changed()
         before, self.hang = self.hang, self.compute.watch.look(self.world.now)
         if self.seat is not None:
@@ -279,6 +284,9 @@ class Node:
             self.seat.tick(self.world.now)
             self._validate()
         self.process.after(TICK, self._tick)
+
+    def _is_direct(self, peer: str) -> bool:
+        return self.net.carrier(peer) == ""
 
     def _run_soon(self) -> None:
         self.process.after(0.0, self._run)
@@ -318,7 +326,8 @@ class Node:
         return pb.LEDGER_FAILING if failing else pb.LEDGER_WRITTEN
 
     def changed(self) -> None:
-        self.report = registry.Report(complaints=self.missing.complaints(lambda peer: False))
+        complaints = self.missing.complaints(lambda peer: bool(self.net.carrier(peer)))
+        self.report = registry.Report(complaints=complaints)
         if self.seat is not None:
             self.report.MergeFrom(self.seat.report())
         self.report.leaving = self.leaving

@@ -1,127 +1,24 @@
-"""The ports of a node in virtual time: its links, its compute thread, its disk."""
+"""The ports of a node in virtual time: its compute thread, its disk."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from planaria.bootstrap import registry_pb2 as registry
 from planaria.node.ports import Priority
 from planaria.node.stage.watch import Watch, kind_of
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
-from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import Frame
 from simulation.fingerprints import chain_of
-from simulation.world import Link, Network, Process
-
-if TYPE_CHECKING:
-    from simulation.node import Node
+from simulation.world import Process
 
 T = TypeVar("T")
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
-NOTICE = 0.1
-"""Seconds after which a link that broke is dialled anew."""
 KEPT_SAVES = 3
-
-
-class Links:
-    """The links of one identity, dialled as node/wire/link.py does."""
-
-    def __init__(self, node: Node, network: Network) -> None:
-        self.node, self.network, self.process = node, network, node.process
-        self.links: dict[str, Link] = {}
-        self.addresses: dict[str, str] = {}  # of the members
-        self.kept: frozenset[str] = frozenset()  # those with whom there is always to be one
-        self.dialling: set[str] = set()
-
-    # --- as the port has it
-
-    def send(self, peer: str, item: pb.Message | Frame) -> bool:
-        link = self.links.get(peer)
-        if link is None or not self.process.alive:
-            return False
-        tamper = self.node.cluster.tampering.get(self.process.host)
-        if tamper is not None:
-            tampered = tamper(item)
-            if tampered is None:  # the other end can't read it, and ends the stream
-                self.network.break_link(link)
-                return True
-            item = tampered
-        if isinstance(item, Frame) and item.kind == "state":  # of which there would be much more
-            seconds = self.process.world.random.uniform(0.01, 0.3) * self.node.cluster.state_size
-            self.process.after(seconds, self._send_state, link, item)
-            return True
-        channel = "bulk" if isinstance(item, Frame) else "control"
-        self.network.send(link, self.node, channel, item)
-        if isinstance(item, pb.Message) and item.step.HasField("commit"):
-            self.node.sent_commit()
-        return True
-
-    def _send_state(self, link: Link, frame: Frame) -> None:
-        if link.believed_by(self.node):
-            self.network.send(link, self.node, "bulk", frame)
-
-    def demand(self, peer: str) -> None:
-        if self.addresses.get(peer) and peer not in self.links and peer not in self.dialling:
-            self.dialling.add(peer)
-            done = partial(self._keep_dialled, peer, FIRST_PAUSE)
-            self.network.dial(self.node, peer, lambda up: done())
-
-    def linked(self, peer: str) -> bool:
-        return peer in self.links
-
-    def unacknowledged_by(self, peer: str) -> int:
-        link = self.links.get(peer)
-        sent = link.sent.get(self.node.name, {}) if link is not None else {}
-        return sum(frame.size for frame in sent.values())
-
-    # --- for the node
-
-    def set_peers(self, view: registry.View, kept: Sequence[str]) -> None:
-        self.kept = frozenset(kept)
-        self.addresses = {member.node: member.address for member in view.members}
-        for peer, link in list(self.links.items()):
-            if peer != "registry" and peer not in self.addresses:
-                why = f"{peer} is no member of view {view.number}"
-                report = link.asleep or not link.intact
-                self.network.give_up(link, self.node, why, report)
-        for peer in sorted(self.kept):
-            self._keep(peer, 0.0)
-
-    def lost(self, peer: str) -> None:
-        self._keep(peer, NOTICE)
-
-    def give_up(self) -> None:
-        for link in list(self.links.values()):
-            self.network.give_up(link, self.node, f"{self.node.name} stops", report=False)
-
-    def _keep(self, peer: str, soon: float) -> None:
-        if peer in self.kept and self._dials(peer) and peer not in self.dialling:
-            self.dialling.add(peer)
-            self.process.after(soon, self._keep_dialled, peer, FIRST_PAUSE)
-
-    def _dials(self, peer: str) -> bool:
-        if not self.addresses.get(peer):
-            return False
-        return not self.node.address or self.node.name < peer
-
-    def _keep_dialled(self, peer: str, pause: float) -> None:
-        kept = not self.node.ended and peer in self.kept and self._dials(peer)
-        if not kept or peer in self.links:
-            self.dialling.discard(peer)
-            return
-
-        def done(up: bool) -> None:
-            longer = FIRST_PAUSE if up else min(2 * pause, LONGEST_PAUSE)
-            self.process.after(pause, self._keep_dialled, peer, longer)
-
-        self.network.dial(self.node, peer, done)
 
 
 class Compute:

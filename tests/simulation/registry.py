@@ -20,7 +20,8 @@ from planaria.bootstrap.membership import (
     Refused,
     Settle,
 )
-from simulation.world import Link, Process
+from simulation.network import Stream
+from simulation.world import Process
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
@@ -68,7 +69,7 @@ class Registry:
             return
         self.process = Process(self.world, self.name)
         self.ticked = self.world.now
-        self.links: dict[str, Link] = {}
+        self.streams: dict[str, Stream] = {}
         self.machine = Membership(self.rules)
         self.newest = self.journal
         if self.journal.number:
@@ -96,7 +97,6 @@ class Registry:
             self.machine.paused(now - self.ticked, now)
         self.ticked = now
         self._carry_out(self.machine.tick(now))
-        self.machine.validate_state()
         self.process.after(TICK, self._tick)
 
     # --- streams
@@ -104,13 +104,13 @@ class Registry:
     def admits(self, peer: str) -> bool:
         return True
 
-    def on_link_up(self, peer: str) -> None:
+    def on_stream_up(self, peer: str) -> None:
         pass
 
-    def on_link_lost(self, peer: str, reason: str, unacknowledged: list[Any]) -> None:
+    def on_stream_lost(self, peer: str) -> None:
         self._carry_out(self.machine.stream_lost(peer, self.world.now))
 
-    def on_item(self, peer: str, channel: str, item: Any) -> None:
+    def on_item(self, peer: str, item: Any) -> None:
         now = self.world.now
         match item:
             case pb.JoinRequest():
@@ -132,8 +132,8 @@ class Registry:
                     self._carry_out(self.machine.suspect(item, now))
 
     def _tell(self, peer: str, item: Any) -> None:
-        if (link := self.links.get(peer)) is not None:
-            self.cluster.network.send(link, self, "control", item)
+        if (stream := self.streams.get(peer)) is not None:
+            stream.send(stream.other(self), "control", item)
 
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -144,7 +144,7 @@ class Registry:
                     self.newest = self.issued[view.number] = view
                     if not self.journal_fails:
                         self.journal = view
-                    for peer in sorted(self.links):
+                    for peer in sorted(self.streams):
                         self._tell(peer, view)
                 case Probe(node, number):
                     self._tell(node, pb.Notice(probe=number, view=self.machine.view.number))
@@ -155,6 +155,8 @@ class Registry:
                     self.cluster.network.ask(self, node, seconds, told)
                 case Settle():
                     pass
+        if effects:
+            self.machine.validate_state()
 
 
 class Client:
@@ -171,7 +173,7 @@ class Client:
         self.stopped = True
 
     def _connect(self, pause: float) -> None:
-        if self.stopped or "registry" in self.node.links:
+        if self.stopped or "registry" in self.node.streams:
             return
 
         def done(up: bool) -> None:
@@ -181,7 +183,7 @@ class Client:
 
         self.cluster.network.dial(self.node, "registry", done)
 
-    def on_link_up(self) -> None:
+    def on_stream_up(self) -> None:
         if self.joined:
             self._open()
         else:
@@ -189,7 +191,7 @@ class Client:
 
     def _join(self) -> None:
         node = self.node
-        if self.stopped or "registry" not in node.links:
+        if self.stopped or "registry" not in node.streams:
             return
         request = pb.JoinRequest(
             protocol=PROTOCOL,
@@ -229,7 +231,7 @@ class Client:
             )
         )
 
-    def on_link_lost(self) -> None:
+    def on_stream_lost(self) -> None:
         self._connect(FIRST_PAUSE)
 
     def on_item(self, item: Any) -> None:
@@ -270,5 +272,5 @@ class Client:
         self._tell(pb.Suspicion(accuser=self.node.name, accused=accused, why=why, cause=cause))
 
     def _tell(self, item: Any) -> None:
-        if (link := self.node.links.get("registry")) is not None:
-            self.cluster.network.send(link, self.node, "control", item)
+        if (stream := self.node.streams.get("registry")) is not None:
+            stream.send(stream.other(self.node), "control", item)

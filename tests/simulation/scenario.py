@@ -16,8 +16,11 @@ from planaria.node.state import copies, twin
 from planaria.node.transaction import averaging
 from planaria.node.transaction.member import MemberPhase
 from planaria.node.transaction.rules import TransactionRules
+from planaria.node.wire import chunks
 from planaria.recovery.decide import Policy
 from simulation.cluster import Cluster, Host, InvariantError, Machines, Trap
+from simulation.links import unpacked
+from simulation.network import Connection
 from simulation.node import Node
 from simulation.ports import Files
 from simulation.world import Process
@@ -62,16 +65,18 @@ def run(
 
 @contextmanager
 def small_pieces() -> Iterator[None]:
-    """What travels in pieces does so here, too, although there is little of it."""
+    """What travels in pieces does so here, too, although there is little of it. Chunks cross as
+    they are, unless they are garbled."""
     with ExitStack() as patches:
-        for module, name, size in (
+        for module, name, value in (
             (averaging, "PIECE", 5),
             (twin, "PIECE", 7),
             (copies, "FRAME", PART),
             (copies, "LEAST_FRAME", PART),
             (optimizer, "BLOCK", 16),
+            (chunks, "pack_chunk", unpacked),
         ):
-            patches.enter_context(patch.object(module, name, size))
+            patches.enter_context(patch.object(module, name, value))
         yield
 
 
@@ -372,21 +377,23 @@ class Scenario:
         return seconds
 
     def _break_link(self) -> float:
-        links = [link for link in self.cluster.network.links if link.intact]
-        if links:
-            link = self.random.choice(links)
-            self.world.say("network", f"breaks {link.ends[0].name}-{link.ends[1].name}")
-            self.cluster.network.break_link(link)
+        """Its connection, that is; a link goes on by another one."""
+        if there := [one for one in self.cluster.network.connections if one.intact]:
+            self._break_off(self.random.choice(there))
         return 0.0
 
     def _break_link_of_driver(self) -> float:
-        node = self._driver()
-        peers = sorted(node.links.keys() - {"registry"}) if node is not None else []
-        if node is not None and peers:
-            link = node.links[self.random.choice(peers)]
-            self.world.say("network", f"breaks {link.ends[0].name}-{link.ends[1].name}")
-            self.cluster.network.break_link(link)
+        there = [
+            c for c in self.cluster.network.connections if c.intact and self._driver() in c.ends
+        ]
+        if there:
+            self._break_off(self.random.choice(there))
         return 4.0
+
+    def _break_off(self, connection: Connection) -> None:
+        one, other = connection.ends
+        self.world.say("network", f"breaks {one.name}-{other.name}")
+        connection.break_off()
 
     def _freeze_registry(self) -> float:
         seconds = self.random.choice([1.0, 5.0, 15.0]) * self.random.uniform(0.3, 1.0)
@@ -404,10 +411,10 @@ class Scenario:
         return times * pause
 
     def _break_between(self, pair: list[str]) -> None:
-        for link in self.cluster.network.links:
-            if link.intact and sorted(end.process.host for end in link.ends) == sorted(pair):
-                self.world.say("network", f"breaks {link.ends[0].name}-{link.ends[1].name}")
-                self.cluster.network.break_link(link)
+        for connection in self.cluster.network.connections:
+            hosts = sorted(end.process.host for end in connection.ends)
+            if connection.intact and hosts == sorted(pair):
+                self._break_off(connection)
 
     def _crash_registry(self) -> float:
         seconds = self.random.choice([1.0, 5.0, 15.0]) * self.random.uniform(0.3, 1.0)

@@ -6,29 +6,37 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from google.protobuf.message import DecodeError
 
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import Frame, WireError, buffers_of
+from planaria.node.wire.frames import Frame
 from planaria.node.wire.tensors import encode
 from planaria.recovery.decide import Policy
 from simulation.scenario import Scenario
 
-LONGEST_BLINK = 2.4
-"""Seconds; `swarm.silence` is 3."""
+SHORT, LONG = 2.4, 9.0
+"""Seconds that a blink lasts at most; `swarm.silence` is 3. A long one is of links between nodes
+only."""
+OF_REGISTRY = 1.2
+"""Seconds that a blink of links to the registry lasts at most: whoever has been suspected has to
+answer its probe in 1.5."""
+REST = 8.0
+"""Seconds that links have after a long blink before the next."""
 PERIODS = [1.0, 2.0, 4.0, 9.0]
 """Seconds from one blink of a link to its next."""
 
 
 class Sick(Scenario):
-    """Links that blink, disks that fail, a registry whose journal lags behind."""
+    """Links that blink, or lose what goes one way; disks that fail; a registry whose journal lags
+    behind."""
 
     def _rules(self, policy: Policy | None) -> TransactionRules:
         return replace(super()._rules(policy), steps=10)
 
     def _plan_faults(self) -> float:
         chosen, self.cluster.guilty = self.random, set()
+        self.world.straggling = 0.0  # what comes late is a blink
+        self.rested: dict[frozenset[str], float] = {}  # by pair of hosts: from when on
         when = 0.0
         for fault in chosen.choices(self._faults(), k=chosen.randint(1, 6)):
             when += chosen.expovariate(0.5)
@@ -40,6 +48,9 @@ class Sick(Scenario):
             self._blink_host,
             self._blink_pair,
             self._blink_all,
+            self._blink_long,
+            self._isolate_from_nodes,
+            self._part_two,
             self._fail_disk,
             self._fail_journal,
         ]
@@ -68,18 +79,53 @@ class Sick(Scenario):
         period, times = self.random.choice(PERIODS), self.random.randint(1, 6)
         when = self.random.uniform(0.0, period)
         for _ in range(times):
-            seconds = min(LONGEST_BLINK, self.random.uniform(0.0, 0.9 * period))
+            longest = OF_REGISTRY if "registry" in (*left, *right) else SHORT
+            seconds = min(longest, self.random.uniform(0.0, 0.9 * period))
             self.world.after(when, self._pause, left, right, seconds)
             when += period
-        return when + LONGEST_BLINK
+        return when + SHORT
+
+    def _blink_long(self) -> float:
+        """Some pairs lose their links."""
+        hosts, seconds = sorted(self.cluster.hosts), 0.0
+        for _ in range(self.random.randint(1, 4)):
+            one, other = self.random.sample(hosts, 2)
+            seconds = max(seconds, self._lose([one], [other], self.random.uniform(1.0, LONG)))
+        return seconds
+
+    def _isolate_from_nodes(self) -> float:
+        """One host, which the registry hears."""
+        hosts = sorted(self.cluster.hosts)
+        one = self.random.choice(hosts)
+        others = [host for host in hosts if host != one]
+        return self._lose([one], others, self.random.uniform(1.0, LONG))
+
+    def _part_two(self) -> float:
+        """For so long that others have to carry for them."""
+        one, other = self.random.sample(sorted(self.cluster.hosts), 2)
+        return self._lose([one], [other], self.random.uniform(10.0, 40.0))
+
+    def _lose(self, left: list[str], right: list[str], seconds: float) -> float:
+        self._pause(left, right, seconds)
+        return seconds + REST
 
     def _pause(self, left: list[str], right: list[str], seconds: float) -> None:
-        number, network = next(self._partitions), self.cluster.network
-        if any(network.apart(one, other) for one in left for other in right):
+        number, network, now = next(self._partitions), self.cluster.network, self.world.now
+        pairs = [frozenset((one, other)) for one in left for other in right]
+        if any(self.rested.get(pair, 0.0) > now for pair in pairs):
             return  # together they would take too long
-        sides = f"{' '.join(left)} from {' '.join(right)}"
-        self.world.say("network", f"blinks for {seconds:.2f} s: {sides}")
-        network.part(number, frozenset(left), frozenset(right))
+        rest = REST if seconds > SHORT else 0.0
+        self.rested |= dict.fromkeys(pairs, now + seconds + rest)
+        both_ways, resets = self.random.random() < 0.6, self.random.random() < 0.5
+        how = "blink" if both_ways else "lose what goes there"
+        sides = f"{' '.join(left)} and {' '.join(right)}"
+        self.world.say("network", f"{sides} {how} for {seconds:.2f} s")
+        if resets:
+            for connection in network.connections:
+                of_nodes = self.cluster.registry not in connection.ends
+                if of_nodes and frozenset(end.process.host for end in connection.ends) in pairs:
+                    connection.break_off()
+        network.part(number, frozenset(left), frozenset(right), both_ways)
         self.world.after(seconds, network.heal, number)
 
     # --- disks
@@ -113,8 +159,8 @@ class Poisoned(Sick):
         self.world.after(when, self._strike, self._poison)
         return when
 
-    def ways(self) -> list[Callable[[Frame | pb.Message], Frame | pb.Message | None]]:
-        return [self._deform, self._flip_frame]
+    def ways(self) -> list[Callable[[str, float], None]]:
+        return [self._deform, self._flip_chunks]
 
     def _poison(self) -> float:
         way = self.random.choice(self.ways())
@@ -124,56 +170,48 @@ class Poisoned(Sick):
         assert guilty is not None
         guilty.add(one)
         self.world.say(one, f"sends {share:.0%} wrong for {seconds:.0f} s: {way.__name__}")
-
-        def tamper(item: Frame | pb.Message) -> Frame | pb.Message | None:
-            return way(item) if self.random.random() < share else item
-
-        self.cluster.tampering[one] = tamper
-        self.world.after(seconds, self.cluster.tampering.pop, one)
+        way(one, share)
+        self.world.after(seconds, self._heal, one)
         return seconds
 
-    def _deform(self, item: Frame | pb.Message) -> Frame | pb.Message:
+    def _heal(self, host: str) -> None:
+        self.cluster.tampering.pop(host, None)
+        self.cluster.garbling.pop(host, None)
+
+    def _deform(self, host: str, share: float) -> None:
         """Tensors of another shape or dtype than is due, or another number of them."""
-        if isinstance(item, pb.Message) or not item.descriptors:
-            return item
-        chosen = self.random
-        shape = [chosen.randint(1, 5) for _ in range(chosen.randint(0, 3))]
-        dtype = chosen.choice([torch.float32, torch.int64, torch.bfloat16])
-        tensors = [torch.ones(shape, dtype=dtype)] * chosen.choice([1, 1, 2])
-        descriptors, payload = encode(tensors, "none")
-        return replace(item, descriptors=descriptors, payload=payload)
 
-    def _flip_frame(self, item: Frame | pb.Message) -> Frame | pb.Message | None:
-        """One bit of a frame is another one."""
-        if isinstance(item, pb.Message):
-            return item
-        head, payload = item.head(), bytearray().join(buffers_of(item.payload))
-        if payload and self.random.random() < 0.5:
-            self._flip(payload)
-            return replace(item, payload=payload)
-        head = bytearray(head)
-        self._flip(head)
-        try:
-            return Frame.parse(head, payload)
-        except WireError:
-            return None
+        def deformed(item: Frame | pb.Message) -> Frame | pb.Message:
+            chosen = self.random
+            if isinstance(item, pb.Message) or not item.descriptors or chosen.random() >= share:
+                return item
+            shape = [chosen.randint(1, 5) for _ in range(chosen.randint(0, 3))]
+            dtype = chosen.choice([torch.float32, torch.int64, torch.bfloat16])
+            tensors = [torch.ones(shape, dtype=dtype)] * chosen.choice([1, 1, 2])
+            descriptors, payload = encode(tensors, "none")
+            return replace(item, descriptors=descriptors, payload=payload)
 
-    def _flip_message(self, item: Frame | pb.Message) -> Frame | pb.Message | None:
-        """One bit of a message is another one."""
-        if isinstance(item, Frame):
-            return item
-        sent = bytearray(item.SerializeToString())
-        self._flip(sent)
-        try:
-            return pb.Message.FromString(bytes(sent))
-        except DecodeError:
-            return None
+        self.cluster.tampering[host] = deformed
 
-    def _flip(self, of: bytearray) -> None:
-        bit = self.random.randrange(8 * len(of))
-        of[bit // 8] ^= 1 << bit % 8
+    def _flip_chunks(self, host: str, share: float) -> None:
+        self._flip_bits(host, "bulk", share)
+
+    def _flip_messages(self, host: str, share: float) -> None:
+        self._flip_bits(host, "control", share)
+
+    def _flip_bits(self, host: str, of: str, share: float) -> None:
+        """One bit is another one."""
+
+        def flipped(channel: str, data: bytes) -> bytes:
+            if channel != of or self.random.random() >= share:
+                return data
+            bit, changed = self.random.randrange(8 * len(data)), bytearray(data)
+            changed[bit // 8] ^= 1 << bit % 8
+            return bytes(changed)
+
+        self.cluster.garbling[host] = flipped
 
 
 class Flipped(Poisoned):
-    def ways(self) -> list[Callable[[Frame | pb.Message], Frame | pb.Message | None]]:
-        return [self._flip_message]
+    def ways(self) -> list[Callable[[str, float], None]]:
+        return [self._flip_messages]

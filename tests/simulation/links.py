@@ -1,0 +1,567 @@
+"""The links of nodes in virtual time: what node/wire/link.py is around the very sessions that ship.
+
+What crosses is bytes: messages, and frames in chunks. A connection begins with hellos, whoever
+dials, and however dials cross; when it breaks, the link sleeps until one of the two has dialled
+again, and is lost when that takes too long. Where the view names a relay, a connection goes by way
+of a third node.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Final
+
+from google.protobuf.message import DecodeError
+
+from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.registry_pb2 import SILENT, Cause
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.frames import (
+    Buffer,
+    Chunk,
+    Frame,
+    WireError,
+    pack_chunk,
+    parse_chunk,
+    seal,
+    unseal,
+)
+from planaria.node.wire.session import (
+    Begun,
+    Bounds,
+    Forgotten,
+    Hello,
+    Outdated,
+    Session,
+    Silence,
+)
+from simulation.network import SILENCE, WATCH, Connection, Network
+
+if TYPE_CHECKING:
+    from simulation.node import Node
+
+# As in node/wire/link.py, in seconds.
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
+HEAD_START: Final = 1.0
+DIRECTLY: Final = 5.0
+LOOK: Final = 2.0
+HANDSHAKE: Final = 5.0
+VIEW_WAIT: Final = 2.0
+FAREWELL: Final = 1.0
+
+AGAIN: Final = 1.0
+"""Seconds after which a first packet that was lost is sent once more; then twice as many."""
+SETTLING: Final = 0.1
+"""Seconds between two looks whether an own dial has come to something."""
+ANOTHER: Final = 0.1
+"""Probability that another process answers at the address of one that is gone."""
+BOUNDS: Final = Bounds(
+    **dict.fromkeys([bound.name for bound in fields(Bounds)], 1 << 30) | {"chunk": 160}
+)
+
+
+def unpacked(data: Sequence[Buffer] = (), **fields: Any) -> Chunk:
+    """In place of node/wire/frames.py's `pack_chunk`: bytes would take as long as all else."""
+    chunk = Chunk(0, 0, 0, b"", memoryview(b"".join(data)), 0)
+    return chunk._replace(**fields)
+
+
+def packed(chunk: Chunk) -> bytes:
+    fields = chunk._asdict() | {"data": [chunk.data]}
+    del fields["checksum"]
+    return pack_chunk(**fields)
+
+
+class Refused(Exception):  # noqa: N818 (not an error)
+    """`over`: there is no such link there any more."""
+
+    def __init__(self, over: bool) -> None:
+        super().__init__()
+        self.over = over
+
+
+class Carrier(Connection):
+    """A connection that carries a link."""
+
+    ends: tuple[Node, Node]
+
+    def is_wanted(self) -> bool:
+        return self.intact
+
+    def say_farewell(self, by: Node, reason: str) -> None:
+        if self.intact:
+            self.send(self.other(by), "bulk", pack_chunk(head=reason.encode() or b"no reason"))
+            self.world.after(FAREWELL, self.break_off)
+
+    def _deliver(self, to: Node, channel: str, data: bytes | Chunk) -> None:  # type: ignore[override]
+        if (link := self._link(to)) is not None:
+            link.came(channel, data)
+
+    def _noticed(self, end: Node) -> None:  # type: ignore[override]
+        if (link := self._link(end)) is not None:
+            link.sleep()
+
+    def _link(self, end: Node) -> Link | None:
+        """Of this end, if this is its connection still."""
+        link = end.net.links.get(self.other(end).name)
+        return link if link is not None and link.connection is self else None
+
+
+class Link:
+    """A session with a peer, from when it is up until it is lost."""
+
+    def __init__(self, links: Links, peer: str, session: Session) -> None:
+        self.links, self.node, self.peer, self.session = links, links.node, peer, session
+        self.connection: Carrier | None = None  # None: it sleeps
+        self.via = ""  # who carries it, or did last; empty: it is direct
+        self.over = False
+        self._silence: Silence | None = None  # None: all is well
+
+    def send(self, item: pb.Message | Frame) -> None:
+        if isinstance(item, Frame):
+            self.session.send_frame(item)
+        else:
+            self.session.send(seal(item.SerializeToString()))
+        self._pump()
+
+    def _pump(self) -> None:
+        if self.connection is None:
+            return
+        session = self.session
+        while (message := session.next_message()) is not None:
+            self._write("control", message)
+        while (chunk := session.inbox.acknowledgement() or session.outbox.next()) is not None:
+            self._write("bulk", chunk)
+
+    def _write(self, channel: str, data: bytes | Chunk) -> None:
+        assert self.connection is not None
+        data = self.links.garbled(channel, data)
+        self.connection.send(self.connection.other(self.node), channel, data)
+
+    def came(self, channel: str, data: bytes | Chunk) -> None:
+        try:
+            if isinstance(data, Chunk):
+                self._collect(data)
+            elif channel == "control":
+                self._listen(data)
+            else:
+                chunk = parse_chunk(data)
+                chunk.verify()
+                self._collect(chunk)
+        except WireError as error:
+            cause = SILENT if self.via else error.cause  # who carries may have changed it
+            self.end(f"{self.peer} sent what can't be: {error}", cause=cause)
+
+    def _listen(self, data: bytes) -> None:
+        try:
+            message = pb.Message.FromString(unseal(data))
+        except DecodeError as error:
+            raise WireError(f"a message that is not one of stage.proto's: {error}") from error
+        if message.WhichOneof("body") == "heartbeat":
+            self.session.acknowledge_messages(message.heartbeat.received)
+            return
+        self.session.message_came()
+        if self.session.acknowledgement_due:  # others change nothing that could be seen
+            heartbeat = pb.Heartbeat(received=self.session.acknowledgement())
+            self._write("control", seal(pb.Message(heartbeat=heartbeat).SerializeToString()))
+        self.node.on_message(self.peer, message)
+
+    def _collect(self, chunk: Chunk) -> None:
+        if not (chunk.frame or chunk.acknowledged):
+            self.end(f"{self.peer} closed the link: {chunk.head.decode(errors='replace')}")
+        elif chunk.acknowledged:
+            self.session.outbox.acknowledge(chunk.frame, chunk.acknowledged - 1)
+            self._pump()
+        else:
+            frame = self.session.inbox.receive(chunk)
+            self._pump()
+            if frame is not None:
+                self.node.on_frame(self.peer, frame)
+
+    def carry_by(self, connection: Carrier) -> None:
+        self.heard()
+        self.connection = connection
+        self.via = connection.via.name if connection.via is not None else ""
+        self._pump()
+
+    def sleep(self) -> None:
+        """Nothing more comes by the connection that it has."""
+        if self.connection is not None:
+            connection, self.connection = self.connection, None
+            connection.break_off()
+            self.links.dial_soon(self.peer)
+
+    def look(self) -> None:
+        """Every `WATCH` seconds, unless the node is frozen."""
+        now = self.node.world.now
+        if self.connection is not None and self.connection.feeds(self.node):
+            self._silence = None
+        elif self._silence is None:
+            self._silence = Silence(SILENCE, WATCH, now)
+        elif (silent := self._silence.tick(now)) is not None:
+            self.end(f"silent for {silent:.1f} s")
+
+    def heard(self) -> None:
+        self._silence = None
+
+    def end(self, reason: str, report: bool = True, cause: Cause = SILENT) -> None:
+        if self.over:
+            return
+        self.over = True
+        if self.connection is not None:
+            self.connection.say_farewell(self.node, reason)
+            self.connection = None
+        self.links.forget(self)
+        if report:
+            unfinished = self.session.outbox.unfinished()
+            self.node.on_link_lost(self.peer, reason, unfinished, cause)
+
+
+@dataclass
+class Dial:
+    """On its way to the peer, directly or by way of a relay."""
+
+    peer: str
+    hello: Hello
+    session: Session
+    began: float
+    done: Callable[[bool], None]
+    via: str = ""
+    patience: float = HANDSHAKE
+    again: float = AGAIN
+
+
+class Links:
+    """The links of one identity."""
+
+    def __init__(self, node: Node, network: Network) -> None:
+        self.node, self.network, self.process = node, network, node.process
+        self.links: dict[str, Link] = {}
+        self.addresses: dict[str, str] = {}  # of the members
+        self.kept: frozenset[str] = frozenset()  # those with whom there is always to be one
+        self.demanded: set[str] = set()
+        self.dialling: set[str] = set()
+        self.calling: set[str] = set()
+        self.settling: set[str] = set()  # peers that a dial is on its way to
+        self.returning: set[str] = set()  # those of them for whom somebody has carried
+        self.pairs: set[frozenset[str]] = set()  # for whom this node carries
+        self.vias: dict[str, str] = {}  # who carries for it and these peers
+        self._begun: dict[str, Session] = {}
+        self._numbers = itertools.count(1)
+        network.links[node.name] = self
+        self.process.after(network.world.random.uniform(0.0, WATCH), self._look)
+
+    # --- as the port has it
+
+    def send(self, peer: str, item: pb.Message | Frame) -> bool:
+        link = self.links.get(peer)
+        if link is None or not self.process.alive:
+            return False
+        if tamper := self.node.cluster.tampering.get(self.process.host):
+            item = tamper(item)
+        if isinstance(item, Frame) and item.kind == "state":  # of which there would be much more
+            seconds = self.process.world.random.uniform(0.01, 0.3) * self.node.cluster.state_size
+            self.process.after(seconds, self._send_state, link, item)
+            return True
+        link.send(item)
+        if isinstance(item, pb.Message) and item.step.HasField("commit"):
+            self.node.sent_commit()
+        return True
+
+    def _send_state(self, link: Link, frame: Frame) -> None:
+        if not link.over:
+            link.send(frame)
+
+    def garbled(self, channel: str, data: bytes | Chunk) -> bytes | Chunk:
+        garble = self.node.cluster.garbling.get(self.process.host)
+        if garble is None:
+            return data
+        return garble(channel, packed(data) if isinstance(data, Chunk) else data)
+
+    def demand(self, peer: str) -> None:
+        if self.addresses.get(peer) and peer not in self.links:
+            self.demanded.add(peer)
+            self.dial_soon(peer)
+
+    def linked(self, peer: str) -> bool:
+        return peer in self.links
+
+    def unacknowledged_by(self, peer: str) -> int:
+        link = self.links.get(peer)
+        return link.session.outbox.unacknowledged if link is not None else 0
+
+    # --- for the node
+
+    def set_peers(self, view: registry.View, kept: Sequence[str]) -> None:
+        self.kept = frozenset(kept)
+        self.addresses = {member.node: member.address for member in view.members}
+        self.demanded.clear()
+        self._begun = {node: one for node, one in self._begun.items() if node in self.addresses}
+        for peer, link in list(self.links.items()):
+            if peer not in self.addresses:
+                report = link.connection is None
+                link.end(f"{peer} is no member of view {view.number}", report)
+        for peer in sorted(self.kept):
+            self.dial_soon(peer)
+        self._set_relays(view)
+
+    def _set_relays(self, view: registry.View) -> None:
+        me = self.node.name
+        self.pairs = {frozenset((r.a, r.b)) for r in view.relays if r.via == me}
+        former, self.vias = self.vias, {}
+        for relay in view.relays:
+            if me in (relay.a, relay.b):
+                self.vias[relay.b if relay.a == me else relay.a] = relay.via
+        for peer, via in former.items():
+            link = self.links.get(peer)
+            if link is not None and link.via == via != self.vias.get(peer):
+                link.sleep()
+        for peer in sorted(self.vias):
+            self.dial_soon(peer)
+
+    def carrier(self, peer: str) -> str | None:
+        """As in node/wire/link.py."""
+        link = self.links.get(peer)
+        return link.via if link is not None else None
+
+    def give_up(self) -> None:
+        for link in list(self.links.values()):
+            link.end(f"{self.node.name} stops", report=False)
+        del self.network.links[self.node.name]
+
+    def _look(self) -> None:
+        if not self.node.ended:
+            for link in list(self.links.values()):
+                link.look()
+            self.process.after(WATCH, self._look)
+
+    # --- for links
+
+    def forget(self, link: Link) -> None:
+        del self.links[link.peer]
+        self._carries_no_more(link.peer)
+        self.dial_soon(link.peer)
+
+    def _carries_no_more(self, peer: str) -> None:
+        """What goes by way of the peer, or of this node to the peer."""
+        me = self.node
+        for connection in self.network.connections:
+            via, ends = connection.via, [end.name for end in connection.ends]
+            if via is not None and (
+                (via is me and peer in ends) or (via.name == peer and me.name in ends)
+            ):
+                connection.break_off()
+
+    def dial_soon(self, peer: str) -> None:
+        """If it is for this node to do."""
+        if self._is_to_call(peer) and peer not in self.calling:
+            self.calling.add(peer)
+            self.process.after(0.0, self._keep_calling, peer, FIRST_PAUSE)
+        if self._is_to_dial(peer) and peer not in self.dialling:
+            self.dialling.add(peer)
+            late = peer in self.links and not self._dials(peer)
+            self.process.after(HEAD_START if late else 0.0, self._keep_dialling, peer, FIRST_PAUSE)
+
+    # --- dialling
+
+    def _dials(self, peer: str) -> bool:
+        return not self.node.address or self.node.name < peer
+
+    def _is_to_dial(self, peer: str) -> bool:
+        if self.node.ended or not self.addresses.get(peer):
+            return False
+        if (link := self.links.get(peer)) is not None:
+            return link.connection is None or bool(link.via)
+        return peer in self.demanded or (peer in self.kept and self._dials(peer))
+
+    def _keep_dialling(self, peer: str, pause: float) -> None:
+        if not self._is_to_dial(peer):
+            self.dialling.discard(peer)
+            return
+        link = self.links.get(peer)
+        if link is None or link.connection is None:
+            self._dial(peer, pause)
+            return
+
+        def looked(there: bool) -> None:
+            if there:
+                self._dial(peer, pause)
+            else:
+                self.process.after(DIRECTLY, self._keep_dialling, peer, pause)
+
+        self.network.ask(self.node, peer, LOOK, looked)
+
+    def _dial(self, peer: str, pause: float) -> None:
+        if not self._is_to_dial(peer):
+            self.dialling.discard(peer)
+            return
+        patience = HANDSHAKE
+        if (link := self.links.get(peer)) is not None and link.connection is not None:
+            self.returning.add(peer)
+            patience = LOOK
+            link.connection.break_off()
+            link.connection = None
+        self.settling.add(peer)
+
+        def done(up: bool) -> None:
+            self.settling.discard(peer)
+            self.returning.discard(peer)
+            if not up:
+                self.dial_soon(peer)
+            longer = FIRST_PAUSE if up else min(2 * pause, LONGEST_PAUSE)
+            self.process.after(pause, self._keep_dialling, peer, longer)
+
+        self._knock_soon(peer, done, patience)
+
+    def _is_to_call(self, peer: str) -> bool:
+        if self.node.ended or peer not in self.addresses or peer not in self.vias:
+            return False
+        if peer in self.returning:
+            return False
+        link = self.links.get(peer)
+        return self.node.name < peer and (link is None or link.connection is None)
+
+    def _keep_calling(self, peer: str, pause: float) -> None:
+        if not self._is_to_call(peer):
+            self.calling.discard(peer)
+            return
+
+        def done(up: bool) -> None:
+            longer = FIRST_PAUSE if up else min(2 * pause, LONGEST_PAUSE)
+            self.process.after(pause, self._keep_calling, peer, longer)
+
+        self._knock_soon(peer, done, via=self.vias[peer])
+
+    def session(self, peer: str) -> Session:
+        """That of the link that there is, or of the one to come."""
+        if (link := self.links.get(peer)) is not None:
+            return link.session
+        if peer not in self._begun:
+            self._begun[peer] = Session(next(self._numbers), BOUNDS)
+        return self._begun[peer]
+
+    def _knock_soon(
+        self,
+        peer: str,
+        done: Callable[[bool], None],
+        patience: float = HANDSHAKE,
+        via: str = "",
+    ) -> None:
+        session, world = self.session(peer), self.process.world
+        dial = Dial(peer, session.hello(), session, world.now, done, via, patience)
+        self.process.after(world.delay(), self._knock, dial)
+
+    def _knock(self, dial: Dial) -> None:
+        """The hello is at the peer, if it gets through; what is lost is sent again for a while."""
+        there, relay = self.network.endpoints.get(dial.peer), None
+        waited = self.process.world.now - dial.began
+        if dial.via and (relay := self._relay(dial)) is None:
+            dial.done(False)
+            return
+        hosts = [self.process.host, self.network.homes[dial.peer]]
+        if relay is not None:
+            hosts.insert(1, relay.process.host)
+        frozen = any(node is not None and not node.process.responsive for node in (there, relay))
+        if frozen or not self.network.reach(*hosts):
+            self._knock_again(dial, dial.again, dial.patience)
+            dial.again *= 2
+        elif there is None:
+            self._refused(dial, over=self.process.world.chance(ANOTHER))
+        elif dial.peer < self.node.name and self._crosses(there) and waited < HEAD_START:
+            self._knock_again(dial, SETTLING, dial.patience)
+        elif dial.via and self.node.name in self.network.links[dial.peer].returning:
+            self._refused(dial, over=False)
+        elif not there.admits(self.node.name):
+            self._knock_again(dial, SETTLING, VIEW_WAIT, over=True)
+        else:
+            self._welcomed(dial, there, relay)
+
+    def _relay(self, dial: Dial) -> Node | None:
+        """Who carries, if it has links to both."""
+        relay = self.network.links.get(dial.via)
+        if relay is None or frozenset((self.node.name, dial.peer)) not in relay.pairs:
+            return None
+        direct = [links.carrier(to) for links, to in ((self, dial.via), (relay, dial.peer))]
+        return relay.node if direct == ["", ""] else None
+
+    def _crosses(self, peer: Any) -> bool:
+        return self.node.name in self.network.links[peer.name].settling
+
+    def _knock_again(self, dial: Dial, pause: float, limit: float, over: bool = False) -> None:
+        if self.process.world.now + pause - dial.began < limit:
+            self.process.after(pause, self._knock, dial)
+        else:
+            self._refused(dial, over)
+
+    def _refused(self, dial: Dial, over: bool) -> None:
+        link = self.links.get(dial.peer)
+        if over and link is not None and link.session is dial.session:
+            link.end(f"there is no such link at {dial.peer}")
+        dial.done(False)
+
+    def _welcomed(self, dial: Dial, there: Any, relay: Node | None) -> None:
+        try:
+            session = there.net.resume(self.node.name, dial.hello)
+        except Refused as refused:
+            link = self.links.get(dial.peer)
+            if not refused.over and link is not None and link.session is dial.session:
+                link.heard()
+            delay = self.process.world.delay()
+            self.process.after(delay, self._refused, dial, refused.over)
+            return
+        answer, connection = session.hello(), Carrier(self.network, self.node, there, relay)
+        delay = connection.answer(self.node)
+        self.process.after(delay, self._answered, dial, answer, connection)
+        there.net.adopt(self.node.name, session, connection)
+
+    def resume(self, peer: str, hello: Hello) -> Session:
+        """Goes on with the session that the dialler names, or begins one. Raises Refused."""
+        session, link = self.session(peer), self.links.get(peer)
+        try:
+            session.check(hello)
+        except Outdated:
+            raise Refused(over=False) from None
+        except Forgotten:
+            raise Refused(over=True) from None
+        except Begun:
+            if link is not None:
+                link.end(f"{peer} has lost the link, and dialled anew")
+            else:
+                del self._begun[peer]
+            session, link = self.session(peer), None
+        if link is not None:
+            link.sleep()
+        try:
+            session.resume(hello)
+        except WireError as error:
+            if link is not None:
+                link.end(f"{peer} sent what can't be: {error}", cause=error.cause)
+            raise Refused(over=False) from error
+        return session
+
+    def _answered(self, dial: Dial, answer: Hello, connection: Carrier) -> None:
+        peer, gone = dial.peer, not connection.intact or self.node.ended
+        if gone or peer not in self.addresses or dial.session is not self.session(peer):
+            connection.break_off()
+            dial.done(False)
+            return
+        try:
+            dial.session.resume(answer, dial.hello)
+        except (Outdated, Begun, Forgotten, WireError):
+            connection.break_off()
+            dial.done(False)
+            return
+        self.adopt(peer, dial.session, connection)
+        dial.done(True)
+
+    def adopt(self, peer: str, session: Session, connection: Carrier) -> None:
+        """A connection that goes on with this session."""
+        link = self.links.get(peer)
+        if new := link is None:
+            link = self.links[peer] = Link(self, peer, session)
+            del self._begun[peer]
+        link.carry_by(connection)
+        if new:
+            self.node.on_link_up(peer)
