@@ -18,14 +18,15 @@ next one is applied anywhere: every member of the view was ready for that one, s
 - I4  After the last fault the run finishes in time, or stops for a reason that holds.
 - I5  What a node holds for others is what it says: an exact method gives the very weights that the
       lost stage had, and nothing comes from a commit that those who are left did not make.
-- I6  Who has done nothing wrong is not evicted while nobody dies, and no state is lost.
+- I6  Who has done nothing wrong is not evicted while nobody dies, no state is lost, each step is
+      in a ledger, and none is skipped while those of a stage who do nothing wrong can make it.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,11 +165,13 @@ class Cluster:
         self.run = run_of(rules, files)
         self.config = model_config(self.run.model, vocabulary=8)
         self.files, self.machines = files, machines
+        files.chance = self.world.chance
         self.hosts = {host.name: host for host in hosts}
         self.state_size = self.world.random.choice([1.0, 4.0, 16.0])
         self.counts: Counter[str] = Counter()
         self.attempts: dict[Ballot, Attempt] = {}
         self.commits: dict[Ballot, Attempt] = {}
+        self.voted: dict[tuple[Ballot, int], bytes] = {}  # what all of a stage told when ready
         self.confirmed: dict[int, bytes] = {0: b""}
         self.confirmed_in = NEVER
         self.lineage = 0
@@ -185,6 +188,8 @@ class Cluster:
         """What a host sends instead of what it should."""
         self.garbling: dict[str, Callable[[str, bytes], bytes]] = {}
         """What becomes of the bytes that a host writes, on which channel."""
+        self.spoiling: dict[str, Callable[[], bool]] = {}
+        """Whether what a host computes now is not finite."""
         self.windows: dict[tuple[int, int], torch.Tensor] = {}
         self.steps: dict[bytes, int] = {}  # by the chain that they end
         self._names = itertools.count(1)
@@ -248,6 +253,7 @@ class Cluster:
         self.registry.issued.clear()
         self.attempts.clear()
         self.commits.clear()
+        self.voted.clear()
         self.bases.clear()
         self.confirmed_in = self.lineage_from = NEVER
         self.lineage = 0
@@ -310,6 +316,18 @@ class Cluster:
     def nodes(self) -> list[Node]:
         return [host.node for host in self.hosts.values() if host.node is not None]
 
+    def spoils(self, host: str) -> bool:
+        return host in self.spoiling and self.spoiling[host]()
+
+    def corrupt(self, node: Node, update: bool) -> None:
+        """Its weights change now, or in its next update."""
+        if update:
+            node.weights.misapplies = True
+        else:
+            node.weights.corrupt()
+            weights = node.weights  # which others may copy
+            self.known[weights.chain, weights.stage].add(weights.optimizer.digest())
+
     # --- what must hold
 
     def overflows(self, step: int, stage: int) -> bool:
@@ -358,10 +376,11 @@ class Cluster:
         attempt = self.attempts.setdefault(ballot, Attempt(begin.step, weights.chain))
         attempt.nodes.add(node.name)
         self.demand(attempt.chain == weights.chain, "I2", f"{who} with another history")
-        digest = attempt.digests.setdefault(stage, weights.digest())
-        self.demand(digest == weights.digest(), "I2", f"{who}; its replicas have other weights")
+        own = weights.optimizer.digest()
+        digest = own if weights.corrupted else attempt.digests.setdefault(stage, own)
+        self.demand(digest == own, "I2", f"{who}; its replicas have other weights")
         known = self.known.get((weights.chain, stage), ())
-        self.demand(not weights.void and weights.digest() in known, "I5", f"{who}, unfit weights")
+        self.demand(not weights.void and own in known, "I5", f"{who}, unfit weights")
         if ballot <= self.confirmed_in:
             return  # of a driver that is cut off: no commit can come of it
         if weights.lineage >= self.lineage and (weights.lineage, base) in self.opened:
@@ -410,6 +429,9 @@ class Cluster:
         ballot = Ballot.of(commit.ballot)
         attempt = self.attempts[ballot]
         self.demand(attempt.chain == weights.chain, "I2", f"{who} with another history")
+        if node.name in attempt.nodes:
+            told = self.voted.setdefault((ballot, weights.stage), weights.told)
+            self.demand(told == weights.told, "I2", f"{who}, and its replicas told of others")
         if ballot < self.lineage_from:
             return
         before = self.confirmed.setdefault(commit.step - 1, weights.chain)
@@ -424,12 +446,23 @@ class Cluster:
         ready = self.attempts[ballot].nodes
         applied = self.commits.setdefault(ballot, Attempt(commit.step, weights.chain, nodes=ready))
         self.demand(applied.chain == weights.chain, "I2", f"{who}; others committed another thing")
-        digest = applied.digests.setdefault(stage, weights.digest())
-        self.demand(digest == weights.digest(), "I2", f"{who}; its replicas have other weights")
-        self.known.setdefault((weights.chain, stage), set()).add(weights.digest())
+        own = weights.optimizer.digest()
+        digest = own if weights.corrupted else applied.digests.setdefault(stage, own)
+        self.demand(digest == own, "I2", f"{who}; its replicas have other weights")
+        self.known.setdefault((weights.chain, stage), set()).add(own)
         self.steps[weights.chain] = commit.step
         self.counts["applied"] += 1
         self.counts["skipped"] += commit.skipped
+        if commit.skipped and self.guilty is not None:
+            self.check_skipped(who, commit.step, ready)
+
+    def check_skipped(self, who: str, step: int, trained: Collection[str]) -> None:
+        """Only if the step overflows, or nobody else has the stage of whoever spoils it."""
+        stages = range(self.rules.stages + 1)
+        nodes = [node for node in self.nodes if node.name in trained and node.stage is not None]
+        well = {node.stage for node in nodes if node.process.host not in (self.guilty or ())}
+        overflows = any(self.overflows(step, stage) for stage in stages)
+        self.demand(overflows or well < set(stages), "I6", f"{who}, which was skipped")
 
     def check_back(self, node: Node, kind: str, fields: Mapping[str, Any]) -> None:
         """The driver opens a new lineage."""
@@ -524,11 +557,13 @@ class Cluster:
         unseen = sync.method == "redundant" and not known  # the stage died before it applied it
         if exact and (same_step or back) and not mixed and not unseen:
             self.demand(chain_of(state) == weights.chain, "I5", f"{who}, of another history")
-            self.demand(weights.digest() in known, "I5", f"{who}, which it never had")
-        known.add(weights.digest())
+            self.demand(weights.optimizer.digest() in known, "I5", f"{who}, which it never had")
+        known.add(weights.optimizer.digest())
 
     def check_announced(self, node: Node, said: pb.Holding, held: StageState) -> None:
         """What a node says it holds: of this run, and not ahead of its own weights."""
+        if self.guilty:
+            return  # it may be of weights that changed while they were sent
         what = f"{node.name} announces a {said.kind} of stage {said.stage} at {held.id.age}"
         known = self.known.get((chain_of(held), said.stage), ())
         digest = weights_digest(held.tensors["weights"])
@@ -590,6 +625,12 @@ class Cluster:
             self.demand(newest == self.rules.steps, "I4", f"finished at step {newest}")
             chains = {node.weights.chain for node in active if node.weights.step == newest}
             self.demand(len(chains) == 1, "I2", "the run has finished with two histories")
+            if self.guilty is not None and not self.guilty:
+                self.files.failing.clear()
+                for node in self.nodes:
+                    node.write_again()
+                missing = set(range(1, newest + 1)) - self.files.noted
+                self.demand(not missing, "I6", f"no ledger has steps {sorted(missing)}")
             return "finished"
         holders = self._holders(newest)
         decisions = self.decisions(newest, holders, active)
@@ -598,6 +639,7 @@ class Cluster:
         joiners_only = not trained.intersection(node.name for node in holders)
         gone = (lost or joiners_only) and resume(self.held(active), self.rules.stages) is None
         justified = gone or any(isinstance(decision, Stop) for decision in decisions)
+        justified |= bool(self.guilty) and all(reason.startswith("paused: 3") for reason in stopped)
         self.demand(justified, "I4", f"stopped without need: {stopped[0]}")
         return f"stopped: {stopped[0]}"
 

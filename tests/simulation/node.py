@@ -14,6 +14,7 @@ from planaria.bootstrap.membership import to_link
 from planaria.node.agent import Agent
 from planaria.node.ports import Ports, Priority
 from planaria.node.report.events import Event
+from planaria.node.report.line_file import LineFile
 from planaria.node.stage.watch import Hang
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.stage_state import Age
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from simulation.cluster import Cluster
 
 TICK = 0.2
+WRITE_AGAIN = 1.0
 SHARD = 48
 """Bytes; a stage's state has 192."""
 
@@ -97,6 +99,7 @@ class Node:
         self.stage: int | None = None
         self.weights: Stage
         self.seat: Seat | None = None
+        self.ledger: LineFile | None = None
         self.early: list[tuple[str, pb.Message]] = []
         self.fuse: int | None = None  # messages of commits left to send before the crash
         self.report = registry.Report()
@@ -106,10 +109,17 @@ class Node:
         cluster.network.homes[self.name] = process.host
         self.client = cluster.new_client(self)
         self.process.after(self.world.random.uniform(0.0, TICK), self._tick)
+        self.process.after(WRITE_AGAIN, self._write_again)
 
     @property
     def member(self) -> MemberSide | None:
         return self.seat.member if self.seat is not None else None
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has a part in the attempt that is under way, or was last."""
+        member, seat = self.member, self.seat
+        return seat is not None and seat.attempt is not None and not (member and member.following)
 
     @property
     def driver(self) -> Driver:
@@ -134,6 +144,8 @@ class Node:
         for stream in list(self.streams.values()):
             stream.give_up(self, report=False)
         self.client.stop()
+        if self.ledger is not None:
+            self.ledger.close()
         del self.cluster.network.endpoints[self.name]
         self.cluster.identity_over(self)
 
@@ -166,6 +178,8 @@ class Node:
         if self.ended:
             return
         self.weights = Stage(self, stage)
+        if stage == 0:
+            self.ledger = LineFile(Path(f"{self.process.host}-{self.name}"))
         ports = Ports(self.net, self.exchanges, self.compute, tensors, self.weights, self)
         run, config = self.cluster.run, self.cluster.config
         self.seat = Seat(self, self.name, stage, run, config, ports, self._make_holdings)
@@ -285,6 +299,11 @@ class Node:
             self._validate()
         self.process.after(TICK, self._tick)
 
+    def _write_again(self) -> None:
+        if not self.ended:
+            self.write_again()
+            self.process.after(WRITE_AGAIN, self._write_again)
+
     def _is_direct(self, peer: str) -> bool:
         return self.net.carrier(peer) == ""
 
@@ -317,13 +336,17 @@ class Node:
         self.cluster.check_patience(self, str(told.get("reason")))
 
     def committed(self, commit: pb.Commit) -> None:
-        """The ledger is held against the windows elsewhere."""
+        if self.ledger is not None and commit.step > 0:
+            self.ledger.append(b"%d\n" % commit.step)
 
     def recording(self) -> pb.Recording:
-        if self.stage != 0:
+        if self.ledger is None:
             return pb.NO_LEDGER
-        failing = self.process.host in self.cluster.files.failing
-        return pb.LEDGER_FAILING if failing else pb.LEDGER_WRITTEN
+        return pb.LEDGER_FAILING if self.ledger.trouble else pb.LEDGER_WRITTEN
+
+    def write_again(self) -> None:
+        if self.ledger is not None:
+            self.ledger.flush()
 
     def changed(self) -> None:
         complaints = self.missing.complaints(lambda peer: bool(self.net.carrier(peer)))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import heapq
 import itertools
+import os
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from planaria.node.ports import Priority
@@ -99,8 +102,15 @@ class Files:
     def __init__(self, save_every: int = 0, checkpoint_every: int = 0) -> None:
         """Every so many steps; 0: none are written."""
         self.save_every, self.checkpoint_every = save_every, checkpoint_every
-        self.failing: set[str] = set()  # hosts that can write nothing
+        self.failing: dict[str, float] = {}  # hosts, and what share of their writes fails
+        self.chance: Callable[[float], bool] = bool
+        self.noted: set[int] = set()  # steps that are in a ledger
         self._files: dict[tuple[str, str, int], dict[Age, StageState]] = defaultdict(dict)
+
+    def check(self, host: str) -> None:
+        """Raises OSError when what is being written there can't be."""
+        if host in self.failing and self.chance(self.failing[host]):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def write(self, kind: str, owner: str, state: StageState) -> None:
         """Renamed into place: it is there whole."""
@@ -129,6 +139,42 @@ class Files:
             if (kind, host) == ("save", owner) and files
         ]
         return max(newest)[1] if newest else None
+
+
+class LedgerDisks:
+    """What node/report/line_file.py has of the operating system. A ledger is named HOST-NODE, and
+    its lines are steps."""
+
+    O_WRONLY = O_APPEND = O_CREAT = O_CLOEXEC = 0
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._names: list[str] = []  # by descriptor
+        self._rest: dict[str, bytes] = defaultdict(bytes)  # by name: a line that isn't whole
+
+    def open(self, path: Path, flags: int, mode: int) -> int:
+        self._check(path.name)
+        self._names.append(path.name)
+        return len(self._names) - 1
+
+    def write(self, descriptor: int, data: bytes) -> int:
+        """All of it, or a part, as a disk that is full at times does."""
+        name = self._names[descriptor]
+        self._check(name)
+        if self._fails(name) and self._files.chance(0.3):
+            data = data[: len(data) // 2]
+        *steps, self._rest[name] = (self._rest[name] + data).split(b"\n")
+        self._files.noted.update(map(int, steps))
+        return len(data)
+
+    def close(self, descriptor: int) -> None:
+        self._check(self._names[descriptor])
+
+    def _fails(self, name: str) -> bool:
+        return name.split("-")[0] in self._files.failing
+
+    def _check(self, name: str) -> None:
+        self._files.check(name.split("-")[0])
 
 
 class VirtualDisk:
@@ -162,8 +208,10 @@ class VirtualDisk:
 
     def _written(self, state: StageState) -> None:
         kind, owner, _ = self._folder
-        if self._process.host in self._files.failing:
-            self._failed(f"the {kind} of step {state.id.step} failed: no space left on device")
+        try:
+            self._files.check(self._process.host)
+        except OSError as error:
+            self._failed(f"the {kind} of step {state.id.step} failed: {error.strerror}")
             return
         self._files.write(kind, owner, state)
         self._saved(state.id.age)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from unittest.mock import patch
 
+from planaria.node.report import line_file
 from planaria.node.stage import optimizer
 from planaria.node.state import copies, twin
 from planaria.node.transaction import averaging
@@ -22,7 +23,7 @@ from simulation.cluster import Cluster, Host, InvariantError, Machines, Trap
 from simulation.links import unpacked
 from simulation.network import Connection
 from simulation.node import Node
-from simulation.ports import Files
+from simulation.ports import Files, LedgerDisks
 from simulation.world import Process
 
 TRAPS = ["committed", "committed", "aborted", "rebuilding", "rebuilt", "validated", "finished"]
@@ -55,7 +56,7 @@ def run(
     """Under the seed's own policy unless told. Raises ScenarioError."""
     scenario = (kind or Scenario)(seed, machines or Machines(), policy)
     try:
-        with small_pieces():
+        with small_pieces(), patch.object(line_file, "os", LedgerDisks(scenario.cluster.files)):
             return scenario.run()
     except InvariantError as broken:
         raise ScenarioError(scenario.report(str(broken))) from broken

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.tensors import encode
 from planaria.recovery.decide import Policy
+from simulation.cluster import Host
 from simulation.scenario import Scenario
 
 SHORT, LONG = 2.4, 9.0
@@ -51,7 +53,8 @@ class Sick(Scenario):
             self._blink_long,
             self._isolate_from_nodes,
             self._part_two,
-            self._fail_disk,
+            self._fill_disks,
+            self._err_writing,
             self._fail_journal,
         ]
 
@@ -130,14 +133,27 @@ class Sick(Scenario):
 
     # --- disks
 
-    def _fail_disk(self) -> float:
+    def _fill_disks(self) -> float:
         """Of some hosts: all that they write fails for a while, ledgers too."""
-        failing, hosts = self.cluster.files.failing, sorted(self.cluster.hosts)
+        hosts = sorted(self.cluster.hosts)
         hosts = self.random.sample(hosts, self.random.randint(1, len(hosts)))
-        seconds = self.random.choice([1.0, 5.0, 20.0])
-        self.world.say("disks", f"of {' '.join(hosts)} are full for {seconds:.0f} s")
-        failing.update(hosts)
-        self.world.after(seconds, failing.difference_update, hosts)
+        return self._fail_writes(hosts, 1.0)
+
+    def _err_writing(self) -> float:
+        """Some writes of one host fail."""
+        return self._fail_writes([self.random.choice(sorted(self.cluster.hosts))], 0.3)
+
+    def _fail_writes(self, hosts: list[str], share: float) -> float:
+        failing, seconds = self.cluster.files.failing, self.random.choice([1.0, 5.0, 20.0])
+        names = " ".join(hosts)
+        self.world.say("disks", f"of {names} fail {share:.0%} of writes for {seconds:.0f} s")
+        failing |= dict.fromkeys(hosts, share)
+
+        def heal() -> None:
+            for host in hosts:
+                failing.pop(host, None)
+
+        self.world.after(seconds, heal)
         return seconds
 
     def _fail_journal(self) -> float:
@@ -215,3 +231,47 @@ class Poisoned(Sick):
 class Flipped(Poisoned):
     def ways(self) -> list[Callable[[str, float], None]]:
         return [self._flip_messages]
+
+
+class Spoilt(Poisoned):
+    """What one host computes is not finite."""
+
+    def ways(self) -> list[Callable[[str, float], None]]:
+        return [self._spoil]
+
+    def _spoil(self, host: str, share: float) -> None:
+        self.cluster.spoiling[host] = lambda: self.random.random() < share
+
+    def _heal(self, host: str) -> None:
+        self.cluster.spoiling.pop(host, None)
+
+
+class Corrupted(Sick):
+    """The weights of one replica change, or what an update makes of them is another thing."""
+
+    def _plan_faults(self) -> float:
+        chosen, self.cluster.guilty = self.random, set()
+        when = 0.0
+        for _ in range(chosen.randint(1, 4)):
+            when += chosen.uniform(0.5, 4.0)
+            self.world.after(when, self._strike, self._corrupt)
+        return when
+
+    def _hosts(self, rules: TransactionRules) -> list[Host]:
+        replicas = self.random.choice([2, 2, 3])
+        stages = range(rules.stages + 1)
+        return [Host(f"{replica}{s}", s, False) for replica in "abc"[:replicas] for s in stages]
+
+    def _corrupt(self) -> float:
+        guilty = self.cluster.guilty
+        assert guilty is not None
+        trains = [node for node in self._some() if node.member is not None and node.trains]
+        many = Counter(node.stage for node in trains)
+        trains = [node for node in trains if many[node.stage] > 1]
+        trains = [node for node in trains if not guilty or node.process.host in guilty]
+        if trains:
+            node, update = self.random.choice(trains), self.random.random() < 0.3
+            self.world.say(node.name, "updates wrongly, once" if update else "has wrong weights")
+            guilty.add(node.process.host)
+            self.cluster.corrupt(node, update)
+        return 10.0

@@ -3,6 +3,7 @@ about."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from attempt_swarm import VirtualWork
 from torch import nn
+from xxhash import xxh3_64_intdigest
 
 from planaria.node.ports import Learned
 from planaria.node.stage.lesson import boundary_tensor
@@ -22,8 +24,16 @@ from planaria.node.transaction.attempt import Done, Visit
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
-from planaria.node.wire.frames import Form, Frame, WireError, check_forms
-from planaria.node.wire.tensors import decode, encode
+from planaria.node.wire.frames import (
+    DamagedError,
+    Descriptor,
+    Form,
+    Frame,
+    NonFiniteError,
+    WireError,
+    buffers_of,
+    check_forms,
+)
 from planaria.recovery import checkfree
 from planaria.recovery.decide import INEXACT
 from simulation.fingerprints import (
@@ -39,6 +49,8 @@ if TYPE_CHECKING:
     from simulation.node import Node
 
 CPU = torch.device("cpu")
+CROSSING = Form("float32", (1, 2, 8))
+"""What crosses a boundary."""
 
 
 def row(stage: int) -> StageOptimizer:
@@ -58,12 +70,13 @@ class Work(VirtualWork):
         self.owner = owner
         self.twin: Twin | None = None
         self.step = 0
+        self.lets_through = self.tainted = False  # what is not finite; by what came last
         super().__init__(owner.node.name, owner.stage)
         self.gradient = owner.gradient.numpy()
 
     def begin(self, ballot: Ballot, begin: pb.Begin) -> None:
         super().begin(ballot, begin)
-        self.step = begin.step
+        self.step, self.lets_through = begin.step, begin.non_finite
         if ballot != NEVER:
             self.owner.cluster.check_start(self.owner.node, ballot, begin)
 
@@ -79,25 +92,50 @@ class Work(VirtualWork):
             into = self.ahead.setdefault(owner, np.zeros_like(self.gradient))
         part = "head" if parts[0] == "head" else "stage"
         into[TRAINED] += contribution(self.step, self.stage, visit.microbatch, part).numpy()
-        if self.owner.cluster.overflows(self.step, self.stage):
+        if self.tainted or self.owner.cluster.overflows(self.step, self.stage):
             into[0] = np.inf
 
+    def embed(self, ballot: Ballot, visit: Visit) -> Done | None:
+        self.tainted = False
+        return super().embed(ballot, visit)
+
+    def forward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
+        done = super().forward(ballot, visit, peer, frame)
+        if done is not None and visit.at_head and (self.tainted or self._spoils()):
+            home = done.home or self.homes[visit.microbatch]
+            home.loss = math.nan
+        return done
+
     def _decoded(self, peer: str, frame: Frame) -> bytes:
+        """As node/wire/tensors.py does for larger ones."""
+        payload = b"".join(buffers_of(frame.payload))
         try:
-            check_forms(frame.descriptors, [Form("float32", (1, 2, 8))])
-            (tensor,) = decode(frame.descriptors, frame.payload)
+            check_forms(frame.descriptors, [CROSSING])
+            if xxh3_64_intdigest(payload) != frame.descriptors[0].checksum:
+                raise DamagedError("its checksum is another one")
+            values = np.frombuffer(payload, np.float32)
+            self.tainted = not np.isfinite(values[0])
+            if self.tainted and not self.lets_through:
+                raise NonFiniteError("it is not finite")
         except WireError as error:
             reason = f"{frame.kind} from {peer}: {error}"
             raise ComplaintError(reason, [peer], error.cause) from error
-        return bytes(tensor.view(-1).to(torch.uint8).numpy())
+        return bytes(16) if self.tainted else values.astype(np.uint8).tobytes()
 
     def _onward(self, kind: str, visit: Visit, x: bytes) -> Done:
         done = super()._onward(kind, visit, x)
         assert done.frame is not None
-        values = torch.frombuffer(bytearray(done.frame.payload), dtype=torch.uint8)
-        frame = done.frame
-        frame.descriptors, frame.payload = encode([values.float().view(1, 2, 8)], "none")
+        values = np.frombuffer(b"".join(buffers_of(done.frame.payload)), np.uint8)
+        payload = values.astype(np.float32)
+        if self.tainted or self._spoils():
+            payload[:] = np.nan
+        done.frame.payload = payload.tobytes()
+        checksum = xxh3_64_intdigest(done.frame.payload)
+        done.frame.descriptors = [Descriptor(*CROSSING, checksum, payload.nbytes)]
         return done
+
+    def _spoils(self) -> bool:
+        return self.owner.cluster.spoils(self.owner.node.process.host)
 
 
 def contribution(step: int, stage: int, microbatch: int, part: str) -> torch.Tensor:
@@ -131,6 +169,9 @@ class Stage:
         self.gradient = self.optimizer.gradient
         self.lineage = self.step = 0
         self.void = False  # overwritten by what isn't fit to train yet
+        self.corrupted = False  # not what the commits have made of them
+        self.misapplies = False  # the next update
+        self.told = b""  # the digest that was taken last
         self.work = Work(self)
         self._reduced = self._omega = 0.0
 
@@ -139,7 +180,12 @@ class Stage:
         return read_chain(self.optimizer.weights)
 
     def digest(self) -> bytes:
-        return self.optimizer.digest()
+        self.told = self.optimizer.digest()
+        return self.told
+
+    def corrupt(self) -> None:
+        self.corrupted = True
+        self.optimizer.weights[TRAINED][self.cluster.world.random.randrange(8)] += 1.0
 
     def reduced(self) -> float:
         self._reduced = self.optimizer.squared_norm()
@@ -155,6 +201,9 @@ class Stage:
             scale = commit.lr_scale[self.stage]
             self.optimizer.step(lr * scale, commit.clip_scale[self.stage])
             self._omega = self._reduced
+        if self.misapplies and not commit.skipped:
+            self.misapplies = False
+            self.corrupt()
         write_chain(self.optimizer.weights, after(self.chain, commit))
         self.step = commit.step
         self.optimizer.zero_gradient()
@@ -184,6 +233,7 @@ class Stage:
             self._omega = states[0].omega
         write_chain(self.optimizer.weights, self.cluster.chain_at(sync, states[0]))
         self._sync, self._state = sync, states[0]
+        self.corrupted = False
         if sync.lost:  # to be relearned before it is fit for anything
             self.lineage, self.step, self.void = 0, 0, True
         else:

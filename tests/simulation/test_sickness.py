@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from planaria.node.transaction.attempting import Vote
+from planaria.node.transaction.driver import Driver
+from planaria.node.transaction.effects import Effect
+from simulation.cluster import Machines
 from simulation.scenario import Scenario, ScenarioError, run
-from simulation.sickness import Flipped, Poisoned, Sick
+from simulation.sickness import Corrupted, Flipped, Poisoned, Sick, Spoilt
 
 
-@pytest.mark.parametrize("kind", [Sick, Poisoned, Flipped])
+@pytest.mark.parametrize("kind", [Sick, Poisoned, Flipped, Spoilt, Corrupted])
 def test_what_is_merely_sick_costs_steps_at_most(kind: type[Scenario]) -> None:
     for seed in range(5):
         run(seed, kind=kind)
@@ -21,7 +25,31 @@ class Dying(Sick):
         super()._pause(left, right, 10.0)
 
 
-def test_an_eviction_of_who_has_done_nothing_wrong_is_caught() -> None:
-    with pytest.raises(ScenarioError, match="I6"):
+class Credulous(Driver):
+    """Commits whatever its replicas have."""
+
+    def _diverging(self, vote: Vote, now: float) -> list[Effect] | None:
+        return None
+
+
+class Lenient(Driver):
+    """Lets what is not finite through, and skips the step."""
+
+    def _lets_through(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("kind", "driver", "invariant"),
+    [
+        (Dying, Driver, "I6: .* evicted"),
+        (Corrupted, Credulous, "I2: .* its replicas told of others"),
+        (Spoilt, Lenient, "I6: .* skipped"),
+    ],
+)
+def test_what_costs_more_is_caught(
+    kind: type[Scenario], driver: type[Driver], invariant: str
+) -> None:
+    with pytest.raises(ScenarioError, match=invariant):
         for seed in range(20):
-            run(seed, kind=Dying)
+            run(seed, Machines(driver=driver), kind=kind)
