@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.registry_pb2 import NUMBERS, SILENT, Cause
+from planaria.bootstrap.registry_pb2 import NUMBERS, SHAPE, SILENT, Cause
 from planaria.node.ports import Learned, Ports
 from planaria.node.report.events import (
     Applied,
@@ -30,7 +30,15 @@ from planaria.node.run_file import RunFile
 from planaria.node.stage import learning_rate
 from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.boundary import BoundaryClient, BoundaryServer
-from planaria.node.state.feeding import Gradients, Pins, backlog, gradient_frame, no_gradient
+from planaria.node.state.feeding import (
+    FEWEST,
+    UNSENT,
+    Gradients,
+    Pins,
+    gradient_frame,
+    no_gradient,
+    unsent,
+)
 from planaria.node.state.rebuild import Rebuilding
 from planaria.node.state.relearn import Relearning
 from planaria.node.state.stage_state import Age, StageState, StateId
@@ -60,6 +68,7 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.budget import ITEM, Budget
 from planaria.node.wire.exchange import ComplaintError, Exchange, PeerLostError
 from planaria.node.wire.frames import Frame, WireError
+from planaria.node.wire.measuring import LARGEST
 from planaria.node.wire.outbox import NodeOutbox
 from planaria.recovery.decide import Kind
 
@@ -93,9 +102,11 @@ class Agent:
         self.net, self.exchanges, self.record = ports.net, ports.exchanges, ports.record
         self.arithmetic, self.tensors = ports.arithmetic, ports.tensors
         self.peers: dict[str, int] = {}  # all members, and the stages of their seats
-        self.outbox = NodeOutbox(ports.net, self._undelivered)
+        self.outbox = NodeOutbox(ports.net, self._undelivered, held_bytes(run, config))
         self.held: list[tuple[str, Frame]] = []  # frames of a coming attempt
         self.crossing = crossing_bytes(run, config)
+        self.passing = 4 * run.training.microbatch * config.context * config.dim
+        """Most bytes of a microbatch at a boundary."""
         self.holding = Budget(self.crossing)  # of those frames
         self.flooding: set[str] = set()  # peers that have sent too many of them
         self.attempt: Attempt | None = None
@@ -391,6 +402,9 @@ class Agent:
     def _take(self, peer: str, frame: Frame) -> None:
         """Something of a microbatch."""
         match self.member.frames(Ballot(*frame.ballot)):
+            case Frames.TAKE if frame.size > self.passing:
+                why = f"{peer} sent {frame.size} bytes of a microbatch; at most {self.passing} pass"
+                self.cut_off(Ballot(*frame.ballot), peer, why, SHAPE)
             case Frames.TAKE if self.attempt is not None:
                 self.attempt.take(peer, frame)
             case Frames.HOLD if peer not in self.flooding:
@@ -477,7 +491,7 @@ class Agent:
             partial(gradient_frame, ballot, gradient, self.tensors)
         )
         for joiner in joiners:
-            fits = self.net.unacknowledged_by(joiner) + frame.size <= backlog(gradient)
+            fits = self.net.unacknowledged_by(joiner) + frame.size <= unsent(gradient)
             self.send(joiner, frame if fits else no_gradient(ballot))
 
     async def _take_gradient(self, peer: str, frame: Frame) -> None:
@@ -488,12 +502,16 @@ class Agent:
         if not frame.descriptors:  # too many wait to be sent
             self._carry_out(self.member.gradient_missed(ballot))
             return
-        try:
-            gradient = await self.exchanges.compute(partial(self.gradients.parse, frame))
-        except WireError as error:
-            reason = f"{peer} sent a bad gradient to follow with: {error}"
-            self._carry_out(self.member.gradient_refused(reason, peer, error.cause))
-            return
+        with self.gradients.parsing(frame) as fits:
+            if not fits:
+                self._carry_out(self.member.gradient_missed(ballot))
+                return
+            try:
+                gradient = await self.exchanges.compute(partial(self.gradients.parse, frame))
+            except WireError as error:
+                reason = f"{peer} sent a bad gradient to follow with: {error}"
+                self._carry_out(self.member.gradient_refused(reason, peer, error.cause))
+                return
         if self.gradients.put(ballot, gradient):
             self._carry_out(self.member.gradient_came(ballot, peer))
         else:
@@ -709,6 +727,17 @@ def crossing_bytes(run: RunFile, config: ModelConfig) -> int:
     training = run.training
     count = max(training.microbatches, training.validation_microbatches)
     return 8 * count * training.microbatch * config.context * config.dim + SLACK
+
+
+def frame_bytes(run: RunFile, config: ModelConfig) -> int:
+    """Most bytes of a frame that a node of this run may send."""
+    return max(crossing_bytes(run, config), 4 * max(config.parameters), LARGEST)
+
+
+def held_bytes(run: RunFile, config: ModelConfig) -> int:
+    """Most bytes that may wait here for one peer to take them: what crosses a boundary, what
+    follows, and as much for all that is averaged, copied and fetched."""
+    return crossing_bytes(run, config) + 2 * max(UNSENT, FEWEST * 4 * max(config.parameters))
 
 
 def rules(run: RunFile, config: ModelConfig) -> TransactionRules:

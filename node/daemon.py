@@ -25,7 +25,7 @@ from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.credentials import PLAIN, Credentials
 from planaria.bootstrap.membership import PROTOCOL, to_link
-from planaria.node.agent import Agent
+from planaria.node.agent import Agent, frame_bytes, held_bytes
 from planaria.node.data.corpus import Corpus
 from planaria.node.data.windows import Windows
 from planaria.node.ports import Ports
@@ -147,7 +147,11 @@ class Node:
             run_id,
             self.node,
             events=self,
-            settings=LinkSettings(silence=run.swarm.silence),
+            settings=LinkSettings(
+                silence=run.swarm.silence,
+                payload=frame_bytes(run, config),
+                held=held_bytes(run, config),
+            ),
             credentials=place.credentials,
             insecure=place.insecure,
         )

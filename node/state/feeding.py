@@ -6,7 +6,8 @@ changes its own. The feeder of a joiner sends it the reduced gradient of each at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -19,14 +20,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BACKLOG: Final = 4 << 30
-"""Bytes of gradients that wait, at the feeder to be sent, or at the joiner to be applied."""
+"""Bytes of gradients that wait at the joiner to be applied."""
+UNSENT: Final = 128 << 20
+"""Bytes of gradients that wait at the feeder for one joiner to take them."""
 FEWEST: Final = 4
 """Gradients that may wait, however large they are."""
 
 
 def backlog(gradient: Tensor) -> int:
-    """Bytes of such gradients that may wait."""
+    """Bytes of such gradients that may wait to be applied."""
     return max(BACKLOG, FEWEST * gradient.nbytes)
+
+
+def unsent(gradient: Tensor) -> int:
+    """Bytes of such gradients that may wait for one joiner to take them."""
+    return max(UNSENT, FEWEST * gradient.nbytes)
 
 
 class Pins:
@@ -77,6 +85,18 @@ class Gradients:
     def __init__(self, like: Tensor, tensors: Tensors) -> None:
         self._like, self._tensors = like, tensors
         self._waiting: dict[Ballot, Tensor] = {}
+        self._parsing = 0  # bytes
+
+    @contextmanager
+    def parsing(self, frame: Frame) -> Iterator[bool]:
+        """False: too many wait already."""
+        waiting = len(self._waiting) * self._like.nbytes + self._parsing
+        fits = waiting + frame.size <= backlog(self._like)
+        self._parsing += frame.size * fits
+        try:
+            yield fits
+        finally:
+            self._parsing -= frame.size * fits
 
     def parse(self, frame: Frame) -> Tensor:
         """float32 [n] on the CPU. Raises WireError."""

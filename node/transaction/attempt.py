@@ -231,7 +231,7 @@ class Attempt:
         self._out: set[int] = set()  # injected, and not home
         self._seen: set[Pass] = set()
         self._done: set[Pass] = set()
-        self._early: dict[Pass, list[tuple[str, Frame]]] = {}  # frames, by what comes before them
+        self._early: dict[Pass, dict[Pass, tuple[str, Frame]]] = {}  # by what comes before them
         self._sent: dict[Pass, Frame] = {}  # to maskable nodes
         self._done_ahead: set[int] = set()  # microbatches that were others' when they were done
         self._withheld: dict[Pass, Frame] = {}  # made in another's place
@@ -408,7 +408,7 @@ class Attempt:
         before = visit.before(frame.kind)
         ahead = visit.node != self.node
         if before is not None and before not in self._done:  # it is redone, or done ahead, here
-            self._early.setdefault(before, []).append((peer, frame))
+            self._early.setdefault(before, {})[this] = peer, frame
             if ahead and before.position == 0:
                 self._embed_soon(visit.microbatch, Priority.BACKGROUND)
             return
@@ -529,7 +529,7 @@ class Attempt:
                 case Done() if not self.over:
                     passed(done)
                     self._done.add(this)
-                    for early, frame in self._early.pop(this, []):
+                    for early, frame in self._early.pop(this, {}).values():
                         self.take(early, frame)
                 case _:
                     self._raise_error(done)

@@ -54,6 +54,7 @@ class Outbox:
         self._last = 0
         self._in_flight = 0
         self.unacknowledged = 0  # bytes of payload, queued ones too
+        self.frames = 0  # that these are of
 
     def push(self, frame: Frame, arrived: Callable[[], None] | None = None) -> None:
         """`arrived` is called when the peer has acknowledged all of it. Raises WireError when the
@@ -63,6 +64,7 @@ class Outbox:
         sending = _Sending(frame, frame.head(), _rest_of(frame, 0), frame.size, arrived)
         self._queues[frame.kind].append(sending)
         self.unacknowledged += sending.size
+        self.frames += 1
 
     def next(self) -> bytes | None:
         """The next chunk to send; None while nothing is queued or the window is full."""
@@ -101,6 +103,7 @@ class Outbox:
         self.unacknowledged -= more
         if received == sending.size:
             del self._started[number]
+            self.frames -= 1
             if sending.arrived is not None:
                 sending.arrived()
 

@@ -40,6 +40,7 @@ from planaria.bootstrap.credentials import channel as open_channel
 from planaria.bootstrap.dial import is_there
 from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.node.wire import stage_pb2
+from planaria.node.wire.budget import PEERS
 from planaria.node.wire.chunks import ACKNOWLEDGE_EVERY
 from planaria.node.wire.frames import (
     HEAD_LIMIT,
@@ -99,7 +100,7 @@ class LinkSettings:
     window: int = 16 << 20  # unacknowledged, in each direction
     payload: int = PAYLOAD_LIMIT
     messages: int = 64 << 20  # that a peer hasn't said to have
-    asleep: int = 4 << 30  # of messages and frames that wait while a link sleeps
+    held: int = 4 << 30  # of messages and frames that it hasn't said to have
 
     def __post_init__(self) -> None:
         if not 0 < self.chunk <= CHUNK_LIMIT:
@@ -191,9 +192,8 @@ class _Link:
         self._sent()
 
     def _sent(self) -> None:
-        if why := self.session.overfull(asleep=self.connection is None):
-            self.end(f"{self.peer} {why}")
-        elif self.connection is not None:
+        self._links.bound_what_is_held(self)
+        if self.connection is not None:
             self.connection.wake()
 
     def carry_by(self, connection: _Connection) -> None:
@@ -217,10 +217,7 @@ class _Link:
         if self.over.is_set():
             return
         log.info("the link to %s sleeps: %s", self.peer, connection.reason)
-        if why := self.session.overfull(asleep=True):
-            self.end(f"{self.peer} {why}")
-        else:
-            self._links.dial_soon(self.peer)
+        self._links.dial_soon(self.peer)
 
     def heard(self) -> None:
         self._silence.heard(self._loop.time())
@@ -602,6 +599,15 @@ class Links:
             unfinished = link.session.outbox.unfinished()
             self.events.on_link_lost(link.peer, link.reason, unfinished, link.cause)
 
+    def bound_what_is_held(self, link: _Link) -> None:
+        """Something more waits on this one. Together they may have what `PEERS` of them may; beyond
+        that, the one that has most is lost."""
+        if why := link.session.overfull():
+            link.end(f"{link.peer} {why}")
+        elif sum(one.session.held for one in self._links.values()) > PEERS * self.settings.held:
+            greedy = max(self._links.values(), key=lambda one: one.session.held)
+            greedy.end(f"{greedy.peer} has not taken the last {greedy.session.held} bytes")
+
     def dial_soon(self, node: str) -> None:
         """If it is for this node to do."""
         if self._is_to_call(node) and node not in self._calling:
@@ -721,7 +727,7 @@ class Links:
                 window=settings.window,
                 payload=settings.payload,
                 messages=settings.messages,
-                asleep=settings.asleep,
+                held=settings.held,
             )
             self._begun[node] = Session(next(self._numbers), bounds)
         return self._begun[node]

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from planaria.node.ports import Net
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.budget import Budget
 from planaria.node.wire.frames import Frame
 
 PATIENCE: Final = 3.0
 """Seconds that an item waits for a link to come up."""
-LIMIT: Final = 4096
-"""Items for a peer that wait, at most."""
+
+
+class _Waiting(NamedTuple):
+    since: float
+    item: pb.Message | Frame
+    size: int
 
 
 class NodeOutbox:
@@ -22,25 +27,29 @@ class NodeOutbox:
     """
 
     def __init__(
-        self, net: Net, undelivered: Callable[[str, pb.Message | Frame, str], None]
+        self, net: Net, undelivered: Callable[[str, pb.Message | Frame, str], None], limit: int
     ) -> None:
+        """`limit`: bytes for a peer that wait."""
         self._net, self._undelivered = net, undelivered
-        self._waiting: dict[str, list[tuple[float, pb.Message | Frame]]] = {}
+        self._waiting: dict[str, list[_Waiting]] = {}
+        self._budget = Budget(limit)
 
     def send(self, peer: str, item: pb.Message | Frame, member: bool, now: float) -> bool:
         """False: there is no link, and there will be none, since the peer is no `member`, or too
         much waits for it already."""
         if peer not in self._waiting and self._net.send(peer, item):
             return True
-        if not member or len(self._waiting.get(peer, ())) >= LIMIT:
+        size = item.size if isinstance(item, Frame) else item.ByteSize()
+        if not member or self._budget.spend(peer, size):
             return False
-        self._waiting.setdefault(peer, []).append((now, item))
+        self._waiting.setdefault(peer, []).append(_Waiting(now, item, size))
         self._net.demand(peer)
         return True
 
     def linked(self, peer: str) -> None:
         """A link to `peer` is up."""
-        for _, item in self._waiting.pop(peer, []):
+        for _, item, size in self._waiting.pop(peer, []):
+            self._budget.free(peer, size)
             self._net.send(peer, item)
 
     def tick(self, now: float) -> None:
@@ -48,9 +57,10 @@ class NodeOutbox:
             if self._net.linked(peer):
                 self.linked(peer)
                 continue
-            late = [item for since, item in waiting if now - since > PATIENCE]
+            late = [one for one in waiting if now - one.since > PATIENCE]
             del waiting[: len(late)]
             if not waiting:
                 del self._waiting[peer]
-            for item in late:
+            for _, item, size in late:
+                self._budget.free(peer, size)
                 self._undelivered(peer, item, f"no link to {peer} came up in {PATIENCE:.0f} s")

@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_hexdigest
 
+from planaria.node.wire.budget import ITEM
 from planaria.node.wire.chunks import Inbox, Outbox
 from planaria.node.wire.frames import KINDS, UINT64, DamagedError, Frame, WireError
 
@@ -110,7 +111,7 @@ class Bounds:
     window: int  # of frames under way
     payload: int  # of one frame that comes in
     messages: int  # that the peer has not said to have
-    asleep: int  # messages and payload of frames that wait for a new connection
+    held: int  # messages and frames that it has not said to have
 
 
 class _Sending(NamedTuple):
@@ -139,7 +140,7 @@ class Session:
     def send(self, message: bytes, arrived: Callable[[], None] | None = None) -> None:
         """`arrived` is called when the peer has it."""
         self._waiting.append(_Sending(message, arrived))
-        self._message_bytes += len(message)
+        self._message_bytes += len(message) + ITEM
 
     def send_frame(self, frame: Frame, arrived: Callable[[], None] | None = None) -> None:
         """`arrived` is called when the peer has all of it. Raises WireError when the frame can't
@@ -156,14 +157,14 @@ class Session:
     @property
     def held(self) -> int:
         """Bytes that are kept until the peer has them."""
-        return self._message_bytes + self.outbox.unacknowledged
+        return self._message_bytes + self.outbox.unacknowledged + ITEM * self.outbox.frames
 
-    def overfull(self, asleep: bool) -> str:
+    def overfull(self) -> str:
         """Why the link can't be kept; empty: it can."""
         if self._message_bytes > self._bounds.messages:
             return f"has not taken the last {self._message_bytes} bytes of messages"
-        if asleep and self.held > self._bounds.asleep:
-            return f"can't be reached, and {self.held} bytes wait for it"
+        if self.held > self._bounds.held:
+            return f"has not taken the last {self.held} bytes"
         return ""
 
     # --- receiving
@@ -177,7 +178,7 @@ class Session:
             raise WireError(f"{count} messages acknowledged, which can't be")
         for _ in range(count - self._acknowledged):
             message, arrived = self._sent.popleft()
-            self._message_bytes -= len(message)
+            self._message_bytes -= len(message) + ITEM
             if arrived is not None:
                 arrived()
         self._acknowledged = count

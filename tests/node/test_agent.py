@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import NoReturn
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from conversing import AtOnce, Nodes, VirtualNet
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.node.agent import Agent
+from planaria.node.agent import Agent, crossing_bytes, frame_bytes, held_bytes
 from planaria.node.ports import Ports
 from planaria.node.report.events import Event
 from planaria.node.run_file import loads
@@ -24,6 +25,7 @@ from planaria.node.transaction.member import MemberPhase
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.frames import Frame
+from planaria.node.wire.measuring import LARGEST
 from planaria.recovery.snapshot import Layout
 
 RUN = loads(
@@ -190,6 +192,29 @@ def test_who_floods_a_node_that_is_in_no_attempt_is_accused_at_the_registry() ->
     for frame in flood(ATTEMPT, 64):
         seat.agent.on_frame("c", frame, 0.0)
     assert (seat.agent.held, seat.record.suspected) == ([], ["c"])
+
+
+def test_who_sends_more_than_a_microbatch_has_is_accused_before_it_is_computed_on() -> None:
+    seat = Seat("b")
+    seat.hears("a", ATTEMPT, step=begin())
+    (frame,) = flood(ATTEMPT, 1)
+    seat.agent.on_frame("a", frame, 0.0)
+    to, cut = seat.net.sent[-1]
+    assert to == "a"
+    assert isinstance(cut, pb.Message)
+    assert (cut.cut.node, cut.cut.cause) == ("a", registry.SHAPE)
+    assert cut.cut.reason.startswith("a sent 1048576 bytes of a microbatch; at most ")
+
+
+def test_what_a_run_sends_bounds_what_waits_and_every_frame() -> None:
+    config = model_config(RUN.model, vocabulary=16)
+    gradient = 4 * max(config.parameters)
+    assert gradient < crossing_bytes(RUN, config) < LARGEST == frame_bytes(RUN, config)
+    assert held_bytes(RUN, config) == crossing_bytes(RUN, config) + (256 << 20)
+    large = replace(config, dim=4096, hidden=11008, layers=8 * config.stages, heads=32, kv_heads=32)
+    gradient = 4 * max(large.parameters)
+    assert frame_bytes(RUN, large) == gradient > 4 << 30
+    assert held_bytes(RUN, large) == crossing_bytes(RUN, large) + 8 * gradient
 
 
 def test_what_is_held_of_attempts_that_never_came_makes_room_before_anybody_is_accused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -94,3 +95,14 @@ def test_gradients_wait_in_bounds_until_they_are_applied() -> None:
         assert waiting.put(Ballot(1, 9), GRADIENT)
     with pytest.raises(KeyError):
         waiting.get(Ballot(1, 1))
+
+
+def test_what_is_parsed_counts_among_what_waits() -> None:
+    waiting, frame = Gradients(GRADIENT, tensors), gradient_frame(BALLOT, GRADIENT, tensors)
+    with patch.object(feeding, "BACKLOG", 0), ExitStack() as parsing:
+        waiting.put(BALLOT, GRADIENT)
+        fit = [parsing.enter_context(waiting.parsing(frame)) for _ in range(FEWEST + 1)]
+        assert fit == [True] * (FEWEST - 1) + [False] * 2
+        parsing.close()
+        with waiting.parsing(frame) as fits:
+            assert fits

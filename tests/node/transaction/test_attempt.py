@@ -388,6 +388,13 @@ def test_what_comes_before_what_it_needs_waits_for_that() -> None:
     assert sent == [("2.0", "activation"), ("0.0", "gradient")]
 
 
+def test_what_comes_early_again_and_again_waits_once() -> None:
+    node, _ = working(Swarm(2, random.Random(0)), "1.0")
+    for _ in range(100):
+        comes(node, "2.0", "gradient", 0, 1)
+    assert [len(early) for early in node.attempt._early.values()] == [1]
+
+
 def test_where_the_next_stage_is_computed_too_it_is_when_nothing_else_is_to_be_done() -> None:
     node, compute = working(Swarm(1, random.Random(0)), "1.0")
     node.workplace.redundant = True

@@ -4,7 +4,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from planaria.bootstrap.credentials import Credentials
 from planaria.bootstrap.registry_pb2 import CHECKSUM, SHAPE, Cause
 from planaria.node.wire import link
+from planaria.node.wire.budget import ITEM
 from planaria.node.wire.frames import Frame, WireError, pack_chunk, seal
 from planaria.node.wire.link import Links, LinkSettings, Peer
 from planaria.node.wire.session import Hello, Silence
@@ -289,7 +290,9 @@ def metadata(node: Node, dialler: str, /, **changes: str) -> tuple[tuple[str, st
 async def dialled(node: Node, dialler: str, /, **changes: str) -> AsyncIterator[dict[str, Any]]:
     """The two streams of a link, without Links at this end."""
     pairs = metadata(node, dialler, **changes)
-    async with grpc.aio.insecure_channel(node.address) as channel, asyncio.timeout(DEADLINE):
+    own = [("grpc.use_local_subchannel_pool", 1)]  # a connection, as Links has
+    channels = grpc.aio.insecure_channel(node.address, own)
+    async with channels as channel, asyncio.timeout(DEADLINE):
         calls: dict[str, Any] = {
             name: channel.stream_stream(f"/planaria.node.Stage/{name}")(metadata=pairs)
             for name in ("Control", "Bulk")
@@ -603,7 +606,7 @@ async def test_a_link_that_sleeps_is_dialled_by_whoever_can() -> None:
 
 
 async def test_no_more_than_the_bound_waits_for_a_link_that_sleeps() -> None:
-    a, b = Node("a", settings=replace(QUICK, asleep=20_000)), Node("b")
+    a, b = Node("a", settings=replace(QUICK, held=20_000 + 2 * ITEM)), Node("b")
     async with started(a, b), Wire(b.address) as wire:
         b.address = wire.address
         view(1, a, b)
@@ -612,18 +615,47 @@ async def test_no_more_than_the_bound_waits_for_a_link_that_sleeps() -> None:
         for number in range(3):
             assert a.links.send("b", frame(9000, number=number))
         peer, reason, lost = await a.events.next("lost")
-        assert (peer, reason) == ("b", "b can't be reached, and 27000 bytes wait for it")
+        assert (peer, reason) == ("b", f"b has not taken the last {27_000 + 3 * ITEM} bytes")
         assert len(lost) == 3
         assert not a.links.send("b", frame())
 
 
+async def test_who_acknowledges_nothing_is_lost_with_what_waits_for_it() -> None:
+    """It listens, and its heartbeats come."""
+    b = Node("b", settings=replace(QUICK, held=20_000))
+    async with started(b):
+        b.links.set_peers(1, [Peer("c", ""), b.peer()], [])
+        async with dialled(b, "c"):
+            await b.events.next("up")
+            for number in range(9):
+                b.links.send("c", frame(9000, number=number))
+            assert (await b.events.next("lost"))[1].startswith("c has not taken the last 2")
+
+
+async def test_so_much_waits_for_all_links_together_and_the_one_with_most_is_lost() -> None:
+    b = Node("b", settings=replace(QUICK, held=9 * (1000 + ITEM)))
+    names = "cdefgh"
+    async with started(b), AsyncExitStack() as stack:
+        b.links.set_peers(1, [b.peer(), *(Peer(name, "") for name in names)], [])
+        for name in names:
+            await stack.enter_async_context(dialled(b, name))
+            await b.events.next("up")
+        for count, name in zip((6, 6, 8, 6, 6, 5), names, strict=True):
+            for number in range(count):
+                assert b.links.send(name, frame(1000, number=number))
+        peer, reason, lost = await b.events.next("lost")
+        assert (peer, reason) == ("e", f"e has not taken the last {8 * (1000 + ITEM)} bytes")
+        assert len(lost) == 8
+        assert b.links.peers == ["c", "d", "f", "g", "h"]
+
+
 async def test_messages_that_are_not_taken_are_bounded_too() -> None:
-    a, b = Node("a", settings=replace(QUICK, messages=1000)), Node("b")
+    a, b = Node("a", settings=replace(QUICK, messages=1000 + ITEM)), Node("b")
     async with started(a, b):
         view(1, a, b)
         await up(a, b)
         a.links.send("b", Message(failed={"reason": "x" * 2000}))
-        assert (await a.events.next("lost"))[1].startswith("b has not taken the last 20")
+        assert (await a.events.next("lost"))[1].startswith("b has not taken the last 30")
 
 
 async def test_a_view_without_the_peer_ends_a_link_that_sleeps_as_lost() -> None:

@@ -3,9 +3,12 @@ from __future__ import annotations
 import pytest
 from conversing import VirtualNet
 
-from planaria.node.wire import outbox
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.budget import ITEM
+from planaria.node.wire.frames import Frame
 from planaria.node.wire.outbox import NodeOutbox
+
+LIMIT = 64 * ITEM
 
 
 @pytest.fixture
@@ -22,7 +25,7 @@ def never(peer: str, item: object, reason: str) -> None:
 
 
 def test_what_waits_for_a_link_goes_first(links: VirtualNet) -> None:
-    box = NodeOutbox(links, never)
+    box = NodeOutbox(links, never, LIMIT)
     assert box.send("a", message(1), True, 0.0)
     links.up.add("a")  # and nobody has said so yet
     assert box.send("a", message(2), True, 0.1)
@@ -34,7 +37,7 @@ def test_what_waits_for_a_link_goes_first(links: VirtualNet) -> None:
 
 
 def test_a_link_that_came_up_unsaid_is_found(links: VirtualNet) -> None:
-    box = NodeOutbox(links, never)
+    box = NodeOutbox(links, never, LIMIT)
     box.send("a", message(1), True, 0.0)
     links.up.add("a")
     box.tick(99.0)
@@ -42,14 +45,14 @@ def test_a_link_that_came_up_unsaid_is_found(links: VirtualNet) -> None:
 
 
 def test_nothing_waits_for_who_is_no_member(links: VirtualNet) -> None:
-    box = NodeOutbox(links, never)
+    box = NodeOutbox(links, never, LIMIT)
     assert not box.send("stranger", message(1), False, 0.0)
     assert links.demanded == []
 
 
 def test_who_waits_too_long_is_told(links: VirtualNet) -> None:
     told: list[tuple[str, object, str]] = []
-    box = NodeOutbox(links, lambda *what: told.append(what))
+    box = NodeOutbox(links, lambda *what: told.append(what), LIMIT)
     box.send("a", message(1), True, 0.0)
     box.send("a", message(2), True, 2.0)
     box.tick(3.0)
@@ -63,7 +66,25 @@ def test_who_waits_too_long_is_told(links: VirtualNet) -> None:
     assert links.sent == [("a", message(3))]
 
 
-def test_so_much_waits_and_no_more(links: VirtualNet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox, "LIMIT", 2)
-    box = NodeOutbox(links, never)
-    assert [box.send("a", message(i), True, 0.0) for i in range(3)] == [True, True, False]
+def test_so_much_waits_and_no_more_for_one_and_in_all(links: VirtualNet) -> None:
+    box = NodeOutbox(links, never, LIMIT)
+    half = Frame("activation", (1, 1), {}, [], bytes(LIMIT // 2 - ITEM))
+    assert [box.send("a", half, True, 0.0) for _ in range(3)] == [True, True, False]
+    for peer in "bcd":
+        assert [box.send(peer, half, True, 0.0) for _ in range(3)] == [True, True, False]
+    assert not box.send("e", message(1), True, 0.0), "four have all that there is"
+    links.up.add("a")
+    box.tick(1.0)
+    assert links.sent == [("a", half)] * 2
+    assert [box.send("e", half, True, 1.0) for _ in range(3)] == [True, True, False]
+
+
+def test_what_no_link_came_for_makes_room(links: VirtualNet) -> None:
+    told: list[tuple[str, object, str]] = []
+    box = NodeOutbox(links, lambda *what: told.append(what), LIMIT)
+    frame = Frame("activation", (1, 1), {}, [], bytes(LIMIT - ITEM))
+    assert box.send("a", frame, True, 0.0)
+    assert not box.send("a", message(1), True, 3.0)
+    box.tick(3.1)
+    assert [item for _, item, _ in told] == [frame]
+    assert box.send("a", frame, True, 3.2)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from planaria.node.wire.budget import ITEM
 from planaria.node.wire.frames import KINDS, Frame, WireError, buffers_of, parse_chunk
 from planaria.node.wire.session import (
     Begun,
@@ -18,7 +19,7 @@ from planaria.node.wire.session import (
     Session,
 )
 
-BOUNDS = Bounds(chunk=10, window=30, payload=1000, messages=200, asleep=500)
+BOUNDS = Bounds(chunk=10, window=30, payload=1000, messages=12 * (ITEM + 9), held=20 * (ITEM + 25))
 
 
 @given(
@@ -130,7 +131,7 @@ class TwoEnds(RuleBasedStateMachine):
         self.lose_if_overfull(end)
 
     def lose_if_overfull(self, end: End) -> None:
-        if end.session.overfull(end.connection is None):
+        if end.session.overfull():
             end.begin_anew()
 
     # --- what a connection carries
@@ -285,8 +286,7 @@ class TwoEnds(RuleBasedStateMachine):
     @invariant()
     def what_is_held_is_bounded(self) -> None:
         for end in self.ends:
-            awake = end.connection is not None
-            assert awake or end.session.held <= BOUNDS.asleep + 45 + 10
+            assert end.session.held <= BOUNDS.held
 
     def teardown(self) -> None:
         """Once a connection holds, all of it comes."""
