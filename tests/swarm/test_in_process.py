@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
+import weakref
 from collections.abc import Iterator
 from functools import cache
 from itertools import islice, pairwise
@@ -400,3 +402,19 @@ async def test_nodes_measure_their_links_while_they_train(corpus, tmp_path):
             assert {link.peer for link in client.reported.links} <= {c.node for c in reports}
             assert all(link.rtt_ms > 0 and link.mbps > 1 for link in client.reported.links)
         assert sum(len(client.reported.links) for client in reports) >= len(reports)
+
+
+async def test_nothing_is_left_of_a_node_that_joins_anew(corpus, tmp_path):
+    """Its stage takes as much memory as the next one's."""
+    run = small(stages=1, replicas=2)
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 2)
+        node = swarm.nodes[1, 1][0]
+        parts = node, node.links, node.seat, node.seat.arithmetic, node.compute
+        left = [weakref.ref(part) for part in parts]
+        client = node.client
+        del node, parts
+        await swarm.kill(1, 1)
+        client.on_view = client.on_evicted = lambda _: None
+        gc.collect()
+        assert [ref() for ref in left] == [None] * 5
