@@ -182,11 +182,18 @@ class LocalSwarm:
             await asyncio.gather(task, return_exceptions=True)
         self.ticking.cancel()
 
-    def start(self, stage: int | None, replica: int, advertise: str = "127.0.0.1:0") -> OneSeat:
-        """`stage`: None for a standby, when every stage has its replicas."""
-        listen = "127.0.0.1:0" if advertise else None
+    def start(
+        self,
+        stage: int | None,
+        replica: int,
+        advertise: str = "127.0.0.1:0",
+        listen: str = "127.0.0.1:0",
+    ) -> OneSeat:
+        """`stage`: None for a standby, when every stage has its replicas. Who advertises nothing
+        does not listen."""
         saves = self.saves and self.saves / f"{stage}.{replica}"
-        place = NodePlace(stage, listen, advertise, torch.device("cpu"), self.out, "here", saves)
+        cpu, listens = torch.device("cpu"), listen if advertise else None
+        place = NodePlace(stage, listens, advertise, cpu, self.out, "here", saves)
         client = LocalClient(self.registry)
         corpus = None if stage else self.corpus
         node = OneSeat(place, "run", self.run, self.config, corpus, client, 1.0)
