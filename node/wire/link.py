@@ -1030,6 +1030,9 @@ class Links:
                 link.end(f"{dialler} has lost the link, and dialled anew")
             else:
                 del self._begun[dialler]
+            if hello.other:  # of what is over now, which an old hello of this node has told it
+                gone = f"{self.node} has no such link any more"
+                raise _Refused(StatusCode.DATA_LOSS, gone) from None
             session, link = self._session(dialler), None
         if link is not None:
             link.detach(f"{dialler} dialled anew")

@@ -212,7 +212,7 @@ class Session:
             raise Outdated("another connection has come up")
         if hello.other not in (0, self.number):
             raise Forgotten(f"its session {hello.other} is over")
-        if self.other and hello.session > self.other and not hello.other:
+        if self.other and hello.session > self.other:
             raise Begun("the peer has begun anew")
         if self.other and hello.session != self.other:
             raise Outdated(f"a session {hello.session}, after {self.other}")

@@ -46,6 +46,18 @@ def frame(size: int, kind: str, number: int) -> Frame:
     return Frame(kind, (1, 1), {"number": number}, [], (content[:cut], b"", content[cut:]))
 
 
+def test_an_old_hello_that_comes_to_a_newer_session_leaves_neither_end_stuck() -> None:
+    one, other = Session(2, BOUNDS), Session(1, BOUNDS)
+    old = other.hello()
+    other.resume(one.hello())
+    one = Session(3, BOUNDS)
+    one.resume(old)
+    with pytest.raises(Begun):
+        other.resume(one.hello())
+    with pytest.raises(Forgotten):
+        Session(2, BOUNDS).resume(one.hello())
+
+
 class Connection:
     """Two ordered pipes in each direction, which lose what is in them when they break."""
 
