@@ -84,6 +84,28 @@ async def test_who_sends_what_cannot_be_used_is_taken_out_and_nobody_else_is(
         assert not any(node.over.done() for node in others)
 
 
+async def test_who_floods_with_frames_of_a_coming_attempt_is_taken_out(corpus, tmp_path):
+    async with LocalSwarm(PAIRS, corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 2)
+        sick, others = swarm.nodes[1, 1][0], [n for n, _ in swarm.nodes.values()]
+        others.remove(sick)
+        fields = {"microbatch": 0, "position": 1}
+        flood = Frame("activation", (1 << 40, 1), fields, [], bytes(1 << 20))
+
+        def floods_until_it_is_out() -> bool:
+            for peer, stage in sick.seat.peers.items():
+                if sick.links.unacknowledged_by(peer) < 4 << 20:
+                    sick.links.send(peer, replace(flood, seat=stage))
+            assert all(n.seat.holding.used <= n.seat.crossing for n in others)
+            return sick.over.done()
+
+        await swarm.until(floods_until_it_is_out)
+        assert "has sent more than the" in sick.over.result()
+        at = swarm.committed()
+        await swarm.until(lambda: swarm.committed() >= at + 3)
+        assert not any(node.over.done() for node in others)
+
+
 @pytest.mark.parametrize("norm", [1e300, -1e30])
 async def test_a_wild_norm_sets_nobodys_clip_scale(corpus, tmp_path, norm):
     async with LocalSwarm(PAIRS, corpus, tmp_path) as swarm:
