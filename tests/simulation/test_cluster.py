@@ -121,9 +121,9 @@ def test_invariants_hold_whatever_fails(seeds: range) -> None:
     ("machines", "policy", "invariant", "first"),
     [
         (Machines(member=DoubleCounting), None, "I1|I3", 0),
-        (Machines(member=Muddled), "checkfree", "I[12]", 3),
-        (Machines(member=Forgetful), None, "stopped without need|but .* had it|I3", 6),
-        (Machines(driver=Oblivious), None, "stopped without need|but .* had it|I3", 6),
+        (Machines(member=Muddled), "checkfree", "I[12]", 14),
+        (Machines(member=Forgetful), None, "stopped without need|but .* had it|I3", 8),
+        (Machines(driver=Oblivious), None, "stopped without need|but .* had it|I3", 8),
         (Machines(driver=Presumptuous), None, "I[234]", 20),
         (Machines(holder=Hasty), "checkfree+", "I5: .* announces a copy", 0),
         (Machines(driver=Timeless), "checkpoint", "I3", 0),
