@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -32,12 +33,15 @@ class Sick(Scenario):
     """Links that blink, or lose what goes one way; disks that fail; a registry whose journal lags
     behind."""
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.world.straggling = 0.0  # what comes late is a blink, or a probe is answered too late
+
     def _rules(self, policy: Policy | None) -> TransactionRules:
         return replace(super()._rules(policy), steps=10)
 
     def _plan_faults(self) -> float:
         chosen, self.cluster.guilty = self.random, set()
-        self.world.straggling = 0.0  # what comes late is a blink
         self.rested: dict[frozenset[str], float] = {}  # by pair of hosts: from when on
         when = 0.0
         for fault in chosen.choices(self._faults(), k=chosen.randint(1, 6)):
