@@ -18,11 +18,13 @@ _ANOTHER = (StatusCode.NOT_FOUND, StatusCode.UNIMPLEMENTED)
 async def is_there(node: str, address: str, credentials: Credentials, seconds: float) -> bool:
     """Whether the node answers at HOST:PORT: it serves the health of a service named as itself.
 
-    False at once where the machine has nobody at the port, or another node; and after `seconds`
-    without any answer, in which a network that was away may have come back.
+    False at once where the machine has nobody at the port, or another node, or something that takes
+    connections and ends them (what forwards the port of a container does), twice running; and after
+    `seconds` without any answer, in which a network that was away may have come back.
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
+    ended = 0
     while (left := end - loop.time()) > 0:
         try:
             async with asyncio.timeout(left):
@@ -31,10 +33,11 @@ async def is_there(node: str, address: str, credentials: Credentials, seconds: f
         except ConnectionRefusedError:
             return False
         except grpc.aio.AioRpcError as error:
-            if error.code() in _ANOTHER:
+            ended += 1
+            if error.code() in _ANOTHER or ended == 2:
                 return False
         except OSError:  # TimeoutError too: no way to it, at the moment
-            pass
+            ended = 0
         await asyncio.sleep(min(PAUSE, max(0.0, end - loop.time())))
     return False
 

@@ -54,8 +54,8 @@ class MembershipRules:
     max_replicas: int = 64  # nodes a stage that are useful; more become standbys
     start_grace: float = 20.0  # wait for `replicas` no longer than this once each stage has a node
     lease: float = 5.0
-    probe_timeout: float = 1.5
-    reconnect: float = 0.4  # for a node whose KeepAlive stream broke to come back
+    probe_timeout: float = 3.0
+    reconnect: float = 0.4  # for a node that has lost its stream, and is gone, to come back
     dial_timeout: float = 4.0  # for a silent member to answer who dials it
     restart_grace: float | None = None  # lease + 1
     data: str = ""  # content hash that stage-0 nodes must have; empty: not checked
@@ -148,6 +148,8 @@ class _Node:
     report: Report = field(default_factory=Report)
     streaming: bool = False
     lost: float | None = None  # when its stream broke
+    dial: int = 0  # number of the question whether it is there, since then
+    gone: bool = False  # it isn't
     probe: int = 0  # number of the unanswered probe; 0: none
     probed: float = 0.0
     accusers: dict[str, str] = field(default_factory=dict)  # accuser -> why, until settled
@@ -159,6 +161,10 @@ class _Node:
     def leaving(self) -> bool:
         """It has said that it will leave soon."""
         return self.report.leaving
+
+    def awaited(self, reconnect: float) -> float:
+        """Until when it has to come back, since it has lost its stream and is gone."""
+        return self.lost + reconnect if self.lost is not None and self.gone else math.inf
 
     def heard(self, lease: float, now: float) -> bool:
         """Whether it lives, as far as anybody can tell."""
@@ -297,7 +303,7 @@ class Membership:
         node = self._nodes.get(renewal.node)
         effects = self.renewed(renewal, now)
         if node is not None:
-            node.streaming, node.lost = True, None
+            node.streaming, node.lost, node.dial, node.gone = True, None, 0, False
             if node.probe:
                 self._effects.append(Probe(renewal.node, node.probe))
             elif node.accusers:
@@ -328,12 +334,14 @@ class Membership:
         return effects
 
     def stream_lost(self, name: str, now: float) -> list[Effect]:
-        """The node's newest KeepAlive stream broke; it has `reconnect` seconds to come back."""
+        """The node's newest KeepAlive stream broke. A machine whose process has ended refuses who
+        dials it; one whose network is away doesn't, and has its lease to come back, as has one that
+        can't be dialled."""
         node = self._nodes.get(name)
-        if node is not None and node.streaming:
-            node.streaming, node.lost = False, now
-            self._schedule(name, node)
-        return []
+        if node is None or not node.streaming:
+            return []
+        node.streaming = False
+        return self._miss(node, now)
 
     def suspect(self, suspicion: Suspicion, now: float) -> list[Effect]:
         """A member finds another one silent, or accuses it for cause. Raises Refused when the
@@ -361,9 +369,9 @@ class Membership:
                 self._doom(accused, node, reason)
                 return self.tick(now)
         if not node.streaming:
-            node.lost = now if node.lost is None else node.lost
+            effects = self._miss(node, now) if node.lost is None else []
             self._schedule(accused, node)
-            return []
+            return effects
         if node.probe:
             return []
         self._probes += 1
@@ -371,12 +379,16 @@ class Membership:
         self._schedule(accused, node)
         return [Probe(accused, node.probe)]
 
-    def dialled(self, question: int, node: str, answered: bool) -> None:
+    def dialled(self, question: int, name: str, answered: bool) -> None:
         """What came of a `Dial`."""
         if self._question is not None and self._question.number == question:
-            self._question.open.discard(node)
+            self._question.open.discard(name)
             if answered:
-                self._question.answered[node] = "the registry"
+                self._question.answered[name] = "the registry"
+        node = self._nodes.get(name)
+        if node is not None and node.dial == question and not answered:
+            node.gone = True
+            self._schedule(name, node)
 
     def leave(self, name: str, why: str, now: float) -> list[Effect]:
         """A node says goodbye. Leaving twice changes nothing."""
@@ -749,8 +761,7 @@ class Membership:
     def _deadline(self, node: _Node) -> float:
         """When the node's time may be over."""
         due = node.renewed + self.rules.lease
-        if node.lost is not None:
-            due = min(due, node.lost + self.rules.reconnect)
+        due = min(due, node.awaited(self.rules.reconnect))
         if node.probe:
             due = min(due, node.probed + self.rules.probe_timeout)
         return -math.inf if node.doomed else due
@@ -763,7 +774,7 @@ class Membership:
         accused = "".join(f"; suspected by {a}: {w}" for a, w in named)
         if node.probe and now >= node.probed + self.rules.probe_timeout:
             return f"no answer to a probe for {self.rules.probe_timeout:g} s{accused}"
-        if node.lost is not None and now >= node.lost + self.rules.reconnect:
+        if now >= node.awaited(self.rules.reconnect):
             return f"its stream broke, and none came for {self.rules.reconnect:g} s{accused}"
         if now >= node.renewed + self.rules.lease:
             return f"not renewed for {self.rules.lease:g} s{accused}"
@@ -806,6 +817,13 @@ class Membership:
     def _doom(self, name: str, node: _Node, reason: str) -> None:
         node.doomed = reason
         self._schedule(name, node)
+
+    def _miss(self, node: _Node, now: float) -> list[Effect]:
+        """It has no stream any more."""
+        self._questions += 1
+        node.lost, node.dial = now, self._questions
+        name, address = node.member.node, node.member.address
+        return [Dial(node.dial, name, address, self.rules.lease)] if address else []
 
     def _answered(self, node: _Node, now: float) -> list[Effect]:
         """The accused is alive. Whether it can be reached is another question, see cuts.py."""

@@ -19,8 +19,6 @@ Codec = Literal["none", "bf16", "fp16", "int8"]
 
 HEARTBEAT = 0.5
 """Seconds between two signs of life on a link (node/wire/link.py)."""
-PROBE = 1.5
-"""Seconds that a suspected node has to answer the registry (bootstrap/membership.py)."""
 
 
 LEASE = 1.0
@@ -203,7 +201,7 @@ class SwarmSection(Section):
     @model_validator(mode="after")
     def noticeable(self) -> SwarmSection:
         """An attempt that waits for a lost node must last until the node is noticed."""
-        noticed = max(self.lease, self.silence + PROBE)
+        noticed = max(self.lease, self.silence)
         if self.progress < 2 * noticed:
             raise ValueError(
                 f"progress = {self.progress:g}: with lease = {self.lease:g} and silence = "

@@ -59,12 +59,13 @@ def farthest(swarm: Swarm) -> float:
 
 def noticed(swarm: Swarm, churn: Churn, stage: int) -> float:
     """From a loss until the driver has a view without the node: its connection to the registry is
-    reset and not renewed, or it is silent and doesn't answer. One that was given notice says that
-    it leaves."""
+    reset and nobody is there, or it is silent and its lease runs out. One that was given notice
+    says that it leaves."""
     if churn.notice:
         wait = 0.0
     elif churn.silent:
-        wait = swarm.run.swarm.silence + _REGISTRY.probe_timeout
+        times = swarm.run.swarm
+        wait = min(times.silence + _REGISTRY.probe_timeout, times.lease)
     else:
         wait = _REGISTRY.reconnect
     return wait + to_registry(swarm, stage) + to_registry(swarm, 0)

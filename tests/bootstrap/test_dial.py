@@ -63,6 +63,17 @@ async def test_one_that_takes_connections_and_says_nothing_is_not_there() -> Non
         assert not await is_there("a", f"127.0.0.1:{port}", PLAIN, 0.3)
 
 
+async def test_a_port_that_takes_connections_and_ends_them_has_nobody_behind_it() -> None:
+    """As what forwards the port of a container whose process is gone."""
+
+    async def end(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    async with await asyncio.start_server(end, "127.0.0.1", 0) as forwarding:
+        port = forwarding.sockets[0].getsockname()[1]
+        assert not await is_there("a", f"127.0.0.1:{port}", PLAIN, LONG)
+
+
 async def test_a_host_that_does_not_exist_is_looked_for_as_long_as_was_asked() -> None:
     assert not await is_there("a", "no-such-host.invalid:1", PLAIN, 0.3)
 

@@ -99,6 +99,15 @@ class Swarm:
         suspicion = Suspicion(accuser=accuser, accused=accused, why=why, cause=cause)
         return self.after(self.machine.suspect(suspicion, self.now))
 
+    def lose(self, node: str, there: bool | None = None) -> list[Effect]:
+        """Its stream breaks; `there`: what the registry's dial comes to, once it is told."""
+        effects = self.after(self.machine.stream_lost(node, self.now))
+        for dial in effects:
+            assert isinstance(dial, Dial)
+            if there is not None:
+                self.machine.dialled(dial.question, dial.node, there)
+        return effects
+
     def answer(self) -> list[Effect]:
         (probe,) = (e for e in self.effects if isinstance(e, Probe))
         return self.renew(probe.node, probe=probe.number)
@@ -388,16 +397,55 @@ def test_lease_runs_out_unless_renewed() -> None:
     assert swarm.wait(2.8) == [], "5.1 s after joining, 2.9 after renewing"
 
 
-def test_broken_stream_evicts_unless_the_node_comes_back() -> None:
+def test_broken_stream_of_one_that_is_gone_evicts_unless_it_comes_back() -> None:
     swarm = full(reconnect=0.4)
-    swarm.after(swarm.machine.stream_lost("n1", swarm.now))
+    assert swarm.lose("n1", there=False) == [Dial(1, "n1", "n1:1", 5.0)]
     swarm.now += 0.3
     swarm.open("n1")
     assert swarm.wait(0.2) == []
-    swarm.after(swarm.machine.stream_lost("n1", swarm.now))
+    swarm.lose("n1", there=False)
     evict, _ = swarm.wait(0.5)
     assert isinstance(evict, Evict)
     assert "its stream broke" in evict.reason
+
+
+@pytest.mark.parametrize("there", [True, None])
+def test_who_is_there_though_its_stream_broke_has_its_lease_to_come_back(
+    there: bool | None,
+) -> None:
+    """None: its network is away, and so nobody has answered yet."""
+    swarm = full(reconnect=0.4, lease=5)
+    swarm.now += 1
+    for node in swarm.nodes():
+        swarm.renew(node)
+    swarm.lose("n1", there)
+    swarm.suspect("n0", "n1")
+    assert swarm.wait(3.9) == []
+    swarm.renew("n0")
+    swarm.renew("n2")
+    evict, _, _ = swarm.wait(1.2)
+    assert isinstance(evict, Evict)
+    assert "not renewed for 5 s" in evict.reason
+
+
+def test_an_answer_about_a_stream_before_the_last_one_comes_too_late() -> None:
+    swarm = full(reconnect=0.4)
+    (dial,) = swarm.lose("n1")
+    assert isinstance(dial, Dial)
+    swarm.open("n1")
+    swarm.lose("n1")
+    swarm.machine.dialled(dial.question, "n1", False)
+    assert swarm.wait(0.5) == []
+
+
+def test_who_only_dials_out_has_its_lease_to_come_back() -> None:
+    swarm = Swarm(reconnect=0.4, lease=5)
+    for stage, address in enumerate(["n0:1", "", "n2:1"]):
+        swarm.join(f"n{stage}", stage, address)
+    swarm.open(*swarm.nodes())
+    assert swarm.lose("n1") == []
+    swarm.suspect("n0", "n1")
+    assert swarm.wait(4.9) == []
 
 
 def test_suspect_answers_alive() -> None:
@@ -424,11 +472,11 @@ def test_an_ordinary_renewal_is_no_answer_to_a_probe() -> None:
 
 def test_suspect_without_a_stream_has_the_time_to_reconnect() -> None:
     swarm = full(reconnect=0.4)
-    swarm.after(swarm.machine.stream_lost("n1", swarm.now))
+    swarm.lose("n1", there=False)
     assert swarm.suspect("n0", "n1") == []
     swarm.open("n1")
     assert swarm.effects == [Settle("n1", True, "n1 answered the registry's probe")]
-    swarm.after(swarm.machine.stream_lost("n1", swarm.now))
+    swarm.lose("n1", there=False)
     swarm.suspect("n0", "n1")
     _, settle, _ = swarm.wait(0.5)
     assert isinstance(settle, Settle)

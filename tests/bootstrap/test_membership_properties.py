@@ -141,12 +141,18 @@ class Registry(RuleBasedStateMachine):
         self.after(event(renewal, self.now))
         self.renewed[renewal.node] = self.now
 
-    @rule(pick=PICK)
-    def break_stream(self, pick: int) -> None:
+    @rule(pick=PICK, there=st.sampled_from([True, False, None]))
+    def break_stream(self, pick: int, there: bool | None) -> None:
+        """`there`: what the registry's dial comes to; None: nothing yet."""
         node = self.node(pick)
         if node in self.machine._nodes and self.machine._nodes[node].streaming:
             self.broken.add(node)
-        self.after(self.machine.stream_lost(node, self.now))
+        dials = self.machine.stream_lost(node, self.now)
+        self.after(dials)
+        for dial in dials:
+            assert isinstance(dial, Dial)
+            if there is not None:
+                self.machine.dialled(dial.question, node, there)
 
     @rule(accuser=PICK, accused=PICK)
     def suspect(self, accuser: int, accused: int) -> None:

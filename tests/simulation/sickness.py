@@ -20,9 +20,6 @@ from simulation.scenario import Scenario
 SHORT, LONG = 2.4, 9.0
 """Seconds that a blink lasts at most; `swarm.silence` is 3. A long one is of links between nodes
 only."""
-OF_REGISTRY = 1.2
-"""Seconds that a blink of links to the registry lasts at most: whoever has been suspected has to
-answer its probe in 1.5."""
 REST = 8.0
 """Seconds that links have after a long blink before the next."""
 PERIODS = [1.0, 2.0, 4.0, 9.0]
@@ -86,8 +83,7 @@ class Sick(Scenario):
         period, times = self.random.choice(PERIODS), self.random.randint(1, 6)
         when = self.random.uniform(0.0, period)
         for _ in range(times):
-            longest = OF_REGISTRY if "registry" in (*left, *right) else SHORT
-            seconds = min(longest, self.random.uniform(0.0, 0.9 * period))
+            seconds = min(SHORT, self.random.uniform(0.0, 0.9 * period))
             self.world.after(when, self._pause, left, right, seconds)
             when += period
         return when + SHORT

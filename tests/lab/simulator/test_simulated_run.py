@@ -214,7 +214,7 @@ def test_silence_takes_longer_to_notice_and_notice_none() -> None:
             Churn(at=at("2.1@10"), notice=60.0),
         )
     )
-    assert silent == pytest.approx(one.run.swarm.silence + 1.5 + 2 * DELAY)
+    assert silent == pytest.approx(one.run.swarm.lease + 2 * DELAY)
     assert told < loud < silent
 
 
