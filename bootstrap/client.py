@@ -48,7 +48,7 @@ _RETRIED = (
     StatusCode.UNAVAILABLE,
     StatusCode.DEADLINE_EXCEEDED,
     StatusCode.RESOURCE_EXHAUSTED,
-    StatusCode.ABORTED,  # what a registry says whose members are alive and not heard
+    StatusCode.ABORTED,  # what a registry says that waits for others of its members
 )
 
 
@@ -246,7 +246,7 @@ class RegistryClient:
     ) -> T:
         """Asks at one address after the other until one answers or refuses."""
         clock = asyncio.get_running_loop().time
-        end, pause = clock() + deadline, FIRST_PAUSE
+        end, pause, told = clock() + deadline, FIRST_PAUSE, ""
         while True:
             try:
                 return await call(self._stub(), min(ATTEMPT, max(0.1, end - clock())))
@@ -255,6 +255,10 @@ class RegistryClient:
                     raise JoinRefused(_refusal(error, self._address)) from error
                 if clock() + pause >= end:
                     self._give_up(error, deadline)
+                why = error.details() or ""
+                if error.code() is StatusCode.ABORTED and why != told:
+                    told = why
+                    log.info("waiting to be let in: %s", why)
             await self._next_address()
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)

@@ -603,7 +603,7 @@ class Membership:
         other = self._unreachable(request.address, stage)
         if other is not None and not self._somebody_carries():
             raise Refused(
-                "FAILED_PRECONDITION",
+                "ABORTED",  # who can be dialled may come yet
                 f"at stage {stage} the node would have to talk to {other.node} "
                 f"({_place(other)}), and neither of the two can be dialled, nor anybody who could "
                 "carry for them; give one of them `--advertise HOST:PORT`, or choose another stage",

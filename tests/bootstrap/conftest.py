@@ -82,9 +82,11 @@ class Place:
     def client(self) -> RegistryClient:
         return RegistryClient([self.address], self.credentials)
 
-    async def node(self, name: str, stage: int | None = None) -> Node:
+    async def node(self, name: str, stage: int | None = None, address: str = "") -> Node:
         client = self.client()
-        request = JoinRequest(protocol=PROTOCOL, node=name, address=f"{name}:1", stage=stage)
+        request = JoinRequest(
+            protocol=PROTOCOL, node=name, address=address or f"{name}:1", stage=stage
+        )
         node = Node(name, client, await client.join(request))
         self.nodes.append(node)
         async with asyncio.timeout(DEADLINE):

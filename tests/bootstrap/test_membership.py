@@ -296,6 +296,17 @@ def test_where_nobody_can_carry_those_who_only_dial_out_stand_by() -> None:
     assert swarm.stage("b") is None
 
 
+def test_one_that_only_dials_out_waits_for_somebody_who_can_carry() -> None:
+    swarm = Swarm(stages=2)
+    swarm.join("a", 1, address="")
+    with pytest.raises(Refused, match="give one of them `--advertise HOST:PORT`") as refused:
+        swarm.join("b", 2, address="")
+    assert refused.value.code == "ABORTED", "it asks again"
+    swarm.join("open", 0)
+    swarm.join("b", 2, address="")
+    assert swarm.stage("b") == 2
+
+
 def test_two_neighbours_that_only_dial_out_get_a_relay_at_once() -> None:
     swarm = Swarm(stages=2, lease=5)
     for stage, (node, address) in enumerate([("open", "open:1"), ("a", ""), ("b", "")]):

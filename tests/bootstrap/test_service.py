@@ -89,7 +89,8 @@ async def test_each_node_hears_of_each_new_member_in_order(place: Any) -> None:
 
 
 async def test_a_crashed_node_is_evicted_when_its_stream_breaks(place: Any) -> None:
-    a, b = await place.node("a"), await place.node("b")
+    nobody = "127.0.0.1:1"
+    a, b = await place.node("a"), await place.node("b", address=nobody)
     await b.stop()
     view = await a.sees(lambda view: names(view) == {"a"})
     assert "its stream broke" in view.reason
