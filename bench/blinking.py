@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from planaria.lab.chaos.command import RUN
-from planaria.lab.chaos.outcome import Record, judge
+from planaria.lab.chaos.outcome import RunRecord, judge
 from planaria.lab.chaos.schedule import BLINKS, EVERYBODY, Fault, Shape
 from planaria.lab.chaos.swarm import SickSwarm
 from planaria.node.data.prepare import Recipe, prepare
@@ -63,7 +63,7 @@ def blinking(replicas: int, out: Path) -> Figures:
     outcome = judge(out / "run", {}, asyncio.run(train()))
     if outcome["broken"]:
         raise SystemExit("\n".join(outcome["broken"]))
-    record = Record.read(out / "run")
+    record = RunRecord.read(out / "run")
     committed = {e.event.step: e.time for e in record.events if isinstance(e.event, Committed)}
     commits = sorted(committed.values())
     ratios, quiet = {}, []

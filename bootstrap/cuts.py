@@ -30,7 +30,7 @@ MOST_COMPLAINTS = 64  # by one node
 MOST_PAIRS = 10_000
 
 
-class Swarm(Protocol):
+class KnownMembers(Protocol):
     """What the cuts need to know of the members."""
 
     def names(self) -> Iterable[str]:
@@ -151,7 +151,7 @@ class Cuts:
             if pair.idle < math.inf:
                 pair.idle = min(now, pair.idle + seconds)
 
-    def review(self, swarm: Swarm, now: float) -> list[Relayed | Goes]:
+    def review(self, known: KnownMembers, now: float) -> list[Relayed | Goes]:
         """What is to be done now. At most one has to go, after which this is to be called again."""
         done: list[Relayed | Goes] = []
         if now < self._looked + self.lease / LOOKS:
@@ -160,10 +160,10 @@ class Cuts:
             if not pair.complaints:
                 if now - pair.clear >= 2 * self.lease or not pair.via:
                     done += self._over(key, pair)
-            elif swarm.heard(key[0]) and swarm.heard(key[1]):
-                patience = self.lease if swarm.linkable(*key) else 0.0
+            elif known.heard(key[0]) and known.heard(key[1]):
+                patience = self.lease if known.linkable(*key) else 0.0
                 if now - pair.since >= patience:
-                    done += self._see_to(swarm, key, pair, now)
+                    done += self._see_to(known, key, pair, now)
             if done and isinstance(done[-1], Goes):
                 return done
         self._looked = now
@@ -179,8 +179,8 @@ class Cuts:
     def relays(self) -> list[Relay]:
         return [Relay(a=a, b=b, via=p.via) for (a, b), p in sorted(self._pairs.items()) if p.via]
 
-    def listed(self, swarm: Swarm, now: float) -> list[Cut]:
-        """For people."""
+    def listed(self, known: KnownMembers, now: float) -> list[Cut]:
+        """The cuts, as `planaria status` tells them."""
         return [
             Cut(
                 a=a,
@@ -188,7 +188,7 @@ class Cuts:
                 seconds=now - pair.since,
                 via=pair.via,
                 carried=bool(pair.via) and pair.carried,
-                state=self._state(swarm, a, b),
+                state=self._state(known, a, b),
             )
             for (a, b), pair in sorted(self._pairs.items())
             if pair.complaints
@@ -230,18 +230,18 @@ class Cuts:
         return [Relayed(f"{a} and {b} reach each other again")] if pair.via else []
 
     def _see_to(
-        self, swarm: Swarm, key: tuple[str, str], pair: _Pair, now: float
+        self, known: KnownMembers, key: tuple[str, str], pair: _Pair, now: float
     ) -> list[Relayed | Goes]:
         """They have been cut off from each other for long."""
         a, b = key
         former = pair.via
-        if former and self._goes_on(swarm, key, pair, now):
+        if former and self._goes_on(known, key, pair, now):
             return []
-        pair.via = self._third(swarm, key, pair)
+        pair.via = self._third(known, key, pair)
         pair.idle = now if pair.via else math.inf
         seconds = now - pair.unlinked
         in_vain = len(pair.failed) >= MOST_TRIED or not pair.via
-        if in_vain and seconds >= 2 * self.lease and (goes := self._goes(swarm, a, b)):
+        if in_vain and seconds >= 2 * self.lease and (goes := self._goes(known, a, b)):
             stays = _other(key, goes)
             return [Goes(goes, f"unreachable from {stays} for {seconds:.0f} s, though alive")]
         if pair.via:
@@ -252,7 +252,7 @@ class Cuts:
             pair.failed.clear()
         return [Relayed(f"nobody carries for {a} and {b} any more")] if former else []
 
-    def _goes_on(self, swarm: Swarm, key: tuple[str, str], pair: _Pair, now: float) -> bool:
+    def _goes_on(self, known: KnownMembers, key: tuple[str, str], pair: _Pair, now: float) -> bool:
         """Whether their relay does its work, or may yet."""
         apart = {node for node in key if self._stands(pair.via, node)}
         if pair.carried:
@@ -262,28 +262,28 @@ class Cuts:
         if apart or now - pair.idle >= self.lease:
             pair.failed[pair.via] = apart
             return False
-        return self._reaches(swarm, pair.via, key)
+        return self._reaches(known, pair.via, key)
 
-    def _third(self, swarm: Swarm, key: tuple[str, str], pair: _Pair) -> str:
+    def _third(self, known: KnownMembers, key: tuple[str, str], pair: _Pair) -> str:
         """Who is to carry for them: who has links to both for other reasons before who would have
         to dial, then who carries for the fewest, then the oldest. Empty: there is none."""
         carried = Counter(other.via for other in self._pairs.values())
         found = [
             node
-            for node in swarm.names()
-            if node not in key and node not in pair.failed and self._reaches(swarm, node, key)
+            for node in known.names()
+            if node not in key and node not in pair.failed and self._reaches(known, node, key)
         ]
 
         def cost(node: str) -> tuple[bool, int]:
-            linked = all(swarm.neighbours(node, one) for one in key)
+            linked = all(known.neighbours(node, one) for one in key)
             return not linked, carried[node]
 
         return min(found, key=cost, default="")
 
-    def _reaches(self, swarm: Swarm, node: str, others: Iterable[str]) -> bool:
+    def _reaches(self, known: KnownMembers, node: str, others: Iterable[str]) -> bool:
         """As far as anybody has said."""
-        return swarm.heard(node) and all(
-            swarm.linkable(node, other) and not self._apart(node, other) for other in others
+        return known.heard(node) and all(
+            known.linkable(node, other) and not self._apart(node, other) for other in others
         )
 
     def _stands(self, a: str, b: str) -> bool:
@@ -298,16 +298,16 @@ class Cuts:
             for key in keys
         )
 
-    def _reached(self, swarm: Swarm, node: str, but: str) -> bool:
+    def _reached(self, known: KnownMembers, node: str, but: str) -> bool:
         """Whether anybody but that one can reach it."""
-        others = (other for other in swarm.names() if other not in (node, but))
+        others = (other for other in known.names() if other not in (node, but))
         return any(
-            self._reaches(swarm, other, [node])
+            self._reaches(known, other, [node])
             or ((pair := self._pairs.get(_key(node, other))) is not None and pair.carried)
             for other in others
         )
 
-    def _goes(self, swarm: Swarm, a: str, b: str) -> str:
+    def _goes(self, known: KnownMembers, a: str, b: str) -> str:
         """Which of the two. Empty: neither.
 
         Only one without whom the other can do its work, which somebody else has to reach. A last
@@ -315,24 +315,24 @@ class Cuts:
         one that is cut off from more members has the bad connection; where that says nothing, the
         one whose stage has more nodes; then the newcomer.
         """
-        reached = {a: self._reached(swarm, a, b), b: self._reached(swarm, b, a)}
-        order = {name: number for number, name in enumerate(swarm.names())}
+        reached = {a: self._reached(known, a, b), b: self._reached(known, b, a)}
+        order = {name: number for number, name in enumerate(known.names())}
         free = [
             node
             for node, other in ((a, b), (b, a))
-            if reached[other] and (not swarm.spared(node) or not reached[node])
+            if reached[other] and (not known.spared(node) or not reached[node])
         ]
         return max(
             free,
-            key=lambda n: (not swarm.spared(n), self.cut_off(n), swarm.replicas(n), order[n]),
+            key=lambda n: (not known.spared(n), self.cut_off(n), known.replicas(n), order[n]),
             default="",
         )
 
-    def _state(self, swarm: Swarm, a: str, b: str) -> str:
+    def _state(self, known: KnownMembers, a: str, b: str) -> str:
         pair = self._pairs[a, b]
         if pair.via:
             return f"{pair.via} {'carries' if pair.carried else 'is to carry'} for them"
-        if self._third(swarm, (a, b), pair) or self._goes(swarm, a, b):
+        if self._third(known, (a, b), pair) or self._goes(known, a, b):
             return "they may reach each other yet"
         return "nobody can carry for them, and neither can be spared"
 

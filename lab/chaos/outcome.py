@@ -79,7 +79,7 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRecord:
     """Of one run, as it was written, until its processes were ended."""
 
     faults: Sequence[Began]
@@ -90,7 +90,7 @@ class Record:
     """Node -> why the registry dropped it, by the registry's logs."""
 
     @staticmethod
-    def read(out: Path) -> Record:
+    def read(out: Path) -> RunRecord:
         faults = [
             Began(one["kind"], one["slot"], one["time"], one["time"] + one["seconds"], one["pid"])
             for one in _lines(out / FAULTS)
@@ -105,7 +105,7 @@ class Record:
         events = entries(read_events(out / "logs"))
         ending = [n for n, one in enumerate(events) if isinstance(one.event, SwarmEnding)]
         events = events[: ending[-1] if ending else None]
-        return Record(faults, views, events, [Taken(**one) for one in _lines(out / TAKEN)], gone)
+        return RunRecord(faults, views, events, [Taken(**one) for one in _lines(out / TAKEN)], gone)
 
     def slots(self) -> dict[str | None, str]:
         """Node -> slot."""
@@ -169,7 +169,7 @@ class Toll(NamedTuple):
     stop: float
 
 
-def tolls(record: Record, commits: Sequence[float]) -> list[Toll]:
+def tolls(record: RunRecord, commits: Sequence[float]) -> list[Toll]:
     """Of every fault, in the order in which they began. `commits`: as in `steps_lost`."""
     found = []
     for fault in record.faults:
@@ -181,7 +181,7 @@ def tolls(record: Record, commits: Sequence[float]) -> list[Toll]:
     return found
 
 
-def _noticed(record: Record, fault: Began) -> float | None:
+def _noticed(record: RunRecord, fault: Began) -> float | None:
     been = [
         entry.node
         for entry in record.events
@@ -223,7 +223,7 @@ class Eviction(NamedTuple):
     after: float  # seconds since the first view
 
 
-def evictions(record: Record) -> list[Eviction]:
+def evictions(record: RunRecord) -> list[Eviction]:
     """Members whom the registry dropped, by its views; who said goodbye is not among them."""
     slots = record.slots()
     first_had: dict[str | None, float] = {}
@@ -264,7 +264,7 @@ class Exit(NamedTuple):
     log: str
 
 
-def exits(record: Record) -> list[Exit]:
+def exits(record: RunRecord) -> list[Exit]:
     told = [entry for entry in record.events if isinstance(entry.event, Exited)]
     return [
         Exit(e.event.slot, e.event.how, record.guilty_of(e.event.slot, e.time), e.event.log)
@@ -306,7 +306,7 @@ def differing(events: Iterable[Entry]) -> Differing:
     return Differing(sorted(at_last), steps)
 
 
-def guesses(record: Record) -> list[tuple[int, str, str]]:
+def guesses(record: RunRecord) -> list[tuple[int, str, str]]:
     """Rebuilds that were not exact: stage, method, and the fault that a node of it had (empty: no
     node of it had died or done anything wrong)."""
     inexact = {
@@ -387,7 +387,7 @@ def judge(out: Path, setting: Mapping[str, Any], stuck: str) -> dict[str, Any]:
     what kept it from going on at the end."""
     for path in out.glob(f"{NODES}/*/*.jsonl"):
         shutil.copy(path, out / "logs")  # as if all nodes had one folder
-    record = Record.read(out)
+    record = RunRecord.read(out)
     commits = {e.event.step: e.time for e in record.events if isinstance(e.event, Committed)}
     times = sorted(commits.values())
     gaps = [later - earlier for earlier, later in pairwise(times)]

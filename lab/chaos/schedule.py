@@ -27,7 +27,7 @@ there, and who waits for it gives up after 30."""
 Blame = Literal["guilty", "innocent"]
 
 
-class Kind(NamedTuple):
+class FaultKind(NamedTuple):
     """Of fault. `seconds`: until it is healed, from and to."""
 
     blame: Blame  # innocent: the node makes progress and does nothing wrong
@@ -39,23 +39,23 @@ class Kind(NamedTuple):
 
 BLINKS: Final = {f"blink {every} s": every for every in (1, 2, 4, 9)}
 """Kinds of fault: seconds between two resets."""
-KINDS: Final[Mapping[str, Kind]] = {
-    "kill": Kind("guilty", (0.0, 2.0), weight=4.0),
-    "stop": Kind("guilty", (1.0, 12.0)),
-    "registry kill": Kind("innocent", (0.0, 2.0), "registry", weight=0.5),
-    "reset": Kind("innocent", (0.0, 0.0)),
-    **{kind: Kind("innocent", (10.0, 25.0), "everybody", weight=0.25) for kind in BLINKS},
-    "one way": Kind("innocent", (1.0, 10.0)),
-    "cut": Kind("innocent", (5.0, 30.0)),
-    "hang": Kind("guilty", (5.0, 25.0)),
-    "crawl": Kind("innocent", (5.0, 20.0)),
-    "slow disk": Kind("innocent", (5.0, 20.0)),
-    "full disk": Kind("innocent", (5.0, 20.0)),
-    "nan": Kind("guilty", (0.0, 2.0), needs_replica=True),
-    "wrong shape": Kind("guilty", (0.0, 2.0), needs_replica=True),
-    "wrong dtype": Kind("guilty", (0.0, 2.0), needs_replica=True),
-    "wild norm": Kind("guilty", (0.0, 2.0), needs_replica=True),
-    "flipped weight": Kind("guilty", (0.0, 2.0), needs_replica=True),
+KINDS: Final[Mapping[str, FaultKind]] = {
+    "kill": FaultKind("guilty", (0.0, 2.0), weight=4.0),
+    "stop": FaultKind("guilty", (1.0, 12.0)),
+    "registry kill": FaultKind("innocent", (0.0, 2.0), "registry", weight=0.5),
+    "reset": FaultKind("innocent", (0.0, 0.0)),
+    **{kind: FaultKind("innocent", (10.0, 25.0), "everybody", weight=0.25) for kind in BLINKS},
+    "one way": FaultKind("innocent", (1.0, 10.0)),
+    "cut": FaultKind("innocent", (5.0, 30.0)),
+    "hang": FaultKind("guilty", (5.0, 25.0)),
+    "crawl": FaultKind("innocent", (5.0, 20.0)),
+    "slow disk": FaultKind("innocent", (5.0, 20.0)),
+    "full disk": FaultKind("innocent", (5.0, 20.0)),
+    "nan": FaultKind("guilty", (0.0, 2.0), needs_replica=True),
+    "wrong shape": FaultKind("guilty", (0.0, 2.0), needs_replica=True),
+    "wrong dtype": FaultKind("guilty", (0.0, 2.0), needs_replica=True),
+    "wild norm": FaultKind("guilty", (0.0, 2.0), needs_replica=True),
+    "flipped weight": FaultKind("guilty", (0.0, 2.0), needs_replica=True),
 }
 """`kill`: SIGKILL, and another process in its place once it is healed. `stop`: SIGSTOP to SIGCONT.
 `reset`: RST for what was dialled to the node. `blink ...`: the same for all, again and again.

@@ -87,7 +87,7 @@ class _Direction:
     late: float = 0.0
 
 
-class Relay:
+class PacketRelay:
     """Carries packets between devices; `now` on the monotonic clock, in seconds."""
 
     def __init__(self, devices: Sequence[int], pipes: Mapping[tuple[int, int], Pipe]) -> None:
@@ -163,7 +163,7 @@ def make_machine(number: int) -> tuple[int, int]:
     return namespace, device
 
 
-def carry(relay: Relay, devices: Sequence[int], control: int) -> None:
+def carry(relay: PacketRelay, devices: Sequence[int], control: int) -> None:
     """Carries packets until `control` ends. Answers each line from there with the traffic so
     far."""
     while True:
@@ -197,7 +197,7 @@ def main() -> None:
     pipes = {(number[a], number[b]): pipe for (a, b), pipe in network.pipes().items()}
     devices = [device for _, device in machines]
     print(json.dumps({"namespaces": [namespace for namespace, _ in machines]}), flush=True)
-    carry(Relay(devices, pipes), devices, control)
+    carry(PacketRelay(devices, pipes), devices, control)
 
 
 if __name__ == "__main__":

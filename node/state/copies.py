@@ -68,7 +68,7 @@ REMEMBERED: Final = 16  # of this node's own states
 REASON_LIMIT: Final = 200  # characters
 
 
-class Budget:
+class Allowance:
     """A token bucket as deep as one item: what leaves in any time is at most its share of the rate,
     and one item. Pure; `now` is in seconds of any one clock."""
 
@@ -211,7 +211,7 @@ class Sender:
         self._state = state
         self._send = send
         self._silence = silence
-        self._budget = Budget(outgoing.bytes_per_second)
+        self._budget = Allowance(outgoing.bytes_per_second)
         paced = min(FRAME, max(LEAST_FRAME, PACE * outgoing.bytes_per_second))
         self._frame = int(paced) // 4 * 4
         self._recipients: dict[str, _Recipient] = {}

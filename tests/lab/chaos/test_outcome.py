@@ -15,7 +15,7 @@ from planaria.lab.chaos.outcome import (
     WARM,
     Began,
     Change,
-    Record,
+    RunRecord,
     appetites,
     broken,
     differing,
@@ -60,7 +60,7 @@ def event(time: float, kind: str, node: str = "", **fields: Any) -> dict[str, An
     return {"time": time, "kind": kind, "node": node, **fields}
 
 
-def record(*lines: dict[str, Any], **parts: Any) -> Record:
+def record(*lines: dict[str, Any], **parts: Any) -> RunRecord:
     """Of alice at 1.0 and bob at 1.1, who both had stage 1 at time 10."""
     lives = [
         event(1.0 + number, kind, name, **fields)
@@ -73,7 +73,7 @@ def record(*lines: dict[str, Any], **parts: Any) -> Record:
         )
     ]
     parts = {"faults": [], "views": [], "taken": [], **parts}
-    return Record(events=entries([*lives, *lines, event(99.0, "committed", step=9)]), **parts)
+    return RunRecord(events=entries([*lives, *lines, event(99.0, "committed", step=9)]), **parts)
 
 
 def test_steps_are_lost_in_long_gaps_and_by_what_was_there():

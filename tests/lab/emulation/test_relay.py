@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from planaria.lab.emulation.links import Pipe, TokenBucket
-from planaria.lab.emulation.relay import Relay, address, wire_bytes
+from planaria.lab.emulation.relay import PacketRelay, address, wire_bytes
 
 HEADER = bytes(10)
 
@@ -52,7 +52,7 @@ def test_packets_reach_who_they_are_for_when_they_are_due(machines):
         (0, 1): Pipe([TokenBucket(8)], 0.1),  # a byte in a microsecond
         (0, 2): Pipe([TokenBucket(8)], 0.02),
     }
-    relay = Relay(devices, pipes)
+    relay = PacketRelay(devices, pipes)
     for to, body in ((1, b"first"), (1, b"second"), (2, b"third")):
         a.send(packet(address(to), body))
     relay.take(devices[0], 5.0)
@@ -73,7 +73,7 @@ def test_packets_reach_who_they_are_for_when_they_are_due(machines):
 
 def test_what_is_for_nobody_is_passed_over(machines):
     (a, b), devices = machines(2)
-    relay = Relay(devices, {(0, 1): Pipe([TokenBucket(8)], 0.0)})
+    relay = PacketRelay(devices, {(0, 1): Pipe([TokenBucket(8)], 0.0)})
     a.send(packet("192.0.2.1", b"lost"))
     a.send(packet(address(0), b"to itself"))
     a.send(b"short")
@@ -84,7 +84,7 @@ def test_what_is_for_nobody_is_passed_over(machines):
 
 def test_a_full_queue_drops_and_counts(machines):
     (a, _), devices = machines(2)
-    relay = Relay(devices, {(0, 1): Pipe([TokenBucket(0.001)], 0.0)})  # 8 ms a byte
+    relay = PacketRelay(devices, {(0, 1): Pipe([TokenBucket(0.001)], 0.0)})  # 8 ms a byte
     for _ in range(8):
         a.send(packet(address(1), bytes(60_000)))
         relay.take(devices[0], 0.0)
@@ -102,7 +102,7 @@ def test_a_packet_counts_as_the_segments_that_a_card_would_cut_it_into():
 
 def test_a_receiver_that_takes_no_more_loses_packets_and_nothing_else(machines):
     (a, b), devices = machines(2)
-    relay = Relay(devices, {(0, 1): Pipe([TokenBucket(1e6)], 0.0)})
+    relay = PacketRelay(devices, {(0, 1): Pipe([TokenBucket(1e6)], 0.0)})
     sent = 0
     while not (dropped := relay.traffic()[0][2].dropped):
         a.send(packet(address(1), bytes(1000)))

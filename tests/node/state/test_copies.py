@@ -18,7 +18,7 @@ from planaria.bootstrap.registry_pb2 import CHECKSUM, Cause
 from planaria.node.ports import Priority
 from planaria.node.run_file import SnapshotSection
 from planaria.node.state import copies
-from planaria.node.state.copies import Budget, Holder, Kind, Outgoing, Sender
+from planaria.node.state.copies import Allowance, Holder, Kind, Outgoing, Sender
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.transfer import StateClient, StateServer
 from planaria.node.wire import stage_pb2 as pb
@@ -859,7 +859,7 @@ def test_what_is_overlaid_counts_before_those_who_ask_then_can_look() -> None:
 def test_no_time_sees_more_than_its_share_and_one_item(
     rate: float, items: list[tuple[int, float]]
 ) -> None:
-    budget, now, left = Budget(rate), 0.0, []
+    budget, now, left = Allowance(rate), 0.0, []
     for size, pause in items:
         now += pause
         now += budget.wait(now)
@@ -873,7 +873,7 @@ def test_no_time_sees_more_than_its_share_and_one_item(
 
 
 def test_a_budget_does_not_hold_back_more_than_it_must() -> None:
-    budget, now = Budget(100.0), 0.0
+    budget, now = Allowance(100.0), 0.0
     for _ in range(10):
         now += budget.wait(now)
         budget.spend(50, now)
