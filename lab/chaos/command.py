@@ -138,7 +138,8 @@ def _one(run: RunFile, shape: Shape, minutes: float, seed: int, out: Path, logs:
 
     outcome = judge(folder, setting, asyncio.run(train()))
     out.mkdir(parents=True, exist_ok=True)
-    result.write_text(json.dumps(outcome, indent=1) + "\n", encoding="utf-8")
+    lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in outcome.items())
+    result.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     console.print(table([outcome]), markup=False, highlight=False, soft_wrap=True)
     for sentence in outcome["broken"]:
         errors.print(f"broken: {sentence}", markup=False, highlight=False, soft_wrap=True)
