@@ -369,9 +369,7 @@ class Membership:
                 self._doom(accused, node, reason)
                 return self.tick(now)
         if not node.streaming:
-            effects = self._miss(node, now) if node.lost is None else []
-            self._schedule(accused, node)
-            return effects
+            return self._miss(node, now) if node.lost is None else []
         if node.probe:
             return []
         self._probes += 1
