@@ -28,6 +28,15 @@ from planaria.node.wire.frames import (
     seal,
     unseal,
 )
+from planaria.node.wire.link import (
+    DIRECTLY,
+    FAREWELL,
+    FIRST_PAUSE,
+    HEAD_START,
+    LONGEST_PAUSE,
+    LOOK,
+    LinkSettings,
+)
 from planaria.node.wire.session import (
     Begun,
     Bounds,
@@ -42,15 +51,7 @@ from simulation.network import SILENCE, WATCH, Connection, Network
 if TYPE_CHECKING:
     from simulation.node import Node
 
-# As in node/wire/link.py, in seconds.
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
-HEAD_START: Final = 1.0
-DIRECTLY: Final = 5.0
-LOOK: Final = 2.0
-HANDSHAKE: Final = 5.0
-VIEW_WAIT: Final = 2.0
-FAREWELL: Final = 1.0
-
+SETTINGS: Final = LinkSettings()
 AGAIN: Final = 1.0
 """Seconds after which a first packet that was lost is sent once more; then twice as many."""
 SETTLING: Final = 0.1
@@ -229,7 +230,7 @@ class Dial:
     began: float
     done: Callable[[bool], None]
     via: str = ""
-    patience: float = HANDSHAKE
+    patience: float = SETTINGS.handshake
     again: float = AGAIN
 
 
@@ -397,7 +398,7 @@ class Links:
         if not self._is_to_dial(peer):
             self.dialling.discard(peer)
             return
-        patience = HANDSHAKE
+        patience = SETTINGS.handshake
         if (link := self.links.get(peer)) is not None and link.connection is not None:
             self.returning.add(peer)
             patience = LOOK
@@ -446,7 +447,7 @@ class Links:
         self,
         peer: str,
         done: Callable[[bool], None],
-        patience: float = HANDSHAKE,
+        patience: float = SETTINGS.handshake,
         via: str = "",
     ) -> None:
         session, world = self.session(peer), self.process.world
@@ -474,7 +475,7 @@ class Links:
         elif dial.via and self.node.name in self.network.links[dial.peer].returning:
             self._refused(dial, over=False)
         elif not there.admits(self.node.name):
-            self._knock_again(dial, SETTLING, VIEW_WAIT, over=True)
+            self._knock_again(dial, SETTLING, SETTINGS.view_wait, over=True)
         else:
             self._welcomed(dial, there, relay)
 
