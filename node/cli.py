@@ -293,6 +293,13 @@ def up_command(
             "replacements are started at once. Repeatable.",
         ),
     ] = None,
+    replace: Annotated[
+        bool,
+        typer.Option(
+            "--replace/--no-replace",
+            help="Start another node for each that is gone, killed or ended by itself.",
+        ),
+    ] = True,
     out: Annotated[
         Path | None, typer.Option(help="Folder to write. Default: out/NAME-DATE-TIME.")
     ] = None,
@@ -322,7 +329,7 @@ def up_command(
             if any(option is not None for option in (*trained, out, save_dir)):
                 raise SwarmError(
                     "--resume goes on with the run as it was started: of the other options only "
-                    "--kill goes with it"
+                    "--kill and --no-replace go with it"
                 )
             plan = read_plan(resume)
         else:
@@ -342,7 +349,8 @@ def up_command(
                 device,
             )
         kills = [parse_kill(text, plan.run) for text in kill or []]
-        status = asyncio.run(up(plan, kills, console, resume=resume is not None))
+        resuming = resume is not None
+        status = asyncio.run(up(plan, kills, console, resuming, replacing=replace))
     raise typer.Exit(status)
 
 

@@ -115,11 +115,17 @@ class SwarmPlan(NamedTuple):
     ] = {}  # slot -> home: of all, and `up` runs where it reaches them
 
 
-async def up(plan: SwarmPlan, kills: Sequence[Kill], console: Console, resume: bool = False) -> int:
+async def up(
+    plan: SwarmPlan,
+    kills: Sequence[Kill],
+    console: Console,
+    resume: bool = False,
+    replacing: bool = True,
+) -> int:
     """Train a resolved run (see `resolve`) with a swarm of processes; the folder `out` gets what it
-    came to. With `resume` it goes on from what the run has saved. Returns the exit status: 0 only
-    if every step is committed, the audit is all zero and replicas are identical. Raises SwarmError
-    when it can't be started."""
+    came to. With `resume` it goes on from what the run has saved; without `replacing` a node that
+    is gone stays gone. Returns the exit status: 0 only if every step is committed, the audit is all
+    zero and replicas are identical. Raises SwarmError when it can't be started."""
     run, out = plan.run, plan.out
     if resume:
         empty_registry(plan)
@@ -129,7 +135,7 @@ async def up(plan: SwarmPlan, kills: Sequence[Kill], console: Console, resume: b
         write_plan(plan)
     stop = stop_signals()
     with Screen(console, run.steps) as screen:
-        swarm = _Swarm(plan, kills, screen)
+        swarm = _Swarm(plan, kills, screen, replacing)
         try:
             ending = await swarm.train(stop)
         except SwarmError as error:
@@ -260,8 +266,11 @@ def stop_signals() -> asyncio.Future[int]:
 class _Swarm:
     """The processes, what they tell, and the kills that are still to come."""
 
-    def __init__(self, plan: SwarmPlan, kills: Sequence[Kill], screen: Screen) -> None:
+    def __init__(
+        self, plan: SwarmPlan, kills: Sequence[Kill], screen: Screen, replacing: bool
+    ) -> None:
         self.run, self.kills, self.screen = plan.run, list(kills), screen
+        self.replacing = replacing  # nodes; the registry always is
         self.device, self.save_dir, self.homes = plan.device, plan.save_dir, plan.homes
         self.out, run = plan.out.absolute(), plan.run
         self.logs = self.out / "logs"
@@ -464,8 +473,16 @@ class _Swarm:
             if pid is not None:
                 victim = self._victim(slot, pid)
                 self.events.write(Killed(slot=slot, pid=pid, step=kill.step, **victim), now)
-        for slot in slots:
+            else:
+                self.screen.say(f"nobody is left to kill in node-{slot} at step {kill.step}")
+        for slot in slots if self.replacing else ():
             self._start(slot)
+        self._check_somebody_is_left()
+
+    def _check_somebody_is_left(self) -> None:
+        """Raises SwarmError."""
+        if not any(slot != "registry" for slot in self.processes.running()):
+            raise SwarmError("no node is left, and with --no-replace no other one comes")
 
     def _victim(self, slot: str, pid: int) -> dict[str, Any]:
         stage = slot.partition(".")[0]
@@ -487,6 +504,10 @@ class _Swarm:
                 exited = replace(exited, **self._victim(slot, ended.pid))
             self.events.write(exited)
             self._read()
+            if slot != "registry" and not self.replacing:
+                self.screen.say(f"the log {log} ends:\n{end_of(log, 4)}")
+                self._check_somebody_is_left()
+                continue
             self.restarts[slot] += 1
             if self.restarts[slot] > MOST_RESTARTS:
                 raise SwarmError(self._failure(ended))

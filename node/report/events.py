@@ -650,7 +650,7 @@ class Killed(Event, kind="killed", severity=Severity.WARNING):
 
 @dataclass(frozen=True, kw_only=True)
 class Exited(Event, kind="exited", severity=Severity.WARNING):
-    """A process ended by itself, and gets another in its place."""
+    """A process ended by itself; unless nobody is to be replaced, it gets another in its place."""
 
     slot: str
     pid: int

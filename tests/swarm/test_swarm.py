@@ -67,6 +67,30 @@ def test_without_failures_a_swarm_equals_one_process(up, data):
     assert_clean(swarm.summary(), 20)
 
 
+def test_with_no_replace_a_run_ends_with_those_that_are_left(up):
+    swarm = up(
+        small(stages=2, steps=16),
+        *("--replicas", "2", "--no-replace"),
+        *("--kill", "1.1@5", "--kill", "0.0@9", "--kill", "1.1@12"),
+    )
+    status, output = swarm.finish()
+    assert status == 0, output
+    assert_clean(swarm.summary(), 16)
+    started = [event["slot"] for event in swarm.lines.events("started", "events.jsonl")]
+    assert sorted(started) == ["0.0", "0.1", "1.0", "1.1", "2.0", "2.1", "registry"]
+    killed = [event["slot"] for event in swarm.lines.events("killed", "events.jsonl")]
+    assert killed == ["1.1", "0.0"]
+    assert "nobody is left to kill in node-1.1 at step 12" in output
+
+
+def test_a_swarm_of_which_nobody_is_left_ends_at_once(up):
+    swarm = up(small(stages=1, steps=100_000), "--no-replace", "--kill", "0@4", "--kill", "1@4")
+    status, output = swarm.finish()
+    assert status == 1
+    assert "no node is left, and with --no-replace no other one comes" in output
+    assert swarm.summary()["steps"] >= 3
+
+
 def test_the_registry_can_be_killed(up):
     swarm = up(small(steps=40))
     swarm.wait_until("step 5", lambda: swarm.committed() >= 5)
