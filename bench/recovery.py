@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,9 @@ def run_alternating(arguments: list[str]) -> None:
         self.place.boundary = boundary if is_ready(self.begin.step) else None
         start(self)
 
-    def plan_step(self: Driver, count: int, swapped: bool) -> Any:
-        return plan(self, count, swapped and is_ready(self.standing.committed + 1))
+    def plan_step(self: Driver, orders: Sequence[Sequence[int]]) -> Any:
+        ready = is_ready(self.standing.committed + 1)
+        return plan(self, orders if ready else [tuple(sorted(order)) for order in orders])
 
     Holdings.attempted = attempt  # type: ignore[method-assign]
     Attempt.start = start_attempt  # type: ignore[method-assign]

@@ -84,9 +84,14 @@ class Rebuild:
     stage: int
     method: str
     sources: tuple[Source, ...]
-    exact: bool
+    exact: bool  # weights and optimizer state are those that were lost
     reason: str
     fallback: bool = False  # not what the policy promises
+    fresh: bool = False  # the weights are those that were lost, the optimizer starts anew
+
+    @property
+    def same_weights(self) -> bool:
+        return self.exact or self.fresh
 
 
 @dataclass(frozen=True)
@@ -175,8 +180,8 @@ def _stage0_copy(left: Left) -> _Answer:
     if not copies:
         return None, "no copy of stage 0 had come to stages 1 and L, or it went with them"
     late = left.step - copies[0].step
-    reason = "stage 0 has no replica left: its copy from stages 1 and L" + _stale(late)
-    return Rebuild(0, "stage0-copy", copies, exact=not late, reason=reason), ""
+    reason = "stage 0 has no replica left: its weights' copy from stages 1 and L" + _stale(late)
+    return Rebuild(0, "stage0-copy", copies, False, reason, fresh=not late), ""
 
 
 def _snapshot(stage: int, left: Left) -> _Answer:

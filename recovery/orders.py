@@ -24,6 +24,18 @@ def order(microbatch: int, stages: int, swapped: bool) -> tuple[int, ...]:
     return (2, 1, *natural[2:-2], stages, stages - 1)
 
 
+def window_orders(
+    step: int, microbatches: int, stages: int, swapped: bool
+) -> list[tuple[int, ...]]:
+    """The order of each microbatch of a step, the first of which is 1.
+
+    Every second one swaps of all that the run has had, so that half of them do even where a step
+    has one or three: of single ones it is every second step's. Raises ValueError as `order` does.
+    """
+    before = (step - 1) * microbatches
+    return [order(before + number, stages, swapped) for number in range(microbatches)]
+
+
 def partner(stage: int, stages: int) -> int | None:
     """The stage that half of the microbatches visit in `stage`'s place, with swapped orders."""
     return {1: 2, 2: 1, stages - 1: stages, stages: stages - 1}.get(stage)

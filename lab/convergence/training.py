@@ -47,7 +47,7 @@ from planaria.recovery.learner import (
     residual_error,
     squared_distance,
 )
-from planaria.recovery.orders import all_orders, blocks, order, runs
+from planaria.recovery.orders import all_orders, blocks, order, runs, window_orders
 from planaria.recovery.relearning import PULL, parts, rate, shuffled
 from planaria.recovery.snapshot import HeldSnapshot, Layout, SentSnapshot, holder_stage
 from planaria.recovery.snapshot import decode as decode_update
@@ -198,9 +198,9 @@ class TrainingSwarm:
         step = self.committed + 1
         ids = self.windows.ids(step)
         losses, crossed = [], []
-        for microbatch in range(training.microbatches):
+        orders = window_orders(step, training.microbatches, self.config.stages, self.swapped)
+        for microbatch, visits in enumerate(orders):
             chosen = microbatch_ids(ids, microbatch, training.microbatch)
-            visits = order(microbatch, self.config.stages, self.swapped)
             loss, tensors = self._forward(self._samples("train", chosen), visits)
             (loss / self.window_tokens).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.item())

@@ -329,7 +329,7 @@ def behind(plan: Candidate, outcome: RunOutcome) -> float:
     from planaria.lab.planning.estimate import LEARNING, lesson
 
     cost = LEARNING[lesson(plan.run)]
-    guessed = sum(not one.exact for loss in outcome.losses for one in loss.rebuilt)
+    guessed = sum(not one.same_weights for loss in outcome.losses for one in loss.rebuilt)
     return min(cost.behind * guessed, cost.most * outcome.steps)
 
 

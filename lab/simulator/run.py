@@ -37,7 +37,7 @@ class Rebuilt:
 
     stage: int
     method: str
-    exact: bool
+    same_weights: bool  # as were lost
     fallback: bool
 
 
@@ -675,5 +675,5 @@ class _Run:
 
 def _rebuilt(stage: int, how: Decision) -> Rebuilt:
     if isinstance(how, Rebuild):
-        return Rebuilt(stage, how.method, how.exact, how.fallback)
-    return Rebuilt(stage, "checkpoint", exact=True, fallback=False)
+        return Rebuilt(stage, how.method, how.same_weights, how.fallback)
+    return Rebuilt(stage, "checkpoint", same_weights=True, fallback=False)

@@ -34,6 +34,7 @@ from planaria.node.transaction.averaging import PIECE
 from planaria.node.transaction.routing import Route, plan, stand_ins
 from planaria.node.wire.frames import KINDS, encoded_size
 from planaria.node.wire.stage_pb2 import Place
+from planaria.recovery.orders import window_orders
 from planaria.recovery.snapshot import route as route_of_copies
 
 URGENCY: Final = {kind: number for number, kind in enumerate(KINDS)}
@@ -332,7 +333,8 @@ class _Training:
         self.driver = self.by_stage[0][0]
         replicas = [[node.name for node in self.by_stage[stage]] for stage in self.stages]
         speeds = {name: node.seconds.microbatch for name, node in self.nodes.items()}
-        self.plan = plan(cast.microbatches, replicas, speeds, swarm.swapped)
+        orders = window_orders(1, cast.microbatches, swarm.config.stages, swarm.swapped)
+        self.plan = plan(orders, replicas, speeds)
         self.sizes = {
             kind: frame_bytes(swarm.run, swarm.config, kind) for kind in ("activation", "gradient")
         }

@@ -253,16 +253,14 @@ def _server(begin: pb.Begin, microbatch: pb.Microbatch, stage: int) -> str:
 
 def planned(
     members: Sequence[pb.Place],
-    stages: int,
-    count: int,
+    orders: Sequence[Sequence[int]],
     seconds: Mapping[str, float],
-    swapped: bool,
     idle: Collection[str] = (),
     apart: Collection[Pair] = (),
 ) -> list[pb.Microbatch]:
-    """Each of `count` microbatches with a node for each visit. Those that are `idle` have none
-    where their stage has others; between two that are `apart` as few go as can be."""
-    replicas = [_at_work(members, stage, idle) for stage in range(stages + 1)]
+    """A microbatch for each of these orders, with a node for each visit. Those that are `idle` have
+    none where their stage has others; between two that are `apart` as few go as can be."""
+    replicas = [_at_work(members, stage, idle) for stage in range(len(orders[0]) + 1)]
     index = {place.node: index for index, place in enumerate(members)}
     return [
         pb.Microbatch(
@@ -271,7 +269,7 @@ def planned(
             order=route.stages[1:-1],
             places=[index[node] for node in route.nodes[1:-1]],
         )
-        for identity, route in enumerate(plan(count, replicas, seconds, swapped, apart))
+        for identity, route in enumerate(plan(orders, replicas, seconds, apart))
     ]
 
 

@@ -52,6 +52,7 @@ from planaria.node.transaction.rules import TransactionRules
 from planaria.node.transaction.syncing import Rebuilds, Syncing, copy_twins, decide_each, rebuild
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.decide import Rebuild, Resume, RollBack, Source, Stop, decide, resume
+from planaria.recovery.orders import window_orders
 
 LONGEST_PAUSE = 5.0
 """Seconds between attempts at most, after many failed in a row."""
@@ -518,11 +519,12 @@ class Driver:
         step, every = standing.committed, rules.validate_every
         due = step >= rules.steps or (every and step and step % every == 0)
         if due and rules.validation_microbatches and self.validated[0] != step:
-            plan = self._plan(rules.validation_microbatches, swapped=False)
-            begin = pb.Begin(step=step, kind=pb.Begin.EVALUATE, plan=plan)
+            count = rules.validation_microbatches
+            orders = window_orders(step + 1, count, rules.stages, swapped=False)
+            begin = pb.Begin(step=step, kind=pb.Begin.EVALUATE, plan=self._plan(orders))
         else:
-            plan = self._plan(rules.microbatches, rules.swapped)
-            begin = pb.Begin(step=step + 1, plan=plan)
+            orders = window_orders(step + 1, rules.microbatches, rules.stages, rules.swapped)
+            begin = pb.Begin(step=step + 1, plan=self._plan(orders))
             begin.lr_scale.extend(
                 rules.lr_scale(step + 1, standing.boosted_at.get(stage, 0))
                 for stage in range(rules.stages + 1)
@@ -535,10 +537,10 @@ class Driver:
     def _places(self) -> list[pb.Place]:
         return [pb.Place(node=node, stage=stage) for node, stage in self._training().items()]
 
-    def _plan(self, count: int, swapped: bool) -> list[pb.Microbatch]:
+    def _plan(self, orders: Sequence[Sequence[int]]) -> list[pb.Microbatch]:
         places, idle = self._places(), self.idle | self.not_finite.keys()
         apart = self.cuts | {frozenset((relay.a, relay.b)) for relay in self.view.relays}
-        return planned(places, self.rules.stages, count, self.seconds, swapped, idle, apart)
+        return planned(places, orders, self.seconds, idle, apart)
 
     def _send_step(self, step: pb.Step, now: float) -> list[Effect]:
         if not step.ByteSize():
@@ -702,7 +704,7 @@ class Driver:
             return None
         without = replace(gathering, distrusted=distrusted)
         decision = decide(stage, without.left(), self.rules.policy, self.rules.strict)
-        return decision if isinstance(decision, Rebuild) and decision.exact else None
+        return decision if isinstance(decision, Rebuild) and decision.same_weights else None
 
     def _restore(self, stage: int, told: Mapping[str, Told], how: Rebuild) -> list[Effect]:
         self.distrusted |= told.keys()

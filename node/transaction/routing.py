@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from planaria.node.wire import stage_pb2 as pb
-from planaria.recovery.orders import order
 
 
 def earliest_finish(
@@ -49,17 +48,16 @@ class Route(NamedTuple):
 
 
 def plan(
-    count: int,
+    orders: Sequence[Sequence[int]],
     replicas: Sequence[Sequence[str]],
     seconds: Mapping[str, float],
-    swapped: bool = False,
     apart: Collection[Pair] = frozenset(),
 ) -> list[Route]:
-    """A route for each of `count` microbatches, so that the replicas of each stage would finish
-    together, and as few as can be go between two nodes that don't reach each other directly.
-    `replicas`: the nodes of stages 0, 1, .., L; `swapped`: orders of CheckFree+."""
-    served = [share_out(range(count), nodes, seconds) for nodes in replicas]
-    visits = [(0, *order(number, len(replicas) - 1, swapped), 0) for number in range(count)]
+    """A route for each microbatch, so that the replicas of each stage would finish together, and as
+    few as can be go between two nodes that don't reach each other directly.
+    `orders`: of each microbatch; `replicas`: the nodes of stages 0, 1, .., L."""
+    served = [share_out(range(len(orders)), nodes, seconds) for nodes in replicas]
+    visits = [(0, *order, 0) for order in orders]
     while apart and any(_untangle(served, stage, visits, apart) for stage in range(len(served))):
         pass  # each time there are fewer such hops
     return [

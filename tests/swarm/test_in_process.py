@@ -46,10 +46,20 @@ def losses(directory) -> list[float]:
     return [line["loss"] for line in merge(directory.glob("ledger-*.jsonl")).lines]
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(1, 1), (3, 1), (2, 2), (5, 1)])
-async def test_a_swarm_trains_as_one_process_does(corpus, tmp_path, stages, replicas):
-    """With 5 body stages half of the microbatches visit the ends in swapped order."""
-    run = small(stages=stages, replicas=replicas)
+@pytest.mark.parametrize(
+    ("stages", "replicas", "changes"),
+    [
+        (1, 1, {}),
+        (3, 1, {}),
+        (2, 2, {}),
+        (5, 1, {"recovery__policy": "checkfree+"}),
+        (4, 1, {"recovery__policy": "checkfree+", "training__microbatch": 4}),
+    ],
+)
+async def test_a_swarm_trains_as_one_process_does(corpus, tmp_path, stages, replicas, changes):
+    """With checkfree+ half of the microbatches visit the ends in swapped order; where a step has
+    only one, those of every second step."""
+    run = small(stages=stages, replicas=replicas, **changes)
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(swarm.finished)
         digests = {(stage, node.member.digest) for (stage, _), (node, _) in swarm.nodes.items()}

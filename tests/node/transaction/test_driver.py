@@ -1076,6 +1076,13 @@ def test_with_swapped_orders_every_second_microbatch_visits_both_ends_the_other_
     assert [list(m.order) for m in begin.plan] == [[1, 2, 3, 4], [2, 1, 4, 3]]
 
 
+def test_with_swapped_orders_and_one_microbatch_a_step_every_second_step_swaps():
+    told = Told(replace(RULES, policy="checkfree+", microbatches=1, validation_microbatches=0))
+    begun = [told.begins(), told.commits(), told.commits()]
+    orders = [list(m.order) for messages in begun for m in messages["c"].step.begin.plan]
+    assert orders == [[1, 2, 3, 4], [2, 1, 4, 3], [1, 2, 3, 4]]
+
+
 def test_an_end_stage_is_interpolated_and_said_to_be_a_fallback():
     effects = at_step_5(LOOSE, **lost("b"))
     sync = sent(effects, "sync")["b"].sync

@@ -18,6 +18,7 @@ from planaria.node.transaction.routing import (
 )
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery import masking
+from planaria.recovery.orders import window_orders
 
 
 def test_a_node_half_as_fast_is_given_half_as_many():
@@ -55,7 +56,7 @@ def test_where_all_are_alike_lost_microbatches_are_shared_out_as_the_controller_
 
 def test_a_plan_gives_each_visit_a_node_of_its_stage_by_speed():
     replicas = [["a", "b"], ["c"], ["d", "e"], ["f"], ["g"]]
-    planned = plan(6, replicas, {"d": 1.0, "e": 2.0}, swapped=True)
+    planned = plan(window_orders(1, 6, 4, True), replicas, {"d": 1.0, "e": 2.0})
     assert {route.stages for route in planned} == {(0, 1, 2, 3, 4, 0), (0, 2, 1, 4, 3, 0)}
     for route in planned:
         assert route.nodes[0] == route.nodes[-1]
@@ -72,8 +73,8 @@ def hops(planned: Sequence[Route], apart: Collection[Pair]) -> int:
 def test_two_that_are_apart_have_no_microbatch_in_common_where_others_can():
     replicas = [["a", "b"], ["c", "d"], ["e", "f"]]
     apart = {frozenset("ce"), frozenset("ac")}
-    assert hops(plan(6, replicas, {}), apart) > 0
-    planned = plan(6, replicas, {}, apart=apart)
+    assert hops(plan([(1, 2)] * 6, replicas, {}), apart) > 0
+    planned = plan([(1, 2)] * 6, replicas, {}, apart=apart)
     assert hops(planned, apart) == 0
     visited = Counter(node for route in planned for node in route.nodes[1:])
     assert set(visited.values()) == {3}, "each has as many as it would have"
@@ -81,12 +82,16 @@ def test_two_that_are_apart_have_no_microbatch_in_common_where_others_can():
 
 def test_whoever_has_to_go_between_two_that_are_apart_still_does():
     replicas = [["a"], ["b"], ["c"]]
-    assert plan(2, replicas, {}, apart={frozenset("bc")}) == plan(2, replicas, {})
+    assert plan([(1, 2)] * 2, replicas, {}, apart={frozenset("bc")}) == plan(
+        [(1, 2)] * 2, replicas, {}
+    )
 
 
 def test_replicas_that_are_apart_change_no_route():
     replicas = [["a"], ["b", "c"], ["d", "e"]]
-    assert plan(8, replicas, {}, apart={frozenset("bc")}) == plan(8, replicas, {})
+    assert plan([(1, 2)] * 8, replicas, {}, apart={frozenset("bc")}) == plan(
+        [(1, 2)] * 8, replicas, {}
+    )
 
 
 COUNTS = st.lists(st.integers(1, 3), min_size=5, max_size=6)
@@ -97,8 +102,9 @@ def test_shares_stay_and_no_more_go_between_those_that_are_apart(counts, count, 
     replicas = [[f"{stage}.{i}" for i in range(nodes)] for stage, nodes in enumerate(counts)]
     pairs = [frozenset(pair) for pair in combinations([n for nodes in replicas for n in nodes], 2)]
     apart = data.draw(st.sets(st.sampled_from(pairs)))
-    usual = plan(count, replicas, {}, swapped)
-    planned = plan(count, replicas, {}, swapped, apart)
+    orders = window_orders(1, count, len(counts) - 1, swapped)
+    usual = plan(orders, replicas, {})
+    planned = plan(orders, replicas, {}, apart)
     assert hops(planned, apart) <= hops(usual, apart)
     visited = [
         Counter(n for route in routes for n in route.nodes[1:]) for routes in (planned, usual)
