@@ -8,7 +8,8 @@ command=${1:-node}
 
 case $command in
 node)
-    set -- --join "${PLANARIA_JOIN:?set it to the HOST:PORT of the registry}" \
+    # Who starts containers anew sees them crash: the node is their only process.
+    set -- --join "${PLANARIA_JOIN:?set it to the HOST:PORT of the registry}" --restart no \
         ${PLANARIA_STAGE:+--stage "$PLANARIA_STAGE"} \
         ${PLANARIA_ADVERTISE:+--advertise "$PLANARIA_ADVERTISE"} \
         ${PLANARIA_DEVICE:+--device "$PLANARIA_DEVICE"} \

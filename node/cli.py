@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -102,6 +103,30 @@ def ending_whatever_hangs() -> Iterator[None]:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
+
+
+@contextmanager
+def saying_whether_another_would_do() -> Iterator[None]:
+    """A node's end that another process might not come to has an exit status of its own."""
+    import logging
+
+    from planaria.bootstrap.client import RegistryUnreachable
+    from planaria.node.serve import NodeCrashed
+    from planaria.node.supervisor import CRASHED, TRY_AGAIN
+
+    try:
+        yield
+    except (typer.Exit, ModuleNotFoundError):
+        raise
+    except RegistryUnreachable as error:
+        _refuse(str(error))
+        raise typer.Exit(TRY_AGAIN) from error
+    except NodeCrashed as crash:
+        logging.error("the node has crashed: %s", crash, exc_info=crash.__cause__)
+        raise typer.Exit(CRASHED) from crash
+    except Exception as error:
+        logging.exception("the node has crashed")
+        raise typer.Exit(CRASHED) from error
 
 
 def _refuse(why: str) -> None:
@@ -424,6 +449,11 @@ def bootstrap_command(
                 log.close()
 
 
+class Restart(enum.StrEnum):
+    NO = "no"
+    ALWAYS = "always"
+
+
 @app.command("node")
 def node_command(
     join: Join,
@@ -452,6 +482,12 @@ def node_command(
         float,
         typer.Option(min=0, help="Seconds after SIGTERM in which to save, hand over and leave."),
     ] = 25.0,
+    restart: Annotated[
+        Restart,
+        typer.Option(
+            help="What to do when this node crashes; always: start another, after a pause."
+        ),
+    ] = Restart.ALWAYS,
     insecure: Insecure = False,
     ca: Ca = None,
     certificate: Certificate = None,
@@ -459,8 +495,16 @@ def node_command(
     token: Token = "",
 ) -> None:
     """Join a run, and serve a stage of its model."""
+    import asyncio
+
+    from planaria.node.supervisor import is_watched, same_again, supervise
+
+    _begin_service()
+    if not is_watched() and restart is Restart.ALWAYS:
+        raise typer.Exit(asyncio.run(supervise(same_again(), grace)))
+
     from planaria.bootstrap.address import Address
-    from planaria.bootstrap.client import JoinRefused, RegistryUnreachable
+    from planaria.bootstrap.client import JoinRefused
     from planaria.bootstrap.credentials import Credentials, CredentialsError
     from planaria.node.data.corpus import CorpusError
     from planaria.node.report.ledger import LedgerError
@@ -468,10 +512,9 @@ def node_command(
     from planaria.node.serve import NodeError, Options, serve
     from planaria.node.state.stage_state import SaveError
 
-    _begin_service()
-    kinds = (RegistryUnreachable, JoinRefused, NodeError, CorpusError, LedgerError, RunFileError)
+    kinds = (JoinRefused, NodeError, CorpusError, LedgerError, RunFileError)
     refused = (*kinds, CredentialsError, SaveError, OSError, ValueError)
-    with ending_whatever_hangs(), refusing(*refused):
+    with ending_whatever_hangs(), saying_whether_another_would_do(), refusing(*refused):
         credentials = Credentials.load(ca, certificate, key, token)
         options = Options(
             join=tuple(join.split(",")),

@@ -21,18 +21,21 @@ from planaria.bootstrap.credentials import Credentials
 from planaria.node.daemon import Node, NodePlace, measure_speed, own_address
 from planaria.node.data.corpus import Corpus, CorpusError
 from planaria.node.instance import find_instance, release
+from planaria.node.report.ledger import LedgerError
 from planaria.node.run_file import RunFile, loads
 from planaria.node.stage.shape import model_config
 from planaria.node.state.saves import newest_saved_stage
+from planaria.node.supervisor import Pauses
 
 log = logging.getLogger("planaria")
-
-REJOIN_PAUSE = 1.0
-"""Seconds before a dropped node joins again; doubled each time it is dropped at once, up to 30."""
 
 
 class NodeError(Exception):
     """This node can't serve; the message says why and what to do."""
+
+
+class NodeCrashed(Exception):  # noqa: N818  what it did
+    """This node had joined and can't go on, for a reason that another process may not have."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Options:
 
 
 async def serve(options: Options) -> int:
-    """Returns the exit status. Raises NodeError, RegistryUnreachable, JoinRefused."""
+    """Returns the exit status. Raises NodeError, NodeCrashed, RegistryUnreachable, JoinRefused."""
     check_reachable(options)
     for option, folder in (("--save-dir", options.save_dir), ("--out", options.out)):
         if folder is not None:
@@ -81,7 +84,7 @@ async def serve(options: Options) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop.set)
-        pause = REJOIN_PAUSE
+        pauses = Pauses(1.0, 30.0)
         collect_often()
         while not stop.is_set():
             node = Node(place, description.run, run, config, corpus, client, speed)
@@ -93,19 +96,24 @@ async def serve(options: Options) -> int:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(stop.wait(), refused.seconds)
                 continue
+            except (CorpusError, LedgerError):
+                raise
+            except (OSError, ValueError) as error:
+                if node.view.number:
+                    raise NodeCrashed(f"{type(error).__name__}: {error}") from error
+                raise
             if stop.is_set():
                 break
             if node.abandoned:
-                raise NodeError(
+                raise NodeCrashed(
                     f"{node.abandoned}; only the end of this process ends that: start it anew, and "
                     "look after the device if it happens again"
                 )
-            pause = REJOIN_PAUSE if loop.time() - began > 60 else min(30.0, 2 * pause)
             log.warning("%s; joining again as a new node", why)
             del node
             gc.collect()  # else its stage would wait, beside the next one, for Python to look
             with suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), pause)
+                await asyncio.wait_for(stop.wait(), pauses.after(loop.time() - began))
         return 0
     finally:
         await client.close()

@@ -194,7 +194,7 @@ def run_sick(arguments: list[str]) -> None:
         faults = Faults(Path(arguments[1]))
         arm(faults)
         threading.Thread(target=faults.watch, name="faults", daemon=True).start()
-        arguments = arguments[2:]
+        arguments = [*arguments[2:], "--restart", "no"]  # another process would not be armed
     run_planaria(arguments)
 
 

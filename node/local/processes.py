@@ -28,6 +28,9 @@ PLANARIA: Final = (
 )
 """What registries and nodes load. The last one is what torch loads in the first backward pass, and
 sympy with it: some 500 modules, which each node would load for itself."""
+SUPERVISOR: Final = "PLANARIA_SUPERVISOR"
+"""Environment variable with the id of the process that started this one, and starts another when
+this one crashes."""
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _CLONE_NEWNET = 0x40000000  # setns(2)
 
@@ -159,6 +162,7 @@ def _begin(log: Path, namespace: Path | None, work: Work, arguments: list[str]) 
     os.setsid()
     heed_signals()
     die_with_parent()
+    os.environ[SUPERVISOR] = str(os.getppid())
     with log.open("wb") as file:
         for output in (sys.stdout, sys.stderr):
             output.flush()
@@ -174,6 +178,22 @@ def heed_signals() -> None:
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+
+
+def stop_signals() -> asyncio.Future[int]:
+    """Done with the number of the first signal that asks this process to end. Ctrl-C and hangup
+    don't ask who was started to ignore them, in the background of a script or by nohup."""
+    loop = asyncio.get_running_loop()
+    stop: asyncio.Future[int] = loop.create_future()
+
+    def asked(number: int) -> None:
+        if not stop.done():
+            stop.set_result(number)
+
+    heeded = [n for n in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    for number in (signal.SIGTERM, *heeded):
+        loop.add_signal_handler(number, asked, number)
+    return stop
 
 
 def die_with_parent() -> None:

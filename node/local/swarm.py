@@ -20,7 +20,14 @@ from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnrea
 from planaria.bootstrap.journal import Journal, JournalError
 from planaria.bootstrap.registry_pb2 import Description, View
 from planaria.node.extras import remedy
-from planaria.node.local.processes import GRACE, PLANARIA, EndedProcess, Processes, describe_status
+from planaria.node.local.processes import (
+    GRACE,
+    PLANARIA,
+    EndedProcess,
+    Processes,
+    describe_status,
+    stop_signals,
+)
 from planaria.node.local.processes import tail as end_of
 from planaria.node.report.event_log import EventLog, Tail
 from planaria.node.report.events import Exited, Killed, Started, SwarmEnding, entries, parse
@@ -245,22 +252,6 @@ def empty_registry(plan: SwarmPlan) -> None:
         (plan.out / ADDRESS).unlink(missing_ok=True)
     except JournalError as error:
         raise SwarmError(f"the run can't be resumed: {error}") from error
-
-
-def stop_signals() -> asyncio.Future[int]:
-    """Done with the number of the first signal that asks this process to end. Ctrl-C and hangup
-    don't ask who was started to ignore them, in the background of a script or by nohup."""
-    loop = asyncio.get_running_loop()
-    stop: asyncio.Future[int] = loop.create_future()
-
-    def asked(number: int) -> None:
-        if not stop.done():
-            stop.set_result(number)
-
-    heeded = [n for n in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-    for number in (signal.SIGTERM, *heeded):
-        loop.add_signal_handler(number, asked, number)
-    return stop
 
 
 class _Swarm:

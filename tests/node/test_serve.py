@@ -75,9 +75,9 @@ def test_peers_are_told_an_address_that_they_can_dial() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        "node --join 127.0.0.1:7400 --listen {}",
-        "node --join 127.0.0.1:7400 --advertise {}",
-        "node --join 127.0.0.1:1,{}",
+        "node --restart no --join 127.0.0.1:7400 --listen {}",
+        "node --restart no --join 127.0.0.1:7400 --advertise {}",
+        "node --restart no --join 127.0.0.1:1,{}",
         "bootstrap --run {run} --listen {}",
         "status --join {}",
         "probe --join {}",
@@ -104,10 +104,11 @@ def test_a_folder_that_cannot_be_written_is_said_before_joining(
     """Under a file: root can't either. Nobody listens at the registry's address."""
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "folder"
-    result = CliRunner().invoke(app, ["node", "--join", "127.0.0.1:1", option, str(folder)])
+    node = ["node", "--join", "127.0.0.1:1", "--restart", "no"]
+    result = CliRunner().invoke(app, [*node, option, str(folder)])
     assert result.exit_code == 1
     assert f"error: {option} {folder} can't be written: Not a directory" in result.output
-    result = CliRunner().invoke(app, ["node", "--join", "127.0.0.1:1", option, str(folder.parent)])
+    result = CliRunner().invoke(app, [*node, option, str(folder.parent)])
     assert f"error: {option} {folder.parent} can't be written: it is a file" in result.output
 
 

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from planaria.node.cli import app
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.prepare import Recipe, prepare
+from planaria.node.local.processes import stop_signals
 from planaria.node.local.swarm import (
     Ending,
     Kill,
@@ -28,7 +29,6 @@ from planaria.node.local.swarm import (
     read_events,
     read_plan,
     shortcomings,
-    stop_signals,
     wrap_up,
     write_plan,
 )

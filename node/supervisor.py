@@ -1,0 +1,113 @@
+"""`planaria node --restart always`: a process that starts the node, and starts it anew when it
+crashes.
+
+The node is its child, in a session of its own, so that what the terminal sends (Ctrl-C, hang-up)
+reaches the supervisor only. That hands it on once, as SIGTERM, and ends when the node has left. A
+supervisor that is killed takes the node with it (on Linux).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from planaria.node.local.processes import (
+    SUPERVISOR,
+    describe_status,
+    die_with_parent,
+    stop_signals,
+)
+
+log = logging.getLogger("planaria")
+
+CRASHED = 70
+"""Exit status (EX_SOFTWARE of sysexits.h) of a node that has failed at what another could do."""
+TRY_AGAIN = 75
+"""Exit status (EX_TEMPFAIL) of a node whose reason to end may go away."""
+FINAL = frozenset((0, 1, 2))
+"""Statuses after which another node would end alike: it was told to, was refused, or was called
+wrongly."""
+SLOW = 30.0
+"""Seconds beyond its grace that a node has to end before it gets SIGKILL."""
+
+
+class Pauses:
+    """How long to wait before the next try: `first` seconds, twice as long each time that one has
+    not lasted for a minute, `longest` at most."""
+
+    def __init__(self, first: float, longest: float) -> None:
+        self._first, self._longest = first, longest
+        self._next = first
+
+    def after(self, lasted: float) -> float:
+        """Seconds, after a try that has lasted for so many."""
+        pause = self._first if lasted >= 60 else self._next
+        self._next = min(self._longest, 2 * pause)
+        return pause
+
+
+def is_watched() -> bool:
+    """Whether the process that started this one starts it anew when it crashes. It ends with that
+    one from here on, at once if that is gone already."""
+    watcher = os.environ.pop(SUPERVISOR, "")
+    if not watcher:
+        return False
+    die_with_parent()
+    if watcher != str(os.getppid()):
+        raise SystemExit(f"process {watcher}, which started this node, is gone")
+    return True
+
+
+def same_again() -> list[str]:
+    """The command line of this process. It finds planaria where this one has."""
+    found_here = str(Path.cwd()) in sys.path or "" in sys.path
+    safe = [] if found_here else ["-P"]
+    return [sys.executable, *safe, "-m", "planaria", *sys.argv[1:]]
+
+
+async def supervise(command: Sequence[str], grace: float) -> int:
+    """Runs a node until it ends for good, or until this process is told to end: then the node has
+    its `grace` seconds. Returns the node's exit status, as a shell has it."""
+    stop = stop_signals()
+    environment = os.environ | {SUPERVISOR: str(os.getpid())}
+    clock, pauses = asyncio.get_running_loop().time, Pauses(1.0, 60.0)
+    while True:
+        began = clock()
+        node = await asyncio.create_subprocess_exec(
+            *command, env=environment, start_new_session=True
+        )
+        ended = asyncio.create_task(node.wait())
+        await asyncio.wait([ended, stop], return_when=asyncio.FIRST_COMPLETED)
+        if stop.done():
+            return _as_in_a_shell(await _end(node, ended, grace + SLOW))
+        status, lasted = ended.result(), clock() - began
+        if status in FINAL:
+            return status
+        pause = pauses.after(lasted)
+        log.warning(
+            "the node %s after %.0f s; another is started in %g s (--restart no: none is)",
+            describe_status(status),
+            lasted,
+            pause,
+        )
+        await asyncio.wait([stop], timeout=pause)
+        if stop.done():
+            return _as_in_a_shell(status)
+
+
+async def _end(node: asyncio.subprocess.Process, ended: asyncio.Task[int], seconds: float) -> int:
+    if not ended.done():
+        node.terminate()
+        await asyncio.wait([ended], timeout=seconds)
+    if not ended.done():
+        log.error("node process %d has not ended %.0f s after SIGTERM: SIGKILL", node.pid, seconds)
+        node.kill()
+    return await ended
+
+
+def _as_in_a_shell(status: int) -> int:
+    return status if status >= 0 else 128 - status

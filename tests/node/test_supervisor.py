@@ -1,0 +1,207 @@
+"""Who starts a node anew: real processes and real signals; the node is a few lines of Python here,
+and a real one in tests/swarm/test_supervised.py."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planaria.node.supervisor import CRASHED, FINAL, TRY_AGAIN, Pauses
+
+ROOT = Path(__file__).parents[2]
+NODE = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from planaria.node.supervisor import is_watched
+
+told = []
+
+async def live():
+    stop = asyncio.Event()
+    def asked(number):
+        told.append(number)
+        stop.set()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, asked, number)
+    assert is_watched()
+    (lives / str(os.getpid())).touch()
+    {does}
+    await stop.wait()
+    (lives / "told").write_text(" ".join(map(str, told)))
+
+lives = Path({lives!r})
+asyncio.run(live())
+"""
+
+
+class Supervised:
+    """A supervisor as a process, which leads a process group of its own, as a shell has it."""
+
+    def __init__(self, folder: Path, does: str = "pass", grace: float = 60.0) -> None:
+        self.lives, self.log = folder / "lives", folder / "log"
+        self.lives.mkdir()
+        node = NODE.format(lives=str(self.lives), does=does)
+        text = (
+            "import asyncio, logging, sys; from planaria.node import supervisor;"
+            "logging.basicConfig(level=logging.INFO); supervisor.SLOW = 0.0;"
+            f"node = [sys.executable, '-c', {node!r}];"
+            f"sys.exit(asyncio.run(supervisor.supervise(node, {grace})))"
+        )
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", text], stderr=log, cwd=ROOT, process_group=0
+            )
+
+    def pids(self) -> list[int]:
+        """Of the nodes so far, in order."""
+        found = [path for path in self.lives.iterdir() if path.name.isdigit()]
+        return [int(path.name) for path in sorted(found, key=lambda path: path.stat().st_mtime_ns)]
+
+    def told(self) -> list[int]:
+        """The signals that the node got before it ended."""
+        return [int(word) for word in (self.lives / "told").read_text().split()]
+
+
+@pytest.fixture
+def supervised(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
+    started: list[Supervised] = []
+
+    def start(**how: Any) -> Supervised:
+        started.append(Supervised(tmp_path, **how))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.kill()
+        one.process.wait()
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 60  # only what hangs gets there
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+def wait_for_end(handle: int) -> None:
+    """Of the process that the descriptor is for."""
+    ended, _, _ = select.select([handle], [], [], 60)
+    os.close(handle)
+    assert ended
+
+
+def test_pauses_grow_until_a_node_lasts() -> None:
+    pauses = Pauses(1.0, 10.0)
+    assert [pauses.after(2.0) for _ in range(6)] == [1, 2, 4, 8, 10, 10]
+    assert [pauses.after(lasted) for lasted in (60.0, 0.0, 0.0)] == [1, 2, 4]
+    assert not FINAL & {CRASHED, TRY_AGAIN}
+
+
+def test_a_node_that_is_killed_is_started_anew_and_again(supervised) -> None:
+    one = supervised()
+    (first,) = until(one.pids)
+    os.kill(first, signal.SIGKILL)
+    _, second = until(lambda: one.pids()[1:] and one.pids())
+    os.kill(second, signal.SIGKILL)
+    until(lambda: len(one.pids()) == 3)
+    said = one.log.read_text()
+    assert re.findall(r"ended by SIGKILL after \d+ s; another is started in (\d) s", said) == [
+        "1",
+        "2",
+    ]
+    one.process.send_signal(signal.SIGTERM)
+    assert one.process.wait(60) == 0
+    assert one.told() == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize("status", sorted(FINAL))
+def test_a_node_that_would_end_alike_again_is_not_started_again(supervised, status) -> None:
+    one = supervised(does=f"sys.exit({status})")
+    assert one.process.wait(60) == status
+    assert len(one.pids()) == 1
+
+
+@pytest.mark.parametrize("status", [CRASHED, TRY_AGAIN, 3])
+def test_a_node_that_might_end_otherwise_is(supervised, status) -> None:
+    one = supervised(does=f"len(list(lives.iterdir())) == 1 and sys.exit({status})")
+    until(lambda: len(one.pids()) == 2)
+    assert f"the node ended with status {status}" in one.log.read_text()
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda n: n.name
+)
+def test_what_a_terminal_sends_to_all_its_processes_reaches_the_node_once(
+    supervised, number
+) -> None:
+    one = supervised()
+    (pid,) = until(one.pids)
+    assert os.getpgid(pid) != one.process.pid
+    os.killpg(one.process.pid, number)
+    assert one.process.wait(60) == 0
+    assert one.told() == [signal.SIGTERM]
+
+
+def test_a_node_that_does_not_end_within_its_grace_is_killed(supervised) -> None:
+    one = supervised(does="os.kill(os.getpid(), signal.SIGSTOP)", grace=0.1)
+    until(one.pids)
+    one.process.send_signal(signal.SIGTERM)
+    assert one.process.wait(60) == 128 + signal.SIGKILL
+    assert "has not ended 0 s after SIGTERM" in one.log.read_text()
+
+
+def test_told_to_end_between_two_nodes_the_supervisor_ends(supervised) -> None:
+    one = supervised(does=f"sys.exit({CRASHED})")
+    until(lambda: "another is started in 1 s" in one.log.read_text())
+    one.process.send_signal(signal.SIGTERM)
+    assert one.process.wait(60) == CRASHED
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is needed")
+def test_a_supervisor_that_is_killed_takes_the_node_with_it(supervised) -> None:
+    one = supervised()
+    (pid,) = until(one.pids)
+    handle = os.pidfd_open(pid)
+    one.process.kill()
+    wait_for_end(handle)
+
+
+def test_a_node_whose_supervisor_is_gone_when_it_begins_does_not_begin() -> None:
+    begin = "from planaria.node.supervisor import is_watched; is_watched()"
+    orphan = os.environ | {"PLANARIA_SUPERVISOR": str(os.getpid() + 1)}
+    done = subprocess.run(
+        [sys.executable, "-c", begin], env=orphan, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert f"process {os.getpid() + 1}, which started this node, is gone" in done.stderr
+
+
+def test_who_is_watched_tells_no_child_that_it_is() -> None:
+    begin = (
+        "import os; from planaria.node.supervisor import is_watched;"
+        "print(is_watched(), is_watched(), 'PLANARIA_SUPERVISOR' in os.environ)"
+    )
+    watched = os.environ | {"PLANARIA_SUPERVISOR": str(os.getpid())}
+    done = subprocess.run(
+        [sys.executable, "-c", begin], env=watched, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["True", "False", "False"]
+
+
+def test_the_supervisor_is_small() -> None:
+    loaded = "import sys, planaria.node.cli, planaria.node.supervisor; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", loaded], capture_output=True, text=True, check=True
+    )
+    assert not {"torch", "grpc", "numpy"} & set(done.stdout.split())

@@ -1,0 +1,107 @@
+"""`planaria node` as one starts it by hand: it starts another node when one has crashed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planaria.node.resolve import resolve
+from planaria.node.run_file import dumps, override
+from tests.swarm.lines import Lines
+from tests.swarm.small import small
+
+DEADLINE = 300.0  # seconds; only a hanging test gets there
+
+
+class ByHand:
+    """A registry and nodes of a run of two body stages, each as a command."""
+
+    def __init__(self, folder: Path, data: Path) -> None:
+        self.folder, self.lines = folder, Lines(folder)
+        run = override(small(stages=2, steps=100_000), data__path=str(data))
+        (folder / "run.toml").write_text(dumps(resolve(run)))
+        self.started: list[subprocess.Popen[bytes]] = []
+        where = ["--listen", "127.0.0.1:0", "--address-file", str(folder / "address")]
+        self.start("registry", "bootstrap", "--run", str(folder / "run.toml"), *where)
+        self.until((folder / "address").exists)
+
+    def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "planaria", *arguments],
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+        self.started.append(process)
+        return process
+
+    def start_node(self, name: str, stage: int, *options: str) -> subprocess.Popen[bytes]:
+        join = (self.folder / "address").read_text().strip()
+        where = ["--join", join, "--stage", str(stage), "--out", str(self.folder)]
+        return self.start(name, "node", *where, "--threads", "1", *options)
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return self.lines.events(kind)
+
+    def at_stage(self, stage: int) -> list[int]:
+        """Process ids of the nodes that have served the stage, in order."""
+        nodes = [told["node"] for told in self.events("serving") if told["stage"] == stage]
+        pids = {told["node"]: int(told["pid"]) for told in self.events("joined")}
+        return [pids[node] for node in nodes]
+
+    def until(self, condition: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + DEADLINE
+        while not (found := condition()):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return found
+
+
+@pytest.fixture
+def by_hand(data: Path, tmp_path: Path) -> Iterator[ByHand]:
+    place = ByHand(tmp_path, data)
+    yield place
+    for process in place.started:
+        process.kill()
+        process.wait()
+
+
+def test_a_node_that_is_killed_comes_back_and_ends_when_its_supervisor_is_told_to(by_hand) -> None:
+    supervisors = [by_hand.start_node(f"node-{stage}", stage) for stage in range(3)]
+    by_hand.until(lambda: by_hand.events("committed"))
+    (pid,) = by_hand.at_stage(1)
+    assert pid != supervisors[1].pid
+    os.kill(pid, signal.SIGKILL)
+    by_hand.until(lambda: by_hand.events("rebuilt"))
+    at = by_hand.events("rebuilt")[0]["step"]
+    by_hand.until(lambda: by_hand.events("committed")[-1]["step"] > at + 2)
+    assert len(by_hand.at_stage(1)) == 2
+    supervisors[1].send_signal(signal.SIGINT)
+    assert supervisors[1].wait(DEADLINE) == 0
+    (told,) = by_hand.events("preempted")
+    assert told["node"] == by_hand.events("joined")[-1]["node"]
+
+
+def test_a_node_without_a_supervisor_is_one_process(by_hand) -> None:
+    one = by_hand.start_node("node-0", 0, "--restart", "no")
+    (told,) = by_hand.until(lambda: by_hand.events("joined"))
+    assert told["pid"] == one.pid
+    one.kill()
+    assert one.wait(DEADLINE) == -signal.SIGKILL
+
+
+def test_a_node_that_is_refused_is_not_started_again(by_hand) -> None:
+    refused = by_hand.start_node("refused", 7)
+    assert refused.wait(DEADLINE) == 1
+    said = (by_hand.folder / "refused.log").read_text()
+    assert "another is started" not in said
+    assert said.count("error:") == 1
