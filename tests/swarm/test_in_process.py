@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from planaria.bootstrap.registry_pb2 import SILENT
-from planaria.lab.convergence.training import State, TrainingSwarm, train
+from planaria.lab.convergence.training import Ablation, State, TrainingSwarm, train
 from planaria.node.data.corpus import Corpus
 from planaria.node.report.ledger import audit, merge
 from planaria.node.run_file import RunFile
@@ -305,10 +305,30 @@ async def test_every_loss_is_survived_by_its_policy(corpus, tmp_path, policy, lo
     assert losses(out) == pytest.approx(in_the_lab(run, corpus, at, lost, rebuilt), rel=1e-4)
 
 
-def in_the_lab(run, corpus, at, lost, rebuilt):
+async def test_a_stage_is_guessed_by_its_neighbours_gradient_norms(corpus, tmp_path):
+    """In steps so large that a plain average shows in the losses."""
+    run = small(stages=3, steps=10, training__lr=0.03, recovery__relearn__passes=0)
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 4)
+        await swarm.kill(2, 0)
+        swarm.start(2, 0)
+        await swarm.until(swarm.finished)
+    (rebuilt,) = [e for e in swarm.lines.events("rebuilt") if e["stage"] == 2]
+    assert rebuilt["method"] == "checkfree"
+    found, at = losses(tmp_path), rebuilt["step"]
+    weighted, plain = (
+        in_the_lab(run, corpus, at, [2], [rebuilt], Ablation(omega=omega))
+        for omega in ("squared", "uniform")
+    )
+    assert found == pytest.approx(weighted, rel=1e-4)
+    off = [max(abs(a - b) for a, b in zip(found, lab, strict=True)) for lab in (weighted, plain)]
+    assert off[1] > 10 * off[0]
+
+
+def in_the_lab(run, corpus, at, lost, rebuilt, ablation=None):
     """The losses, by step, of a run that loses these stages after step `at`. What the live swarm's
     holders had not received yet is taken from the step before, there as here."""
-    swarm, found, earlier = TrainingSwarm(run, corpus), {}, {}
+    swarm, found, earlier = TrainingSwarm(run, corpus, ablation or Ablation()), {}, {}
     while swarm.committed < run.steps:
         loss = swarm.step()
         found[swarm.committed] = loss
