@@ -454,6 +454,14 @@ class Restart(enum.StrEnum):
     ALWAYS = "always"
 
 
+class CloudName(enum.StrEnum):
+    AUTO = "auto"
+    AWS = "aws"
+    GCP = "gcp"
+    AZURE = "azure"
+    NONE = "none"
+
+
 @app.command("node")
 def node_command(
     join: Join,
@@ -482,6 +490,13 @@ def node_command(
         float,
         typer.Option(min=0, help="Seconds after SIGTERM in which to save, hand over and leave."),
     ] = 25.0,
+    cloud: Annotated[
+        CloudName,
+        typer.Option(
+            help="Whose notices that this machine will be taken to listen to; auto: find out. What "
+            "they leave of time goes before --grace."
+        ),
+    ] = CloudName.AUTO,
     restart: Annotated[
         Restart,
         typer.Option(
@@ -528,6 +543,7 @@ def node_command(
             threads=threads,
             save_dir=save_dir,
             grace=grace,
+            cloud=cloud.value,
             credentials=credentials,
             insecure=insecure,
         )

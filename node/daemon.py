@@ -214,10 +214,10 @@ class Node:
         address = Address.parse(self.place.advertise)
         return str(address if address.port else address._replace(port=port))
 
-    async def retire(self, grace: float) -> None:
+    async def retire(self, grace: float, why: str = "") -> None:
         """Save, let a standby take over where there is one, and leave, all within `grace` seconds:
-        what a spot instance does when it is told that its time is over."""
-        self.tell(Preempted(grace=grace))
+        what a spot instance does when it is told that its time is over. `why`: by whom."""
+        self.tell(Preempted(grace=grace, reason=why))
         try:
             async with asyncio.timeout(max(0.0, grace - FAREWELL)):
                 await self._prepare_to_leave(self.loop.time() + grace - FAREWELL)

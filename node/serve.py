@@ -21,6 +21,7 @@ from planaria.bootstrap.credentials import Credentials
 from planaria.node.daemon import Node, NodePlace, measure_speed, own_address
 from planaria.node.data.corpus import Corpus, CorpusError
 from planaria.node.instance import find_instance, release
+from planaria.node.notices import Notice, Watch
 from planaria.node.report.ledger import LedgerError
 from planaria.node.run_file import RunFile, loads
 from planaria.node.stage.shape import model_config
@@ -53,8 +54,30 @@ class Options:
     threads: int | None
     save_dir: Path | None
     grace: float  # seconds between SIGTERM and the end
+    cloud: str  # whose notices to listen to: auto, none, or one of CLOUDS
     credentials: Credentials
     insecure: bool
+
+
+class Departure:
+    """That this node has to go, once it was told so: by when, and why. What is told later changes
+    nothing."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.told = asyncio.Event()
+        self.deadline, self.why = 0.0, ""
+
+    def tell(self, grace: float, why: str) -> None:
+        """It has `grace` seconds."""
+        if not self.told.is_set():
+            self.deadline, self.why = self._loop.time() + grace, why
+            self.told.set()
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return max(0.0, self.deadline - self._loop.time())
 
 
 async def serve(options: Options) -> int:
@@ -80,21 +103,24 @@ async def serve(options: Options) -> int:
         log.info("on SIGTERM this node leaves within %g s", options.grace)
         speed = measure_speed(device)
 
-        stop = asyncio.Event()
+        departure = Departure()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop.set)
+            name = signal.Signals(number).name
+            loop.add_signal_handler(number, departure.tell, options.grace, name)
+        if options.cloud != "none":
+            listen_to_cloud(options, departure)
         pauses = Pauses(1.0, 30.0)
         collect_often()
-        while not stop.is_set():
+        while not departure.told.is_set():
             node = Node(place, description.run, run, config, corpus, client, speed)
             began = loop.time()
             try:
-                why = await _live_until(node, stop, options.grace)
+                why = await _live_until(node, departure)
             except InQuarantine as refused:
                 log.warning("%s; this node waits, and joins again then", refused)
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(stop.wait(), refused.seconds)
+                    await asyncio.wait_for(departure.told.wait(), refused.seconds)
                 continue
             except (CorpusError, LedgerError):
                 raise
@@ -102,7 +128,7 @@ async def serve(options: Options) -> int:
                 if node.view.number:
                     raise NodeCrashed(f"{type(error).__name__}: {error}") from error
                 raise
-            if stop.is_set():
+            if departure.told.is_set():
                 break
             if node.abandoned:
                 raise NodeCrashed(
@@ -113,7 +139,7 @@ async def serve(options: Options) -> int:
             del node
             gc.collect()  # else its stage would wait, beside the next one, for Python to look
             with suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), pauses.after(loop.time() - began))
+                await asyncio.wait_for(departure.told.wait(), pauses.after(loop.time() - began))
         return 0
     finally:
         await client.close()
@@ -129,13 +155,22 @@ def collect_often() -> None:
     gc.collect()
 
 
-async def _live_until(node: Node, stop: asyncio.Event, grace: float) -> str:
-    """One identity's life; it leaves properly, within `grace` seconds, when `stop` is set."""
+def listen_to_cloud(options: Options, departure: Departure) -> None:
+    """A notice of the cloud's is what SIGTERM is, with the time that it leaves."""
+
+    def noticed(notice: Notice) -> None:
+        departure.tell(notice.grace(options.grace), notice.what)
+
+    Watch(options.cloud, noticed, lambda risk: log.warning("this machine may go soon: %s", risk))
+
+
+async def _live_until(node: Node, departure: Departure) -> str:
+    """One identity's life; it leaves properly, and in time, when it is told to."""
     living = asyncio.create_task(node.live())
-    stopping = asyncio.create_task(stop.wait())
+    stopping = asyncio.create_task(departure.told.wait())
     await asyncio.wait([living, stopping], return_when=asyncio.FIRST_COMPLETED)
     if not living.done():
-        retiring = asyncio.create_task(node.retire(grace))
+        retiring = asyncio.create_task(node.retire(departure.left, departure.why))
         await asyncio.wait([living, retiring], return_when=asyncio.FIRST_COMPLETED)
         retiring.cancel()
         node.stop("stopped by its owner")

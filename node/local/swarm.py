@@ -432,7 +432,7 @@ class _Swarm:
         saves = [] if self.save_dir is None else ["--save-dir", str(self.save_dir / slot)]
         return [
             *("node", "--join", self.address, "--stage", slot.partition(".")[0]),
-            *("--listen", f"{host}:0", *plain, "--device", self.device),
+            *("--listen", f"{host}:0", *plain, "--device", self.device, "--cloud", "none"),
             *("--out", str(self.logs), "--threads", str(self.threads), *saves),
         ]
 

@@ -90,9 +90,12 @@ class Serving(Event, kind="serving", severity=Severity.INFO):
 @dataclass(frozen=True, kw_only=True)
 class Preempted(Event, kind="preempted", severity=Severity.WARNING):
     grace: float  # seconds
+    reason: str = ""  # SIGTERM, SIGINT, or what a cloud says
 
     def sentence(self, node: str | None) -> str:
-        return f"{node} has to end within {self.grace:g} s: it saves and hands over its state"
+        why = f" ({self.reason})" if self.reason else ""
+        grace = f"{round(self.grace, 1):g} s{why}"
+        return f"{node} has to end within {grace}: it saves and hands over its state"
 
 
 @dataclass(frozen=True, kw_only=True)

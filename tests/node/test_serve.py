@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 from pathlib import Path
@@ -15,6 +14,7 @@ from planaria.bootstrap.address import Address
 from planaria.bootstrap.credentials import PLAIN
 from planaria.node.cli import app
 from planaria.node.serve import (
+    Departure,
     NodeError,
     Options,
     _live_until,
@@ -45,6 +45,7 @@ def options(
         threads=None,
         save_dir=None,
         grace=1.0,
+        cloud="none",
         credentials=PLAIN,
         insecure=False,
     )
@@ -153,5 +154,5 @@ class Crashing:
 async def test_a_node_that_crashes_leaves() -> None:
     node = Crashing()
     with pytest.raises(SaveError):
-        await _live_until(node, asyncio.Event(), grace=1.0)  # type: ignore[arg-type]
+        await _live_until(node, Departure())  # type: ignore[arg-type]
     assert node.why == "it crashed: saves of another run"

@@ -1,4 +1,5 @@
-"""`planaria node` as one starts it by hand: it starts another node when one has crashed."""
+"""`planaria node` as one starts it by hand: it starts another node when one has crashed, and leaves
+when the cloud takes its machine back."""
 
 from __future__ import annotations
 
@@ -8,13 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from planaria.node.notices import ADDRESS_VARIABLE, MARGIN
 from planaria.node.resolve import resolve
 from planaria.node.run_file import dumps, override
+from tests.metadata_service import NAME, MetadataService, metadata_service
 from tests.swarm.lines import Lines
 from tests.swarm.small import small
 
@@ -29,6 +34,7 @@ class ByHand:
         run = override(small(stages=2, steps=100_000), data__path=str(data))
         (folder / "run.toml").write_text(dumps(resolve(run)))
         self.started: list[subprocess.Popen[bytes]] = []
+        self.environment = os.environ | {"OMP_NUM_THREADS": "1"}
         where = ["--listen", "127.0.0.1:0", "--address-file", str(folder / "address")]
         self.start("registry", "bootstrap", "--run", str(folder / "run.toml"), *where)
         self.until((folder / "address").exists)
@@ -39,7 +45,7 @@ class ByHand:
                 [sys.executable, "-m", "planaria", *arguments],
                 stdout=log,
                 stderr=log,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=self.environment,
             )
         self.started.append(process)
         return process
@@ -105,3 +111,35 @@ def test_a_node_that_is_refused_is_not_started_again(by_hand) -> None:
     said = (by_hand.folder / "refused.log").read_text()
     assert "another is started" not in said
     assert said.count("error:") == 1
+
+
+def takes_it_back(service: MetadataService) -> str:
+    """The cloud takes the machine back. Returns what the notice is, in words."""
+    end = datetime.now(UTC) + timedelta(seconds=30)
+    if service.cloud == "aws":
+        service.action = {"action": "terminate", "time": end.strftime("%Y-%m-%dT%H:%M:%SZ")}
+        return "AWS: terminate at "
+    if service.cloud == "azure":
+        not_before = format_datetime(end, usegmt=True)
+        service.events = [
+            {"EventType": "Preempt", "Resources": [NAME], "NotBefore": not_before},
+        ]
+        return "Azure: Preempt not before "
+    service.preempted = True
+    return "GCP: preempted"
+
+
+@pytest.mark.parametrize("cloud", ["aws", "gcp", "azure"])
+def test_a_node_whose_machine_is_taken_back_leaves_in_the_time_that_is_left(by_hand, cloud) -> None:
+    """It finds out by itself in which cloud it is; and nobody starts it again."""
+    with metadata_service(cloud) as service:
+        by_hand.environment[ADDRESS_VARIABLE] = service.address
+        node = by_hand.start_node("node-1", 1)
+        by_hand.until(lambda: by_hand.events("serving"))
+        what = takes_it_back(service)
+        assert node.wait(DEADLINE) == 0
+    (told,) = by_hand.events("preempted")
+    assert told["reason"].startswith(what)
+    assert told["grace"] <= 30.0 - MARGIN
+    assert len(by_hand.events("joined")) == 1
+    assert "left: stopped by its owner" in (by_hand.folder / "registry.log").read_text()

@@ -1,0 +1,125 @@
+"""A stand-in for the metadata services of three clouds: it speaks what their documentation says,
+and refuses what that says is refused."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+NAME = "worker_3"
+"""The machine, as Azure calls it."""
+
+
+class MetadataService(ThreadingHTTPServer):
+    """What a test sets is what is answered from then on."""
+
+    daemon_threads = True
+
+    def __init__(self, cloud: str) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.cloud = cloud
+        self.tokens: set[str] = set()
+        self.action: dict[str, str] | None = None  # AWS
+        self.rebalance: dict[str, str] | None = None  # AWS
+        self.preempted = False  # GCP
+        self.events: list[dict[str, Any]] = []  # Azure
+        self.asked: list[str] = []
+        self._counted = threading.Condition()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.server_address[1]}"
+
+    def count(self, request: str) -> None:
+        with self._counted:
+            self.asked.append(request)
+            self._counted.notify_all()
+
+    def wait_until_asked(self, more: int) -> None:
+        """As many times more."""
+        with self._counted:
+            enough = len(self.asked) + more
+            assert self._counted.wait_for(lambda: len(self.asked) >= enough, 60)
+
+
+@contextmanager
+def metadata_service(cloud: str) -> Iterator[MetadataService]:
+    service = MetadataService(cloud)
+    thread = threading.Thread(target=service.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield service
+    finally:
+        service.shutdown()
+        thread.join()
+        service.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: MetadataService
+
+    def do_PUT(self) -> None:
+        self.server.count(f"{self.command} {self.path}")
+        seconds = self.headers.get("X-aws-ec2-metadata-token-ttl-seconds", "")
+        if self.server.cloud != "aws" or self.path != "/latest/api/token":
+            self._answer(405)
+        elif not seconds.isdigit() or not 1 <= int(seconds) <= 21600:
+            self._answer(400)
+        else:
+            token = f"token-{len(self.server.asked)}=="
+            self.server.tokens.add(token)
+            self._answer(200, token)
+
+    def do_GET(self) -> None:
+        self.server.count(f"{self.command} {self.path}")
+        getattr(self, self.server.cloud)()
+
+    def aws(self) -> None:
+        items = {
+            "/latest/meta-data/spot/instance-action": self.server.action,
+            "/latest/meta-data/events/recommendations/rebalance": self.server.rebalance,
+        }
+        if self.headers.get("X-aws-ec2-metadata-token") not in self.server.tokens:
+            self._answer(401)
+        elif (item := items.get(self.path)) is None:
+            self._answer(404)
+        else:
+            self._answer(200, json.dumps(item))
+
+    def gcp(self) -> None:
+        if self.headers.get("Metadata-Flavor") != "Google":
+            self._answer(403)
+        elif self.path != "/computeMetadata/v1/instance/preempted":
+            self._answer(404)
+        else:
+            self._answer(200, "TRUE" if self.server.preempted else "FALSE")
+
+    def azure(self) -> None:
+        if self.headers.get("Metadata") != "true":
+            self._answer(400)
+        elif self.path == "/metadata/instance/compute/name?api-version=2021-02-01&format=text":
+            self._answer(200, NAME)
+        elif self.path == "/metadata/scheduledevents?api-version=2020-07-01":
+            document = {"DocumentIncarnation": 1, "Events": self.server.events}
+            self._answer(200, json.dumps(document))
+        else:
+            self._answer(404)
+
+    def nobody(self) -> None:
+        """A web server that happens to have the address."""
+        self._answer(200, "<html>welcome</html>")
+
+    def _answer(self, status: int, body: str = "") -> None:
+        self.send_response(status)
+        if self.server.cloud == "gcp":
+            self.send_header("Metadata-Flavor", "Google")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
