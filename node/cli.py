@@ -325,6 +325,23 @@ def up_command(
             help="Start another node for each that is gone, killed or ended by itself.",
         ),
     ] = True,
+    loss_rate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="10%/h",
+            help="SIGKILL nodes at random: of a hundred so many are lost within an hour.",
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CSV",
+            help="Kill and start nodes as a spot trace has it (milliseconds, add or remove, node).",
+        ),
+    ] = None,
+    speedup: Annotated[
+        float | None, typer.Option(help="Times as fast as --loss-rate or --trace says.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder to write. Default: out/NAME-DATE-TIME.")
     ] = None,
@@ -345,7 +362,7 @@ def up_command(
     import asyncio
 
     from planaria.node.data.corpus import CorpusError
-    from planaria.node.local.swarm import SwarmError, parse_kill, read_plan, up
+    from planaria.node.local.swarm import SwarmError, choose_losses, parse_kill, read_plan, up
     from planaria.node.run_file import RunFile, RunFileError, load, override
 
     with refusing(RunFileError, CorpusError, SwarmError):
@@ -354,7 +371,7 @@ def up_command(
             if any(option is not None for option in (*trained, out, save_dir)):
                 raise SwarmError(
                     "--resume goes on with the run as it was started: of the other options only "
-                    "--kill and --no-replace go with it"
+                    "those about losses go with it"
                 )
             plan = read_plan(resume)
         else:
@@ -374,8 +391,9 @@ def up_command(
                 device,
             )
         kills = [parse_kill(text, plan.run) for text in kill or []]
+        losses = choose_losses(plan.run, loss_rate, trace, speedup)
         resuming = resume is not None
-        status = asyncio.run(up(plan, kills, console, resuming, replacing=replace))
+        status = asyncio.run(up(plan, kills, console, resuming, replace, losses))
     raise typer.Exit(status)
 
 

@@ -5,7 +5,6 @@ An iteration is a step that was trained, whether or not a roll back has undone i
 
 from __future__ import annotations
 
-import csv
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Literal
 import xxhash
 from pydantic import Field, model_validator
 
+from planaria.node.local.losses import TraceError, TraceRow, read_trace
 from planaria.node.run_file import Section
 
 Schedule = Mapping[int, tuple[int, ...]]
@@ -52,11 +52,10 @@ def schedule(losses: Losses, seed: int, iterations: int, stages: int) -> Schedul
     if losses.at:
         return _listed(losses.at, stages)
     if losses.trace:
-        path = Path(losses.trace)
         try:
-            rows = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
-        except OSError as error:
-            raise ScheduleError(f"can't read the trace {path}: {error.strerror}") from error
+            rows = read_trace(Path(losses.trace))
+        except TraceError as error:
+            raise ScheduleError(str(error)) from error
         return from_trace(rows, losses.iteration_seconds, iterations, stages)
     return _at_rate(losses, seed, iterations, stages)
 
@@ -99,14 +98,14 @@ def _at_rate(losses: Losses, seed: int, iterations: int, stages: int) -> Schedul
 
 
 def from_trace(
-    rows: Iterable[Sequence[str]], iteration_seconds: float, iterations: int, stages: int
+    rows: Iterable[TraceRow], iteration_seconds: float, iterations: int, stages: int
 ) -> Schedule:
-    """Losses of stages that a spot trace brings about: (milliseconds, add or remove, node).
+    """Losses of stages that a spot trace brings about.
 
     A node that is added serves the stage with the fewest, of equals the first. A stage is lost when
     its last node is removed; it is rebuilt at once if some other stage can spare a node, else when
     the next node comes, and while it is vacant no iteration passes. Before every stage has had a
-    node, nothing is lost. Raises ScheduleError.
+    node, nothing is lost.
     """
     serves: dict[str, int] = {}
     found: dict[int, list[int]] = {}
@@ -116,16 +115,11 @@ def from_trace(
         counts = [sum(of == stage for of in serves.values()) for stage in range(stages + 1)]
         return counts.index(min(counts))
 
-    for number, row in enumerate(rows, 1):
-        if len(row) != 3 or row[1] not in ("add", "remove") or not row[0].isdecimal():
-            raise ScheduleError(
-                f"line {number} of the trace, {','.join(row)!r}, is not TIME,add|remove,NODE"
-            )
-        at, what, node = int(row[0]) / 1000, row[1], row[2]
+    for at, added, node in rows:
         if running:
             trained += (at - since) / iteration_seconds
         since = at
-        if what == "add":
+        if added:
             serves[node] = fewest()
         elif (stage := serves.pop(node, None)) is not None:
             spared = _spare(serves, stage, stages)

@@ -12,8 +12,8 @@ from planaria.node.cli import console, errors, refusing
 
 if TYPE_CHECKING:
     from planaria.lab.planning.planner import Answer, Candidate, Question
-    from planaria.lab.simulator.churn import TraceRow
     from planaria.lab.simulator.run import RunOutcome
+    from planaria.node.local.losses import TraceRow
     from planaria.node.run_file import RunFile
 
 HOUR: Final = 3600.0
@@ -109,8 +109,8 @@ def plan(
     from planaria.lab.emulation.links import LinkError
     from planaria.lab.planning.machines import Hardware, probed, told
     from planaria.lab.planning.planner import PlanError, Question, answer
-    from planaria.lab.simulator.churn import read_trace
     from planaria.lab.simulator.swarm import SwarmFiguresError
+    from planaria.node.local.losses import read_trace
     from planaria.node.run_file import RunFileError, dumps
 
     with refusing(RunFileError, LinkError, SwarmFiguresError, PlanError, OSError, ValueError):

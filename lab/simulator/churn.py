@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -15,6 +13,7 @@ from numpy.typing import NDArray
 
 from planaria.lab.convergence.schedule import Losses, schedule
 from planaria.lab.simulator.swarm import SwarmFiguresError
+from planaria.node.local.losses import TraceRow
 
 HOUR: Final = 3600.0
 
@@ -24,14 +23,6 @@ class LostPlace(NamedTuple):
 
     stage: int
     number: int | None
-
-
-class TraceRow(NamedTuple):
-    """A line of a spot trace."""
-
-    time: float  # seconds
-    added: bool  # else removed
-    node: str
 
 
 @dataclass(frozen=True)
@@ -111,26 +102,3 @@ def per_step(
     """Whole stages, as the lab's runs lose them: for `Churn.at`. Raises ScheduleError."""
     listed = schedule(losses, seed, iterations, stages)
     return {at: tuple(LostPlace(stage, None) for stage in lost) for at, lost in listed.items()}
-
-
-def read_trace(path: Path) -> tuple[TraceRow, ...]:
-    """A CSV of milliseconds, add or remove, node; in the order of time. Raises
-    SwarmFiguresError."""
-    try:
-        rows = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SwarmFiguresError(f"can't read the trace {path}: {error}") from error
-    found = []
-    for line, row in enumerate(rows, 1):
-        if len(row) != 3 or row[1] not in ("add", "remove") or not row[0].isdecimal():
-            raise SwarmFiguresError(
-                f"{path}, line {line}: {','.join(row)!r} is not MILLISECONDS,add|remove,NODE"
-            )
-        found.append(TraceRow(int(row[0]) / 1000, row[1] == "add", row[2]))
-        if len(found) > 1 and found[-1].time < found[-2].time:
-            raise SwarmFiguresError(
-                f"{path}, line {line}: its time is before that of the line before"
-            )
-    if not any(row.added for row in found):
-        raise SwarmFiguresError(f"{path} adds no node, so there would be none")
-    return tuple(found)

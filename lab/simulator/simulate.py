@@ -78,10 +78,11 @@ def simulate(
     from dataclasses import replace
 
     from planaria.lab.emulation.links import WAN_LINKS, LinkError, read_links
-    from planaria.lab.simulator.churn import HOUR, Churn, read_trace
+    from planaria.lab.simulator.churn import HOUR, Churn
     from planaria.lab.simulator.run import simulate_run
     from planaria.lab.simulator.step import simulate_step
     from planaria.lab.simulator.swarm import SwarmFiguresError, one_site, seconds_at, sites, uniform
+    from planaria.node.local.losses import read_trace
     from planaria.node.run_file import RunFileError, load
     from planaria.node.stage.shape import model_config
 

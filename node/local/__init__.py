@@ -1,5 +1,5 @@
 """A whole swarm on this machine: `planaria up`.
 
-swarm.py starts, kills, restarts and sums up; processes.py has the processes, and fork_server.py is
-loaded into the one that they are forked from.
+swarm.py starts, kills, restarts and sums up; losses.py says who is lost when, processes.py has the
+processes, and fork_server.py is loaded into the one that they are forked from.
 """

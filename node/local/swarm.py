@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 import time
@@ -20,6 +21,15 @@ from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnrea
 from planaria.bootstrap.journal import Journal, JournalError
 from planaria.bootstrap.registry_pb2 import Description, View
 from planaria.node.extras import remedy
+from planaria.node.local.losses import (
+    DrawnLosses,
+    Losses,
+    TracedLosses,
+    TraceError,
+    parse_rate,
+    places,
+    read_trace,
+)
 from planaria.node.local.processes import (
     GRACE,
     PLANARIA,
@@ -98,6 +108,29 @@ def _within(kill: str, what: str, value: int, low: int, high: int) -> None:
         raise SwarmError(f"--kill {kill}: there is no {what} {value}, choose {low} to {high}")
 
 
+def choose_losses(
+    run: RunFile, rate: str | None = None, trace: Path | None = None, speedup: float | None = None
+) -> Losses:
+    """Those of a resolved run's nodes, `speedup` times as fast as `rate` (10%/h) or the spot trace
+    has them; without either nobody is lost. Raises SwarmError."""
+    if rate is not None and trace is not None:
+        raise SwarmError("--loss-rate and --trace are two sources of losses: choose one")
+    if speedup is not None and ((rate is None and trace is None) or not 0 < speedup < math.inf):
+        raise SwarmError(
+            f"--speedup {speedup:g}: say how many times as fast the losses of --loss-rate or "
+            "--trace are to come, as in --speedup 100"
+        )
+    where, fast = places(run.model.stages or 0, run.swarm.replicas), speedup or 1.0
+    try:
+        if trace is not None:
+            return TracedLosses(where, read_trace(trace), fast)
+        return DrawnLosses(where, parse_rate(rate) if rate else 0.0, fast, run.seed)
+    except TraceError as error:
+        raise SwarmError(f"--trace {trace}: {error}") from error
+    except ValueError as error:
+        raise SwarmError(f"--loss-rate {error}") from error
+
+
 class Ending(NamedTuple):
     status: int
     reason: str  # empty: the run is finished
@@ -128,11 +161,13 @@ async def up(
     console: Console,
     resume: bool = False,
     replacing: bool = True,
+    losses: Losses | None = None,
 ) -> int:
     """Train a resolved run (see `resolve`) with a swarm of processes; the folder `out` gets what it
     came to. With `resume` it goes on from what the run has saved; without `replacing` a node that
-    is gone stays gone. Returns the exit status: 0 only if every step is committed, the audit is all
-    zero and replicas are identical. Raises SwarmError when it can't be started."""
+    is gone stays gone; `losses` come besides `kills`. Returns the exit status: 0 only if every step
+    is committed, the audit is all zero and replicas are identical. Raises SwarmError when it can't
+    be started."""
     run, out = plan.run, plan.out
     if resume:
         empty_registry(plan)
@@ -142,7 +177,7 @@ async def up(
         write_plan(plan)
     stop = stop_signals()
     with Screen(console, run.steps) as screen:
-        swarm = _Swarm(plan, kills, screen, replacing)
+        swarm = _Swarm(plan, kills, screen, replacing, losses or choose_losses(plan.run))
         try:
             ending = await swarm.train(stop)
         except SwarmError as error:
@@ -258,10 +293,16 @@ class _Swarm:
     """The processes, what they tell, and the kills that are still to come."""
 
     def __init__(
-        self, plan: SwarmPlan, kills: Sequence[Kill], screen: Screen, replacing: bool
+        self,
+        plan: SwarmPlan,
+        kills: Sequence[Kill],
+        screen: Screen,
+        replacing: bool,
+        losses: Losses,
     ) -> None:
         self.run, self.kills, self.screen = plan.run, list(kills), screen
         self.replacing = replacing  # nodes; the registry always is
+        self.losses, self.training = losses, False
         self.device, self.save_dir, self.homes = plan.device, plan.save_dir, plan.homes
         self.out, run = plan.out.absolute(), plan.run
         self.logs = self.out / "logs"
@@ -296,6 +337,7 @@ class _Swarm:
         while not stop.done():
             self._read()
             self._kill_what_is_due()
+            self._change_what_is_due()
             if self.story.finished is not None:
                 await self._last_nodes(stop)
                 return Ending(0, "")
@@ -356,9 +398,8 @@ class _Swarm:
     def _start_nodes(self) -> None:
         self.client = RegistryClient([self.address])
         self.describing = asyncio.get_running_loop().create_task(self._describe())
-        for replica in range(self.replicas):
-            for stage in range(self.stages + 1):
-                self._start(f"{stage}.{replica}")
+        for place in self.losses.first():
+            self._start(place)
 
     async def _describe(self) -> None:
         assert self.client is not None
@@ -418,6 +459,8 @@ class _Swarm:
         except OSError as error:
             raise SwarmError(f"can't start a process for {slot}: {error}") from error
         self.events.write(Started(slot=slot, pid=pid))
+        if slot != "registry":
+            self.losses.took(slot, time.monotonic())
 
     def _command(self, slot: str) -> list[str]:
         home = self.homes.get(slot)
@@ -459,21 +502,42 @@ class _Swarm:
     def _carry_out(self, kill: Kill) -> None:
         slots = kill.slots(self.replicas)
         for slot in slots:
-            now = time.time()
-            pid = self.processes.kill(slot)
-            if pid is not None:
-                victim = self._victim(slot, pid)
-                self.events.write(Killed(slot=slot, pid=pid, step=kill.step, **victim), now)
-            else:
+            if not self._kill(slot, kill.step):
                 self.screen.say(f"nobody is left to kill in node-{slot} at step {kill.step}")
         for slot in slots if self.replacing else ():
             self._start(slot)
         self._check_somebody_is_left()
 
+    def _kill(self, slot: str, step: int) -> bool:
+        """Whether there was anybody."""
+        now = time.time()
+        pid = self.processes.kill(slot)
+        if pid is not None:
+            victim = self._victim(slot, pid)
+            self.events.write(Killed(slot=slot, pid=pid, step=step, **victim), now)
+        return pid is not None
+
+    def _change_what_is_due(self) -> None:
+        """Losses by the clock, and who comes by it."""
+        if self.story.finished is not None:
+            return
+        if not self.training and (self.story.committed or self._under_way(1)):
+            self.training = True
+            self.losses.begin(time.monotonic())
+        changes = self.losses.due(time.monotonic())
+        for place, taken in changes:
+            if taken and self.replacing:
+                self._start(place)
+            elif not taken:
+                self._kill(place, self.story.committed + 1)
+        if changes:
+            self._check_somebody_is_left()
+
     def _check_somebody_is_left(self) -> None:
         """Raises SwarmError."""
-        if not any(slot != "registry" for slot in self.processes.running()):
-            raise SwarmError("no node is left, and with --no-replace no other one comes")
+        more = self.replacing and self.losses.more_to_come()
+        if not more and not any(slot != "registry" for slot in self.processes.running()):
+            raise SwarmError("no node is left, and no other one comes")
 
     def _victim(self, slot: str, pid: int) -> dict[str, Any]:
         stage = slot.partition(".")[0]

@@ -87,8 +87,48 @@ def test_a_swarm_of_which_nobody_is_left_ends_at_once(up):
     swarm = up(small(stages=1, steps=100_000), "--no-replace", "--kill", "0@4", "--kill", "1@4")
     status, output = swarm.finish()
     assert status == 1
-    assert "no node is left, and with --no-replace no other one comes" in output
+    assert "no node is left, and no other one comes" in output
     assert swarm.summary()["steps"] >= 3
+
+
+def test_nodes_come_and_go_as_a_spot_trace_has_it(up, tmp_path):
+    trace = tmp_path / "spot.csv"
+    trace.write_text("0,add,a\n0,add,b\n9,add,c\n20000,remove,b\n40000,add,d\n")
+    swarm = up(small(stages=2, steps=100_000), "--trace", str(trace), "--speedup", "10")
+    swarm.wait_until("the rebuild", lambda: swarm.events("rebuilt"))
+    step = swarm.events("rebuilt")[-1]["step"]
+    swarm.wait_until("more steps", lambda: swarm.committed() > step + 2)
+    (killed,) = swarm.events("killed")
+    *first, last = [event for event in swarm.events("started") if event["slot"] != "registry"]
+    assert [event["slot"] for event in first] == ["0.0", "1.0", "2.0"]
+    assert (killed["slot"], last["slot"]) == ("1.0", "1.0")
+    assert swarm.events("committed")[0]["time"] < killed["time"] < last["time"] - 1.0
+    swarm.end(signal.SIGTERM)
+    assert [swarm.summary()["audit"][k] for k in ("duplicates", "missing", "extra")] == [0, 0, 0]
+
+
+def test_a_trace_without_replacements_ends_with_its_last_node(up, tmp_path):
+    trace = tmp_path / "spot.csv"
+    trace.write_text("0,add,a\n0,add,b\n5000,remove,a\n6000,add,c\n7000,remove,b\n8000,add,d\n")
+    run = small(stages=1, steps=100_000)
+    swarm = up(run, "--trace", str(trace), "--speedup", "5", "--no-replace")
+    status, output = swarm.finish()
+    assert status == 1
+    assert "no node is left, and no other one comes" in output
+    started = swarm.lines.events("started", "events.jsonl")
+    assert [event["slot"] for event in started] == ["registry", "0.0", "1.0"]
+
+
+def test_nodes_that_are_lost_at_a_rate_are_replaced(up):
+    swarm = up(
+        small(stages=1, steps=100_000),
+        *("--replicas", "2", "--loss-rate", "50%/h", "--speedup", "300"),
+    )
+    swarm.wait_until("two losses", lambda: len(swarm.events("killed")) >= 2)
+    swarm.wait_until("those in their place", lambda: len(swarm.events("started")) >= 1 + 4 + 2)
+    at = swarm.committed()
+    swarm.wait_until("more steps", lambda: swarm.committed() > at + 2)
+    swarm.end(signal.SIGTERM)
 
 
 def test_the_registry_can_be_killed(up):

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from planaria.lab.convergence.schedule import Losses, ScheduleError, from_trace, schedule
+from planaria.node.local.losses import TraceRow
 
 
 def test_listed_losses_fall_together_where_they_are_listed_together() -> None:
@@ -60,29 +63,31 @@ def test_a_rate_is_a_probability() -> None:
 
 def test_a_trace_loses_a_stage_with_its_last_node() -> None:
     rows = [
-        ("0", "add", "a"),  # stage 0
-        ("0", "add", "b"),  # stage 1
-        ("0", "remove", "b"),  # not all stages have a node yet
-        ("1000", "add", "c"),  # stage 1
-        ("2000", "add", "d"),  # stage 2: it begins
-        ("12000", "add", "e"),  # stage 0 again
-        ("22000", "remove", "a"),  # e is left
-        ("32000", "remove", "c"),  # stage 1 is lost; it waits for f
-        ("92000", "add", "f"),
-        ("102000", "remove", "f"),  # 10 s later it is lost again
+        TraceRow(0.0, True, "a"),  # stage 0
+        TraceRow(0.0, True, "b"),  # stage 1
+        TraceRow(0.0, False, "b"),  # not all stages have a node yet
+        TraceRow(1.0, True, "c"),  # stage 1
+        TraceRow(2.0, True, "d"),  # stage 2: it begins
+        TraceRow(12.0, True, "e"),  # stage 0 again
+        TraceRow(22.0, False, "a"),  # e is left
+        TraceRow(32.0, False, "c"),  # stage 1 is lost; it waits for f
+        TraceRow(92.0, True, "f"),
+        TraceRow(102.0, False, "f"),  # 10 s later it is lost again
     ]
     assert from_trace(rows, 2.0, 1000, 2) == {15: (1,), 20: (1,)}
     assert from_trace(rows, 2.0, 16, 2) == {15: (1,)}
 
 
 def test_a_stage_that_can_spare_a_node_lets_no_time_pass() -> None:
-    rows = [("0", "add", name) for name in "abcdef"]  # two nodes a stage
-    rows += [("10000", "remove", "b"), ("20000", "remove", "e"), ("30000", "remove", "c")]
+    rows = [TraceRow(0.0, True, name) for name in "abcdef"]  # two nodes a stage
+    rows += [TraceRow(10.0, False, "b"), TraceRow(20.0, False, "e"), TraceRow(30.0, False, "c")]
     assert from_trace(rows, 1.0, 1000, 2) == {20: (1,)}
 
 
-def test_a_damaged_trace_is_refused_by_its_line() -> None:
-    with pytest.raises(ScheduleError, match="line 2 of the trace"):
-        from_trace([("0", "add", "a"), ("1", "moved", "a")], 1.0, 10, 1)
+def test_a_damaged_trace_is_refused_by_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "spot.csv"
+    path.write_text("0,add,a\n1,moved,a\n")
+    with pytest.raises(ScheduleError, match="line 2: '1,moved,a' is not"):
+        schedule(Losses(trace=str(path), iteration_seconds=1), 0, 10, 1)
     with pytest.raises(ScheduleError, match="can't read the trace"):
         schedule(Losses(trace="nowhere.csv", iteration_seconds=1), 0, 10, 4)

@@ -15,8 +15,8 @@ from planaria.lab.command import cli
 from planaria.lab.planning.machines import Hardware, probed
 from planaria.lab.planning.plan import curves, figures
 from planaria.lab.planning.planner import Machine, PlanError, Question
-from planaria.lab.simulator.churn import TraceRow
 from planaria.lab.simulator.swarm import one_site
+from planaria.node.local.losses import TraceRow
 from planaria.node.local.swarm import parse_kill
 from planaria.node.resolve import registry_rules
 from planaria.node.run_file import dumps, load, loads

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,13 +18,12 @@ from planaria.lab.simulator.churn import (
     Churn,
     Lives,
     LostPlace,
-    TraceRow,
     per_step,
-    read_trace,
 )
 from planaria.lab.simulator.run import Loss, RunOutcome, simulate_run
 from planaria.lab.simulator.step import MeanStep, simulate_step
 from planaria.lab.simulator.swarm import Seconds, Swarm, SwarmFiguresError, one_site, uniform
+from planaria.node.local.losses import TraceRow
 from planaria.node.run_file import loads, override
 from planaria.node.stage.shape import model_config
 
@@ -383,22 +381,6 @@ def test_losses_per_step_are_those_of_the_lab() -> None:
     assert sum(len(loss.rebuilt) for loss in outcome.losses) == sum(
         len(lost) for i, lost in listed.items() if i <= 50
     )
-
-
-def test_traces_are_read_from_files(tmp_path: Path) -> None:
-    path = tmp_path / "spot.csv"
-    path.write_text("0,add,a\n1500,remove,a\n")
-    assert read_trace(path) == (TraceRow(0.0, True, "a"), TraceRow(1.5, False, "a"))
-    for text, said in {
-        "0,add\n": "line 1: '0,add' is not MILLISECONDS,add|remove,NODE",
-        "5,add,a\n1,add,b\n": "line 2: its time is before",
-        "5,remove,a\n": "adds no node",
-    }.items():
-        path.write_text(text)
-        with pytest.raises(SwarmFiguresError, match=re.escape(said)):
-            read_trace(path)
-    with pytest.raises(SwarmFiguresError, match="can't read the trace"):
-        read_trace(tmp_path / "none.csv")
 
 
 @pytest.mark.parametrize(

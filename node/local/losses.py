@@ -1,0 +1,189 @@
+"""Who of a swarm's processes is lost when, and who comes: at a rate, or as a spot trace has it.
+
+A place, STAGE.REPLICA, is for one process at a time. Time is handed in, in seconds of this machine,
+in each of which `speedup` of the market's pass.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple, Protocol
+
+HOUR: Final = 3600.0
+
+
+class TraceError(ValueError):
+    """This is no spot trace, or none for this swarm; the message says why."""
+
+
+class TraceRow(NamedTuple):
+    """A line of a spot trace."""
+
+    time: float  # seconds
+    added: bool  # else removed
+    node: str
+
+
+class Change(NamedTuple):
+    """A place that is lost, or taken."""
+
+    place: str
+    taken: bool
+
+
+class Losses(Protocol):
+    """Besides those that one asks for by `--kill`."""
+
+    def first(self) -> list[str]:
+        """The places that are taken at the start."""
+
+    def begin(self, now: float) -> None:
+        """Training has begun, and with it the market's time."""
+
+    def took(self, place: str, now: float) -> None:
+        """A process has been started there."""
+
+    def due(self, now: float) -> list[Change]:
+        """What has come to pass since the last look, in order."""
+
+    def more_to_come(self) -> bool:
+        """Whether places will be taken by themselves."""
+
+
+def places(stages: int, replicas: int) -> list[str]:
+    """Of stages 0..`stages`: one of each, then the next one of each."""
+    return [f"{stage}.{replica}" for replica in range(replicas) for stage in range(stages + 1)]
+
+
+def stage_of(place: str) -> int:
+    return int(place.partition(".")[0])
+
+
+class DrawnLosses:
+    """Each process is lost within an hour of the market with the probability `hourly`, whatever its
+    age, and another takes its place at once. How long one lives follows from (seed, place, how many
+    have been there before)."""
+
+    def __init__(self, places: Sequence[str], hourly: float, speedup: float, seed: int) -> None:
+        self._places, self._seed = places, seed
+        self._rate = -math.log1p(-hourly) / HOUR * speedup
+        self._before: Counter[str] = Counter()
+        self._ends: dict[str, float] = {}  # by place
+        self._begun = False
+
+    def first(self) -> list[str]:
+        return list(self._places)
+
+    def begin(self, now: float) -> None:
+        self._begun = True
+        for place in self._places:
+            self.took(place, now)
+
+    def took(self, place: str, now: float) -> None:
+        if not self._begun:
+            return
+        drawn = random.Random(f"{self._seed} {place} {self._before[place]}")
+        self._before[place] += 1
+        self._ends[place] = now + (drawn.expovariate(self._rate) if self._rate else math.inf)
+
+    def due(self, now: float) -> list[Change]:
+        over = sorted((end, place) for place, end in self._ends.items() if end <= now)
+        for _, place in over:
+            del self._ends[place]
+        return [Change(place, taken) for taken in (False, True) for _, place in over]
+
+    def more_to_come(self) -> bool:
+        return False
+
+
+class TracedLosses:
+    """A node that the trace adds takes a free place of the stage with the fewest, of equals the
+    first, as long as there is one, and leaves it when the trace removes it. The trace begins where
+    it has a node for each stage. Raises TraceError if that is nowhere."""
+
+    def __init__(self, places: Sequence[str], rows: Sequence[TraceRow], speedup: float) -> None:
+        self._places, self._rows, self._speedup = places, list(rows), speedup
+        self._there: dict[str, str] = {}  # node of the trace -> place
+        self._next, self._start, self._began = 0, 0.0, math.inf
+        stages = {stage_of(place) for place in places}
+        while {stage_of(place) for place in self._there.values()} != stages:
+            if self._next == len(rows):
+                raise TraceError(
+                    f"the trace never has {len(stages)} nodes at a time, one for each stage: take "
+                    "another one, or fewer stages"
+                )
+            self._start = rows[self._next].time
+            self._play(self._start)
+
+    def first(self) -> list[str]:
+        return sorted(self._there.values(), key=self._places.index)
+
+    def begin(self, now: float) -> None:
+        self._began = now
+
+    def took(self, place: str, now: float) -> None:
+        pass
+
+    def due(self, now: float) -> list[Change]:
+        return self._play(self._start + max(0.0, now - self._began) * self._speedup)
+
+    def more_to_come(self) -> bool:
+        return any(row.added for row in self._rows[self._next :])
+
+    def _play(self, until: float) -> list[Change]:
+        """`until`: seconds of the trace."""
+        changes = []
+        while self._next < len(self._rows) and self._rows[self._next].time <= until:
+            row = self._rows[self._next]
+            self._next += 1
+            if not row.added:
+                if (place := self._there.pop(row.node, None)) is not None:
+                    changes.append(Change(place, False))
+            elif row.node not in self._there and (place := self._free()) is not None:
+                self._there[row.node] = place
+                changes.append(Change(place, True))
+        return changes
+
+    def _free(self) -> str | None:
+        taken = set(self._there.values())
+        counts = Counter(stage_of(place) for place in taken)
+        free = [place for place in self._places if place not in taken]
+        return min(free, key=lambda place: (counts[stage_of(place)], stage_of(place)), default=None)
+
+
+def parse_rate(text: str) -> float:
+    """`10%/h`: the probability that a node is lost within an hour. Raises ValueError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)%/h", text)
+    hourly = float(found[1]) / 100 if found else math.nan
+    if not 0 <= hourly < 1:
+        raise ValueError(
+            f"{text!r} is no rate of losses: write how many of a hundred nodes are lost within an "
+            "hour, as in 10%/h; less than 100"
+        )
+    return hourly
+
+
+def read_trace(path: Path) -> tuple[TraceRow, ...]:
+    """A CSV of milliseconds, add or remove, node; in the order of time. Raises TraceError."""
+    try:
+        rows = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"can't read the trace {path}: {error}") from error
+    found: list[TraceRow] = []
+    for line, row in enumerate(rows, 1):
+        if len(row) != 3 or row[1] not in ("add", "remove") or not row[0].isdecimal():
+            raise TraceError(
+                f"{path}, line {line}: {','.join(row)!r} is not MILLISECONDS,add|remove,NODE"
+            )
+        found.append(TraceRow(int(row[0]) / 1000, row[1] == "add", row[2]))
+        if len(found) > 1 and found[-1].time < found[-2].time:
+            raise TraceError(f"{path}, line {line}: its time is before that of the line before")
+    if not any(row.added for row in found):
+        raise TraceError(f"{path} adds no node, so there would be none")
+    return tuple(found)
