@@ -81,6 +81,8 @@ SLACK = 16 << 20
 """Bytes for heads, and for what is small."""
 TO_DRIVER = frozenset(["status", "synced", "home", "ready", "failed", "cut", "account", "stale"])
 TO_MEMBER = frozenset(["query", "sync", "step", "reduce", "halt"])
+NOTING = 0.02
+"""Seconds between two looks whether the ledger is written."""
 OF_AN_ATTEMPT = frozenset(["activation", "gradient", "average", "twin"])
 """Kinds of frames without which the attempt fails."""
 
@@ -446,7 +448,6 @@ class Agent:
     async def _reduce(self, ballot: Ballot, attempt: Attempt) -> None:
         try:
             norm = await self._reduce_all(ballot, attempt)
-            digest = await self.exchanges.compute(self.arithmetic.digest)
         except ComplaintError as error:
             if isinstance(error, PeerLostError) or error.cause != SILENT:
                 for node in error.accused:
@@ -454,9 +455,17 @@ class Agent:
             else:
                 self.attempt_failed(ballot, str(error), error.accused)
             return
+        await self._is_noted()
         seconds = self.workplace.seconds_per_microbatch
+        digest = await self.exchanges.compute(self.arithmetic.digest)
         self._carry_out(self.member.reduced(ballot, norm, math.isfinite(norm), seconds, digest))
         self.exchanges.start(self._feed(ballot, attempt.begin))
+
+    async def _is_noted(self) -> None:
+        """Whoever votes for a step has the one before in its ledger, or says that it can't write
+        it: so each is in a ledger, whatever is lost when."""
+        while self.record.noting():
+            await self.exchanges.sleep(NOTING)
 
     async def _reduce_all(self, ballot: Ballot, attempt: Attempt) -> float:
         """The stage's gradient, summed over its replicas, and the twin's; the squared norm of the
@@ -586,8 +595,7 @@ class Agent:
             synced.fetched_bytes,
             synced.seconds,
         )
-        if sync.HasField("last"):
-            self.record.committed(state.last)  # who was to note it may be gone
+        self.record.committed(state.last)  # who was to note it may be gone
         self._carry_out(member.fetched(synced, state.last, state.boosted_at))
         self.holdings.in_place(state.id)
 

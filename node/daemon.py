@@ -49,7 +49,7 @@ from planaria.node.report.events import (
     WrittenAgain,
 )
 from planaria.node.report.ledger import Ledger, LedgerHeader, line
-from planaria.node.report.line_file import LineFile
+from planaria.node.report.line_file import BackgroundLineFile, LineFile
 from planaria.node.report.wall_clock import WallClock
 from planaria.node.run_file import RunFile
 from planaria.node.stage.arithmetic import TorchStage, layout_of, make_twin
@@ -75,8 +75,8 @@ log = logging.getLogger("planaria")
 
 TICK = 0.05
 """Seconds between two looks at the clock."""
-WRITE_AGAIN = 1.0
-"""Seconds between two tries at what a disk has not taken."""
+LOOK_AT_FILES = 1.0
+"""Seconds between two looks whether the disk takes what is written."""
 FAREWELL = 2.0
 """Seconds of its grace that a node keeps for leaving properly."""
 MOST_MEASURED = 200
@@ -155,7 +155,7 @@ class Node:
             credentials=place.credentials,
             insecure=place.insecure,
         )
-        self.events = EventLog(place.out, self.node)
+        self.events = EventLog(place.out, self.node, BackgroundLineFile)
         self.files = [] if self.events.file is None else [self.events.file]
         self.failing: set[LineFile] = set()
         self.files_told = 0.0
@@ -280,8 +280,7 @@ class Node:
         for seat in self.seats.values():
             await asyncio.to_thread(seat.holdings.finish_saves)
         self._tell_costs()
-        for file in self.files:
-            file.close()
+        await asyncio.gather(*(asyncio.to_thread(file.close) for file in self.files))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self.loop.create_task(work)
@@ -350,7 +349,7 @@ class Node:
         corpus = self.corpus if stage == 0 else None
         if corpus is not None:
             corpus.verify_in_background()
-        record = SeatRecord(self, stage, self._open_ledger(corpus))
+        record = SeatRecord(self, stage, await asyncio.to_thread(self._open_ledger, corpus))
         place, run, config = self.place, self.run, self.config
 
         def make_holdings(seat: Agent) -> Holdings:
@@ -385,7 +384,7 @@ class Node:
         header = self._ledger_header(corpus)
         path = self.place.out / f"ledger-{self.node}.jsonl"
         windows = Windows(header["seed"], header["samples"], header["batch"])
-        ledger = Ledger(path, header)
+        ledger = Ledger(path, header, BackgroundLineFile)
         self.files.append(ledger.file)
         return ledger, windows
 
@@ -453,9 +452,9 @@ class Node:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK)
-            if self.loop.time() - self.files_told > WRITE_AGAIN:
+            if self.loop.time() - self.files_told > LOOK_AT_FILES:
                 self.files_told = self.loop.time()
-                self.write_again()
+                self._look_at_files()
             self._mind_compute()
             if self.missing.look(self.needed, self._is_direct, self.loop.time()):
                 self.report()
@@ -497,17 +496,16 @@ class Node:
             seat.compute_hangs(str(self.hang or ""), self.loop.time())
         self.report()
 
-    def write_again(self) -> None:
-        """What the disk has not taken; and tell when that begins and ends."""
+    def _look_at_files(self) -> None:
+        """Tells when a disk begins, and ends, not to take what is written."""
         for file in self.files:
-            file.flush()
             if file.trouble and file not in self.failing:
                 self.failing.add(file)
                 self.tell(WriteFailed(reason=file.told()))
             elif file in self.failing and not file.trouble:
                 self.failing.remove(file)
-                self.tell(WrittenAgain(path=str(file.path), dropped=file.dropped))
-                file.dropped = 0
+                self.tell(WrittenAgain(path=str(file.path), dropped=file.waiting.dropped))
+                file.waiting.dropped = 0
 
     def _tell_costs(self) -> None:
         """What keeping things for the day of a loss has cost."""
@@ -563,6 +561,9 @@ class SeatRecord:
             return pb.NO_LEDGER
         ledger, _ = self._ledger
         return pb.LEDGER_FAILING if ledger.file.trouble else pb.LEDGER_WRITTEN
+
+    def noting(self) -> bool:
+        return self._ledger is not None and self._ledger[0].file.writing
 
     def changed(self) -> None:
         self._node.report()

@@ -245,6 +245,11 @@ class Record(Protocol):
         """Whether the ledger can be written."""
         ...
 
+    def noting(self) -> bool:
+        """Whether lines of the ledger are on their way to a disk that, as far as can be told, takes
+        them. After a few seconds it counts as one that doesn't."""
+        ...
+
     def changed(self) -> None:
         """What the registry is to hear of this seat is something else now."""
         ...

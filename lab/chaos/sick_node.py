@@ -12,7 +12,7 @@ that anything is told.
 | --- | --- | --- |
 | `hang` | | the compute thread does not come back; the event loop lives |
 | `crawl` | `factor` (10) | each task of the compute thread takes so many times as long |
-| `slow disk` | `seconds` (0.5) | each line of event log and ledger, and each fsync, takes so long |
+| `slow disk` | `seconds` (0.5) | each write to event log or ledger, and each fsync, takes so long |
 | `full disk` | | the kernel refuses each write to a file (EFBIG, by RLIMIT_FSIZE) |
 | `nan` | `of`, `times` | a value of what goes to another stage is NaN |
 | `wrong shape` | `of`, `times` | what goes to another stage lacks its last column |
@@ -119,8 +119,7 @@ def arm(faults: Faults, wrap: Callable[[Any, str, Any], None] = setattr) -> None
     """From here on the node's code in this process obeys `faults`."""
     import torch
 
-    from planaria.node.report.event_log import EventLog
-    from planaria.node.report.ledger import Ledger
+    from planaria.node.report.line_file import LineFile
     from planaria.node.stage.arithmetic import TorchStage
     from planaria.node.stage.compute import ComputeThread
     from planaria.node.stage.watch import kind_of
@@ -181,8 +180,7 @@ def arm(faults: Faults, wrap: Callable[[Any, str, Any], None] = setattr) -> None
     wrap(ComputeThread, "post", posted)
     wrap(TorchWork, "_onward", sent)
     wrap(TorchStage, "reduced", told)
-    wrap(EventLog, "write", slowly(EventLog.write))
-    wrap(Ledger, "append", slowly(Ledger.append))
+    wrap(LineFile, "_write", slowly(LineFile._write))
     wrap(os, "fsync", slowly(os.fsync))
 
 

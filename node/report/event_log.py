@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,20 @@ log = logging.getLogger("planaria")
 
 
 class EventLog:
-    """Without a directory nothing is kept: `file` is None."""
+    """Without a directory nothing is kept: `file` is None. `open_file`: who writes it."""
 
-    def __init__(self, directory: Path | None, node: str) -> None:
+    def __init__(
+        self,
+        directory: Path | None,
+        node: str,
+        open_file: Callable[[Path], LineFile] = LineFile,
+    ) -> None:
         self.node = node
         self.file: LineFile | None = None
         if directory is not None:
             path = directory / f"events-{node}.jsonl"
             _drop_half_line(path)
-            self.file = LineFile(path)
+            self.file = open_file(path)
 
     def write(self, event: events.Event, at: float | None = None) -> None:
         """`at`: when it happened, in Unix seconds; None: now."""

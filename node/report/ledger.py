@@ -117,13 +117,18 @@ def _joint_hash(microbatches: Sequence[tuple[int, int, str]]) -> str:
 
 
 class Ledger:
-    """A ledger open for writing. A half-written last line, left by a crash, is dropped. `file` says
-    whether its lines are on disk.
+    """A ledger open for writing. A half-written last line, left by a crash, is dropped. `file`,
+    which `open_file` makes, says whether its lines are on disk.
 
     Raises LedgerError when the file belongs to another run, or can't be read.
     """
 
-    def __init__(self, path: Path, header: LedgerHeader) -> None:
+    def __init__(
+        self,
+        path: Path,
+        header: LedgerHeader,
+        open_file: Callable[[Path], LineFile] = LineFile,
+    ) -> None:
         self.path = path
         try:
             written = path.read_bytes() if path.exists() else b""
@@ -134,12 +139,12 @@ class Ledger:
                 os.truncate(path, whole)
         except OSError as error:
             raise LedgerError(f"can't read the ledger {path}: {error.strerror}") from error
-        self.file = LineFile(path)
+        self.file = open_file(path)
         if not whole:
             self._write(header)
 
     def append(self, line: Line) -> None:
-        """With the operating system when this returns, or waiting in memory (`file.trouble`)."""
+        """With the operating system when this returns, or waiting in memory (`file.waiting`)."""
         self._write(line)
 
     def _write(self, fields: LedgerHeader | Line) -> None:

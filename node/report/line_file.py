@@ -1,69 +1,167 @@
-"""A file that lines are appended to, on a disk that may be full or fail for a while."""
+"""A file that lines are appended to, on a disk that may be full, fail or stall for a while.
+
+`WaitingLines` decides what is written next and what is dropped; a `LineFile` writes it at once, a
+`BackgroundLineFile` in a thread of its own, so that nobody but that thread waits for the disk.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
+import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 log = logging.getLogger("planaria")
 
-MOST_WAITING = 16 * 2**20
+MOST_WAITING: Final = 16 * 2**20
 """Bytes of lines that wait in memory for one file, at most."""
+PIECE: Final = 64 * 2**10
+"""Bytes of lines that are written at once, at most, but for one that is longer."""
+STALLED: Final = 3.0
+"""Seconds after which a disk that has not taken a line counts as one that fails."""
+WRITE_AGAIN: Final = 1.0
+"""Seconds between two tries at what a disk has refused."""
+LAST_WRITES: Final = 5.0
+"""Seconds that a disk has for what still waits when its file is closed."""
+
+
+class WaitingLines:
+    """The lines of one file that are not with the operating system yet, in order. One thread may
+    add to them while another writes.
+
+    Of more than `most` bytes the oldest are dropped, and counted, but for the file's very first
+    line, what is being written, and the newest.
+    """
+
+    def __init__(self, most: int = MOST_WAITING) -> None:
+        self.dropped = 0
+        self.bytes = 0
+        self._most = most
+        self._lock = threading.Lock()
+        self._lines: deque[tuple[bytes, float]] = deque()  # each with the time at which it came
+        self._begun = True  # the first that waits is the file's first, or its beginning is written
+        self._taken = 0  # so many from the first are being written
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def add(self, line: bytes, now: float) -> None:
+        """`line` ends with a newline."""
+        with self._lock:
+            self._lines.append((line, now))
+            self.bytes += len(line)
+
+    def trim(self) -> None:
+        """Drops what is too much."""
+        with self._lock:
+            kept = max(self._taken, int(self._begun))
+            while self.bytes > self._most and len(self._lines) > kept + 1:
+                self.bytes -= len(self._lines[kept][0])
+                del self._lines[kept]
+                self.dropped += 1
+
+    def take(self) -> bytes:
+        """What is to be written next; empty: nothing waits. `wrote` or `refused` follows."""
+        with self._lock:
+            size = 0
+            for line, _ in self._lines:
+                if self._taken and size + len(line) > PIECE:
+                    break
+                size += len(line)
+                self._taken += 1
+            return b"".join(self._lines[number][0] for number in range(self._taken))
+
+    def wrote(self, size: int) -> None:
+        """The disk has so many bytes of what was taken."""
+        with self._lock:
+            self._taken = 0
+            self.bytes -= size
+            while size:
+                line, since = self._lines.popleft()
+                self._begun = size < len(line)
+                if self._begun:
+                    self._lines.appendleft((line[size:], since))
+                    return
+                size -= len(line)
+
+    def refused(self) -> None:
+        """The disk has nothing of what was taken."""
+        with self._lock:
+            self._taken = 0
+
+    def waited(self, now: float) -> float:
+        """For how many seconds the oldest of them waits."""
+        with self._lock:
+            return now - self._lines[0][1] if self._lines else 0.0
 
 
 class LineFile:
     """Lines go to the operating system at once, or wait, in order, until the disk takes them.
 
-    Of more than `most` bytes the oldest that wait are dropped, and counted, but for the file's very
-    first line. `trouble` says what is wrong, empty when all is written. Nothing is raised: a node
-    trains on without its files.
+    Nothing is raised: a node trains on without its files.
     """
 
-    def __init__(self, path: Path, most: int = MOST_WAITING) -> None:
+    def __init__(
+        self,
+        path: Path,
+        most: int = MOST_WAITING,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.path = path
-        self.trouble = ""
-        self.dropped = 0
-        self._most = most
+        self.waiting = WaitingLines(most)
+        self._clock = clock
+        self._error = ""
         self._file: int | None = None
-        self._waiting: deque[bytes] = deque()
-        self._bytes = 0  # that wait
-        self._kept = 1  # of the lines that wait, so many from the first aren't dropped
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong, in words; empty: all is well. A disk that has not taken a line for STALLED
+        seconds is."""
+        waited = self.waiting.waited(self._clock())
+        if self._error or waited < STALLED:
+            return self._error
+        return f"can't write {self.path}: its disk has not taken a line for {waited:.0f} s"
+
+    @property
+    def writing(self) -> bool:
+        """Whether lines are on their way to a disk that is well, as far as can be told."""
+        return bool(self.waiting) and not self.trouble
 
     def append(self, line: bytes) -> None:
         """`line` ends with a newline."""
-        self._waiting.append(line)
-        self._bytes += len(line)
+        self.waiting.add(line, self._clock())
         self.flush()
-        while self._bytes > self._most and len(self._waiting) > self._kept:
-            self._bytes -= len(self._waiting[self._kept])
-            del self._waiting[self._kept]
-            self.dropped += 1
+        self.waiting.trim()
 
     def flush(self) -> None:
         """Writes what waits, as far as the disk takes it."""
         try:
             if self._file is None:
                 self._file = self._open()
-            while self._waiting:
-                self._write_first(self._file)
+            while piece := self.waiting.take():
+                self.waiting.wrote(self._write(self._file, piece))
         except OSError as error:
+            self.waiting.refused()
             self._let_go()
-            self.trouble = f"can't write {self.path}: {error.strerror}"
+            self._error = f"can't write {self.path}: {error.strerror}"
         else:
-            self.trouble = ""
+            self._error = ""
 
     def told(self) -> str:
         """Of a file with trouble: what waits, and what comes of it."""
-        lost = f", {self.dropped} older ones are lost" if self.dropped else ""
-        return f"{self.trouble}; {len(self._waiting)} lines wait in memory{lost}"
+        dropped = self.waiting.dropped
+        lost = f", {dropped} older ones are lost" if dropped else ""
+        return f"{self.trouble}; {len(self.waiting)} lines wait in memory{lost}"
 
     def close(self) -> None:
         """What still waits is lost, and that is said."""
-        if self._waiting:
+        if self.waiting:
             self.flush()
-        if self._waiting:
+        if self.waiting:
             log.error("%s, and are lost", self.told())
         self._let_go()
 
@@ -71,17 +169,9 @@ class LineFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
-    def _write_first(self, file: int) -> None:
-        """As much of the first line that waits as there is room for."""
-        line = self._waiting[0]
-        written = os.write(file, line)
-        self._bytes -= written
-        if written < len(line):
-            self._waiting[0] = line[written:]
-            self._kept = 1  # its beginning is in the file
-        else:
-            self._waiting.popleft()
-            self._kept = 0
+    def _write(self, file: int, piece: bytes) -> int:
+        """As much as there is room for."""
+        return os.write(file, piece)
 
     def _let_go(self) -> None:
         if self._file is not None:
@@ -90,3 +180,41 @@ class LineFile:
             except OSError as error:
                 log.debug("closing %s: %s", self.path, error)
             self._file = None
+
+
+class BackgroundLineFile(LineFile):
+    """Lines are written in a thread: who appends does not wait for the disk."""
+
+    def __init__(
+        self,
+        path: Path,
+        most: int = MOST_WAITING,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(path, most, clock)
+        self._news = threading.Event()
+        self._closing = False
+        name = f"write {path.name}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def append(self, line: bytes) -> None:
+        self.waiting.add(line, self._clock())
+        self.waiting.trim()
+        self._news.set()
+
+    def close(self) -> None:
+        """What the disk has not taken LAST_WRITES later is lost, and that is said."""
+        self._closing = True
+        self._news.set()
+        self._thread.join(LAST_WRITES)
+        if self._thread.is_alive():
+            log.error("%s, and are lost", self.told())
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._news.wait(WRITE_AGAIN if self._error else None)
+            self._news.clear()
+            if not self._closing:
+                self.flush()
+        super().close()

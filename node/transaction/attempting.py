@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from planaria.node.transaction.diverging import Told
 from planaria.node.transaction.effects import Ballot
+from planaria.node.transaction.gathering import unrecorded
 from planaria.node.transaction.overdue import Inquest
 from planaria.node.transaction.routing import Pair, plan, share_out, stand_ins
 from planaria.node.transaction.rules import TransactionRules
@@ -39,6 +40,12 @@ class Vote:
         for node, ready in self.ready.items():
             found.setdefault(self.stages[node], {})[node] = Told.by(ready)
         return found
+
+    def unrecorded(self) -> str:
+        """Why the step isn't to be committed: the one before is in no ledger. Empty: it is, or
+        needn't be."""
+        ends = (ready.recording for node, ready in self.ready.items() if self.stages[node] == 0)
+        return unrecorded(ends)
 
     def dissents_from(self, stage: int, ready: pb.Ready) -> str:
         """The replica that has other weights, or another gradient, if that counts; empty: none."""

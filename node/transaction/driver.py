@@ -43,7 +43,7 @@ from planaria.node.transaction.attempting import Attempting, Vote, planned
 from planaria.node.transaction.bounds import told_to_driver
 from planaria.node.transaction.diverging import Told, changed, differing, undecided
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
-from planaria.node.transaction.gathering import Coming, Gathering, Standing, active, unrecorded
+from planaria.node.transaction.gathering import Coming, Gathering, Standing, active
 from planaria.node.transaction.hanging import Hanging, slow_and_alone
 from planaria.node.transaction.joining import FOLLOWED, FOLLOWS, Joining
 from planaria.node.transaction.overdue import is_late
@@ -584,6 +584,8 @@ class Driver:
                 return []
         if (effects := self._diverging(vote, now)) is not None:
             return effects
+        if why := vote.unrecorded():
+            return self._gather(why, now)
         if members := self._masked_members():
             if now - vote.complete < EVICTED:
                 return []
@@ -597,8 +599,6 @@ class Driver:
         effects = self._let_in(vote, now)
         self.norms = {vote.stages[node]: ready.squared_norm for node, ready in vote.ready.items()}
         commit = attempt.commit(vote, self.ballot, self.rules, self.standing.last, now)
-        ends = (vote.ready[node].recording for node in vote.ready if self.members[node] == 0)
-        attempt.regather = attempt.regather or unrecorded(ends)
         self.standing = replace(self.standing, committed=commit.step, last=commit)
         self.failures, self.last_abort = 0, ""
         self.accused.clear()

@@ -13,7 +13,7 @@ import torch
 from conversing import AtOnce, Nodes, VirtualNet
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.node.agent import Agent, crossing_bytes, frame_bytes, held_bytes
+from planaria.node.agent import NOTING, Agent, crossing_bytes, frame_bytes, held_bytes
 from planaria.node.ports import Ports
 from planaria.node.report.events import Event
 from planaria.node.run_file import loads
@@ -59,6 +59,7 @@ class Memory:
         self.suspected: list[str] = []
         self.replaced: list[str] = []
         self.ended: list[str] = []
+        self.notes = False
 
     def tell(self, event: Event) -> None:
         self.events.append(event)
@@ -66,6 +67,9 @@ class Memory:
     def committed(self, commit: pb.Commit) -> None: ...
     def recording(self) -> pb.Recording:
         return pb.NO_LEDGER
+
+    def noting(self) -> bool:
+        return self.notes
 
     def changed(self) -> None: ...
     def halted(self, halt: pb.Halt) -> None: ...
@@ -294,6 +298,20 @@ def test_what_an_agent_tells_itself_takes_no_link() -> None:
 def test_a_message_says_which_seat_it_is_for() -> None:
     seat = Seat("a")
     assert {to: item.seat for to, item in seat.net.sent} == {"b": 1, "c": 2}
+
+
+def test_nobody_votes_for_a_step_before_the_last_one_is_in_its_ledger() -> None:
+    seat = Seat("b")
+    nothing_to_do = begin()
+    del nothing_to_do.begin.plan[:]
+    seat.hears("a", ATTEMPT, step=nothing_to_do)
+    seat.record.notes = True
+    seat.hears("a", ATTEMPT, reduce=pb.Reduce())
+    seat.nodes.sleep(2.0)
+    assert "ready" not in seat.sent_to("a")
+    seat.record.notes = False
+    seat.nodes.sleep(2 * NOTING)
+    assert seat.sent_to("a")[-1] == "ready"
 
 
 def asked(seat: Seat) -> pb.StateManifest:

@@ -18,8 +18,9 @@ next one is applied anywhere: every member of the view was ready for that one, s
 - I4  After the last fault the run finishes in time, or stops for a reason that holds.
 - I5  What a node holds for others is what it says: an exact method gives the very weights that the
       lost stage had, and nothing comes from a commit that those who are left did not make.
-- I6  Who has done nothing wrong is not evicted while nobody dies, no state is lost, each step is
-      in a ledger, and none is skipped while those of a stage who do nothing wrong can make it.
+- I6  Who has done nothing wrong is not evicted while nobody dies, no state is lost, and no step is
+      skipped while those of a stage who do nothing wrong can make it.
+- I7  When the run has finished, each of its steps is in a ledger, whoever has died.
 """
 
 from __future__ import annotations
@@ -625,12 +626,12 @@ class Cluster:
             self.demand(newest == self.rules.steps, "I4", f"finished at step {newest}")
             chains = {node.weights.chain for node in active if node.weights.step == newest}
             self.demand(len(chains) == 1, "I2", "the run has finished with two histories")
-            if self.guilty is not None and not self.guilty:
-                self.files.failing.clear()
-                for node in self.nodes:
-                    node.write_again()
-                missing = set(range(1, newest + 1)) - self.files.noted
-                self.demand(not missing, "I6", f"no ledger has steps {sorted(missing)}")
+            self.files.failing.clear()
+            self.files.stalled.clear()
+            for node in self.nodes:
+                node.write_again()
+            missing = set(range(1, newest + 1)) - self.files.noted
+            self.demand(not missing, "I7", f"no ledger has steps {sorted(missing)}")
             return "finished"
         holders = self._holders(newest)
         decisions = self.decisions(newest, holders, active)

@@ -31,7 +31,7 @@ from planaria.recovery.snapshot import Layout
 from simulation.fingerprints import SHAPE
 from simulation.links import Links
 from simulation.network import Stream
-from simulation.ports import Compute, VirtualDisk
+from simulation.ports import Compute, VirtualDisk, VirtualLineFile
 from simulation.stage import ChainedTwin, Stage, row
 from simulation.world import Process
 
@@ -179,7 +179,8 @@ class Node:
             return
         self.weights = Stage(self, stage)
         if stage == 0:
-            self.ledger = LineFile(Path(f"{self.process.host}-{self.name}"))
+            path = Path(f"{self.process.host}-{self.name}")
+            self.ledger = VirtualLineFile(path, self.cluster.files, self.process)
         ports = Ports(self.net, self.exchanges, self.compute, tensors, self.weights, self)
         run, config = self.cluster.run, self.cluster.config
         self.seat = Seat(self, self.name, stage, run, config, ports, self._make_holdings)
@@ -343,6 +344,9 @@ class Node:
         if self.ledger is None:
             return pb.NO_LEDGER
         return pb.LEDGER_FAILING if self.ledger.trouble else pb.LEDGER_WRITTEN
+
+    def noting(self) -> bool:
+        return self.ledger is not None and self.ledger.writing
 
     def write_again(self) -> None:
         if self.ledger is not None:

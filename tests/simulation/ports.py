@@ -6,6 +6,7 @@ import errno
 import heapq
 import itertools
 import os
+import random
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from planaria.node.ports import Priority
+from planaria.node.report.line_file import LineFile
 from planaria.node.stage.watch import Watch, kind_of
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from simulation.fingerprints import chain_of
@@ -103,6 +105,7 @@ class Files:
         """Every so many steps; 0: none are written."""
         self.save_every, self.checkpoint_every = save_every, checkpoint_every
         self.failing: dict[str, float] = {}  # hosts, and what share of their writes fails
+        self.stalled: dict[str, float] = {}  # hosts whose ledgers are not written, and until when
         self.chance: Callable[[float], bool] = bool
         self.noted: set[int] = set()  # steps that are in a ledger
         self._files: dict[tuple[str, str, int], dict[Age, StageState]] = defaultdict(dict)
@@ -175,6 +178,28 @@ class LedgerDisks:
 
     def _check(self, name: str) -> None:
         self._files.check(name.split("-")[0])
+
+
+class VirtualLineFile(LineFile):
+    """Written after a while, as by a thread; what a crash finds unwritten is lost."""
+
+    def __init__(self, path: Path, files: Files, process: Process) -> None:
+        super().__init__(path, clock=lambda: process.world.now)
+        self._files, self._process = files, process
+        self._chance = random.Random(path.name)  # whatever else the seed draws stays as it is
+
+    def append(self, line: bytes) -> None:
+        self.waiting.add(line, self._clock())
+        self.waiting.trim()
+        seconds = self._chance.choice([0.001, 0.001, 0.001, 0.3])
+        self._process.after(seconds, self.flush)
+
+    def flush(self) -> None:
+        stalled = self._files.stalled.get(self._process.host, 0.0) - self._clock()
+        if stalled > 0:
+            self._process.after(stalled, self.flush)
+        else:
+            super().flush()
 
 
 class VirtualDisk:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from planaria.node.report import line_file
 from planaria.node.report.event_log import EventLog
 from planaria.node.report.events import Committed
-from planaria.node.report.line_file import LineFile
+from planaria.node.report.line_file import STALLED, BackgroundLineFile, LineFile, WaitingLines
 
 
 class Disk:
@@ -110,14 +112,13 @@ def test_whatever_is_written_is_whole_lines_in_order_and_the_rest_is_counted(
         for number, (room, size) in enumerate(steps):
             disk.room = room
             file.append(b"%d %s\n" % (number, b"x" * size))
-            assert file._bytes == sum(map(len, file._waiting))
-            assert file._bytes <= 60 + 2 * 25, "but for what is begun, and the newest"
+            assert file.waiting.bytes <= 60 + 2 * 25, "but for what is begun, and the newest"
         disk.room = 10_000
         file.flush()
     lines = [b"%d %s\n" % (number, b"x" * size) for number, (_, size) in enumerate(steps)]
     found = bytes(written).splitlines(keepends=True)
     assert found == [each for each in lines if each in found]
-    assert len(found) + file.dropped == len(lines)
+    assert len(found) + file.waiting.dropped == len(lines)
 
 
 def test_an_event_log_that_can_not_be_written_raises_nothing(tmp_path: Path) -> None:
@@ -127,3 +128,120 @@ def test_an_event_log_that_can_not_be_written_raises_nothing(tmp_path: Path) -> 
     assert events.file is not None
     assert str(tmp_path / "events-n.jsonl") in events.file.trouble
     events.close()
+
+
+# --- in the background
+
+
+class StalledDisk:
+    """Takes nothing until it is released."""
+
+    def __init__(self) -> None:
+        self.asked, self.released, self.write = threading.Event(), threading.Event(), os.write
+
+    def __call__(self, file: int, data: bytes) -> int:
+        self.asked.set()
+        self.released.wait()
+        return self.write(file, data)
+
+
+def test_who_appends_does_not_wait_for_a_disk_that_stalls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, clock = StalledDisk(), SimpleNamespace(now=100.0)
+    monkeypatch.setattr(line_file.os, "write", disk)
+    path = tmp_path / "folder" / "lines"
+    file = BackgroundLineFile(path, clock=lambda: clock.now)
+    assert (file.writing, file.trouble) == (False, "")
+    file.append(line(1))
+    disk.asked.wait()
+    file.append(line(2))
+    assert (file.writing, file.trouble) == (True, "")
+    clock.now += STALLED
+    assert not file.writing
+    assert file.trouble == f"can't write {path}: its disk has not taken a line for 3 s"
+    assert file.told() == file.trouble + "; 2 lines wait in memory"
+    disk.released.set()
+    file.close()
+    assert (file.writing, file.trouble) == (False, "")
+    assert path.read_bytes() == line(1) + line(2), "nothing is lost at a clean end"
+
+
+def test_what_a_disk_does_not_take_at_the_end_is_lost_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = StalledDisk()
+    monkeypatch.setattr(line_file.os, "write", disk)
+    monkeypatch.setattr(line_file, "LAST_WRITES", 0.0)
+    file = BackgroundLineFile(tmp_path / "lines")
+    file.append(line(1))
+    file.close()
+    assert "1 lines wait in memory, and are lost" in caplog.text
+    disk.released.set()
+
+
+def test_lines_that_a_full_disk_refuses_are_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, refused = Disk(10), threading.Event()
+
+    def write(file: int, data: bytes) -> int:
+        try:
+            return disk(file, data)
+        except OSError:
+            refused.set()
+            raise
+
+    monkeypatch.setattr(line_file.os, "write", write)
+    file = BackgroundLineFile(tmp_path / "lines")
+    for number in range(4):
+        file.append(line(number))
+    refused.wait()
+    disk.room = 1000
+    file.close()
+    assert (tmp_path / "lines").read_bytes() == b"".join(map(line, range(4)))
+
+
+Moves = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(1, 20)),
+        st.tuples(st.just("take"), st.none()),
+        st.tuples(st.just("wrote"), st.integers(0, 60)),
+        st.tuples(st.just("refused"), st.none()),
+    ),
+    max_size=60,
+)
+
+
+@given(Moves)
+def test_what_is_added_while_a_disk_writes_changes_nothing_of_what_it_writes(
+    moves: list[tuple[str, int | None]],
+) -> None:
+    """And in the end whole lines are written, in order, and all others are counted."""
+    waiting, written, piece = WaitingLines(most=60), bytearray(), b""
+    lines: list[bytes] = []
+    for move, size in moves:
+        if move == "add":
+            lines.append(b"%d %s\n" % (len(lines), b"x" * (size or 0)))
+            waiting.add(lines[-1], 0.0)
+            waiting.trim()
+            assert waiting.bytes <= 60 + len(piece) + 2 * 25
+        elif move == "take" and not piece:
+            piece = waiting.take()
+        elif piece and move == "wrote":
+            taken = piece[:size]
+            waiting.wrote(len(taken))
+            written, piece = written + taken, b""
+        elif piece and move == "refused":
+            waiting.refused()
+            piece = b""
+    if piece:
+        waiting.refused()
+    while piece := waiting.take():
+        waiting.wrote(len(piece))
+        written += piece
+    assert waiting.bytes == len(waiting) == 0
+    found = bytes(written).splitlines(keepends=True)
+    assert found == [each for each in lines if each in found]
+    assert len(found) + waiting.dropped == len(lines)
+    assert not lines or found[0] == lines[0], "the first one says what file it is"

@@ -191,9 +191,9 @@ def test_a_run_pauses_when_no_ledger_can_be_written(
 ) -> None:
     told = Told(members=TWO_ENDS)
     told.begins()
-    steps = sent(reduced(told, a=a, z=z, b=pb.LEDGER_FAILING), "step")
-    assert steps["c"].step.commit.step == 1, "what all are ready for is committed"
-    assert steps["c"].step.HasField("begin") != pauses
+    effects = reduced(told, a=a, z=z, b=pb.LEDGER_FAILING)
+    assert bool(sent(effects, "step")) != pauses, "else the step before may be in no ledger"
+    assert bool(events(effects, Aborted)) == pauses
     assert (told.driver.phase is DriverPhase.GATHERING) == pauses
 
 
@@ -201,7 +201,7 @@ def test_a_paused_run_says_why_and_goes_on_when_a_ledger_is_written() -> None:
     told = Told(members=TWO_ENDS)
     told.begins()
     reduced(told, a=pb.LEDGER_FAILING, z=pb.LEDGER_FAILING)
-    last = pb.Commit(step=1)
+    last = pb.Commit(step=1)  # by some, before their driver was gone
     failing = pb.Status(committed=1, last=last, recording=pb.LEDGER_FAILING)
     written = pb.Status(committed=1, last=last, recording=pb.LEDGER_WRITTEN)
     (paused,) = events(told.statuses(1, a=failing, z=failing), Paused)
@@ -218,9 +218,8 @@ def test_a_paused_run_says_why_and_goes_on_when_a_ledger_is_written() -> None:
 
 def test_a_run_whose_steps_are_done_ends_though_no_ledger_can_be_written() -> None:
     told = Told(replace(RULES, steps=1), members=TWO_ENDS)
-    told.begins()
+    told.views()
     failing = pb.Status(committed=1, last=pb.Commit(step=1), recording=pb.LEDGER_FAILING)
-    reduced(told, a=pb.LEDGER_FAILING, z=pb.LEDGER_FAILING)
     assert sent(told.statuses(1, a=failing, z=failing), "halt").keys() == TWO_ENDS.keys()
 
 

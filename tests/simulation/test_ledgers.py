@@ -1,0 +1,51 @@
+"""Ledgers on disks that stall, while those who write them die."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+
+from planaria.node.agent import Agent
+from planaria.node.transaction.attempting import Vote
+from simulation.scenario import Scenario, ScenarioError, run
+
+
+class Stalling(Scenario):
+    """Disks take no line for a while, and who has lines that wait is killed."""
+
+    def _plan_faults(self) -> float:
+        when = 0.0
+        for _ in range(self.random.randint(1, 3)):
+            when += self.random.uniform(1.0, 8.0)
+            self.world.after(when, self._strike, self._stall_and_die)
+        return when
+
+    def _stall_and_die(self) -> float:
+        stalled, alive = self.random.uniform(1.0, 8.0), self.random.uniform(0.2, 5.0)
+        self.world.say("disks", f"stall for {stalled:.1f} s")
+        until = self.world.now + stalled
+        self.cluster.files.stalled |= dict.fromkeys(self.cluster.hosts, until)
+        deaths = [self._crash_stage_0, self._crash_driver, self._cut_power]
+        self.world.after(alive, self._strike, self.random.choice(deaths))
+        return max(stalled, alive)
+
+
+def test_each_step_is_in_a_ledger_whoever_dies_while_its_disk_stalls() -> None:
+    for seed in range(20):
+        run(seed, kind=Stalling)
+
+
+async def votes_at_once(agent: Agent) -> None:
+    """Whatever its ledger has."""
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "faulty"),
+    [(Agent, "_is_noted", votes_at_once), (Vote, "unrecorded", lambda vote: "")],
+)
+def test_a_step_that_is_in_no_ledger_is_caught(of: type, name: str, faulty: object) -> None:
+    """It takes a death in the moment in which all ledgers lack more than the last step."""
+    with patch.object(of, name, faulty), pytest.raises(ScenarioError, match="I7: no ledger has"):
+        for seed in (*range(50, 100), *range(50)):
+            run(seed, kind=Stalling)
