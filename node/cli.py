@@ -140,7 +140,7 @@ def data_prepare(
         list[str],
         typer.Argument(
             metavar="INPUT...",
-            help="Text, JSONL or Parquet files, folders of them, or hf:NAME[:CONFIG][@SPLIT].",
+            help="Text, JSONL or Parquet files, folders of them, or hf:NAME[:CONFIG]\\[@SPLIT].",
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
@@ -498,8 +498,13 @@ def node_command(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",
     data: Annotated[Path | None, typer.Option(help="Prepared data, if not the run's.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for event log and ledger.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Of torch.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for event log and ledger. Default: out/RUN, RUN as in status."),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="That PyTorch computes with on CPUs. Default: its.")
+    ] = None,
     save_dir: Annotated[
         Path | None,
         typer.Option(help="Folder for saves of this node's stage; it goes on from what is there."),

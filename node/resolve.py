@@ -64,13 +64,18 @@ def _stages(run: RunFile) -> int:
         raise RunFileError(f"the run file can't be used: {error}") from error
 
 
+def run_id(run: RunFile, text: str) -> str:
+    """What the run is called, by itself and its file's text; fit for a folder's name."""
+    return f"{run.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
 def registry_rules(run: RunFile, text: str) -> MembershipRules:
     """What the registry of a resolved run decides by; `text` is the run file it hands out. A
     registry that is started again with the same text serves the same run."""
     if run.model.stages is None:
         raise RunFileError("the run file doesn't say model.stages: resolve it first")
     return MembershipRules(
-        run=f"{run.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}",
+        run=run_id(run, text),
         stages=run.model.stages,
         replicas=run.swarm.replicas,
         # A node more than there are microbatches would have nothing to do.

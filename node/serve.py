@@ -23,6 +23,7 @@ from planaria.node.data.corpus import Corpus, CorpusError
 from planaria.node.instance import find_instance, release
 from planaria.node.notices import Notice, Watch
 from planaria.node.report.ledger import LedgerError
+from planaria.node.resolve import run_id
 from planaria.node.run_file import RunFile, loads
 from planaria.node.stage.shape import model_config
 from planaria.node.state.saves import newest_saved_stage
@@ -90,10 +91,13 @@ async def serve(options: Options) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     client = RegistryClient(list(options.join), options.credentials)
-    instance = find_instance(options.save_dir or options.out)
+    instance = None
     try:
         description = await client.describe()
         run = loads(description.run_file, "the registry's run file")
+        if options.out is None:
+            options = replace(options, out=default_out(run, description.run_file))
+        instance = find_instance(options.save_dir or options.out)
         corpus = find_corpus(run, options)
         vocabulary = run.model.vocabulary or (corpus.vocabulary if corpus else None)
         if vocabulary is None:
@@ -143,7 +147,8 @@ async def serve(options: Options) -> int:
         return 0
     finally:
         await client.close()
-        release(instance)
+        if instance is not None:
+            release(instance)
 
 
 def collect_often() -> None:
@@ -180,6 +185,15 @@ async def _live_until(node: Node, departure: Departure) -> str:
     except Exception as error:
         await node.leave(f"it crashed: {error}")
         raise
+
+
+def default_out(run: RunFile, text: str) -> Path:
+    """One folder for all of a run's nodes that are started here, so that it can be audited. Raises
+    NodeError when it can't be written."""
+    folder = Path("out") / run_id(run, text)
+    check_writable("--out", folder)
+    log.info("event log and, at stage 0, ledger are kept in %s", folder)
+    return folder
 
 
 def check_writable(option: str, folder: Path) -> None:

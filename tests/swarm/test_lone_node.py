@@ -30,6 +30,7 @@ class Place:
             dumps(resolve(small(swarm__lease=2, data__path=str(data))))
         )
         (folder / "logs").mkdir()
+        self.out = ["--out", str(folder / "logs")]
         self.processes = Processes(
             folder / "logs",
             {"OMP_NUM_THREADS": "1"},
@@ -47,7 +48,7 @@ class Place:
         )
 
     def start_node(self, name: str, join: str) -> None:
-        self.processes.start(name, ["node", "--join", join, "--threads", "1"])
+        self.processes.start(name, ["node", "--join", join, "--threads", "1", *self.out])
 
     async def address(self) -> str:
         deadline = time.monotonic() + DEADLINE

@@ -4,6 +4,7 @@ when the cloud takes its machine back."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from planaria.node.cli import app
 from planaria.node.notices import ADDRESS_VARIABLE, MARGIN
 from planaria.node.resolve import resolve
 from planaria.node.run_file import dumps, override
@@ -23,18 +26,19 @@ from tests.metadata_service import NAME, MetadataService, metadata_service
 from tests.swarm.lines import Lines
 from tests.swarm.small import small
 
+ROOT = Path(__file__).parents[2]
 DEADLINE = 300.0  # seconds; only a hanging test gets there
 
 
 class ByHand:
     """A registry and nodes of a run of two body stages, each as a command."""
 
-    def __init__(self, folder: Path, data: Path) -> None:
+    def __init__(self, folder: Path, data: Path, steps: int = 100_000) -> None:
         self.folder, self.lines = folder, Lines(folder)
-        run = override(small(stages=2, steps=100_000), data__path=str(data))
+        run = override(small(stages=2, steps=steps), data__path=str(data))
         (folder / "run.toml").write_text(dumps(resolve(run)))
         self.started: list[subprocess.Popen[bytes]] = []
-        self.environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self.environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         where = ["--listen", "127.0.0.1:0", "--address-file", str(folder / "address")]
         self.start("registry", "bootstrap", "--run", str(folder / "run.toml"), *where)
         self.until((folder / "address").exists)
@@ -46,6 +50,7 @@ class ByHand:
                 stdout=log,
                 stderr=log,
                 env=self.environment,
+                cwd=self.folder,
             )
         self.started.append(process)
         return process
@@ -71,14 +76,17 @@ class ByHand:
             time.sleep(0.02)
         return found
 
+    def end(self) -> None:
+        for process in self.started:
+            process.kill()
+            process.wait()
+
 
 @pytest.fixture
 def by_hand(data: Path, tmp_path: Path) -> Iterator[ByHand]:
     place = ByHand(tmp_path, data)
     yield place
-    for process in place.started:
-        process.kill()
-        process.wait()
+    place.end()
 
 
 def test_a_node_that_is_killed_comes_back_and_ends_when_its_supervisor_is_told_to(by_hand) -> None:
@@ -103,6 +111,25 @@ def test_a_node_without_a_supervisor_is_one_process(by_hand) -> None:
     assert told["pid"] == one.pid
     one.kill()
     assert one.wait(DEADLINE) == -signal.SIGKILL
+
+
+def test_a_run_of_nodes_that_were_told_nothing_but_where_to_join_can_be_audited(data, tmp_path):
+    place = ByHand(tmp_path, data, steps=6)
+    try:
+        join = (tmp_path / "address").read_text().strip()
+        nodes = [place.start(f"node-{n}", "node", "--join", join) for n in range(3)]
+        place.until(lambda: place.lines.events("finished", "out/*/events-*.jsonl"))
+        for node in nodes:
+            node.terminate()
+        assert [node.wait(DEADLINE) for node in nodes] == [0, 0, 0]
+    finally:
+        place.end()
+    (out,) = (tmp_path / "out").iterdir()
+    assert re.fullmatch("run-[0-9a-f]{8}", out.name)
+    audited = CliRunner().invoke(app, ["audit", str(out)])
+    assert audited.exit_code == 0, audited.output
+    assert "6 committed steps of 6" in audited.output
+    assert len(list(out.glob("events-*.jsonl"))) == 3
 
 
 def test_a_node_that_is_refused_is_not_started_again(by_hand) -> None:

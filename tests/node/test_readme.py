@@ -1,0 +1,47 @@
+"""README.md names every option of the commands that a run needs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+from typer.main import get_command
+
+from planaria.node.cli import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+COMMANDS = ["up", "bootstrap", "node", "status", "probe", "audit", "data prepare", "data inspect"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_page_names_every_option(command: str) -> None:
+    pages = [page.read_text(encoding="utf-8") for page in PAGES]
+    told = {option for page in pages for option in re.findall(r"--[a-z][a-z-]+", page)}
+    found = get_command(app)
+    for name in command.split():
+        found = found.commands[name]  # type: ignore[attr-defined]
+    names = [{*one.opts, *one.secondary_opts} for one in found.params if one.opts[0][:2] == "--"]
+    assert [name for name in names if "--help" not in name and name.isdisjoint(told)] == []
+
+
+def shown() -> list[str]:
+    """Command lines of planaria in the pages' blocks of code, each once."""
+    found = set()
+    for page in (*PAGES, *(ROOT / "results").glob("*/README.md")):
+        for block in re.findall(r"^ *```\w*\n(.*?)^ *```", page.read_text("utf-8"), re.M | re.S):
+            for line in re.sub(r" *\\\n *", " ", block).splitlines():
+                if match := re.match(r" *(?:\S*/)?planaria (.*)", line):
+                    found.add(match[1])
+    return sorted(found)
+
+
+@pytest.mark.parametrize("line", shown())
+def test_a_command_that_a_page_shows_is_one(line: str) -> None:
+    command, words = get_command(app), shlex.split(line.replace("...", ""), comments=True)
+    while isinstance(command, click.Group):
+        command = command.get_command(click.Context(command), words.pop(0)) or command
+    command.make_context("planaria", words)

@@ -1,0 +1,159 @@
+"""No key of the run file is dead: a changed value changes what registry, driver or model go by, or
+a live swarm reads the key where it is said here."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+from planaria.node.agent import rules
+from planaria.node.resolve import registry_rules, resolve
+from planaria.node.run_file import RunFile, Section, override
+from planaria.node.stage.shape import model_config
+from planaria.recovery.decide import Policy
+from tests.swarm.in_process import LocalSwarm
+from tests.swarm.small import small
+
+ROOT = Path(__file__).parents[2]
+BASE = small(stages=4, model__vocabulary=512, saves__keep=6)
+
+
+def keys(section: Section, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Each key that is no table, and its value."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from keys(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
+
+
+CHANGED = {
+    "name": "other",
+    "model.preset": "mini",
+    "model.heads": 2,
+    "model.kv_heads": 1,
+    "model.layers": 8,
+    "model.hidden": 64,
+    "data.path": "elsewhere",
+    "data.content": "0" * 64,
+    "training.precision": "bf16",
+    "training.lr": 0.5,
+    "training.lr_floor": 0.5,
+    "recovery.policy": "snapshot",
+    "recovery.relearn.seconds": 30.0,
+    "recovery.masking": "abort",
+    "recovery.snapshot.fraction": 0.5,
+    "recovery.snapshot.codec": "none",
+    "recovery.checkpoint.dir": "elsewhere",
+    "wire.activations": "int8",
+    "wire.gradients": "int8",
+    "wire.averaging": "int8",
+}
+"""Where the double, or the opposite, won't do."""
+
+USED = {
+    "node/agent.py": [
+        *("training.lr", "training.warmup", "training.lr_floor", "training.in_flight"),
+        "wire.averaging",
+    ],
+    "node/daemon.py": ["name", "saves.in_flight", "swarm.silence"],
+    "node/resolve.py": ["data.path"],
+    "node/stage/arithmetic.py": ["seed", "training.precision", "training.recompute"],
+    "node/stage/work.py": ["training.compile", "wire.activations", "wire.gradients"],
+    "node/state/copies.py": [
+        *("recovery.snapshot.fraction", "recovery.snapshot.period", "recovery.snapshot.codec"),
+        *("recovery.snapshot.moments", "recovery.snapshot.mbps"),
+    ],
+    "node/state/holdings.py": [
+        *("recovery.relearn.steps", "recovery.checkpoint.dir", "recovery.checkpoint.every"),
+        *("saves.every", "saves.keep"),
+    ],
+    "node/state/rebuild.py": [
+        *("recovery.relearn.samples", "recovery.relearn.passes", "recovery.relearn.seconds"),
+        "recovery.relearn.lr",
+    ],
+}
+
+
+def changed(key: str, value: Any) -> RunFile:
+    if key in CHANGED:
+        other = CHANGED[key]
+    else:
+        other = not value if isinstance(value, bool) else 2 * value or 2
+    return override(BASE, **{key.replace(".", "__"): other})
+
+
+def gone_by(run: RunFile) -> list[object]:
+    """What registry, driver and model make of it."""
+    config = model_config(run.model, 512)
+    by_driver = rules(run, config)
+    scales = [by_driver.lr_scale(step, 1) for step in (2, 100, 150)]
+    by_driver = replace(by_driver, lr_scale=min)
+    return [replace(registry_rules(run, ""), run="any"), config, by_driver, scales]
+
+
+def test_every_key_has_an_effect_or_is_listed() -> None:
+    listed = {key for found in USED.values() for key in found}
+    without = {key for key, value in keys(BASE) if gone_by(changed(key, value)) == gone_by(BASE)}
+    assert without == listed
+
+
+@contextmanager
+def noting(read: defaultdict[str, set[str]]) -> Iterator[None]:
+    """Notes for each section's class and key which modules of the project read it."""
+    usual: Callable[[Section, str], Any] = Section.__getattribute__
+
+    def noted(self: Section, name: str) -> Any:
+        if name in type(self).model_fields:
+            file = Path(sys._getframe(1).f_code.co_filename).resolve()
+            if file.is_relative_to(ROOT):
+                read[f"{type(self).__name__}.{name}"].add(str(file.relative_to(ROOT)))
+        return usual(self, name)
+
+    Section.__getattribute__ = noted  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        del Section.__getattribute__
+
+
+def by_class(key: str) -> str:
+    section, (*tables, last) = RunFile(), key.split(".")
+    for table in tables:
+        section = getattr(section, table)
+    return f"{type(section).__name__}.{last}"
+
+
+async def test_a_live_swarm_reads_what_is_listed(corpus, data, tmp_path) -> None:
+    read: defaultdict[str, set[str]] = defaultdict(set)
+    for policy in get_args(Policy):
+        out = tmp_path / policy
+        out.mkdir()
+        run = override(
+            BASE,
+            data__path=str(data),
+            recovery__policy=policy,
+            recovery__checkpoint__dir=str(out / "shared"),
+            recovery__relearn__passes=1,
+        )
+        with noting(read):
+            resolve(run)
+            async with asyncio.timeout(300), LocalSwarm(run, corpus, out, out / "saves") as swarm:
+                await swarm.until(lambda: swarm.committed() >= 3)
+                await swarm.kill(2, 0)
+                swarm.start(2, 0)
+                await swarm.until(swarm.finished)
+    unread = {
+        key: (module, sorted(read[by_class(key)]))
+        for module, found in USED.items()
+        for key in found
+        if module not in read[by_class(key)]
+    }
+    assert unread == {}
