@@ -265,7 +265,7 @@ def replay(
 def as_data(found: Answer, replayed: Mapping[str, tuple[Candidate, RunOutcome]]) -> dict[str, Any]:
     """The answer for machines to read: seconds, bytes; null: never."""
     data: dict[str, Any] = {
-        "plan": plan_data(found.best),
+        "plan": {**plan_data(found.best), "handover": handover_data(found.best)},
         "others": [{**plan_data(plan), "why": why} for plan, why in found.others],
         "refused": list(found.refused),
     }
@@ -304,6 +304,22 @@ def plan_data(plan: Candidate) -> dict[str, Any]:
     }
 
 
+def handover_data(plan: Candidate) -> list[dict[str, Any]]:
+    """By stage: bytes, seconds from a notice until they are handed over, and what each notice is
+    good for."""
+    from planaria.lab.planning.handover import NOTICES, handovers
+
+    return [
+        {
+            "stage": one.stage,
+            "weights": {"bytes": one.weights, "seconds": one.seconds(one.weights)},
+            "state": {"bytes": one.state, "seconds": one.seconds(one.state)},
+            "possible": {f"{notice:.0f}": one.possible(notice) for notice in NOTICES},
+        }
+        for one in handovers(plan)
+    ]
+
+
 def replay_data(plan: Candidate, outcome: RunOutcome) -> dict[str, Any]:
     batch = plan.run.training.batch * plan.swarm.config.context
     return {
@@ -336,10 +352,12 @@ def behind(plan: Candidate, outcome: RunOutcome) -> float:
 def _print_plan(question: Question, found: Answer) -> None:
     from rich.table import Table
 
+    from planaria.lab.planning.handover import NOTICES, handovers
+    from planaria.lab.planning.handover import told as in_words
     from planaria.lab.planning.planner import described
     from planaria.lab.simulator.step import simulate_step
 
-    plan = found.best
+    plan, heirs = found.best, handovers(found.best)
     training = plan.run.training
     sheet = Table(title="The plan", show_header=False)
     sheet.add_row("stages x replicas", f"{described(plan)}: {sum(plan.counts)} nodes")
@@ -366,6 +384,8 @@ def _print_plan(question: Question, found: Answer) -> None:
         places = ", ".join(dict.fromkeys(machine.site for machine in of))
         memory = f"{need.device / 1e9:,.2f} GB on the device, {need.host / 1e9:,.2f} GB beside it"
         sheet.add_row(f"stage {stage}", f"{len(of)} at {places}; a node needs {memory}")
+    for notice in NOTICES:
+        sheet.add_row(f"handover in {notice:.0f} s", in_words(heirs, notice))
     console.print(sheet)
 
 
