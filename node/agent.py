@@ -45,7 +45,7 @@ from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.transfer import StateClient, StateServer
 from planaria.node.transaction.attempt import Attempt, Workplace
 from planaria.node.transaction.averaging import Averaging
-from planaria.node.transaction.driver import Driver, DriverPhase
+from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import (
     Adopt,
     Apply,
@@ -63,6 +63,7 @@ from planaria.node.transaction.effects import (
 )
 from planaria.node.transaction.following import feeders
 from planaria.node.transaction.member import Frames, MemberPhase, MemberSide
+from planaria.node.transaction.resting import DriverPhase
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.budget import ITEM, Budget

@@ -47,6 +47,15 @@ class Vote:
         ends = (ready.recording for node, ready in self.ready.items() if self.stages[node] == 0)
         return unrecorded(ends)
 
+    def explain_skips(self, skips: int) -> str:
+        """Why the run pauses after so many in a row."""
+        stages = {self.stages[node] for node, ready in self.ready.items() if not ready.finite}
+        return (
+            f"paused: {skips} steps in a row were skipped, since the gradient of stage "
+            f"{', '.join(map(str, sorted(stages)))} was not finite; lower the learning rate, or go "
+            "on from an older save"
+        )
+
     def dissents_from(self, stage: int, ready: pb.Ready) -> str:
         """The replica that has other weights, or another gradient, if that counts; empty: none."""
         replica = next(node for node in sorted(self.ready) if self.stages[node] == stage)

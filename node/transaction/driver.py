@@ -9,23 +9,19 @@ Whatever goes on is one object, made when it begins: `Gathering`, `Syncing` or `
 
 from __future__ import annotations
 
-import enum
 import math
-import re
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.registry_pb2 import DIVERGENCE, HANG, NONFINITE, NUMBERS, SILENT
+from planaria.bootstrap.registry_pb2 import HANG, NONFINITE, NUMBERS, SILENT
 from planaria.node.report.events import (
     Aborted,
     Accused,
     AttemptMasked,
     Committed,
-    Diverged,
     HeldUp,
     NodeLost,
     NonFinite,
@@ -36,75 +32,33 @@ from planaria.node.report.events import (
     RolledBack,
     Validated,
     Waiting,
-    WeightsChanged,
-    changed_by_themselves,
 )
 from planaria.node.transaction.attempting import Attempting, Vote, planned
+from planaria.node.transaction.blaming import Failures, Spoiling
 from planaria.node.transaction.bounds import told_to_driver
-from planaria.node.transaction.diverging import Told, changed, differing, undecided
+from planaria.node.transaction.doubting import Doubts
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
 from planaria.node.transaction.gathering import Coming, Gathering, Standing, active
 from planaria.node.transaction.hanging import Hanging, slow_and_alone
 from planaria.node.transaction.joining import FOLLOWED, FOLLOWS, Joining
 from planaria.node.transaction.overdue import is_late
+from planaria.node.transaction.resting import DriverPhase, Resting
 from planaria.node.transaction.routing import Pair
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.transaction.syncing import Rebuilds, Syncing, copy_twins, decide_each, rebuild
 from planaria.node.wire import stage_pb2 as pb
-from planaria.recovery.decide import Rebuild, Resume, RollBack, Source, Stop, decide, resume
+from planaria.recovery.decide import Rebuild, Resume, RollBack, Source, Stop, resume
 from planaria.recovery.orders import window_orders
 
-LONGEST_PAUSE = 5.0
-"""Seconds between attempts at most, after many failed in a row."""
 UNRECORDED_PAUSE = 2.0
 """Seconds between two looks whether a ledger can be written again."""
-STRIKES = 3
-"""Times that a node may differ from its replicas; with the last one it is accused of it."""
 SKIPS = 3
 """Steps in a row that are skipped before the run pauses."""
 EVICTED = 3.0
 """Seconds that an attempt that goes on without a lost node waits, once it is complete, for the view
 without that node; then the node isn't lost, and the attempt is given up."""
-
-
 REPLACED = 2.0
 """Seconds after which it is looked whether a node that was to be replaced is."""
-
-
-class DriverPhase(enum.Enum):
-    INACTIVE = "not the driver"
-    GATHERING = "gathering"
-    SYNCING = "syncing"
-    RUNNING = "running"
-    REDUCING = "reducing"
-    WAITING = "waiting"
-    PAUSING = "pausing"
-    HALTED = "halted"
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """Weights with which the run goes on, since nobody has them as they were."""
-
-    node: str
-    stage: int
-    step: int  # after which they changed
-    digest: bytes
-
-    def __str__(self) -> str:
-        changed = changed_by_themselves(self.node, self.stage, self.step)
-        return f"{changed}, and training goes on with them: have its memory and device checked"
-
-
-@dataclass(frozen=True)
-class Resting:
-    """Nothing is asked of any member."""
-
-    phase: DriverPhase
-    why: str = ""
-
-    def explain(self) -> str:
-        return self.why or self.phase.value
 
 
 class Driver:
@@ -123,22 +77,11 @@ class Driver:
         self.rebuilds = Rebuilds()  # since the last attempt began
         self.seconds: dict[str, float] = {}  # per microbatch, by node
         self.hanging = Hanging(rules.progress)
-        self.failures = 0  # attempts in a row that failed
-        self.accused: dict[
-            str, dict[int, str]
-        ] = {}  # since the last commit: by whom, of what stage
-        self.norms: dict[int, float] = {}  # by stage, squared, of the last committed gradient
-        self.strikes: Counter[str] = Counter()  # how often a node differed from its replicas
-        self.doubted: dict[
-            int, dict[str, Told]
-        ] = {}  # by stage: nobody knows who of these is right
-        self.accepted: dict[str, Accepted] = {}  # by node: weights that have changed by themselves
-        self.distrusted: set[str] = set()  # whose state is not that of their replicas
-        self.not_finite: dict[str, str] = {}  # who has made what is not, in this step, and why
-        self.spoilt: Counter[str] = Counter()  # steps in which a node alone of its stage did
+        self.failures = Failures()
+        self.doubts = Doubts()
+        self.spoiling = Spoiling()
         self.idle: set[str] = set()  # members that have sent what can't be used
         self.cuts: set[Pair] = set()  # members of which one had no link to the other
-        self.last_abort = ""  # why, since the last commit
         self.told_again = (0, 0)  # the step that joiners were told once more before going back
         self.pause_until = 0.0
         self.unrecorded = ""  # why no step is begun: no ledger is written
@@ -217,7 +160,7 @@ class Driver:
             case "status", Gathering() as gathering if is_current:
                 gathering.statuses[peer] = message.status
                 if message.status.following:
-                    self._trust(peer)  # it knows that what it had counts no more
+                    self.doubts.trust(peer)  # it knows that what it had counts no more
                 self.hanging.hear(peer, message.status.hang, now)
                 if message.status.seconds_per_microbatch:
                     self.seconds[peer] = message.status.seconds_per_microbatch
@@ -284,7 +227,7 @@ class Driver:
     def explain(self) -> str:
         """What is going on, or awaited, in words."""
         slow = slow_and_alone(self.members, self.seconds)
-        changed = [str(one) for one in self.accepted.values()]
+        changed = [str(one) for one in self.doubts.accepted.values()]
         return "; ".join([self.current.explain(), *slow, *changed])
 
     # --- gather: who has what
@@ -304,10 +247,7 @@ class Driver:
             self.members = active(self.view)
             self.idle &= self.members.keys()
             self.cuts = {pair for pair in self.cuts if pair <= self.members.keys()}
-            right = {stage for n, stage in self.members.items() if n not in self.distrusted}
-            # The last one of a stage is better than a guess.
-            self.distrusted = {n for n in self.distrusted if self.members.get(n) in right}
-            self.accepted = {n: one for n, one in self.accepted.items() if n in self.members}
+            self.doubts.keep(self.members)
             self.hanging.keep(self.members)
             self.ballot = Ballot(self.view.number, 0)
         self.ballot = self.ballot.next()
@@ -320,17 +260,16 @@ class Driver:
             asked=now,
             suspected=now,
             taken_over=taken_over,
-            distrusted=self.distrusted,
+            distrusted=self.doubts.distrusted,
         )
         return effects + gathering.ask()
 
     def _give_up(self, attempt: Attempting, why: str) -> list[Effect]:
         """No two attempts in a row fail for the same reason, and nobody knows because of whom."""
-        kind, effects = _kind_of(why), list[Effect]()
-        if kind == self.last_abort and (waited_for := attempt.waited_for()):
+        effects: list[Effect] = []
+        if self.failures.again(why) and (waited_for := attempt.waited_for()):
             why += f"; it waited for {', '.join(waited_for.values())}"
             effects += [Suspect(node, why) for node in waited_for if node != self.node]
-        self.last_abort = kind
         return [self._aborted(attempt.begin.step, why), *effects]
 
     def _aborted(self, step: int, why: str) -> Aborted:
@@ -338,8 +277,8 @@ class Driver:
 
     def _resolve(self, gathering: Gathering, now: float) -> list[Effect]:
         """Everybody has answered: agree on the committed step, then get state to who lacks it."""
-        effects = self._settle(gathering)
-        gathering.distrusted = self.distrusted
+        effects = self.doubts.settle(gathering, self.rules, self.standing.committed)
+        gathering.distrusted = self.doubts.distrusted
         self.standing = standing = gathering.standing()
         tried = {status.attempting for status in gathering.statuses.values()}
         if gathering.taken_over and standing.committed + 1 in tried:
@@ -390,8 +329,8 @@ class Driver:
         if follow:
             self.joining.begin(syncs, gathering, now)
             effects, syncs = effects + syncs, []
-            if self.distrusted:  # they have to know before anything is committed without them
-                names = ", ".join(sorted(self.distrusted))
+            if self.doubts.distrusted:  # they are to know before anything is committed without them
+                names = ", ".join(sorted(self.doubts.distrusted))
                 return effects + self._gather(f"{names} copies its state anew", now)
         if not vacant:
             syncs = syncs or copy_twins(gathering, self.rules)
@@ -456,11 +395,11 @@ class Driver:
         held = [one.source.lineage for one in gathering.held()]
         lineage = 1 + max(self.standing.lineage, self.view.lineage, *held)
         self.standing = replace(self.standing, lineage=lineage, committed=step)
-        self.doubted.clear()
+        self.doubts.went_back()
 
     def _synced(self, syncing: Syncing, peer: str, synced: pb.Synced, now: float) -> list[Effect]:
         if synced.method != "twin":
-            self._trust(peer)
+            self.doubts.trust(peer)
         self.rebuilds.rebuilt += syncing.came(peer, synced, now)
         return [] if syncing.awaited else self._gather("state is in place", now)
 
@@ -538,7 +477,7 @@ class Driver:
         return [pb.Place(node=node, stage=stage) for node, stage in self._training().items()]
 
     def _plan(self, orders: Sequence[Sequence[int]]) -> list[pb.Microbatch]:
-        places, idle = self._places(), self.idle | self.not_finite.keys()
+        places, idle = self._places(), self.idle | self.spoiling.why.keys()
         apart = self.cuts | {frozenset((relay.a, relay.b)) for relay in self.view.relays}
         return planned(places, orders, self.seconds, idle, apart)
 
@@ -565,7 +504,7 @@ class Driver:
             event = Validated(step=step, loss=loss)
             return [
                 event,
-                *self._was_finite(attempt.begin),
+                *self.spoiling.over(attempt.begin),
                 *self._after_step(attempt, pb.Step(), now),
             ]
         attempt.vote = Vote(self._training())
@@ -597,13 +536,12 @@ class Driver:
     def _decide(self, attempt: Attempting, vote: Vote, now: float) -> list[Effect]:
         """All are ready: commit, and begin what comes next in the same message."""
         effects = self._let_in(vote, now)
-        self.norms = {vote.stages[node]: ready.squared_norm for node, ready in vote.ready.items()}
+        self.doubts.committed(vote)
         commit = attempt.commit(vote, self.ballot, self.rules, self.standing.last, now)
         self.standing = replace(self.standing, committed=commit.step, last=commit)
-        self.failures, self.last_abort = 0, ""
-        self.accused.clear()
+        self.failures = Failures()
         self.hanging.committed(commit.seconds, vote.ready)
-        effects += self._was_finite(attempt.begin)
+        effects += self.spoiling.over(attempt.begin)
         if not attempt.begin.non_finite:  # else it is known who made it
             effects += [
                 NonFinite(
@@ -620,12 +558,7 @@ class Driver:
     def _skipped(self, vote: Vote, commit: pb.Commit, now: float) -> list[Effect]:
         """One step that is skipped may be an overflow. After a few in a row the run pauses: nothing
         would be learned from more."""
-        stages = {vote.stages[node] for node, ready in vote.ready.items() if not ready.finite}
-        named = ", ".join(map(str, sorted(stages)))
-        reason = (
-            f"paused: {commit.skips} steps in a row were skipped, since the gradient of stage "
-            f"{named} was not finite; lower the learning rate, or go on from an older save"
-        )
+        reason = vote.explain_skips(commit.skips)
         effects = self._send_step(pb.Step(commit=commit), now)
         return effects + self._halt(pb.Halt(reason=reason, step=commit.step), now)
 
@@ -637,7 +570,9 @@ class Driver:
                 continue
             if other := vote.dissents_from(joiner.stage, vote.joiners[node]):
                 why = f"its weights, or its gradient, are not those of {other}"
-                effects += self._diverged(joiner.stage, [other], {node: why})
+                effects += self.doubts.differ(
+                    joiner.stage, [other], {node: why}, self.standing.committed
+                )
                 effects += self._give_up_following(node, why, now)
             else:
                 del self.joining.joiners[node]
@@ -650,103 +585,8 @@ class Driver:
         """The step is tried again, and before that whoever is wrong copies its state anew. Where
         it isn't known who that is, what others keep of the stage decides, when all are asked. None:
         replicas are alike."""
-        effects: list[Effect] = []
-        wrong: dict[str, str] = {}
-        for stage, told in sorted(vote.replicas().items()):
-            if undecided(told, self._digests()):
-                self.doubted[stage] = told
-            else:
-                of_stage = differing(
-                    told, self.norms.get(stage, 0.0), self.strikes, self._digests()
-                )
-                effects += self._diverged(stage, told, of_stage)
-                wrong |= of_stage
-        whys = [f"{node} differs: {reason}" for node, reason in wrong.items()]
-        for stage, told in self.doubted.items():
-            whys.append(f"nobody knows whether stage {stage} is right at {', '.join(sorted(told))}")
-        self.distrusted |= wrong.keys()
-        return effects + self._gather("; ".join(whys), now) if whys else None
-
-    def _digests(self) -> dict[str, bytes]:
-        return {node: one.digest for node, one in self.accepted.items()}
-
-    def _trust(self, node: str) -> None:
-        """It has its state from others, or knows that it needs one."""
-        self.distrusted.discard(node)
-        self.accepted.pop(node, None)
-        for told in self.doubted.values():
-            told.pop(node, None)
-
-    def _settle(self, gathering: Gathering) -> list[Effect]:
-        """Now it is known what others keep of the stages about which there was a doubt."""
-        effects: list[Effect] = []
-        doubted, self.doubted = self.doubted, {}
-        for stage, before in sorted(doubted.items()):
-            told = {node: one for node, one in before.items() if self.members.get(node) == stage}
-            if not told:
-                continue
-            if changed(told, self._digests()) == told.keys() and (
-                decision := self._restorable(gathering, stage, told)
-            ):
-                self.doubted[stage] = told  # what is kept may turn out to be damaged
-                if not told.keys() <= self.distrusted:
-                    effects += self._restore(stage, told, decision)
-            else:
-                effects += self._believe(stage, told, gathering.twins(stage))
-        return effects
-
-    def _restorable(
-        self, gathering: Gathering, stage: int, told: Collection[str]
-    ) -> Rebuild | None:
-        """How the stage's weights can be had as they were, without any of these nodes' own."""
-        distrusted = {*self.distrusted, *told}
-        if not gathering.statuses.keys() - distrusted:
-            return None
-        without = replace(gathering, distrusted=distrusted)
-        decision = decide(stage, without.left(), self.rules.policy, self.rules.strict)
-        return decision if isinstance(decision, Rebuild) and decision.same_weights else None
-
-    def _restore(self, stage: int, told: Mapping[str, Told], how: Rebuild) -> list[Effect]:
-        self.distrusted |= told.keys()
-        step = self.standing.committed
-        if len(told) > 1:
-            reason = f"its weights are not those that its last update has left; {how.reason}"
-            return self._diverged(stage, told, dict.fromkeys(sorted(told), reason))
-        (node,) = told
-        self.strikes[node] += 1
-        return [WeightsChanged(node=node, stage=stage, step=step, restored=True, reason=how.reason)]
-
-    def _believe(
-        self, stage: int, told: Mapping[str, Told], witnesses: Mapping[str, bytes]
-    ) -> list[Effect]:
-        """One of them is right, or nobody is, and the run goes on with what there is."""
-        usual, digests, step = self.norms.get(stage, 0.0), self._digests(), self.standing.committed
-        wrong = differing(told, usual, self.strikes, digests, witnesses)
-        effects = self._diverged(stage, told, wrong)
-        self.distrusted |= wrong.keys()
-        for node in sorted(changed(told, digests) - wrong.keys()):
-            self.distrusted.discard(node)
-            self.accepted[node] = Accepted(node, stage, step, told[node].now)
-            if not wrong:
-                self.strikes[node] += 1
-                effects.append(WeightsChanged(node=node, stage=stage, step=step, restored=False))
-        return effects
-
-    def _diverged(
-        self, stage: int, replicas: Collection[str], wrong: Mapping[str, str]
-    ) -> list[Effect]:
-        """Who is wrong for the third time has to go."""
-        if not wrong:
-            return []
-        reasons = "; ".join(f"{node}: {reason}" for node, reason in wrong.items())
-        right = sorted(set(replicas) - wrong.keys())
-        nodes, step = (*right, *wrong), self.standing.committed
-        effects: list[Effect] = [Diverged(stage=stage, nodes=nodes, step=step, reason=reasons)]
-        for node, reason in wrong.items():
-            self.strikes[node] += 1
-            if self.strikes[node] >= STRIKES:
-                effects.append(Suspect(node, f"{reason}, {STRIKES} times", DIVERGENCE))
-        return effects
+        told, why = self.doubts.look(vote, self.standing.committed)
+        return told + self._gather(why, now) if why else None
 
     def _after_step(self, attempt: Attempting, step: pb.Step, now: float) -> list[Effect]:
         """A step boundary: a newer view is adopted here, if there is one."""
@@ -815,7 +655,7 @@ class Driver:
         """What `peer` can't use is of no attempt, and had from others; its sender has to go."""
         if cut.node not in self.members or cut.cause == SILENT:
             return []
-        if self.accused.get(peer, {}).get(self.members[cut.node]) == cut.node:
+        if self.failures.accused.get(peer, {}).get(self.members[cut.node]) == cut.node:
             return []  # that is known
         return self._accuse(peer, pb.Failed(reason=cut.reason, accused=[cut.node], cause=cut.cause))
 
@@ -841,11 +681,7 @@ class Driver:
         effects: list[Effect] = []
         if account.given_up and attempt.may_relieve(self.rules):
             effects += self._relieve(attempt, peer, account.given_up)
-        found = {
-            node: f"it has computed nothing for {seconds:.0f} s, though it had something to"
-            for node, seconds in attempt.inquest.standing_still().items()
-            if seconds >= self.hanging.patience(node)
-        }
+        found = self.hanging.still_for_too_long(attempt.inquest.standing_still())
         if account.hang:
             found[peer] = account.hang
         for node, why in found.items():
@@ -904,7 +740,7 @@ class Driver:
         """What has come from a node can't be used: the attempt goes on without it, if it can. The
         registry takes it out; until then it has no microbatches. A driver of whom that is said
         again makes room for another one."""
-        guilty = self._guilty(peer, failed)
+        guilty = self.failures.guilty(peer, failed, self.members)
         if self.node in guilty and self.node in self.idle and (others := self._others_of_stage()):
             return [Rejoin(f"{peer} says again: {failed.reason}; {others[0]} can drive")]
         self.idle |= set(guilty)
@@ -920,33 +756,18 @@ class Driver:
         is tried again without that node; where all of its stage make such tensors, it is the model,
         and they are let through. Who had nothing to compute, and has made one all the same, is
         wrong."""
-        if node in self.not_finite and not attempt.has_work_for(node):
+        if node in self.spoiling.why and not attempt.has_work_for(node):
             failed = pb.Failed(reason=reason, accused=[node], cause=NONFINITE)
             return self._wronged(by, failed, now)
-        self.not_finite[node] = reason
-        self.failures += 1
+        self.spoiling.why[node] = reason
+        self.failures.count += 1
         told = NonFinite(
             step=attempt.begin.step, node=node, stage=self.members[node], reason=reason
         )
         return [told, *self._gather(f"{node} made what is not finite: {reason}", now)]
 
     def _lets_through(self) -> bool:
-        """Whether all nodes of a stage have made, in this step, what is not finite."""
-        stages = self._training()
-        left = {stage for node, stage in stages.items() if node not in self.not_finite}
-        return left != set(stages.values())
-
-    def _was_finite(self, begin: pb.Begin) -> list[Effect]:
-        """The attempt is over. Who made what is not finite, when its replicas didn't, was wrong."""
-        effects: list[Effect] = []
-        if not begin.non_finite:
-            for node, reason in self.not_finite.items():
-                self.spoilt[node] += 1
-                if self.spoilt[node] >= STRIKES:
-                    why = f"{reason}, as in {STRIKES} steps; its replicas do better"
-                    effects.append(Suspect(node, why, NONFINITE))
-        self.not_finite.clear()
-        return effects
+        return self.spoiling.lets_through(self._training())
 
     def _nonsense(self, peer: str, why: str, now: float) -> list[Effect]:
         """What a member says can't be: it is as if it had failed, and it is to go. Who is asked
@@ -961,17 +782,6 @@ class Driver:
                 return self._failed(peer, failed, now)
         return self._accuse(peer, failed)
 
-    def _guilty(self, peer: str, failed: pb.Failed) -> list[str]:
-        """The members that `peer` accuses; or itself, if it has accused another replica of theirs
-        since the last commit: then what they have in common is that node."""
-        accused = [node for node in failed.accused if node in self.members]
-        if failed.cause == SILENT:
-            return accused
-        before = self.accused.setdefault(peer, {})
-        if any(before.setdefault(self.members[node], node) != node for node in accused):
-            return [peer]
-        return accused
-
     def _others_of_stage(self) -> list[str]:
         """Who could drive in this node's place."""
         stages = self._training()
@@ -980,7 +790,7 @@ class Driver:
 
     def _accuse(self, peer: str, failed: pb.Failed) -> list[Effect]:
         effects: list[Effect] = []
-        for node in self._guilty(peer, failed):
+        for node in self.failures.guilty(peer, failed, self.members):
             if node != self.node:  # the registry does not hear who accuses itself
                 effects.append(Suspect(node, failed.reason, failed.cause))
             if failed.cause != SILENT:
@@ -989,9 +799,9 @@ class Driver:
         return effects
 
     def _failed(self, peer: str, failed: pb.Failed, now: float) -> list[Effect]:
-        self.failures += 1
-        if self.failures > 1:
-            self.pause_until = now + min(LONGEST_PAUSE, 0.1 * 2.0 ** min(self.failures, 10))
+        self.failures.count += 1
+        if pause := self.failures.pause():
+            self.pause_until = now + pause
         effects = self._accuse(peer, failed)
         if isinstance(self.current, Syncing):
             effects.append(RebuildFailed(node=peer, reason=failed.reason))
@@ -1001,7 +811,7 @@ class Driver:
         seconds = now - current.progressed
         if seconds < self.rules.progress:
             return []
-        self.failures += 1
+        self.failures.count += 1
         held_up = current.held_up if isinstance(current, Attempting) else self.hanging.why
         what = "held up" if held_up else "no progress"
         waited = f"{what} for {seconds:.0f} s: {current.explain()}"
@@ -1037,8 +847,3 @@ class Driver:
         """A message to all members but those that are lost."""
         nodes = sorted(self.members.keys() - self._masked())
         return [self.ballot.send(node, **body) for node in nodes]
-
-
-def _kind_of(reason: str) -> str:
-    """Reasons are of one kind that differ in figures only."""
-    return re.sub(r"\b\d+(\.\d+)?\b", "#", reason)

@@ -49,6 +49,15 @@ class Hanging:
             return self._progress / 2
         return min(patience(self.usual), self._progress / 2)
 
+    def still_for_too_long(self, seconds: Mapping[str, float]) -> dict[str, str]:
+        """Who hangs, and why; `seconds`: since when each has had something to compute, and has
+        computed nothing."""
+        return {
+            node: f"it has computed nothing for {still:.0f} s, though it had something to"
+            for node, still in seconds.items()
+            if still >= self.patience(node)
+        }
+
     # --- who hangs
 
     def hear(self, node: str, why: str, now: float) -> None:

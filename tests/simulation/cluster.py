@@ -40,9 +40,10 @@ from planaria.node.stage.shape import model_config
 from planaria.node.state.copies import Holder
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.stage_state import StageState
-from planaria.node.transaction.driver import Driver, DriverPhase
+from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.member import MemberSide
+from planaria.node.transaction.resting import DriverPhase
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame

@@ -111,8 +111,9 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
     from planaria.node.state.transfer import StateServer
     from planaria.node.transaction.attempt import Attempt
     from planaria.node.transaction.averaging import Averaging
-    from planaria.node.transaction.driver import Driver, DriverPhase
+    from planaria.node.transaction.driver import Driver
     from planaria.node.transaction.member import MemberPhase, MemberSide
+    from planaria.node.transaction.resting import DriverPhase
     from planaria.node.wire import stage_pb2 as pb
 
     def trained(begin: pb.Begin) -> int:

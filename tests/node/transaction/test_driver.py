@@ -37,10 +37,12 @@ from planaria.node.report.events import (
     WeightsChanged,
 )
 from planaria.node.transaction.attempting import UNREACHED, Attempting
-from planaria.node.transaction.driver import EVICTED, LONGEST_PAUSE, REPLACED, Driver, DriverPhase
+from planaria.node.transaction.blaming import LONGEST_PAUSE
+from planaria.node.transaction.driver import EVICTED, REPLACED, Driver
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
 from planaria.node.transaction.gathering import ANSWER, QUERY_AGAIN, Gathering
 from planaria.node.transaction.overdue import ASK
+from planaria.node.transaction.resting import DriverPhase
 from planaria.node.transaction.routing import routes
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
@@ -1768,7 +1770,7 @@ def test_what_changes_again_is_told_again():
     for digest in (b"flipped", b"flipped twice"):
         told.ready_with(c=(b"same", digest))
         assert len(events(told.answers(), WeightsChanged)) == 1
-    assert told.driver.strikes == {"c": 2}
+    assert told.driver.doubts.strikes == {"c": 2}
 
 
 @pytest.mark.parametrize(
@@ -1946,7 +1948,7 @@ def test_what_all_of_a_stage_make_is_let_through_and_nobodys_fault():
     step = sent(effects, "step")["a"].step
     assert step.commit.skipped
     assert not step.begin.non_finite
-    assert told.driver.spoilt.total() == 0
+    assert told.driver.spoiling.steps.total() == 0
 
 
 def test_a_gradient_that_is_not_finite_names_the_stage_whose_it_is():
