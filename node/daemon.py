@@ -56,6 +56,7 @@ from planaria.node.stage.arithmetic import TorchStage, layout_of, make_twin
 from planaria.node.stage.compute import ComputeThread
 from planaria.node.stage.shape import ModelConfig
 from planaria.node.stage.watch import COMPILING, FLOOR, Hang, Watch
+from planaria.node.state.handover import FAREWELL
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.saves import saves_on_disk
 from planaria.node.transaction.effects import (
@@ -77,8 +78,6 @@ TICK = 0.05
 """Seconds between two looks at the clock."""
 LOOK_AT_FILES = 1.0
 """Seconds between two looks whether the disk takes what is written."""
-FAREWELL = 2.0
-"""Seconds of its grace that a node keeps for leaving properly."""
 MOST_MEASURED = 200
 """Links that a node measures: what it says of them goes into each of its renewals."""
 MOST_EARLY = 16 << 20

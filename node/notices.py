@@ -46,6 +46,8 @@ SOON = 120.0
 """Seconds before its end at which a machine begins to leave: some events are told days ahead."""
 MARGIN = 3.0
 """Seconds before the said end at which a node wants to be gone; the time is approximate."""
+STALE = 300.0
+"""Seconds after its end at which a machine that is still there has not been taken."""
 LEAST = 5.0
 """Seconds that a node tries for, whatever the notice leaves."""
 MOST_BYTES = 1 << 20
@@ -108,7 +110,8 @@ class Aws:
             return None
         fields = _fields(answer)
         action, at = _text(fields, "action"), _text(fields, "time")
-        return Notice(f"AWS: {action} at {at}", _iso(at) - now)
+        left = _iso(at) - now
+        return Notice(f"AWS: {action} at {at}", left) if left > -STALE else None
 
     def risk(self) -> str:
         answer = self._get("/latest/meta-data/events/recommendations/rebalance")

@@ -30,6 +30,7 @@ from planaria.lab.simulator.swarm import (
 )
 from planaria.lab.spare.endurance import availability
 from planaria.node.run_file import RunFile
+from planaria.node.state.handover import Handover
 from planaria.recovery.decide import Policy
 from planaria.recovery.orders import all_orders
 
@@ -328,6 +329,22 @@ def transfer(size: float, link: Link) -> float:
     round_trip = 2 * link.delay_ms / 1e3
     rounds = math.log2(size / reaction.INITIAL_WINDOW + 1)
     return round_trip * (1 + rounds) + size * ON_WIRE * BITS / link.mbps
+
+
+def handovers(swarm: Swarm, step: float) -> list[Handover]:
+    """Of each stage's last node, over its worst link to any other, or its site's uplink if that is
+    slower. `step`: seconds of one."""
+    network = swarm.network
+    sites = [
+        {group.site for group in swarm.groups if group.stage == stage}
+        for stage in range(swarm.config.stages + 1)
+    ]
+    found = []
+    for stage, link in enumerate(Reach.of(network, sites).farthest):
+        mbps = min(link.mbps, *(network.uplinks.get(site, math.inf) for site in sites[stage]))
+        count = parameters(swarm.config, stage)
+        found.append(Handover(stage, count, step, 2 * link.delay_ms / 1e3, mbps / ON_WIRE))
+    return found
 
 
 def _rounds(reach: Reach) -> float:

@@ -307,7 +307,8 @@ def plan_data(plan: Candidate) -> dict[str, Any]:
 def handover_data(plan: Candidate) -> list[dict[str, Any]]:
     """By stage: bytes, seconds from a notice until they are handed over, and what each notice is
     good for."""
-    from planaria.lab.planning.handover import NOTICES, handovers
+    from planaria.lab.planning.estimate import handovers
+    from planaria.node.state.handover import NOTICES
 
     return [
         {
@@ -316,7 +317,7 @@ def handover_data(plan: Candidate) -> list[dict[str, Any]]:
             "state": {"bytes": one.state, "seconds": one.seconds(one.state)},
             "possible": {f"{notice:.0f}": one.possible(notice) for notice in NOTICES},
         }
-        for one in handovers(plan)
+        for one in handovers(plan.swarm, plan.estimate.step)
     ]
 
 
@@ -352,12 +353,14 @@ def behind(plan: Candidate, outcome: RunOutcome) -> float:
 def _print_plan(question: Question, found: Answer) -> None:
     from rich.table import Table
 
-    from planaria.lab.planning.handover import NOTICES, handovers
-    from planaria.lab.planning.handover import told as in_words
+    from planaria.lab.planning.estimate import handovers
     from planaria.lab.planning.planner import described
     from planaria.lab.simulator.step import simulate_step
+    from planaria.node.state.handover import NOTICES
+    from planaria.node.state.handover import told as in_words
 
-    plan, heirs = found.best, handovers(found.best)
+    plan = found.best
+    heirs = handovers(plan.swarm, plan.estimate.step)
     training = plan.run.training
     sheet = Table(title="The plan", show_header=False)
     sheet.add_row("stages x replicas", f"{described(plan)}: {sum(plan.counts)} nodes")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 
@@ -21,6 +22,7 @@ from planaria.bootstrap.registry_pb2 import Description, Member, MemberDescripti
 from planaria.node.report.events import Severity
 from planaria.node.report.live_view import progress, stage_table, state, styled
 from planaria.node.run_file import RunFile, RunFileError, loads
+from planaria.node.state.handover import NOTICES, Handover, told
 
 PATIENCE = 5.0
 """Seconds to wait for the registry's answer."""
@@ -79,6 +81,7 @@ def page(description: Description) -> RenderableType:
     parts += [Rule(style="dim"), stage_table(description, stages)]
     parts += [Rule(style="dim"), _members(description)]
     for title, lines in (
+        ("when a stage's only node is told to go", _handovers(description, run)),
         ("without a link", _cuts(description)),
         ("in quarantine", _quarantine(description)),
         ("evicted", _evictions(description)),
@@ -175,6 +178,27 @@ def _members(description: Description) -> Table:
 def _stalled(report: Report) -> list[Text]:
     """For how long its compute thread has made no progress."""
     return [Text(f"{report.stalled_seconds:.0f} s")] if report.stalled_seconds else []
+
+
+def _handovers(description: Description, run: RunFile | None) -> list[Text]:
+    """What a notice is good for at the stages of which one node is left, by the links that it has
+    measured (`planaria probe`)."""
+    if run is None or run.model.vocabulary is None:
+        return []
+    config = run.model.config
+    rate = max((one.report.tokens_per_second for one in description.members), default=0.0)
+    step = run.training.batch * config.context / rate if rate else 0.0
+    serving = [one for one in description.members if not one.member.standby]
+    count = Counter(one.member.stage for one in serving)
+    heirs = []
+    for one in sorted(serving, key=lambda one: one.member.stage):
+        links, stage = one.report.links, one.member.stage
+        if count[stage] == 1 and links:
+            parameters = config.parameters[min(stage, 1)]
+            rtt = max(link.rtt_ms for link in links) / 1e3
+            mbps = min(link.mbps for link in links)
+            heirs.append(Handover(stage, parameters, step, rtt, mbps))
+    return [Text(f"{notice:.0f} s ahead: {told(heirs, notice)}") for notice in NOTICES if heirs]
 
 
 def _cuts(description: Description) -> list[Text]:

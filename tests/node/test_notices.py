@@ -67,6 +67,15 @@ def test_aws_says_what_and_when(start: Start, action: str) -> None:
     assert aws.look(NOW) == Notice(f"AWS: {action} at 2026-09-18T08:22:00Z", 120.0)
 
 
+def test_a_machine_that_aws_has_not_taken_after_all_is_used(start: Start) -> None:
+    service = start("aws")
+    service.action = {"action": "terminate", "time": "2026-09-18T08:22:00Z"}
+    aws = find("aws", ask)
+    assert aws is not None
+    assert aws.look(NOW + 120 + 299) is not None
+    assert aws.look(NOW + 120 + 301) is None
+
+
 def test_aws_recommends_to_rebalance(start: Start) -> None:
     service = start("aws")
     service.rebalance = {"noticeTime": "2026-10-27T08:22:00Z"}

@@ -226,3 +226,32 @@ def test_curves_rise_with_the_rate(tmp_path: Path) -> None:
     )
     assert status == 0, said
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def planned(tmp_path: Path, *arguments: str) -> str:
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\npreset = "small"\nvocabulary = 32000\n')
+    command = ["plan", str(path), "--kind", "t4", "--policy", "snapshot", *arguments]
+    result = CliRunner().invoke(cli.app, command, env={"COLUMNS": "220"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_a_plan_says_what_a_notice_is_good_for(tmp_path: Path) -> None:
+    said = planned(tmp_path, "--nodes", "3", "--mbps", "10000", "--delay", "1")
+    assert "handover in 120 s" in said
+    assert "exact: stages 0-" in said
+
+
+def test_a_slow_uplink_delays_handovers(tmp_path: Path) -> None:
+    def stages(*arguments: str) -> list[dict[str, Any]]:
+        said = planned(tmp_path, "--site", "Iowa:2", "--site", "Oregon:2", *arguments, "--json")
+        found: list[dict[str, Any]] = json.loads(said)["plan"]["handover"]
+        return found
+
+    slow = stages("--uplink", "10")
+    for one in slow:
+        assert one["state"]["bytes"] == 3 * one["weights"]["bytes"]
+        assert one["state"]["seconds"] > one["state"]["bytes"] * 8 / 10e6
+        assert "exact" not in one["possible"].values()
+    assert any("exact" in one["possible"].values() for one in stages())

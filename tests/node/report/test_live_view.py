@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from planaria.bootstrap.registry_pb2 import Description, Member, MemberDescription, Report, View
+from planaria.bootstrap.registry_pb2 import (
+    Description,
+    LinkReport,
+    Member,
+    MemberDescription,
+    Report,
+    View,
+)
 from planaria.node.report.events import Stopped, parse
 from planaria.node.report.live_view import News, Screen, Story, stage_table, styled, under_way
 from planaria.node.report.status_page import as_text, page
@@ -522,6 +529,26 @@ def test_the_status_page_tells_who_has_no_link_who_is_out_and_who_was_evicted():
     assert "worse, for good, the 3. time: divergence" in text
     assert "free" not in text
     assert re.search(rf"[\d:]+ bad \(stage 1\): {hang}", text)
+
+
+def test_the_status_page_tells_what_a_notice_is_good_for():
+    """For stages of which one node is left, over the slowest link that it has measured."""
+    run = "[model]\npreset = 'small'\nstages = 2\nvocabulary = 32000\n[training]\nbatch = 4"
+    fast = LinkReport(peer="x", rtt_ms=1, mbps=10_000)
+    slow = LinkReport(peer="y", rtt_ms=80, mbps=30)
+    members = [
+        member(OLD, 0, links=[fast], tokens_per_second=2048),
+        member("b", 1, links=[fast, slow]),
+        member("c", 2, links=[slow]),
+        member(NEW, 2, links=[slow]),
+        member("d", 2, standby=True, links=[slow]),
+    ]
+    text = text_of(page(described(*members, run_file=run)))
+    assert "when a stage's only node is told to go" in text
+    assert "120 s ahead: exact: stages 0-1 (within 42 s)" in text
+    assert "30 s ahead: exact: stage 0 (within 8 s); weights without moments: stage 1 (all" in text
+    unmeasured = text_of(page(described(member(OLD, 0), run_file=run)))
+    assert "ahead" not in unmeasured
 
 
 def test_a_run_file_from_the_future_leaves_the_rest_of_the_page():

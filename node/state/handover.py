@@ -1,0 +1,92 @@
+"""Whether a stage's last node that is told to go gets its state to an heir in time.
+
+Told some time ahead, it hears of it up to POLL seconds later, ends what it has of the step, pushes
+the weights and then Adam's moments, and keeps FAREWELL seconds for leaving, and MARGIN since what
+it was told is only nearly right. So `size` bytes are over after
+
+    POLL + step + rtt (1 + log2(size / INITIAL_WINDOW + 1)) + size / rate + FAREWELL + MARGIN
+
+seconds: on a new connection TCP doubles what it sends each round, and at most so many rounds are
+spent on that. The link is the worst to anybody. There has to be an heir: a standby, a replica that
+moves, or a node with room.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from planaria.node.notices import MARGIN, POLL
+
+NOTICES: Final = (120.0, 30.0, 10.0)
+"""Seconds that AWS gives, that GCP and Azure give, and that are left where it is heard late."""
+FAREWELL = 2.0
+"""Seconds of its grace that a node keeps for leaving properly."""
+INITIAL_WINDOW: Final = 10 * 1448
+"""Bytes that TCP sends at first."""
+VALUE: Final = 4
+"""Bytes of a weight, and of each of its two moments."""
+
+
+@dataclass(frozen=True)
+class Handover:
+    """Of a stage with so many parameters; a step takes `step` seconds."""
+
+    stage: int
+    parameters: int
+    step: float
+    rtt: float  # seconds, to the heir and back
+    mbps: float  # Mbit/s of what is sent, without headers
+
+    @property
+    def weights(self) -> int:
+        """Bytes."""
+        return VALUE * self.parameters
+
+    @property
+    def state(self) -> int:
+        """Bytes, with the moments."""
+        return 3 * self.weights
+
+    def seconds(self, size: float) -> float:
+        """From the notice to the end, with so much pushed."""
+        rounds = 1 + math.log2(size / INITIAL_WINDOW + 1)
+        pushing = self.rtt * rounds + 8e-6 * size / self.mbps
+        return POLL + self.step + pushing + FAREWELL + MARGIN
+
+    def possible(self, notice: float) -> str:
+        """`exact`, `weights` without moments, or `part` of the weights."""
+        if self.seconds(self.state) <= notice:
+            return "exact"
+        return "weights" if self.seconds(self.weights) <= notice else "part"
+
+
+def told(of: Sequence[Handover], notice: float) -> str:
+    """What a notice of so many seconds is good for, in words."""
+    by: dict[str, list[Handover]] = {}
+    for one in of:
+        by.setdefault(one.possible(notice), []).append(one)
+    parts = []
+    if exact := by.get("exact"):
+        longest = max(one.seconds(one.state) for one in exact)
+        parts.append(f"exact: {_stages(exact)} (within {longest:.0f} s)")
+    if weights := by.get("weights"):
+        longest = max(one.seconds(one.state) for one in weights)
+        parts.append(f"weights without moments: {_stages(weights)} (all takes {longest:.0f} s)")
+    if part := by.get("part"):
+        longest = max(one.seconds(one.weights) for one in part)
+        parts.append(f"not all weights: {_stages(part)} (they take {longest:.0f} s)")
+    return "; ".join(parts)
+
+
+def _stages(of: Iterable[Handover]) -> str:
+    runs: list[list[int]] = []
+    for one in of:
+        if runs and one.stage == runs[-1][-1] + 1:
+            runs[-1].append(one.stage)
+        else:
+            runs.append([one.stage])
+    named = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"stage{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {', '.join(named)}"

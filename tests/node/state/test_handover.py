@@ -1,0 +1,74 @@
+"""What a notice is good for, by the closed form; the figures are worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planaria.node.state.handover import NOTICES, Handover, told
+
+BEST = ("exact", "weights", "part")
+
+
+def handover(
+    stage: int = 0, parameters: int = 10**9, step: float = 3.0, rtt: float = 0.0, mbps: float = 1e3
+) -> Handover:
+    return Handover(stage, parameters, step, rtt, mbps)
+
+
+def test_seconds_are_those_of_the_formula() -> None:
+    """A gigabit a second carries 4 GB in 32 s. To hear of it, the step, to leave and to spare take
+    2 + 3 + 2 + 3 s. With a tenth of a second there and back, one round and those in which 14 kB
+    become 4 GB."""
+    one = handover()
+    assert (one.weights, one.state) == (4 * 10**9, 12 * 10**9)
+    assert one.seconds(one.weights) == pytest.approx(10 + 32)
+    assert one.seconds(one.state) == pytest.approx(10 + 96)
+    rounds = 1 + math.log2(4e9 / 14_480 + 1)
+    assert handover(rtt=0.1).seconds(one.weights) == pytest.approx(42 + 0.1 * rounds)
+
+
+def test_what_a_notice_is_good_for() -> None:
+    small, middle, large = handover(1, 10**7), handover(2, 5 * 10**8), handover(3, 2 * 10**9)
+    found = {n: [one.possible(n) for one in (small, middle, large)] for n in NOTICES}
+    assert found == {
+        120.0: ["exact", "exact", "weights"],
+        30.0: ["exact", "weights", "part"],
+        10.0: ["part", "part", "part"],
+    }
+    assert told([small, middle, large], 120.0) == (
+        "exact: stages 1-2 (within 58 s); weights without moments: stage 3 (all takes 202 s)"
+    )
+    assert told([small, middle, large], 30.0) == (
+        "exact: stage 1 (within 11 s); weights without moments: stage 2 (all takes 58 s); "
+        "not all weights: stage 3 (they take 74 s)"
+    )
+    assert told([small, large], 300.0) == "exact: stages 1, 3 (within 202 s)"
+    assert told([small, handover(2, 10**7), large], 10.0).startswith(
+        "not all weights: stages 1-3 ("
+    )
+
+
+@given(
+    st.integers(1, 10**10),
+    st.floats(0.0, 100.0),
+    st.floats(0.0, 1.0),
+    st.floats(1.0, 1e5),
+    st.floats(0.0, 300.0),
+    st.floats(1.0, 10.0),
+)
+def test_more_bandwidth_more_time_and_a_smaller_stage_are_never_worse(
+    parameters: int, step: float, rtt: float, mbps: float, notice: float, more: float
+) -> None:
+    one = handover(0, parameters, step, rtt, mbps)
+    rank = BEST.index(one.possible(notice))
+    better = [
+        (handover(0, parameters, step, rtt, more * mbps), notice),
+        (handover(0, max(1, int(parameters / more)), step, rtt, mbps), notice),
+        (handover(0, parameters, step / more, rtt / more, mbps), notice),
+        (one, more * notice),
+    ]
+    assert all(BEST.index(of.possible(seconds)) <= rank for of, seconds in better)
