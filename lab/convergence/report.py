@@ -13,11 +13,11 @@ from matplotlib.figure import Figure
 
 from planaria.lab.convergence.compare import CostOfLosses, Spread, cost, curve_of, loss_at
 from planaria.lab.convergence.study import Study
+from planaria.lab.lines import COLORS, told_apart
 
 matplotlib.use("agg")
 
 Line = Mapping[str, Any]
-COLORS = ("#20507a", "#b0402f", "#2e8b57", "#8a5fa8", "#c98a1b", "#4aa5b8", "#7a7a7a", "#d3739b")
 
 
 @dataclass(frozen=True)
@@ -129,15 +129,16 @@ def plot_curves(study: Study, made: Sequence[VariantRow], path: Path) -> None:
     figure = Figure(figsize=(9, 8), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
     shown = [row for row in made if row.runs and row.name in (study.plotted or [row.name])]
-    for row, color in zip(shown, _colors(len(shown)), strict=True):
+    for place, row in enumerate(shown):
         at = [iteration for iteration, _ in curve_of(row.others[0])]
         losses = [[loss_at(curve_of(run), i) for run in row.runs] for i in at]
         others = [[loss_at(curve_of(other), i) for other in row.others] for i in at]
         above = [
             [a - b for a, b in zip(*pair, strict=True)] for pair in zip(losses, others, strict=True)
         ]
-        _draw(upper, at, losses, color, row.name)
-        _draw(lower, at, above, color, row.name)
+        style = told_apart(place, len(shown), len(at))
+        _draw(upper, at, losses, style, row.name)
+        _draw(lower, at, above, style, row.name)
     last = [loss for line in upper.get_lines() for loss in line.get_ydata()[len(at) // 6 :]]
     upper.set_ylim(min(last) - 0.03 * (max(last) - min(last)), max(last))
     upper.set_xlim(0, at[-1])
@@ -154,11 +155,15 @@ def plot_curves(study: Study, made: Sequence[VariantRow], path: Path) -> None:
 
 
 def _draw(
-    axes: Any, at: Sequence[int], values: Sequence[Sequence[float]], color: str, name: str
+    axes: Any,
+    at: Sequence[int],
+    values: Sequence[Sequence[float]],
+    style: Mapping[str, Any],
+    name: str,
 ) -> None:
-    axes.plot(at, [sum(v) / len(v) for v in values], color=color, label=name, linewidth=1.6)
+    axes.plot(at, [sum(v) / len(v) for v in values], label=name, **style)
     low, high = [min(v) for v in values], [max(v) for v in values]
-    axes.fill_between(at, low, high, color=color, alpha=0.12, linewidth=0)
+    axes.fill_between(at, low, high, color=style["color"], alpha=0.12, linewidth=0)
 
 
 def _mark_losses(axes: Any, shown: Sequence[VariantRow]) -> None:
@@ -185,7 +190,3 @@ def plot_costs(study: Study, made: Sequence[VariantRow], path: Path) -> None:
     axes.grid(axis="x", color="#e6e6e6")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
-
-
-def _colors(count: int) -> list[str]:
-    return [COLORS[place % len(COLORS)] for place in range(count)]

@@ -456,14 +456,16 @@ def draw(question: Question, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    from planaria.lab.lines import told_apart
+
     drawn = curves(question)
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2))
-    for policy, points in drawn.items():
+    for place, (policy, points) in enumerate(drawn.items()):
         rates = [100 * rate for rate, _, _ in points]
         for column, axis in enumerate(axes, 1):
             values = [point[column] for point in points]
             known = [value if math.isfinite(value) else math.nan for value in values]
-            axis.plot(rates, known, marker=".", label=policy)
+            axis.plot(rates, known, label=policy, **told_apart(place, len(drawn), len(points)))
     for axis, label in zip(axes, ("hours, the fastest plan", "money, the cheapest"), strict=True):
         axis.set_xlabel("nodes lost, % an hour")
         axis.set_ylabel(label)

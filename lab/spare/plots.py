@@ -14,6 +14,8 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from planaria.lab.lines import told_apart
+
 
 def plot_depths(curves: Mapping[tuple[int, int, int], NDArray[np.float64]], path: Path) -> None:
     """Stacks a step against failures so far, by (groups, redundancy, parts): of each number of
@@ -22,10 +24,11 @@ def plot_depths(curves: Mapping[tuple[int, int, int], NDArray[np.float64]], path
     redundancy = max(r for _, r, _ in curves)
     figure, axes = plt.subplots(1, len(sizes), figsize=(4.5 * len(sizes), 3.6), squeeze=False)
     for ax, size in zip(axes[0], sizes, strict=True):
-        for (groups, r, parts), stacks in curves.items():
-            if (groups, r) == (size, redundancy):
-                ax.step(range(len(stacks)), stacks, where="post", label=f"m = {parts}")
-                lost = np.arange(len(stacks))
+        shown = {m: curve for (n, r, m), curve in curves.items() if (n, r) == (size, redundancy)}
+        for place, (parts, stacks) in enumerate(shown.items()):
+            lost = np.arange(len(stacks))
+            style = told_apart(place, len(shown))
+            ax.step(lost, stacks, where="post", label=f"m = {parts}", **style)
         ax.plot(lost, size / (size - lost), "k--", linewidth=1, label="N/(N-k)")
         ax.set(title=f"N = {size}, r = {redundancy}", xlabel="groups lost", ylabel="stacks a step")
         ax.legend(frameon=False)
@@ -37,9 +40,10 @@ def plot_times(times: Mapping[tuple[int, str], Mapping[int, float]], path: Path)
     sizes = sorted({groups for groups, _ in times})
     figure, axes = plt.subplots(1, len(sizes), figsize=(4.5 * len(sizes), 3.8), squeeze=False)
     for ax, size in zip(axes[0], sizes, strict=True):
-        for (groups, scheme), by in times.items():
-            if groups == size:
-                ax.plot(list(by), list(by.values()), "o-", markersize=3, label=scheme)
+        shown = {scheme: by for (groups, scheme), by in times.items() if groups == size}
+        for place, (scheme, by) in enumerate(shown.items()):
+            style = told_apart(place, len(shown), len(by))
+            ax.plot(list(by), list(by.values()), label=scheme, **style)
         ax.set(title=f"N = {size}", xlabel="redundancy r", ylabel="days to train", ylim=(0, None))
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.legend(frameon=False, fontsize=8)
