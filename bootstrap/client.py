@@ -169,13 +169,9 @@ class RegistryClient:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def report(self, report: Report) -> None:
-        """What the next renewal says; sent at once when it is news for a person."""
+        """What the next renewal says; sent at once when it is news."""
         former, self._report = self._report, report
-        if (report.message, report.stopped, report.finished) != (
-            former.message,
-            former.stopped,
-            former.finished,
-        ):
+        if _news(report) != _news(former):
             self._due.set()
 
     def suspect(self, accused: str, why: str, cause: Cause = SILENT) -> None:
@@ -384,6 +380,11 @@ _OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_http_proxy", 0),
 )
+
+
+def _news(report: Report) -> tuple[object, ...]:
+    """What the registry, or a person, has to hear of soon."""
+    return report.message, report.stopped, report.finished, list(report.complaints)
 
 
 def _what(error: grpc.aio.AioRpcError) -> str:

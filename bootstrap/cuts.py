@@ -50,6 +50,10 @@ class KnownMembers(Protocol):
         is one."""
         ...
 
+    def placed_long_ago(self, node: str) -> bool:
+        """Whether it has been where it is for long enough to complain of whom it doesn't reach."""
+        ...
+
     def spared(self, node: str) -> bool:
         """The last holder of a stage, which makes progress."""
         ...
@@ -194,6 +198,11 @@ class Cuts:
             if pair.complaints
         ]
 
+    def reached_by(self, known: KnownMembers, node: str) -> str:
+        """A member that has a link with this one, as far as is said. Empty: there is none."""
+        others = (other for other in known.names() if other != node)
+        return next((other for other in others if self._linked(known, node, other)), "")
+
     def cut_off(self, node: str) -> int:
         """From how many members it is."""
         return sum(bool(self._pairs[key].complaints) for key in self._of.get(node, ()))
@@ -302,10 +311,22 @@ class Cuts:
         """Whether anybody but that one can reach it."""
         others = (other for other in known.names() if other not in (node, but))
         return any(
-            self._reaches(known, other, [node])
-            or ((pair := self._pairs.get(_key(node, other))) is not None and pair.carried)
+            self._reaches(known, other, [node]) or self._linked(known, node, other)
             for other in others
         )
+
+    def _linked(self, known: KnownMembers, a: str, b: str) -> bool:
+        return self._says_linked(known, a, b) or self._says_linked(known, b, a)
+
+    def _says_linked(self, known: KnownMembers, node: str, other: str) -> bool:
+        """Whether a node that is heard needs a link with the other one and doesn't complain, or
+        only since a third carries for them."""
+        if not known.heard(node):
+            return False
+        pair = self._pairs.get(_key(node, other))
+        if pair is not None and node in pair.complaints:
+            return pair.complaints[node]
+        return known.neighbours(node, other) and known.placed_long_ago(node)
 
     def _goes(self, known: KnownMembers, a: str, b: str) -> str:
         """Which of the two. Empty: neither.

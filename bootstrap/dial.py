@@ -15,12 +15,14 @@ PAUSE = 0.25  # seconds between two attempts
 _ANOTHER = (StatusCode.NOT_FOUND, StatusCode.UNIMPLEMENTED)
 
 
-async def is_there(node: str, address: str, credentials: Credentials, seconds: float) -> bool:
+async def is_there(
+    node: str, address: str, credentials: Credentials, seconds: float
+) -> bool | None:
     """Whether the node answers at HOST:PORT: it serves the health of a service named as itself.
 
     False at once where the machine has nobody at the port, or another node, or something that takes
-    connections and ends them (what forwards the port of a container does), twice running; and after
-    `seconds` without any answer, in which a network that was away may have come back.
+    connections and ends them (what forwards the port of a container does), twice running. None
+    after `seconds` without any answer, in which a network that was away may have come back.
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
@@ -39,7 +41,7 @@ async def is_there(node: str, address: str, credentials: Credentials, seconds: f
         except OSError:  # TimeoutError too: no way to it, at the moment
             ended = 0
         await asyncio.sleep(min(PAUSE, max(0.0, end - loop.time())))
-    return False
+    return None
 
 
 async def _knock(address: str) -> None:

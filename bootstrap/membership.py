@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from planaria.bootstrap.address import Address, AddressError
-from planaria.bootstrap.cuts import Cuts, Goes
+from planaria.bootstrap.cuts import LOOKS, Cuts, Goes
 from planaria.bootstrap.quarantine import MOST_KEPT, Quarantine
 from planaria.bootstrap.registry_pb2 import (
     SILENT,
@@ -144,12 +144,16 @@ class _Node:
     member: Member
     why: str  # why this stage
     renewed: float
+    placed: float  # since when it serves where it does
     due: float = math.inf  # of its one live entry in the heap of deadlines
     report: Report = field(default_factory=Report)
+    reported: bool = False
     streaming: bool = False
     lost: float | None = None  # when its stream broke
     dial: int = 0  # number of the question whether it is there, since then
     gone: bool = False  # it isn't
+    reached_by: str = ""  # who reaches it, which is why it stays, though it isn't heard
+    looked: float = -math.inf  # when that was found last
     probe: int = 0  # number of the unanswered probe; 0: none
     probed: float = 0.0
     accusers: dict[str, str] = field(default_factory=dict)  # accuser -> why, until settled
@@ -169,7 +173,7 @@ class _Node:
     def heard(self, lease: float, now: float) -> bool:
         """Whether it lives, as far as anybody can tell."""
         silent = self.lost is not None or now >= self.renewed + lease
-        return not (silent or self.probe or self.doomed)
+        return not (silent or self.probe or self.doomed or self.reached_by)
 
 
 @dataclass(eq=False)
@@ -317,9 +321,12 @@ class Membership:
             reason = self._evicted.get(renewal.node, "not a member of the current view")
             return [Evict(renewal.node, f"{reason}; join again under a new node id")]
         node.renewed = now
+        if node.reached_by:
+            node.reached_by = ""
+            self._note(f"{renewal.node} ({_place(node.member)}) is heard again")
         announced = node.leaving
         if renewal.HasField("report"):
-            node.report = renewal.report
+            node.report, node.reported = renewal.report, True
             self._newest = max(self._newest, (node.report.lineage, node.report.committed))
             if node.report.complaints or self._cuts.any:
                 known = (c for c in node.report.complaints if c.peer in self._nodes)
@@ -327,7 +334,7 @@ class Membership:
         effects: list[Effect] = []
         if node.leaving and not announced and now >= self._quiet_until:
             self._note(f"{renewal.node} ({_place(node.member)}) will leave soon")
-            self._staff()
+            self._staff(now)
             effects = self._finish(now)
         if renewal.probe and renewal.probe == node.probe:
             effects += self._answered(node, now)
@@ -377,14 +384,14 @@ class Membership:
         self._schedule(accused, node)
         return [Probe(accused, node.probe)]
 
-    def dialled(self, question: int, name: str, answered: bool) -> None:
-        """What came of a `Dial`."""
+    def dialled(self, question: int, name: str, there: bool | None) -> None:
+        """What came of a `Dial`; None: nobody has answered, who may be there all the same."""
         if self._question is not None and self._question.number == question:
             self._question.open.discard(name)
-            if answered:
+            if there:
                 self._question.answered[name] = "the registry"
         node = self._nodes.get(name)
-        if node is not None and node.dial == question and not answered:
+        if node is not None and node.dial == question and there is False:
             node.gone = True
             self._schedule(name, node)
 
@@ -437,7 +444,8 @@ class Membership:
             raise ValueError(f"view {view.number} can't be restored: {problem}")
         former, self._nodes = self._nodes, {}
         for member in view.members:
-            node = former.get(member.node) or _Node(member, "a member before the restart", now)
+            before = "a member before the restart"
+            node = former.get(member.node) or _Node(member, before, now, now)
             node.member, node.due = member, math.inf
             self._nodes[member.node] = node
             self._evicted.pop(member.node, None)
@@ -647,7 +655,7 @@ class Membership:
             data=request.data,
             instance=request.instance,
         )
-        node = self._nodes[request.node] = _Node(member, why, now)
+        node = self._nodes[request.node] = _Node(member, why, now, now)
         self._schedule(request.node, node)
         self._changes.append(f"{request.node} joined: {why}")
         return node
@@ -758,25 +766,51 @@ class Membership:
 
     def _deadline(self, node: _Node) -> float:
         """When the node's time may be over."""
+        if node.doomed:
+            return -math.inf
         due = node.renewed + self.rules.lease
-        due = min(due, node.awaited(self.rules.reconnect))
         if node.probe:
             due = min(due, node.probed + self.rules.probe_timeout)
-        return -math.inf if node.doomed else due
+        if node.reached_by:
+            due = max(due, node.looked + self.rules.lease / LOOKS)
+        return min(due, node.awaited(self.rules.reconnect))
 
     def _overdue(self, node: _Node, now: float) -> str:
         """Why the node's time is over; empty: it isn't."""
         if node.doomed:
             return node.doomed
+        was_reached = bool(node.reached_by)
         named = list(node.accusers.items())[:ACCUSERS_NAMED]
         accused = "".join(f"; suspected by {a}: {w}" for a, w in named)
-        if node.probe and now >= node.probed + self.rules.probe_timeout:
-            return f"no answer to a probe for {self.rules.probe_timeout:g} s{accused}"
         if now >= node.awaited(self.rules.reconnect):
             return f"its stream broke, and none came for {self.rules.reconnect:g} s{accused}"
-        if now >= node.renewed + self.rules.lease:
-            return f"not renewed for {self.rules.lease:g} s{accused}"
-        return ""
+        if node.probe and now >= node.probed + self.rules.probe_timeout:
+            why = f"no answer to a probe for {self.rules.probe_timeout:g} s"
+        elif now >= node.renewed + self.rules.lease:
+            why = f"not renewed for {self.rules.lease:g} s"
+        else:
+            return ""
+        if self._spare(node, now):
+            return ""
+        return f"{why}{', and nobody reaches it any more' * was_reached}{accused}"
+
+    def _spare(self, node: _Node, now: float) -> bool:
+        """Whether it stays though it isn't heard: the last holder of a stage, while anybody reaches
+        it. It is looked at again soon."""
+        known, name, before = _Known(self, now), node.member.node, node.reached_by
+        node.reached_by = self._cuts.reached_by(known, name) if known.spared(name) else ""
+        if not node.reached_by:
+            return False
+        why = (
+            f"{name} ({_place(node.member)}) is not heard, but {node.reached_by} reaches it: "
+            "it stays, as the last one that has its stage"
+        )
+        if not before:
+            self._note(why)
+        if node.accusers:
+            self._effects.append(Settle(name, True, why))
+        node.looked, node.probe, node.accusers = now, 0, {}
+        return True
 
     def _schedule(self, name: str, node: _Node) -> None:
         due = self._deadline(node)
@@ -864,7 +898,7 @@ class Membership:
     def _finish(self, now: float) -> list[Effect]:
         """Issues a view if something has changed."""
         if self._changes:
-            self._staff()
+            self._staff(now)
             if self._started and self._everything_is_lost():
                 self._started = False
                 self._changes.append("everything is lost: nodes are awaited as at the start")
@@ -882,7 +916,7 @@ class Membership:
         reports = (n.report for n in self._nodes.values() if not n.member.standby)
         return self._newest > (0, 1) and not any(r.lineage or r.committed for r in reports)
 
-    def _staff(self) -> None:
+    def _staff(self, now: float) -> None:
         """Sends the oldest standby that fits to each stage without a member that will stay."""
         staying = {
             n.member.stage for n in self._nodes.values() if not n.member.standby and not n.leaving
@@ -900,6 +934,7 @@ class Membership:
                 node.member = Member()
                 node.member.CopyFrom(member)
                 node.member.stage, node.member.standby = stage, False
+                node.placed = now
                 node.why = f"stage {stage} {why}"
                 self._changes.append(f"{member.node} was a standby: stage {stage} {why}")
                 break
@@ -1012,16 +1047,23 @@ class _Known:
         seated = not (one.standby or other.standby)
         return seated and _related(self.machine.rules, one.stage, other.stage)
 
+    def placed_long_ago(self, node: str) -> bool:
+        return self.now >= self.machine._nodes[node].placed + self.machine.rules.lease / 2
+
     def spared(self, node: str) -> bool:
         one = self.machine._nodes[node]
-        if one.report.stalled_seconds > 0 or not self._holds(one):
+        stalled = one.report.stalled_seconds > 0
+        if one.member.standby or (one.reported and (stalled or not self._holds(one))):
             return False
-        return self.replicas(node) == 1
+        return all(other is one for other in self._holders(one.member.stage))
 
     def replicas(self, node: str) -> int:
-        stage = self.machine._nodes[node].member.stage
+        return sum(1 for _ in self._holders(self.machine._nodes[node].member.stage))
+
+    def _holders(self, stage: int) -> Iterable[_Node]:
+        """Those that are heard."""
         found = (n for n in self.machine._nodes.values() if n.member.stage == stage)
-        return sum(self._holds(n) and self.heard(n.member.node) for n in found)
+        return (n for n in found if self._holds(n) and self.heard(n.member.node))
 
     def _holds(self, node: _Node) -> bool:
         """Whether it has the state of its stage, as far as it has said."""

@@ -672,7 +672,7 @@ class Links:
         link = self._links.get(peer.node)
         if link is None or link.connection is None:
             return True
-        return await is_there(peer.node, peer.address, self._credentials, LOOK)
+        return bool(await is_there(peer.node, peer.address, self._credentials, LOOK))
 
     async def _dial(self, peer: Peer) -> None:
         """Returns when the connection has been up and is over, or at once when there is one by the

@@ -25,23 +25,28 @@ Pair = frozenset[str]
 
 
 class World:
-    """Nodes that all hear the registry, and who of them can't reach whom. A node complains of a
-    neighbour, or of one for which it is to carry, `SILENCE` seconds after it could reach it last;
-    who is to carry does, if it can."""
+    """Nodes, and who of them can't reach whom, or the registry. A node complains of a neighbour, or
+    of one for which it is to carry, `SILENCE` seconds after it could reach it last; who is to carry
+    does, if it can."""
 
     def __init__(self, stages: list[int], carrying: bool = True) -> None:
         rules = MembershipRules(run="r", stages=STAGES, lease=LEASE, start_grace=0, max_replicas=9)
         self.machine = Membership(rules)
         self.now, self.carrying = 0.0, carrying
         self.blocked: set[Pair] = set()
+        self.unheard: set[str] = set()  # who can't reach the registry
+        self.dead: set[str] = set()
+        self.renewed: dict[str, float] = {}
         self.stalled: set[str] = set()
         self.apart_since: dict[tuple[str, str], float] = {}
         self.evicted: list[str] = []
+        self.stages_before: dict[str, int] = {}
         for number, stage in enumerate(stages):
             name = f"n{number}"
             request = JoinRequest(protocol=PROTOCOL, node=name, address=f"{name}:1", stage=stage)
             self.after(self.machine.join(request, self.now)[1])
             self.after(self.machine.stream_opened(Renewal(node=name, run="r"), self.now))
+            self.renewed[name] = self.now
 
     @property
     def stages(self) -> dict[str, int]:
@@ -55,15 +60,27 @@ class World:
         self.machine.validate_state()
 
     def check_needed(self, node: str) -> None:
-        """I6: a last holder that makes progress goes only when nobody at all can reach it."""
+        """I6: a living last holder that makes progress goes only when nobody at all can reach it;
+        one that isn't heard, when nobody has a link with it that is heard."""
         stages = {**self.stages_before, **self.stages}
-        others = [n for n in stages if n != node and n not in self.evicted]
+        others = [n for n in stages if n != node and n not in self.evicted and self.hears(n)]
         last = all(stages[other] != stages[node] for other in others)
-        reached = [other for other in others if frozenset((node, other)) not in self.blocked]
-        assert not last or not reached or node in self.stalled, f"{node} reaches {reached}"
+        reached = [other for other in others if not self.apart(node, other)]
+        if not self.hears(node):
+            saying = [other for other in reached if other not in self.unheard]
+            reached = [other for other in saying if self.needs(node, other)]
+        bad = node in self.stalled | self.dead
+        assert bad or not last or not reached, f"{node} reaches {reached}"
+
+    def hears(self, node: str) -> bool:
+        """Whether the registry does."""
+        return self.now < self.renewed[node] + LEASE
+
+    def apart(self, node: str, peer: str) -> bool:
+        return peer in self.dead or {node, peer} in self.blocked
 
     def needs(self, node: str, peer: str) -> bool:
-        stages = self.stages
+        stages = {**self.stages_before, **self.stages}
         ends = [(r.via, (r.a, r.b)) for r in self.machine.view.relays]
         carries = any(
             (node == via and peer in pair) or (peer == via and node in pair) for via, pair in ends
@@ -73,27 +90,30 @@ class World:
     def relayed(self, node: str, peer: str) -> bool:
         return self.carrying and any(
             {r.a, r.b} == {node, peer}
-            and not {frozenset((r.via, node)), frozenset((r.via, peer))} & self.blocked
+            and r.via not in self.dead
+            and not any(self.apart(r.via, end) for end in (node, peer))
             for r in self.machine.view.relays
         )
 
     def wait(self, seconds: float) -> None:
         for _ in range(round(seconds / STEP)):
             self.now += STEP
-            for node in list(self.stages):
-                if node in self.stages:
-                    self.renew(node)
             self.stages_before = self.stages
+            for node in self.stages_before:
+                if node in self.stages and node not in self.dead:
+                    self.renew(node)
             self.after(self.machine.tick(self.now))
 
     def renew(self, node: str) -> None:
         complaints = []
         for peer in self.stages:
-            apart = peer != node and self.needs(node, peer) and {node, peer} in self.blocked
-            if not apart:
+            if peer == node or not self.needs(node, peer) or not self.apart(node, peer):
                 self.apart_since.pop((node, peer), None)
             elif self.now - self.apart_since.setdefault((node, peer), self.now) >= SILENCE:
                 complaints.append(Complaint(peer=peer, relayed=self.relayed(node, peer)))
+        if node in self.unheard:
+            return
+        self.renewed[node] = self.now
         stalled = 20.0 if node in self.stalled else 0.0
         report = Report(
             committed=9, phase="running", complaints=complaints, stalled_seconds=stalled
@@ -147,6 +167,42 @@ def test_however_cuts_come_and_go_nothing_is_lost_without_need(
     world.blocked = set()
     world.wait(3 * LEASE)
     assert not world.machine.view.relays
+
+
+SOME = st.sets(st.integers(0, 7), max_size=3)
+
+
+@settings(phases=[Phase.generate], max_examples=60, deadline=None, derandomize=True)
+@given(
+    SWARMS,
+    CUTS,
+    st.lists(st.tuples(SOME, st.sampled_from([1.0, 2.0, 4.0, 9.0, 20.0])), max_size=6),
+    st.sets(st.integers(0, 7), max_size=2),
+)
+def test_whoever_is_not_heard_a_last_holder_stays_while_it_is_reached_and_the_dead_go(
+    stages: list[int], cuts: set[int], story: list[tuple[set[int], float]], dying: set[int]
+) -> None:
+    world = World(stages)
+    block(world, cuts)
+    for unheard, seconds in story:
+        world.unheard = {f"n{number}" for number in unheard}
+        world.wait(seconds)
+    world.dead = {f"n{number}" for number in dying}
+    world.wait(LEASE + SILENCE)
+    left = world.dead & world.stages.keys()
+    assert not left or not any(map(world.hears, world.stages))
+
+
+def test_a_last_holder_that_dies_while_it_is_not_heard_goes_when_nobody_reaches_it() -> None:
+    world = World([0, 1, 2, 3])
+    world.unheard = {"n2"}
+    world.wait(60)
+    assert not world.evicted
+    world.dead = {"n2"}
+    world.wait(SILENCE)
+    assert not world.evicted
+    world.wait(2)
+    assert world.evicted == ["n2"]
 
 
 @settings(phases=[Phase.generate], max_examples=20, deadline=None, derandomize=True)

@@ -57,7 +57,7 @@ async def test_a_port_that_nobody_listens_on_tells_at_once() -> None:
     assert not await is_there("a", free_address(), PLAIN, LONG)
 
 
-async def test_one_that_takes_connections_and_says_nothing_is_not_there() -> None:
+async def test_one_that_takes_connections_and_says_nothing_may_be_another() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         port = mute.getsockname()[1]
         assert not await is_there("a", f"127.0.0.1:{port}", PLAIN, 0.3)

@@ -93,6 +93,11 @@ class Swarm:
         renewal = Renewal(node=node, **fields)  # type: ignore[arg-type]
         return self.after(self.machine.renewed(renewal, self.now))
 
+    def miss(self, node: str, *peers: str) -> list[Effect]:
+        """The node renews, and has no link to these, which it needs."""
+        complaints = [Complaint(peer=peer) for peer in peers]
+        return self.renew(node, report=Report(complaints=complaints))
+
     def suspect(
         self, accuser: str, accused: str, cause: Cause = SILENT, why: str = "silent"
     ) -> list[Effect]:
@@ -398,8 +403,8 @@ def test_driver_stays_and_the_oldest_stage_0_member_follows() -> None:
 def test_lease_runs_out_unless_renewed() -> None:
     swarm = full(lease=5)
     swarm.now = 3
-    swarm.renew("n0")
-    swarm.renew("n1")
+    swarm.miss("n0", "n2")
+    swarm.miss("n1", "n2")
     assert swarm.wait(1.9) == []
     evict, issue = swarm.wait(0.2)
     assert evict == Evict("n2", "not renewed for 5 s")
@@ -432,8 +437,8 @@ def test_who_is_there_though_its_stream_broke_has_its_lease_to_come_back(
     swarm.lose("n1", there)
     swarm.suspect("n0", "n1")
     assert swarm.wait(3.9) == []
-    swarm.renew("n0")
-    swarm.renew("n2")
+    swarm.miss("n0", "n1")
+    swarm.miss("n2", "n1")
     evict, _, _ = swarm.wait(1.2)
     assert isinstance(evict, Evict)
     assert "not renewed for 5 s" in evict.reason
@@ -457,6 +462,139 @@ def test_who_only_dials_out_has_its_lease_to_come_back() -> None:
     assert swarm.lose("n1") == []
     swarm.suspect("n0", "n1")
     assert swarm.wait(4.9) == []
+
+
+def silent(swarm: Swarm, seconds: float, silent: str, **complaints: Sequence[str]) -> list[Effect]:
+    """One is not heard; the others renew twice a second, and miss whom `complaints` names."""
+    effects: list[Effect] = []
+    for _ in range(round(2 * seconds)):
+        for node in swarm.nodes():
+            if node != silent:
+                effects += swarm.miss(node, *complaints.get(node, ()))
+        effects += swarm.wait(0.5)
+    return effects
+
+
+def test_a_last_holder_that_is_not_heard_stays_while_anybody_reaches_it() -> None:
+    swarm = full(lease=5)
+    assert silent(swarm, 60, "n1", n0=["n1"]) == []
+    decided = " ".join(swarm.machine.decisions)
+    assert decided.count("n1 (stage 1) is not heard, but n2 reaches it: it stays") == 1
+    effects = silent(swarm, 0.5, "n1", n0=["n1"], n2=["n1"])
+    evict = Evict("n1", "not renewed for 5 s, and nobody reaches it any more")
+    assert [effect for effect in effects if isinstance(effect, Evict)] == [evict]
+
+
+def test_a_last_holder_that_is_heard_again_is_as_before() -> None:
+    swarm = full(lease=5)
+    silent(swarm, 8, "n1")
+    swarm.renew("n1")
+    assert swarm.machine.decisions[-1] == "n1 (stage 1) is heard again"
+    assert silent(swarm, 4.5, "n1", n0=["n1"], n2=["n1"]) == []
+    silent(swarm, 0.5, "n1", n0=["n1"], n2=["n1"])
+    assert swarm.nodes() == ["n0", "n2"]
+
+
+def test_whom_somebody_reaches_by_way_of_a_third_is_reached() -> None:
+    swarm = full(lease=5)
+    for _ in range(20):
+        complaints = [Complaint(peer="n1", relayed=True)]
+        swarm.renew("n0", report=Report(complaints=complaints))
+        swarm.miss("n2", "n1")
+        assert swarm.wait(0.5) == []
+    assert "n0 reaches it" in swarm.machine.decisions[-1]
+
+
+def test_who_has_a_replica_goes_though_others_reach_it() -> None:
+    swarm = full(lease=5)
+    swarm.join("n1b", 1)
+    swarm.open("n1b")
+    silent(swarm, 6, "n1")
+    assert swarm.nodes() == ["n0", "n2", "n1b"]
+
+
+@pytest.mark.parametrize("report", [Report(stalled_seconds=9), Report(phase="syncing")])
+def test_who_has_no_state_or_makes_no_progress_goes_though_others_reach_it(report: Report) -> None:
+    swarm = full(lease=5)
+    swarm.renew("n1", report=report)
+    silent(swarm, 6, "n1")
+    assert swarm.nodes() == ["n0", "n2"]
+
+
+def test_a_last_holder_whose_process_has_ended_goes_at_once() -> None:
+    swarm = full(lease=5, reconnect=0.4)
+    swarm.lose("n1", there=False)
+    assert swarm.wait(0.3) == []
+    swarm.wait(0.2)
+    assert swarm.nodes() == ["n0", "n2"]
+
+
+def test_that_nobody_answers_who_dials_a_last_holder_does_not_say_that_it_is_gone() -> None:
+    swarm = full(lease=5, reconnect=0.4)
+    (dial,) = swarm.lose("n1")
+    assert isinstance(dial, Dial)
+    silent(swarm, 5, "n1")
+    swarm.machine.dialled(dial.question, "n1", None)
+    assert silent(swarm, 5, "n1") == []
+    swarm.machine.dialled(dial.question, "n1", False)
+    silent(swarm, 0.5, "n1")
+    assert swarm.nodes() == ["n0", "n2"]
+
+
+def test_a_last_holder_that_does_not_answer_a_probe_stays_while_anybody_reaches_it() -> None:
+    swarm = full(lease=5, probe_timeout=3)
+    swarm.suspect("n0", "n1")
+    (settle,) = silent(swarm, 4.5, "n1", n0=["n1"])
+    assert isinstance(settle, Settle)
+    assert settle.member
+    assert "n2 reaches it" in settle.reason
+    assert silent(swarm, 5, "n1", n0=["n1"]) == []
+    swarm.suspect("n0", "n1")
+    (settle,) = silent(swarm, 5, "n1", n0=["n1"])
+    assert isinstance(settle, Settle)
+    silent(swarm, 0.5, "n1", n0=["n1"], n2=["n1"])
+    assert swarm.nodes() == ["n0", "n2"]
+
+
+def test_one_that_only_just_needs_a_link_speaks_for_nobody() -> None:
+    swarm = full(lease=5)
+    silent(swarm, 3, "n1", n0=["n1"], n2=["n1"])
+    told = {"n0": ["n1"], "n2": ["n1"]}
+    for name in ("a", "b", "c"):
+        swarm.join(name, 2)
+        silent(swarm, 1, "n1", **told)
+        told[name] = ["n1"]
+    assert "n1" not in swarm.nodes()
+
+
+def test_a_spare_that_is_sent_to_a_stage_only_just_needs_its_links() -> None:
+    swarm = full(lease=5, max_replicas=1)
+    swarm.join("spare")
+    swarm.open("spare")
+    silent(swarm, 4, "n1", n0=["n1"], n2=["n1"])
+    swarm.after(swarm.machine.leave("n2", "", swarm.now))
+    assert [m.stage for m in swarm.view.members if m.node == "spare"] == [2]
+    silent(swarm, 1, "n1", n0=["n1"])
+    assert "n1" not in swarm.nodes()
+
+
+def test_whom_the_driver_reaches_it_can_still_accuse() -> None:
+    swarm = full(lease=5)
+    silent(swarm, 10, "n1")
+    swarm.suspect("n0", "n1", HANG, "no microbatch for 31 s")
+    assert swarm.nodes() == ["n0", "n2"]
+
+
+def test_a_new_registry_spares_a_last_holder_of_which_it_has_never_heard() -> None:
+    before = full()
+    swarm = Swarm(stages=2, lease=5)
+    swarm.machine.restore(before.view, swarm.now)
+    swarm.open("n0", "n2")
+    for _ in range(30):
+        for node in ("n0", "n2"):
+            swarm.renew(node, report=Report(committed=9, phase="running"))
+        assert swarm.wait(0.5) == []
+    assert swarm.nodes() == ["n0", "n1", "n2"]
 
 
 def test_suspect_answers_alive() -> None:
@@ -768,7 +906,7 @@ def test_a_restarted_registry_goes_on_after_the_grace() -> None:
     swarm.after(swarm.machine.leave("n1", "ill", swarm.now))
     assert swarm.effects == []
     assert swarm.wait(5.5) == [], "leases are over, the grace isn't"
-    swarm.renew("n0")
+    swarm.miss("n0", "n2")
     swarm.wait(0.6)
     assert swarm.nodes() == ["n0"]
     assert swarm.view.number == before.view.number + 1
@@ -813,7 +951,7 @@ def test_time_in_which_the_registry_was_held_up_does_not_count() -> None:
     swarm.now = 6
     swarm.machine.paused(2, swarm.now)
     assert swarm.wait(0.9) == []
-    swarm.renew("n0")
+    swarm.miss("n0", "n1", "n2")
     swarm.wait(0.2)
     assert swarm.nodes() == ["n0"]
 
@@ -826,6 +964,8 @@ def test_after_a_long_hold_up_nodes_have_the_grace_to_come_back() -> None:
         swarm.after(swarm.machine.stream_lost(node, swarm.now))
     assert swarm.wait(4) == []
     swarm.open("n0", "n1")
+    swarm.miss("n0", "n2")
+    swarm.miss("n1", "n2")
     swarm.wait(2.1)
     assert swarm.nodes() == ["n0", "n1"]
 
@@ -837,8 +977,8 @@ def test_a_registry_that_hears_nobody_takes_itself_for_cut_off() -> None:
     swarm.renew("n1")
     swarm.wait(0.1)
     assert swarm.wait(5.9) == [], "the others get time to come back"
-    swarm.renew("n1")
-    swarm.renew("n2")
+    swarm.miss("n1", "n0")
+    swarm.miss("n2", "n0")
     swarm.wait(0.2)
     assert swarm.nodes() == ["n1", "n2"]
 

@@ -13,7 +13,15 @@ from planaria.bootstrap.membership import (
     MembershipRules,
     Refused,
 )
-from planaria.bootstrap.registry_pb2 import JoinReply, JoinRequest, Renewal, Report, Suspicion, View
+from planaria.bootstrap.registry_pb2 import (
+    Complaint,
+    JoinReply,
+    JoinRequest,
+    Renewal,
+    Report,
+    Suspicion,
+    View,
+)
 
 RULES = MembershipRules(
     run="r",
@@ -129,9 +137,17 @@ class Registry(RuleBasedStateMachine):
             self.machine.dialled(effect.question, effect.node, effect.node in answered)
         return answered
 
-    @rule(pick=PICK, first=st.booleans(), probe=st.integers(0, 6), step=st.integers(0, 50))
-    def renew(self, pick: int, first: bool, probe: int, step: int) -> None:
-        renewal = Renewal(node=self.node(pick), probe=probe, report=Report(committed=step))
+    @rule(
+        pick=PICK,
+        first=st.booleans(),
+        probe=st.integers(0, 6),
+        step=st.integers(0, 50),
+        missed=st.lists(PICK, max_size=3),
+    )
+    def renew(self, pick: int, first: bool, probe: int, step: int, missed: list[int]) -> None:
+        complaints = [Complaint(peer=self.node(one)) for one in missed]
+        report = Report(committed=step, complaints=complaints)
+        renewal = Renewal(node=self.node(pick), probe=probe, report=report)
         event = self.machine.renewed
         if first:
             self.broken.discard(renewal.node)
@@ -171,8 +187,13 @@ class Registry(RuleBasedStateMachine):
         self.now += seconds
         self.after(self.machine.tick(self.now))
         if self.now >= self.machine._quiet_until and not self.machine._isolated:
-            for member in self.machine.view.members:
-                assert self.now < self.renewed[member.node] + RULES.lease
+            members = list(self.machine.view.members)
+            for member in members:
+                if self.now >= self.renewed[member.node] + RULES.lease:
+                    others = [m for m in members if m.stage == member.stage and m != member]
+                    assert self.machine._nodes[member.node].reached_by
+                    assert not member.standby
+                    assert not any(self.heard(m.node) and not m.standby for m in others)
 
     @rule(seconds=st.sampled_from([1.2, 4.0]))
     def hold_up(self, seconds: float) -> None:

@@ -103,18 +103,22 @@ class Network:
 
     # --- looking for nodes, and for silence
 
-    def ask(self, asker: Endpoint, node: str, seconds: float, done: Callable[[bool], None]) -> None:
+    def ask(
+        self, asker: Endpoint, node: str, seconds: float, done: Callable[[bool | None], None]
+    ) -> None:
         """What bootstrap/dial.py does: `done` hears whether the node is there."""
         end = self.world.now + seconds
         asker.process.after(self.world.delay(), self._look, asker, node, end, done)
 
-    def _look(self, asker: Endpoint, node: str, end: float, done: Callable[[bool], None]) -> None:
+    def _look(
+        self, asker: Endpoint, node: str, end: float, done: Callable[[bool | None], None]
+    ) -> None:
         reached = self.reach(asker.process.host, self.homes[node])
         there = self.endpoints.get(node)
         if reached and (there is None or there.process.responsive):
             asker.process.after(self.world.delay(), done, there is not None)
         elif self.world.now >= end:
-            done(False)
+            done(None)
         else:
             asker.process.after(LOOK, self._look, asker, node, end, done)
 

@@ -210,7 +210,7 @@ class Client:
         self.question, self.answered = asked.question, []
         waited = {member.node for member in asked.unheard}
 
-        def told(name: str, there: bool) -> None:
+        def told(name: str, there: bool | None) -> None:
             waited.discard(name)
             if there:
                 self.answered.append(name)
