@@ -50,8 +50,9 @@ class KnownMembers(Protocol):
         is one."""
         ...
 
-    def placed_long_ago(self, node: str) -> bool:
-        """Whether it has been where it is for long enough to complain of whom it doesn't reach."""
+    def believed(self, node: str) -> bool:
+        """Whether it counts that it doesn't complain: its lease isn't over, though its stream may
+        be broken, and it has been where it is for long enough to find out whom it reaches."""
         ...
 
     def spared(self, node: str) -> bool:
@@ -199,9 +200,9 @@ class Cuts:
         ]
 
     def reached_by(self, known: KnownMembers, node: str) -> str:
-        """A member that has a link with this one, as far as is said. Empty: there is none."""
+        """A member that says that it has a link with this one. Empty: there is none."""
         others = (other for other in known.names() if other != node)
-        return next((other for other in others if self._linked(known, node, other)), "")
+        return next((other for other in others if self._says_linked(known, other, node)), "")
 
     def cut_off(self, node: str) -> int:
         """From how many members it is."""
@@ -311,22 +312,21 @@ class Cuts:
         """Whether anybody but that one can reach it."""
         others = (other for other in known.names() if other not in (node, but))
         return any(
-            self._reaches(known, other, [node]) or self._linked(known, node, other)
+            self._reaches(known, other, [node])
+            or self._says_linked(known, node, other)
+            or self._says_linked(known, other, node)
             for other in others
         )
 
-    def _linked(self, known: KnownMembers, a: str, b: str) -> bool:
-        return self._says_linked(known, a, b) or self._says_linked(known, b, a)
-
     def _says_linked(self, known: KnownMembers, node: str, other: str) -> bool:
-        """Whether a node that is heard needs a link with the other one and doesn't complain, or
-        only since a third carries for them."""
-        if not known.heard(node):
+        """Whether a node needs a link with the other one and doesn't complain, or only since a
+        third carries for them."""
+        if not known.believed(node):
             return False
         pair = self._pairs.get(_key(node, other))
         if pair is not None and node in pair.complaints:
             return pair.complaints[node]
-        return known.neighbours(node, other) and known.placed_long_ago(node)
+        return known.neighbours(node, other)
 
     def _goes(self, known: KnownMembers, a: str, b: str) -> str:
         """Which of the two. Empty: neither.

@@ -147,7 +147,7 @@ class _Node:
     placed: float  # since when it serves where it does
     due: float = math.inf  # of its one live entry in the heap of deadlines
     report: Report = field(default_factory=Report)
-    reported: bool = False
+    holds: bool | None = None  # the state of its stage, by its last report; None: there is none
     streaming: bool = False
     lost: float | None = None  # when its stream broke
     dial: int = 0  # number of the question whether it is there, since then
@@ -326,8 +326,9 @@ class Membership:
             self._note(f"{renewal.node} ({_place(node.member)}) is heard again")
         announced = node.leaving
         if renewal.HasField("report"):
-            node.report, node.reported = renewal.report, True
+            node.report = renewal.report
             self._newest = max(self._newest, (node.report.lineage, node.report.committed))
+            node.holds = self._has_state(node.report)
             if node.report.complaints or self._cuts.any:
                 known = (c for c in node.report.complaints if c.peer in self._nodes)
                 self._cuts.told(renewal.node, known, now)
@@ -916,6 +917,12 @@ class Membership:
         reports = (n.report for n in self._nodes.values() if not n.member.standby)
         return self._newest > (0, 1) and not any(r.lineage or r.committed for r in reports)
 
+    def _has_state(self, report: Report) -> bool:
+        """Of its stage. When it says so: what was no state in later steps was one at the start."""
+        if report.phase in WITHOUT_STATE:
+            return False
+        return bool(report.lineage or report.committed) or self._newest <= (0, 1)
+
     def _staff(self, now: float) -> None:
         """Sends the oldest standby that fits to each stage without a member that will stay."""
         staying = {
@@ -1047,13 +1054,14 @@ class _Known:
         seated = not (one.standby or other.standby)
         return seated and _related(self.machine.rules, one.stage, other.stage)
 
-    def placed_long_ago(self, node: str) -> bool:
-        return self.now >= self.machine._nodes[node].placed + self.machine.rules.lease / 2
+    def believed(self, node: str) -> bool:
+        one, lease = self.machine._nodes[node], self.machine.rules.lease
+        lives = self.now < one.renewed + lease and not (one.gone or one.doomed)
+        return lives and self.now >= one.placed + lease / 2
 
     def spared(self, node: str) -> bool:
         one = self.machine._nodes[node]
-        stalled = one.report.stalled_seconds > 0
-        if one.member.standby or (one.reported and (stalled or not self._holds(one))):
+        if one.member.standby or one.holds is False or one.report.stalled_seconds > 0:
             return False
         return all(other is one for other in self._holders(one.member.stage))
 
@@ -1062,15 +1070,9 @@ class _Known:
 
     def _holders(self, stage: int) -> Iterable[_Node]:
         """Those that are heard."""
-        found = (n for n in self.machine._nodes.values() if n.member.stage == stage)
-        return (n for n in found if self._holds(n) and self.heard(n.member.node))
-
-    def _holds(self, node: _Node) -> bool:
-        """Whether it has the state of its stage, as far as it has said."""
-        report = node.report
-        if node.member.standby or report.phase in WITHOUT_STATE:
-            return False
-        return bool(report.lineage or report.committed) or self.machine._newest <= (0, 1)
+        serving = (n for n in self.machine._nodes.values() if not n.member.standby)
+        found = (n for n in serving if n.member.stage == stage and n.holds)
+        return (n for n in found if self.heard(n.member.node))
 
 
 def _evidence(suspicion: Suspicion) -> str:

@@ -521,6 +521,16 @@ def test_who_has_no_state_or_makes_no_progress_goes_though_others_reach_it(repor
     assert swarm.nodes() == ["n0", "n2"]
 
 
+def test_what_was_a_state_at_the_start_is_not_lost_since_others_have_told_of_later_steps() -> None:
+    swarm = full(lease=5)
+    swarm.renew("n1", report=Report(phase="running"))
+    for committed in range(20):
+        for node in ("n0", "n2"):
+            swarm.renew(node, report=Report(phase="running", committed=committed))
+        swarm.wait(0.5)
+    assert swarm.nodes() == ["n0", "n1", "n2"]
+
+
 def test_a_last_holder_whose_process_has_ended_goes_at_once() -> None:
     swarm = full(lease=5, reconnect=0.4)
     swarm.lose("n1", there=False)
@@ -554,6 +564,17 @@ def test_a_last_holder_that_does_not_answer_a_probe_stays_while_anybody_reaches_
     assert isinstance(settle, Settle)
     silent(swarm, 0.5, "n1", n0=["n1"], n2=["n1"])
     assert swarm.nodes() == ["n0", "n2"]
+
+
+def test_who_reaches_a_last_holder_is_believed_though_its_own_stream_has_just_broken() -> None:
+    swarm = full(lease=5)
+    silent(swarm, 4.5, "n1", n0=["n1"])
+    (dial,) = swarm.lose("n2")
+    assert isinstance(dial, Dial)
+    assert silent(swarm, 4, "n1", n0=["n1"]) == []
+    swarm.machine.dialled(dial.question, "n2", False)
+    swarm.wait(0.5)
+    assert swarm.nodes() == ["n0"], "n2 has gone, and n1, which nobody else reaches"
 
 
 def test_one_that_only_just_needs_a_link_speaks_for_nobody() -> None:
@@ -744,7 +765,7 @@ def test_who_leaves_or_dies_is_in_no_quarantine() -> None:
     swarm.suspect("n1", "silent", HANG, "slow")
     swarm.now += 4
     for node in ("n0", "n1", "n2"):
-        swarm.renew(node)
+        swarm.miss(node)
     swarm.wait(2)
     assert "silent" not in swarm.nodes()
     assert swarm.join("back", 1, instance="i").reason == "stage 1 as asked for"

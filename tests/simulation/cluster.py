@@ -186,6 +186,9 @@ class Cluster:
         self.traps: list[Trap] = []
         self.guilty: set[str] | None = None
         """Hosts that have done something wrong, where nobody dies; None: some die."""
+        self.unheard: set[str] = set()
+        """Hosts that the registry may not hear for so long that they go where others have their
+        stage."""
         self.tampering: dict[str, Callable[[pb.Message | Frame], pb.Message | Frame]] = {}
         """What a host sends instead of what it should."""
         self.garbling: dict[str, Callable[[str, bytes], bytes]] = {}
@@ -357,9 +360,25 @@ class Cluster:
         if self.guilty is None:
             return
         stay = {member.node for member in view.members}
-        gone = {member.node for member in before.members} - stay
-        innocent = [node for node in gone if self.network.homes[node] not in self.guilty]
+        gone = [member for member in before.members if member.node not in stay]
+        innocent = [member.node for member in gone if not self._may_go(member, view)]
         self.demand(not innocent, "I6", f"{innocent} evicted: {view.reason}")
+
+    def _may_go(self, member: registry.Member, view: registry.View) -> bool:
+        """Who has done something wrong; or isn't heard, where others have its stage or nobody who
+        is heard has a link to it."""
+        assert self.guilty is not None
+        host = self.network.homes[member.node]
+        if host in self.guilty or host not in self.unheard:
+            return host in self.guilty
+        left = [other for other in view.members if not other.standby]
+        if member.standby or any(other.stage == member.stage for other in left):
+            return True
+        linked = {node.name for node in self.nodes if member.node in node.net.links}
+        return not any(
+            other.node in linked and self.network.reach(self.network.homes[other.node], "registry")
+            for other in left
+        )
 
     def check_kept(self, kind: str, fields: Mapping[str, Any]) -> None:
         if self.guilty:

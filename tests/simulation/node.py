@@ -358,6 +358,7 @@ class Node:
         if self.seat is not None:
             self.report.MergeFrom(self.seat.report())
         self.report.leaving = self.leaving
+        self.client.reported()
 
     def halted(self, halt: pb.Halt) -> None:
         self.world.say(self.name, f"halted at {halt.step}: {halt.reason or 'finished'}")

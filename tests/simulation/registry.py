@@ -166,6 +166,7 @@ class Client:
         self.cluster, self.node = cluster, node
         self.joined = self.stopped = False
         self.question, self.answered = 0, list[str]()  # that the registry asked; who answered
+        self.complaints: list[pb.Complaint] = []  # told last
         self._connect(FIRST_PAUSE)
         node.process.after(RENEW, self._renew)
 
@@ -261,12 +262,21 @@ class Client:
         if self.joined:
             self.node.viewed(view)
 
+    def reported(self) -> None:
+        """There is a new report; it is sent at once when it is news."""
+        complaints = list(self.node.report.complaints)
+        if complaints != self.complaints:
+            self.complaints = complaints
+            self._renew_now()
+
     def _renew(self) -> None:
-        if self.stopped:
-            return
-        if self.joined:
+        if not self.stopped:
+            self._renew_now()
+            self.node.process.after(RENEW, self._renew)
+
+    def _renew_now(self) -> None:
+        if self.joined and not self.stopped:
             self._tell(pb.Renewal(node=self.node.name, report=self.node.report))
-        self.node.process.after(RENEW, self._renew)
 
     def suspect(self, accused: str, why: str, cause: pb.Cause = pb.SILENT) -> None:
         self._tell(pb.Suspicion(accuser=self.node.name, accused=accused, why=why, cause=cause))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -30,15 +29,13 @@ class Sick(Scenario):
     """Links that blink, or lose what goes one way; disks that fail; a registry whose journal lags
     behind."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.world.straggling = 0.0  # what comes late is a blink, or a probe is answered too late
-
     def _rules(self, policy: Policy | None) -> TransactionRules:
         return replace(super()._rules(policy), steps=10)
 
     def _plan_faults(self) -> float:
         chosen, self.cluster.guilty = self.random, set()
+        if self.world.straggling:
+            self.cluster.unheard.update(self.cluster.hosts)
         self.rested: dict[frozenset[str], float] = {}  # by pair of hosts: from when on
         when = 0.0
         for fault in chosen.choices(self._faults(), k=chosen.randint(1, 6)):
@@ -53,6 +50,7 @@ class Sick(Scenario):
             self._blink_all,
             self._blink_long,
             self._isolate_from_nodes,
+            self._isolate_from_registry,
             self._part_two,
             self._fill_disks,
             self._err_writing,
@@ -103,6 +101,12 @@ class Sick(Scenario):
         others = [host for host in hosts if host != one]
         return self._lose([one], others, self.random.uniform(1.0, LONG))
 
+    def _isolate_from_registry(self) -> float:
+        """One host, for so long that it may lose its place to a replica."""
+        one = self.random.choice(sorted(self.cluster.hosts))
+        self.cluster.unheard.add(one)
+        return self._lose([one], ["registry"], self.random.uniform(3.0, 20.0))
+
     def _part_two(self) -> float:
         """For so long that others have to carry for them."""
         one, other = self.random.sample(sorted(self.cluster.hosts), 2)
@@ -124,9 +128,10 @@ class Sick(Scenario):
         sides = f"{' '.join(left)} and {' '.join(right)}"
         self.world.say("network", f"{sides} {how} for {seconds:.2f} s")
         if resets:
+            if self.cluster.registry.name in (*left, *right):  # found out late where nothing passes
+                self.cluster.unheard |= {*left, *right}
             for connection in network.connections:
-                of_nodes = self.cluster.registry not in connection.ends
-                if of_nodes and frozenset(end.process.host for end in connection.ends) in pairs:
+                if frozenset(end.process.host for end in connection.ends) in pairs:
                     connection.break_off()
         network.part(number, frozenset(left), frozenset(right), both_ways)
         self.world.after(seconds, network.heal, number)
