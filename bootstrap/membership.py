@@ -500,6 +500,7 @@ class Membership:
                     report=node.report,
                     since_renewal=max(0.0, now - node.renewed),
                     suspected=bool(node.accusers),
+                    reached_by=node.reached_by,
                 )
                 for node in self._nodes.values()
             ],

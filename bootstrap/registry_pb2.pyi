@@ -293,16 +293,18 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class MemberDescription(_message.Message):
-    __slots__ = ("member", "report", "since_renewal", "suspected")
+    __slots__ = ("member", "report", "since_renewal", "suspected", "reached_by")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     SINCE_RENEWAL_FIELD_NUMBER: _ClassVar[int]
     SUSPECTED_FIELD_NUMBER: _ClassVar[int]
+    REACHED_BY_FIELD_NUMBER: _ClassVar[int]
     member: Member
     report: Report
     since_renewal: float
     suspected: bool
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., since_renewal: _Optional[float] = ..., suspected: _Optional[bool] = ...) -> None: ...
+    reached_by: str
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., since_renewal: _Optional[float] = ..., suspected: _Optional[bool] = ..., reached_by: _Optional[str] = ...) -> None: ...
 
 class Description(_message.Message):
     __slots__ = ("run", "run_file", "view", "members", "decisions", "uptime", "protocol", "cuts", "quarantined", "evictions", "trouble")

@@ -295,6 +295,8 @@ def state(members: Iterable[MemberDescription]) -> Text:
 def _state_of(one: MemberDescription) -> tuple[str, str]:
     if one.suspected:
         return "suspected", "yellow"
+    if one.reached_by:
+        return "not heard", "yellow"
     if one.report.stalled_seconds:
         return "hangs", "bold red"
     return _PHASES.get(one.report.phase, _JOINED)

@@ -165,7 +165,7 @@ def _members(description: Description) -> Table:
         table.add_row(
             "standby" if member.standby else str(member.stage),
             escape(member.node),
-            Text(" ").join([state([one]), *_stalled(report)]),
+            Text(" ").join([state([one]), *_reached(one), *_stalled(report)]),
             str(report.committed),
             f"{one.since_renewal:.1f} s",
             decimal(report.bytes_in, separator="").removesuffix("ytes"),
@@ -173,6 +173,11 @@ def _members(description: Description) -> Table:
             escape(f"{member.address or 'dials out'}, {member.device} on {member.host}"),
         )
     return table
+
+
+def _reached(one: MemberDescription) -> list[Text]:
+    """Why one that isn't heard is still a member."""
+    return [Text(f"but by {one.reached_by}")] if one.reached_by else []
 
 
 def _stalled(report: Report) -> list[Text]:

@@ -480,6 +480,7 @@ def test_a_last_holder_that_is_not_heard_stays_while_anybody_reaches_it() -> Non
     assert silent(swarm, 60, "n1", n0=["n1"]) == []
     decided = " ".join(swarm.machine.decisions)
     assert decided.count("n1 (stage 1) is not heard, but n2 reaches it: it stays") == 1
+    assert [one.reached_by for one in swarm.machine.describe(swarm.now).members] == ["", "n2", ""]
     effects = silent(swarm, 0.5, "n1", n0=["n1"], n2=["n1"])
     evict = Evict("n1", "not renewed for 5 s, and nobody reaches it any more")
     assert [effect for effect in effects if isinstance(effect, Evict)] == [evict]

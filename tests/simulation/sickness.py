@@ -37,6 +37,7 @@ class Sick(Scenario):
         if self.world.straggling:
             self.cluster.unheard.update(self.cluster.hosts)
         self.rested: dict[frozenset[str], float] = {}  # by pair of hosts: from when on
+        self.away: dict[str, float] = {}  # from the registry, until when
         when = 0.0
         for fault in chosen.choices(self._faults(), k=chosen.randint(1, 6)):
             when += chosen.expovariate(0.5)
@@ -103,9 +104,13 @@ class Sick(Scenario):
 
     def _isolate_from_registry(self) -> float:
         """One host, for so long that it may lose its place to a replica."""
-        one = self.random.choice(sorted(self.cluster.hosts))
+        one, now = self.random.choice(sorted(self.cluster.hosts)), self.world.now
+        seconds = self.random.uniform(3.0, 20.0)
+        if any(one in pair and until > now + SHORT for pair, until in self.rested.items()):
+            return 0.0  # nobody at all could reach it
         self.cluster.unheard.add(one)
-        return self._lose([one], ["registry"], self.random.uniform(3.0, 20.0))
+        self.away[one] = now + seconds + REST
+        return self._lose([one], ["registry"], seconds)
 
     def _part_two(self) -> float:
         """For so long that others have to carry for them."""
@@ -121,6 +126,9 @@ class Sick(Scenario):
         pairs = [frozenset((one, other)) for one in left for other in right]
         if any(self.rested.get(pair, 0.0) > now for pair in pairs):
             return  # together they would take too long
+        away = any(self.away.get(host, 0.0) > now for host in (*left, *right))
+        if seconds > SHORT and away and "registry" not in right:
+            return
         rest = REST if seconds > SHORT else 0.0
         self.rested |= dict.fromkeys(pairs, now + seconds + rest)
         both_ways, resets = self.random.random() < 0.6, self.random.random() < 0.5

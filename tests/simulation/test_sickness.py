@@ -42,7 +42,7 @@ class Lenient(Driver):
 @pytest.mark.parametrize(
     ("kind", "driver", "invariant"),
     [
-        (Dying, Driver, "I6: .* evicted"),
+        (Dying, Driver, "I6: (.* evicted|rebuilding)"),
         (Corrupted, Credulous, "I2: .* its replicas told of others"),
         (Spoilt, Lenient, "I6: .* skipped"),
     ],

@@ -451,6 +451,12 @@ def test_the_status_page_tells_members_and_decisions():
         assert part in text
 
 
+def test_who_is_not_heard_and_stays_is_told_with_who_reaches_it():
+    unheard = member(NEW, 2, committed=4, phase="running")
+    unheard.reached_by = OLD
+    assert f"not heard but by {OLD}" in text_of(page(described(member(OLD, 0), unheard)))
+
+
 def test_who_has_trouble_is_named_in_red():
     full = "save failed: No space left on device"
     troubled = described(
