@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -29,13 +30,16 @@ class Sick(Scenario):
     """Links that blink, or lose what goes one way; disks that fail; a registry whose journal lags
     behind."""
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        if self.world.straggling:  # where much comes late, a blink may last too long
+            self.cluster.unheard.update(self.cluster.hosts)
+
     def _rules(self, policy: Policy | None) -> TransactionRules:
         return replace(super()._rules(policy), steps=10)
 
     def _plan_faults(self) -> float:
         chosen, self.cluster.guilty = self.random, set()
-        if self.world.straggling:
-            self.cluster.unheard.update(self.cluster.hosts)
         self.rested: dict[frozenset[str], float] = {}  # by pair of hosts: from when on
         self.away: dict[str, float] = {}  # from the registry, until when
         when = 0.0
