@@ -170,7 +170,7 @@ class Azure:
         return bool(self._name)
 
     def look(self, now: float) -> Notice | None:
-        """Events are told to all machines of a set; this one's come first to their end first."""
+        """The next event of this machine's: all machines of a set are told of each other's."""
         if not self._name:
             self.is_here()
         answer = self._ask("GET", self.events, self.headers, self._patience)
