@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from types import MappingProxyType
 
+from planaria.node.report.events import NonFinite
 from planaria.node.transaction.diverging import Told
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.gathering import unrecorded
@@ -46,6 +48,14 @@ class Vote:
         needn't be."""
         ends = (ready.recording for node, ready in self.ready.items() if self.stages[node] == 0)
         return unrecorded(ends)
+
+    def not_finite(self, step: int) -> list[NonFinite]:
+        """Whose gradients are not."""
+        return [
+            NonFinite(step=step, node=node, stage=self.stages[node], reason="its gradient")
+            for node, ready in sorted(self.ready.items())
+            if not ready.finite
+        ]
 
     def explain_skips(self, skips: int) -> str:
         """Why the run pauses after so many in a row."""
@@ -180,12 +190,14 @@ class Attempting:
         nodes: Collection[str],
         rules: TransactionRules,
         seconds: Mapping[str, float],
+        apart: Collection[Pair],
         now: float,
     ) -> tuple[Attempting, int]:
         """The attempt by a plan in which others have the microbatches of these nodes, and how many
-        those are, counted at each stage. Whoever was ready has to reduce again."""
+        those are, counted at each stage. Whoever was ready has to reduce again. `apart`: members
+        between which as few go as can be."""
         masked = self.masked.union(nodes)
-        begin, moved = self._plan_without(masked, rules, seconds)
+        begin, moved = self._plan_without(masked, rules, seconds, apart)
         homes = {
             identity: home
             for identity, home in self.homes.items()
@@ -205,10 +217,11 @@ class Attempting:
         given_up: Collection[int],
         rules: TransactionRules,
         seconds: Mapping[str, float],
+        apart: Collection[Pair],
     ) -> tuple[Attempting, int]:
         """The attempt by a plan in which others of its stage have these microbatches of a slow
         node, and how many those are."""
-        begin, moved = self._plan_without(self.masked, rules, seconds, {node: given_up})
+        begin, moved = self._plan_without(self.masked, rules, seconds, apart, {node: given_up})
         return replace(self, begin=begin), moved
 
     def _plan_without(
@@ -216,6 +229,7 @@ class Attempting:
         masked: Collection[str],
         rules: TransactionRules,
         seconds: Mapping[str, float],
+        apart: Collection[Pair],
         given_up: Mapping[str, Collection[int]] = MappingProxyType({}),
     ) -> tuple[pb.Begin, int]:
         begin = pb.Begin()
@@ -225,17 +239,27 @@ class Attempting:
         begin.members.extend(place for place in self.begin.members if place.node not in masked)
         index = {place.node: index for index, place in enumerate(begin.members)}
         moved = 0
-        for stage in range(rules.stages + 1):
-            served = [_server(self.begin, microbatch, stage) for microbatch in self.begin.plan]
+        everywhere = [
+            [_server(self.begin, microbatch, stage) for microbatch in self.begin.plan]
+            for stage in range(rules.stages + 1)
+        ]
+        apart = [pair for pair in apart if pair.isdisjoint(masked)]
+        for stage, served in enumerate(everywhere):
             lost = [
                 identity
                 for identity, node in enumerate(served)
                 if node in masked or identity in given_up.get(node, ())
             ]
             owners = [served[identity] for identity in lost]
+
+            def detours(identity: int, node: str, stage: int = stage) -> int:
+                way = (0, *begin.plan[identity].order, 0)
+                beside = [b if a == stage else a for a, b in pairwise(way) if stage in (a, b)]
+                return sum(frozenset((node, everywhere[s][identity])) in apart for s in beside)
+
             replicas = [place.node for place in begin.members if place.stage == stage]
             left = [node for node in replicas if node not in given_up] or replicas
-            successors = share_out(lost, left, seconds)
+            successors = share_out(lost, left, seconds, detours)
             if rules.masking == "spare":  # who has done a part of it ahead, if there is somebody
                 ahead = stand_ins(self.begin.members)
                 successors = [

@@ -206,7 +206,8 @@ class Driver:
         """Looks at what the time that has passed has made due."""
         match self.current:
             case Gathering() as gathering:
-                return gathering.ask_again(now, self._condemned(gathering, now))
+                condemned = self.hanging.condemned(self.members, gathering.statuses, now)
+                return gathering.ask_again(now, condemned)
             case Resting(DriverPhase.PAUSING, why) if now >= self.pause_until:
                 again = why if self.hanging.why else self.unrecorded
                 return self._gather(again, now) if again else self._next(now)
@@ -478,8 +479,11 @@ class Driver:
 
     def _plan(self, orders: Sequence[Sequence[int]]) -> list[pb.Microbatch]:
         places, idle = self._places(), self.idle | self.spoiling.why.keys()
-        apart = self.cuts | {frozenset((relay.a, relay.b)) for relay in self.view.relays}
-        return planned(places, orders, self.seconds, idle, apart)
+        return planned(places, orders, self.seconds, idle, self._apart())
+
+    def _apart(self) -> set[Pair]:
+        """Members between which as few microbatches go as can be."""
+        return self.cuts | {frozenset((relay.a, relay.b)) for relay in self._newest_view().relays}
 
     def _send_step(self, step: pb.Step, now: float) -> list[Effect]:
         if not step.ByteSize():
@@ -543,13 +547,7 @@ class Driver:
         self.hanging.committed(commit.seconds, vote.ready)
         effects += self.spoiling.over(attempt.begin)
         if not attempt.begin.non_finite:  # else it is known who made it
-            effects += [
-                NonFinite(
-                    step=commit.step, node=node, stage=vote.stages[node], reason="its gradient"
-                )
-                for node, ready in sorted(vote.ready.items())
-                if not ready.finite
-            ]
+            effects += vote.not_finite(commit.step)
         effects.append(Committed(step=commit.step, loss=commit.loss))
         if commit.skips >= SKIPS:
             return effects + self._skipped(vote, commit, now)
@@ -609,8 +607,10 @@ class Driver:
         return self.current.masked if isinstance(self.current, Attempting) else frozenset()
 
     def _masked_members(self) -> list[str]:
-        view = self.coming.view if self.coming is not None else self.view
-        return sorted(self._masked() & active(view).keys())
+        return sorted(self._masked() & active(self._newest_view()).keys())
+
+    def _newest_view(self) -> registry.View:
+        return self.coming.view if self.coming is not None else self.view
 
     def _can_mask(self, nodes: Collection[str]) -> Attempting | None:
         """The attempt, if it can do without these."""
@@ -623,7 +623,7 @@ class Driver:
         self, attempt: Attempting, nodes: Sequence[str], why: str, now: float
     ) -> list[Effect]:
         """The attempt goes on, by a plan in which others have the microbatches of these nodes."""
-        attempt, moved = attempt.without(nodes, self.rules, self.seconds, now)
+        attempt, moved = attempt.without(nodes, self.rules, self.seconds, self._apart(), now)
         self.current, self.ballot = attempt, self.ballot.next()
         step, names = attempt.begin.step, tuple(sorted(nodes))
         effects: list[Effect] = [
@@ -690,7 +690,9 @@ class Driver:
 
     def _relieve(self, attempt: Attempting, node: str, given_up: Collection[int]) -> list[Effect]:
         """Others of its stage do what a slow node has not begun."""
-        self.current, moved = attempt.relieved(node, given_up, self.rules, self.seconds)
+        self.current, moved = attempt.relieved(
+            node, given_up, self.rules, self.seconds, self._apart()
+        )
         self.ballot = self.ballot.next()
         step, stage = attempt.begin.step, self.members[node]
         told = Relieved(step=step, node=node, stage=stage, microbatches=moved)
@@ -726,13 +728,6 @@ class Driver:
         if node == self.node:
             return [Rejoin(why)]
         return [Suspect(node, why, HANG)]
-
-    def _condemned(self, gathering: Gathering, now: float) -> dict[str, str]:
-        """Who hangs and can't even answer, since that is in the middle of an update, and why: to go
-        at once where others of its stage answer."""
-        heard = gathering.statuses
-        node = self.hanging.to_replace(self.members, heard, now)
-        return {node: self.hanging.why[node]} if node and node not in heard else {}
 
     # --- what goes wrong
 

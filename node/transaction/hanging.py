@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from planaria.node.transaction.overdue import patience
@@ -84,6 +84,14 @@ class Hanging:
             if stages[node] in sound or now - self._since[node] >= self._progress / 2:
                 return node
         return ""
+
+    def condemned(
+        self, stages: Mapping[str, int], heard: Collection[str], now: float
+    ) -> dict[str, str]:
+        """Who hangs and can't even answer, since that is in the middle of an update, and why: to go
+        at once where others of its stage answer. `heard`: who has answered."""
+        node = self.to_replace(stages, heard, now)
+        return {node: self.why[node]} if node and node not in heard else {}
 
     def may_have_heir(self, node: str, now: float) -> bool:
         """Whether a standby still has the time to take over from it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,12 +25,20 @@ def earliest_finish(
     )
 
 
-def share_out(ids: Iterable[int], nodes: Sequence[str], seconds: Mapping[str, float]) -> list[str]:
-    """A node for each microbatch, so that all nodes would finish together."""
+def share_out(
+    ids: Iterable[int],
+    nodes: Sequence[str],
+    seconds: Mapping[str, float],
+    detours: Callable[[int, str], int] = lambda identity, node: 0,
+) -> list[str]:
+    """A node for each microbatch: one of those that it takes the fewest `detours` to, so that these
+    would finish together."""
     given: Counter[str] = Counter()
     chosen = []
-    for _ in ids:
-        node = earliest_finish(nodes, given, seconds)
+    for identity in ids:
+        ways = {node: detours(identity, node) for node in nodes}
+        nearest = [node for node in nodes if ways[node] == min(ways.values())]
+        node = earliest_finish(nearest, given, seconds)
         given[node] += 1
         chosen.append(node)
     return chosen

@@ -1458,6 +1458,31 @@ def test_routes_go_by_others_than_two_for_whom_somebody_carries():
     assert meet(told.attempt.begin, "b", "c")
 
 
+THREE = {**PAIRS, "b3": 1, "c3": 2}
+
+
+@pytest.mark.parametrize("lost", ["f", "g"])
+def test_who_is_lost_leaves_nothing_to_two_that_are_cut_off_from_each_other(lost):
+    for cut_off in ("b", "c"), ("b3", "c3"):
+        told = Told(replace(RULES, microbatches=12), THREE)
+        told.views(relays=[registry.Relay(a=cut_off[0], b=cut_off[1], via="a")])
+        told.statuses()
+        assert not meet(told.attempt.begin, *cut_off)
+        begin = goes_on(told.driver.link_lost(lost, "reset", told.now))
+        assert not meet(begin, *cut_off)
+
+
+def test_what_was_lost_goes_by_others_than_two_that_the_newest_view_has_a_relay_for():
+    told = Told(replace(RULES, microbatches=12), THREE)
+    told.begins()
+    before = told.attempt.begin
+    lost = [number for number in range(12) if server(before, number, 1) == "b"]
+    assert {server(before, number, 2) for number in lost} == {"c"}
+    told.views({**THREE, "new": 3}, relays=[registry.Relay(a="f", b="c", via="a")])
+    begin = goes_on(told.driver.link_lost("b", "reset", told.now))
+    assert {server(begin, number, 1) for number in lost} == {"b3"}
+
+
 def test_a_node_without_which_it_can_not_go_on_need_not_be_waited_for():
     told = on_the_way(members=SWARM)
     effects = told.hears("b", cut=pb.Cut(node="c", reason="reset"))

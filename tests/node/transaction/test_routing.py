@@ -35,6 +35,12 @@ def test_a_new_node_counts_as_average():
     assert earliest_finish(["a", "b"], {"a": 1}, {"a": 3.0}) == "b"
 
 
+def test_who_is_reached_by_a_detour_is_given_only_what_nobody_else_is_nearer_to():
+    detours = {(0, "a"): 1, (2, "a"): 1, (2, "b"): 1}
+    shares = share_out(range(4), ["a", "b"], {}, lambda *visit: detours.get(visit, 0))
+    assert shares == ["b", "a", "a", "b"]
+
+
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=5), st.integers(0, 40))
 def test_shares_end_together_but_for_a_microbatch(speeds, count):
     nodes = [f"n{i}" for i in range(len(speeds))]
