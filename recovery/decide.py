@@ -20,6 +20,8 @@ happened, and the step was made again: of the same number, but not the same."""
 UNKNOWN: Made = (0, 0)
 INEXACT = ("checkfree", "checkfree+", "interpolate")
 """Methods that guess the weights from other stages'; what relearning helps."""
+OWN = ("save", "memory")
+"""Methods by which a node goes on from what it has itself, in a file or in memory."""
 
 
 @dataclass(frozen=True)

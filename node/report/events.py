@@ -21,6 +21,8 @@ from typing import Any, ClassVar, TypeVar
 
 from rich.filesize import decimal
 
+from planaria.recovery.decide import OWN
+
 Read = TypeVar("Read")
 
 
@@ -522,6 +524,11 @@ class StageRebuilt(Event, kind="rebuilt", severity=Severity.GOOD):
     mean_step: float | None = None
     perturbation: float | None = None
     rebuild_seconds: float
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is what the node had itself."""
+        return self.method in OWN
 
     def sentence(self, node: str | None) -> str:
         return (

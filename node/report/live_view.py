@@ -202,10 +202,10 @@ class Story:
         losses = sorted(self._losses, key=lambda entry: entry.time)
         stall = stall_seconds(rebuilt, entry.time, losses)
         alone = rebuild is not None and rebuild.ordered
-        if alone or method not in ("save", "memory"):  # else the run has begun with it
+        if alone or not rebuilt.is_own:  # else the run has begun with it
             noticed = noticed_at(rebuilt, entry.time, losses)
             self._noticed = noticed if self._noticed is None else min(self._noticed, noticed)
-        if alone or method not in ("checkpoint", "save", "memory"):
+        if alone or not (rebuilt.is_own or method == "checkpoint"):
             return _news(replace(entry, event=replace(rebuilt, stall_seconds=stall)))
         first, self._going_back = self._going_back, False
         told = f"all stages are at step {rebuilt.step}, stalled {stall:.1f} s"

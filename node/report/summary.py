@@ -45,6 +45,7 @@ from planaria.node.report.events import (
 from planaria.node.report.ledger import Audit, Line
 from planaria.node.report.wall_clock import PARTS
 from planaria.node.run_file import RunFile
+from planaria.recovery.decide import OWN
 
 NOTICED_LATE = 1.0
 """Seconds by which the time of an `exited` event may be behind the process's end."""
@@ -486,7 +487,7 @@ def marks(events: Sequence[Entry]) -> list[tuple[int, str]]:
 
 def _resumed(row: Mapping[str, Any]) -> bool:
     """Whether all stages have such a row, since the run went back to what they had."""
-    return row["method"] in ("save", "memory") and not row.get("fallback")
+    return row["method"] in OWN and not row.get("fallback")
 
 
 def _methods(methods: Counter[str]) -> str:

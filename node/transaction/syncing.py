@@ -11,7 +11,7 @@ from planaria.node.transaction.effects import Effect
 from planaria.node.transaction.gathering import Gathering
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
-from planaria.recovery.decide import INEXACT, Decision, Rebuild, Source, decide
+from planaria.recovery.decide import INEXACT, OWN, Decision, Rebuild, Source, decide
 from planaria.recovery.orders import adjoining, all_orders, blocks
 
 
@@ -127,7 +127,7 @@ def rebuild(
     to, joiners = gathering.standing(), {}
     for stage, decision in rebuilds.items():
         nodes = lacking[stage]
-        if decision.method in ("save", "memory"):  # read by who has it
+        if decision.method in OWN:
             nodes = [source.node for source in decision.sources]
         joiners[stage] = nodes if decision.method in ("replica", "memory") else nodes[:1]
     orders = all_orders(rules.stages, rules.swapped)
