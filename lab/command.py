@@ -95,6 +95,39 @@ def _prepare(asked: Study, wanted: Sequence[Job]) -> None:
                 prepare(Recipe([asked.text], vocabulary=asked.vocabulary), path, track=track)
 
 
+@lab_app.command("norms")
+def lab_norms(
+    study_file: StudyFile,
+    seeds: Annotated[int, typer.Option(min=0, help="Of the study's seeds the first N.")] = 0,
+) -> None:
+    """Measure the stages' gradient norms in a study's baseline: norms.jsonl, norms.md beside it."""
+    import json
+
+    from planaria.lab.convergence import norms, runner, study
+    from planaria.node.data.corpus import CorpusError
+    from planaria.node.run_file import RunFileError
+
+    with cli.refusing(study.StudyError, RunFileError, CorpusError):
+        asked = study.load(study_file)
+        wanted = [
+            job
+            for job in study.jobs(asked)
+            if job.variant == asked.baseline and job.seed in asked.seeds[: seeds or None]
+        ]
+        _prepare(asked, wanted)
+        path = study_file.with_name(norms.NORMS)
+        there = norms.read(path)
+        known = {(one.seed, one.machine) for one in there}
+        for job in wanted:
+            if (job.seed, runner.machine("cpu")) not in known:
+                there.append(norms.measure(job))
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(there[-1]._asdict()) + "\n")
+        text = norms.table(asked, there)
+        path.with_suffix(".md").write_text(text, encoding="utf-8")
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 @lab_app.command("times")
 def lab_times(
     study: Annotated[

@@ -8,6 +8,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from threading import Thread
@@ -126,7 +127,7 @@ def run_one(key: str, job: Job, device: str) -> dict[str, Any]:
         "window": swarm.window_tokens,
         "share": swarm.share_of_a_stage,
         "seconds": round(time.perf_counter() - started, 1),
-        "machine": _machine(device),
+        "machine": machine(device),
     }
 
 
@@ -156,7 +157,16 @@ def _other(swarm: TrainingSwarm, folder: Path) -> float:
     return swarm.validate(torch.from_numpy(samples))
 
 
-def _machine(device: str) -> str:
+def machine(device: str) -> str:
+    """Which one a run's digits are of: other processors sum in another order."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(torch.device(device))
-    return f"{platform.machine()}, {os.cpu_count()} cores"
+    return f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores"
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
