@@ -6,6 +6,8 @@ import json
 import multiprocessing
 import random
 import time
+from collections import Counter
+from collections.abc import Set
 from pathlib import Path
 
 import pytest
@@ -46,12 +48,20 @@ def train(out: Path, data: Path, number: int) -> None:
     uvloop.run(forever())
 
 
-def committed(logs: Path) -> int:
-    """The newest step in the newest ledger; 0: there is none yet."""
-    ledgers = sorted(logs.glob("ledger-*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
-    lines = ledgers[-1].read_bytes().splitlines(keepends=True) if ledgers else []
+def steps_of(logs: Path, before: Set[Path]) -> list[int]:
+    """Those of which the ledger that was not there before has whole lines."""
+    ledgers = set(logs.glob("ledger-*.jsonl")) - before
+    lines = [line for path in ledgers for line in path.read_bytes().splitlines(keepends=True)]
     whole = [json.loads(line) for line in lines if line.endswith(b"\n")]
-    return max((line["step"] for line in whole if "step" in line), default=0)
+    return [line["step"] for line in whole if "step" in line]
+
+
+def all_saved(lines: Lines, seen: int, after: int) -> bool:
+    """Whether every stage has told that a step behind `after` is on disk, behind the first `seen`
+    events of that kind."""
+    told = [event for event in lines.events("saved")[seen:] if event["step"] > after]
+    nodes = Counter(step for step, _ in {(event["step"], event["node"]) for event in told})
+    return max(nodes.values(), default=0) == STAGES + 1
 
 
 def saved(out: Path) -> list[list[Age]]:
@@ -75,11 +85,15 @@ def test_whatever_was_saved_survives_power_cuts(data, tmp_path):
     lines = Lines(logs)
     newest = (0, 0)  # lineage and step that every stage has on disk
     for number in range(1, CUTS + 1):
-        before = set(logs.glob("ledger-*.jsonl"))
+        before, seen = set(logs.glob("ledger-*.jsonl")), len(lines.events("saved"))
         swarm = context.Process(target=train, args=(tmp_path, data, number), daemon=True)
         swarm.start()
+
+        worth = number % 3 == 0  # else it goes on, perhaps from what it has gone on from again
         deadline = time.monotonic() + DEADLINE
-        while not set(logs.glob("ledger-*.jsonl")) - before or committed(logs) <= newest[1]:
+        while max(steps_of(logs, before), default=0) <= newest[1] or (
+            worth and not all_saved(lines, seen, newest[1])
+        ):
             assert swarm.is_alive()
             assert time.monotonic() < deadline, "no step is committed"
             time.sleep(0.005)
@@ -87,15 +101,19 @@ def test_whatever_was_saved_survives_power_cuts(data, tmp_path):
         swarm.kill()
         swarm.join()
 
+        steps = steps_of(logs, before)
+        assert steps == list(range(max(newest[1], 1), steps[-1] + 1)), "a step isn't in the ledger"
         if newest[1]:
             latest = max(lines.events("resuming"), key=lambda event: event["time"])
             assert (latest["step"], latest["exact"]) == (newest[1], True)
         common = set.intersection(*map(set, saved(tmp_path)))
         assert max(common, default=(0, 0)) >= newest, "what was on disk has gone"
+        assert not worth or max(common) > newest, "what was told to be on disk isn't"
         newest = max(common, default=newest)
-        late = committed(logs) - newest[1]
+        assert newest[1] <= steps[-1] + 1, "only the newest step can be in a save and in no ledger"
+        late = steps[-1] - newest[1]
         assert late <= RUN.saves.every * (RUN.saves.in_flight + 2), "saves lag behind"
     found = audit(logs)
     assert found.exact
-    assert found.steps >= committed(logs) >= newest[1] > 0
+    assert found.steps >= newest[1] >= RUN.saves.every * (CUTS // 3)
     assert found.superseded > 0, "no step was trained again: the cuts came too early"
