@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from bench.rows import keep
 from planaria.lab.chaos.command import RUN
 from planaria.lab.chaos.outcome import RunRecord, judge
 from planaria.lab.chaos.schedule import BLINKS, EVERYBODY, Fault, Shape
@@ -95,6 +96,7 @@ def main() -> None:
             print(f"  ratio {kind} / nothing: {ratio:.2f} (goal {GOAL})")
         counts = found.evicted, found.rebuilt, found.aborted
         print("  evicted {}, rebuilt {}, aborted {} (goals 0)".format(*counts), flush=True)
+        keep("blinking", replicas=replicas, **found._asdict())
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import time
 
 import torch
 
+from bench.rows import keep
 from planaria.node.run_file import ModelSection
 from planaria.node.stage.model import build_stage
 from planaria.node.stage.optimizer import StageOptimizer
@@ -58,6 +59,7 @@ def main() -> None:
         f"step {statistics.median(steps) * 1e3:.0f} ms, checks {share:.2%} of it"
     )
     print(f"goal: below {GOAL:.0%}: {'met' if share < GOAL else 'missed'}")
+    keep("checks", parameters=parameters, seconds={"steps": steps, "checks": checked})
 
 
 if __name__ == "__main__":

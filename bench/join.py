@@ -17,6 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from bench.rows import keep
 from planaria.node.data.prepare import Recipe, prepare
 from planaria.node.run_file import dumps, loads, override
 
@@ -65,6 +66,7 @@ def main() -> None:
             f"a step takes {step:.3f} s"
         )
         print(f"ratio stall / step: {stall / step:.3f} (goal {GOAL:.2f}, or {SECONDS} s)")
+        keep("join", step_seconds=step, **rebuild)
     print(f"attempts aborted: {summary['attempts']['aborted']} (by the loss itself)")
 
 

@@ -25,6 +25,7 @@ import grpc
 import torch
 import uvloop
 
+from bench.rows import keep
 from planaria.bootstrap.registry_pb2 import Cause
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links, LinkSettings, Peer
@@ -215,6 +216,7 @@ def main() -> None:
         print("        " + "  ".join(f"{value:6.2f}" for value in row))
     print(f"median  {figures.bare:6.2f}  {figures.frames:6.2f}  {figures.tensors:6.2f}")
     print(f"of bare         {figures.frames_to_bare:6.2f}  {figures.tensors_to_bare:6.2f}")
+    keep("link", gigabytes_per_second={"bare, frames, tensors": figures.rounds})
 
 
 if __name__ == "__main__":

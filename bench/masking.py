@@ -15,6 +15,7 @@ from typing import TypeVar
 import networkx as nx
 import numpy as np
 
+from bench.rows import keep
 from planaria.recovery.golomb import place
 from planaria.recovery.masking import Masked, Stacks, WipedOut, reorder, stack
 
@@ -41,6 +42,7 @@ def main() -> None:
     )
     slowest = max(ours, *singly) * 1e3
     print(f"goal: below {GOAL_MS:.0f} ms: {'met' if slowest < GOAL_MS else 'missed'}")
+    keep("masking", seconds={"at once": ours, "networkx": theirs, "one by one": singly})
 
 
 def endurable(stacks: Stacks) -> list[int]:

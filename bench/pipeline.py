@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from bench.rows import keep
 from planaria.lab.convergence.training import train
 from planaria.node.data.corpus import Corpus
 from planaria.node.data.prepare import Recipe, prepare
@@ -79,6 +80,7 @@ def main() -> None:
             )
     a, b = statistics.mean(alone), statistics.mean(together)
     print(f"ratio swarm / one process: {b / a:.2f} (goal 0.90)")
+    keep("pipeline", tokens_per_second={"one process": alone, "swarm": together})
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from bench.rows import keep
 from bench.swarm import train
 from planaria.node.data.prepare import Recipe, prepare
 from planaria.node.local.processes import run_planaria
@@ -95,6 +96,7 @@ def main() -> None:
                 f"ratio {policy} ready / off: {middle:.3f} (quartiles {low:.3f} to {high:.3f}, "
                 f"{len(found)} pairs of blocks; goal {goal:.2f})"
             )
+            keep("recovery", policy=policy, ready_to_off=found)
 
 
 if __name__ == "__main__":

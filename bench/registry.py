@@ -9,13 +9,14 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import grpc
 import uvloop
 
+from bench.rows import keep
 from planaria.bootstrap.journal import Journal
 from planaria.bootstrap.membership import MembershipRules
 from planaria.bootstrap.registry_pb2 import (
@@ -95,7 +96,9 @@ def renewals_per_second_per_core() -> RegistryLoad:
 
 
 def main() -> None:
-    print(renewals_per_second_per_core())
+    found = renewals_per_second_per_core()
+    print(found)
+    keep("registry", **asdict(found))
 
 
 def _members() -> View:

@@ -16,6 +16,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
+from bench.rows import keep
 from bench.swarm import train
 from planaria.node.data.prepare import Recipe, prepare
 from planaria.node.local.processes import run_planaria
@@ -90,6 +91,7 @@ def main() -> None:
             found[masking] = statistics.mean(lost)
             each = ", ".join(f"{cost:.2f}" for cost in lost)
             print(f"{masking}: {found[masking]:.2f} steps a loss ({each}), {aborted} aborted")
+            keep("replica_loss", masking=masking, steps_a_loss=lost, aborted=aborted)
     for masking in ("reassign", "spare"):
         ratio = found[masking] / share
         print(f"ratio {masking} / abort: {found[masking] / found['abort']:.2f}")

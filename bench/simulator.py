@@ -14,6 +14,7 @@ from typing import Any
 import simpy
 from simpy.resources.resource import PriorityRequest
 
+from bench.rows import keep
 from planaria.lab.simulator.churn import Churn
 from planaria.lab.simulator.run import simulate_run
 from planaria.lab.simulator.step import simulate_step
@@ -144,6 +145,7 @@ def main() -> None:
             f"hour ({sum(loss.nodes for loss in outcome.losses)} lost, {outcome.shapes} steps "
             f"simulated): {took:.1f} s; goal {GOAL_SECONDS:.0f}"
         )
+        keep("simulator", hourly=hourly, nodes=sum(swarm.counts), seconds=took)
     one = lane()
     ours, theirs = [], []
     for _ in range(REPEATS):
@@ -158,6 +160,7 @@ def main() -> None:
     a, b = statistics.median(ours), statistics.median(theirs)
     print(f"one lane of 7 stages, {MICROBATCHES} microbatches, {seconds:.3f} s a step by both")
     print(f"events a second: {a:,.0f}; simpy {b:,.0f}; ratio {a / b:.2f} (goal {GOAL_RATIO:.2f})")
+    keep("simulator", events_per_second={"ours": ours, "simpy": theirs})
 
 
 if __name__ == "__main__":
