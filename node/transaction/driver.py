@@ -413,16 +413,16 @@ class Driver:
     def _may_follow(self, decision: Rebuild, lacking: Mapping[int, list[str]]) -> bool:
         """The replicas of a stage that has just been rebuilt are waited for, as was the first. With
         redundant computation all are, for a node needs its twin, too, before it can train."""
-        stage, rebuilt = decision.stage, self.rebuilds.rebuilt
-        tried = any(self.joining.failures[node] >= FOLLOWS for node in lacking[stage])
-        new = any(r.stage == stage and r.method != "replica" for r in rebuilt)
+        tried = any(self.joining.failures[node] >= FOLLOWS for node in lacking[decision.stage])
+        new = decision.stage in self.rebuilds.stages()
         copied = decision.method == "replica" and self.rules.policy != "redundant"
         copied = copied and self.standing.committed > 0
         copied = copied and any(s.node not in self.hanging.why for s in decision.sources)
         return copied and not (tried or new or self._is_over())
 
     def _go_on_following(self, gathering: Gathering, now: float) -> list[Effect]:
-        unsure, entered = self.joining.go_on(gathering, self._is_over(), now)
+        rebuilt = self.rebuilds.stages()
+        unsure, entered = self.joining.go_on(gathering, rebuilt, self._is_over(), now)
         self.rebuilds.rebuilt += [joiner.entered(n, now) for n, joiner in entered.items()]
         return [self.ballot.send(n, step=pb.Step(commit=self.standing.last)) for n in unsure]
 

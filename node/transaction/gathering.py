@@ -106,12 +106,18 @@ class Gathering:
         return max((s for n, s in self.statuses.items() if n not in self.distrusted), key=_age)
 
     def having(self) -> dict[str, pb.Status]:
-        """The answers of those who have the newest state."""
-        age = _age(self.newest)
+        """The answers of those who have the newest state. What a joiner has isn't that if nobody of
+        its stage who trains has it: the stage was rebuilt while it followed."""
+        age, there = _age(self.newest), self.statuses.items()
+        newest = {n: s for n, s in there if _age(s) == age and n not in self.distrusted}
+        trained: dict[int, set[bytes]] = {}
+        for node, status in newest.items():
+            if not status.following:
+                trained.setdefault(self.members[node], set()).add(status.digest)
         return {
             node: status
-            for node, status in self.statuses.items()
-            if _age(status) == age and node not in self.distrusted
+            for node, status in newest.items()
+            if status.digest in trained.get(self.members[node], [status.digest])
         }
 
     def standing(self) -> Standing:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from planaria.node.report.events import StageRebuilt
@@ -60,22 +61,24 @@ class Joining:
     # --- when everybody has answered
 
     def go_on(
-        self, gathering: Gathering, is_over: bool, now: float
+        self, gathering: Gathering, rebuilt: Collection[int], is_over: bool, now: float
     ) -> tuple[list[str], dict[str, FollowingTry]]:
         """Who has the newest state is in, who is on the way to it goes on, and all others have to
-        begin anew. Returns who on the way lacks the last commit, and who is in."""
+        begin anew. Returns who on the way lacks the last commit, and who is in. `rebuilt`: stages
+        whose state is no longer the one that joiners are on the way to."""
         before, self.joiners = self.joiners, {}
         newest, having = gathering.newest, gathering.having()
-        alive = {gathering.members[node] for node in having}
+        alive = {gathering.members[node] for node in having}.difference(rebuilt)
         unsure = []
         for node, status in gathering.statuses.items():
             stage, joiner = gathering.members[node], before.get(node)
             if joiner is None or joiner.step != status.following:
                 joiner = FollowingTry(stage, status.following, now)
             missed = newest.committed - status.heard
+            astray = (status.lineage, status.committed) == (newest.lineage, newest.committed)
             on_the_way = status.following and status.following_lineage == newest.lineage
             fed = on_the_way and stage in alive and missed in (0, 1)
-            if node in having or not fed or joiner.failed or is_over:
+            if node in having or astray or not fed or joiner.failed or is_over:
                 continue
             if missed:
                 unsure.append(node)

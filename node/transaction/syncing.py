@@ -63,6 +63,10 @@ class Rebuilds:
     stalled: float | None = None  # since when
     rebuilt: list[StageRebuilt] = field(default_factory=list)
 
+    def stages(self) -> set[int]:
+        """Those of which nobody had the state any more."""
+        return {one.stage for one in self.rebuilt if one.method != "replica"}
+
     def told(self, now: float) -> list[Effect]:
         stall = 0.0 if self.stalled is None else now - self.stalled
         return [

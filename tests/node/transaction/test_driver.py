@@ -710,6 +710,36 @@ def test_who_is_behind_when_its_stage_is_lost_rebuilds_it():
     assert (sync.method, sync.follow) == ("checkfree", False)
 
 
+def test_who_followed_a_stage_that_is_rebuilt_copies_it_anew():
+    """Its gradients are those of the replicas that are gone."""
+    told = Told(members={**SWARM, "new": 2})
+    told.views()
+    follows = pb.Status(committed=4, last=pb.Commit(step=4), following=3, heard=4)
+    assert sent(told.statuses(5, c=pb.Status(), new=follows), "sync").keys() == {"c"}
+    told.hears("c", synced=pb.Synced(step=5, method="checkfree"))
+    effects = told.statuses(5, new=follows)
+    sync = sent(effects, "sync")["new"].sync
+    assert (sync.method, [s.node for s in sync.sources]) == ("replica", ["c"])
+    assert sent(effects, "step") == {}, "the commit that it lacks would make it another replica"
+
+
+@pytest.mark.parametrize("digest", [b"rebuilt", b"of those that are gone"])
+def test_a_joiner_with_other_weights_does_not_enter_at_a_gather_either(digest: bytes):
+    """Another driver may have had the stage rebuilt."""
+    told = Told(members={**SWARM, "new": 2})
+    told.views()
+    last = pb.Commit(step=5)
+    rebuilt = pb.Status(committed=5, last=last, digest=b"rebuilt")
+    caught_up = pb.Status(committed=5, last=last, following=3, heard=5, digest=digest)
+    effects = told.statuses(5, c=rebuilt, new=caught_up)
+    trains = members(sent(effects, "step")["c"])
+    if digest == rebuilt.digest:
+        assert trains == {*SWARM, "new"}
+    else:
+        assert trains == SWARM.keys()
+        assert [s.node for s in sent(effects, "sync")["new"].sync.sources] == ["c"]
+
+
 def test_who_fails_to_follow_twice_is_waited_for():
     told = Joined()
     for _ in range(2):
