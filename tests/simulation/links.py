@@ -531,6 +531,8 @@ class Links:
                 link.end(f"{peer} has lost the link, and dialled anew")
             else:
                 del self._begun[peer]
+            if hello.other:  # of what is over now, which an old hello of this node has told it
+                raise Refused(over=True) from None
             session, link = self.session(peer), None
         if link is not None:
             link.sleep()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
-from simulation.links import Links
+from simulation.links import Links, Refused
 from simulation.network import SILENCE, Network
 from simulation.world import Process, World
 
@@ -111,6 +112,18 @@ def test_a_link_that_loses_what_goes_one_way_is_lost_when_that_has_lasted() -> N
     network.heal(0)
     pass_time(network, 3.0)
     assert [end.ups for end in ends] == [2, 2]
+
+
+def test_who_goes_on_with_what_ends_here_as_it_dials_is_refused() -> None:
+    """It has begun anew, and an old hello has told it of this session."""
+    _, ends = two(0)
+    session = ends[1].net.session("a")
+    hello = ends[0].net.session("b").hello()
+    with pytest.raises(Refused) as refused:
+        ends[1].net.resume("a", replace(hello, session=hello.session + 1))
+    assert refused.value.over
+    assert ends[1].lost == ["a has lost the link, and dialled anew"]
+    assert ends[1].net.session("a").number > session.number
 
 
 def test_two_that_cannot_reach_each_other_talk_through_a_third_and_then_directly_again() -> None:
