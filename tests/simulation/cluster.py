@@ -17,7 +17,8 @@ next one is applied anywhere: every member of the view was ready for that one, s
       older lineage.
 - I4  After the last fault the run finishes in time, or stops for a reason that holds.
 - I5  What a node holds for others is what it says: an exact method gives the very weights that the
-      lost stage had, and nothing comes from a commit that those who are left did not make.
+      lost stage had, and nothing but a fallback comes from a commit that those who are left did
+      not make.
 - I6  Who has done nothing wrong is not evicted while nobody dies, no state is lost, and no step is
       skipped while those of a stage who do nothing wrong can make it.
 - I7  When the run has finished, each of its steps is in a ledger, whoever has died.
@@ -183,6 +184,7 @@ class Cluster:
         self.known: dict[tuple[bytes, int], set[bytes]] = {}  # chain, stage -> digests it had
         for stage in range(rules.stages + 1):
             self.known[b"", stage] = {row(stage).digest()}
+        self.fallbacks: set[str] = set()  # reasons of rebuilds that are not said to be exact
         self.traps: list[Trap] = []
         self.guilty: set[str] | None = None
         """Hosts that have done something wrong, where nobody dies; None: some die."""
@@ -522,6 +524,8 @@ class Cluster:
     def check_fallback(self, node: Node, fields: Mapping[str, Any]) -> None:
         """The policy is given up only where it can't serve."""
         self.counts["fallback"] += fields["fallback"]
+        if fields["fallback"]:
+            self.fallbacks.add(fields["reason"])
         self.demand(not (fields["fallback"] and self.rules.strict), "I4", f"{fields} with --strict")
 
     def window(self, step: int, stage: int) -> torch.Tensor:
@@ -573,6 +577,7 @@ class Cluster:
         same_step = state.id.age == (sync.lineage, sync.step)
         back = (sync.lineage, sync.step) in self.bases and sync.step == state.id.step
         exact = sync.method not in INEXACT and sync.method != "snapshot"
+        exact = exact and sync.reason not in self.fallbacks
         at = sync.lineage, sync.step
         mixed = self.bases.get(at) == fingerprint("mixed", *at)
         unseen = sync.method == "redundant" and not known  # the stage died before it applied it
