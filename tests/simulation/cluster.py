@@ -177,6 +177,7 @@ class Cluster:
         self.voted: dict[tuple[Ballot, int], bytes] = {}  # what all of a stage told when ready
         self.confirmed: dict[int, bytes] = {0: b""}
         self.confirmed_in = NEVER
+        self.heard_in = NEVER  # the newest ballot under which a driver has had all answers
         self.lineage = 0
         self.lineage_from = NEVER
         self.bases: dict[tuple[int, int], bytes | None] = {}  # where a lineage begins -> its chain
@@ -262,7 +263,7 @@ class Cluster:
         self.commits.clear()
         self.voted.clear()
         self.bases.clear()
-        self.confirmed_in = self.lineage_from = NEVER
+        self.confirmed_in = self.heard_in = self.lineage_from = NEVER
         self.lineage = 0
         self.counts["forgotten"] += 1
 
@@ -393,6 +394,7 @@ class Cluster:
         """In the compute thread, when everything before the attempt is done."""
         weights, stage = node.weights, node.stage
         assert stage is not None
+        self.heard_in = max(self.heard_in, ballot)
         base = begin.step - (begin.kind == pb.Begin.TRAIN)
         who = f"{node.name} of stage {stage} starts {ballot} for step {begin.step}"
         self.demand(weights.step == base, "I2", f"{who} with weights of step {weights.step}")
@@ -492,6 +494,9 @@ class Cluster:
         lineage, step = node.driver.standing.lineage, int(fields["step"])
         who = f"{node.name} goes to step {step} of lineage {lineage}: {fields['reason']}"
         mixed = kind == "resuming" and not fields["exact"]
+        if node.driver.ballot < self.heard_in:
+            return  # of a driver that is cut off: whoever both have asked obeys the newer one
+        self.heard_in = node.driver.ballot
         self.counts["mixed"] += mixed
         # A lineage that nobody has lived to tell of may be opened a second time.
         self.bases = {at: chain for at, chain in self.bases.items() if at[0] != lineage}
@@ -549,6 +554,8 @@ class Cluster:
             return base
         if not sync.step:
             return b""
+        if not sync.HasField("last"):
+            return chain_of(state)  # a driver that is cut off goes back
         return self.commits[Ballot.of(sync.last.ballot)].chain
 
     def check_sources(self, node: Node, sync: pb.Sync, states: Sequence[StageState]) -> None:
