@@ -43,7 +43,7 @@ class LocalRegistry:
         while True:
             await asyncio.sleep(0.02)
             for name, client in self.nodes.items():
-                if client.alive:
+                if client.heard:
                     self.carry_out(
                         self.membership.renewed(
                             registry.Renewal(node=name, report=client.reported), self.now()
@@ -56,8 +56,9 @@ class LocalRegistry:
             match effect:
                 case Issue(view):
                     for client in self.nodes.values():
-                        client.on_view(view)
-                case Probe(node, number) if self.nodes[node].alive:
+                        if not client.away:
+                            client.on_view(view)
+                case Probe(node, number) if self.nodes[node].heard:
                     renewal = registry.Renewal(node=node, probe=number)
                     self.carry_out(self.membership.renewed(renewal, self.now()))
                 case Evict(node, reason):
@@ -70,9 +71,14 @@ class LocalClient:
     def __init__(self, registry: LocalRegistry) -> None:
         self.registry = registry
         self.alive = True
+        self.away = False  # neither hears the other
         self.reported = None
         self.on_view: Callable = lambda view: None
         self.on_evicted: Callable = lambda reason: None
+
+    @property
+    def heard(self) -> bool:
+        return self.alive and not self.away
 
     async def join(self, request: registry.JoinRequest) -> registry.JoinReply:
         self.node = request.node
@@ -105,7 +111,7 @@ class LocalClient:
         self.reported = report
 
     def suspect(self, accused: str, why: str, cause: registry.Cause = registry.SILENT) -> None:
-        if self.alive and self.node in self.registry.nodes:
+        if self.heard and self.node in self.registry.nodes:
             suspicion = registry.Suspicion(accuser=self.node, accused=accused, why=why, cause=cause)
             self.registry.carry_out(
                 self.registry.membership.suspect(suspicion, self.registry.now())

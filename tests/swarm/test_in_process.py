@@ -86,6 +86,24 @@ ENDLESS = 10_000
 """Steps of a run that ends when enough was seen."""
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_a_last_holder_that_only_the_registry_does_not_hear_trains_on(
+    corpus, tmp_path, stage
+):
+    async with LocalSwarm(small(steps=ENDLESS), corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 2)
+        machine, (node, _) = swarm.registry.membership, swarm.nodes[stage, 0]
+        view = machine.view
+        node.client.away = True
+        who = f"{node.node} (stage {stage})"
+        await swarm.until(lambda: f"{who} is not heard, but " in " ".join(machine.decisions))
+        at = swarm.committed()
+        await swarm.until(lambda: swarm.committed() >= at + 3)
+        assert machine.view == view
+        node.client.away = False
+        await swarm.until(lambda: f"{who} is heard again" in " ".join(machine.decisions))
+
+
 def assert_nothing_shows(swarm: LocalSwarm, directory: Path) -> None:
     """Of what befell it, in any step that was committed: replicas applied the same, and the losses
     are those of one process to which nothing has happened."""
