@@ -368,13 +368,14 @@ class Cluster:
         self.demand(not innocent, "I6", f"{innocent} evicted: {view.reason}")
 
     def _may_go(self, member: registry.Member, view: registry.View) -> bool:
-        """Who has done something wrong; or isn't heard, where others have its stage or nobody who
-        is heard has a link to it."""
+        """Who has done something wrong, or is taken for who has where nobody can tell; or isn't
+        heard, where others have its stage or nobody who is heard has a link to it."""
         assert self.guilty is not None
-        host = self.network.homes[member.node]
+        host, left = self.network.homes[member.node], [m for m in view.members if not m.standby]
+        wrong = [m for m in left if self.network.homes[m.node] in self.guilty]
+        guessed = "which is a guess" in view.reason and member.stage in {m.stage for m in wrong}
         if host in self.guilty or host not in self.unheard:
-            return host in self.guilty
-        left = [other for other in view.members if not other.standby]
+            return host in self.guilty or guessed
         if member.standby or any(other.stage == member.stage for other in left):
             return True
         linked = {node.name for node in self.nodes if member.node in node.net.links}
