@@ -194,6 +194,7 @@ class LocalSwarm:
         replica: int,
         advertise: str = "127.0.0.1:0",
         listen: str = "127.0.0.1:0",
+        of: type[OneSeat] = OneSeat,
     ) -> OneSeat:
         """`stage`: None for a standby, when every stage has its replicas. Who advertises nothing
         does not listen."""
@@ -202,7 +203,7 @@ class LocalSwarm:
         place = NodePlace(stage, listens, advertise, cpu, self.out, "here", saves)
         client = LocalClient(self.registry)
         corpus = None if stage else self.corpus
-        node = OneSeat(place, "run", self.run, self.config, corpus, client, 1.0)
+        node = of(place, "run", self.run, self.config, corpus, client, 1.0)
         self.nodes[stage, replica] = (node, asyncio.create_task(node.live()))
         return node
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -104,6 +106,22 @@ async def test_who_floods_with_frames_of_a_coming_attempt_is_taken_out(corpus, t
         at = swarm.committed()
         await swarm.until(lambda: swarm.committed() >= at + 3)
         assert not any(node.over.done() for node in others)
+
+
+@pytest.mark.parametrize("kind", ["frames", "messages"])
+def test_a_flood_takes_no_more_memory_than_what_may_wait(kind, data, tmp_path):
+    """Messages go to seats that are being built, too. All nodes are in one process."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.swarm.flooded", kind, data, tmp_path],
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["most"] <= 1.1 * (found["before"] + found["room"]), found
 
 
 @pytest.mark.parametrize("norm", [1e300, -1e30])
