@@ -225,7 +225,9 @@ def _fall_back(stage: int, left: Left, lacking: str) -> Rebuild | Stop:
     loss = f"stage {stage} is lost and {lacking}"
     saves = _newest_saves(stage, left)
     if saves:
-        reason = f"{loss}: its save of step {saves[0].step} is used"
+        other = (saves[0].lineage, saves[0].step) == (left.lineage, left.step)
+        how = ", made by another commit," if other else ""
+        reason = f"{loss}: its save of step {saves[0].step}{how} is used"
         return Rebuild(stage, "save", saves, exact=False, reason=reason, fallback=True)
     if stage == 0:
         return Stop(0, f"{loss}; nothing else tells what embedding and head were")

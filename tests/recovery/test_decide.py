@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -125,6 +127,14 @@ def test_a_stage_guessed_just_now_is_no_source_while_there_is_another():
 def test_an_own_save_is_better_than_a_guess():
     decision = rebuild(1, without(1, held=(holds("save", 1, 30, "n9"),)), "checkfree")
     assert (decision.method, nodes(decision), decision.fallback) == ("save", ["n9"], True)
+    assert "its save of step 30 is used" in decision.reason
+
+
+def test_a_save_of_a_commit_that_never_happened_is_a_fallback_that_says_so():
+    held = Held("save", Source("n9", 1, STEP), (7, 2))
+    decision = rebuild(1, replace(without(1, held=(held,)), made=(7, 3)), "checkfree")
+    assert (decision.method, decision.exact, decision.fallback) == ("save", False, True)
+    assert "its save of step 40, made by another commit, is used" in decision.reason
 
 
 def test_strict_stops_where_the_policy_cannot_serve():
