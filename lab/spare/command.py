@@ -59,3 +59,18 @@ def spare_compare(
     from planaria.lab.spare.tables import compare
 
     compare(groups, trails, deepest, seed, out)
+
+
+@app.command("figures")
+def spare_figures(
+    groups: Groups = SIZES,
+    trials: Trials = 20,
+    trails: Annotated[int, typer.Option(min=1, help="Event trails for each scheme.")] = 3,
+    deepest: Annotated[int, typer.Option(min=3, help="Redundancy up to which to look.")] = 12,
+    seed: Seed = 0,
+    out: Out = PLACE,
+) -> None:
+    """Failures endured, stacks and availability by redundancy: the paper's figures 4, 5, 7, 8."""
+    from planaria.lab.spare.figures import figures
+
+    figures(groups, trials, trails, deepest, seed, out)

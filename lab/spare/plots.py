@@ -35,16 +35,18 @@ def plot_depths(curves: Mapping[tuple[int, int, int], NDArray[np.float64]], path
     _save(figure, path)
 
 
-def plot_times(times: Mapping[tuple[int, str], Mapping[int, float]], path: Path) -> None:
-    """Days to train against redundancy, by (groups, scheme)."""
-    sizes = sorted({groups for groups, _ in times})
+def plot_by_redundancy(
+    curves: Mapping[tuple[int, str], Mapping[int, float]], what: str, path: Path
+) -> None:
+    """`what` against redundancy, by (groups, line)."""
+    sizes = sorted({groups for groups, _ in curves})
     figure, axes = plt.subplots(1, len(sizes), figsize=(4.5 * len(sizes), 3.8), squeeze=False)
     for ax, size in zip(axes[0], sizes, strict=True):
-        shown = {scheme: by for (groups, scheme), by in times.items() if groups == size}
-        for place, (scheme, by) in enumerate(shown.items()):
+        shown = {line: by for (groups, line), by in curves.items() if groups == size}
+        for place, (line, by) in enumerate(shown.items()):
             style = told_apart(place, len(shown), len(by))
-            ax.plot(list(by), list(by.values()), label=scheme, **style)
-        ax.set(title=f"N = {size}", xlabel="redundancy r", ylabel="days to train", ylim=(0, None))
+            ax.plot(list(by), list(by.values()), label=line, **style)
+        ax.set(title=f"N = {size}", xlabel="redundancy r", ylabel=what, ylim=(0, None))
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.legend(frameon=False, fontsize=8)
     _save(figure, path)

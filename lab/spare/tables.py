@@ -208,7 +208,7 @@ def granularity(
 def compare(groups: Sequence[int], trails: int, deepest: int, seed: int, out: Path) -> None:
     """Time-to-train and availability of SPARe, replication and checkpoints alone, beside table 2 of
     the paper, and how much the assumptions matter."""
-    from planaria.lab.spare.plots import plot_times
+    from planaria.lab.spare.plots import plot_by_redundancy
 
     curves: dict[tuple[int, str], dict[int, list[WallTime]]] = {}
     rows = []
@@ -230,11 +230,12 @@ def compare(groups: Sequence[int], trails: int, deepest: int, seed: int, out: Pa
         rows.append([str(size), "CKPT-only", "1", f"{5 / done:.0f} (extrapolated)"])
         rows[-1] += [*cells(alone)[1:], "a few steps"]
         typer.echo(f"{size} groups: done", err=True)
-    plot_times(
+    plot_by_redundancy(
         {
             key: {r: days(outcomes) for r, outcomes in by.items() if days(outcomes) < 10}
             for key, by in curves.items()
         },
+        "days to train",
         out / "compare.png",
     )
     head = ["N", "scheme", "best r", "days", "availability", "outside restarts", "stacks a step"]
