@@ -50,6 +50,7 @@ KINDS: Final[Mapping[str, FaultKind]] = {
     "hang": FaultKind("guilty", (5.0, 25.0)),
     "crawl": FaultKind("innocent", (5.0, 20.0)),
     "slow disk": FaultKind("innocent", (5.0, 20.0)),
+    "stalled disk": FaultKind("innocent", (5.0, 20.0)),
     "full disk": FaultKind("innocent", (5.0, 20.0)),
     "nan": FaultKind("guilty", (0.0, 2.0), needs_replica=True),
     "wrong shape": FaultKind("guilty", (0.0, 2.0), needs_replica=True),

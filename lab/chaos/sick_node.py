@@ -13,6 +13,7 @@ that anything is told.
 | `hang` | | the compute thread does not come back; the event loop lives |
 | `crawl` | `factor` (10) | each task of the compute thread takes so many times as long |
 | `slow disk` | `seconds` (0.5) | each write to event log or ledger, and each fsync, takes so long |
+| `stalled disk` | | each write to event log or ledger, and each fsync, waits until it is healed |
 | `full disk` | | the kernel refuses each write to a file (EFBIG, by RLIMIT_FSIZE) |
 | `nan` | `of`, `times` | a value of what goes to another stage is NaN |
 | `wrong shape` | `of`, `times` | what goes to another stage lacks its last column |
@@ -42,6 +43,7 @@ KINDS: Final[Mapping[str, Figures]] = {
     "hang": {},
     "crawl": {"factor": 10.0},
     "slow disk": {"seconds": 0.5},
+    "stalled disk": {},
     "full disk": {},
     "nan": {},
     "wrong shape": {},
@@ -170,6 +172,8 @@ def arm(faults: Faults, wrap: Callable[[Any, str, Any], None] = setattr) -> None
 
     def slowly(write: Callable[..., Any]) -> Callable[..., Any]:
         def written(*arguments: Any, **named: Any) -> Any:
+            while faults.active("stalled disk") is not None:
+                time.sleep(LOOK)
             if slow := faults.active("slow disk"):
                 time.sleep(float(slow["seconds"]))
             return write(*arguments, **named)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import subprocess
 import sys
 from functools import partial
@@ -179,6 +180,22 @@ def test_a_slow_disk_takes_its_time(control, monkeypatch, tmp_path):
     log.close()
     assert slept == [2.0]
     assert len((tmp_path / "events-1.0.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_stalled_disk_takes_nothing_until_it_is_healed(control, monkeypatch, tmp_path):
+    waited = itertools.count()
+
+    def sleep(_: float) -> None:
+        if next(waited) == 3:
+            tell(control, {})
+
+    monkeypatch.setattr(sick_node, "time", SimpleNamespace(sleep=sleep))
+    log = EventLog(tmp_path, "1.0")
+    tell(control, {"stalled disk": {}})
+    log.write(SwarmEnding())
+    log.close()
+    assert next(waited) == 4
+    assert len((tmp_path / "events-1.0.jsonl").read_text().splitlines()) == 1
 
 
 def test_a_full_disk_refuses_writes_until_there_is_room(tmp_path):
