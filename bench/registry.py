@@ -25,6 +25,8 @@ from planaria.bootstrap.registry_pb2 import (
     Member,
     Renewal,
     Report,
+    Seat,
+    SeatReport,
     View,
 )
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
@@ -105,7 +107,13 @@ def _members() -> View:
     """5,000 members as a registry restarted with its journal finds them."""
     stages = RULES.stages + 1
     members = [
-        Member(node=_name(i), address=f"10.0.0.0:{i}", stage=i % stages, joined=i + 1, speed=1.0)
+        Member(
+            node=_name(i),
+            address=f"10.0.0.0:{i}",
+            seats=[Seat(stage=i % stages)],
+            joined=i + 1,
+            speed=1.0,
+        )
         for i in range(NODES)
     ]
     return View(run=RULES.run, number=NODES, members=members, driver=_name(0))
@@ -176,15 +184,15 @@ def _renew(port: int, half: int, connection: Connection) -> None:
             due = max(due + PERIOD, time.monotonic())
             await asyncio.sleep(due - time.monotonic())
             sent += 1
-            report = Report(
+            seat = SeatReport(
+                stage=index % (RULES.stages + 1),
                 committed=sent,
                 phase="forward",
                 loss=2.5,
                 microbatches=sent,
-                bytes_in=10 * sent,
-                bytes_out=10 * sent,
                 tokens_per_second=1e4,
             )
+            report = Report(seats=[seat], bytes_in=10 * sent, bytes_out=10 * sent)
             yield Renewal(node=_name(index), report=report)
 
     async def renew() -> None:

@@ -1,7 +1,8 @@
 """The registry: who serves what, in numbered views. Nothing in here imports torch.
 
-Read membership.py first, the machine that decides; cuts.py has its part about members that can't
-reach each other, quarantine.py that about those evicted for cause. service.py is the gRPC around
-it, journal.py what it has on disk, client.py the node's side. dial.py finds out whether a silent
-node is there, address.py reads HOST:PORT, credentials.py says who may talk to whom.
+Read membership.py first, the machine that decides; seating.py has its part about who takes a seat
+that nobody has, cuts.py that about members that can't reach each other, quarantine.py that about
+those evicted for cause. service.py is the gRPC around it, journal.py what it has on disk, client.py
+the node's side. dial.py finds out whether a silent node is there, address.py reads HOST:PORT,
+credentials.py says who may talk to whom.
 """

@@ -384,7 +384,8 @@ _OPTIONS = (
 
 def _news(report: Report) -> tuple[object, ...]:
     """What the registry, or a person, has to hear of soon."""
-    return report.message, report.stopped, report.finished, list(report.complaints)
+    seats = [(seat.message, seat.stopped, seat.finished) for seat in report.seats]
+    return seats, list(report.complaints)
 
 
 def _what(error: grpc.aio.AioRpcError) -> str:

@@ -8,6 +8,7 @@ for the shell to carry out. There is no clock, socket or task in here. Messages 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Iterable
@@ -27,11 +28,14 @@ from planaria.bootstrap.registry_pb2 import (
     MemberDescription,
     Renewal,
     Report,
+    Seat,
+    SeatReport,
     Suspicion,
     View,
 )
+from planaria.bootstrap.seating import Sitter, Taken, assign
 
-PROTOCOL = 4
+PROTOCOL = 5
 DECISIONS_KEPT = 200
 DECISION_LENGTH = 4000  # characters of a decision, or of a view's reason
 EVICTED_KEPT = 10_000
@@ -147,7 +151,7 @@ class _Node:
     placed: float  # since when it serves where it does
     due: float = math.inf  # of its one live entry in the heap of deadlines
     report: Report = field(default_factory=Report)
-    holds: bool | None = None  # the state of its stage, by its last report; None: there is none
+    holds: set[int] | None = None  # stages whose state it has, by its last report; None: none came
     streaming: bool = False
     lost: float | None = None  # when its stream broke
     dial: int = 0  # number of the question whether it is there, since then
@@ -197,6 +201,11 @@ def related(a: int, b: int, stages: int, swapped: bool) -> bool:
     return swapped and {a, b} in ({1, 3}, {stages - 2, stages})
 
 
+def stages_of(member: Member) -> list[int]:
+    """The stages at which it has seats, in order; empty: it is a standby."""
+    return [seat.stage for seat in member.seats]
+
+
 def to_link(own: Member, view: View, stages: int, swapped: bool) -> list[str]:
     """With whom `own` always keeps a link, in the view's order: who it needs in every step; all who
     serve, if nobody can dial it when it is needed; whom it carries for, and who carries for it."""
@@ -212,9 +221,10 @@ def to_link(own: Member, view: View, stages: int, swapped: bool) -> list[str]:
         if member.node != own.node
         and (
             member.node in carrying
-            or (
-                not (own.standby or member.standby)
-                and (not own.address or related(own.stage, member.stage, stages, swapped))
+            or (own.seats and member.seats and not own.address)
+            or any(
+                related(a, b, stages, swapped)
+                for a, b in itertools.product(stages_of(own), stages_of(member))
             )
         )
     ]
@@ -234,6 +244,9 @@ class Membership:
         self._newest = (0, 0)  # lineage, committed step
         self._started = False  # a driver has been named once
         self._covered: float | None = None  # since when each stage has a member
+        self._joined_at = 0.0  # the newest member
+        self._unsettled = False  # a stage is vacant, or somebody has several seats
+        self._looked = -math.inf  # at who sits where, without need
         self._quiet_until = -math.inf  # after a restart: no new view before
         self._isolated = False  # nobody can be heard
         self._question: _Question | None = None
@@ -323,18 +336,18 @@ class Membership:
         node.renewed = now
         if node.reached_by:
             node.reached_by = ""
-            self._note(f"{renewal.node} ({_place(node.member)}) is heard again")
+            self._note(f"{renewal.node} ({place_of(node.member)}) is heard again")
         announced = node.leaving
         if renewal.HasField("report"):
             node.report = renewal.report
-            self._newest = max(self._newest, (node.report.lineage, node.report.committed))
-            node.holds = self._has_state(node.report)
+            self._newest = max([self._newest, *map(_age, node.report.seats)])
+            node.holds = {seat.stage for seat in node.report.seats if self._has_state(seat)}
             if node.report.complaints or self._cuts.any:
                 known = (c for c in node.report.complaints if c.peer in self._nodes)
                 self._cuts.told(renewal.node, known, now)
         effects: list[Effect] = []
         if node.leaving and not announced and now >= self._quiet_until:
-            self._note(f"{renewal.node} ({_place(node.member)}) will leave soon")
+            self._note(f"{renewal.node} ({place_of(node.member)}) will leave soon")
             self._staff(now)
             effects = self._finish(now)
         if renewal.probe and renewal.probe == node.probe:
@@ -429,6 +442,9 @@ class Membership:
             else:
                 self._schedule(name, node)
         self._see_to_cuts(now)
+        if self._unsettled and now >= self._looked + self.rules.lease / LOOKS:
+            self._looked = now
+            self._staff(now)
         waited = self._covered is not None and now >= self._covered + self.rules.start_grace
         if waited and not self._started and not self._changes:
             self._changes.append(f"the start grace of {self.rules.start_grace:g} s is over")
@@ -458,6 +474,7 @@ class Membership:
         led = bool(view.driver) or (view.committed > 0 and 0 in self._vacant())
         self._started = self._started or (led and bool(self._nodes))
         self._covered = now if not self._vacant() else None
+        self._joined_at, self._unsettled = now, True
         if self._nodes:  # else there is nobody to wait for
             self._quiet_until = now + self.rules.grace
         self._deadlines = []
@@ -501,6 +518,7 @@ class Membership:
                     since_renewal=max(0.0, now - node.renewed),
                     suspected=bool(node.accusers),
                     reached_by=node.reached_by,
+                    why=node.why,
                 )
                 for node in self._nodes.values()
             ],
@@ -529,7 +547,7 @@ class Membership:
         assert (view.lineage, view.committed) <= self._newest
         assert not view.number or not _problem(view, rules), _problem(view, rules)
         if self._started and not view.driver:
-            assert all(m.stage or m.standby for m in members), "a stage-0 member, but no driver"
+            assert not any(0 in stages_of(m) for m in members), "a stage-0 member, but no driver"
         for name, node in self._nodes.items():
             assert node.due <= self._deadline(node), "a deadline would be missed"
             assert (node.due, name) in self._deadlines
@@ -559,12 +577,12 @@ class Membership:
     def _check_repeated(self, request: JoinRequest, member: Member) -> None:
         told = (request.address, request.data, request.speed, request.host, request.device)
         if told != (member.address, member.data, member.speed, member.host, member.device) or (
-            request.HasField("stage") and (member.standby or request.stage != member.stage)
+            request.HasField("stage") and request.stage not in stages_of(member)
         ):
             raise Refused(
                 "ALREADY_EXISTS",
                 f"node {request.node} is a member already, with other particulars "
-                f"({_place(member)}, address {member.address or 'none'}); "
+                f"({place_of(member)}, address {member.address or 'none'}); "
                 "choose a new node id at each start",
             )
 
@@ -613,8 +631,9 @@ class Membership:
             raise Refused(
                 "ABORTED",  # who can be dialled may come yet
                 f"at stage {stage} the node would have to talk to {other.node} "
-                f"({_place(other)}), and neither of the two can be dialled, nor anybody who could "
-                "carry for them; give one of them `--advertise HOST:PORT`, or choose another stage",
+                f"({place_of(other)}), and neither of the two can be dialled, nor anybody who "
+                "could carry for them; give one of them `--advertise HOST:PORT`, or choose another "
+                "stage",
             )
 
     def _at_address(self, address: str) -> _Node | None:
@@ -631,27 +650,29 @@ class Membership:
         if address:
             return None
         members = (n.member for n in self._nodes.values())
-        hidden = (m for m in members if not m.address and not m.standby)
-        return next((m for m in hidden if _related(self.rules, m.stage, stage)), None)
+        hidden = (m for m in members if not m.address)
+        return next((m for m in hidden if _related(self.rules, stages_of(m), [stage])), None)
 
     def _somebody_carries(self) -> bool:
         """Whether there is a member that two who only dial out can both reach."""
         return any(n.member.address and not n.leaving for n in self._nodes.values())
 
     def _admit(self, request: JoinRequest, now: float) -> _Node:
-        if request.HasField("stage"):
-            stage: int | None = request.stage
-            why = f"stage {stage} as asked for"
+        stage: int | None
+        if request.standby:
+            stage, why = None, "standby, as it wants to be"
+        elif request.HasField("stage"):
+            stage, why = request.stage, f"stage {request.stage} as asked for"
         else:
             stage, why = self._choose(request)
         self._joined += 1
         member = Member(
             node=request.node,
             address=request.address,
-            stage=stage or 0,
+            seats=[] if stage is None else [Seat(stage=stage)],
+            room=request.room or 1,
             joined=self._joined,
             speed=request.speed,
-            standby=stage is None,
             host=request.host,
             device=request.device,
             data=request.data,
@@ -660,15 +681,17 @@ class Membership:
         node = self._nodes[request.node] = _Node(member, why, now, now)
         self._schedule(request.node, node)
         self._changes.append(f"{request.node} joined: {why}")
+        self._joined_at = now
         return node
 
     def _choose(self, request: JoinRequest) -> tuple[int | None, str]:
         """A stage for a node that asked for none (None: standby), and why."""
         numbers = range(self.rules.stages + 1)
-        count = Counter(m.stage for m in self._serving())
+        count = self._count()
         capacity = dict.fromkeys(numbers, 0.0)
         for member in self._serving():
-            capacity[member.stage] += member.speed or 1.0
+            for stage in stages_of(member):
+                capacity[stage] += (member.speed or 1.0) / len(member.seats)
         wanted = [s for s in numbers if count[s] < self.rules.max_replicas]
         served = [s for s in wanted if s or self._has_data(request.data)]
         direct = [s for s in served if self._unreachable(request.address, s) is None]
@@ -713,7 +736,7 @@ class Membership:
         question.answered |= dict.fromkeys(request.answered, request.node)
         there = [node.member for node in others if node.member.node in question.answered]
         if there:
-            names = ", ".join(f"{m.node} ({_place(m)}, {m.address})" for m in there)
+            names = ", ".join(f"{m.node} ({place_of(m)}, {m.address})" for m in there)
             self._note(f"{request.node} has to wait: not heard, but there is {names}")
             raise Refused(
                 "ABORTED",
@@ -804,7 +827,7 @@ class Membership:
         if not node.reached_by:
             return False
         why = (
-            f"{name} ({_place(node.member)}) is not heard, but {node.reached_by} reaches it: "
+            f"{name} ({place_of(node.member)}) is not heard, but {node.reached_by} reaches it: "
             "it stays, as the last one that has its stage"
         )
         if not before:
@@ -890,7 +913,7 @@ class Membership:
         if node.cause != SILENT:
             self._quarantine.add(node.member.instance, name, node.cause, reason, now)
         self._cuts.gone(name)
-        self._changes.append(f"{name} ({_place(node.member)}) is gone: {reason}")
+        self._changes.append(f"{name} ({place_of(node.member)}) is gone: {reason}")
         self._effects.append(Evict(name, reason))
         if node.accusers:
             self._effects.append(Settle(name, False, reason))
@@ -904,10 +927,13 @@ class Membership:
             if self._started and self._everything_is_lost():
                 self._started = False
                 self._changes.append("everything is lost: nodes are awaited as at the start")
-            if self._vacant():
+            vacant = self._vacant()
+            if vacant:
                 self._covered = None
             elif self._covered is None:
                 self._covered = now
+            several = any(len(member.seats) > 1 for member in self._serving())
+            self._unsettled = bool(vacant) or several
             self._issue(now)
         return self._take_effects()
 
@@ -915,37 +941,57 @@ class Membership:
         """The run had a state once, and nobody who serves has any. It may come back from files, and
         the newest may be with a node that isn't there yet. One step is no proof: it may be so new
         that one node only has told of it."""
-        reports = (n.report for n in self._nodes.values() if not n.member.standby)
-        return self._newest > (0, 1) and not any(r.lineage or r.committed for r in reports)
+        told = (seat for n in self._nodes.values() for seat in n.report.seats)
+        return self._newest > (0, 1) and not any(_age(seat) > (0, 0) for seat in told)
 
-    def _has_state(self, report: Report) -> bool:
+    def _has_state(self, seat: SeatReport) -> bool:
         """Of its stage. When it says so: what was no state in later steps was one at the start."""
-        if report.phase in WITHOUT_STATE:
+        if seat.phase in WITHOUT_STATE:
             return False
-        return bool(report.lineage or report.committed) or self._newest <= (0, 1)
+        return _age(seat) > (0, 0) or self._newest <= (0, 1)
 
     def _staff(self, now: float) -> None:
-        """Sends the oldest standby that fits to each stage without a member that will stay."""
-        staying = {
-            n.member.stage for n in self._nodes.values() if not n.member.standby and not n.leaving
-        }
-        vacant = self._vacant()
-        for stage in sorted(set(range(self.rules.stages + 1)) - staying):
-            why = "is vacant" if stage in vacant else "has only nodes that will leave soon"
-            for node in self._nodes.values():
-                member = node.member
-                if not member.standby or (stage == 0 and not self._has_data(member.data)):
-                    continue
-                alone = self._unreachable(member.address, stage) is not None
-                if node.leaving or (alone and not self._somebody_carries()):
-                    continue
-                node.member = Member()
-                node.member.CopyFrom(member)
-                node.member.stage, node.member.standby = stage, False
-                node.placed = now
-                node.why = f"stage {stage} {why}"
-                self._changes.append(f"{member.node} was a standby: stage {stage} {why}")
-                break
+        """Sees to it that each stage has a member that will stay. Before the run has begun, who has
+        a seat gets another one only if nobody else comes for `start_grace`."""
+        begun = self._started or now > self._joined_at + self.rules.start_grace
+        sitters = [self._sitter(node, now) for node in self._nodes.values()]
+        for change in assign(sitters, self.rules.stages, begun):
+            node = self._nodes[change.node]
+            stays = {stage for stage in stages_of(node.member) if stage != change.stage}
+            if isinstance(change, Taken):
+                stays = (stays - {change.gives}) | {change.stage}
+            self._reseat(node, stays)
+            node.why, node.placed = change.why, now
+            verb = "takes" if isinstance(change, Taken) else "gives back"
+            self._changes.append(f"{change.node} {verb} stage {change.stage}: {change.why}")
+
+    def _reseat(self, node: _Node, stages: set[int]) -> None:
+        """A view that was issued is never changed, so its member isn't either."""
+        had = {seat.stage: seat for seat in node.member.seats}
+        member = Member()
+        member.CopyFrom(node.member)
+        del member.seats[:]
+        since = self._number + 1
+        member.seats.extend(had.get(s, Seat(stage=s, since=since)) for s in sorted(stages))
+        node.member = member
+
+    def _sitter(self, node: _Node, now: float) -> Sitter:
+        member, numbers = node.member, range(self.rules.stages + 1)
+        served = [s for s in numbers if s or self._has_data(member.data)]
+        carried = self._somebody_carries()
+        reached = (s for s in served if carried or not self._unreachable(member.address, s))
+        seated = frozenset(stages_of(member))
+        return Sitter(
+            member.node,
+            seated,
+            frozenset(node.holds or ()) & seated,
+            frozenset(reached),
+            member.room or 1,
+            member.speed or 1.0,
+            heard=node.heard(self.rules.lease, now),
+            leaving=node.leaving,
+            drives=member.node == self.view.driver,
+        )
 
     def _issue(self, now: float) -> None:
         awaited = "" if self._started else self._awaited(now)
@@ -973,17 +1019,18 @@ class Membership:
 
     def _driver(self) -> str:
         """The driver stays; else the oldest stage-0 member follows. Empty: there is none."""
-        ends = [m.node for m in self._serving() if m.stage == 0]
+        ends = [m.node for m in self._serving() if 0 in stages_of(m)]
         if self.view.driver in ends:
             return self.view.driver
         return ends[0] if ends else ""
 
     def _awaited(self, now: float) -> str:
         """What the first driver of the run waits for, in words; empty: nothing."""
-        if self._covered is not None and now >= self._covered + self.rules.start_grace:
+        since = min(self._covered, self._joined_at) if self._covered is not None else math.inf
+        if now >= since + self.rules.start_grace:
             return ""
         wanted = self.rules.replicas
-        count = Counter(m.stage for m in self._serving())
+        count = self._count()
         needed = [
             f"{wanted - count[s]} more node{'s' if wanted - count[s] > 1 else ''} "
             f"at stage {s} ({count[s]} of {wanted})"
@@ -993,10 +1040,14 @@ class Membership:
         return f"waiting for {', '.join(needed)}" if needed else ""
 
     def _serving(self) -> Iterable[Member]:
-        return (n.member for n in self._nodes.values() if not n.member.standby)
+        return (n.member for n in self._nodes.values() if n.member.seats)
+
+    def _count(self) -> Counter[int]:
+        """The nodes at each stage."""
+        return Counter(stage for m in self._serving() for stage in stages_of(m))
 
     def _vacant(self) -> list[int]:
-        served = {m.stage for m in self._serving()}
+        served = self._count()
         return [s for s in range(self.rules.stages + 1) if s not in served]
 
     # -- learning after the loss of the journal --------------------------------------------------
@@ -1051,9 +1102,8 @@ class _Known:
         return any(self.machine._nodes[node].member.address for node in (a, b))
 
     def neighbours(self, a: str, b: str) -> bool:
-        one, other = (self.machine._nodes[node].member for node in (a, b))
-        seated = not (one.standby or other.standby)
-        return seated and _related(self.machine.rules, one.stage, other.stage)
+        one, other = (stages_of(self.machine._nodes[node].member) for node in (a, b))
+        return _related(self.machine.rules, one, other)
 
     def believed(self, node: str) -> bool:
         one, lease = self.machine._nodes[node], self.machine.rules.lease
@@ -1062,18 +1112,25 @@ class _Known:
 
     def spared(self, node: str) -> bool:
         one = self.machine._nodes[node]
-        if one.member.standby or one.holds is False or one.report.stalled_seconds > 0:
+        if one.report.stalled_seconds > 0:
             return False
-        return all(other is one for other in self._holders(one.member.stage))
+        held = (s for s in stages_of(one.member) if one.holds is None or s in one.holds)
+        return any(all(other is one for other in self._holders(stage)) for stage in held)
 
     def replicas(self, node: str) -> int:
-        return sum(1 for _ in self._holders(self.machine._nodes[node].member.stage))
+        stages = stages_of(self.machine._nodes[node].member)
+        return min((sum(1 for _ in self._holders(stage)) for stage in stages), default=0)
 
     def _holders(self, stage: int) -> Iterable[_Node]:
         """Those that are heard."""
-        serving = (n for n in self.machine._nodes.values() if not n.member.standby)
-        found = (n for n in serving if n.member.stage == stage and n.holds)
-        return (n for n in found if self.heard(n.member.node))
+        found = (n for n in self.machine._nodes.values() if n.holds and stage in n.holds)
+        seated = (n for n in found if stage in stages_of(n.member))
+        return (n for n in seated if self.heard(n.member.node))
+
+
+def _age(seat: SeatReport) -> tuple[int, int]:
+    """Of its state: lineage and committed step."""
+    return seat.lineage, seat.committed
 
 
 def _evidence(suspicion: Suspicion) -> str:
@@ -1084,8 +1141,10 @@ def _evidence(suspicion: Suspicion) -> str:
     return f"{Cause.Name(suspicion.cause).lower() if known else 'cause unknown'}: {why}"
 
 
-def _place(member: Member) -> str:
-    return "standby" if member.standby else f"stage {member.stage}"
+def place_of(member: Member) -> str:
+    stages = stages_of(member)
+    many = "s" if len(stages) > 1 else ""
+    return f"stage{many} {', '.join(map(str, stages))}" if stages else "standby"
 
 
 def _misspelt(address: str) -> str:
@@ -1098,14 +1157,15 @@ def _misspelt(address: str) -> str:
     return ""
 
 
-def _related(rules: MembershipRules, a: int, b: int) -> bool:
-    return related(a, b, rules.stages, rules.swapped)
+def _related(rules: MembershipRules, some: Iterable[int], others: Iterable[int]) -> bool:
+    """Whether who has seats at some of these stages needs a link with who has them at others."""
+    pairs = itertools.product(some, others)
+    return any(related(a, b, rules.stages, rules.swapped) for a, b in pairs)
 
 
 def _problem(view: View, rules: MembershipRules) -> str:
     """What keeps this from being a view of the run; empty: nothing."""
     members = list(view.members)
-    serving = [m for m in members if not m.standby]
     addresses = [m.address for m in members if m.address]
     joined = [m.joined for m in members]
     if view.run != rules.run:
@@ -1122,8 +1182,10 @@ def _problem(view: View, rules: MembershipRules) -> str:
         return "an address is listed twice"
     if joined != sorted(set(joined)):
         return "its nodes are not in the order of joining"
-    if any(m.stage > rules.stages for m in serving):
+    if any(stage > rules.stages for m in members for stage in stages_of(m)):
         return f"it has stages above {rules.stages}"
+    if any(stages_of(m) != sorted(set(stages_of(m))) for m in members):
+        return "a node has two seats at a stage, or they are not in order"
     ends = [(relay.a, relay.b) for relay in view.relays]
     if ends != sorted(set(ends)) or any(
         not relay.a < relay.b or relay.via in (relay.a, relay.b) for relay in view.relays
@@ -1134,6 +1196,6 @@ def _problem(view: View, rules: MembershipRules) -> str:
     wrong = any(not one.instance or not one.seconds >= 0 for one in view.quarantined)
     if wrong or len(view.quarantined) > MOST_KEPT:
         return "it has a quarantine of nobody, or of too many"
-    if view.driver and view.driver not in {m.node for m in serving if m.stage == 0}:
+    if view.driver and view.driver not in {m.node for m in members if 0 in stages_of(m)}:
         return f"its driver {view.driver} is no stage-0 member"
     return ""

@@ -24,29 +24,37 @@ NONFINITE: Cause
 HANG: Cause
 NUMBERS: Cause
 
+class Seat(_message.Message):
+    __slots__ = ("stage", "since")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    stage: int
+    since: int
+    def __init__(self, stage: _Optional[int] = ..., since: _Optional[int] = ...) -> None: ...
+
 class Member(_message.Message):
-    __slots__ = ("node", "address", "stage", "joined", "speed", "standby", "host", "device", "data", "instance")
+    __slots__ = ("node", "address", "joined", "speed", "host", "device", "data", "instance", "seats", "room")
     NODE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    STAGE_FIELD_NUMBER: _ClassVar[int]
     JOINED_FIELD_NUMBER: _ClassVar[int]
     SPEED_FIELD_NUMBER: _ClassVar[int]
-    STANDBY_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    SEATS_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
     node: str
     address: str
-    stage: int
     joined: int
     speed: float
-    standby: bool
     host: str
     device: str
     data: str
     instance: str
-    def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ..., stage: _Optional[int] = ..., joined: _Optional[int] = ..., speed: _Optional[float] = ..., standby: _Optional[bool] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., data: _Optional[str] = ..., instance: _Optional[str] = ...) -> None: ...
+    seats: _containers.RepeatedCompositeFieldContainer[Seat]
+    room: int
+    def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ..., joined: _Optional[int] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., data: _Optional[str] = ..., instance: _Optional[str] = ..., seats: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ..., room: _Optional[int] = ...) -> None: ...
 
 class View(_message.Message):
     __slots__ = ("run", "number", "members", "driver", "reason", "committed", "lineage", "relays", "quarantined")
@@ -99,7 +107,7 @@ class Quarantined(_message.Message):
     def __init__(self, instance: _Optional[str] = ..., node: _Optional[str] = ..., cause: _Optional[_Union[Cause, str]] = ..., why: _Optional[str] = ..., times: _Optional[int] = ..., divergences: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("protocol", "node", "address", "stage", "data", "speed", "host", "device", "question", "answered", "instance")
+    __slots__ = ("protocol", "node", "address", "stage", "data", "speed", "host", "device", "question", "answered", "instance", "room", "standby")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +119,8 @@ class JoinRequest(_message.Message):
     QUESTION_FIELD_NUMBER: _ClassVar[int]
     ANSWERED_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    STANDBY_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     node: str
     address: str
@@ -122,7 +132,9 @@ class JoinRequest(_message.Message):
     question: int
     answered: _containers.RepeatedScalarFieldContainer[str]
     instance: str
-    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., stage: _Optional[int] = ..., data: _Optional[str] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., question: _Optional[int] = ..., answered: _Optional[_Iterable[str]] = ..., instance: _Optional[str] = ...) -> None: ...
+    room: int
+    standby: bool
+    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., stage: _Optional[int] = ..., data: _Optional[str] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., question: _Optional[int] = ..., answered: _Optional[_Iterable[str]] = ..., instance: _Optional[str] = ..., room: _Optional[int] = ..., standby: _Optional[bool] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("run", "run_file", "view", "reason", "question", "unheard", "dial_seconds", "lease", "quarantine")
@@ -146,19 +158,35 @@ class JoinReply(_message.Message):
     quarantine: float
     def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., reason: _Optional[str] = ..., question: _Optional[int] = ..., unheard: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., dial_seconds: _Optional[float] = ..., lease: _Optional[float] = ..., quarantine: _Optional[float] = ...) -> None: ...
 
-class Report(_message.Message):
-    __slots__ = ("committed", "phase", "loss", "microbatches", "bytes_in", "bytes_out", "tokens_per_second", "message", "stopped", "finished", "lineage", "leaving", "memory", "measured", "links", "complaints", "trouble", "stalled_seconds")
+class SeatReport(_message.Message):
+    __slots__ = ("stage", "committed", "lineage", "phase", "loss", "microbatches", "tokens_per_second", "message", "stopped", "finished")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     MICROBATCHES_FIELD_NUMBER: _ClassVar[int]
-    BYTES_IN_FIELD_NUMBER: _ClassVar[int]
-    BYTES_OUT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     STOPPED_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
-    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    stage: int
+    committed: int
+    lineage: int
+    phase: str
+    loss: float
+    microbatches: int
+    tokens_per_second: float
+    message: str
+    stopped: bool
+    finished: bool
+    def __init__(self, stage: _Optional[int] = ..., committed: _Optional[int] = ..., lineage: _Optional[int] = ..., phase: _Optional[str] = ..., loss: _Optional[float] = ..., microbatches: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., message: _Optional[str] = ..., stopped: _Optional[bool] = ..., finished: _Optional[bool] = ...) -> None: ...
+
+class Report(_message.Message):
+    __slots__ = ("seats", "bytes_in", "bytes_out", "leaving", "memory", "measured", "links", "complaints", "trouble", "stalled_seconds")
+    SEATS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_IN_FIELD_NUMBER: _ClassVar[int]
+    BYTES_OUT_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     MEASURED_FIELD_NUMBER: _ClassVar[int]
@@ -166,17 +194,9 @@ class Report(_message.Message):
     COMPLAINTS_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
     STALLED_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    committed: int
-    phase: str
-    loss: float
-    microbatches: int
+    seats: _containers.RepeatedCompositeFieldContainer[SeatReport]
     bytes_in: int
     bytes_out: int
-    tokens_per_second: float
-    message: str
-    stopped: bool
-    finished: bool
-    lineage: int
     leaving: bool
     memory: int
     measured: int
@@ -184,7 +204,7 @@ class Report(_message.Message):
     complaints: _containers.RepeatedCompositeFieldContainer[Complaint]
     trouble: str
     stalled_seconds: float
-    def __init__(self, committed: _Optional[int] = ..., phase: _Optional[str] = ..., loss: _Optional[float] = ..., microbatches: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., message: _Optional[str] = ..., stopped: _Optional[bool] = ..., finished: _Optional[bool] = ..., lineage: _Optional[int] = ..., leaving: _Optional[bool] = ..., memory: _Optional[int] = ..., measured: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., complaints: _Optional[_Iterable[_Union[Complaint, _Mapping]]] = ..., trouble: _Optional[str] = ..., stalled_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, seats: _Optional[_Iterable[_Union[SeatReport, _Mapping]]] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., leaving: _Optional[bool] = ..., memory: _Optional[int] = ..., measured: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., complaints: _Optional[_Iterable[_Union[Complaint, _Mapping]]] = ..., trouble: _Optional[str] = ..., stalled_seconds: _Optional[float] = ...) -> None: ...
 
 class Complaint(_message.Message):
     __slots__ = ("peer", "relayed")
@@ -293,18 +313,20 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class MemberDescription(_message.Message):
-    __slots__ = ("member", "report", "since_renewal", "suspected", "reached_by")
+    __slots__ = ("member", "report", "since_renewal", "suspected", "reached_by", "why")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     SINCE_RENEWAL_FIELD_NUMBER: _ClassVar[int]
     SUSPECTED_FIELD_NUMBER: _ClassVar[int]
     REACHED_BY_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
     member: Member
     report: Report
     since_renewal: float
     suspected: bool
     reached_by: str
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., since_renewal: _Optional[float] = ..., suspected: _Optional[bool] = ..., reached_by: _Optional[str] = ...) -> None: ...
+    why: str
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., since_renewal: _Optional[float] = ..., suspected: _Optional[bool] = ..., reached_by: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...
 
 class Description(_message.Message):
     __slots__ = ("run", "run_file", "view", "members", "decisions", "uptime", "protocol", "cuts", "quarantined", "evictions", "trouble")

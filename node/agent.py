@@ -1,9 +1,10 @@
 """One seat at a stage: what a node does there, with no loop, clock, socket, thread or tensor.
 
-An agent owns the machines of the step transaction (`MemberSide`, `Driver`), the attempt under way,
-what is kept for others, and the exchanges that average, fetch and relearn. Events come in, each
-with its time; what they ask for goes out through ports (node/ports.py). The daemon gives it
-asyncio, gRPC and torch, tests/simulation a virtual world: there is no other description of a node.
+Its peers are other seats, whosever they are; in the step transaction a seat is what is called a
+node. An agent owns the machines of that (`MemberSide`, `Driver`), the attempt under way, what is
+kept for others, and the exchanges that average, fetch and relearn. Events come in, each with its
+time; what they ask for goes out through ports (node/ports.py). The daemon gives it asyncio, gRPC
+and torch, tests/simulation a virtual world: there is no other description of a node.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ from planaria.node.transaction.effects import (
     Suspect,
 )
 from planaria.node.transaction.following import feeders
+from planaria.node.transaction.gathering import active
 from planaria.node.transaction.member import Frames, MemberPhase, MemberSide
 from planaria.node.transaction.resting import DriverPhase
 from planaria.node.transaction.rules import TransactionRules
@@ -104,7 +106,7 @@ class Agent:
         self.node, self.stage, self.run, self.config = node, stage, run, config
         self.net, self.exchanges, self.record = ports.net, ports.exchanges, ports.record
         self.arithmetic, self.tensors = ports.arithmetic, ports.tensors
-        self.peers: dict[str, int] = {}  # all members, and the stages of their seats
+        self.peers: dict[str, int] = {}  # all members, and their stages
         self.outbox = NodeOutbox(ports.net, self._undelivered, held_bytes(run, config))
         self.held: list[tuple[str, Frame]] = []  # frames of a coming attempt
         self.crossing = crossing_bytes(run, config)
@@ -179,7 +181,7 @@ class Agent:
     def viewed(self, view: registry.View, now: float) -> None:
         """The registry has issued `view`, with this node at this stage."""
         self.exchanges.at(now)
-        self.peers = {member.node: member.stage for member in view.members}
+        self.peers = active(view)
         self._carry_out(self.member.viewed(view))
         self._carry_out(self.driver.viewed(view, now))
 
@@ -298,15 +300,8 @@ class Agent:
     # --- sending
 
     def send(self, peer: str, item: pb.Message | Frame) -> bool:
-        """Sends to the peer's seat. A link to a member that isn't up yet is waited for; False when
-        there will be none."""
-        seat = self.peers.get(peer)
-        if seat is not None and item.seat != seat:
-            if isinstance(item, Frame):
-                item = replace(item, seat=seat)  # it may be on its way to another, too
-            else:
-                item.seat = seat
-        return self.outbox.send(peer, item, seat is not None, self.exchanges.now)
+        """A link to a member that isn't up yet is waited for; False when there will be none."""
+        return self.outbox.send(peer, item, peer in self.peers, self.exchanges.now)
 
     def _undelivered(self, peer: str, item: pb.Message | Frame, reason: str) -> None:
         if isinstance(item, Frame) and item.kind in OF_AN_ATTEMPT:
@@ -376,6 +371,8 @@ class Agent:
             case Rejoin(reason):
                 self.record.over(reason)
             case Halted(halt):
+                if halt.finished:
+                    self.exchanges.start(self.save_now())
                 self.record.halted(halt)
             case Event():
                 self.record.tell(effect)
@@ -699,12 +696,13 @@ class Agent:
         kept = self.attempt.kept if self.attempt is not None else 0
         return max(kept, self.workplace.most_kept)
 
-    def report(self) -> registry.Report:
+    def report(self) -> registry.SeatReport:
         """What the registry is to know of this seat."""
         member, halt = self.member, self.member.halt
         driving = self.driver.phase is not DriverPhase.INACTIVE
         explained = self.driver.explain() if driving else ""
-        return registry.Report(
+        return registry.SeatReport(
+            stage=self.stage,
             committed=member.committed,
             lineage=member.lineage,
             phase=member.phase.value,

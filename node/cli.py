@@ -497,6 +497,17 @@ def node_command(
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",
+    seats: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Stages that this node serves at most, when others are missing. Default: as many "
+            "as its memory has room for.",
+        ),
+    ] = None,
+    standby: Annotated[
+        bool, typer.Option("--standby", help="Wait until a stage has nobody, then take it.")
+    ] = False,
     data: Annotated[Path | None, typer.Option(help="Prepared data, if not the run's.")] = None,
     out: Annotated[
         Path | None,
@@ -557,6 +568,8 @@ def node_command(
         options = Options(
             join=tuple(join.split(",")),
             stage=stage,
+            seats=seats,
+            standby=standby,
             listen=Address.parse(listen),
             advertise=None if advertise in (None, "none") else Address.parse(advertise),
             dials_only=advertise == "none",

@@ -24,10 +24,11 @@ import torch
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.credentials import PLAIN, Credentials
-from planaria.bootstrap.membership import PROTOCOL, to_link
+from planaria.bootstrap.membership import PROTOCOL, stages_of, to_link
 from planaria.node.agent import Agent, frame_bytes, held_bytes
 from planaria.node.data.corpus import Corpus
 from planaria.node.data.windows import Windows
+from planaria.node.naming import node_of, seat_id
 from planaria.node.ports import Ports
 from planaria.node.report.event_log import EventLog
 from planaria.node.report.events import (
@@ -36,6 +37,7 @@ from planaria.node.report.events import (
     CostSoFar,
     Event,
     Finished,
+    GivenBack,
     HandedOver,
     HoldingCost,
     Joined,
@@ -52,6 +54,7 @@ from planaria.node.report.ledger import Ledger, LedgerHeader, line
 from planaria.node.report.line_file import BackgroundLineFile, LineFile
 from planaria.node.report.wall_clock import WallClock
 from planaria.node.run_file import RunFile
+from planaria.node.seats import SeatCompute, SeatNet, Seats
 from planaria.node.stage.arithmetic import TorchStage, layout_of, make_twin
 from planaria.node.stage.compute import ComputeThread
 from planaria.node.stage.shape import ModelConfig
@@ -64,7 +67,6 @@ from planaria.node.transaction.effects import (
 )
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
-from planaria.node.wire.budget import Budget
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links, LinkSettings, Peer
 from planaria.node.wire.looped import LoopedExchanges
@@ -80,8 +82,6 @@ LOOK_AT_FILES = 1.0
 """Seconds between two looks whether the disk takes what is written."""
 MOST_MEASURED = 200
 """Links that a node measures: what it says of them goes into each of its renewals."""
-MOST_EARLY = 16 << 20
-"""Bytes of one peer's messages that wait for a seat to be built, at most."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,8 @@ class NodePlace:
     credentials: Credentials = PLAIN
     insecure: bool = False
     instance: str = ""  # what this node is over all its identities
+    room: int = 1  # seats that it can hold
+    standby: bool = False  # wants none before one is vacant
 
 
 class Registry(Protocol):
@@ -141,7 +143,6 @@ class Node:
         self.compute = ComputeThread(f"compute-{self.node}", self.loop, watch)
         self.hang: Hang | None = None
         self.abandoned = ""  # what the compute thread is at, which nobody can end
-        self.exchanges = LoopedExchanges(self.compute, self.loop, self.crashed)
         self.links = Links(
             run_id,
             self.node,
@@ -162,10 +163,8 @@ class Node:
         self.needed: list[str] = []  # members with which it needs a link
         self.missing = Missing()
         self.carriers: dict[str, str] = {}  # who carries the links that aren't direct, by peer
-        self.seats: dict[int, Agent] = {}  # by stage
-        self.building: set[int] = set()  # stages that it will have a seat at
-        self.early: list[tuple[str, pb.Message]] = []  # messages for those
-        self.early_bytes = Budget(MOST_EARLY)
+        self.seats: Seats[Agent] = Seats(self.node, self.links)
+        self.exchanges: dict[str, LoopedExchanges] = {}  # of each seat
         self.memory = memory_of(place.device)
         self.leaving = False
         self.measuring: asyncio.Task[None] | None = None
@@ -192,6 +191,8 @@ class Node:
                     host=self.place.host,
                     device=str(self.place.device),
                     instance=self.place.instance,
+                    room=self.place.room,
+                    standby=self.place.standby,
                 )
             )
             self.tell(Joined(reason=reply.reason, host=self.place.host, pid=os.getpid()))
@@ -225,25 +226,25 @@ class Node:
         await self.leave("stopped by its owner")
 
     async def _prepare_to_leave(self, deadline: float) -> None:
-        seats = [] if self.hang else list(self.seats.values())
-        for seat in seats:
-            await self.exchanges.outcome(seat.save_now())
-        for seat in seats:
+        seats = {} if self.hang else dict(self.seats.agents)
+        for name, seat in seats.items():
+            await self.exchanges[name].outcome(seat.save_now())
+        for seat in seats.values():
             await self._hand_over(seat, deadline)
-        for seat in seats:
+        for seat in seats.values():
             left = max(0.0, deadline - self.loop.time())
             await asyncio.to_thread(seat.holdings.finish_saves, left)
 
     async def _hand_over(self, seat: Agent, deadline: float) -> None:
         """Nobody but a standby could miss this seat: a stage with replicas lives on."""
         stage = seat.stage
-        own = [m.node for m in self.view.members if m.stage == stage and not m.standby]
-        if own != [self.node] or not any(member.standby for member in self.view.members):
+        own = [m.node for m in self.view.members if stage in stages_of(m)]
+        if own != [self.node] or all(member.seats for member in self.view.members):
             return
         self.leaving = True
         self.report()
         while self.loop.time() < deadline:
-            heirs = [m.node for m in seat.members if m.stage == stage and m.node != self.node]
+            heirs = [m.node for m in seat.members if m.stage == stage and m.node != seat.node]
             if heirs:
                 self.tell(HandedOver(to=heirs[0], stage=stage))
                 return
@@ -268,15 +269,16 @@ class Node:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
-        self.exchanges.close()
+        for exchanges in self.exchanges.values():
+            exchanges.close()
         await self.links.stop()
         if not await asyncio.to_thread(self.compute.stop):
             self.abandoned = str(self.hang or "its compute thread doesn't end")
             log.error("%s", self.abandoned)
-            for seat in self.seats.values():
+            for seat in self.seats.agents.values():
                 await asyncio.to_thread(seat.save_beside)
         self.tell(Wall(**self.wall.report()))
-        for seat in self.seats.values():
+        for seat in self.seats.agents.values():
             await asyncio.to_thread(seat.holdings.finish_saves)
         self._tell_costs()
         await asyncio.gather(*(asyncio.to_thread(file.close) for file in self.files))
@@ -325,7 +327,6 @@ class Node:
     def viewed(self, view: registry.View) -> None:
         if view.number <= self.view.number:
             return
-        self.exchanges.at(self.loop.time())
         self.view = view
         log.info("view %d: %s", view.number, view.reason)
         own = next((member for member in view.members if member.node == self.node), None)
@@ -336,20 +337,27 @@ class Node:
         self.needed = to_link(own, view, self.config.stages, swapped)
         self.links.set_peers(view.number, _peers(view), self.needed)
         self.links.set_relays(Relay(relay.a, relay.b, relay.via) for relay in view.relays)
-        if own.standby:
-            return
-        if own.stage in self.seats:
-            self.seats[own.stage].viewed(view, self.loop.time())
-        elif own.stage not in self.building:
-            self.building.add(own.stage)
-            self.spawn(self._take_seat(own.stage))
+        new, closed = self.seats.viewed(view, self.loop.time())
+        for name, seat in closed.items():
+            self.spawn(self._close_seat(name, seat))
+        for name, taken in new.items():
+            self.spawn(self._take_seat(name, taken.stage))
 
-    async def _take_seat(self, stage: int) -> None:
+    async def _close_seat(self, name: str, seat: Agent) -> None:
+        """What the seat has isn't needed any more."""
+        self.exchanges.pop(name).close()
+        self.tell(GivenBack(stage=seat.stage), seat.node)
+        self.report()
+        await asyncio.to_thread(seat.holdings.finish_saves)
+
+    async def _take_seat(self, name: str, stage: int) -> None:
         corpus = self.corpus if stage == 0 else None
         if corpus is not None:
             corpus.verify_in_background()
-        record = SeatRecord(self, stage, await asyncio.to_thread(self._open_ledger, corpus))
-        place, run, config = self.place, self.run, self.config
+        place, run, config, own = self.place, self.run, self.config, seat_id(self.node, name)
+        exchanges = LoopedExchanges(self.compute, self.loop, self.crashed)
+        ledger = await asyncio.to_thread(self._open_ledger, corpus, name)
+        record = SeatRecord(self, own, ledger)
 
         def make_holdings(seat: Agent) -> Holdings:
             open_disk = saves_on_disk(
@@ -362,26 +370,23 @@ class Node:
             return Holdings(seat, twin, partial(layout_of, config), open_disk, place.save_dir)
 
         def build() -> Agent:
-            arithmetic = TorchStage(self.node, stage, run, config, place.device, corpus)
-            ports = Ports(self.links, self.exchanges, self.compute, tensors, arithmetic, record)
-            return Agent(self.node, stage, run, config, ports, make_holdings)
+            arithmetic = TorchStage(own, stage, run, config, place.device, corpus)
+            net, compute = SeatNet(self.seats, name), SeatCompute(self.seats, name, self.compute)
+            ports = Ports(net, exchanges, compute, tensors, arithmetic, record)
+            return Agent(own, stage, run, config, ports, make_holdings)
 
         seat = await self.compute.run(build)
-        self.tell(Serving(stage=stage, device=str(place.device)))
-        self.seats[stage] = seat  # from here on it answers
-        self.building.discard(stage)
-        early, self.early = self.early, []
-        self.early_bytes.clear()
-        seat.viewed(self.view, self.loop.time())
-        for peer, message in early:
-            self.on_message(peer, message)
+        self.tell(Serving(stage=stage, device=str(place.device)), own)
+        self.exchanges[name] = exchanges
+        if not self.seats.built(name, seat, self.loop.time()):
+            await self._close_seat(name, seat)
 
-    def _open_ledger(self, corpus: Corpus | None) -> tuple[Ledger, Windows] | None:
+    def _open_ledger(self, corpus: Corpus | None, name: str) -> tuple[Ledger, Windows] | None:
         """At stage 0, which has the corpus; and the windows that its lines are of."""
         if corpus is None or self.place.out is None:
             return None
         header = self._ledger_header(corpus)
-        path = self.place.out / f"ledger-{self.node}.jsonl"
+        path = self.place.out / f"ledger-{self.node}-{name}.jsonl"
         windows = Windows(header["seed"], header["samples"], header["batch"])
         ledger = Ledger(path, header, BackgroundLineFile)
         self.files.append(ledger.file)
@@ -404,22 +409,15 @@ class Node:
     # --- links
 
     def on_message(self, peer: str, message: pb.Message) -> None:
-        if (seat := self.seats.get(message.seat)) is not None:
-            seat.on_message(peer, message, self.loop.time())
-        elif message.seat in self.building and not self.early_bytes.spend(
-            peer, message.ByteSize()
-        ):  # what doesn't fit is asked again by whoever needs an answer
-            self.early.append((peer, message))
+        self.seats.on_message(peer, message, self.loop.time())
 
     def on_frame(self, peer: str, frame: Frame) -> None:
-        """What comes for a seat to be belongs to what has begun without it. That a probe came is
-        all there is to it."""
-        if frame.kind != "probe" and (seat := self.seats.get(frame.seat)) is not None:
-            seat.on_frame(peer, frame, self.loop.time())
+        """That a probe came is all there is to it."""
+        if frame.kind != "probe":
+            self.seats.on_frame(peer, frame, self.loop.time())
 
     def on_link_up(self, peer: str) -> None:
-        for seat in self.seats.values():
-            seat.on_link_up(peer, self.loop.time())
+        self.seats.on_link_up(peer, self.loop.time())
 
     def on_link_lost(
         self, peer: str, reason: str, unacknowledged: list[Frame], cause: registry.Cause
@@ -427,24 +425,14 @@ class Node:
         self.tell(LinkLost(peer=peer, reason=reason))
         if any(member.node == peer for member in self.view.members):
             self.client.suspect(peer, reason, cause)
-        for seat in self.seats.values():
-            seat.on_link_lost(peer, reason, unacknowledged, self.loop.time(), cause)
+        self.seats.on_link_lost(peer, reason, unacknowledged, self.loop.time(), cause)
 
     # --- telling
 
-    def tell(self, event: Event) -> None:
-        log.log(event.severity.log_level, "%s", event.sentence(self.node))
-        self.events.write(event)
-
-    def halted(self, seat: Agent, halt: pb.Halt) -> None:
-        step, reason, validation = halt.step, halt.reason, halt.validation_loss
-        if halt.finished:
-            self.exchanges.start(seat.save_now())
-            self.tell(Finished(step=step, reason=reason, validation=validation))
-        else:
-            self.tell(Stopped(step=step, reason=reason, validation=validation))
-        log.info("the weights of stage %s are kept until Ctrl-C", seat.stage)
-        self.report()
+    def tell(self, event: Event, by: str = "") -> None:
+        """`by`: the seat whose event it is; empty: the node's."""
+        log.log(event.severity.log_level, "%s", event.sentence(by or self.node))
+        self.events.write(event, by)
 
     # --- the clock
 
@@ -458,7 +446,7 @@ class Node:
             if self.missing.look(self.needed, self._is_direct, self.loop.time()):
                 self.report()
             self._tell_carriers()
-            for seat in self.seats.values():
+            for seat in list(self.seats.agents.values()):
                 seat.tick(self.loop.time())
             if not self.seats:
                 continue
@@ -491,7 +479,7 @@ class Node:
         elif before is not None:
             self.tell(ComputeGoesOn(task=before.task))
             self.leaving = False
-        for seat in self.seats.values():
+        for seat in list(self.seats.agents.values()):
             seat.compute_hangs(str(self.hang or ""), self.loop.time())
         self.report()
 
@@ -509,7 +497,7 @@ class Node:
     def _tell_costs(self) -> None:
         """What keeping things for the day of a loss has cost."""
         parts: dict[str, HoldingCost] = {}
-        for seat in self.seats.values():
+        for seat in self.seats.agents.values():
             for name, cost in seat.costs().items():
                 parts[name] = parts.get(name, HoldingCost()) + cost
         if parts:
@@ -520,35 +508,35 @@ class Node:
         return self.compute.busy_seconds + (time.monotonic() - since if since else 0.0)
 
     def _doing(self) -> str:
-        doing = next(filter(None, (seat.doing() for seat in self.seats.values())), "")
+        doing = next(filter(None, (seat.doing() for seat in self.seats.agents.values())), "")
         return doing or ("send" if self.links.unacknowledged else "idle")
 
     def report(self) -> None:
-        """Reports to the registry: of the machine, and of what its seat is at."""
+        """Reports to the registry: of the machine, and of what its seats are at."""
         number, links = self.measured
-        of_machine = registry.Report(
+        report = registry.Report(
+            seats=[seat.report() for seat in self.seats.agents.values()],
+            bytes_in=self.links.bytes_in,
+            bytes_out=self.links.bytes_out,
+            leaving=self.leaving,
+            trouble="; ".join(file.told() for file in self.files if file.trouble),
             memory=self.memory,
             stalled_seconds=0.0 if self.hang is None else self.hang.seconds,
             measured=number,
             links=links,
             complaints=self.missing.complaints(lambda peer: bool(self.links.carrier(peer))),
         )
-        for seat in self.seats.values():  # the registry knows of one, so far
-            of_machine.MergeFrom(seat.report())
-            of_machine.bytes_in, of_machine.bytes_out = self.links.bytes_in, self.links.bytes_out
-            of_machine.leaving = self.leaving
-        of_machine.trouble = "; ".join(file.told() for file in self.files if file.trouble)
-        self.client.report(of_machine)
+        self.client.report(report)
 
 
 class SeatRecord:
     """Where the seat at a stage tells what happens: the port `Record`."""
 
-    def __init__(self, node: Node, stage: int, ledger: tuple[Ledger, Windows] | None) -> None:
-        self._node, self._stage, self._ledger = node, stage, ledger
+    def __init__(self, node: Node, seat: str, ledger: tuple[Ledger, Windows] | None) -> None:
+        self._node, self._seat, self._ledger = node, seat, ledger
 
     def tell(self, event: Event) -> None:
-        self._node.tell(event)
+        self._node.tell(event, self._seat)
 
     def committed(self, commit: pb.Commit) -> None:
         if self._ledger is not None and commit.step > 0:
@@ -568,10 +556,16 @@ class SeatRecord:
         self._node.report()
 
     def halted(self, halt: pb.Halt) -> None:
-        self._node.halted(self._node.seats[self._stage], halt)
+        kind = Finished if halt.finished else Stopped
+        self.tell(kind(step=halt.step, reason=halt.reason, validation=halt.validation_loss))
+        log.info("the weights of %s are kept until Ctrl-C", self._seat)
+        self._node.report()
 
     def suspect(self, node: str, why: str, cause: registry.Cause) -> None:
-        self._node.client.suspect(node, why, cause)
+        if node_of(node) == self._node.node:
+            self.over(why)  # there is nobody else to blame
+        else:
+            self._node.client.suspect(node_of(node), why, cause)
 
     def replace(self, why: str) -> None:
         log.warning("%s", why)

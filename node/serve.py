@@ -18,14 +18,14 @@ import torch
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.client import InQuarantine, RegistryClient
 from planaria.bootstrap.credentials import Credentials
-from planaria.node.daemon import Node, NodePlace, measure_speed, own_address
+from planaria.node.daemon import Node, NodePlace, measure_speed, memory_of, own_address
 from planaria.node.data.corpus import Corpus, CorpusError
 from planaria.node.instance import find_instance, release
 from planaria.node.notices import Notice, Watch
 from planaria.node.report.ledger import LedgerError
 from planaria.node.resolve import run_id
 from planaria.node.run_file import RunFile, loads
-from planaria.node.stage.shape import model_config
+from planaria.node.stage.shape import ModelConfig, model_config
 from planaria.node.state.saves import newest_saved_stage
 from planaria.node.supervisor import Pauses
 
@@ -50,6 +50,8 @@ class Options:
     advertise: Address | None  # None: whatever peers can be expected to dial
     dials_only: bool  # can't be dialled
     device: str
+    seats: int | None  # that it can hold; None: as its memory allows
+    standby: bool
     data: Path | None
     out: Path | None
     threads: int | None
@@ -103,7 +105,9 @@ async def serve(options: Options) -> int:
         if vocabulary is None:
             raise NodeError("the run file doesn't say model.vocabulary; the registry should add it")
         config = model_config(run.model, vocabulary)
-        place = replace(find_place(options, device), instance=instance.id)
+        room = options.seats or room_on(device, config)
+        log.info("this node has room for %d seat%s", room, "" if room == 1 else "s")
+        place = replace(find_place(options, device), instance=instance.id, room=room)
         log.info("on SIGTERM this node leaves within %g s", options.grace)
         speed = measure_speed(device)
 
@@ -233,6 +237,14 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def room_on(device: torch.device, config: ModelConfig) -> int:
+    """Seats that fit into half of the device's memory, at most one a stage and at least one. A seat
+    takes the largest stage's weights, gradient and moments in float32, and half as much again for
+    what is computed of them."""
+    seat = 1.5 * 16 * max(config.parameters)
+    return max(1, min(config.stages + 1, int(memory_of(device) / 2 / seat)))
+
+
 def find_corpus(run: RunFile, options: Options) -> Corpus | None:
     """The prepared data, where the run file or --data says; needed at stage 0 only.
 
@@ -273,6 +285,7 @@ def find_place(options: Options, device: torch.device) -> NodePlace:
         save_dir=options.save_dir,
         credentials=options.credentials,
         insecure=options.insecure,
+        standby=options.standby,
     )
     if options.dials_only:
         return replace(place, listen=None, advertise="")

@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple
 from planaria.lab.chaos.schedule import EVERYBODY, KINDS, REGISTRY
 from planaria.lab.chaos.swarm import FAULTS, NODES, TAKEN, VIEWS, Taken
 from planaria.node.local.swarm import read_events
+from planaria.node.naming import node_of
 from planaria.node.report.event_log import Tail
 from planaria.node.report.events import (
     Aborted,
@@ -70,7 +71,7 @@ class Began(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A view. `members`: node -> stage, without standbys."""
+    """A view. `members`: the stages of its seats, by their ids."""
 
     time: float
     number: int
@@ -197,10 +198,14 @@ def _noticed(record: RunRecord, fault: Began) -> float | None:
         for entry in record.events
         if (entry.event.severity >= Severity.NOTICE or isinstance(entry.event, LinkLost))
         and not isinstance(entry.event, Killed | Exited)
-        and entry.node != node
+        and node_of(entry.node or "") != node
         and node in entry.sentence
     ]
-    dropped = [b.time for a, b in pairwise(record.views) if node in a.members.keys() - b.members]
+    dropped = [
+        b.time
+        for a, b in pairwise(record.views)
+        if node in set(map(node_of, a.members)) - set(map(node_of, b.members))
+    ]
     times = [time for time in (*named, *dropped) if fault.time <= time <= last]
     return min(times) - fault.time if times else None
 
@@ -236,9 +241,12 @@ def evictions(record: RunRecord) -> list[Eviction]:
     for before, after in pairwise(record.views):
         if after.time >= record.events[-1].time:  # the swarm is being ended
             break
-        for node in before.members.keys() - after.members.keys():
-            stage, slot = before.members[node], slots.get(node, "")
-            others = [n for n, of in before.members.items() if of == stage and n != node]
+        for seat in before.members.keys() - after.members.keys():
+            node, stage = node_of(seat), before.members[seat]
+            slot = slots.get(node, "")
+            others = [
+                other for other, of in before.members.items() if of == stage and other != seat
+            ]
             reason = record.gone.get(node, after.reason)
             if reason.startswith("left:"):
                 continue
@@ -246,7 +254,7 @@ def evictions(record: RunRecord) -> list[Eviction]:
             blame = record.guilty_of(slot, after.time)
             if not blame and exit_time <= after.time + 1.0:
                 blame = "its process had ended"
-            last = node in first_had and not any(
+            last = seat in first_had and not any(
                 first_had.get(other, after.time) < after.time for other in others
             )
             since = after.time - record.views[0].time

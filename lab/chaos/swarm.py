@@ -30,10 +30,12 @@ from planaria.lab.chaos.sick_node import KINDS as SICK
 from planaria.lab.chaos.sick_node import run_sick, tell
 from planaria.node.local.processes import PLANARIA, Processes, describe_status
 from planaria.node.local.swarm import ADDRESS, JOURNAL, RUN_FILE
+from planaria.node.naming import node_of, seated
 from planaria.node.report.event_log import EventLog, Tail
 from planaria.node.report.events import Applied, Exited, Killed, Started, SwarmEnding, parse
 from planaria.node.report.live_view import Story
 from planaria.node.run_file import RunFile, dumps
+from planaria.node.transaction.gathering import active
 
 LOOK: Final = 0.05
 """Seconds between two looks at what there is to do."""
@@ -217,8 +219,9 @@ class SickSwarm:
                 self.story.hear(entry)
                 if isinstance(entry.event, Applied):
                     step = entry.event.step
-                    first = self.applied.get(entry.node, range(step, step)).start
-                    self.applied[entry.node] = range(first, step + 1)
+                    node = node_of(entry.node or "")
+                    first = self.applied.get(node, range(step, step)).start
+                    self.applied[node] = range(first, step + 1)
 
     # --- faults
 
@@ -353,7 +356,7 @@ class SickSwarm:
                     stub = RegistryStub(channel)  # type: ignore[no-untyped-call]
                     async for view in stub.Watch(WatchRequest(), wait_for_ready=True):
                         self.quarantined = {one.instance for one in view.quarantined}
-                        members = [(m.node, m.stage) for m in view.members if not m.standby]
+                        members = list(active(seated(view)).items())
                         fields = {"number": view.number, "reason": view.reason, "members": members}
                         self._tell(VIEWS, {"time": time.time(), **fields})
             await asyncio.sleep(LOOK)

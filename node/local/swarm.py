@@ -410,7 +410,7 @@ class _Swarm:
 
     def _awaited(self) -> str:
         reports = [one.report for one in self.description.members] if self.description else []
-        messages = {report.message for report in reports if report.message}
+        messages = {seat.message for report in reports for seat in report.seats if seat.message}
         return "; ".join(sorted(messages)) or "no node says what it waits for"
 
     async def _last_nodes(self, stop: asyncio.Future[int]) -> None:
@@ -425,8 +425,7 @@ class _Swarm:
             behind = [
                 slot
                 for slot, pid in self.processes.running().items()
-                if slot != "registry"
-                and self.story.holds.get(self.story.node_of(pid)) != self.run.steps
+                if slot != "registry" and self.story.held_by(pid) != {self.run.steps}
             ]
             if not behind:
                 return
@@ -496,7 +495,7 @@ class _Swarm:
         return (
             self.description is not None
             and bool(self.description.view.driver)
-            and all(self.story.node_of(pid) in self.story.serving for pid in running)
+            and all(self.story.serves(pid) for pid in running)
         )
 
     def _carry_out(self, kill: Kill) -> None:
@@ -514,7 +513,7 @@ class _Swarm:
         pid = self.processes.kill(slot)
         if pid is not None:
             victim = self._victim(slot, pid)
-            self.events.write(Killed(slot=slot, pid=pid, step=step, **victim), now)
+            self.events.write(Killed(slot=slot, pid=pid, step=step, **victim), at=now)
         return pid is not None
 
     def _change_what_is_due(self) -> None:

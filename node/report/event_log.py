@@ -32,10 +32,11 @@ class EventLog:
             _drop_half_line(path)
             self.file = open_file(path)
 
-    def write(self, event: events.Event, at: float | None = None) -> None:
-        """`at`: when it happened, in Unix seconds; None: now."""
+    def write(self, event: events.Event, by: str = "", at: float | None = None) -> None:
+        """`by`: whose event it is; empty: the node's. `at`: when it happened, in Unix seconds;
+        None: now."""
         if self.file is not None:
-            written = events.line(event, self.node, time.time() if at is None else at)
+            written = events.line(event, by or self.node, time.time() if at is None else at)
             self.file.append(json.dumps(written).encode() + b"\n")
 
     def close(self) -> None:

@@ -90,6 +90,16 @@ class Serving(Event, kind="serving", severity=Severity.INFO):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GivenBack(Event, kind="given back", severity=Severity.INFO):
+    """The node has a seat less."""
+
+    stage: int
+
+    def sentence(self, node: str | None) -> str:
+        return f"{node} serves stage {self.stage} no longer"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Preempted(Event, kind="preempted", severity=Severity.WARNING):
     grace: float  # seconds
     reason: str = ""  # SIGTERM, SIGINT, or what a cloud says

@@ -16,7 +16,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from planaria.bootstrap.registry_pb2 import Description, MemberDescription
+from planaria.bootstrap.membership import stages_of
+from planaria.bootstrap.registry_pb2 import Description, Member, MemberDescription, SeatReport
+from planaria.node.naming import node_of
 from planaria.node.report.events import (
     Applied,
     Committed,
@@ -24,6 +26,7 @@ from planaria.node.report.events import (
     Exited,
     Fetching,
     Finished,
+    GivenBack,
     Joined,
     Killed,
     LinkLost,
@@ -84,9 +87,9 @@ class Story:
         self.loss = math.nan
         self.finished: Finished | None = None
         self.stopped: Stopped | None = None
-        self.holds: dict[str | None, int] = {}  # node -> newest step in its weights
-        self.serving: set[str | None] = set()  # nodes
-        self.rebuilds: dict[str, UnderWay] = {}  # node -> what it is at
+        self.rebuilds: dict[str, UnderWay] = {}  # seat -> what it is at
+        self._holds: dict[str | None, int] = {}  # seat -> newest step in its weights
+        self._serving: set[str | None] = set()  # seats
         self._slots: dict[int, str] = {}  # process id -> slot
         self._nodes: dict[int, str] = {}  # process id -> its newest node
         self._processes: dict[str, int] = {}  # node -> process id
@@ -111,13 +114,17 @@ class Story:
             case Started(slot=slot, pid=pid):
                 self._slots[pid] = slot
             case Joined(pid=pid) if entry.node is not None:
-                self.rebuilds.pop(self._nodes.get(pid, ""), None)
+                self._drop_rebuilds(self._nodes.get(pid))
                 self._nodes[pid] = entry.node
                 self._processes[entry.node] = pid
             case Serving():
-                self.serving.add(entry.node)
+                self._serving.add(entry.node)
+            case GivenBack():
+                self._serving.discard(entry.node)
+                self._holds.pop(entry.node, None)
+                self.rebuilds.pop(entry.node or "", None)
             case Applied(step=step):
-                self.holds[entry.node] = step
+                self._holds[entry.node] = step
             case Committed() as committed:
                 return self._committed(committed, entry.time)
             case NodeLost(node=node):
@@ -125,7 +132,9 @@ class Story:
                 if node in self._missed:
                     return None
                 self._missed.add(node)
-            case Killed() | Exited() | RebuildFailed():
+            case Killed() | Exited():
+                self._drop_rebuilds(entry.node)
+            case RebuildFailed():
                 self.rebuilds.pop(entry.node or "", None)
             case RebuildOrdered() as order:
                 self.rebuilds[order.node] = UnderWay(
@@ -194,7 +203,7 @@ class Story:
 
     def _rebuilt(self, rebuilt: StageRebuilt, entry: Entry) -> News | None:
         node, method = rebuilt.node, rebuilt.method
-        self.holds[node] = rebuilt.step
+        self._holds[node] = rebuilt.step
         self._in_place[node] = entry.time
         rebuild = self.rebuilds.pop(node, None)
         if method == "replica":
@@ -225,6 +234,18 @@ class Story:
             if process in self._slots:
                 sentence = sentence.replace(node, f"node-{self._slots[process]}")
         return sentence
+
+    def _drop_rebuilds(self, node: str | None) -> None:
+        self.rebuilds = {seat: at for seat, at in self.rebuilds.items() if node_of(seat) != node}
+
+    def serves(self, pid: int) -> bool:
+        """Whether the process has a seat."""
+        return any(node_of(seat or "") == self.node_of(pid) for seat in self._serving)
+
+    def held_by(self, pid: int) -> set[int]:
+        """The newest steps in the weights of the process's seats."""
+        node = self.node_of(pid)
+        return {step for seat, step in self._holds.items() if node_of(seat or "") == node}
 
     def node_of(self, pid: int) -> str | None:
         """The newest node that the process has been."""
@@ -263,26 +284,38 @@ def stage_table(description: Description, stages: int) -> Table:
         header_style="bold",
         pad_edge=False,
     )
-    rows: dict[int | str, list[MemberDescription]] = {stage: [] for stage in range(stages + 1)}
+    rows: dict[int | None, list[MemberDescription]] = {stage: [] for stage in range(stages + 1)}
     for one in description.members:
-        rows.setdefault("standby" if one.member.standby else one.member.stage, []).append(one)
-    for stage, members in rows.items():
-        reports = [one.report for one in members]
+        for stage in seats_of(one.member):
+            rows.setdefault(stage, []).append(one)
+    for at, members in rows.items():
+        seats = [told_of(one, at) for one in members]
         table.add_row(
-            str(stage),
+            "standby" if at is None else str(at),
             str(len(members)),
-            state(members),
-            _span([report.committed for report in reports]),
-            f"{sum(report.microbatches for report in reports):,}",
-            decimal(sum(report.bytes_in for report in reports)),
-            decimal(sum(report.bytes_out for report in reports)),
+            state(members, at),
+            _span([seat.committed for seat in seats]),
+            f"{sum(seat.microbatches for seat in seats):,}",
+            decimal(sum(one.report.bytes_in for one in members)),
+            decimal(sum(one.report.bytes_out for one in members)),
         )
     return table
 
 
-def state(members: Iterable[MemberDescription]) -> Text:
-    """The states of a stage's nodes, counted."""
-    states = Counter(_state_of(one) for one in members)
+def seats_of(member: Member) -> list[int | None]:
+    """The stages of its seats; of a standby, None."""
+    return [*stages_of(member)] or [None]
+
+
+def told_of(one: MemberDescription, stage: int | None) -> SeatReport:
+    """What a member says of its seat at that stage; as good as nothing where it has none, or
+    hasn't said anything yet."""
+    return next((seat for seat in one.report.seats if seat.stage == stage), SeatReport())
+
+
+def state(members: Iterable[MemberDescription], stage: int | None) -> Text:
+    """The states of a stage's seats, counted; None: standbys."""
+    states = Counter(_state_of(one, stage) for one in members)
     if not states:
         return Text("vacant", style="bold red")
     parts = [
@@ -292,14 +325,16 @@ def state(members: Iterable[MemberDescription]) -> Text:
     return Text(", ").join(parts)
 
 
-def _state_of(one: MemberDescription) -> tuple[str, str]:
+def _state_of(one: MemberDescription, stage: int | None) -> tuple[str, str]:
     if one.suspected:
         return "suspected", "yellow"
     if one.reached_by:
         return "not heard", "yellow"
     if one.report.stalled_seconds:
         return "hangs", "bold red"
-    return _PHASES.get(one.report.phase, _JOINED)
+    if stage is None:
+        return "waiting", ""
+    return _PHASES.get(told_of(one, stage).phase, _JOINED)
 
 
 _JOINED = ("joining", "cyan")

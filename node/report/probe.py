@@ -9,6 +9,7 @@ from typing import Any, Final
 from rich.table import Table
 
 from planaria.bootstrap.client import RegistryClient
+from planaria.bootstrap.membership import stages_of
 from planaria.bootstrap.registry_pb2 import Description
 
 LOOK: Final = 0.5  # seconds between two looks
@@ -19,7 +20,7 @@ class ProbeError(Exception):
 
 
 async def probe(client: RegistryClient, wait: float, say: Callable[[str], None]) -> dict[str, Any]:
-    """`{"nodes": [..], "links": [..]}`, ready for JSON: nodes with `node`, `stage` (None: a
+    """`{"nodes": [..], "links": [..]}`, ready for JSON: nodes with `node`, `stages` (none: a
     standby), `device`, `memory` (bytes), `tflops` (of a float32 matrix product); links with `a`,
     which sends, `b`, `rtt_ms`, `mbps`. Nodes have `wait` seconds; `say` hears of those that haven't
     measured by then, whose links are left out.
@@ -49,7 +50,7 @@ def found(description: Description, number: int) -> dict[str, Any]:
         "nodes": [
             {
                 "node": m.member.node,
-                "stage": None if m.member.standby else m.member.stage,
+                "stages": stages_of(m.member),
                 "device": m.member.device,
                 "memory": m.report.memory,
                 "tflops": m.member.speed / 1e3,
@@ -73,12 +74,12 @@ def found(description: Description, number: int) -> dict[str, Any]:
 
 def table(probed: dict[str, Any]) -> Iterator[Table]:
     nodes = Table(title="Nodes")
-    for column in ("node", "stage", "device", "memory, GiB", "TFLOP/s"):
+    for column in ("node", "stages", "device", "memory, GiB", "TFLOP/s"):
         nodes.add_column(column, justify="left" if column in ("node", "device") else "right")
     for node in probed["nodes"]:
-        stage = "standby" if node["stage"] is None else str(node["stage"])
+        stages = ", ".join(map(str, node["stages"])) or "standby"
         memory, speed = f"{node['memory'] / 2**30:.1f}", f"{node['tflops']:.3f}"
-        nodes.add_row(node["node"], stage, node["device"], memory, speed)
+        nodes.add_row(node["node"], stages, node["device"], memory, speed)
     yield nodes
     links = Table(title="Links")
     for column in ("from", "to", "round trip, ms", "Mbit/s"):

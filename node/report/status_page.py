@@ -18,9 +18,16 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from planaria.bootstrap.client import RegistryClient, RegistryUnreachable
-from planaria.bootstrap.registry_pb2 import Description, Member, MemberDescription, Report
+from planaria.bootstrap.membership import place_of, stages_of
+from planaria.bootstrap.registry_pb2 import (
+    Description,
+    Member,
+    MemberDescription,
+    Report,
+    SeatReport,
+)
 from planaria.node.report.events import Severity
-from planaria.node.report.live_view import progress, stage_table, state, styled
+from planaria.node.report.live_view import progress, seats_of, stage_table, state, styled, told_of
 from planaria.node.run_file import RunFile, RunFileError, loads
 from planaria.node.state.handover import NOTICES, Handover, told
 
@@ -64,24 +71,25 @@ def as_text(description: Description) -> str:
 
 def page(description: Description) -> RenderableType:
     view = description.view
-    reports = [one.report for one in description.members]
+    seats = [seat for one in description.members for seat in one.report.seats]
     # A run that has gone back to files stands at an older step, of a newer lineage.
-    newest = max(reports, key=lambda report: (report.lineage, report.committed), default=None)
+    newest = max(seats, key=lambda seat: (seat.lineage, seat.committed), default=None)
     run = _run_file(description)
     told = (newest.lineage, newest.committed) if newest else (0, 0)
     _, committed = max(told, (view.lineage, view.committed))
-    stages = max([one.member.stage for one in description.members], default=0)
+    stages = max([s for one in description.members for s in stages_of(one.member)], default=0)
     if run is not None and run.model.stages is not None:
         stages = run.model.stages
     parts: list[RenderableType] = [_head(description)]
     if run is not None:
         loss = newest.loss if newest and newest.committed else math.nan
-        rate = max((report.tokens_per_second for report in reports), default=0.0)
+        rate = max((seat.tokens_per_second for seat in seats), default=0.0)
         parts += [progress(committed, run.steps, loss, rate)]
     parts += [Rule(style="dim"), stage_table(description, stages)]
     parts += [Rule(style="dim"), _members(description)]
     for title, lines in (
         ("when a stage's only node is told to go", _handovers(description, run)),
+        ("several seats, or none", _reasons(description)),
         ("without a link", _cuts(description)),
         ("in quarantine", _quarantine(description)),
         ("evicted", _evictions(description)),
@@ -117,32 +125,33 @@ def _head(description: Description) -> RenderableType:
         grid.add_row(Text("registry", style="dim"), styled(description.trouble, Severity.ERROR))
     for one in description.members:
         if one.report.trouble:
-            who = f"{one.member.node} of stage {one.member.stage}"
-            trouble = styled(f"{who}: {one.report.trouble}", Severity.ERROR)
+            trouble = styled(f"{_named(one.member)}: {one.report.trouble}", Severity.ERROR)
             grid.add_row(Text("trouble", style="dim"), trouble)
     for message, members in _news(description).items():
         grid.add_row(Text("news", style="dim"), _told_by(message, members, view.driver))
     return grid
 
 
-def _news(description: Description) -> dict[str, list[MemberDescription]]:
+def _news(description: Description) -> dict[str, list[tuple[Member, SeatReport]]]:
     """Messages, with those who say so."""
-    news: dict[str, list[MemberDescription]] = {}
+    news: dict[str, list[tuple[Member, SeatReport]]] = {}
     for one in description.members:
-        if one.report.message:
-            news.setdefault(one.report.message, []).append(one)
+        for seat in one.report.seats:
+            if seat.message:
+                news.setdefault(seat.message, []).append((one.member, seat))
     return dict(sorted(news.items()))
 
 
-def _told_by(message: str, members: Sequence[MemberDescription], driver: str) -> Text:
+def _told_by(message: str, seats: Sequence[tuple[Member, SeatReport]], driver: str) -> Text:
     """The driver tells how the run goes, all of them tell that it is stopped; else a node speaks
     when something is wrong with it."""
-    if any(one.report.stopped for one in members):
+    if any(seat.stopped for _, seat in seats):
         return styled(message, Severity.ERROR)
-    if drivers := [one.report for one in members if one.member.node == driver]:
-        still = any(report.committed and report.phase in STANDING_STILL for report in drivers)
+    driving = [seat for member, seat in seats if member.node == driver and seat.stage == 0]
+    if driving:
+        still = any(seat.committed and seat.phase in STANDING_STILL for seat in driving)
         return Text(message, styled(message, Severity.WARNING if still else Severity.NOTICE).style)
-    who = ", ".join(f"{one.member.node} of stage {one.member.stage}" for one in members)
+    who = ", ".join(f"{member.node} of stage {seat.stage}" for member, seat in seats)
     return styled(f"{who}: {message}", Severity.ERROR)
 
 
@@ -157,16 +166,17 @@ def _members(description: Description) -> Table:
         header_style="bold",
         pad_edge=False,
     )
-    by_stage = sorted(
-        description.members, key=lambda m: (m.member.standby, m.member.stage, m.member.joined)
-    )
-    for one in by_stage:
+    seats: list[tuple[int | None, MemberDescription]] = [
+        (stage, one) for one in description.members for stage in seats_of(one.member)
+    ]
+    seats.sort(key=lambda seat: (math.inf if seat[0] is None else seat[0], seat[1].member.joined))
+    for stage, one in seats:
         member, report = one.member, one.report
         table.add_row(
-            "standby" if member.standby else str(member.stage),
+            "standby" if stage is None else str(stage),
             escape(member.node),
-            Text(" ").join([state([one]), *_reached(one), *_stalled(report)]),
-            str(report.committed),
+            Text(" ").join([state([one], stage), *_reached(one), *_stalled(report)]),
+            str(told_of(one, stage).committed),
             f"{one.since_renewal:.1f} s",
             decimal(report.bytes_in, separator="").removesuffix("ytes"),
             decimal(report.bytes_out, separator="").removesuffix("ytes"),
@@ -180,6 +190,15 @@ def _reached(one: MemberDescription) -> list[Text]:
     return [Text(f"but by {one.reached_by}")] if one.reached_by else []
 
 
+def _reasons(description: Description) -> list[Text]:
+    """Why who has several seats, or none, has these."""
+    return [
+        Text(f"{_named(one.member)}: {one.why}")
+        for one in description.members
+        if len(one.member.seats) != 1
+    ]
+
+
 def _stalled(report: Report) -> list[Text]:
     """For how long its compute thread has made no progress."""
     return [Text(f"{report.stalled_seconds:.0f} s")] if report.stalled_seconds else []
@@ -191,13 +210,14 @@ def _handovers(description: Description, run: RunFile | None) -> list[Text]:
     if run is None or run.model.vocabulary is None:
         return []
     config = run.model.config
-    rate = max((one.report.tokens_per_second for one in description.members), default=0.0)
+    told_by = [seat for one in description.members for seat in one.report.seats]
+    rate = max((seat.tokens_per_second for seat in told_by), default=0.0)
     step = run.training.batch * config.context / rate if rate else 0.0
-    serving = [one for one in description.members if not one.member.standby]
-    count = Counter(one.member.stage for one in serving)
+    seats = [(stage, one) for one in description.members for stage in stages_of(one.member)]
+    count = Counter(stage for stage, _ in seats)
     heirs = []
-    for one in sorted(serving, key=lambda one: one.member.stage):
-        links, stage = one.report.links, one.member.stage
+    for stage, one in sorted(seats, key=lambda seat: seat[0]):
+        links = one.report.links
         if count[stage] == 1 and links:
             parameters = config.parameters[min(stage, 1)]
             rtt = max(link.rtt_ms for link in links) / 1e3
@@ -237,8 +257,7 @@ def _evictions(description: Description) -> list[Text]:
 
 
 def _named(member: Member) -> str:
-    place = "standby" if member.standby else f"stage {member.stage}"
-    return f"{member.node} ({place})"
+    return f"{member.node} ({place_of(member)})"
 
 
 def _ago(seconds: float) -> str:

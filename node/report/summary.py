@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from rich.filesize import decimal
 
+from planaria.node.naming import node_of
 from planaria.node.report.events import (
     Aborted,
     Applied,
@@ -242,7 +243,7 @@ def noticed_at(rebuilt: StageRebuilt, at: float, events: Sequence[Entry]) -> flo
         for entry in events:
             match entry.event:
                 case LinkLost(peer=node) | NodeLost(node=node):
-                    noticed = node == loss.node
+                    noticed = node_of(node) == loss.node
                 case RebuildOrdered(stage=of):
                     noticed = of == stage
                 case _:
@@ -260,8 +261,9 @@ def stall_seconds(rebuilt: StageRebuilt, at: float, events: Sequence[Entry]) -> 
     return max(rebuilt.stall_seconds, at - noticed_at(rebuilt, at, events))
 
 
-def _replaced(node: str, events: Sequence[Entry]) -> Entry | None:
-    """The newest loss in the place of `node`'s process, if this is that process's first node."""
+def _replaced(seat: str, events: Sequence[Entry]) -> Entry | None:
+    """The newest loss in the place of the seat's process, if its node is that process's first."""
+    node = node_of(seat)
     nodes: dict[int, list[str | None]] = {}  # by process, in the order in which it was them
     starts: dict[int, tuple[str, float]] = {}  # by process: slot and time
     for entry in events:

@@ -720,7 +720,7 @@ class Driver:
     def _replace(self, gathering: Gathering, node: str, now: float) -> list[Effect]:
         """A standby copies the state of the last node of a stage, if it can; then that one goes."""
         why, alone = self.hanging.why[node], gathering.nodes_of(self.members[node]) == [node]
-        standby = any(member.standby for member in self.view.members)
+        standby = any(not member.seats for member in self.view.members)
         why = f"{node} of stage {self.members[node]} is to be replaced: {why}"
         self.current, self.pause_until = Resting(DriverPhase.PAUSING, why), now + REPLACED
         if alone and standby and self.hanging.may_have_heir(node, now):

@@ -19,8 +19,8 @@ ANSWER = 4.0
 
 
 def active(view: registry.View) -> dict[str, int]:
-    """The stages of the members that aren't standbys, by node."""
-    return {member.node: member.stage for member in view.members if not member.standby}
+    """The stages of the members that aren't standbys, each of which has one seat here."""
+    return {member.node: member.seats[0].stage for member in view.members if member.seats}
 
 
 @dataclass

@@ -183,8 +183,15 @@ class Exchanges:
         self._ready: deque[Callable[[], None]] = deque()
         self._deadlines: list[tuple[float, int, Exchange[Any], _Wait]] = []
         self._numbers = itertools.count()
+        self._closed = False
 
     # --- for the owner
+
+    def close(self) -> None:
+        """None of them goes on."""
+        self._closed = True
+        self._ready.clear()
+        self._deadlines.clear()
 
     @property
     def wake(self) -> float:
@@ -261,6 +268,8 @@ class Exchanges:
 
     def call_soon(self, call: Callable[[], None]) -> None:
         """In the next `run`, behind what is ready before."""
+        if self._closed:
+            return
         if not self._ready:
             self._soon()
         self._ready.append(call)
@@ -275,7 +284,7 @@ class Exchanges:
             exchange._step()
 
     def _watch(self, exchange: Exchange[Any], wait: _Wait) -> None:
-        if wait.until < math.inf:
+        if wait.until < math.inf and not self._closed:
             entry = (wait.until, next(self._numbers), exchange, wait)
             if wait.until < self.wake:
                 self._soon()

@@ -175,7 +175,8 @@ class Frame:
     fields: dict[str, Any]  # by kind; small, of what msgpack knows
     descriptors: list[Descriptor]  # of the tensors in the payload; none: plain bytes
     payload: Payload
-    seat: int = 0  # stage at which the node that gets it has the seat that it is for
+    seat: str = ""  # for which it is, of those that the node that gets it has
+    sender: str = ""  # the seat that sends it, of the other node
 
     @property
     def size(self) -> int:
@@ -183,11 +184,18 @@ class Frame:
         return sum(buffer.nbytes for buffer in buffers_of(self.payload))
 
     def head(self) -> bytes:
-        """msgpack: [kind, view, attempt, fields, descriptors, seat]. Raises WireError."""
+        """msgpack: [kind, view, attempt, fields, descriptors, seat, sender]. Raises WireError."""
         _check_names(self.fields)
         try:
             head: bytes = msgpack.packb(
-                [self.kind, *self.ballot, self.fields, self.descriptors, self.seat]
+                [
+                    self.kind,
+                    *self.ballot,
+                    self.fields,
+                    self.descriptors,
+                    self.seat,
+                    self.sender,
+                ]
             )
         except (TypeError, ValueError, OverflowError) as error:
             raise WireError(f"the fields of a frame can't be packed: {error}") from error
@@ -198,7 +206,7 @@ class Frame:
     @classmethod
     def parse(cls, head: Buffer, payload: Payload, limit: int = PAYLOAD_LIMIT) -> Frame:
         """Raises WireError. `limit`: bytes of payload."""
-        kind, view, attempt, fields, descriptors, seat = _unpack_head(head)
+        kind, view, attempt, fields, descriptors, *seats = _unpack_head(head)
         if not isinstance(kind, str) or kind not in KINDS:
             raise WireError(f"a frame of kind {kind!r}, which is none of {', '.join(KINDS)}")
         if not _is_uint64(view) or not _is_uint64(attempt):
@@ -208,10 +216,13 @@ class Frame:
         _check_names(fields)
         if not isinstance(descriptors, list) or len(descriptors) > TENSOR_LIMIT:
             raise WireError(f"the descriptors are no list of at most {TENSOR_LIMIT}")
-        if not _is_uint64(seat):
-            raise WireError(f"the seat {seat!r} is no stage")
+        for seat in seats:
+            if not isinstance(seat, str) or len(seat) > NAME_LIMIT:
+                raise WireError(
+                    f"a seat is named by at most {NAME_LIMIT} characters, not {str(seat)[:80]!r}"
+                )
         parsed = [Descriptor.parse(raw) for raw in descriptors]
-        frame = cls(kind, (view, attempt), fields, parsed, payload, seat)
+        frame = cls(kind, (view, attempt), fields, parsed, payload, *seats)
         check_payload_size(frame.size, limit)
         if frame.descriptors and (told := sum(d.size for d in frame.descriptors)) != frame.size:
             raise WireError(f"the descriptors say {told} bytes, the payload has {frame.size}")
@@ -242,9 +253,9 @@ def _unpack_head(head: Buffer) -> list[Any]:
         raise WireError(
             f"the head of a frame is not msgpack: {error or type(error).__name__}"
         ) from error
-    if not isinstance(parts, list) or len(parts) != 6:
+    if not isinstance(parts, list) or len(parts) != 7:
         raise WireError(
-            "the head of a frame is not [kind, view, attempt, fields, descriptors, seat]"
+            "the head of a frame is not [kind, view, attempt, fields, descriptors, seat, sender]"
         )
     return parts
 

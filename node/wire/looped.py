@@ -24,14 +24,12 @@ class LoopedExchanges(Exchanges):
     ) -> None:
         super().__init__(compute, self._run_soon, crashed)
         self._loop = loop
-        self._closed = False
         self._soon_handle: asyncio.Handle | None = None
         self._alarm: asyncio.TimerHandle | None = None
         self.at(loop.time())
 
     def close(self) -> None:
-        """None of them goes on."""
-        self._closed = True
+        super().close()
         for handle in (self._soon_handle, self._alarm):
             if handle is not None:
                 handle.cancel()

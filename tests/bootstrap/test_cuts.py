@@ -17,7 +17,7 @@ from planaria.bootstrap.membership import (
     MembershipRules,
     related,
 )
-from planaria.bootstrap.registry_pb2 import Complaint, JoinRequest, Renewal, Report
+from planaria.bootstrap.registry_pb2 import Complaint, JoinRequest, Renewal, Report, SeatReport
 
 LEASE, SILENCE, STEP = 5.0, 3.0, 1.0
 STAGES = 3
@@ -50,7 +50,7 @@ class World:
 
     @property
     def stages(self) -> dict[str, int]:
-        return {member.node: member.stage for member in self.machine.view.members}
+        return {m.node: m.seats[0].stage for m in self.machine.view.members}
 
     def after(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -115,9 +115,8 @@ class World:
             return
         self.renewed[node] = self.now
         stalled = 20.0 if node in self.stalled else 0.0
-        report = Report(
-            committed=9, phase="running", complaints=complaints, stalled_seconds=stalled
-        )
+        seat = SeatReport(stage=self.stages[node], committed=9, phase="running")
+        report = Report(seats=[seat], complaints=complaints, stalled_seconds=stalled)
         self.after(self.machine.renewed(Renewal(node=node, report=report), self.now))
 
 

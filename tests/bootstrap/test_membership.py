@@ -16,6 +16,7 @@ from planaria.bootstrap.membership import (
     Probe,
     Refused,
     Settle,
+    stages_of,
     to_link,
 )
 from planaria.bootstrap.registry_pb2 import (
@@ -31,6 +32,8 @@ from planaria.bootstrap.registry_pb2 import (
     Relay,
     Renewal,
     Report,
+    Seat,
+    SeatReport,
     Suspicion,
     View,
 )
@@ -96,7 +99,7 @@ class Swarm:
     def miss(self, node: str, *peers: str) -> list[Effect]:
         """The node renews, and has no link to these, which it needs."""
         complaints = [Complaint(peer=peer) for peer in peers]
-        return self.renew(node, report=Report(complaints=complaints))
+        return self.renew(node, report=self.report(node, complaints))
 
     def suspect(
         self, accuser: str, accused: str, cause: Cause = SILENT, why: str = "silent"
@@ -135,7 +138,12 @@ class Swarm:
 
     def stage(self, node: str) -> int | None:
         member = next(m for m in self.view.members if m.node == node)
-        return None if member.standby else member.stage
+        return next(iter(stages_of(member)), None)
+
+    def report(self, node: str, complaints: Sequence[Complaint] = (), **seat: object) -> Report:
+        """Of a node with one seat."""
+        told = SeatReport(stage=self.stage(node) or 0, **seat)  # type: ignore[arg-type]
+        return Report(seats=[told], complaints=complaints)
 
     def nodes(self) -> list[str]:
         return [m.node for m in self.view.members]
@@ -265,23 +273,28 @@ def test_two_neighbours_that_only_dial_out_need_somebody_who_carries(a: int, b: 
 @pytest.mark.parametrize(
     ("own", "linked"),
     [
-        (Member(node="new", stage=1, address="new:1"), ["n0", "n1", "n2"]),
-        (Member(node="n1", stage=1, address="n1:1"), ["n0", "n2"]),
-        (Member(node="n0", stage=0, address="n0:1"), ["n1", "n2", "n3", "n4", "n5"]),
-        (Member(node="n3", stage=3, address="n3:1"), ["n0", "n2", "n4"]),
-        (Member(node="n3", stage=3), ["n0", "n1", "n2", "n4", "n5"]),
-        (Member(node="n3", stage=3, address="n3:1", standby=True), []),
+        (Member(node="new", seats=[Seat(stage=1)], address="new:1"), ["n0", "n1", "n2"]),
+        (Member(node="n1", seats=[Seat(stage=1)], address="n1:1"), ["n0", "n2"]),
+        (Member(node="n0", seats=[Seat(stage=0)], address="n0:1"), ["n1", "n2", "n3", "n4", "n5"]),
+        (Member(node="n3", seats=[Seat(stage=3)], address="n3:1"), ["n0", "n2", "n4"]),
+        (Member(node="n3", seats=[Seat(stage=3)]), ["n0", "n1", "n2", "n4", "n5"]),
+        (Member(node="n3", address="n3:1"), []),
     ],
 )
 def test_a_node_keeps_links_to_whom_it_needs_in_every_step(own: Member, linked: list[str]) -> None:
-    members = [Member(node=f"n{stage}", stage=stage, address=f"n{stage}:1") for stage in range(6)]
-    members.append(Member(node="idle", address="idle:1", standby=True))
+    members = [
+        Member(node=f"n{stage}", seats=[Seat(stage=stage)], address=f"n{stage}:1")
+        for stage in range(6)
+    ]
+    members.append(Member(node="idle", address="idle:1"))
     view = View(number=1, members=members)
     assert to_link(own, view, stages=5, swapped=False) == linked
 
 
 def test_with_swapped_orders_the_ends_are_neighbours_too() -> None:
-    members = [Member(node=f"n{stage}", stage=stage, address="there:1") for stage in range(6)]
+    members = [
+        Member(node=f"n{stage}", seats=[Seat(stage=stage)], address="there:1") for stage in range(6)
+    ]
     view = View(number=1, members=members)
     assert to_link(members[3], view, stages=5, swapped=True) == ["n0", "n1", "n2", "n4", "n5"]
 
@@ -363,7 +376,7 @@ def test_after_a_loss_of_everything_nodes_are_awaited_as_at_the_start() -> None:
     swarm = Swarm(stages=1, replicas=2, start_grace=3, lease=100)
     for node, stage in (("a", 0), ("b", 0), ("c", 1), ("d", 1)):
         swarm.join(node, stage)
-        swarm.renew(node, report=Report(committed=7))
+        swarm.renew(node, report=swarm.report(node, committed=7))
     for node in "abcd":
         swarm.after(swarm.machine.leave(node, "", swarm.now))
     swarm.join("e", 0)
@@ -379,7 +392,7 @@ def test_a_driver_of_nodes_that_have_a_state_stays() -> None:
     swarm = Swarm(stages=1, replicas=2, start_grace=3, lease=100)
     for node, stage in (("a", 0), ("b", 0), ("c", 1), ("d", 1)):
         swarm.join(node, stage)
-        swarm.renew(node, report=Report(lineage=1))
+        swarm.renew(node, report=swarm.report(node, lineage=1))
     swarm.after(swarm.machine.leave("d", "", swarm.now))
     assert swarm.view.driver == "a", "a step 0 that the run has gone back to is a state too"
 
@@ -500,7 +513,7 @@ def test_whom_somebody_reaches_by_way_of_a_third_is_reached() -> None:
     swarm = full(lease=5)
     for _ in range(20):
         complaints = [Complaint(peer="n1", relayed=True)]
-        swarm.renew("n0", report=Report(complaints=complaints))
+        swarm.renew("n0", report=swarm.report("n0", complaints))
         swarm.miss("n2", "n1")
         assert swarm.wait(0.5) == []
     assert "n0 reaches it" in swarm.machine.decisions[-1]
@@ -514,7 +527,14 @@ def test_who_has_a_replica_goes_though_others_reach_it() -> None:
     assert swarm.nodes() == ["n0", "n2", "n1b"]
 
 
-@pytest.mark.parametrize("report", [Report(stalled_seconds=9), Report(phase="syncing")])
+@pytest.mark.parametrize(
+    "report",
+    [
+        Report(seats=[SeatReport(stage=1, phase="running")], stalled_seconds=9),
+        Report(seats=[SeatReport(stage=1, phase="syncing")]),
+        Report(),
+    ],
+)
 def test_who_has_no_state_or_makes_no_progress_goes_though_others_reach_it(report: Report) -> None:
     swarm = full(lease=5)
     swarm.renew("n1", report=report)
@@ -524,10 +544,10 @@ def test_who_has_no_state_or_makes_no_progress_goes_though_others_reach_it(repor
 
 def test_what_was_a_state_at_the_start_is_not_lost_since_others_have_told_of_later_steps() -> None:
     swarm = full(lease=5)
-    swarm.renew("n1", report=Report(phase="running"))
+    swarm.renew("n1", report=swarm.report("n1", phase="running"))
     for committed in range(20):
         for node in ("n0", "n2"):
-            swarm.renew(node, report=Report(phase="running", committed=committed))
+            swarm.renew(node, report=swarm.report(node, phase="running", committed=committed))
         swarm.wait(0.5)
     assert swarm.nodes() == ["n0", "n1", "n2"]
 
@@ -595,7 +615,7 @@ def test_a_spare_that_is_sent_to_a_stage_only_just_needs_its_links() -> None:
     swarm.open("spare")
     silent(swarm, 4, "n1", n0=["n1"], n2=["n1"])
     swarm.after(swarm.machine.leave("n2", "", swarm.now))
-    assert [m.stage for m in swarm.view.members if m.node == "spare"] == [2]
+    assert swarm.stage("spare") == 2
     silent(swarm, 1, "n1", n0=["n1"])
     assert "n1" not in swarm.nodes()
 
@@ -614,7 +634,7 @@ def test_a_new_registry_spares_a_last_holder_of_which_it_has_never_heard() -> No
     swarm.open("n0", "n2")
     for _ in range(30):
         for node in ("n0", "n2"):
-            swarm.renew(node, report=Report(committed=9, phase="running"))
+            swarm.renew(node, report=swarm.report(node, committed=9, phase="running"))
         assert swarm.wait(0.5) == []
     assert swarm.nodes() == ["n0", "n1", "n2"]
 
@@ -778,7 +798,7 @@ def cut_off(swarm: Swarm, seconds: int, *pairs: tuple[str, str], relayed: bool =
         for node in swarm.nodes():
             peers = [b for a, b in pairs if a == node] + [a for a, b in pairs if b == node]
             complaints = [Complaint(peer=peer, relayed=relayed) for peer in peers]
-            report = Report(committed=7, phase="running", complaints=complaints)
+            report = swarm.report(node, committed=7, phase="running", complaints=complaints)
             swarm.renew(node, report=report)
         swarm.wait(1)
 
@@ -857,8 +877,8 @@ def test_another_run_is_told_so() -> None:
 def test_committed_grows_and_travels_with_views() -> None:
     swarm = full()
     number = swarm.view.number
-    assert swarm.renew("n0", report=Report(committed=7)) == []
-    swarm.renew("n1", report=Report(committed=5))
+    assert swarm.renew("n0", report=swarm.report("n0", committed=7)) == []
+    swarm.renew("n1", report=swarm.report("n1", committed=5))
     assert swarm.view.number == number
     swarm.join("a")
     assert swarm.view.committed == 7
@@ -866,9 +886,9 @@ def test_committed_grows_and_travels_with_views() -> None:
 
 def test_a_later_lineage_is_newer_than_any_step_before_it() -> None:
     swarm = full()
-    swarm.renew("n0", report=Report(committed=37))
-    swarm.renew("n1", report=Report(committed=30, lineage=1))
-    swarm.renew("n0", report=Report(committed=38))
+    swarm.renew("n0", report=swarm.report("n0", committed=37))
+    swarm.renew("n1", report=swarm.report("n1", committed=30, lineage=1))
+    swarm.renew("n0", report=swarm.report("n0", committed=38))
     swarm.join("a")
     assert (swarm.view.lineage, swarm.view.committed) == (1, 30)
 
@@ -899,7 +919,7 @@ def test_who_has_replicas_that_stay_needs_no_spare_when_it_leaves() -> None:
 def test_when_nobody_is_left_a_driver_waits_for_everybody_again() -> None:
     """Nodes come back with what they have saved: who comes first must not begin alone."""
     swarm = full()
-    swarm.renew("n0", report=Report(committed=7))
+    swarm.renew("n0", report=swarm.report("n0", committed=7))
     for node in [member.node for member in swarm.view.members]:
         swarm.after(swarm.machine.leave(node, "", swarm.now))
     swarm.join("again", 0)
@@ -937,7 +957,7 @@ def test_a_restarted_registry_goes_on_after_the_grace() -> None:
 
 
 def test_nothing_is_restored_from_a_view_that_makes_no_sense() -> None:
-    view = View(run="r", number=3, members=[Member(node="a", stage=9, joined=1)])
+    view = View(run="r", number=3, members=[Member(node="a", seats=[Seat(stage=9)], joined=1)])
     with pytest.raises(ValueError, match="stages above 2"):
         Swarm().machine.restore(view, 0)
 
@@ -961,7 +981,7 @@ def test_a_registry_without_its_journal_learns_from_its_members() -> None:
 
 def test_a_registry_that_leads_its_run_believes_no_newer_view() -> None:
     swarm = full()
-    forged = View(run="r", number=99, members=[Member(node="x", stage=0, joined=1)])
+    forged = View(run="r", number=99, members=[Member(node="x", seats=[Seat(stage=0)], joined=1)])
     renewal = Renewal(node="x", run="r", view=forged)
     (evict,) = swarm.after(swarm.machine.stream_opened(renewal, swarm.now))
     assert isinstance(evict, Evict)
@@ -1121,7 +1141,7 @@ def test_a_lone_node_that_only_dials_out_has_the_grace_to_call() -> None:
 def test_all_vanish_at_once_and_come_back_one_by_one() -> None:
     swarm = full(lease=5, start_grace=0)
     for node in swarm.nodes():
-        swarm.renew(node, report=Report(committed=7))
+        swarm.renew(node, report=swarm.report(node, committed=7))
         swarm.after(swarm.machine.stream_lost(node, swarm.now))
     swarm.wait(60)
     reply = swarm.ask("back1", address="n1:1", stage=1)
@@ -1186,11 +1206,11 @@ def test_an_address_that_nobody_can_dial_is_refused() -> None:
 
 def test_describe_tells_everything() -> None:
     swarm = full()
-    swarm.renew("n1", report=Report(phase="forward"))
+    swarm.renew("n1", report=swarm.report("n1", phase="forward"))
     swarm.suspect("n0", "n2")
     description = swarm.machine.describe(swarm.now + 1.5)
     assert [m.suspected for m in description.members] == [False, False, True]
-    assert description.members[1].report.phase == "forward"
+    assert description.members[1].report.seats[0].phase == "forward"
     assert description.members[0].since_renewal == 1.5
     assert description.view == swarm.view
     assert description.decisions[-1] == "n2 is suspected by n0: silent"

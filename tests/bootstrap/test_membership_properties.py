@@ -12,6 +12,7 @@ from planaria.bootstrap.membership import (
     Membership,
     MembershipRules,
     Refused,
+    stages_of,
 )
 from planaria.bootstrap.registry_pb2 import (
     Complaint,
@@ -19,6 +20,7 @@ from planaria.bootstrap.registry_pb2 import (
     JoinRequest,
     Renewal,
     Report,
+    SeatReport,
     Suspicion,
     View,
 )
@@ -146,7 +148,7 @@ class Registry(RuleBasedStateMachine):
     )
     def renew(self, pick: int, first: bool, probe: int, step: int, missed: list[int]) -> None:
         complaints = [Complaint(peer=self.node(one)) for one in missed]
-        report = Report(committed=step, complaints=complaints)
+        report = Report(seats=[SeatReport(committed=step)], complaints=complaints)
         renewal = Renewal(node=self.node(pick), probe=probe, report=report)
         event = self.machine.renewed
         if first:
@@ -190,10 +192,10 @@ class Registry(RuleBasedStateMachine):
             members = list(self.machine.view.members)
             for member in members:
                 if self.now >= self.renewed[member.node] + RULES.lease:
-                    others = [m for m in members if m.stage == member.stage and m != member]
+                    others = [m for m in members if m != member and self.heard(m.node)]
+                    served = {stage for other in others for stage in stages_of(other)}
                     assert self.machine._nodes[member.node].reached_by
-                    assert not member.standby
-                    assert not any(self.heard(m.node) and not m.standby for m in others)
+                    assert set(stages_of(member)) - served
 
     @rule(seconds=st.sampled_from([1.2, 4.0]))
     def hold_up(self, seconds: float) -> None:
@@ -226,9 +228,8 @@ class Registry(RuleBasedStateMachine):
         self.machine.validate_state()
         for member in self.machine.view.members:
             if member.node in self.asked:
-                assert not member.standby
-                assert member.stage == self.asked[member.node]
-            if member.stage == 0 and not member.standby:
+                assert stages_of(member) == [self.asked[member.node]]
+            if 0 in stages_of(member):
                 assert member.data == RULES.data
 
 

@@ -34,6 +34,7 @@ from planaria.bootstrap.registry_pb2 import (
     LinkReport,
     Renewal,
     Report,
+    SeatReport,
     Suspicion,
     View,
     WatchRequest,
@@ -183,9 +184,10 @@ async def test_watch_tells_the_current_view_at_once(place: Any) -> None:
 async def test_describe_has_reports_and_decisions(serve: Serve) -> None:
     async with serve(MembershipRules(run="r", stages=2, lease=5000)) as place:
         a = await place.node("a")
-        a.client.report(Report(committed=3, phase="forward", message="all is well"))
-        described = await until_described(place, lambda d: d.members[0].report.committed == 3)
-    assert described.members[0].report.message == "all is well"
+        told = SeatReport(committed=3, phase="forward", message="all is well")
+        a.client.report(Report(seats=[told]))
+        described = await until_described(place, lambda d: bool(d.members[0].report.seats))
+    assert list(described.members[0].report.seats) == [told]
     assert described.run_file == 'name = "r"\n'
     assert described.protocol == PROTOCOL
     assert "a joined" in described.decisions[-1]
@@ -230,7 +232,7 @@ async def test_input_without_measure_is_refused(place: Any) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match=f"host has {NAME_BYTES + 1} bytes"):
         await stub.Join(JoinRequest(protocol=PROTOCOL, node="x", host="h" * (NAME_BYTES + 1)))
     for bad, message in (
-        (Renewal(node="a", report=Report(message="m" * RENEWAL_BYTES)), "a renewal of"),
+        (Renewal(node="a", report=Report(trouble="m" * RENEWAL_BYTES)), "a renewal of"),
         (Renewal(node="b"), "a renewal of 'b' on the stream of 'a'"),
     ):
         call = stub.KeepAlive()

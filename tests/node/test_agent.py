@@ -46,7 +46,10 @@ NODES = {"a": 0, "b": 1, "c": 2}
 VIEW = registry.View(
     number=1,
     driver="a",
-    members=[registry.Member(node=node, stage=stage) for node, stage in NODES.items()],
+    members=[
+        registry.Member(node=node, seats=[registry.Seat(stage=stage)])
+        for node, stage in NODES.items()
+    ],
 )
 ATTEMPT, NEXT = Ballot(1, 2), Ballot(1, 3)
 
@@ -138,7 +141,7 @@ def activation(ballot: Ballot) -> Frame:
     x = torch.ones(1, RUN.model.context or 0, 8)
     fields = {"microbatch": 0, "position": 1}
     descriptors, buffers = tensors.encode([x], "none")
-    return Frame("activation", ballot, fields, descriptors, b"".join(buffers), seat=1)
+    return Frame("activation", ballot, fields, descriptors, b"".join(buffers))
 
 
 def test_it_needs_no_loop_no_socket_and_no_tensor() -> None:
@@ -174,7 +177,7 @@ def test_what_was_held_for_an_attempt_that_never_came_is_dropped_with_the_next()
 def flood(ballot: Ballot, count: int) -> list[Frame]:
     """Of 1 MiB each."""
     fields = {"microbatch": 0, "position": 1}
-    return [Frame("activation", ballot, fields, [], bytes(1 << 20), seat=1) for _ in range(count)]
+    return [Frame("activation", ballot, fields, [], bytes(1 << 20)) for _ in range(count)]
 
 
 def test_who_floods_with_frames_of_a_coming_attempt_is_accused_and_fills_nothing() -> None:
@@ -252,7 +255,7 @@ def test_a_twins_gradient_that_was_lost_with_the_link_is_sent_again() -> None:
     seat.agent.on_link_up("c", 1.1)
     (again,) = [item for to, item in seat.net.sent if to == "c"]
     assert isinstance(again, Frame)
-    assert (again.kind, again.ballot, again.seat) == ("twin", ATTEMPT, 2)
+    assert (again.kind, again.ballot) == ("twin", ATTEMPT)
 
 
 def test_an_activation_that_was_lost_with_the_link_is_the_drivers_affair() -> None:
@@ -293,11 +296,6 @@ def test_what_an_agent_tells_itself_takes_no_link() -> None:
     assert seat.sent_to("b") == seat.sent_to("c") == ["query"]
     seat.hears("b", Ballot(1, 1), status=pb.Status())
     assert seat.agent.driver.explain().endswith("waiting for the status of c")
-
-
-def test_a_message_says_which_seat_it_is_for() -> None:
-    seat = Seat("a")
-    assert {to: item.seat for to, item in seat.net.sent} == {"b": 1, "c": 2}
 
 
 def test_nobody_votes_for_a_step_before_the_last_one_is_in_its_ledger() -> None:

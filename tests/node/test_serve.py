@@ -40,6 +40,8 @@ def options(
         advertise=None if advertise is None else Address.parse(advertise),
         dials_only=dials_only,
         device="cpu",
+        seats=None,
+        standby=False,
         data=None,
         out=None,
         threads=None,

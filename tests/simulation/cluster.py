@@ -35,6 +35,7 @@ from typing import Any
 import torch
 
 from planaria.bootstrap import registry_pb2 as registry
+from planaria.node.naming import seated
 from planaria.node.run_file import RunFile, from_fields
 from planaria.node.stage.optimizer import digest as weights_digest
 from planaria.node.stage.shape import model_config
@@ -61,7 +62,7 @@ from planaria.recovery.decide import (
 )
 from simulation.fingerprints import TRAINED, chain_of, fingerprint
 from simulation.network import Network
-from simulation.node import Node
+from simulation.node import Node, Seat
 from simulation.ports import Files
 from simulation.registry import Client, Registry
 from simulation.stage import contribution, row
@@ -124,6 +125,8 @@ class Host:
     stage: int | None
     dials_only: bool
     saves: bool = False
+    room: int = 1  # seats that its node can hold
+    down: bool = False  # no process is started on it
     process: Process | None = None
     node: Node | None = None
     restart_at: float | None = None
@@ -216,7 +219,7 @@ class Cluster:
 
     def start(self, host: Host) -> None:
         host.restart_at = None
-        if host.process is None or not host.process.alive:
+        if not host.down and (host.process is None or not host.process.alive):
             host.process = Process(self.world, host.name)
             self._new_node(host)
 
@@ -225,7 +228,7 @@ class Cluster:
         stage = host.stage
         if stage is None and host.saves:
             stage = self.files.stage_of(host.name)
-        host.node = Node(self, host.process, stage, host.dials_only)
+        host.node = Node(self, host.process, stage, host.dials_only, host.room)
         self.world.say(host.node.name, f"starts on {host.name}")
 
     def identity_over(self, node: Node) -> None:
@@ -271,50 +274,48 @@ class Cluster:
         """Whether the run could go on if these nodes were lost."""
         newest = max(self.confirmed)
         left = [
-            node
-            for node in self.nodes
-            if node not in nodes
-            and node.name in self.registry.names()
-            and node.process.responsive
-            and node.member is not None
+            seat
+            for seat in self.seats
+            if seat.host not in nodes
+            and seat.host.name in self.registry.names()
+            and seat.process.responsive
         ]
-        having = [n for n in left if n.weights.step >= newest and n.member and not n.member.void]
+        having = [s for s in left if s.weights.step >= newest and not s.member.void]
         if not having:
             return self.files.newest_common(self.rules.stages) is not None
         decisions = self.decisions(newest, having, left)
         return not any(isinstance(decision, Stop) for decision in decisions)
 
-    def held(self, nodes: list[Node]) -> list[Held]:
+    def held(self, seats: list[Seat]) -> list[Held]:
         own = [
             Held(
                 "memory",
-                Source(node.name, node.member.stage, node.member.committed, node.member.lineage),
-                Ballot.of(node.member.last.ballot),
+                Source(seat.name, seat.stage, seat.member.committed, seat.member.lineage),
+                Ballot.of(seat.member.last.ballot),
             )
-            for node in nodes
-            if node.member is not None and node.member.committed
+            for seat in seats
+            if seat.member.committed
         ]
         return own + [
             Held(
                 one.kind,  # type: ignore[arg-type]
-                Source(node.name, one.stage, one.step, one.lineage),
+                Source(seat.name, one.stage, one.step, one.lineage),
                 Ballot.of(one.made),
             )
-            for node in nodes
-            if node.seat is not None
-            for one in node.seat.holdings.listed()
+            for seat in seats
+            for one in seat.holdings.listed()
         ]
 
-    def decisions(self, step: int, having: list[Node], left: list[Node]) -> list[Decision]:
+    def decisions(self, step: int, having: list[Seat], left: list[Seat]) -> list[Decision]:
         """About each stage, if only these had the step, and those were left."""
         rules = self.rules
         survivors: dict[int, list[str]] = {}
-        for node in having:
-            survivors.setdefault(node.weights.stage, []).append(node.name)
-        members = [node.member for node in having if node.member is not None]
+        for seat in having:
+            survivors.setdefault(seat.stage, []).append(seat.name)
+        members = [seat.member for seat in having]
         lasts = {Ballot.of(m.last.ballot) for m in members if m.committed == step}
         made = lasts.pop() if len(lasts) == 1 else UNKNOWN
-        trained = {n.weights.stage for n in having if n.member and n.member.boosted_at < step}
+        trained = {seat.stage for seat in having if seat.member.boosted_at < step}
         guessed = frozenset(survivors.keys() - trained)
         what = Left(rules.stages, step, survivors, self.lineage, self.held(left), guessed, made)
         stages = range(rules.stages + 1)
@@ -324,16 +325,20 @@ class Cluster:
     def nodes(self) -> list[Node]:
         return [host.node for host in self.hosts.values() if host.node is not None]
 
+    @property
+    def seats(self) -> list[Seat]:
+        return [seat for node in self.nodes for seat in node.seats.agents.values()]
+
     def spoils(self, host: str) -> bool:
         return host in self.spoiling and self.spoiling[host]()
 
-    def corrupt(self, node: Node, update: bool) -> None:
+    def corrupt(self, seat: Seat, update: bool) -> None:
         """Its weights change now, or in its next update."""
         if update:
-            node.weights.misapplies = True
+            seat.weights.misapplies = True
         else:
-            node.weights.corrupt()
-            weights = node.weights  # which others may copy
+            seat.weights.corrupt()
+            weights = seat.weights  # which others may copy
             self.known[weights.chain, weights.stage].add(weights.optimizer.digest())
 
     # --- what must hold
@@ -341,14 +346,14 @@ class Cluster:
     def overflows(self, step: int, stage: int) -> bool:
         return step in self.overflowing and stage == step % (self.rules.stages + 1)
 
-    def on_event(self, node: Node, kind: str, fields: Mapping[str, Any] | None = None) -> None:
+    def on_event(self, seat: Seat, kind: str, fields: Mapping[str, Any] | None = None) -> None:
         self.counts[kind] += 1
         if fields is not None and self.guilty is not None:
             self.check_kept(kind, fields)
         if fields is not None and kind in ("rolled back", "resuming"):
-            self.check_back(node, kind, fields)
+            self.check_back(seat, kind, fields)
         if fields is not None and kind == "rebuilding":
-            self.check_fallback(node, fields)
+            self.check_fallback(seat, fields)
         for trap in self.traps:
             if trap.kind == kind:
                 trap.countdown -= 1
@@ -391,16 +396,15 @@ class Cluster:
         lost = lost or (kind == "rebuilding" and fields["method"] not in ("replica", "twin"))
         self.demand(not lost, "I6", f"{kind}, although nobody has died: {fields}")
 
-    def check_start(self, node: Node, ballot: Ballot, begin: pb.Begin) -> None:
+    def check_start(self, seat: Seat, ballot: Ballot, begin: pb.Begin) -> None:
         """In the compute thread, when everything before the attempt is done."""
-        weights, stage = node.weights, node.stage
-        assert stage is not None
+        weights, stage = seat.weights, seat.stage
         self.heard_in = max(self.heard_in, ballot)
         base = begin.step - (begin.kind == pb.Begin.TRAIN)
-        who = f"{node.name} of stage {stage} starts {ballot} for step {begin.step}"
+        who = f"{seat.name} of stage {stage} starts {ballot} for step {begin.step}"
         self.demand(weights.step == base, "I2", f"{who} with weights of step {weights.step}")
         attempt = self.attempts.setdefault(ballot, Attempt(begin.step, weights.chain))
-        attempt.nodes.add(node.name)
+        attempt.nodes.add(seat.name)
         self.demand(attempt.chain == weights.chain, "I2", f"{who} with another history")
         own = weights.optimizer.digest()
         digest = own if weights.corrupted else attempt.digests.setdefault(stage, own)
@@ -423,13 +427,13 @@ class Cluster:
             same = self.confirmed[base] == weights.chain
             self.demand(same, "I2", f"{who} with another history than was confirmed")
 
-    def check_goes_on(self, node: Node, ballot: Ballot, begin: pb.Begin) -> None:
+    def check_goes_on(self, seat: Seat, ballot: Ballot, begin: pb.Begin) -> None:
         """Without nodes that were lost; what it began with stays."""
         before = self.attempts[Ballot.of(begin.since)]
-        who = f"{node.name} goes on with {ballot}"
-        self.demand(node.name in before.nodes, "I2", f"{who}, which it hasn't begun")
+        who = f"{seat.name} goes on with {ballot}"
+        self.demand(seat.name in before.nodes, "I2", f"{who}, which it hasn't begun")
         attempt = Attempt(before.step, before.chain, before.digests)
-        self.attempts.setdefault(ballot, attempt).nodes.add(node.name)
+        self.attempts.setdefault(ballot, attempt).nodes.add(seat.name)
 
     def _go_back(self, ballot: Ballot, lineage: int, step: int, chain: bytes) -> None:
         """The first attempt starts where a lineage begins."""
@@ -444,9 +448,9 @@ class Cluster:
         view = self.registry.issued[ballot.view]
         return (view.lineage, view.committed) <= (0, 1)
 
-    def check_apply(self, node: Node, commit: pb.Commit) -> None:
-        weights, stage = node.weights, node.stage
-        who = f"{node.name} of stage {stage} applies step {commit.step}"
+    def check_apply(self, seat: Seat, commit: pb.Commit) -> None:
+        weights, stage = seat.weights, seat.stage
+        who = f"{seat.name} of stage {stage} applies step {commit.step}"
         self.demand(weights.step == commit.step - 1, "I3", f"{who} on step {weights.step}")
         found = weights.gradient[TRAINED][1:]
         window = self.window(commit.step, weights.stage)
@@ -455,7 +459,7 @@ class Cluster:
         ballot = Ballot.of(commit.ballot)
         attempt = self.attempts[ballot]
         self.demand(attempt.chain == weights.chain, "I2", f"{who} with another history")
-        if node.name in attempt.nodes:
+        if seat.name in attempt.nodes:
             told = self.voted.setdefault((ballot, weights.stage), weights.told)
             self.demand(told == weights.told, "I2", f"{who}, and its replicas told of others")
         if ballot < self.lineage_from:
@@ -464,10 +468,9 @@ class Cluster:
         self.demand(before == weights.chain, "I2", f"{who} on a history that was not confirmed")
         self.confirmed_in = max(self.confirmed_in, ballot)
 
-    def check_applied(self, node: Node, commit: pb.Commit) -> None:
-        weights, stage = node.weights, node.stage
-        assert stage is not None
-        who = f"{node.name} of stage {stage} has applied step {commit.step}"
+    def check_applied(self, seat: Seat, commit: pb.Commit) -> None:
+        weights, stage = seat.weights, seat.stage
+        who = f"{seat.name} of stage {stage} has applied step {commit.step}"
         ballot = Ballot.of(commit.ballot)
         ready = self.attempts[ballot].nodes
         applied = self.commits.setdefault(ballot, Attempt(commit.step, weights.chain, nodes=ready))
@@ -485,19 +488,19 @@ class Cluster:
     def check_skipped(self, who: str, step: int, trained: Collection[str]) -> None:
         """Only if the step overflows, or nobody else has the stage of whoever spoils it."""
         stages = range(self.rules.stages + 1)
-        nodes = [node for node in self.nodes if node.name in trained and node.stage is not None]
-        well = {node.stage for node in nodes if node.process.host not in (self.guilty or ())}
+        seats = [seat for seat in self.seats if seat.name in trained]
+        well = {seat.stage for seat in seats if seat.process.host not in (self.guilty or ())}
         overflows = any(self.overflows(step, stage) for stage in stages)
         self.demand(overflows or well < set(stages), "I6", f"{who}, which was skipped")
 
-    def check_back(self, node: Node, kind: str, fields: Mapping[str, Any]) -> None:
+    def check_back(self, seat: Seat, kind: str, fields: Mapping[str, Any]) -> None:
         """The driver opens a new lineage."""
-        lineage, step = node.driver.standing.lineage, int(fields["step"])
-        who = f"{node.name} goes to step {step} of lineage {lineage}: {fields['reason']}"
+        lineage, step = seat.driver.standing.lineage, int(fields["step"])
+        who = f"{seat.name} goes to step {step} of lineage {lineage}: {fields['reason']}"
         mixed = kind == "resuming" and not fields["exact"]
-        if node.driver.ballot < self.heard_in:
+        if seat.driver.ballot < self.heard_in:
             return  # of a driver that is cut off: whoever both have asked obeys the newer one
-        self.heard_in = node.driver.ballot
+        self.heard_in = seat.driver.ballot
         self.counts["mixed"] += mixed
         # A lineage that nobody has lived to tell of may be opened a second time.
         self.bases = {at: chain for at, chain in self.bases.items() if at[0] != lineage}
@@ -506,8 +509,8 @@ class Cluster:
         self.steps[fingerprint("mixed", lineage, step)] = step
         if step == 0:
             self.bases[lineage, step] = b""
-        asked = set(node.driver.members)
-        members = [other for other in self.nodes if other.name in asked]
+        asked = set(seat.driver.members)
+        members = [other for other in self.seats if other.name in asked]
         newest = int(fields.get("lost", max(self.confirmed)))
         holders = [other for other in self._holders(newest) if other in members]
         trained = {name for attempt in self.attempts.values() for name in attempt.nodes}
@@ -525,9 +528,9 @@ class Cluster:
         there = self.files.newest_common(self.rules.stages)
         if there is not None and (mixed or there > (best.lineage, best.step)):
             self.counts["resumed too early"] += 1  # a host that comes yet has more
-            self.world.say(node.name, f"goes to {step}, although there is {there}")
+            self.world.say(seat.name, f"goes to {step}, although there is {there}")
 
-    def check_fallback(self, node: Node, fields: Mapping[str, Any]) -> None:
+    def check_fallback(self, seat: Seat, fields: Mapping[str, Any]) -> None:
         """The policy is given up only where it can't serve."""
         self.counts["fallback"] += fields["fallback"]
         if fields["fallback"]:
@@ -559,11 +562,11 @@ class Cluster:
             return chain_of(state)  # a driver that is cut off goes back
         return self.commits[Ballot.of(sync.last.ballot)].chain
 
-    def check_sources(self, node: Node, sync: pb.Sync, states: Sequence[StageState]) -> None:
+    def check_sources(self, seat: Seat, sync: pb.Sync, states: Sequence[StageState]) -> None:
         """What has come from the sources that the driver named, before it is put in place."""
-        who = f"{node.name} of stage {node.stage} fetches step {sync.step} by {sync.method}"
-        newer = (sync.lineage, sync.step) >= node.weights.age
-        self.demand(newer, "I3", f"{who} over {node.weights.age}")
+        who = f"{seat.name} of stage {seat.stage} fetches step {sync.step} by {sync.method}"
+        newer = (sync.lineage, sync.step) >= seat.weights.age
+        self.demand(newer, "I3", f"{who} over {seat.weights.age}")
         for state in states:
             named = {(s.lineage, s.step) for s in sync.sources if s.stage == state.id.stage}
             said = state.id.age in named or not state.id.step
@@ -573,14 +576,14 @@ class Cluster:
         self.counts[sync.method] += 1
         back = (sync.lineage, sync.step) in self.bases  # all go there, as `check_back` allowed
         if sync.method != "replica" and not back:
-            left = [n.name for n in self._holders(sync.step) if n.stage == node.stage]
+            left = [n.name for n in self._holders(sync.step) if n.stage == seat.stage]
             stale = sync.lineage < self.lineage
             self.demand(not left or stale, "I4", f"{who}, but {', '.join(left)} had it")
 
-    def check_installed(self, node: Node, sync: pb.Sync, state: StageState) -> None:
+    def check_installed(self, seat: Seat, sync: pb.Sync, state: StageState) -> None:
         """It is in place: is it what it should be?"""
-        weights = node.weights
-        who = f"{node.name} of stage {node.stage} has step {sync.step} by {sync.method}"
+        weights = seat.weights
+        who = f"{seat.name} of stage {seat.stage} has step {sync.step} by {sync.method}"
         known = self.known.setdefault((weights.chain, weights.stage), set())
         same_step = state.id.age == (sync.lineage, sync.step)
         back = (sync.lineage, sync.step) in self.bases and sync.step == state.id.step
@@ -594,70 +597,68 @@ class Cluster:
             self.demand(weights.optimizer.digest() in known, "I5", f"{who}, which it never had")
         known.add(weights.optimizer.digest())
 
-    def check_announced(self, node: Node, said: pb.Holding, held: StageState) -> None:
+    def check_announced(self, seat: Seat, said: pb.Holding, held: StageState) -> None:
         """What a node says it holds: of this run, and not ahead of its own weights."""
         if self.guilty:
             return  # it may be of weights that changed while they were sent
-        what = f"{node.name} announces a {said.kind} of stage {said.stage} at {held.id.age}"
+        what = f"{seat.name} announces a {said.kind} of stage {said.stage} at {held.id.age}"
         known = self.known.get((chain_of(held), said.stage), ())
         digest = weights_digest(held.tensors["weights"])
         self.demand(digest in known, "I5", f"{what}, which was never committed")
         step = self.steps.get(chain_of(held), 0)
         self.demand(step == said.step, "I5", f"{what}, which is of step {step}")
 
-    def _holders(self, step: int) -> list[Node]:
+    def _holders(self, step: int) -> list[Seat]:
         """Live members that have the step in their weights, or were ready to commit it."""
         last = [a for b, a in self.commits.items() if a.step == step and b >= self.lineage_from]
         ready = {name for commit in last for name in commit.nodes}
         return [
-            node
-            for node in self.nodes
-            if node.name in self.registry.names()
-            and node.member is not None
-            and not node.member.void
-            and node.weights.lineage == self.lineage
-            and (node.weights.step == step or node.name in ready)
+            seat
+            for seat in self.seats
+            if seat.host.name in self.registry.names()
+            and not seat.member.void
+            and seat.weights.lineage == self.lineage
+            and (seat.weights.step == step or seat.name in ready)
         ]
 
-    def check_halt(self, node: Node, halt: pb.Halt) -> None:
-        self.on_event(node, "finished" if halt.finished else "stopped")
+    def check_halt(self, seat: Seat, halt: pb.Halt) -> None:
+        self.on_event(seat, "finished" if halt.finished else "stopped")
 
-    def check_patience(self, node: Node, reason: str) -> None:
+    def check_patience(self, seat: Seat, reason: str) -> None:
         """The deadline for progress is for what nobody has thought of: each loss known here is
         noticed sooner, but for a driver that was frozen itself. What somebody has garbled may be
         gone without a word."""
-        vain = reason.startswith("no progress") and node.process.thawed_at < self.world.now
+        vain = reason.startswith("no progress") and seat.process.thawed_at < self.world.now
         vain = vain and not self.guilty
-        self.demand(not vain, "I4", f"{node.name} has waited in vain: {reason}")
+        self.demand(not vain, "I4", f"{seat.name} has waited in vain: {reason}")
 
     # --- how it ends
 
     def settled(self) -> bool:
         """All members of the newest view are alive and have halted under its driver."""
         view = self.registry.view()
-        nodes = {node.name: node for node in self.nodes}
-        active = [nodes.get(member.node) for member in view.members if not member.standby]
+        seats, heard = {seat.name: seat for seat in self.seats}, seated(view)
+        active = [member.node for member in heard.members if member.seats]
         return bool(active) and all(
-            node is not None
-            and node.view.number == view.number
-            and node.member is not None
-            and node.member.halt is not None
-            and not node.member.changing
-            and (node.name != view.driver or node.driver.phase is DriverPhase.HALTED)
-            for node in active
+            (seat := seats.get(name)) is not None
+            and seat.host.view.number == view.number
+            and seat.member.halt is not None
+            and not seat.member.changing
+            and (name != heard.driver or seat.driver.phase is DriverPhase.HALTED)
+            for name in active
         )
 
     def outcome(self) -> str:
         """`finished` or `stopped: reason` of a settled cluster. Raises InvariantError."""
         view = self.registry.view()
-        nodes = {node.name: node for node in self.nodes}
-        active = [nodes[member.node] for member in view.members if not member.standby]
-        halts = [node.member.halt for node in active if node.member is not None]
+        seats = {seat.name: seat for seat in self.seats}
+        active = [seats[member.node] for member in seated(view).members if member.seats]
+        halts = [seat.member.halt for seat in active]
         stopped = [halt.reason for halt in halts if halt is not None and not halt.finished]
-        newest = max(node.weights.step for node in active)
+        newest = max(seat.weights.step for seat in active)
         if not stopped:
             self.demand(newest == self.rules.steps, "I4", f"finished at step {newest}")
-            chains = {node.weights.chain for node in active if node.weights.step == newest}
+            chains = {seat.weights.chain for seat in active if seat.weights.step == newest}
             self.demand(len(chains) == 1, "I2", "the run has finished with two histories")
             self.files.failing.clear()
             self.files.stalled.clear()
@@ -670,7 +671,7 @@ class Cluster:
         decisions = self.decisions(newest, holders, active)
         lost = newest < max(self.confirmed) and self.rules.policy != "checkpoint"
         trained = {name for attempt in self.attempts.values() for name in attempt.nodes}
-        joiners_only = not trained.intersection(node.name for node in holders)
+        joiners_only = not trained.intersection(seat.name for seat in holders)
         gone = (lost or joiners_only) and resume(self.held(active), self.rules.stages) is None
         justified = gone or any(isinstance(decision, Stop) for decision in decisions)
         justified |= bool(self.guilty) and all(reason.startswith("paused: 3") for reason in stopped)
@@ -680,18 +681,20 @@ class Cluster:
     def who_waits(self) -> str:
         """For a person: what everybody is up to."""
         view = self.registry.view()
-        members = ", ".join(f"{m.node}@{'standby' if m.standby else m.stage}" for m in view.members)
+        members = ", ".join(member.node for member in seated(view).members)
         lines = [f"view {view.number}, driver {view.driver or 'none'}: {members} ({view.reason})"]
         for node in self.nodes:
-            member, links = node.member, " ".join(sorted(node.net.links))
-            if member is None:
-                lines.append(f"{node.name} on {node.process.host}: view {node.view.number}")
-                continue
+            links = " ".join(sorted(node.net.links))
             lines.append(
-                f"{node.name} on {node.process.host}: stage {node.stage}, view {node.view.number}, "
-                f"{member.phase.value}, committed {member.committed}, promised "
-                f"{tuple(member.promised)} to {member.driver}, links {links}"
+                f"{node.name} on {node.process.host}: view {node.view.number}, links {links}"
             )
-            if node.driver.phase is not DriverPhase.INACTIVE:
-                lines.append(f"    drives {tuple(node.driver.ballot)}: {node.driver.explain()}")
+            for seat in node.seats.agents.values():
+                member = seat.member
+                lines.append(
+                    f"    {seat.name}: {member.phase.value}, committed {member.committed}, "
+                    f"promised {tuple(member.promised)} to {member.driver}"
+                )
+                if seat.driver.phase is not DriverPhase.INACTIVE:
+                    driver = seat.driver
+                    lines.append(f"    drives {tuple(driver.ballot)}: {driver.explain()}")
         return "\n".join(lines)

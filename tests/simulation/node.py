@@ -1,5 +1,5 @@
-"""One identity of a node in virtual time: what node/daemon.py is around its seats. What it does at
-its stage, the agent does, which is the one that ships."""
+"""One identity of a node in virtual time: what node/daemon.py is around its seats. What these do,
+and who of them hears what, is what ships."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.membership import to_link
+from planaria.node import ports
 from planaria.node.agent import Agent
+from planaria.node.naming import node_of, seat_id
 from planaria.node.ports import Ports, Priority
 from planaria.node.report.events import Event
 from planaria.node.report.line_file import LineFile
+from planaria.node.seats import SeatCompute, SeatNet, Seats
 from planaria.node.stage.watch import Hang
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.stage_state import Age
@@ -47,11 +50,25 @@ SHARD = 48
 class Seat(Agent):
     """An agent with the machines that the test wants, of which some are faulty."""
 
-    def __init__(self, host: Node, *arguments: Any) -> None:
-        self.host = host
+    def __init__(self, host: Node, weights: Stage, *arguments: Any) -> None:
+        self.host, self.weights = host, weights
+        weights.seat = self
         super().__init__(*arguments)
         self.states.shard_size = SHARD
         self.member.holdings = self._announced
+
+    @property
+    def name(self) -> str:
+        return self.node
+
+    @property
+    def process(self) -> Process:
+        return self.host.process
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has a part in the attempt that is under way, or was last."""
+        return self.attempt is not None and not self.member.following
 
     def _announced(self) -> list[pb.Holding]:
         found = self.holdings.listed()
@@ -59,7 +76,7 @@ class Seat(Agent):
             if one.kind == "copy" and self.holdings.holder is not None:
                 held = self.holdings.holder.state("copy", one.stage)
                 assert held is not None
-                self.host.cluster.check_announced(self.host, one, held)
+                self.host.cluster.check_announced(self, one, held)
         return found
 
     def _carry_out_one(self, effect: Effect) -> None:
@@ -69,8 +86,8 @@ class Seat(Agent):
             self.host.compute.post(check, lambda _: None, Priority.CONTROL)
 
     def _check_goes_on(self, began: Ballot, effect: GoOn) -> None:
-        if self.host.weights.work.ballot == began:
-            self.host.cluster.check_goes_on(self.host, effect.ballot, effect.begin)
+        if self.weights.work.ballot == began:
+            self.host.cluster.check_goes_on(self, effect.ballot, effect.begin)
 
     def _new_driver(self) -> Driver:
         return self.host.cluster.machines.driver(self.node, self.host.cluster.rules)
@@ -80,27 +97,24 @@ class Seat(Agent):
 
 
 class Node:
-    """From joining to leaving; it is its seat's port `Record`, too."""
+    """From joining to leaving."""
 
-    def __init__(self, cluster: Cluster, process: Process, stage: int | None, dials_only: bool):
+    def __init__(
+        self, cluster: Cluster, process: Process, stage: int | None, dials_only: bool, room: int
+    ) -> None:
         self.cluster, self.world, self.process = cluster, cluster.world, process
         self.name = cluster.new_name()
         self.wanted, self.address = stage, "" if dials_only else f"{self.name}:1"
+        self.room = room
         self.ended = False
         self.net = Links(self, cluster.network)
         self.streams: dict[str, Stream] = {}
         self.compute = Compute(process, cluster.pace, cluster.rules.progress)
         self.hang: Hang | None = None
         self.leaving = False
-        self.exchanges = Exchanges(self.compute, self._run_soon, self._crashed)
-        self.exchanges.at(self.world.now)
-        self.alarm = math.inf
         self.view = registry.View()
-        self.stage: int | None = None
-        self.weights: Stage
-        self.seat: Seat | None = None
-        self.ledger: LineFile | None = None
-        self.early: list[tuple[str, pb.Message]] = []
+        self.seats: Seats[Seat] = Seats(self.name, self.net)
+        self.ledgers: list[LineFile] = []
         self.fuse: int | None = None  # messages of commits left to send before the crash
         self.report = registry.Report()
         self.needed: list[str] = []
@@ -112,19 +126,9 @@ class Node:
         self.process.after(WRITE_AGAIN, self._write_again)
 
     @property
-    def member(self) -> MemberSide | None:
-        return self.seat.member if self.seat is not None else None
-
-    @property
-    def trains(self) -> bool:
-        """Whether it has a part in the attempt that is under way, or was last."""
-        member, seat = self.member, self.seat
-        return seat is not None and seat.attempt is not None and not (member and member.following)
-
-    @property
-    def driver(self) -> Driver:
-        assert self.seat is not None
-        return self.seat.driver
+    def stages(self) -> set[int]:
+        """Of its seats."""
+        return {seat.stage for seat in self.seats.agents.values()}
 
     # --- life
 
@@ -144,8 +148,8 @@ class Node:
         for stream in list(self.streams.values()):
             stream.give_up(self, report=False)
         self.client.stop()
-        if self.ledger is not None:
-            self.ledger.close()
+        for ledger in self.ledgers:
+            ledger.close()
         del self.cluster.network.endpoints[self.name]
         self.cluster.identity_over(self)
 
@@ -165,29 +169,40 @@ class Node:
         rules = self.cluster.rules
         self.needed = to_link(own, view, rules.stages, rules.swapped)
         self.net.set_peers(view, self.needed)
-        if own.standby:
-            return
-        if self.seat is not None:
-            self.seat.viewed(view, self.world.now)
-            self._validate()
-        elif self.stage is None:
-            self.stage = own.stage
-            self.process.after(self.world.random.uniform(0.01, 0.4), self._take_seat, own.stage)
+        new, closed = self.seats.viewed(view, self.world.now)
+        for seat in closed.values():
+            self._close_seat(seat)
+        for name, taken in new.items():
+            seconds = self.world.random.uniform(0.01, 0.4)
+            self.process.after(seconds, self._take_seat, name, taken.stage)
+        self._validate()
 
-    def _take_seat(self, stage: int) -> None:
+    def _close_seat(self, seat: Seat) -> None:
+        self.world.say(seat.name, "is given back")
+        seat.exchanges.close()
+        seat.holdings.finish_saves()
+        self.changed()
+
+    def _take_seat(self, name: str, stage: int) -> None:
         if self.ended:
             return
-        self.weights = Stage(self, stage)
+        own = seat_id(self.name, name)
+        weights = Stage(self, own, stage)
+        ledger = None
         if stage == 0:
-            path = Path(f"{self.process.host}-{self.name}")
-            self.ledger = VirtualLineFile(path, self.cluster.files, self.process)
-        ports = Ports(self.net, self.exchanges, self.compute, tensors, self.weights, self)
+            path = Path(f"{self.process.host}-{self.name}-{name}")
+            ledger = VirtualLineFile(path, self.cluster.files, self.process)
+            self.ledgers.append(ledger)
+        net, compute = SeatNet(self.seats, name), SeatCompute(self.seats, name, self.compute)
+        exchanges = TimedExchanges(self, compute)
+        record = SeatRecord(self, own, ledger)
+        ports = Ports(net, exchanges, compute, tensors, weights, record)
         run, config = self.cluster.run, self.cluster.config
-        self.seat = Seat(self, self.name, stage, run, config, ports, self._make_holdings)
-        self.seat.viewed(self.view, self.world.now)
-        early, self.early = self.early, []
-        for peer, message in early:
-            self._hear(peer, message)
+        seat = Seat(self, weights, own, stage, run, config, ports, self._make_holdings)
+        exchanges.seat = record.agent = seat
+        if not self.seats.built(name, seat, self.world.now):
+            self._close_seat(seat)
+        self._validate()
 
     def _make_holdings(self, seat: Agent) -> Holdings:
         run, stages = self.cluster.run, self.cluster.rules.stages
@@ -195,12 +210,12 @@ class Node:
         if run.recovery.policy == "redundant":
             optimizer = row(next_stage(seat.stage, stages))
             twin = ChainedTwin(
-                node=self.name,
+                node=seat.node,
                 stage=seat.stage,
                 stages=stages,
                 optimizer=optimizer,
                 forward=lambda x: x,
-                exchanges=self.exchanges,
+                exchanges=seat.exchanges,
                 send=seat.send,
                 tensors=tensors,
             )
@@ -239,28 +254,18 @@ class Node:
             self.client.on_item(item)
 
     def on_message(self, peer: str, message: pb.Message) -> None:
-        self._hear(peer, message)
-
-    def on_frame(self, peer: str, frame: Frame) -> None:
-        if self.seat is not None and not self.ended:
-            self.seat.on_frame(peer, frame, self.world.now)
+        if not self.ended:
+            self.seats.on_message(peer, message, self.world.now)
             self._validate()
 
-    def _hear(self, peer: str, message: pb.Message) -> None:
-        if self.ended:
-            return
-        if self.seat is None:
-            self.early.append((peer, message))
-            return
-        if message.seat != self.seat.stage and self.cluster.guilty:
-            return  # garbled: there is no such seat here, and none will come
-        self.cluster.demand(message.seat == self.seat.stage, "I5", f"{peer} names {message.seat}")
-        self.seat.on_message(peer, message, self.world.now)
-        self._validate()
+    def on_frame(self, peer: str, frame: Frame) -> None:
+        if not self.ended:
+            self.seats.on_frame(peer, frame, self.world.now)
+            self._validate()
 
     def on_link_up(self, peer: str) -> None:
-        if self.seat is not None and not self.ended:
-            self.seat.on_link_up(peer, self.world.now)
+        if not self.ended:
+            self.seats.on_link_up(peer, self.world.now)
             self._validate()
 
     def on_link_lost(
@@ -271,9 +276,8 @@ class Node:
         if any(member.node == peer for member in self.view.members):
             self.world.say(self.name, f"lost the link to {peer}: {reason}")
             self.client.suspect(peer, reason, cause)
-        if self.seat is not None:
-            self.seat.on_link_lost(peer, reason, unacknowledged, self.world.now, cause)
-            self._validate()
+        self.seats.on_link_lost(peer, reason, unacknowledged, self.world.now, cause)
+        self._validate()
 
     def sent_commit(self) -> None:
         """To one of those that are to hear it."""
@@ -290,14 +294,15 @@ class Node:
         if self.missing.look(self.needed, self._is_direct, self.world.now):
             self.changed()
         before, self.hang = self.hang, self.compute.watch.look(self.world.now)
-        if self.seat is not None:
-            if (before is None) != (self.hang is None):
-                self.world.say(self.name, str(self.hang or "goes on"))
-                self.leaving = self.leaving and self.hang is not None
-                self.seat.compute_hangs(str(self.hang or ""), self.world.now)
-                self.changed()
-            self.seat.tick(self.world.now)
-            self._validate()
+        if (before is None) != (self.hang is None):
+            self.world.say(self.name, str(self.hang or "goes on"))
+            self.leaving = self.leaving and self.hang is not None
+            for seat in list(self.seats.agents.values()):
+                seat.compute_hangs(str(self.hang or ""), self.world.now)
+            self.changed()
+        for seat in list(self.seats.agents.values()):
+            seat.tick(self.world.now)
+        self._validate()
         self.process.after(TICK, self._tick)
 
     def _write_again(self) -> None:
@@ -305,72 +310,98 @@ class Node:
             self.write_again()
             self.process.after(WRITE_AGAIN, self._write_again)
 
+    def write_again(self) -> None:
+        for ledger in self.ledgers:
+            ledger.flush()
+
     def _is_direct(self, peer: str) -> bool:
         return self.net.carrier(peer) == ""
 
-    def _run_soon(self) -> None:
-        self.process.after(0.0, self._run)
-
-    def _run(self) -> None:
-        if self.ended:
-            return
-        self.exchanges.run(self.world.now)
-        if self.exchanges.wake < self.alarm:
-            self.alarm = self.exchanges.wake
-            self.process.after(self.alarm - self.world.now, self._woken)
-        self._validate()
-
-    def _woken(self) -> None:
-        self.alarm = math.inf
-        self._run()
-
     def _validate(self) -> None:
-        if self.seat is not None and not self.ended:
-            self.seat.validate_state()
-
-    # --- the port `Record`
-
-    def tell(self, event: Event) -> None:
-        told = vars(event)
-        self.world.say(self.name, f"{event.kind} {told}")
-        self.cluster.on_event(self, event.kind, told)
-        self.cluster.check_patience(self, str(told.get("reason")))
-
-    def committed(self, commit: pb.Commit) -> None:
-        if self.ledger is not None and commit.step > 0:
-            self.ledger.append(b"%d\n" % commit.step)
-
-    def recording(self) -> pb.Recording:
-        if self.ledger is None:
-            return pb.NO_LEDGER
-        return pb.LEDGER_FAILING if self.ledger.trouble else pb.LEDGER_WRITTEN
-
-    def noting(self) -> bool:
-        return self.ledger is not None and self.ledger.writing
-
-    def write_again(self) -> None:
-        if self.ledger is not None:
-            self.ledger.flush()
+        for seat in () if self.ended else self.seats.agents.values():
+            seat.validate_state()
 
     def changed(self) -> None:
         complaints = self.missing.complaints(lambda peer: bool(self.net.carrier(peer)))
-        self.report = registry.Report(complaints=complaints)
-        if self.seat is not None:
-            self.report.MergeFrom(self.seat.report())
-        self.report.leaving = self.leaving
+        reports = [seat.report() for seat in self.seats.agents.values()]
+        self.report = registry.Report(seats=reports, complaints=complaints, leaving=self.leaving)
         self.client.reported()
 
+
+class TimedExchanges(Exchanges):
+    """The exchanges of one seat, in virtual time."""
+
+    seat: Seat
+
+    def __init__(self, node: Node, compute: ports.Compute) -> None:
+        super().__init__(compute, self._run_soon, self._crashed)
+        self._node, self._alarm = node, math.inf
+        self.at(node.world.now)
+
+    def _crashed(self, error: BaseException) -> None:
+        raise error
+
+    def _run_soon(self) -> None:
+        self._node.process.after(0.0, self._run)
+
+    def _run(self) -> None:
+        if self._node.ended:
+            return
+        self.run(self._node.world.now)
+        if self.wake < self._alarm:
+            self._alarm = self.wake
+            self._node.process.after(self._alarm - self._node.world.now, self._woken)
+        self.seat.validate_state()
+
+    def _woken(self) -> None:
+        self._alarm = math.inf
+        self._run()
+
+
+class SeatRecord:
+    """Where a seat tells what happens: the port `Record`."""
+
+    agent: Seat
+
+    def __init__(self, node: Node, seat: str, ledger: LineFile | None) -> None:
+        self._node, self._seat, self._ledger = node, seat, ledger
+        self._cluster = node.cluster
+
+    def tell(self, event: Event) -> None:
+        told = vars(event)
+        self._node.world.say(self._seat, f"{event.kind} {told}")
+        self._cluster.on_event(self.agent, event.kind, told)
+        self._cluster.check_patience(self.agent, str(told.get("reason")))
+
+    def committed(self, commit: pb.Commit) -> None:
+        if self._ledger is not None and commit.step > 0:
+            self._ledger.append(b"%d\n" % commit.step)
+
+    def recording(self) -> pb.Recording:
+        if self._ledger is None:
+            return pb.NO_LEDGER
+        return pb.LEDGER_FAILING if self._ledger.trouble else pb.LEDGER_WRITTEN
+
+    def noting(self) -> bool:
+        return self._ledger is not None and self._ledger.writing
+
+    def changed(self) -> None:
+        self._node.changed()
+
     def halted(self, halt: pb.Halt) -> None:
-        self.world.say(self.name, f"halted at {halt.step}: {halt.reason or 'finished'}")
-        self.cluster.check_halt(self, halt)
+        self._node.world.say(self._seat, f"halted at {halt.step}: {halt.reason or 'finished'}")
+        self._cluster.check_halt(self.agent, halt)
         self.changed()
 
     def suspect(self, node: str, why: str, cause: registry.Cause) -> None:
-        self.client.suspect(node, why, cause)
+        if node_of(node) == self._node.name:
+            self.over(why)
+        else:
+            self._node.client.suspect(node_of(node), why, cause)
 
     def replace(self, why: str) -> None:
-        self.leaving = True
+        self._node.leaving = True
         self.changed()
 
     def over(self, reason: str) -> None:
-        self.stop(reason)
+        self._node.stop(reason)

@@ -200,6 +200,7 @@ class Client:
             address=node.address,
             speed=1.0,
             stage=node.wanted,
+            room=node.room,
             instance=node.process.host,
             question=self.question,
             answered=self.answered,

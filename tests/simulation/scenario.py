@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from unittest.mock import patch
 
+from planaria.node.naming import node_of
 from planaria.node.report import line_file
 from planaria.node.stage import optimizer
 from planaria.node.state import copies, twin
@@ -245,7 +246,7 @@ class Scenario:
         stages = list(range(self.cluster.rules.stages + 1))
         self.random.shuffle(stages)
         for stage in stages:
-            nodes = [node for node in self._some() if node.stage == stage]
+            nodes = [node for node in self._some() if stage in node.stages]
             if not self._spared(nodes):
                 for node in nodes:
                     self.cluster.crash(node.process, "with its whole stage")
@@ -254,7 +255,7 @@ class Scenario:
 
     def _crash_stages(self, stages: Iterable[int]) -> float:
         """All nodes of these at once."""
-        nodes = [node for node in self._some() if node.stage in stages]
+        nodes = [node for node in self._some() if node.stages & set(stages)]
         if not self._spared(nodes):
             for node in nodes:
                 self.cluster.crash(node.process, f"with all of stages {sorted(stages)}")
@@ -283,20 +284,21 @@ class Scenario:
 
     def _crash_ready(self) -> float:
         """A node between Ready and Commit, in whatever role."""
-        ready = [n for n in self._some() if n.member and n.member.phase is MemberPhase.READY]
+        ready = [node for node in self._some() if MemberPhase.READY in _phases(node)]
         return self._crash_soon(ready, 0.01)
 
     def _crash_rebuilding(self) -> float:
         """A node that gets its state, in the midst of it."""
-        return self._crash_soon([n for n in self._some() if _syncing(n)])
+        return self._crash_soon([n for n in self._some() if MemberPhase.SYNCING in _phases(n)])
 
     def _crash_source(self) -> float:
         """One of those that the state comes from."""
         sources = {
-            source.node
+            node_of(source.node)
             for node in self._some()
-            if _syncing(node) and node.member is not None
-            for source in node.member.sync.sources
+            for seat in node.seats.agents.values()
+            if seat.member.phase is MemberPhase.SYNCING
+            for source in seat.member.sync.sources
         }
         return self._crash_soon([node for node in self._some() if node.name in sources])
 
@@ -470,7 +472,7 @@ class Orphaned(Scenario):
         def isolate() -> None:
             driver = self._driver()
             for host in self.cluster.hosts.values():
-                if driver is not None and host.node is not None and host.node.stage == 0:
+                if driver is not None and host.node is not None and 0 in host.node.stages:
                     host.saves = host.node is driver
                 else:
                     host.saves = True
@@ -536,5 +538,6 @@ class Superseded(Scenario):
         self.world.after(6.0, latency.clear)
 
 
-def _syncing(node: Node) -> bool:
-    return node.member is not None and node.member.phase is MemberPhase.SYNCING
+def _phases(node: Node) -> set[MemberPhase]:
+    """Of its seats."""
+    return {seat.member.phase for seat in node.seats.agents.values()}

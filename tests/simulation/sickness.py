@@ -282,13 +282,13 @@ class Corrupted(Sick):
     def _corrupt(self) -> float:
         guilty = self.cluster.guilty
         assert guilty is not None
-        trains = [node for node in self._some() if node.member is not None and node.trains]
-        many = Counter(node.stage for node in trains)
-        trains = [node for node in trains if many[node.stage] > 1]
-        trains = [node for node in trains if not guilty or node.process.host in guilty]
+        trains = [s for node in self._some() for s in node.seats.agents.values() if s.trains]
+        many = Counter(seat.stage for seat in trains)
+        trains = [seat for seat in trains if many[seat.stage] > 1]
+        trains = [seat for seat in trains if not guilty or seat.process.host in guilty]
         if trains:
-            node, update = self.random.choice(trains), self.random.random() < 0.3
-            self.world.say(node.name, "updates wrongly, once" if update else "has wrong weights")
-            guilty.add(node.process.host)
-            self.cluster.corrupt(node, update)
+            seat, update = self.random.choice(trains), self.random.random() < 0.3
+            self.world.say(seat.name, "updates wrongly, once" if update else "has wrong weights")
+            guilty.add(seat.process.host)
+            self.cluster.corrupt(seat, update)
         return 10.0

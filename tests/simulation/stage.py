@@ -46,7 +46,7 @@ from simulation.fingerprints import (
 )
 
 if TYPE_CHECKING:
-    from simulation.node import Node
+    from simulation.node import Node, Seat
 
 CPU = torch.device("cpu")
 CROSSING = Form("float32", (1, 2, 8))
@@ -71,14 +71,14 @@ class Work(VirtualWork):
         self.twin: Twin | None = None
         self.step = 0
         self.lets_through = self.tainted = False  # what is not finite; by what came last
-        super().__init__(owner.node.name, owner.stage)
+        super().__init__(owner.name, owner.stage)
         self.gradient = owner.gradient.numpy()
 
     def begin(self, ballot: Ballot, begin: pb.Begin) -> None:
         super().begin(ballot, begin)
         self.step, self.lets_through = begin.step, begin.non_finite
         if ballot != NEVER:
-            self.owner.cluster.check_start(self.owner.node, ballot, begin)
+            self.owner.cluster.check_start(self.owner.seat, ballot, begin)
 
     def inherit(self, lost: frozenset[str]) -> int:
         kept = super().inherit(lost)
@@ -135,7 +135,7 @@ class Work(VirtualWork):
         return done
 
     def _spoils(self) -> bool:
-        return self.owner.cluster.spoils(self.owner.node.process.host)
+        return self.owner.cluster.spoils(self.owner.host)
 
 
 def contribution(step: int, stage: int, microbatch: int, part: str) -> torch.Tensor:
@@ -162,8 +162,11 @@ def after(chain: bytes, commit: pb.Commit) -> bytes:
 class Stage:
     """The stage of one seat, as the compute thread has it."""
 
-    def __init__(self, node: Node, stage: int) -> None:
-        self.node, self.cluster, self.stage = node, node.cluster, stage
+    seat: Seat
+
+    def __init__(self, node: Node, name: str, stage: int) -> None:
+        self.name, self.stage = name, stage
+        self.cluster, self.host = node.cluster, node.process.host
         self.optimizer = row(stage)
         self.tensors = dict(self.optimizer.state(optimizer=True))
         self.gradient = self.optimizer.gradient
@@ -196,7 +199,7 @@ class Stage:
         return self.reduced()
 
     def apply(self, commit: pb.Commit, lr: float) -> Learned:
-        self.cluster.check_apply(self.node, commit)
+        self.cluster.check_apply(self.seat, commit)
         if not commit.skipped:
             scale = commit.lr_scale[self.stage]
             self.optimizer.step(lr * scale, commit.clip_scale[self.stage])
@@ -207,7 +210,7 @@ class Stage:
         write_chain(self.optimizer.weights, after(self.chain, commit))
         self.step = commit.step
         self.optimizer.zero_gradient()
-        self.cluster.check_applied(self.node, commit)
+        self.cluster.check_applied(self.seat, commit)
         return self._learned()
 
     def _learned(self) -> Learned:
@@ -219,7 +222,7 @@ class Stage:
         return StageState(made, tensors, 0.0, 0, pb.Commit(), 0)
 
     def put_in_place(self, sync: pb.Sync, states: Sequence[StageState]) -> Learned:
-        self.cluster.check_sources(self.node, sync, states)
+        self.cluster.check_sources(self.seat, sync, states)
         if sync.method in INEXACT:
             stages = sorted({source.stage for source in sync.sources})
             sources = [
@@ -243,7 +246,7 @@ class Stage:
     def learned(self) -> None:
         """What is in place is fit to train."""
         self.lineage, self.step, self.void = self._sync.lineage, self._sync.step, False
-        self.cluster.check_installed(self.node, self._sync, self._state)
+        self.cluster.check_installed(self.seat, self._sync, self._state)
 
     def lesson(self, fetched: Fetched, lost: Collection[int]) -> Lesson:
         self.cluster.counts["lessons"] += 1

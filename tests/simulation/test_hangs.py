@@ -15,7 +15,7 @@ from planaria.node.transaction.rules import TransactionRules
 from planaria.recovery.decide import Masking, Policy
 from simulation.cluster import Host, Trap
 from simulation.fingerprints import TRAINED
-from simulation.node import Node
+from simulation.node import Seat
 from simulation.ports import Files
 from simulation.scenario import Result, Scenario, run
 
@@ -64,8 +64,8 @@ class Sick(Scenario):
             self.world.after(3.0, cluster.add_host)
         notice = cluster.on_event
 
-        def on_event(node: Node, kind: str, fields: Mapping[str, Any] | None = None) -> None:
-            notice(node, kind, fields)
+        def on_event(seat: Seat, kind: str, fields: Mapping[str, Any] | None = None) -> None:
+            notice(seat, kind, fields)
             if kind != "committed":
                 return
             if cluster.counts["struck"] and not cluster.counts["gap"]:
@@ -81,7 +81,7 @@ class Sick(Scenario):
 
     def _strike_one(self) -> None:
         stages = {2} if self.replicas == 1 else {0, 1, 2, 3}
-        node = self.random.choice([n for n in self._some() if n.seat and n.stage in stages])
+        node = self.random.choice([n for n in self._some() if n.stages & stages])
         self.world.say(node.name, f"is {self.slowness} times as slow from now on")
         self.cluster.counts["struck"] += 1
         if self.slowness == math.inf:
@@ -110,7 +110,8 @@ class AloneAndDamaged(AloneWithStandby):
     def _strike_one(self) -> None:
         super()._strike_one()
         (node,) = [n for n in self.cluster.nodes if n.compute.hangs]
-        node.weights.optimizer.weights[TRAINED] += 1.0
+        (seat,) = node.seats.agents.values()
+        seat.weights.optimizer.weights[TRAINED] += 1.0
 
 
 class Slow(Sick):

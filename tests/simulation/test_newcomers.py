@@ -88,8 +88,8 @@ class TheirDriverToo(Newcomers):
 
 
 def _follows(node: Node) -> bool:
-    member = node.member
-    return member is not None and member.following is not None and member.committed > 0
+    members = [seat.member for seat in node.seats.agents.values()]
+    return any(member.following and member.committed for member in members)
 
 
 def struck(seed: int, kind: type[Scenario]) -> Result:

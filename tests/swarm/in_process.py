@@ -133,7 +133,7 @@ class OneSeat(Node):
 
     @property
     def seat(self) -> Agent | None:
-        return next(iter(self.seats.values()), None)
+        return next(iter(self.seats.agents.values()), None)
 
     @property
     def stage(self) -> int | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from planaria.node.naming import node_of
 from planaria.node.report.ledger import audit
 from planaria.node.run_file import override
 from planaria.node.stage.watch import FLOOR
@@ -89,8 +90,8 @@ async def test_a_step_is_committed_without_a_replica_that_hangs_which_is_named_a
         assert "hang: " in sick.over.result()
         at = swarm.committed()
         await swarm.until(lambda: swarm.committed() >= at + 3)
-        assert {told["node"] for told in swarm.lines.events("held up")} == {sick.node}
-        assert sick.node in swarm.lines.events("masked")[-1]["nodes"]
+        assert {node_of(told["node"]) for told in swarm.lines.events("held up")} == {sick.node}
+        assert sick.node in map(node_of, swarm.lines.events("masked")[-1]["nodes"])
         swarm.nodes.pop((2, 1))
         heir = swarm.start(2, 1)
         await swarm.until(lambda: heir.member and heir.member.phase.value == "running")
@@ -120,7 +121,7 @@ async def test_the_last_node_of_a_stage_that_hangs_is_named_at_once_and_comes_ba
         swarm.start(2, 0)
         await swarm.until(lambda: swarm.committed() >= at + 3)
         assert not any(node.over.done() for node in others)
-    assert {told["node"] for told in swarm.lines.events("held up")} == {sick.node}
+    assert {node_of(told["node"]) for told in swarm.lines.events("held up")} == {sick.node}
     rebuilt = swarm.lines.events("rebuilt")
     assert [(e["stage"], e["method"], e["step"]) for e in rebuilt] == [(2, "save", at)]
     assert audit(tmp_path).exact

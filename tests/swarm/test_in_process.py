@@ -16,6 +16,7 @@ import pytest
 from planaria.bootstrap.registry_pb2 import SILENT
 from planaria.lab.convergence.training import Ablation, State, TrainingSwarm, train
 from planaria.node.data.corpus import Corpus
+from planaria.node.naming import node_of
 from planaria.node.report.ledger import audit, merge
 from planaria.node.run_file import RunFile
 from planaria.node.state.saves import Saves
@@ -154,7 +155,11 @@ async def test_who_is_killed_while_a_joiner_follows_costs_no_step(corpus, tmp_pa
         await swarm.until(lambda: joined.member and joined.member.following, pause=0)
         slots = {node.node: slot for slot, (node, _) in swarm.nodes.items()}
         source = min(node for node, slot in slots.items() if slot in [(1, 0), (1, 1)])
-        slot = {"joiner": (1, 2), "source": slots[source], "driver": slots[joined.member.driver]}
+        slot = {
+            "joiner": (1, 2),
+            "source": slots[source],
+            "driver": slots[node_of(joined.member.driver)],
+        }
         await swarm.kill(*slot[victim])
         here = swarm.committed()
         await swarm.until(lambda: all_running(swarm, here))
@@ -237,7 +242,7 @@ async def test_twins_equal_the_next_stage_after_each_commit(
         stage_of = {node.node: node.stage for node, _ in swarm.nodes.values()}
     again: set[int] = set()  # steps whose first attempt was not committed as it began
     for event in swarm.lines.events("applied"):
-        digests[stage_of[event["node"]], event["step"]].add(event["digest"])
+        digests[stage_of[node_of(event["node"])], event["step"]].add(event["digest"])
     for kind in ("aborted", "masked"):
         again |= {event["step"] for event in swarm.lines.events(kind)}
     assert sorted(digests) == [(s, t) for s in range(stages + 1) for t in range(1, run.steps + 1)]
@@ -393,7 +398,7 @@ async def test_a_node_that_must_go_saves_and_hands_over_to_a_standby(corpus, tmp
         await swarm.until(lambda: swarm.committed() >= 3)
         standby = swarm.start(None, 0)
         leaver, living = swarm.nodes.pop((2, 0))
-        await swarm.until(lambda: any(member.standby for member in leaver.view.members))
+        await swarm.until(lambda: any(not member.seats for member in leaver.view.members))
         await leaver.retire(grace=30.0)
         leaver.stop("stopped by its owner")
         await living
@@ -416,7 +421,7 @@ async def test_a_full_disk_is_said_and_training_goes_on(corpus, tmp_path, monkey
     async with LocalSwarm(run, corpus, tmp_path, tmp_path / "saves") as swarm:
         await swarm.until(swarm.finished)
         reports = [client.reported for client in swarm.registry.nodes.values()]
-        assert all("No space left" in report.message for report in reports)
+        assert all("No space left" in seat.message for report in reports for seat in report.seats)
     assert "free space" in swarm.lines.events("save failed")[0]["reason"]
     assert audit(tmp_path).exact
 

@@ -19,6 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from planaria.node.cli import app
+from planaria.node.naming import node_of
 from planaria.node.notices import ADDRESS_VARIABLE, MARGIN
 from planaria.node.resolve import resolve
 from planaria.node.run_file import dumps, override
@@ -65,9 +66,9 @@ class ByHand:
 
     def at_stage(self, stage: int) -> list[int]:
         """Process ids of the nodes that have served the stage, in order."""
-        nodes = [told["node"] for told in self.events("serving") if told["stage"] == stage]
+        seats = [told["node"] for told in self.events("serving") if told["stage"] == stage]
         pids = {told["node"]: int(told["pid"]) for told in self.events("joined")}
-        return [pids[node] for node in nodes]
+        return [pids[node_of(seat)] for seat in seats]
 
     def until(self, condition: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + DEADLINE

@@ -95,9 +95,9 @@ async def test_who_floods_with_frames_of_a_coming_attempt_is_taken_out(corpus, t
         flood = Frame("activation", (1 << 40, 1), fields, [], bytes(1 << 20))
 
         def floods_until_it_is_out() -> bool:
-            for peer, stage in sick.seat.peers.items():
-                if sick.links.unacknowledged_by(peer) < 4 << 20:
-                    sick.links.send(peer, replace(flood, seat=stage))
+            for peer in sick.seat.peers:
+                if sick.seat.net.unacknowledged_by(peer) < 4 << 20:
+                    sick.seat.net.send(peer, flood)
             assert all(n.seat.holding.used <= n.seat.crossing for n in others)
             return sick.over.done()
 
@@ -157,8 +157,8 @@ async def test_a_replica_whose_weight_flips_copies_its_state_anew(corpus, tmp_pa
         flips_a_weight(sick)
         await swarm.until(lambda: swarm.lines.events("diverged"))
         (diverged,) = swarm.lines.events("diverged")
-        assert diverged["nodes"] == [other.node, sick.node]
-        assert diverged["reason"].startswith(f"{sick.node}: its weights are not those that")
+        assert diverged["nodes"] == [f"{other.node}/1", f"{sick.node}/1"]
+        assert diverged["reason"].startswith(f"{sick.node}/1: its weights are not those that")
         await swarm.until(lambda: sick.member.following, pause=0)
         await swarm.until(lambda: sick.member.phase.value == "running")
         at = swarm.committed()
@@ -179,7 +179,7 @@ async def test_a_weight_that_flips_at_the_only_node_of_a_stage_is_told_and_train
         at = swarm.committed()
         await swarm.until(lambda: swarm.committed() >= at + 3)
         (told,) = swarm.lines.events("weights changed")
-        assert (told["node"], told["stage"], told["restored"]) == (sick.node, 1, False)
+        assert (told["node"], told["stage"], told["restored"]) == (f"{sick.node}/1", 1, False)
         assert "have changed by themselves" in driver.seat.report().message
         assert not any(node.over.done() for node, _ in swarm.nodes.values())
 
@@ -199,7 +199,7 @@ async def test_who_makes_nan_is_named_and_no_step_is_skipped(corpus, tmp_path):
         assert "nonfinite: " in sick.over.result()
         at = swarm.committed()
         await swarm.until(lambda: swarm.committed() >= at + 2)
-        assert {told["node"] for told in swarm.lines.events("not finite")} == {sick.node}
+        assert {told["node"] for told in swarm.lines.events("not finite")} == {f"{sick.node}/1"}
         assert not any(node.over.done() for node, _ in swarm.nodes.values() if node is not sick)
         assert other.member.last.skips == 0
 
@@ -213,7 +213,7 @@ async def test_nan_without_a_replica_skips_steps_and_then_the_run_pauses(corpus,
         await swarm.until(lambda: driver.member.halt)
         assert "3 steps in a row were skipped" in driver.member.halt.reason
         assert driver.member.last.skips == 3
-        assert {told["node"] for told in swarm.lines.events("not finite")} == {sick.node}
+        assert {told["node"] for told in swarm.lines.events("not finite")} == {f"{sick.node}/1"}
         assert not any(node.over.done() for node, _ in swarm.nodes.values())
 
 

@@ -78,7 +78,16 @@ def test_the_names_in_a_log_stay():
             "exited",
             "fetching",
         ),
-        *("finished", "goes on", "handed over", "hangs", "held up", "joined", "killed"),
+        *(
+            "finished",
+            "given back",
+            "goes on",
+            "handed over",
+            "hangs",
+            "held up",
+            "joined",
+            "killed",
+        ),
         *(
             "link lost",
             "lost",

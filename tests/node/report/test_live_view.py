@@ -15,6 +15,8 @@ from planaria.bootstrap.registry_pb2 import (
     Member,
     MemberDescription,
     Report,
+    Seat,
+    SeatReport,
     View,
 )
 from planaria.node.report.events import Stopped, parse
@@ -40,10 +42,14 @@ def hear(story: Story, told: dict[str, Any]) -> str | None:
     return None if found is None else found.sentence
 
 
-def member(node: str, stage: int, standby: bool = False, **report: Any) -> MemberDescription:
+def member(node: str, stage: int, standby: bool = False, **told: Any) -> MemberDescription:
+    of_node = {
+        name: told.pop(name) for name in list(told) if name in Report.DESCRIPTOR.fields_by_name
+    }
+    seats = [] if standby else [Seat(stage=stage)]
     return MemberDescription(
-        member=Member(node=node, stage=stage, standby=standby, address=f"10.0.0.{stage}:7401"),
-        report=Report(**report),
+        member=Member(node=node, seats=seats, address=f"10.0.0.{stage}:7401"),
+        report=Report(seats=[SeatReport(stage=stage, **told) for _ in seats], **of_node),
         since_renewal=0.4,
     )
 
@@ -382,7 +388,7 @@ def test_the_stage_table_shows_vacant_stages_and_spares():
     rows = [line.split() for line in text_of(stage_table(description, 1)).splitlines()]
     assert " ".join(rows[1]) == "0 2 1 rebuilding, 1 running 3-4 1,234 5.0 MB 0 bytes"
     assert rows[2][:4] == ["1", "0", "vacant", "-"]
-    assert rows[3][:3] == ["standby", "1", "joining"]
+    assert rows[3][:3] == ["standby", "1", "waiting"]
 
 
 def test_without_a_terminal_progress_is_some_twenty_lines():
@@ -480,7 +486,7 @@ def test_who_can_not_write_is_named_in_red_whoever_drives():
     console = Console(file=io.StringIO(), width=160, force_terminal=True, color_system="standard")
     console.print(page(troubled))
     lines = console.file.getvalue().splitlines()
-    assert any(f"\x1b[1;31m{OLD} of stage 0: {full}" in line for line in lines)
+    assert any(f"\x1b[1;31m{OLD} (stage 0): {full}" in line for line in lines)
     assert any("\x1b[1;31mcan't write view 6" in line for line in lines)
 
 
@@ -527,7 +533,9 @@ def test_the_status_page_tells_who_has_no_link_who_is_out_and_who_was_evicted():
     description.quarantined.add(node="bad", why=hang, times=2, seconds=43)
     description.quarantined.add(node="worse", why="divergence", times=3, seconds=math.inf)
     description.quarantined.add(node="free", why="nothing", times=1)
-    description.evictions.add(member={"node": "bad", "stage": 1}, reason=hang, seconds=17)
+    description.evictions.add(
+        member=Member(node="bad", seats=[Seat(stage=1)]), reason=hang, seconds=17
+    )
     text = text_of(page(description))
     assert re.search(rf"{a} \(stage \d\) reaches {b} \(stage \d\) by way of {c}", text)
     assert re.search(rf"{b} .* and {c} .*, since [\d:]+: nobody can carry for them", text)

@@ -10,6 +10,7 @@ from planaria.bootstrap.registry_pb2 import (
     Member,
     MemberDescription,
     Report,
+    Seat,
 )
 from planaria.node.report.probe import ProbeError, found, probe, table
 from planaria.node.wire.measuring import LARGEST, SMALLEST, MeasuredLink, measure
@@ -50,9 +51,9 @@ def described(number: int, *late: str) -> Description:
         links.append(LinkReport(peer="gone", rtt_ms=1.0, mbps=1.0))
         done = 0 if node in late else number
         report = Report(memory=2**34, measured=done, links=links)
-        member = Member(node=node, stage=stage, device="cpu", speed=1500.0)
+        member = Member(node=node, seats=[Seat(stage=stage)], device="cpu", speed=1500.0)
         members.append(MemberDescription(member=member, report=report))
-    standby = Member(node="c", standby=True, device="cuda:0")
+    standby = Member(node="c", device="cuda:0")
     members.append(MemberDescription(member=standby, report=Report(measured=number)))
     return Description(members=members)
 
@@ -61,12 +62,12 @@ def test_what_is_found_is_the_members_and_the_links_between_them() -> None:
     probed = found(described(3, "b"), 3)
     assert probed["nodes"][0] == {
         "node": "a",
-        "stage": 0,
+        "stages": [0],
         "device": "cpu",
         "memory": 2**34,
         "tflops": 1.5,
     }
-    assert [node["stage"] for node in probed["nodes"]] == [0, 1, None]
+    assert [node["stages"] for node in probed["nodes"]] == [[0], [1], []]
     assert probed["links"] == [{"a": "a", "b": "b", "rtt_ms": 40.0, "mbps": 93.7}]
     assert [part.row_count for part in table(probed)] == [3, 1]
 

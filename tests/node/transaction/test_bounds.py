@@ -144,7 +144,10 @@ def test_no_message_of_any_content_is_too_much_for_a_member(
     says: Sequence[pb.Message], begun: bool
 ) -> None:
     member = MemberSide("c", 2)
-    members = [registry.Member(node=node, stage=stage) for node, stage in TWINS.items()]
+    members = [
+        registry.Member(node=node, seats=[registry.Seat(stage=stage)])
+        for node, stage in TWINS.items()
+    ]
     member.viewed(registry.View(number=1, members=members, driver="a"))
     if begun:
         ballot = Ballot(1, 1)

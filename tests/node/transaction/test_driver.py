@@ -104,7 +104,9 @@ class Told:
         self.number += 1
         if members is not None:
             self.members = members
-        listed = [registry.Member(node=n, stage=s) for n, s in self.members.items()]
+        listed = [
+            registry.Member(node=n, seats=[registry.Seat(stage=s)]) for n, s in self.members.items()
+        ]
         view = registry.View(
             number=self.number,
             members=listed,

@@ -30,7 +30,10 @@ SWARM = {"driver": 0, "self": 1, "other": 2}
 
 
 def view(number: int, members: dict[str, int] = SWARM, driver: str = "driver") -> registry.View:
-    listed = [registry.Member(node=node, stage=stage) for node, stage in members.items()]
+    listed = [
+        registry.Member(node=node, seats=[registry.Seat(stage=stage)])
+        for node, stage in members.items()
+    ]
     return registry.View(number=number, members=listed, driver=driver)
 
 

@@ -201,11 +201,13 @@ def test_what_does_not_travel_is_said_before_it_is_sent(tensor: torch.Tensor, wh
 def test_a_frame_comes_back_from_its_head_and_payload() -> None:
     descriptors, buffers = encode([torch.ones(4), torch.arange(3)], "bf16")
     fields = {"microbatch": 7, "route": ["a", "b"], "hash": b"\x00\xff", "loss": None}
-    frame = Frame("activation", (3, 2**63), fields, descriptors, buffers, seat=4)
+    frame = Frame("activation", (3, 2**63), fields, descriptors, buffers, seat="4", sender="2.1")
     assert frame.size == 8 + 24
     payload = joined(buffers)
     found = Frame.parse(frame.head(), payload)
-    assert found == Frame("activation", (3, 2**63), fields, descriptors, payload, seat=4)
+    assert found == Frame(
+        "activation", (3, 2**63), fields, descriptors, payload, seat="4", sender="2.1"
+    )
     assert all(isinstance(d, Descriptor) for d in found.descriptors)
 
 
@@ -214,17 +216,18 @@ def test_a_frame_comes_back_from_its_head_and_payload() -> None:
     [
         (["activation", 1, 1, {}], "is not \\[kind"),
         ({}, "is not \\[kind"),
-        (["pickle", 1, 1, {}, [], 0], "kind 'pickle', which is none of"),
-        (["state", -1, 1, {}, [], 0], "not two whole numbers"),
-        (["state", 1, 1.5, {}, [], 0], "not two whole numbers"),
-        (["state", 1, 1, [], [], 0], "not a map"),
-        (["state", 1, 1, {3: 4}, [], 0], "not msgpack"),
-        (["state", 1, 1, {"a" * 65: 4}, [], 0], "at most 64 characters"),
-        (["state", 1, 1, {"a": msgpack.ExtType(1, b"")}, [], 0], "extension type 1"),
-        (["state", 1, 1, {}, {}, 0], "no list"),
-        (["state", 1, 1, {}, [[]], 0], "a descriptor is"),
-        (["state", 1, 1, {"a": ["b" * 1000] * 70}, [], 0], "at most 65536"),
-        (["state", 1, 1, {}, [], -1], "the seat -1"),
+        (["pickle", 1, 1, {}, [], "1", "0"], "kind 'pickle', which is none of"),
+        (["state", -1, 1, {}, [], "1", "0"], "not two whole numbers"),
+        (["state", 1, 1.5, {}, [], "1", "0"], "not two whole numbers"),
+        (["state", 1, 1, [], [], "1", "0"], "not a map"),
+        (["state", 1, 1, {3: 4}, [], "1", "0"], "not msgpack"),
+        (["state", 1, 1, {"a" * 65: 4}, [], "1", "0"], "at most 64 characters"),
+        (["state", 1, 1, {"a": msgpack.ExtType(1, b"")}, [], "1", "0"], "extension type 1"),
+        (["state", 1, 1, {}, {}, "1", "0"], "no list"),
+        (["state", 1, 1, {}, [[]], "1", "0"], "a descriptor is"),
+        (["state", 1, 1, {"a": ["b" * 1000] * 70}, [], "1", "0"], "at most 65536"),
+        (["state", 1, 1, {}, [], 1, "0"], "a seat is named by"),
+        (["state", 1, 1, {}, [], "1", "0" * 65], "a seat is named by"),
     ],
 )
 def test_bad_heads_are_refused(head: object, why: str) -> None:
@@ -309,7 +312,7 @@ def test_any_flipped_bit_of_a_message_is_noticed(message: bytes, position: int) 
 
 
 def test_the_checksum_of_a_message_is_a_field_of_it() -> None:
-    message = Message(ballot={"view": 1, "attempt": 2}, ready={"step": 3}, seat=4)
+    message = Message(ballot={"view": 1, "attempt": 2}, ready={"step": 3}, seat="4", sender="2")
     sealed = Message.FromString(frames.seal(message.SerializeToString()))
     assert sealed.checksum
     sealed.ClearField("checksum")

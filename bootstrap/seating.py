@@ -1,0 +1,130 @@
+"""Who takes a seat that nobody has, and who gives one back.
+
+A stage without a node that will stay is filled by the first there is of: a standby, a surplus
+replica, which moves, and a node that has room for one more seat; a newcomer has chosen before
+(`Membership.join`). A seat is given back when somebody who has fewer has the state of its stage,
+too. Only a vacant stage makes anybody take a seat, so none goes to and fro. Pure: what is known of
+the nodes goes in, what is to change comes out, each with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Sitter:
+    """A node, and what matters for where it sits."""
+
+    node: str
+    stages: frozenset[int]  # of its seats; none: a standby
+    holds: frozenset[int]  # of those, whose state it has
+    fits: frozenset[int]  # that it could serve
+    room: int  # seats that it can hold
+    speed: float  # relative work per second
+    heard: bool = True
+    leaving: bool = False
+    drives: bool = False
+
+    @property
+    def stays(self) -> bool:
+        return self.heard and not self.leaving
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The node gets a seat there; `gives` one at another stage for it (None: it keeps what it
+    has)."""
+
+    node: str
+    stage: int
+    why: str
+    gives: int | None = None
+
+
+@dataclass(frozen=True)
+class Returned:
+    node: str
+    stage: int
+    why: str
+
+
+def assign(sitters: Sequence[Sitter], stages: int, begun: bool = True) -> list[Taken | Returned]:
+    """What is to change, in this order. `sitters`: in the order of joining; `stages`: body stages,
+    L, of the stages 0..L; `begun`: nobody else is awaited, as at the start, when only standbys take
+    what is vacant.
+
+    Who sits alone at a stage, or is the only one with its state, is never taken from there; no
+    stage stays vacant while somebody has room.
+    """
+    nodes = {one.node: one for one in sitters}
+    changes: list[Taken | Returned] = []
+    for stage in range(stages + 1):
+        there = [one for one in nodes.values() if stage in one.stages]
+        if any(not one.leaving for one in there):
+            continue
+        why = "has only nodes that will leave soon" if there else "is vacant"
+        taken = _find(list(nodes.values()), stage, stages, f"stage {stage} {why}", begun)
+        if taken is not None:
+            changes.append(taken)
+            one = nodes[taken.node]
+            left = one.stages - {taken.gives}
+            nodes[one.node] = replace(one, stages=left | {stage}, holds=one.holds & left)
+    for returned in _returned(nodes.values()):
+        one = nodes[returned.node]
+        nodes[one.node] = replace(one, stages=one.stages - {returned.stage})
+        changes.append(returned)
+    return changes
+
+
+def _find(
+    sitters: Sequence[Sitter], stage: int, stages: int, why: str, begun: bool
+) -> Taken | None:
+    able = [one for one in sitters if one.stays and stage in one.fits and stage not in one.stages]
+    for one in able:
+        if not one.stages:
+            return Taken(one.node, stage, f"was a standby: {why}")
+    if not begun:
+        return None
+    surplus = [(one, of) for one in able if (of := _surplus(one, sitters)) is not None]
+    if surplus:  # of the stage that has most, whoever came last
+        one, of = max(surplus, key=lambda found: _holders(found[1], sitters))
+        one = [other for other, at in surplus if at == of][-1]
+        return Taken(one.node, stage, f"moves from stage {of}, which has others: {why}", of)
+    before = (stage - 1) % (stages + 1)  # its neighbour, and with twins, who has one of the stage
+    free = [one for one in able if len(one.stages) < one.room]
+    if not free:
+        return None
+    one = max(free, key=lambda one: (one.speed / (len(one.stages) + 1), before in one.stages))
+    return Taken(one.node, stage, f"has room for one more seat: {why}")
+
+
+def _surplus(one: Sitter, sitters: Sequence[Sitter]) -> int | None:
+    """The stage that can do without it; None: it is needed, or drives."""
+    if len(one.stages) != 1 or one.drives:
+        return None
+    (stage,) = one.stages
+    others = [other for other in sitters if other.node != one.node]
+    return stage if _holders(stage, others) else None
+
+
+def _holders(stage: int, sitters: Iterable[Sitter]) -> int:
+    return sum(stage in one.holds for one in sitters if one.stays)
+
+
+def _returned(sitters: Iterable[Sitter]) -> Iterator[Returned]:
+    """Seats of the fullest first, one of each node at a time: what is left is looked at again when
+    that has changed."""
+    nodes = list(sitters)
+    for one in sorted(nodes, key=lambda one: -len(one.stages)):
+        better = [
+            (stage, other)
+            for stage in sorted(one.stages, reverse=True)  # 0, where it may drive, comes last
+            for other in nodes
+            if other.stays and stage in other.holds and len(other.stages) < len(one.stages)
+        ]
+        if better:
+            stage, other = better[0]
+            why = f"{other.node} serves stage {stage}, too, and has fewer seats"
+            yield Returned(one.node, stage, why)

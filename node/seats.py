@@ -1,0 +1,207 @@
+"""The seats of one node, and who of them hears what.
+
+Links lead from node to node, so messages and frames name both seats; two seats of one node hear
+each other without a link. Pure, as the agents are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.registry_pb2 import SILENT, Cause
+from planaria.node.agent import Agent
+from planaria.node.naming import node_of, seat_id, seat_name, seated
+from planaria.node.ports import Compute, Net, Priority
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.budget import Budget
+from planaria.node.wire.frames import Frame, buffers_of
+
+MOST_EARLY = 16 << 20
+"""Bytes of one peer's messages that wait for a seat to be built, at most."""
+
+A = TypeVar("A", bound=Agent)
+T = TypeVar("T")
+
+
+class Seats(Generic[A]):
+    """Those of one node, which its links lead to."""
+
+    def __init__(self, node: str, links: Net) -> None:
+        self.node, self.links = node, links
+        self.agents: dict[str, A] = {}  # by name
+        self.view = registry.View()  # as they see it
+        self._building: dict[str, list[tuple[str, pb.Message]]] = {}  # what has come for them
+        self._given_back: set[str] = set()
+        self._early_bytes = Budget(MOST_EARLY)
+
+    def __bool__(self) -> bool:
+        return bool(self.agents)
+
+    def viewed(
+        self, view: registry.View, now: float
+    ) -> tuple[Mapping[str, registry.Seat], Mapping[str, A]]:
+        """The registry has issued `view`, with this node. Returns the seats that are to be built
+        now, and the agents of those that were given back, to be closed, by their names."""
+        own = next(member for member in view.members if member.node == self.node)
+        named = {seat_name(seat): seat for seat in own.seats}
+        self.view = seated(view)
+        gone = sorted((self.agents.keys() | self._building.keys()) - named.keys())
+        self._given_back |= set(gone)
+        for name in gone:
+            self._building.pop(name, None)
+        new = {
+            name: seat
+            for name, seat in named.items()
+            if name not in self.agents and name not in self._building
+        }
+        self._building |= {name: [] for name in new}
+        closed = {name: self.agents.pop(name) for name in gone if name in self.agents}
+        for agent in list(self.agents.values()):
+            agent.viewed(self.view, now)
+        return new, closed
+
+    def built(self, name: str, agent: A, now: float) -> bool:
+        """From here on it answers; it hears what has come for it. False: the seat was given back
+        meanwhile."""
+        if name not in self._building:
+            return False
+        early = self._building.pop(name)
+        if not self._building:
+            self._early_bytes.clear()
+        self.agents[name] = agent
+        agent.viewed(self.view, now)
+        for sender, message in early:
+            agent.on_message(sender, message, now)
+        return True
+
+    def was_given_back(self, name: str) -> bool:
+        return name in self._given_back
+
+    # --- what comes from other nodes
+
+    def on_message(self, peer: str, message: pb.Message, now: float) -> None:
+        self._hear(seat_id(peer, message.sender), message.seat, message, now)
+
+    def _hear(self, sender: str, name: str, message: pb.Message, now: float) -> None:
+        if (agent := self.agents.get(name)) is not None:
+            agent.on_message(sender, message, now)
+        elif (early := self._building.get(name)) is not None and not self._early_bytes.spend(
+            node_of(sender), message.ByteSize()
+        ):  # what doesn't fit is asked again by whoever needs an answer
+            early.append((sender, message))
+
+    def on_frame(self, peer: str, frame: Frame, now: float) -> None:
+        """What comes for a seat to be belongs to what has begun without it."""
+        if (agent := self.agents.get(frame.seat)) is not None:
+            agent.on_frame(seat_id(peer, frame.sender), frame, now)
+
+    def on_link_up(self, peer: str, now: float) -> None:
+        for seat in self._seats_of(peer):
+            for agent in list(self.agents.values()):
+                agent.on_link_up(seat, now)
+
+    def on_link_lost(
+        self,
+        peer: str,
+        reason: str,
+        unacknowledged: Sequence[Frame],
+        now: float,
+        cause: Cause = SILENT,
+    ) -> None:
+        for name, agent in list(self.agents.items()):
+            own = [frame for frame in unacknowledged if frame.sender == name]
+            for seat in self._seats_of(peer):
+                lost = [frame for frame in own if seat_id(peer, frame.seat) == seat]
+                agent.on_link_lost(seat, reason, lost, now, cause)
+
+    def _seats_of(self, peer: str) -> list[str]:
+        """In the newest view; none: the node itself, which has none any more, or never had."""
+        found = [m.node for m in self.view.members if m.seats and node_of(m.node) == peer]
+        return found or [peer]
+
+    # --- what they say to each other
+
+    def pass_on(self, sender: str, name: str, item: pb.Message | Frame) -> bool:
+        """From one to another, which hears it soon. What it is made of may change at the sender, so
+        it is copied. False: there is no such seat."""
+        agent = self.agents.get(name)
+        if isinstance(item, Frame):
+            payload = tuple(memoryview(bytearray(part)) for part in buffers_of(item.payload))
+            frame = replace(item, seat=name, sender=sender, payload=payload)
+            hear = partial(self.on_frame, self.node, frame)
+        else:
+            message = pb.Message()
+            message.CopyFrom(item)
+            message.seat, message.sender = name, sender
+            hear = partial(self.on_message, self.node, message)
+        if agent is None:
+            hear(0.0)  # that is, when it is built
+        else:
+            agent.exchanges.call_soon(lambda: hear(agent.exchanges.now))
+        return self.has(name)
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a seat, or will be soon."""
+        return name in self.agents or name in self._building
+
+
+class SeatNet:
+    """The links of a node, as one of its seats has them: the port `Net`. Peers are seats."""
+
+    def __init__(self, seats: Seats[Any], name: str) -> None:
+        self._seats, self._name = seats, name
+
+    def send(self, peer: str, item: pb.Message | Frame) -> bool:
+        node, _, name = peer.partition("/")
+        if self._seats.was_given_back(self._name):
+            return False
+        if node == self._seats.node:
+            return self._seats.pass_on(self._name, name, item)
+        if isinstance(item, Frame):
+            item = replace(item, seat=name, sender=self._name)  # it may go to others, too
+        else:
+            item.seat, item.sender = name, self._name
+        return self._seats.links.send(node, item)
+
+    def demand(self, peer: str) -> None:
+        if (node := node_of(peer)) != self._seats.node:
+            self._seats.links.demand(node)
+
+    def linked(self, peer: str) -> bool:
+        node, _, name = peer.partition("/")
+        if node == self._seats.node:
+            return self._seats.has(name)
+        return self._seats.links.linked(node)
+
+    def unacknowledged_by(self, peer: str) -> int:
+        node = node_of(peer)
+        return 0 if node == self._seats.node else self._seats.links.unacknowledged_by(node)
+
+
+class SeatCompute:
+    """The compute thread of a node, as one of its seats has it: the port `Compute`."""
+
+    def __init__(self, seats: Seats[Any], name: str, compute: Compute) -> None:
+        self._seats, self._name, self._compute = seats, name, compute
+
+    @property
+    def computed(self) -> int:
+        return self._compute.computed
+
+    @property
+    def computing(self) -> bool:
+        return self._compute.computing
+
+    def post(
+        self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
+    ) -> None:
+        """Nobody hears what comes of it once the seat is given back."""
+        self._compute.post(work, partial(self._tell, then), priority)
+
+    def _tell(self, then: Callable[[T | Exception], None], result: T | Exception) -> None:
+        if not self._seats.was_given_back(self._name):
+            then(result)

@@ -1,0 +1,147 @@
+"""Who takes a seat, and who gives one back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planaria.bootstrap.seating import Returned, Sitter, Taken, assign
+
+STAGES = 3
+ALL = frozenset(range(STAGES + 1))
+
+
+def sitter(node: str, *stages: int, **known: object) -> Sitter:
+    """With the state of all its stages, and fit for any; has room for one seat."""
+    kept = frozenset(stages)
+    return replace(Sitter(node, kept, kept, ALL, room=1, speed=1.0), **known)
+
+
+def after(sitters: list[Sitter], changes: list[Taken | Returned]) -> list[Sitter]:
+    """Where they sit then; who takes a seat has nothing of its stage yet."""
+    nodes = {one.node: one for one in sitters}
+    for change in changes:
+        one = nodes[change.node]
+        if isinstance(change, Taken):
+            stages = (one.stages - {change.gives}) | {change.stage}
+        else:
+            stages = one.stages - {change.stage}
+        nodes[one.node] = replace(one, stages=stages, holds=one.holds & stages - {change.stage})
+    return list(nodes.values())
+
+
+def test_a_standby_comes_before_a_surplus_replica_and_that_before_who_has_room() -> None:
+    there = [sitter("a", 0), sitter("b", 1), sitter("c", 1), sitter("d", 3, room=2)]
+    (taken,) = assign([*there, sitter("s")], STAGES)
+    assert (taken.node, taken.why) == ("s", "was a standby: stage 2 is vacant")
+    (taken,) = assign(there, STAGES)
+    assert isinstance(taken, Taken)
+    assert (taken.node, taken.stage, taken.gives) == ("c", 2, 1)
+    assert taken.why == "moves from stage 1, which has others: stage 2 is vacant"
+    (taken,) = assign([one for one in there if one.node != "c"], STAGES)
+    assert (taken.node, taken.why) == ("d", "has room for one more seat: stage 2 is vacant")
+    assert assign([one for one in there if one.node in "ab"], STAGES) == []
+
+
+def test_of_those_with_room_the_fastest_takes_it_and_of_equals_the_neighbour_before() -> None:
+    there = [sitter("a", 0, room=4), sitter("b", 1, room=4), sitter("c", 3, room=4)]
+    assert [taken.node for taken in assign(there, STAGES)] == ["b"]
+    there[0] = replace(there[0], speed=2.0)
+    assert [taken.node for taken in assign(there, STAGES)] == ["a"]
+
+
+def test_one_node_that_has_room_takes_all_that_is_left() -> None:
+    (alone,) = after([one := sitter("a", 2, room=4)], assign([one], STAGES))
+    assert alone.stages == ALL
+
+
+def test_a_seat_is_given_back_to_who_has_fewer_once_that_one_has_the_state() -> None:
+    crowded, newcomer = sitter("a", 0, 1, 2, 3, room=4), sitter("b", 2)
+    fetches = replace(newcomer, holds=frozenset())
+    assert assign([crowded, fetches], STAGES) == []
+    (returned,) = assign([crowded, newcomer], STAGES)
+    assert returned == Returned("a", 2, "b serves stage 2, too, and has fewer seats")
+
+
+def test_a_stage_whose_last_node_leaves_gets_another_one_and_keeps_it_meanwhile() -> None:
+    there = [sitter("a", 0), sitter("b", 1, room=2), sitter("c", 2, leaving=True), sitter("d", 3)]
+    (taken,) = assign(there, STAGES)
+    assert (taken.node, taken.stage) == ("b", 2)
+    assert "has only nodes that will leave soon" in taken.why
+
+
+def test_at_the_start_only_standbys_take_what_is_vacant() -> None:
+    there = [sitter("a", 0, room=4), sitter("b", 1), sitter("c", 1)]
+    assert assign(there, STAGES, begun=False) == []
+    assert [taken.node for taken in assign([*there, sitter("s")], STAGES, begun=False)] == ["s"]
+
+
+def test_the_driver_does_not_move() -> None:
+    there = [sitter("a", 0, drives=True), sitter("b", 0), sitter("c", 1), sitter("d", 2)]
+    assert [taken.node for taken in assign(there, STAGES)] == ["b"]
+
+
+@st.composite
+def swarms(draw: st.DrawFn) -> list[Sitter]:
+    found = []
+    for number in range(draw(st.integers(1, 7))):
+        stages = draw(st.frozensets(st.sampled_from(sorted(ALL))))
+        kept, fits = (draw(st.frozensets(st.sampled_from(sorted(ALL)))) for _ in "ab")
+        found.append(
+            Sitter(
+                f"n{number}",
+                stages,
+                holds=kept & stages,
+                fits=fits | stages,
+                room=max(1, len(stages)) + draw(st.integers(0, 2)),
+                speed=draw(st.sampled_from([1.0, 4.0])),
+                heard=draw(st.integers(0, 5)) > 0,
+                leaving=draw(st.integers(0, 5)) == 0,
+            )
+        )
+    ends = [n for n, one in enumerate(found) if 0 in one.stages]
+    if ends:
+        found[ends[0]] = replace(found[ends[0]], drives=True)
+    return found
+
+
+@given(swarms())
+@settings(max_examples=1000, deadline=None, derandomize=True)
+def test_no_stage_stays_vacant_no_last_state_is_dropped_and_nobody_moves_twice(
+    sitters: list[Sitter],
+) -> None:
+    there = sitters
+    for change in assign(sitters, STAGES):
+        one = next(s for s in there if s.node == change.node)
+        others = [s for s in there if s.node != change.node and s.stays]
+        given = change.gives if isinstance(change, Taken) else change.stage
+        if isinstance(change, Taken):
+            at = [s for s in there if change.stage in s.stages]
+            assert all(s.leaving for s in at), "it was not vacant"
+            assert one.stays
+            assert change.stage in one.fits - one.stages
+        if given is not None:
+            assert any(given in s.holds for s in others), f"{change} drops the last state"
+        there = after(there, [change])
+    for one in there:
+        assert len(one.stages) <= one.room
+    for stage in ALL:
+        if all(one.leaving for one in there if stage in one.stages):
+            able = [one for one in there if one.stays and stage in one.fits - one.stages]
+            assert not any(len(one.stages) < one.room for one in able), f"{stage} is vacant"
+    again = [change for change in assign(there, STAGES) if isinstance(change, Taken)]
+    assert again == []
+
+
+@given(swarms())
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_it_settles(sitters: list[Sitter]) -> None:
+    """When everybody gets the state of what it has."""
+    for _ in range(12):
+        changes = assign(sitters, STAGES)
+        if not changes:
+            break
+        sitters = [replace(one, holds=one.stages) for one in after(sitters, changes)]
+    assert assign(sitters, STAGES) == []

@@ -1,0 +1,166 @@
+"""The seats of a node: how they are called, and who of them hears what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from conversing import AtOnce, Nodes, VirtualNet
+
+from planaria.bootstrap import registry_pb2 as registry
+from planaria.node.naming import node_of, seat_id, seated
+from planaria.node.ports import Priority
+from planaria.node.seats import SeatCompute, SeatNet, Seats
+from planaria.node.transaction.gathering import active
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.exchange import Exchanges
+from planaria.node.wire.frames import Frame
+
+
+def view(number: int, **seats: list[tuple[int, int]]) -> registry.View:
+    """Stages by node, and since which view."""
+    members = [
+        registry.Member(
+            node=node, seats=[registry.Seat(stage=stage, since=since) for stage, since in held]
+        )
+        for node, held in seats.items()
+    ]
+    return registry.View(number=number, members=members, driver=members[0].node)
+
+
+@dataclass
+class Listener:
+    """In place of an agent."""
+
+    exchanges: Exchanges
+    heard: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def viewed(self, view: registry.View, now: float) -> None:
+        self.heard.append(("view", view.number))
+
+    def on_message(self, peer: str, message: pb.Message, now: float) -> None:
+        self.heard.append((peer, message.WhichOneof("body")))
+
+    def on_frame(self, peer: str, frame: Frame, now: float) -> None:
+        self.heard.append((peer, frame.kind, bytes(frame.payload[0])))
+
+    def on_link_up(self, peer: str, now: float) -> None:
+        self.heard.append(("up", peer))
+
+    def on_link_lost(self, peer: str, reason: str, lost: list[Frame], *_: Any) -> None:
+        self.heard.append(("lost", peer, [frame.kind for frame in lost]))
+
+
+class Machine:
+    """Node a with seats at stages 0 and 1, of which b has others."""
+
+    def __init__(self) -> None:
+        self.nodes, self.links = Nodes(), VirtualNet({"b"})
+        self.seats: Seats[Any] = Seats("a", self.links)
+        self.view = view(1, a=[(0, 0), (1, 0)], b=[(2, 0), (3, 0)])
+        new, _ = self.seats.viewed(self.view, 0.0)
+        assert list(new) == ["0", "1"]
+        self.agents = {name: Listener(self.nodes.new()) for name in new}
+
+    def build(self, *names: str) -> None:
+        for name in names:
+            assert self.seats.built(name, self.agents[name], 0.0)
+
+    def run(self) -> None:
+        while self.nodes.step():
+            pass
+
+    def heard(self, name: str) -> list[tuple[Any, ...]]:
+        return [what for what in self.agents[name].heard if what[0] != "view"]
+
+
+def frame(kind: str = "activation", payload: bytes | bytearray = b"12345678", **of: str) -> Frame:
+    return Frame(kind, (1, 1), {}, [], payload, **of)
+
+
+def test_for_the_step_transaction_each_seat_is_a_member() -> None:
+    given = view(7, a=[(0, 0), (2, 1)], b=[(1, 0)], c=[])
+    given.relays.add(a="a", b="b", via="c")
+    found = seated(given)
+    assert active(found) == {"a/0": 0, "a/2.1": 2, "b/1": 1}
+    assert [m.node for m in found.members if not m.seats] == ["c"]
+    assert (found.number, found.driver) == (7, "a/0")
+    apart = [(relay.a, relay.b, relay.via) for relay in found.relays]
+    assert apart == [("a/0", "b/1", "c"), ("a/2.1", "b/1", "c")]
+    assert {node_of(seat_id("a", "2.1")), node_of("a")} == {"a"}
+
+
+def test_over_a_link_a_message_says_which_seat_it_is_for_and_by_whom() -> None:
+    machine = Machine()
+    machine.build("0", "1")
+    net = SeatNet(machine.seats, "1")
+    assert net.send("b/3", pb.Message(query=pb.Query()))
+    passed = frame()
+    assert net.send("b/2", passed)
+    assert [(to, item.sender, item.seat) for to, item in machine.links.sent] == [
+        ("b", "1", "3"),
+        ("b", "1", "2"),
+    ]
+    assert passed.seat == "", "it may go to others, too"
+    machine.seats.on_message("b", pb.Message(seat="0", sender="3", query=pb.Query()), 0.0)
+    machine.seats.on_message("b", pb.Message(seat="9", sender="3", query=pb.Query()), 0.0)
+    assert (machine.heard("0"), machine.heard("1")) == ([("b/3", "query")], [])
+
+
+def test_two_seats_of_one_node_hear_each_other_without_a_link_what_was_said_then() -> None:
+    machine = Machine()
+    machine.build("0", "1")
+    net, payload = SeatNet(machine.seats, "0"), bytearray(b"12345678")
+    assert net.linked("a/1")
+    assert net.send("a/1", frame(payload=payload))
+    assert net.send("a/1", pb.Message(query=pb.Query()))
+    payload[:] = b"changed!"
+    assert machine.heard("1") == [], "not inside of the call that says it"
+    machine.run()
+    assert machine.heard("1") == [("a/0", "activation", b"12345678"), ("a/0", "query")]
+    assert machine.links.sent == []
+    assert not net.send("a/9", frame())
+
+
+def test_messages_wait_for_a_seat_that_is_being_built_and_frames_do_not() -> None:
+    machine = Machine()
+    machine.build("0")
+    machine.seats.on_message("b", pb.Message(seat="1", sender="2", query=pb.Query()), 0.0)
+    machine.seats.on_frame("b", frame(seat="1", sender="2"), 0.0)
+    SeatNet(machine.seats, "0").send("a/1", pb.Message(reduce=pb.Reduce()))
+    machine.build("1")
+    assert machine.heard("1") == [("b/2", "query"), ("a/0", "reduce")]
+
+
+def test_a_link_is_up_or_lost_for_each_seat_of_the_peer_and_who_sent_what_is_told_so() -> None:
+    machine = Machine()
+    machine.build("0", "1")
+    machine.seats.on_link_up("b", 0.0)
+    lost = [frame("gradient", seat="3", sender="0"), frame("twin", seat="2", sender="1")]
+    machine.seats.on_link_lost("b", "reset", lost, 0.0)
+    up = [("up", "b/2"), ("up", "b/3")]
+    assert machine.heard("0") == [*up, ("lost", "b/2", []), ("lost", "b/3", ["gradient"])]
+    assert machine.heard("1") == [*up, ("lost", "b/2", ["twin"]), ("lost", "b/3", [])]
+
+
+def test_a_seat_that_was_given_back_neither_says_nor_hears_anything() -> None:
+    machine = Machine()
+    machine.build("0", "1")
+    net, compute = SeatNet(machine.seats, "1"), SeatCompute(machine.seats, "1", AtOnce())
+    new, closed = machine.seats.viewed(view(2, a=[(0, 0)], b=[(1, 0)]), 1.0)
+    assert (new, closed) == ({}, {"1": machine.agents["1"]})
+    heard = list(machine.agents["1"].heard)
+    machine.seats.on_message("b", pb.Message(seat="1", sender="1", query=pb.Query()), 1.0)
+    assert not net.send("b/1", frame())
+    compute.post(lambda: 1, lambda _: machine.agents["1"].heard.append(("computed",)), Priority(0))
+    assert machine.agents["1"].heard == heard
+    again, _ = machine.seats.viewed(view(3, a=[(0, 0), (1, 1)], b=[]), 2.0)
+    assert list(again) == ["1.1"], "and what it gets anew is another one"
+
+
+def test_a_seat_that_is_given_back_while_it_is_built_is_not_taken() -> None:
+    machine = Machine()
+    machine.seats.viewed(view(2, a=[(0, 0)], b=[(1, 0)]), 1.0)
+    assert not machine.seats.built("1", machine.agents["1"], 1.0)
+    machine.build("0")
+    assert machine.agents["0"].heard == [("view", 2)]
