@@ -1,8 +1,9 @@
 """What it costs a stage to hold numbers against what can be, as a share of a step.
 
 In a step it takes the digest of its weights twice, after the update and when it is ready, and looks
-at each tensor that comes in. The step is what the stage computes for it: forward, backward, norm
-and update. Both are timed alternately, on one thread.
+at each tensor that comes in: activations and gradients, and what one replica sends to be averaged,
+half of the stage's gradient as its contribution and half as sums. The step is what the stage
+computes for it: forward, backward, norm and update. Both are timed alternately, on one thread.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from planaria.node.run_file import ModelSection
 from planaria.node.stage.model import build_stage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.shape import model_config
+from planaria.node.transaction.averaging import PIECE
 from planaria.node.wire.tensors import finite
 
 MICROBATCHES, SAMPLES = 4, 1
@@ -31,6 +33,9 @@ def main() -> None:
     stage = build_stage(config, 1, 0)
     optimizer = StageOptimizer(stage, torch.device("cpu"))
     x = torch.randn(SAMPLES, config.context, config.dim)
+    averaged = torch.randn(len(optimizer.weights))
+    halves = averaged[: len(averaged) // 2], averaged[len(averaged) // 2 :]
+    pieces = [half[i : i + PIECE] for half in halves for i in range(0, len(half), PIECE)]
 
     def step() -> None:
         for _ in range(MICROBATCHES):
@@ -42,6 +47,8 @@ def main() -> None:
     def checks() -> None:
         for _ in range(2 * MICROBATCHES):  # activations and gradients
             finite(x)
+        for piece in pieces:
+            finite(piece)
         optimizer.digest()
         optimizer.digest()
 
