@@ -511,7 +511,7 @@ class Cluster:
             self.bases[lineage, step] = b""
         asked = set(seat.driver.members)
         members = [other for other in self.seats if other.name in asked]
-        newest = int(fields.get("lost", max(self.confirmed)))
+        newest = max(int(fields.get("lost", 0)), *self.confirmed)
         holders = [other for other in self._holders(newest) if other in members]
         trained = {name for attempt in self.attempts.values() for name in attempt.nodes}
         if kind == "rolled back":
