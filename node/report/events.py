@@ -438,7 +438,7 @@ class RebuildOrdered(Event, kind="rebuilding", severity=Severity.NOTICE):
     stage: int
     method: str
     sources: tuple[str, ...]  # nodes
-    exact: bool
+    exact: bool  # weights and optimizer state as they were lost
     fallback: bool  # the policy can't serve
     reason: str
 
