@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from functools import cache
@@ -17,7 +18,9 @@ from planaria.bootstrap.registry_pb2 import SILENT
 from planaria.lab.convergence.training import Ablation, State, TrainingSwarm, train
 from planaria.node.data.corpus import Corpus
 from planaria.node.naming import node_of
+from planaria.node.report import line_file
 from planaria.node.report.ledger import audit, merge
+from planaria.node.report.line_file import LineFile
 from planaria.node.run_file import RunFile
 from planaria.node.state.saves import Saves
 from planaria.node.state.stage_state import StageState
@@ -410,6 +413,44 @@ async def test_a_node_that_must_go_saves_and_hands_over_to_a_standby(corpus, tmp
     assert rebuilt == {(2, "replica")}
     assert list((tmp_path / "saves/2.0/stage-2").glob("step-*"))
     assert audit(tmp_path).exact
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_a_disk_that_stalls_costs_nobody_its_seat(corpus, tmp_path, monkeypatch, stage):
+    """Where it is stage 0's only one, which then can't write its ledger, the run pauses."""
+    on_disk, goes_on = LineFile._write, threading.Event()
+    stalled: set[Path] = set()
+
+    def write(file: LineFile, descriptor: int, piece: bytes) -> int:
+        if file.path in stalled:
+            goes_on.wait(300)  # seconds; only who waits for the disk in its loop gets there
+        return on_disk(file, descriptor, piece)
+
+    monkeypatch.setattr(LineFile, "_write", write)
+    monkeypatch.setattr(line_file, "STALLED", 0.3)
+    async with LocalSwarm(small(steps=ENDLESS), corpus, tmp_path) as swarm:
+        try:
+            await swarm.until(lambda: swarm.committed() >= 2)
+            view, (node, _) = swarm.registry.membership.view, swarm.nodes[stage, 0]
+            stalled.update(file.path for file in node.files)
+            at = swarm.committed()
+            wanted = "its disk has not taken a line"
+            await swarm.until(lambda: wanted in node.client.reported.trouble)
+            if stage == 0:
+                driver = node.seat.driver
+                await swarm.until(lambda: driver.explain().startswith("no node of stage 0 can"))
+            else:
+                await swarm.until(lambda: swarm.committed() >= at + 3)
+        finally:
+            goes_on.set()
+        stalled.clear()
+        at = swarm.committed()
+        await swarm.until(lambda: swarm.committed() >= at + 3)
+        assert swarm.registry.membership.view == view
+    assert len(losses(tmp_path)) >= at + 2, "the last one may not have been applied"
+    assert audit(tmp_path).exact
+    told = [e["step"] for e in swarm.lines.events("applied") if e["node"] == node.node]
+    assert told == list(range(1, told[-1] + 1)), "lines have waited, and none is lost"
 
 
 async def test_a_full_disk_is_said_and_training_goes_on(corpus, tmp_path, monkeypatch):
