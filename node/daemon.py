@@ -157,6 +157,7 @@ class Node:
         )
         self.events = EventLog(place.out, self.node, BackgroundLineFile)
         self.files = [] if self.events.file is None else [self.events.file]
+        self.ledgers: dict[str, LineFile] = {}  # of those, by seat
         self.failing: set[LineFile] = set()
         self.files_told = 0.0
         self.view = registry.View()
@@ -348,6 +349,10 @@ class Node:
         self.exchanges.pop(name).close()
         self.tell(GivenBack(stage=seat.stage), seat.node)
         self.report()
+        if (ledger := self.ledgers.pop(name, None)) is not None:
+            self.files.remove(ledger)
+            self.failing.discard(ledger)
+            await asyncio.to_thread(ledger.close)
         await asyncio.to_thread(seat.holdings.finish_saves)
 
     async def _take_seat(self, name: str, stage: int) -> None:
@@ -389,6 +394,7 @@ class Node:
         path = self.place.out / f"ledger-{self.node}-{name}.jsonl"
         windows = Windows(header["seed"], header["samples"], header["batch"])
         ledger = Ledger(path, header, BackgroundLineFile)
+        self.ledgers[name] = ledger.file
         self.files.append(ledger.file)
         return ledger, windows
 

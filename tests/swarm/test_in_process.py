@@ -449,7 +449,7 @@ async def test_a_disk_that_stalls_costs_nobody_its_seat(corpus, tmp_path, monkey
         assert swarm.registry.membership.view == view
     assert len(losses(tmp_path)) >= at + 2, "the last one may not have been applied"
     assert audit(tmp_path).exact
-    told = [e["step"] for e in swarm.lines.events("applied") if e["node"] == node.node]
+    told = [e["step"] for e in swarm.lines.events("applied") if node_of(e["node"]) == node.node]
     assert told == list(range(1, told[-1] + 1)), "lines have waited, and none is lost"
 
 
