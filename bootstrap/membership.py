@@ -148,7 +148,7 @@ class _Node:
     member: Member
     why: str  # why this stage
     renewed: float
-    placed: float  # since when it serves where it does
+    placed: float  # since when it serves, or stands by
     due: float = math.inf  # of its one live entry in the heap of deadlines
     report: Report = field(default_factory=Report)
     holds: set[int] | None = None  # stages whose state it has, by its last report; None: none came
@@ -960,8 +960,10 @@ class Membership:
             stays = {stage for stage in stages_of(node.member) if stage != change.stage}
             if isinstance(change, Taken):
                 stays = (stays - {change.gives}) | {change.stage}
+            if not node.member.seats:
+                node.placed = now
             self._reseat(node, stays)
-            node.why, node.placed = change.why, now
+            node.why = change.why
             verb = "takes" if isinstance(change, Taken) else "gives back"
             self._changes.append(f"{change.node} {verb} stage {change.stage}: {change.why}")
 
@@ -1114,7 +1116,8 @@ class _Known:
         one = self.machine._nodes[node]
         if one.report.stalled_seconds > 0:
             return False
-        held = (s for s in stages_of(one.member) if one.holds is None or s in one.holds)
+        lacks = {seat.stage for seat in one.report.seats} - (one.holds or set())
+        held = (stage for stage in stages_of(one.member) if stage not in lacks)
         return any(all(other is one for other in self._holders(stage)) for stage in held)
 
     def replicas(self, node: str) -> int:

@@ -532,7 +532,6 @@ def test_who_has_a_replica_goes_though_others_reach_it() -> None:
     [
         Report(seats=[SeatReport(stage=1, phase="running")], stalled_seconds=9),
         Report(seats=[SeatReport(stage=1, phase="syncing")]),
-        Report(),
     ],
 )
 def test_who_has_no_state_or_makes_no_progress_goes_though_others_reach_it(report: Report) -> None:
@@ -618,6 +617,12 @@ def test_a_spare_that_is_sent_to_a_stage_only_just_needs_its_links() -> None:
     assert swarm.stage("spare") == 2
     silent(swarm, 1, "n1", n0=["n1"])
     assert "n1" not in swarm.nodes()
+
+
+def test_a_last_holder_that_had_not_told_of_its_seat_yet_stays_too() -> None:
+    swarm = full(lease=5)
+    swarm.renew("n1", report=Report())
+    assert silent(swarm, 10, "n1") == []
 
 
 def test_whom_the_driver_reaches_it_can_still_accuse() -> None:

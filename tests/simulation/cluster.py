@@ -35,6 +35,7 @@ from typing import Any
 import torch
 
 from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.membership import stages_of
 from planaria.node.naming import seated
 from planaria.node.run_file import RunFile, from_fields
 from planaria.node.stage.optimizer import digest as weights_digest
@@ -369,19 +370,22 @@ class Cluster:
             return
         stay = {member.node for member in view.members}
         gone = [member for member in before.members if member.node not in stay]
-        innocent = [member.node for member in gone if not self._may_go(member, view)]
+        left = [member for member in before.members if member.node in stay]
+        innocent = [one.node for one in gone if not self._may_go(one, left, view.reason)]
         self.demand(not innocent, "I6", f"{innocent} evicted: {view.reason}")
 
-    def _may_go(self, member: registry.Member, view: registry.View) -> bool:
+    def _may_go(
+        self, member: registry.Member, left: Sequence[registry.Member], reason: str
+    ) -> bool:
         """Who has done something wrong, or is taken for who has where nobody can tell; or isn't
-        heard, where others have its stage or nobody who is heard has a link to it."""
+        heard, where others have its stages or nobody who is heard has a link to it."""
         assert self.guilty is not None
-        host, left = self.network.homes[member.node], [m for m in view.members if not m.standby]
+        host, stages = self.network.homes[member.node], set(stages_of(member))
         wrong = [m for m in left if self.network.homes[m.node] in self.guilty]
-        guessed = "which is a guess" in view.reason and member.stage in {m.stage for m in wrong}
+        guessed = "which is a guess" in reason and any(stages & {*stages_of(m)} for m in wrong)
         if host in self.guilty or host not in self.unheard:
             return host in self.guilty or guessed
-        if member.standby or any(other.stage == member.stage for other in left):
+        if stages <= {stage for other in left for stage in stages_of(other)}:
             return True
         linked = {node.name for node in self.nodes if member.node in node.net.links}
         return not any(
