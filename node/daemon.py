@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
@@ -80,6 +81,8 @@ TICK = 0.05
 """Seconds between two looks at the clock."""
 LOOK_AT_FILES = 1.0
 """Seconds between two looks whether the disk takes what is written."""
+APPOINTMENT = 2.0
+"""Seconds that a node which has to leave waits for the registry to find somebody for its seat."""
 MOST_MEASURED = 200
 """Links that a node measures: what it says of them goes into each of its renewals."""
 
@@ -216,7 +219,7 @@ class Node:
         return str(address if address.port else address._replace(port=port))
 
     async def retire(self, grace: float, why: str = "") -> None:
-        """Save, let a standby take over where there is one, and leave, all within `grace` seconds:
+        """Save, let an heir take over where there is one, and leave, all within `grace` seconds:
         what a spot instance does when it is told that its time is over. `why`: by whom."""
         self.tell(Preempted(grace=grace, reason=why))
         try:
@@ -237,20 +240,35 @@ class Node:
             await asyncio.to_thread(seat.holdings.finish_saves, left)
 
     async def _hand_over(self, seat: Agent, deadline: float) -> None:
-        """Nobody but a standby could miss this seat: a stage with replicas lives on."""
-        stage = seat.stage
-        own = [m.node for m in self.view.members if stage in stages_of(m)]
-        if own != [self.node] or all(member.seats for member in self.view.members):
+        """Where it is its stage's last; a stage with replicas lives on. Of a run that is over
+        nobody needs anything."""
+        stage, halted = seat.stage, seat.member.halt is not None
+        if halted or self._others_at(stage) or not self._may_have_heir():
             return
         self.leaving = True
         self.report()
-        while self.loop.time() < deadline:
+        seen = self.loop.time()  # that somebody is to take it
+        while self.loop.time() < min(deadline, seen + APPOINTMENT):
             heirs = [m.node for m in seat.members if m.stage == stage and m.node != seat.node]
             if heirs:
                 self.tell(HandedOver(to=heirs[0], stage=stage))
                 return
+            if self._others_at(stage):
+                seen = self.loop.time()
             await asyncio.sleep(TICK)
-        log.warning("no standby has taken over stage %s in time", stage)
+        log.warning("nobody has taken over stage %s in time", stage)
+
+    def _others_at(self, stage: int) -> list[str]:
+        return [m.node for m in self.view.members if stage in stages_of(m) and m.node != self.node]
+
+    def _may_have_heir(self) -> bool:
+        """Whether the registry has somebody to send: a standby or whoever else has room, or a
+        replica that its stage can do without."""
+        others = [member for member in self.view.members if member.node != self.node]
+        served = Counter(stage for member in others for stage in stages_of(member))
+        return max(served.values(), default=0) > 1 or any(
+            len(member.seats) < member.room for member in others
+        )
 
     async def leave(self, why: str) -> None:
         """Tell the registry, so that nobody has to find out."""

@@ -227,8 +227,8 @@ async def test_health_and_reflection(place: Any) -> None:
 
 
 async def test_input_without_measure_is_refused(place: Any) -> None:
-    await place.node("a")
     channel, stub = raw(place)
+    await stub.Join(JoinRequest(protocol=PROTOCOL, node="a", address="a:1"))
     with pytest.raises(grpc.aio.AioRpcError, match=f"host has {NAME_BYTES + 1} bytes"):
         await stub.Join(JoinRequest(protocol=PROTOCOL, node="x", host="h" * (NAME_BYTES + 1)))
     for bad, message in (

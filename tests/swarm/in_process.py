@@ -158,8 +158,10 @@ class LocalSwarm:
         out: Path,
         saves: Path | None = None,
         after_view: int = 0,
+        room: int = 1,
     ) -> None:
-        """`after_view`: the newest one of the processes that this swarm goes on from."""
+        """`after_view`: the newest one of the processes that this swarm goes on from. `room`: seats
+        that a node can hold."""
         self.run, self.corpus, self.out, self.saves = run, corpus, out, saves
         self.lines = Lines(out)
         self.config = model_config(run.model, corpus.vocabulary)
@@ -169,7 +171,7 @@ class LocalSwarm:
                 "run", self.config.stages, replicas, max_replicas=replicas, start_grace=60
             )
         )
-        self.after_view = after_view
+        self.after_view, self.room = after_view, room
         self.nodes: dict[tuple[int, int], tuple[OneSeat, asyncio.Task[str]]] = {}
 
     async def __aenter__(self) -> LocalSwarm:
@@ -200,9 +202,9 @@ class LocalSwarm:
         does not listen."""
         saves = self.saves and self.saves / f"{stage}.{replica}"
         cpu, listens = torch.device("cpu"), listen if advertise else None
-        place = NodePlace(stage, listens, advertise, cpu, self.out, "here", saves)
+        place = NodePlace(stage, listens, advertise, cpu, self.out, "here", saves, room=self.room)
         client = LocalClient(self.registry)
-        corpus = None if stage else self.corpus
+        corpus = self.corpus if self.room > 1 or not stage else None
         node = of(place, "run", self.run, self.config, corpus, client, 1.0)
         self.nodes[stage, replica] = (node, asyncio.create_task(node.live()))
         return node

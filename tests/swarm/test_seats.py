@@ -1,0 +1,66 @@
+"""Real swarms that go on with whoever is left."""
+
+from __future__ import annotations
+
+import pytest
+
+from planaria.bootstrap.membership import stages_of
+from planaria.node.naming import node_of
+from planaria.node.report.ledger import audit
+from tests.swarm.in_process import LocalSwarm, OneSeat
+from tests.swarm.small import small
+
+ENDLESS = 100_000
+ROOMY = 3
+"""As many seats as there are stages."""
+
+
+def holds(node: OneSeat) -> list[int]:
+    """Stages whose state it has, and of which it takes part in the step."""
+    seats = node.seats.agents.values()
+    return sorted(s.stage for s in seats if s.member.phase.value in ("running", "reducing"))
+
+
+@pytest.mark.parametrize("policy", ["checkfree", "snapshot", "redundant"])
+async def test_with_nobody_coming_those_who_are_left_go_on_and_give_back_what_they_took(
+    corpus, tmp_path, policy
+):
+    run = small(
+        stages=2,
+        steps=ENDLESS,
+        recovery__policy=policy,
+        recovery__snapshot__fraction=1.0,
+        recovery__snapshot__period=1,
+    )
+    async with LocalSwarm(run, corpus, tmp_path, room=ROOMY) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 3)
+        last = swarm.nodes[1, 0][0]  # whose neighbour stage 2 is
+        for stage, left in ((2, [1, 2]), (0, [0, 1, 2])):
+            await swarm.kill(stage, 0)
+            await swarm.until(lambda left=left: holds(last) == left)
+            at = swarm.committed()
+            await swarm.until(lambda at=at: swarm.committed() >= at + 3)
+        for stage in (0, 2):
+            swarm.start(stage, 0)
+        await swarm.until(lambda: [stages_of(m) for m in last.view.members] == [[1], [0], [2]])
+        at = swarm.committed()
+        await swarm.until(lambda: swarm.committed() >= at + 3)
+    assert audit(tmp_path).exact
+    back = {(node_of(e["node"]), e["stage"]) for e in swarm.lines.events("given back")}
+    assert back == {(last.node, 0), (last.node, 2)}
+
+
+async def test_a_node_that_must_go_hands_its_state_over_to_one_that_has_room(corpus, tmp_path):
+    run = small(stages=2, steps=ENDLESS)
+    async with LocalSwarm(run, corpus, tmp_path, room=ROOMY) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 3)
+        leaver, living = swarm.nodes.pop((2, 0))
+        await leaver.retire(grace=60.0)
+        leaver.stop("stopped by its owner")
+        await living
+        at = swarm.committed()
+        await swarm.until(lambda: swarm.committed() >= at + 3)
+    assert [e["stage"] for e in swarm.lines.events("handed over")] == [2]
+    rebuilt = {(e["stage"], e["method"]) for e in swarm.lines.events("rebuilt")}
+    assert rebuilt == {(2, "replica")}
+    assert audit(tmp_path).exact
