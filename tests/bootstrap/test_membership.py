@@ -67,6 +67,8 @@ class Swarm:
         question: int = 0,
         answered: Sequence[str] = (),
         instance: str = "",
+        room: int = 1,
+        standby: bool = False,
     ) -> JoinReply:
         address = f"{node}:1" if address is None else address
         request = JoinRequest(
@@ -79,6 +81,8 @@ class Swarm:
             question=question,
             answered=answered,
             instance=instance,
+            room=room,
+            standby=standby,
         )
         reply, effects = self.machine.join(request, self.now)
         self.after(effects)
@@ -357,6 +361,50 @@ def test_first_driver_waits_for_replicas_and_says_for_what() -> None:
     assert swarm.view.reason.endswith("waiting for 1 more node at stage 1 (1 of 2)")
     swarm.join("d", 1)
     assert swarm.view.driver == "a"
+
+
+def seats(swarm: Swarm) -> dict[str, list[int]]:
+    return {member.node: stages_of(member) for member in swarm.view.members}
+
+
+def test_when_nobody_else_comes_those_with_room_take_what_is_vacant_and_begin() -> None:
+    swarm = Swarm(stages=2, start_grace=3, lease=5)
+    swarm.join("a", room=3)
+    swarm.join("b")
+    swarm.wait(2.9)
+    assert (seats(swarm), swarm.view.driver) == ({"a": [0], "b": [1]}, "")
+    swarm.wait(0.6)
+    assert (seats(swarm), swarm.view.driver) == ({"a": [0, 2], "b": [1]}, "a")
+
+
+def test_a_seat_that_was_given_back_and_taken_again_is_another_one() -> None:
+    swarm = Swarm(stages=1, start_grace=0, lease=100)
+    swarm.join("a", 0, room=2)
+    swarm.join("b", 1)
+    swarm.after(swarm.machine.leave("b", "", swarm.now))
+    assert seats(swarm) == {"a": [0, 1]}
+    first = swarm.view.members[0].seats[1].since
+    assert swarm.machine.describe(swarm.now).members[0].why == (
+        "has room for one more seat: stage 1 is vacant"
+    )
+    swarm.join("c", 1)
+    assert seats(swarm) == {"a": [0, 1], "c": [1]}, "c has no state yet"
+    swarm.renew("a", report=swarm.report("a", phase="running", committed=7))
+    swarm.renew("c", report=swarm.report("c", phase="running", committed=7))
+    swarm.wait(20)
+    assert seats(swarm) == {"a": [0], "c": [1]}
+    swarm.after(swarm.machine.leave("c", "", swarm.now))
+    assert seats(swarm) == {"a": [0, 1]}
+    assert swarm.view.members[0].seats[1].since > first
+
+
+def test_who_joins_as_a_standby_waits_until_a_stage_has_nobody() -> None:
+    swarm = Swarm(stages=1, start_grace=0, lease=100)
+    swarm.join("a", 0)
+    swarm.join("b", 1)
+    assert swarm.join("s", standby=True).reason == "standby, as it wants to be"
+    swarm.after(swarm.machine.leave("b", "", swarm.now))
+    assert seats(swarm) == {"a": [0], "s": [1]}
 
 
 def test_first_driver_waits_no_longer_than_the_start_grace() -> None:

@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.credentials import PLAIN
+from planaria.node import serve
 from planaria.node.cli import app
+from planaria.node.run_file import loads
 from planaria.node.serve import (
     Departure,
     NodeError,
@@ -21,7 +23,9 @@ from planaria.node.serve import (
     check_reachable,
     check_writable,
     find_place,
+    room_on,
 )
+from planaria.node.stage.shape import model_config
 from planaria.node.state.saves import SaveError
 
 CPU = torch.device("cpu")
@@ -51,6 +55,17 @@ def options(
         credentials=PLAIN,
         insecure=False,
     )
+
+
+def test_a_node_has_room_for_what_fits_into_half_of_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config, cpu = model_config(loads("[model]\nstages = 3").model, 64), torch.device("cpu")
+    seat = 1.5 * 16 * max(config.parameters)
+    for memory, room in ((0.0, 1), (3.9, 1), (4.1, 2), (1e6, 4)):
+        size = int(memory * seat)
+        monkeypatch.setattr(serve, "memory_of", lambda _, size=size: size)
+        assert room_on(cpu, config) == room
 
 
 @pytest.mark.parametrize("join", ["registry.example.org:7400", "10.0.0.1:7400", "[2001:db8::1]:1"])
