@@ -968,7 +968,8 @@ class Membership:
             self._changes.append(f"{change.node} {verb} stage {change.stage}: {change.why}")
 
     def _reseat(self, node: _Node, stages: set[int]) -> None:
-        """A view that was issued is never changed, so its member isn't either."""
+        """A view that was issued is never changed, so its member isn't either. What was told of a
+        former seat at one of these stages says nothing of the new one."""
         had = {seat.stage: seat for seat in node.member.seats}
         member = Member()
         member.CopyFrom(node.member)
@@ -976,6 +977,8 @@ class Membership:
         since = self._number + 1
         member.seats.extend(had.get(s, Seat(stage=s, since=since)) for s in sorted(stages))
         node.member = member
+        if node.holds is not None:
+            node.holds &= had.keys()
 
     def _sitter(self, node: _Node, now: float) -> Sitter:
         member, numbers = node.member, range(self.rules.stages + 1)

@@ -389,13 +389,15 @@ def test_a_seat_that_was_given_back_and_taken_again_is_another_one() -> None:
     )
     swarm.join("c", 1)
     assert seats(swarm) == {"a": [0, 1], "c": [1]}, "c has no state yet"
-    swarm.renew("a", report=swarm.report("a", phase="running", committed=7))
+    both = [SeatReport(stage=stage, phase="running", committed=7) for stage in (0, 1)]
+    swarm.renew("a", report=Report(seats=both))
     swarm.renew("c", report=swarm.report("c", phase="running", committed=7))
     swarm.wait(20)
     assert seats(swarm) == {"a": [0], "c": [1]}
     swarm.after(swarm.machine.leave("c", "", swarm.now))
     assert seats(swarm) == {"a": [0, 1]}
     assert swarm.view.members[0].seats[1].since > first
+    assert swarm.machine._nodes["a"].holds == {0}, "what it had told of the former one is no more"
 
 
 def test_who_joins_as_a_standby_waits_until_a_stage_has_nobody() -> None:
