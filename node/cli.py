@@ -498,13 +498,13 @@ def node_command(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",
     seats: Annotated[
-        int | None,
+        str,
         typer.Option(
-            min=1,
-            help="Stages that this node serves at most, when others are missing. Default: as many "
-            "as its memory has room for.",
+            metavar="N|auto",
+            help="Stages that this node serves at most, when others are missing; auto: as many as "
+            "its memory has room for.",
         ),
-    ] = None,
+    ] = "1",
     standby: Annotated[
         bool, typer.Option("--standby", help="Wait until a stage has nobody, then take it.")
     ] = False,
@@ -558,7 +558,7 @@ def node_command(
     from planaria.node.data.corpus import CorpusError
     from planaria.node.report.ledger import LedgerError
     from planaria.node.run_file import RunFileError
-    from planaria.node.serve import NodeError, Options, serve
+    from planaria.node.serve import NodeError, Options, parse_seats, serve
     from planaria.node.state.stage_state import SaveError
 
     kinds = (JoinRefused, NodeError, CorpusError, LedgerError, RunFileError)
@@ -568,7 +568,7 @@ def node_command(
         options = Options(
             join=tuple(join.split(",")),
             stage=stage,
-            seats=seats,
+            seats=parse_seats(seats),
             standby=standby,
             listen=Address.parse(listen),
             advertise=None if advertise in (None, "none") else Address.parse(advertise),

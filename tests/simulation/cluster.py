@@ -415,7 +415,7 @@ class Cluster:
         self.demand(digest == own, "I2", f"{who}; its replicas have other weights")
         known = self.known.get((weights.chain, stage), ())
         self.demand(not weights.void and own in known, "I5", f"{who}, unfit weights")
-        if ballot <= self.confirmed_in:
+        if ballot <= self.confirmed_in or ballot < self.lineage_from:
             return  # of a driver that is cut off: no commit can come of it
         if weights.lineage >= self.lineage and (weights.lineage, base) in self.opened:
             self._go_back(ballot, weights.lineage, base, weights.chain)

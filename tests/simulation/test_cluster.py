@@ -1,6 +1,7 @@
 """Whole clusters under faults; `--seeds N` for more of them, `--seed S` for one."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -9,10 +10,11 @@ from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import Adopt, Ballot, Effect, Send
 from planaria.node.transaction.gathering import QUERY_AGAIN, Gathering
 from planaria.node.transaction.member import MemberPhase, MemberSide
+from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.decide import Policy
-from simulation.cluster import Machines
-from simulation.scenario import PART, Halved, Orphaned, ScenarioError, Superseded, run
+from simulation.cluster import Host, Machines, Trap
+from simulation.scenario import PART, Halved, Orphaned, Scenario, ScenarioError, Superseded, run
 
 SEEDS, CHUNK = 200, 25
 RARE = (*range(68, 100), *range(68))
@@ -138,11 +140,42 @@ def test_a_faulty_machine_is_caught(
             run(seed, machines, policy)
 
 
+class Interrupted(Scenario):
+    """A stage is lost, and another node while it relearns, so that the driver asks all anew."""
+
+    def _rules(self, policy: Policy | None) -> TransactionRules:
+        rules = super()._rules(policy)
+        return replace(rules, stages=4, steps=8, relearn=True, strict=False, masking="reassign")
+
+    def _hosts(self, rules: TransactionRules) -> list[Host]:
+        stages = [0, *range(rules.stages + 1)]
+        return [Host(f"h{i}", stage, False) for i, stage in enumerate(stages)]
+
+    def _plan_faults(self) -> float:
+        lose = partial(self._strike, self._crash_stage_2)
+        again = partial(self._strike, self._crash_beside_the_driver)
+        self.cluster.traps.append(Trap("committed", 3, lose))
+        self.cluster.traps.append(Trap("relearning", self.random.randint(1, 2), again))
+        return 20.0
+
+    def _crash_stage_2(self) -> float:
+        return self._crash_stages({2})
+
+    def _crash_beside_the_driver(self) -> float:
+        driver = self._driver()
+        for node in [node for node in self._some() if 0 in node.stages and node is not driver]:
+            self.cluster.crash(node.process, "while a stage relearns")
+        return 8.0
+
+
 def test_weights_that_are_not_fit_to_train_are_caught() -> None:
-    """It takes a query in the moment in which they are relearned, which few scenarios have."""
+    """It takes a query in the very moment in which they are relearned."""
+    seeds = 21, *range(60)  # the first that had it comes first
+    for seed in seeds[:5]:
+        run(seed, policy="checkfree", kind=Interrupted)
     with pytest.raises(ScenarioError, match=r"I[25]"):
-        for seed in RARE:
-            run(seed, Machines(member=Unfit), "checkfree+")
+        for seed in seeds:
+            run(seed, Machines(member=Unfit), "checkfree", kind=Interrupted)
 
 
 def test_a_half_that_is_cut_off_does_not_go_on_without_the_other() -> None:

@@ -21,7 +21,7 @@ from typing import Final
 
 import uvloop
 
-from planaria.node import daemon
+from planaria.node import seats
 from planaria.node.data.corpus import Corpus
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
@@ -46,19 +46,20 @@ def resident() -> int:
 def frame_for(other: OneSeat) -> Frame:
     """Of an attempt that may come."""
     frame = Frame("activation", (1 << 40, 1), {"microbatch": 0, "position": 1}, [], bytes(PIECE))
-    return replace(frame, seat=other.stage or 0)
+    return replace(frame, seat=str(other.stage), sender="1")
 
 
 def message_for(other: OneSeat) -> pb.Message:
     """Of an attempt that is long over, to a seat that there is or will be."""
-    (stage,) = {*other.seats, *other.building}
-    return pb.Message(ballot=pb.Ballot(view=1), seat=stage, halt=pb.Halt(reason=PIECE * "x"))
+    (seat,) = (name for name in "01" if other.seats.has(name))
+    ballot, halt = pb.Ballot(view=1), pb.Halt(reason=PIECE * "x")
+    return pb.Message(ballot=ballot, seat=seat, sender="1", halt=halt)
 
 
 class Building(OneSeat):
     """Its seat is never ready."""
 
-    async def _take_seat(self, stage: int) -> None:
+    async def _take_seat(self, name: str, stage: int) -> None:
         await asyncio.get_running_loop().create_future()
 
 
@@ -71,8 +72,8 @@ async def flood(swarm: LocalSwarm, kind: str) -> dict[str, int]:
     else:
         building = swarm.start(1, 2, of=Building)
         others = [swarm.nodes[0, 0][0], swarm.nodes[1, 0][0], building]
-        room = daemon.MOST_EARLY
-        await swarm.until(lambda: building.building and sick.links.linked(building.node))
+        room = seats.MOST_EARLY
+        await swarm.until(lambda: building.seats.has("1") and sick.links.linked(building.node))
     gc.collect()
     before = most = resident()
     sent: Counter[str] = Counter()
