@@ -60,11 +60,10 @@ def assign(sitters: Sequence[Sitter], stages: int, begun: bool = True) -> list[T
     """
     nodes = {one.node: one for one in sitters}
     changes: list[Taken | Returned] = []
-    for stage in range(stages + 1):
-        there = [one for one in nodes.values() if stage in one.stages]
-        if any(not one.leaving for one in there):
-            continue
-        why = "has only nodes that will leave soon" if there else "is vacant"
+    served = {stage for one in sitters for stage in one.stages}
+    staffed = {stage for one in sitters if not one.leaving for stage in one.stages}
+    for stage in sorted(set(range(stages + 1)) - staffed):
+        why = "has only nodes that will leave soon" if stage in served else "is vacant"
         taken = _find(list(nodes.values()), stage, stages, f"stage {stage} {why}", begun)
         if taken is not None:
             changes.append(taken)
@@ -117,7 +116,8 @@ def _returned(sitters: Iterable[Sitter]) -> Iterator[Returned]:
     """Seats of the fullest first, one of each node at a time: what is left is looked at again when
     that has changed."""
     nodes = list(sitters)
-    for one in sorted(nodes, key=lambda one: -len(one.stages)):
+    several = [one for one in nodes if len(one.stages) > 1]
+    for one in sorted(several, key=lambda one: -len(one.stages)):
         better = [
             (stage, other)
             for stage in sorted(one.stages, reverse=True)  # 0, where it may drive, comes last
