@@ -232,7 +232,8 @@ class Node:
     async def _prepare_to_leave(self, deadline: float) -> None:
         seats = {} if self.hang else dict(self.seats.agents)
         for name, seat in seats.items():
-            await self.exchanges[name].outcome(seat.save_now())
+            if name in self.exchanges:  # it wasn't given back since then
+                await self.exchanges[name].outcome(seat.save_now())
         for seat in seats.values():
             await self._hand_over(seat, deadline)
         for seat in seats.values():
