@@ -89,6 +89,22 @@ async def test_stop_ends_the_willing_and_the_stubborn(processes):
         assert_gone(pid)
 
 
+def test_a_signal_to_the_process_group_is_not_for_who_forks(processes):
+    """Its children would be killed with it, before they have saved."""
+    asking = f"import os; print(os.getppid(), 'forked', flush=True); {FOREVER}"
+
+    def forked(slot: str) -> int:
+        processes.start(slot, [asking])
+        until(lambda: has_said(processes.log(slot), "up"))
+        return int(processes.log(slot).read_text().split()[0])
+
+    forks = forked("1.0")
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        os.kill(forks, number)
+    assert forked("2.0") == forks
+    assert processes.ended() == []
+
+
 def test_children_end_by_a_signal_that_their_parent_was_started_to_ignore(tmp_path):
     parent = (
         "import os, signal; from pathlib import Path;"
