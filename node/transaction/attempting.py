@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import MappingProxyType
 
+from planaria.node.naming import node_of
 from planaria.node.report.events import NonFinite
 from planaria.node.transaction.diverging import Told
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.gathering import unrecorded
 from planaria.node.transaction.overdue import Inquest
-from planaria.node.transaction.routing import Pair, plan, share_out, stand_ins
+from planaria.node.transaction.routing import Pair, paces, plan, share_out, stand_ins
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 
@@ -238,11 +240,11 @@ class Attempting:
         del begin.members[:]
         begin.members.extend(place for place in self.begin.members if place.node not in masked)
         index = {place.node: index for index, place in enumerate(begin.members)}
-        moved = 0
-        everywhere = [
-            [_server(self.begin, microbatch, stage) for microbatch in self.begin.plan]
-            for stage in range(rules.stages + 1)
-        ]
+        moved, stages = 0, range(rules.stages + 1)
+        replicas = [[p.node for p in begin.members if p.stage == stage] for stage in stages]
+        everywhere = [[_server(self.begin, m, stage) for m in self.begin.plan] for stage in stages]
+        pace = [paces(nodes, seconds) for nodes in replicas]
+        busy = _busy(everywhere, pace)
         apart = [pair for pair in apart if pair.isdisjoint(masked)]
         for stage, served in enumerate(everywhere):
             lost = [
@@ -257,9 +259,8 @@ class Attempting:
                 beside = [b if a == stage else a for a, b in pairwise(way) if stage in (a, b)]
                 return sum(frozenset((node, everywhere[s][identity])) in apart for s in beside)
 
-            replicas = [place.node for place in begin.members if place.stage == stage]
-            left = [node for node in replicas if node not in given_up] or replicas
-            successors = share_out(lost, left, seconds, detours)
+            left = [node for node in replicas[stage] if node not in given_up] or replicas[stage]
+            successors = share_out(lost, left, pace[stage], detours, busy)
             if rules.masking == "spare":  # who has done a part of it ahead, if there is somebody
                 ahead = stand_ins(self.begin.members)
                 successors = [
@@ -268,6 +269,7 @@ class Attempting:
                 ]
             for identity, node in zip(lost, successors, strict=True):
                 served[identity] = node
+                busy[node_of(node)] += pace[stage][node]
             moved += len(lost)
             for microbatch, node in zip(begin.plan, served, strict=True):
                 if stage == 0:
@@ -282,6 +284,18 @@ class Attempting:
             if node not in self.masked and now - since >= UNREACHED:
                 return why
         return ""
+
+
+def _busy(
+    everywhere: Iterable[Iterable[str]], pace: Iterable[Mapping[str, float]]
+) -> dict[str, float]:
+    """Seconds that each node computes in all its seats, by who has which microbatch at each stage;
+    of those that have a pace."""
+    busy = defaultdict[str, float](float)
+    for served, seconds in zip(everywhere, pace, strict=True):
+        for node in served:
+            busy[node_of(node)] += seconds.get(node, 0.0)
+    return busy
 
 
 def _server(begin: pb.Begin, microbatch: pb.Microbatch, stage: int) -> str:

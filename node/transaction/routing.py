@@ -5,42 +5,59 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
+from planaria.node.naming import node_of
 from planaria.node.wire import stage_pb2 as pb
+
+ROUNDING: Final = 1e-9
+"""Of sums of seconds: nothing is moved to gain less."""
+
+
+def paces(seats: Iterable[str], seconds: Mapping[str, float]) -> dict[str, float]:
+    """Seconds per microbatch at each seat of a stage. One that was never measured counts as fast as
+    the average of those that were."""
+    measured = {seat: seconds.get(seat, 0.0) for seat in seats}
+    known = [pace for pace in measured.values() if pace]
+    usual = sum(known) / len(known) if known else 1.0
+    return {seat: pace or usual for seat, pace in measured.items()}
 
 
 def earliest_finish(
-    nodes: Sequence[str], outstanding: Mapping[str, int], seconds: Mapping[str, float]
+    seats: Iterable[str],
+    given: Mapping[str, int],
+    pace: Mapping[str, float],
+    busy: Mapping[str, float] = MappingProxyType({}),
 ) -> str:
-    """The node that would finish one more microbatch first; ties go to the smallest id.
-
-    A node that was never measured counts as fast as the average of those that were.
-    """
-    known = [seconds[node] for node in nodes if seconds.get(node)]
-    usual = sum(known) / len(known) if known else 1.0
+    """The seat that would finish one more microbatch first; ties go to the smallest id. `busy`:
+    seconds in which its node computes for other seats."""
     return min(
-        nodes,
-        key=lambda node: ((outstanding.get(node, 0) + 1) * (seconds.get(node) or usual), node),
+        seats,
+        key=lambda seat: (
+            busy.get(node_of(seat), 0.0) + (given.get(seat, 0) + 1) * pace[seat],
+            seat,
+        ),
     )
 
 
 def share_out(
     ids: Iterable[int],
-    nodes: Sequence[str],
-    seconds: Mapping[str, float],
-    detours: Callable[[int, str], int] = lambda identity, node: 0,
+    seats: Sequence[str],
+    pace: Mapping[str, float],
+    detours: Callable[[int, str], int] = lambda identity, seat: 0,
+    busy: Mapping[str, float] = MappingProxyType({}),
 ) -> list[str]:
-    """A node for each microbatch: one of those that it takes the fewest `detours` to, so that these
-    would finish together."""
+    """A seat of the stage for each microbatch: one of those that it takes the fewest `detours` to,
+    so that the nodes of these would finish together."""
     given: Counter[str] = Counter()
     chosen = []
     for identity in ids:
-        ways = {node: detours(identity, node) for node in nodes}
-        nearest = [node for node in nodes if ways[node] == min(ways.values())]
-        node = earliest_finish(nearest, given, seconds)
-        given[node] += 1
-        chosen.append(node)
+        ways = {seat: detours(identity, seat) for seat in seats}
+        nearest = [seat for seat in seats if ways[seat] == min(ways.values())]
+        seat = earliest_finish(nearest, given, pace, busy)
+        given[seat] += 1
+        chosen.append(seat)
     return chosen
 
 
@@ -61,10 +78,14 @@ def plan(
     seconds: Mapping[str, float],
     apart: Collection[Pair] = frozenset(),
 ) -> list[Route]:
-    """A route for each microbatch, so that the replicas of each stage would finish together, and as
-    few as can be go between two nodes that don't reach each other directly.
-    `orders`: of each microbatch; `replicas`: the nodes of stages 0, 1, .., L."""
-    served = [share_out(range(len(orders)), nodes, seconds) for nodes in replicas]
+    """A route for each microbatch, so that the nodes would finish together, and as few as can be go
+    between two that don't reach each other directly. Where a node has several seats, it computes
+    for one of them at a time, and what it has begun stays there.
+    `orders`: of each microbatch; `replicas`: the seats of stages 0, 1, .., L."""
+    pace = [paces(seats, seconds) for seats in replicas]
+    served = [share_out(range(len(orders)), list(stage), stage) for stage in pace]
+    if _share_nodes(replicas):
+        served = _at_home(_evened_out([Counter(seats) for seats in served], pace), pace)
     visits = [(0, *order, 0) for order in orders]
     while apart and any(_untangle(served, stage, visits, apart) for stage in range(len(served))):
         pass  # each time there are fewer such hops
@@ -72,6 +93,62 @@ def plan(
         Route(tuple(served[stage][number] for stage in stages), stages)
         for number, stages in enumerate(visits)
     ]
+
+
+def _share_nodes(replicas: Iterable[Iterable[str]]) -> bool:
+    nodes = [node_of(seat) for seats in replicas for seat in seats]
+    return len(set(nodes)) < len(nodes)
+
+
+def _evened_out(
+    counts: Sequence[Counter[str]], pace: Sequence[Mapping[str, float]]
+) -> Sequence[Counter[str]]:
+    """Microbatches of each seat, stage by stage: of what a node has, others take one at a time, as
+    long as they finish that before the node would have finished."""
+    busy: dict[str, float] = {}
+    for given, seconds in zip(counts, pace, strict=True):
+        for seat, at in seconds.items():
+            busy[node_of(seat)] = busy.get(node_of(seat), 0.0) + given[seat] * at
+    moved = True
+    while moved:
+        moved = False
+        for given, seconds in zip(counts, pace, strict=True):
+            last = max(+given, key=lambda seat: (busy[node_of(seat)], seat), default=None)
+            first = earliest_finish(seconds, {}, seconds, busy)
+            if last is None:
+                continue
+            giver, taker = node_of(last), node_of(first)
+            if busy[taker] + seconds[first] < busy[giver] * (1 - ROUNDING):
+                given.subtract([last])
+                given.update([first])
+                busy[giver] -= seconds[last]
+                busy[taker] += seconds[first]
+                moved = True
+    return counts
+
+
+def _at_home(
+    counts: Sequence[Counter[str]], pace: Sequence[Mapping[str, float]]
+) -> list[list[str]]:
+    """Who has which microbatch at each stage: the node of its source or, where that has no seat, or
+    enough, the one of the stage before, if they can; the first ones leave first. For the others
+    seats take turns, as they would finish."""
+    served: list[list[str]] = []
+    for given, seconds in zip(counts, pace, strict=True):
+        left = Counter(given)
+        own = {node_of(seat): seat for seat in seconds}
+        chosen: dict[int, str] = {}
+        for before in served[:1] + served[1:][-1:]:
+            for number in reversed(range(len(before))):
+                seat = own.get(node_of(before[number]), "")
+                if number not in chosen and left[seat] > 0:
+                    chosen[number] = seat
+                    left[seat] -= 1
+        ends = sorted(((n + 1) * seconds[seat], seat) for seat in left for n in range(left[seat]))
+        turns = iter(seat for _, seat in ends)
+        total = given.total()
+        served.append([chosen.get(number) or next(turns) for number in range(total)])
+    return served
 
 
 def _untangle(

@@ -1,4 +1,5 @@
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -1309,6 +1310,21 @@ def test_the_loss_of_a_replica_does_not_end_the_attempt():
         assert server(begin, microbatch, 2) == "c"
         for stage in (0, 1, 3, 4):
             assert server(begin, microbatch, stage) == server(first, microbatch, stage)
+
+
+def test_what_a_lost_node_had_is_shared_out_among_nodes_not_seats():
+    seats = {"a/0": 0, "a/1": 1, "b/1": 1, "c/1": 1, "a/2": 2, "b/2": 2, "d/2": 2}
+    told = on_the_way(replace(RULES, stages=2, microbatches=8), seats)
+    first = told.attempt.begin
+    left = {seat: stage for seat, stage in seats.items() if not seat.startswith("b/")}
+    begin = goes_on(told.views(left))
+    gained = Counter(
+        server(begin, microbatch, stage)
+        for stage in range(3)
+        for microbatch in range(8)
+        if server(begin, microbatch, stage) != server(first, microbatch, stage)
+    )
+    assert gained == {"c/1": 3, "d/2": 3}, "a is busy at stage 0"
 
 
 def test_it_is_committed_once_the_registry_has_dropped_the_node_and_not_before():

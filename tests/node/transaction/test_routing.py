@@ -1,5 +1,5 @@
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planaria.node.naming import node_of, seat_id
 from planaria.node.transaction.routing import (
     Pair,
     Route,
     earliest_finish,
+    paces,
     plan,
     routes,
     share_out,
@@ -27,17 +29,18 @@ def test_a_node_half_as_fast_is_given_half_as_many():
 
 
 def test_without_measurements_the_shares_are_equal():
-    sources = share_out(range(12), ["a", "b", "c"], {})
+    sources = share_out(range(12), ["a", "b", "c"], paces("abc", {}))
     assert [sources.count(node) for node in "abc"] == [4, 4, 4]
 
 
 def test_a_new_node_counts_as_average():
-    assert earliest_finish(["a", "b"], {"a": 1}, {"a": 3.0}) == "b"
+    assert earliest_finish(["a", "b"], {"a": 1}, paces("ab", {"a": 3.0})) == "b"
 
 
 def test_who_is_reached_by_a_detour_is_given_only_what_nobody_else_is_nearer_to():
     detours = {(0, "a"): 1, (2, "a"): 1, (2, "b"): 1}
-    shares = share_out(range(4), ["a", "b"], {}, lambda *visit: detours.get(visit, 0))
+    alike = paces("ab", {})
+    shares = share_out(range(4), ["a", "b"], alike, lambda *visit: detours.get(visit, 0))
     assert shares == ["b", "a", "a", "b"]
 
 
@@ -56,7 +59,7 @@ def test_where_all_are_alike_lost_microbatches_are_shared_out_as_the_controller_
     stacks = masking.share(12, 4)
     lost = ~stacks.without([1]).covered()
     _, depth = masking.assign(stacks.without([1]), lost)
-    shares = share_out(np.flatnonzero(lost), ["a", "c", "d"], {})
+    shares = share_out(np.flatnonzero(lost), ["a", "c", "d"], paces("acd", {}))
     assert max(map(shares.count, "acd")) == depth == 1
 
 
@@ -120,6 +123,89 @@ def test_shares_stay_and_no_more_go_between_those_that_are_apart(counts, count, 
         assert route.stages == before.stages
         assert route.nodes[0] == route.nodes[-1]
         assert all(n in replicas[s] for n, s in zip(route.nodes, route.stages, strict=True))
+
+
+# Nodes with several seats: 7f3a/2 is the one of 7f3a at stage 2
+
+
+def seats_of(*nodes: str, stages: int) -> list[list[str]]:
+    """Each of these nodes has a seat at each of the stages."""
+    return [[seat_id(node, str(stage)) for node in nodes] for stage in range(stages)]
+
+
+def seconds_of(planned: Sequence[Route], seconds: Mapping[str, float]) -> dict[str, float]:
+    """How long each node computes."""
+    busy: dict[str, float] = {}
+    for route in planned:
+        for seat in route.nodes[:-1]:
+            busy[node_of(seat)] = busy.get(node_of(seat), 0.0) + seconds[seat]
+    return busy
+
+
+def crossing(planned: Sequence[Route]) -> int:
+    """Microbatches that leave the node of their source."""
+    return sum(len(set(map(node_of, route.nodes))) > 1 for route in planned)
+
+
+def test_a_node_with_many_seats_has_less_to_do_at_each():
+    replicas = [["a/0"], ["a/1", "b/1"], ["a/2"]]
+    planned = plan([(1, 2)] * 8, replicas, {})
+    assert {route.nodes for route in planned} == {("a/0", "b/1", "a/2", "a/0")}
+    slow = {"a/0": 1.0, "a/1": 1.0, "b/1": 4.0, "a/2": 1.0}
+    assert seconds_of(plan([(1, 2)] * 8, replicas, slow), slow) == {"a": 20.0, "b": 16.0}
+
+
+def test_two_nodes_that_serve_everything_train_side_by_side():
+    replicas = seats_of("a", "b", stages=5)
+    assert crossing(plan([(1, 2, 3, 4)] * 8, replicas, {})) == 0
+    seconds = {seat: {"a": 1.0, "b": 4.0}[node_of(seat)] for stage in replicas for seat in stage}
+    planned = plan([(1, 2, 3, 4)] * 8, replicas, seconds)
+    assert seconds_of(planned, seconds) == {"a": 32.0, "b": 32.0}
+    assert crossing(planned) == 1, "eight don't divide by five, so one is partly here, partly there"
+
+
+@given(
+    work=st.lists(st.floats(0.1, 1.0), min_size=2, max_size=6),
+    slowness=st.lists(st.floats(1.0, 8.0), min_size=1, max_size=4),
+    count=st.integers(1, 24),
+)
+def test_nodes_that_serve_everything_end_together_but_for_a_visit(work, slowness, count):
+    nodes = [f"n{i}" for i in range(len(slowness))]
+    replicas = seats_of(*nodes, stages=len(work))
+    seconds = {
+        seat: w * slow
+        for w, stage in zip(work, replicas, strict=True)
+        for slow, seat in zip(slowness, stage, strict=True)
+    }
+    busy = seconds_of(plan([tuple(range(1, len(work)))] * count, replicas, seconds), seconds)
+    fair = count * sum(work) / sum(1 / slow for slow in slowness)  # if visits could be divided
+    assert max(busy.values()) <= fair + max(work) * max(slowness) * (1 + 1e-6)
+
+
+SEATED = st.lists(st.sets(st.sampled_from("abcd"), min_size=1), min_size=5, max_size=6)
+
+
+@given(SEATED, st.integers(1, 12), st.booleans(), st.data())
+def test_no_visit_could_go_where_it_ends_sooner(seated, count, swapped, data):
+    replicas = [[f"{node}/{stage}" for node in sorted(s)] for stage, s in enumerate(seated)]
+    seats = [seat for stage in replicas for seat in stage]
+    seconds = {seat: data.draw(st.floats(0.1, 10)) for seat in seats}
+    orders = window_orders(1, count, len(replicas) - 1, swapped)
+    planned = plan(orders, replicas, seconds)
+    for route, order in zip(planned, orders, strict=True):
+        assert route.stages == (0, *order, 0)
+        assert route.nodes[0] == route.nodes[-1]
+        assert all(n in replicas[s] for n, s in zip(route.nodes, route.stages, strict=True))
+    shuffled = dict(data.draw(st.permutations(list(seconds.items()))))
+    assert plan(orders, replicas, shuffled) == planned, "another driver plans the same"
+    if len({node_of(seat) for seat in seats}) == len(seats):
+        return  # each stage for itself: see above
+    busy = {node_of(seat): 0.0 for seat in seats} | seconds_of(planned, seconds)
+    for route in planned:
+        for seat, stage in zip(route.nodes[:-1], route.stages, strict=False):
+            for other in replicas[stage]:
+                ends = busy[node_of(other)] + seconds[other]
+                assert other == seat or ends >= busy[node_of(seat)] * (1 - 1e-6)
 
 
 def test_the_next_replica_stands_in():
