@@ -1,6 +1,6 @@
 """What it costs a stage to hold numbers against what can be, as a share of a step.
 
-In a step it takes the digest of its weights twice, after the update and when it is ready, and looks
+In a step it takes the digest of its state twice, after the update and when it is ready, and looks
 at each tensor that comes in: activations and gradients, and what one replica sends to be averaged,
 half of the stage's gradient as its contribution and half as sums. The step is what the stage
 computes for it: forward, backward, norm and update. Both are timed alternately, on one thread.

@@ -197,7 +197,7 @@ class Arithmetic(Protocol):
     def work(self) -> StageWork: ...
 
     def digest(self) -> bytes:
-        """The digest of the weights."""
+        """The digest of weights and moments."""
         ...
 
     def reduced(self) -> float:

@@ -233,8 +233,9 @@ def seconds_at(
     """For a node that sustains `flops` FLOP/s in the model and moves `memory` bytes a second.
 
     A backward pass costs two forward passes, three with recomputation. The optimizer reads four
-    tensors and writes three, its gradient is cleared, and the digest reads the weights: 36 bytes a
-    parameter. Relearning passes forward and backward, and orthogonalizes. Raises SwarmFiguresError.
+    tensors and writes three, its gradient is cleared, and the digest reads the weights and an
+    eighth of the moments: 37 bytes a parameter. Relearning passes forward and backward, and
+    orthogonalizes. Raises SwarmFiguresError.
     """
     if not (flops > 0 and memory > 0):
         raise SwarmFiguresError(
@@ -242,7 +243,7 @@ def seconds_at(
         )
     forward = forward_flops(config, stage, run.training.microbatch * config.context) / flops
     gradient = VALUE * parameters(config, stage) / memory
-    state = {"norm": gradient, "apply": 9 * gradient, "add": 2 * gradient}
+    state = {"norm": gradient, "apply": 9.25 * gradient, "add": 2 * gradient}
     embedding = 2 * VALUE * values_sent(run, config) / memory
     if stage == 0:
         return Seconds(forward=embedding, backward=embedding, head=3 * forward, **state)

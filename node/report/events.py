@@ -246,7 +246,7 @@ class Committed(Event, kind="committed", severity=Severity.INFO):
 
 @dataclass(frozen=True, kw_only=True)
 class Applied(Event, kind="applied", severity=Severity.DEBUG):
-    """A node has the weights after a step; replicas have the same digest."""
+    """A node has the weights after a step; replicas have the same digest of weights and moments."""
 
     lineage: int
     step: int
@@ -359,7 +359,8 @@ class Diverged(Event, kind="diverged", severity=Severity.ERROR):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsChanged(Event, kind="weights changed", severity=Severity.ERROR):
-    """The weights of the only node of a stage are not those that its last update has left."""
+    """Weights or moments of the only node of a stage are not those that its last update has
+    left."""
 
     node: str
     stage: int
@@ -702,7 +703,8 @@ class SwarmEnding(Event, kind="ending", severity=Severity.INFO):
 
 
 def changed_by_themselves(node: str, stage: int, step: int) -> str:
-    return f"the weights of {node} of stage {stage} have changed by themselves after step {step}"
+    what = f"weights or moments of {node} of stage {stage}"
+    return f"{what} have changed by themselves after step {step}"
 
 
 def figure(loss: float) -> str:

@@ -24,21 +24,25 @@ BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
 BLOCK = 1 << 19
 SUMMED = 1 << 11
 """Elements whose bits are added up for a digest."""
+TURNS = 8
+"""Updates in which the digest comes round all moments: to read all of them for each would double
+what checks cost."""
 
 
-def digest(weights: Tensor) -> bytes:
-    """16 bytes that stand for the bits of a float32 [n], the same on every device.
+def digest(*flats: Tensor, steps: int = 0) -> bytes:
+    """16 bytes that stand for the bits of each float32 [n], and for `steps`, on every device alike.
 
     The bits of each block of 8 KiB are added up on the device as whole numbers of 64 bits, which is
     one pass over memory; the sums are hashed. No single change is overlooked, and no two in
     different blocks.
     """
-    flat = weights.detach()
-    whole = len(flat) - len(flat) % SUMMED
-    bits = flat[:whole].view(torch.int64).view(whole // SUMMED, SUMMED // 2)
-    sums = bits.sum(dim=1).cpu().numpy()
-    rest = flat[whole:].cpu().numpy().astype("<f4", copy=False)
-    return xxhash.xxh3_128(sums.astype("<i8", copy=False).tobytes() + rest.tobytes()).digest()
+    found = xxhash.xxh3_128(steps.to_bytes(8, "little"))
+    for flat in flats:
+        whole = len(flat) - len(flat) % SUMMED
+        bits = flat.detach()[:whole].view(torch.int64).view(whole // SUMMED, SUMMED // 2)
+        found.update(bits.sum(dim=1).cpu().numpy().astype("<i8", copy=False).data)
+        found.update(flat.detach()[whole:].cpu().numpy().astype("<f4", copy=False).data)
+    return found.digest()
 
 
 class StageOptimizer:
@@ -123,8 +127,18 @@ class StageOptimizer:
         return math.isfinite(self.squared_norm())
 
     def digest(self) -> bytes:
-        """16 bytes that stand for the weights, bit by bit."""
-        return digest(self.weights)
+        """16 bytes that stand for the weights, `steps`, and the moments whose turn it is, bit by
+        bit."""
+        due = self.in_turn()
+        return digest(
+            self.weights, self.first_moment[due], self.second_moment[due], steps=self.steps
+        )
+
+    def in_turn(self) -> slice:
+        """Of the moments, those that the digest stands for until the next update."""
+        turn, size = self.steps % TURNS, len(self.weights)
+        first, end = size * turn // TURNS, size * (turn + 1) // TURNS
+        return slice(first + first % 2, end + end % 2)  # whole numbers of 64 bits
 
     def state(self, optimizer: bool) -> list[tuple[str, Tensor]]:
         """The tensors themselves, named: weights, and with `optimizer` Adam's moments too."""

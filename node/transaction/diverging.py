@@ -1,8 +1,8 @@
 """Replicas of a stage that differ: which of them is wrong, by what each tells when it is ready.
 
-Most often that settles it. Where nobody's weights are those that its last update has left, or
-updates came out differently and none has a majority, it takes what others keep of the stage:
-`undecided` says so, and the driver asks before it decides.
+Most often that settles it. Where nobody's weights and moments are those that its last update has
+left, or updates came out differently and none has a majority, it takes what others keep of the
+stage: `undecided` says so, and the driver asks before it decides.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from typing import Final, NamedTuple
 from planaria.node.wire import stage_pb2 as pb
 
 NOBODY: Final[Mapping[str, bytes]] = MappingProxyType({})
+STATE: Final = "weights or moments"
+"""Either may be wrong: one digest is of both."""
 
 
 class Told(NamedTuple):
-    """What a replica says of its weights, and of the gradient that all replicas have summed."""
+    """What a replica says of its state, and of the gradient that all replicas have summed."""
 
-    applied: bytes  # digest of the weights, as they were when they had last been changed
+    applied: bytes  # digest of weights and moments, as they were when they had last been changed
     now: bytes  # taken anew
     squared_norm: float  # not finite: all such are alike
 
@@ -32,8 +34,8 @@ class Told(NamedTuple):
 
 
 def changed(told: Mapping[str, Told], accepted: Mapping[str, bytes] = NOBODY) -> set[str]:
-    """Whose weights are not those that its last update has left. `accepted`: digests, by node, of
-    weights with which the run goes on although they have changed."""
+    """Whose weights or moments are not those that its last update has left. `accepted`: digests, by
+    node, of those with which the run goes on although they have changed."""
     return {node for node, one in told.items() if one.now not in (one.applied, accepted.get(node))}
 
 
@@ -72,7 +74,7 @@ def differing(
     wrong: dict[str, str] = {}
     left = dict(told)
     if since < told.keys():
-        reason = "its weights are not those that its last update has left"
+        reason = f"its {STATE} are not those that its last update has left"
         wrong = dict.fromkeys(sorted(since), reason)
         left = {node: one for node, one in told.items() if node not in since}
 
@@ -91,7 +93,7 @@ def differing(
             return f", since {found[0]}, which keeps a twin of them, has the same"
         return ", which is a guess: nobody else can tell"
 
-    wrong |= _outvoted(left, lambda one: one.now, "weights", unattested, believed, why)
+    wrong |= _outvoted(left, lambda one: one.now, STATE, unattested, believed, why)
     left = {node: one for node, one in left.items() if node not in wrong}
     norm = _outvoted(
         left, lambda one: one.squared_norm, "gradient", like_the_last, believed, lambda _: ""

@@ -13,7 +13,7 @@ from typing import Final
 from planaria.bootstrap.registry_pb2 import DIVERGENCE
 from planaria.node.report.events import Diverged, WeightsChanged, changed_by_themselves
 from planaria.node.transaction.attempting import Vote
-from planaria.node.transaction.diverging import Told, changed, differing, undecided
+from planaria.node.transaction.diverging import STATE, Told, changed, differing, undecided
 from planaria.node.transaction.effects import Effect, Suspect
 from planaria.node.transaction.gathering import Gathering
 from planaria.node.transaction.rules import TransactionRules
@@ -146,7 +146,7 @@ class Doubts:
     ) -> list[Effect]:
         self.distrusted |= told.keys()
         if len(told) > 1:
-            reason = f"its weights are not those that its last update has left; {how.reason}"
+            reason = f"its {STATE} are not those that its last update has left; {how.reason}"
             return self.differ(stage, told, dict.fromkeys(sorted(told), reason), step)
         (node,) = told
         self.strikes[node] += 1

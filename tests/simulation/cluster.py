@@ -38,6 +38,7 @@ from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.membership import stages_of
 from planaria.node.naming import seated
 from planaria.node.run_file import RunFile, from_fields
+from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.optimizer import digest as weights_digest
 from planaria.node.stage.shape import model_config
 from planaria.node.state.copies import Holder
@@ -155,6 +156,11 @@ class Machines:
             holdings.holder.__class__ = self.holder
 
 
+def _digests(optimizer: StageOptimizer) -> tuple[bytes, bytes]:
+    """Of weights and moments, and of the weights alone, as some holdings are."""
+    return optimizer.digest(), weights_digest(optimizer.weights)
+
+
 class Cluster:
     def __init__(
         self,
@@ -188,7 +194,7 @@ class Cluster:
         self.opened: set[tuple[int, int]] = set()  # those in which nothing was tried yet
         self.known: dict[tuple[bytes, int], set[bytes]] = {}  # chain, stage -> digests it had
         for stage in range(rules.stages + 1):
-            self.known[b"", stage] = {row(stage).digest()}
+            self.known[b"", stage] = set(_digests(row(stage)))
         self.fallbacks: set[str] = set()  # reasons of rebuilds that are not said to be exact
         self.traps: list[Trap] = []
         self.guilty: set[str] | None = None
@@ -340,7 +346,7 @@ class Cluster:
         else:
             seat.weights.corrupt()
             weights = seat.weights  # which others may copy
-            self.known[weights.chain, weights.stage].add(weights.optimizer.digest())
+            self.known[weights.chain, weights.stage].update(_digests(weights.optimizer))
 
     # --- what must hold
 
@@ -482,7 +488,8 @@ class Cluster:
         own = weights.optimizer.digest()
         digest = own if weights.corrupted else applied.digests.setdefault(stage, own)
         self.demand(digest == own, "I2", f"{who}; its replicas have other weights")
-        self.known.setdefault((weights.chain, stage), set()).add(own)
+        known = self.known.setdefault((weights.chain, stage), set())
+        known.update(_digests(weights.optimizer))
         self.steps[weights.chain] = commit.step
         self.counts["applied"] += 1
         self.counts["skipped"] += commit.skipped
@@ -598,8 +605,10 @@ class Cluster:
         unseen = sync.method == "redundant" and not known  # the stage died before it applied it
         if exact and (same_step or back) and not mixed and not unseen:
             self.demand(chain_of(state) == weights.chain, "I5", f"{who}, of another history")
-            self.demand(weights.optimizer.digest() in known, "I5", f"{who}, which it never had")
-        known.add(weights.optimizer.digest())
+            whole, alone = _digests(weights.optimizer)
+            found = whole if "first_moment" in state.tensors else alone
+            self.demand(found in known, "I5", f"{who}, which it never had")
+        known.update(_digests(weights.optimizer))
 
     def check_announced(self, seat: Seat, said: pb.Holding, held: StageState) -> None:
         """What a node says it holds: of this run, and not ahead of its own weights."""

@@ -188,7 +188,11 @@ class Stage:
 
     def corrupt(self) -> None:
         self.corrupted = True
-        self.optimizer.weights[TRAINED][self.cluster.world.random.randrange(8)] += 1.0
+        chosen = self.cluster.world.random
+        moment = chosen.choice([self.optimizer.first_moment, self.optimizer.second_moment])
+        moment = moment[self.optimizer.in_turn()]  # others are found once they have done harm
+        wrong = chosen.choice([self.optimizer.weights[TRAINED], moment])
+        wrong[chosen.randrange(len(wrong))] += 1.0
 
     def reduced(self) -> float:
         self._reduced = self.optimizer.squared_norm()

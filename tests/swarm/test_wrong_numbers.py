@@ -137,28 +137,33 @@ async def test_a_wild_norm_sets_nobodys_clip_scale(corpus, tmp_path, norm):
         assert 0 < other.member.last.gradient_norm < 1e6
 
 
-def flips_a_weight(node: OneSeat) -> None:
+def flips_a_bit(node: OneSeat, tensor: str) -> None:
     """Once, before the digest is taken anew; not between that and the next update."""
     arithmetic = node.seat.arithmetic
     reduced = arithmetic.reduced
 
     def flip() -> float:
-        arithmetic.tensors["weights"].view(torch.int32)[7] ^= 1 << 20
+        values = arithmetic.tensors[tensor]
+        due = values[arithmetic.optimizer.in_turn()] if "moment" in tensor else values
+        due.view(torch.int32)[7] ^= 1 << 20
         arithmetic.reduced = reduced
         return reduced()
 
     arithmetic.reduced = flip
 
 
-async def test_a_replica_whose_weight_flips_copies_its_state_anew(corpus, tmp_path):
+@pytest.mark.parametrize("tensor", ["weights", "second_moment"])
+async def test_a_replica_in_whose_state_a_bit_flips_copies_it_anew(corpus, tmp_path, tensor):
     async with LocalSwarm(PAIRS, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 2)
         sick, other = swarm.nodes[1, 1][0], swarm.nodes[1, 0][0]
-        flips_a_weight(sick)
+        flips_a_bit(sick, tensor)
         await swarm.until(lambda: swarm.lines.events("diverged"))
         (diverged,) = swarm.lines.events("diverged")
         assert diverged["nodes"] == [f"{other.node}/1", f"{sick.node}/1"]
-        assert diverged["reason"].startswith(f"{sick.node}/1: its weights are not those that")
+        assert diverged["reason"].startswith(
+            f"{sick.node}/1: its weights or moments are not those that"
+        )
         await swarm.until(lambda: sick.member.following, pause=0)
         await swarm.until(lambda: sick.member.phase.value == "running")
         at = swarm.committed()
@@ -174,7 +179,7 @@ async def test_a_weight_that_flips_at_the_only_node_of_a_stage_is_told_and_train
     async with LocalSwarm(alone, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 2)
         sick, driver = swarm.nodes[1, 0][0], swarm.nodes[0, 0][0]
-        flips_a_weight(sick)
+        flips_a_bit(sick, "weights")
         await swarm.until(lambda: swarm.lines.events("weights changed"))
         at = swarm.committed()
         await swarm.until(lambda: swarm.committed() >= at + 3)

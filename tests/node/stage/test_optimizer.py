@@ -147,6 +147,30 @@ def test_digest_tells_any_bit_of_any_weight(size: int, where: float, bit: int) -
     assert digest(torch.cat([weights, torch.zeros(1)])) != digest(weights), "a zero more is another"
 
 
+@given(size=st.integers(1, 100), where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 31))
+@settings(max_examples=50)
+@pytest.mark.parametrize("name", ["first_moment", "second_moment"])
+def test_in_eight_updates_the_digest_tells_any_bit_of_any_moment(
+    name: str, size: int, where: float, bit: int
+) -> None:
+    """Each in one of them."""
+    a, b = (StageOptimizer(nn.Linear(size, 1, bias=False), CPU) for _ in "ab")
+    b.load(a.state(optimizer=True), 0)
+    bits = dict(b.state(optimizer=True))[name].view(torch.int32).numpy().view("uint32")
+    bits[int(where * size)] ^= 1 << bit
+    told = 0
+    for a.steps in range(optimizer.TURNS):
+        b.steps = a.steps
+        told += a.digest() != b.digest()
+    assert told == 1
+
+
+def test_digest_tells_how_many_updates_there_were() -> None:
+    a, b = StageOptimizer(network(), CPU), StageOptimizer(network(), CPU)
+    b.steps = optimizer.TURNS
+    assert a.digest() != b.digest()
+
+
 def test_a_copied_state_goes_on_alike() -> None:
     source, joiner = StageOptimizer(network(), CPU), StageOptimizer(network(seed=5), CPU)
     source.gradient.normal_(generator=torch.Generator().manual_seed(0))

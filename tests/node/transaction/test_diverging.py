@@ -62,7 +62,7 @@ def test_of_two_the_one_whose_weights_changed_since_its_update_is_wrong() -> Non
 def test_two_whose_updates_came_out_differently_are_both_named_and_one_is_believed() -> None:
     told = {"a": RIGHT, "b": Told(b"y", b"y", 4.0)}
     wrong = differing(told, 4.0, {})
-    said = "the weights of a, b differ, there is no majority, and a is believed"
+    said = "the weights or moments of a, b differ, there is no majority, and a is believed"
     assert wrong == {"b": f"{said}, which is a guess: nobody else can tell"}
     assert differing(told, 4.0, {"a": 1}).keys() == {"a"}, "it has been wrong before"
 

@@ -1734,7 +1734,9 @@ def test_replicas_that_differ_do_not_commit_and_the_wrong_one_copies_anew_while_
     effects = told.differs()
     (diverged,) = events(effects, Diverged)
     assert (diverged.stage, diverged.nodes) == (2, ("c2", "c"))
-    assert "c: its weights are not those that its last update has left" in diverged.reason
+    assert (
+        "c: its weights or moments are not those that its last update has left" in diverged.reason
+    )
     assert told.driver.standing.committed == 1
     assert "c differs" in events(effects, Aborted)[0].reason
     effects = told.answers()
@@ -1826,7 +1828,7 @@ def test_weights_that_change_at_the_only_node_of_a_stage_are_told_once_and_it_go
     assert (changed.node, changed.stage, changed.step, changed.restored) == ("c", 2, 1, False)
     assert suspected(effects) == []
     assert members(sent(effects, "step")["a"]) == told.members.keys()
-    said = "the weights of c of stage 2 have changed by themselves after step 1"
+    said = "weights or moments of c of stage 2 have changed by themselves after step 1"
     assert said in told.driver.explain()
     told.hears("b", failed=pb.Failed(reason="it is out of memory"))
     told.answers()
@@ -1952,7 +1954,7 @@ def test_two_replicas_of_which_neither_is_as_it_was_and_nobody_keeps_more_one_is
     effects = told.answers()
     assert [event.nodes for event in events(effects, Diverged)] == [("c", "c2")]
     assert sent(effects, "sync").keys() == {"c2"}
-    assert "the weights of c of stage 2 have changed" in told.driver.explain()
+    assert "weights or moments of c of stage 2 have changed" in told.driver.explain()
 
 
 # --- what is not finite
