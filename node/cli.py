@@ -64,6 +64,8 @@ errors = Console(stderr=True)
 
 
 def main() -> None:
+    import logging
+
     # gRPC warns of every fork; ours only go on to exec.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     try:
@@ -71,6 +73,8 @@ def main() -> None:
     except ModuleNotFoundError as error:
         _refuse(remedy(error))
         raise SystemExit(1) from error
+    finally:
+        logging.shutdown()
 
 
 @contextmanager
@@ -87,6 +91,7 @@ def refusing(*kinds: type[Exception]) -> Iterator[None]:
 def ending_whatever_hangs() -> Iterator[None]:
     """The process ends even if its compute thread doesn't: what that waits for (a device, for
     one) may hold up the interpreter's own end, too."""
+    import logging
     import os
     import sys
     import threading
@@ -100,6 +105,7 @@ def ending_whatever_hangs() -> Iterator[None]:
         raise
     finally:
         if any(thread.name.startswith("compute-") for thread in threading.enumerate()):
+            logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
@@ -674,4 +680,8 @@ def _begin_service() -> None:
     """What every process of a swarm does first."""
     import logging
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    from planaria.node.report.log_stream import LogStream
+
+    if not logging.root.handlers:
+        format = "%(asctime)s %(levelname)s %(message)s"
+        logging.basicConfig(level=logging.INFO, format=format, handlers=[LogStream()])

@@ -162,8 +162,11 @@ class LineFile:
         if self.waiting:
             self.flush()
         if self.waiting:
-            log.error("%s, and are lost", self.told())
+            self._lose()
         self._let_go()
+
+    def _lose(self) -> None:
+        log.error("%s, and are lost", self.told())
 
     def _open(self) -> int:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -205,11 +208,13 @@ class BackgroundLineFile(LineFile):
 
     def close(self) -> None:
         """What the disk has not taken LAST_WRITES later is lost, and that is said."""
+        if self._closing:
+            return
         self._closing = True
         self._news.set()
         self._thread.join(LAST_WRITES)
         if self._thread.is_alive():
-            log.error("%s, and are lost", self.told())
+            self._lose()
 
     def _run(self) -> None:
         while not self._closing:

@@ -1,12 +1,14 @@
-"""A registry that hears nobody: real processes, of which the only node is killed or cut off."""
+"""Swarms of one node, real processes: it is killed, cut off from the registry, or can't log."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -105,6 +107,44 @@ async def test_the_replacement_of_a_lone_node_that_is_killed_takes_its_stage(pla
     description = await described(address)
     assert [stages_of(member) for member in description.view.members] == [[0]]
     assert "not there when the registry and" in " ".join(description.decisions)
+
+
+async def committed(address: str, steps: int) -> None:
+    async with asyncio.timeout(DEADLINE):
+        while not any(  # noqa: ASYNC110  it tells nobody
+            seat.committed >= steps
+            for member in (await described(address)).members
+            for seat in member.report.seats
+        ):
+            await asyncio.sleep(0.02)
+
+
+async def test_a_node_whose_log_nobody_reads_trains_and_leaves(place: Place) -> None:
+    """Its standard error is a pipe that was full when it began."""
+    place.start_registry()
+    address = await place.address()
+    reader, writer = os.pipe()
+    try:
+        os.set_blocking(writer, False)
+        with suppress(BlockingIOError):
+            while True:
+                os.write(writer, bytes(4096))
+        os.set_blocking(writer, True)
+        command = ["planaria", "node", "--join", address, "--seats", "3", "--threads", "1"]
+        node = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", *command, *place.out, stderr=writer
+        )
+        try:
+            await committed(address, 3)
+            node.terminate()
+            async with asyncio.timeout(DEADLINE):
+                assert await node.wait() == 0
+        finally:
+            if node.returncode is None:
+                node.kill()
+    finally:
+        os.close(reader)
+        os.close(writer)
 
 
 @asynccontextmanager
