@@ -5,5 +5,6 @@ keeps: copies.py (stage 0 and running snapshots, at peers), twin.py (redundant c
 saves.py (files) and boundary.py (what crossed between stages). A newcomer has rebuild.py (by the
 method that the driver has chosen), transfer.py (exact state from peers), feeding.py (what it is
 sent while it follows) and relearn.py (training what was guessed). handover.py says whether who is
-told to go can give its state to an heir in time.
+told to go can give its state to an heir in time; regroup.py writes a run's saves anew for other
+stages.
 """

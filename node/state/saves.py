@@ -27,13 +27,15 @@ import re
 import time
 from base64 import b64decode, b64encode
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, takewhile
 from pathlib import Path
 from queue import Empty, Queue
 from secrets import token_hex
 from threading import Thread
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -67,6 +69,15 @@ _REMEDIES: Final = {
 
 Fields: TypeAlias = dict[str, str]
 Bytes: TypeAlias = NDArray[np.uint8]
+Listed: TypeAlias = tuple[str, int, str]
+"""A tensor in a header: its name, how many values it has, their checksum."""
+
+
+class Values(NamedTuple):
+    """A tensor that is made piece by piece, as often as it is asked for."""
+
+    length: int
+    pieces: Callable[[], Iterable[Bytes]]  # float32, end to end
 
 
 class Saves:
@@ -99,7 +110,8 @@ class Saves:
             if other not in (None, run):
                 raise SaveError(
                     f"{self._path(save)} is of the run {other}, this is {run}: name another "
-                    "folder for its saves, or move those away"
+                    "folder for its saves, or move those away; `planaria regroup` writes them anew "
+                    "for a run with another run file"
                 )
 
     def listed(self) -> list[Age]:
@@ -161,9 +173,18 @@ class Saves:
         """The state is on disk when this returns. What was there before stays until then. Raises
         OSError, and ValueError as `check` does."""
         self.check(state)
-        tensors = [(name, _bytes(t.detach().cpu())) for name, t in state.tensors.items()]
-        header = _encode(_fields(self.run, state, tensors))
-        self._put(name_of(state.id.age), [header, *(values for _, values in tensors)])
+        tensors = {name: _bytes(t.detach().cpu()) for name, t in state.tensors.items()}
+        self.write_pieces(
+            state, {n: Values(len(v) // VALUE, partial(iter, [v])) for n, v in tensors.items()}
+        )
+
+    def write_pieces(self, state: StageState, tensors: Mapping[str, Values]) -> None:
+        """As `write`, of a state whose tensors are these; each is made twice."""
+        self.check(state)
+        listed = [(name, values.length, _digest(values)) for name, values in tensors.items()]
+        header = _encode(_fields(self.run, state, listed))
+        made = chain.from_iterable(values.pieces() for values in tensors.values())
+        self._put(name_of(state.id.age), chain([header], made))
         try:
             # The newest of all: a replica may have been faster.
             self._put(LATEST, [_as_bytes(name_of(self.listed()[0]).encode() + b"\n")])
@@ -227,6 +248,80 @@ class Saves:
                 return replace(state, tensors=dict(_tensors(path, file, fields, keep_tensors)))
         except OSError as error:
             raise SaveError(f"{path} can't be read: {error.strerror}") from error
+
+
+@dataclass(frozen=True)
+class SaveFile:
+    """A save wherever it lies, by its header; its tensors stay on disk."""
+
+    path: Path
+    run: str
+    state: StageState  # without its tensors
+    tensors: Mapping[str, int]  # how many values each has, in their order in the file
+    begin: int  # byte at which the first one begins
+
+    @classmethod
+    def open(cls, path: Path) -> SaveFile:
+        """Raises SaveError: not to be read, damaged in what it says of itself, or its length."""
+        try:
+            with path.open("rb", buffering=0) as file:
+                fields = _read_header(path, file)
+                sizes = {name: values for name, values, _ in json.loads(fields["tensors"])}
+                return cls(path, fields["run"], _state(fields), sizes, file.tell())
+        except OSError as error:
+            raise SaveError(f"{path} can't be read: {error.strerror}") from error
+
+    def check(self) -> None:
+        """Reads it all, holding no more than a chunk. Raises SaveError."""
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                fields = _read_header(self.path, file)
+                for _ in _tensors(self.path, file, fields, keep=False):
+                    raise AssertionError
+        except OSError as error:
+            raise SaveError(f"{self.path} can't be read: {error.strerror}") from error
+
+    def values(self, tensor: str, first: int, count: int) -> Iterator[Bytes]:
+        """`count` values of the tensor, from the `first` one on, chunk by chunk. Raises SaveError,
+        OSError."""
+        before = takewhile(lambda item: item[0] != tensor, self.tensors.items())
+        at = self.begin + VALUE * (first + sum(values for _, values in before))
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(at)
+            for done in range(0, VALUE * count, CHUNK):
+                chunk = np.empty(min(CHUNK, VALUE * count - done), np.uint8)
+                _fill(self.path, file, chunk)
+                yield chunk
+
+    def copy(self, to: Saves) -> None:
+        """Raises SaveError, OSError."""
+        tensors = {
+            n: Values(size, partial(self.values, n, 0, size)) for n, size in self.tensors.items()
+        }
+        to.write_pieces(self.state, tensors)
+
+
+def find_saves(*folders: Path) -> list[SaveFile]:
+    """Those of any stage and run in folders that nodes have had, or in folders of such; the log
+    names what can't be used."""
+    found = []
+    for folder in folders:
+        for path in sorted({*folder.glob("stage-*/step-*"), *folder.glob("*/stage-*/step-*")}):
+            if _parse(path.name) is None:
+                continue
+            try:
+                save = SaveFile.open(path)
+            except SaveError as error:
+                log.warning("refused a save: %s", error)
+                continue
+            says = save.state.id
+            if (f"stage-{says.stage}", name_of(says.age)) == (path.parent.name, path.name):
+                found.append(save)
+            else:
+                log.warning(
+                    "refused a save: %s is %s of stage %d", path, name_of(says.age), says.stage
+                )
+    return found
 
 
 class Writer:
@@ -426,16 +521,21 @@ def saves_on_disk(run: str, stage: int, in_flight: int, on_loop: Callable[..., o
 # ours is in the header's "__metadata__", text by name.
 
 
-def _fields(run: str, state: StageState, tensors: Sequence[tuple[str, Bytes]]) -> Fields:
+def _fields(run: str, state: StageState, tensors: Sequence[Listed]) -> Fields:
     return {
         "format": FORMAT,
         "run": run,
         **{field: repr(value) for field, value in _numbers(state).items()},
         "last": b64encode(state.last.SerializeToString()).decode(),
-        "tensors": json.dumps(
-            [[name, len(part) // VALUE, xxh3_64_hexdigest(part.data)] for name, part in tensors]
-        ),
+        "tensors": json.dumps(tensors),
     }
+
+
+def _digest(values: Values) -> str:
+    digest = xxh3_64()
+    for piece in values.pieces():
+        digest.update(piece.data)
+    return digest.hexdigest()
 
 
 def _numbers(state: StageState) -> dict[str, int | float]:

@@ -1,0 +1,207 @@
+"""A run's saves, written anew for a run that has the same model in more or fewer stages.
+
+Body stages have the same number of layers each, and a layer lies in a stage's flat tensors behind
+the layer before it. So a new stage's tensors are pieces of the old ones', end to end; they go from
+file to file in chunks. The new saves are of another run, whose nodes take no others, and of another
+lineage than what they are made of.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from planaria.node.stage.optimizer import BETA1, BETA2
+from planaria.node.stage.shape import ModelConfig
+from planaria.node.state.saves import Bytes, SaveFile, Saves, Values
+from planaria.node.state.stage_state import SaveError, StageState, StateId
+from planaria.node.wire import stage_pb2 as pb
+from planaria.recovery.decide import Held, Resume, Source, resume
+
+log = logging.getLogger(__name__)
+
+DECAYS = {"first_moment": BETA1, "second_moment": BETA2}
+"""By tensor: what a step leaves of a moment."""
+
+
+class RegroupError(Exception):
+    """These saves can't be regrouped; the message says why and what to do."""
+
+
+class Piece(NamedTuple):
+    """Layers of an old stage, in a row."""
+
+    stage: int
+    first: int  # of the stage's own, from 0 on
+    layers: int
+    of: int  # layers that the stage has
+
+
+def pieces(stage: int, layers: int, before: int, after: int) -> list[Piece]:
+    """What a stage of `after` body stages is made of, in order; there were `before` of them, and
+    `layers` in all. Stage 0 is no part of the division: it counts as one layer, and stays."""
+    if stage == 0:
+        return [Piece(0, 0, 1, 1)]
+    had, has = layers // before, layers // after
+    at, end, found = (stage - 1) * has, stage * has, []
+    while at < end:
+        old, first = divmod(at, had)
+        count = min(had - first, end - at)
+        found.append(Piece(old + 1, first, count, had))
+        at += count
+    return found
+
+
+def regrouped(stage: int, stages: int, parts: Sequence[tuple[Piece, SaveFile]]) -> StageState:
+    """The state of a stage of `stages` body stages, without its tensors.
+
+    Its layers have one count of Adam's steps from now on, the least of theirs: as from a rebuild,
+    estimates are soon made of new gradients. A layer's share of its stage's gradient isn't known,
+    nor needed after the next step; layers count alike. A boost lasts as long as the newest.
+    """
+    states = [save.state for _, save in parts]
+    one, newest = states[0], max(states, key=lambda state: state.boosted_at)
+    last = pb.Commit()
+    last.CopyFrom(one.last)
+    for scales, those in (
+        (last.clip_scale, one.last.clip_scale),
+        (last.lr_scale, newest.last.lr_scale),
+    ):
+        del scales[:]
+        if newest.id.stage < len(those):
+            scales.extend([those[newest.id.stage]] * (stages + 1))
+    return StageState(
+        id=StateId.after(last, stage, one.id.lineage + 1, one.id.step),
+        tensors={},
+        omega=sum(save.state.omega * piece.layers / piece.of for piece, save in parts),
+        boosted_at=newest.boosted_at,
+        last=last,
+        optimizer_step=min(state.optimizer_step for state in states),
+    )
+
+
+def moment_scale(decay: float, before: int, after: int) -> float:
+    """A moment after `before` updates, times this, stands for the same average after `after`."""
+    return (1 - decay**after) / (1 - decay**before) if before else 1.0
+
+
+def stages_of(saves: Iterable[SaveFile], config: ModelConfig) -> int:
+    """Of how many body stages saves of one run are. Raises RegroupError where they are of another
+    model than `config`."""
+    first, body = config.parameters
+    layer = body // config.layers_per_stage
+    had = set()
+    for save in saves:
+        values, stage = save.tensors.get("weights", 0), save.state.id.stage
+        if not values or (values != first if stage == 0 else values % layer):
+            wanted = f"{first} of its stage 0" if stage == 0 else f"{layer} of each of its layers"
+            raise RegroupError(
+                f"{save.path} is of another model: it has {values} weights, and this one {wanted}. "
+                "[model] and [data] of the run file have to be those of the saves' run, but for "
+                "model.stages"
+            )
+        if stage:
+            had.add(values // layer)
+    if len(had) != 1 or config.layers % min(had):
+        said = " and ".join(map(str, sorted(had))) or "no"
+        raise RegroupError(
+            f"these saves are of stages with {said} layers, and the model has {config.layers}: "
+            "name the folders with all saves of one run, and model.layers as it had them"
+        )
+    return config.layers // min(had)
+
+
+def choose(saves: Sequence[SaveFile], stages: int) -> tuple[Resume, dict[int, list[SaveFile]]]:
+    """Where a run of `stages` body stages goes on that has these, and the saves of each stage for
+    that, whole ones; the log names what is damaged. Raises RegroupError if there is none."""
+    left, sound = {str(save.path): save for save in saves}, set[str]()
+    while True:
+        held = []
+        for path, save in left.items():
+            state = save.state.id
+            source = Source(path, state.stage, state.step, state.lineage)
+            held.append(Held("save", source, state.made))
+        found = resume(held, stages)
+        if found is None:
+            raise RegroupError("there is no save of any stage")
+        paths = {of: [one.source.node for one in chosen] for of, chosen in found.held.items()}
+        unread = [path for of in paths.values() for path in of if path not in sound]
+        for path in unread:
+            try:
+                left[path].check()
+                sound.add(path)
+            except SaveError as error:
+                log.warning("refused a save: %s", error)
+                del left[path]
+        if all(path in left for path in unread):
+            return found, {of: [left[path] for path in one] for of, one in paths.items()}
+
+
+def regroup(
+    saves: Sequence[SaveFile], config: ModelConfig, open_folder: Callable[[int], Saves]
+) -> Resume:
+    """Writes the saves of one run anew, for the stages of `config`, each into what `open_folder`
+    has for it. Returns what they were made of. Raises RegroupError, SaveError, OSError."""
+    had = stages_of(saves, config)
+    found, chosen = choose(saves, had)
+    if not found.exact and had != config.stages:
+        raise RegroupError(
+            f"{found.reason}. Layers are regrouped at one step: name the folders of all saves, or "
+            f"go on with {had} stages, as it was, until each has saved"
+        )
+    for stage in range(config.stages + 1):
+        parts = pieces(stage, config.layers, had, config.stages)
+        if all(piece.stage in chosen for piece in parts):
+            made_of = [(piece, chosen[piece.stage][0]) for piece in parts]
+            _write(open_folder(stage), regrouped(stage, config.stages, made_of), made_of)
+    return found
+
+
+def of_one_run(saves: Sequence[SaveFile], but: str) -> list[SaveFile]:
+    """All but those of the run `but`, whose folders may be among the others. Raises RegroupError
+    for none, and for saves of several runs."""
+    found = [save for save in saves if save.run != but]
+    runs = sorted({save.run for save in found})
+    if not runs:
+        raise RegroupError(
+            f"there is no save of another run than {but}: name folders as --save-dir had them, in "
+            "which there are stage-0, stage-1, ..."
+        )
+    if len(runs) > 1:
+        where = ", ".join(
+            f"{run} in {next(save for save in found if save.run == run).path.parent}"
+            for run in runs
+        )
+        raise RegroupError(f"these are saves of several runs ({where}): name folders of one")
+    return found
+
+
+def _write(folder: Saves, state: StageState, parts: Sequence[tuple[Piece, SaveFile]]) -> None:
+    saves = [save for _, save in parts]
+    names = [name for name in saves[0].tensors if all(name in save.tensors for save in saves)]
+    if names == ["weights"]:  # nobody knows the moments of some
+        state = replace(state, optimizer_step=0)
+    tensors = {name: _joined(name, parts, state.optimizer_step) for name in names}
+    folder.write_pieces(state, tensors)
+
+
+def _joined(name: str, parts: Sequence[tuple[Piece, SaveFile]], optimizer_step: int) -> Values:
+    """The tensor of a new stage."""
+    sizes = [save.tensors[name] // piece.of for piece, save in parts]  # values in a layer
+    counts = [size * piece.layers for size, (piece, _) in zip(sizes, parts, strict=True)]
+
+    def made() -> Iterator[Bytes]:
+        for size, count, (piece, save) in zip(sizes, counts, parts, strict=True):
+            scale, had = 1.0, save.state.optimizer_step
+            if name in DECAYS and had != optimizer_step:
+                scale = moment_scale(DECAYS[name], had, optimizer_step)
+            for chunk in save.values(name, size * piece.first, count):
+                if scale != 1.0:
+                    chunk.view(np.float32)[:] *= np.float32(scale)
+                yield chunk
+
+    return Values(sum(counts), made)

@@ -1,0 +1,323 @@
+"""Layers that change stages: real files, small tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from planaria.node.stage.model import build_stage
+from planaria.node.stage.optimizer import BETA1, StageOptimizer
+from planaria.node.stage.shape import ModelConfig
+from planaria.node.state import saves as module
+from planaria.node.state.regroup import (
+    RegroupError,
+    choose,
+    moment_scale,
+    of_one_run,
+    pieces,
+    regroup,
+    stages_of,
+)
+from planaria.node.state.saves import SaveFile, Saves, find_saves, name_of
+from planaria.node.state.stage_state import StageState, StateId
+from planaria.node.wire import stage_pb2 as pb
+
+CPU = torch.device("cpu")
+DIVISIONS = [
+    (layers, n) for layers in (1, 2, 4, 6) for n in range(1, layers + 1) if layers % n == 0
+]
+
+
+def model(layers: int, stages: int, **changes: int) -> ModelConfig:
+    figures = {
+        "vocabulary": 11,
+        "dim": 4,
+        "heads": 2,
+        "kv_heads": 1,
+        "context": 4,
+        "hidden": 6,
+        "layers": layers,
+        "stages": stages,
+        **changes,
+    }
+    return ModelConfig(**figures, rope_theta=1e4, norm_eps=1e-5, learning_rate=1e-3)
+
+
+def state(config: ModelConfig, stage: int, step: int = 8, **changes: Any) -> StageState:
+    """Weights that follow from (seed, stage, layer), and moments of none but this stage."""
+    first, body = config.parameters
+    size = body if stage else first
+    drawn = torch.Generator().manual_seed(100 * step + stage)
+    scales = [1.0] * (config.stages + 1)
+    last = pb.Commit(
+        step=step, ballot=pb.Ballot(view=2, attempt=step), clip_scale=scales, lr_scale=scales
+    )
+    names = ("weights", "first_moment", "second_moment")
+    made = StageState(
+        id=StateId.after(last, stage, 1, step),
+        tensors={name: torch.rand(size, generator=drawn) for name in names},
+        omega=1.0 + stage,
+        boosted_at=0,
+        last=last,
+        optimizer_step=step,
+    )
+    return replace(made, **changes)
+
+
+def saved(
+    folder: Path, config: ModelConfig, steps: Sequence[int] = (8,), run: str = "old", **changes: Any
+) -> list[SaveFile]:
+    """Each stage's in a folder of its own node."""
+    for stage in range(config.stages + 1):
+        for step in steps:
+            node = folder / f"{stage}.0"
+            Saves(node, run, stage, 9).write(state(config, stage, step, **changes))
+    return find_saves(folder)
+
+
+def regrouped(
+    saves: Sequence[SaveFile], config: ModelConfig, folder: Path, run: str = "new"
+) -> list[StageState]:
+    regroup(saves, config, lambda stage: Saves(folder, run, stage, 9))
+    own = [Saves(folder, run, stage, 9) for stage in range(config.stages + 1)]
+    return [saves.load(saves.listed()[0]) for saves in own]
+
+
+@pytest.fixture(autouse=True)
+def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+# Which layers go where
+
+
+@given(st.sampled_from(DIVISIONS), st.data())
+def test_each_layer_is_in_one_stage_in_order(
+    division: tuple[int, int], data: st.DataObject
+) -> None:
+    layers, before = division
+    after = data.draw(st.sampled_from([n for total, n in DIVISIONS if total == layers]))
+    had = layers // before
+    found = [
+        (piece.stage - 1) * had + piece.first + layer
+        for stage in range(1, after + 1)
+        for piece in pieces(stage, layers, before, after)
+        for layer in range(piece.layers)
+    ]
+    assert found == list(range(layers))
+    assert {len({p.of for p in pieces(s, layers, before, after)}) for s in range(after + 1)} == {1}
+    assert pieces(0, layers, before, after) == [(0, 0, 1, 1)]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
+@given(st.sampled_from(DIVISIONS), st.data())
+def test_there_and_back_is_what_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, division: tuple[int, int], data: st.DataObject
+) -> None:
+    monkeypatch.setattr(module, "CHUNK", 64)  # of which a layer has some
+    folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+    layers, before = division
+    after = data.draw(st.sampled_from([n for total, n in DIVISIONS if total == layers]))
+    old, new = model(layers, before), model(layers, after)
+    there = regrouped(saved(folder / "old", old), new, folder / "new")
+    back = regrouped(find_saves(folder / "new"), old, folder / "again", "third")
+    assert sum(one.omega for one in there) == pytest.approx(sum(one.omega for one in back))
+    for stage, found in enumerate(back):
+        was = state(old, stage)
+        assert found.tensors.keys() == was.tensors.keys()
+        assert all(torch.equal(found.tensors[name], was.tensors[name]) for name in was.tensors)
+        assert (found.id.step, found.id.made) == (8, was.id.made)
+        assert found.id.lineage == was.id.lineage + 2
+        assert (found.optimizer_step, found.boosted_at) == (8, 0)
+
+
+def test_a_model_computes_the_same_in_other_stages(tmp_path: Path) -> None:
+    old, new = model(6, 2), model(6, 3)
+    modules = [build_stage(old, stage, seed=5) for stage in range(3)]
+    for stage, built in enumerate(modules):
+        tensors = dict(StageOptimizer(built, CPU).state(optimizer=True))
+        one = state(old, stage, tensors=tensors, optimizer_step=0)
+        Saves(tmp_path / "old", "old", stage, 9).write(one)
+    found = regrouped(find_saves(tmp_path / "old"), new, tmp_path / "new")
+    built = [build_stage(new, stage, seed=0) for stage in range(4)]
+    for stage, one in enumerate(found):
+        StageOptimizer(built[stage], CPU).load(one.tensors.items(), one.optimizer_step)
+    tokens = torch.arange(8).view(2, 4)
+
+    def logits(stages: Sequence[Any]) -> torch.Tensor:
+        x = stages[0].embed(tokens)
+        for stage in stages[1:]:
+            x = stage(x)
+        computed: torch.Tensor = stages[0].logits(x)
+        return computed
+
+    assert torch.equal(logits(built), logits(modules))
+
+
+# What is known of a stage, and not of its layers
+
+
+def test_what_a_stage_knows_of_itself_goes_with_its_layers(tmp_path: Path) -> None:
+    old, new = model(4, 2), model(4, 1)
+    first, second = state(old, 1, omega=2.0), state(old, 2, omega=5.0, boosted_at=7)
+    second.last.lr_scale[2] = 1.1
+    for one in (state(old, 0), first, second):
+        Saves(tmp_path / "old", "old", one.id.stage, 9).write(one)
+    _, found = regrouped(find_saves(tmp_path / "old"), new, tmp_path / "new")
+    assert (found.omega, found.boosted_at, found.id.stage) == (7.0, 7, 1)
+    assert list(found.last.lr_scale) == [1.1, 1.1]  # a scale for each of the new stages
+    assert list(found.last.clip_scale) == [1.0, 1.0]
+    halves = regrouped(find_saves(tmp_path / "new"), model(4, 4), tmp_path / "four", "third")
+    assert [one.omega for one in halves[1:]] == [7.0 / 4] * 4
+
+
+def test_adams_counts_that_differ_become_the_least_and_averages_stay(tmp_path: Path) -> None:
+    """Moments divided by their corrections are what updates go by."""
+    old, new = model(2, 2), model(2, 1)
+    young = state(old, 2, optimizer_step=3)
+    for one in (state(old, 0), state(old, 1, optimizer_step=8), young):
+        Saves(tmp_path / "old", "old", one.id.stage, 9).write(one)
+    _, found = regrouped(find_saves(tmp_path / "old"), new, tmp_path / "new")
+    assert found.optimizer_step == 3
+    moment = found.tensors["first_moment"] / (1 - BETA1**3)
+    both = state(old, 1).tensors["first_moment"] / (1 - BETA1**8), young.tensors["first_moment"]
+    half = len(moment) // 2
+    torch.testing.assert_close(moment[:half], both[0])
+    assert torch.equal(found.tensors["first_moment"][half:], both[1])
+    assert torch.equal(found.tensors["weights"][:half], state(old, 1).tensors["weights"])
+
+
+def test_with_a_stage_that_has_no_moments_adam_begins_afresh(tmp_path: Path) -> None:
+    old, new = model(2, 2), model(2, 1)
+    bare = state(old, 2)
+    weights = {"weights": bare.tensors["weights"]}
+    for one in (state(old, 0), state(old, 1), replace(bare, tensors=weights, optimizer_step=0)):
+        Saves(tmp_path / "old", "old", one.id.stage, 9).write(one)
+    _, found = regrouped(find_saves(tmp_path / "old"), new, tmp_path / "new")
+    assert list(found.tensors) == ["weights"]
+    assert found.optimizer_step == 0
+    assert moment_scale(BETA1, 0, 0) == 1.0
+    assert moment_scale(BETA1, 5, 0) == 0.0
+
+
+# Which saves
+
+
+def test_the_newest_step_that_all_have_is_taken_wherever_it_lies(tmp_path: Path) -> None:
+    config = model(2, 2)
+    saved(tmp_path, config, (4, 8))
+    Saves(tmp_path / "2.0", "old", 2, 9).write(state(config, 2, 12))
+    (tmp_path / "1.0").rename(tmp_path / "who-has-gone")
+    found, chosen = choose(find_saves(tmp_path), 2)
+    assert (found.step, found.exact) == (8, True)
+    assert [save.state.id.step for of in chosen.values() for save in of] == [8, 8, 8]
+    assert chosen[1][0].path.is_relative_to(tmp_path / "who-has-gone")
+
+
+@pytest.mark.parametrize("offset", [0, 40, -1])  # length, header, tensors
+def test_a_damaged_save_is_named_and_the_step_before_is_taken(
+    tmp_path: Path, offset: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = model(2, 2)
+    saved(tmp_path, config, (4, 8))
+    path = tmp_path / "1.0" / "stage-1" / "step-00000008-1.safetensors"
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+    found, _ = choose(find_saves(tmp_path), 2)
+    assert (found.step, found.exact) == (4, True)
+    assert str(path) in caplog.text
+    path.write_bytes(bytes(content[:-9]))  # half-written
+    assert choose(find_saves(tmp_path), 2)[0].step == 4
+
+
+def test_the_same_save_at_another_node_serves_for_a_damaged_one(tmp_path: Path) -> None:
+    config = model(2, 1)
+    saved(tmp_path, config)
+    Saves(tmp_path / "1.1", "old", 1, 9).write(state(config, 1))
+    path = tmp_path / "1.0" / "stage-1" / "step-00000008-1.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    found, chosen = choose(find_saves(tmp_path), 1)
+    assert (found.step, found.exact) == (8, True)
+    assert chosen[1][0].path.is_relative_to(tmp_path / "1.1")
+
+
+def test_files_that_are_not_what_their_place_says_are_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = model(2, 1)
+    saved(tmp_path, config)
+    path = tmp_path / "1.0" / "stage-1" / "step-00000008-1.safetensors"
+    path.rename(path.with_name("step-00000012-1.safetensors"))
+    (path.parent / "step-00000016-1.safetensors.part").write_bytes(b"?")
+    assert [save.state.id.stage for save in find_saves(tmp_path)] == [0]
+    assert name_of(state(config, 1).id.age) in caplog.text
+
+
+# What is refused
+
+
+def test_stages_without_a_common_step_are_named(tmp_path: Path) -> None:
+    old, new = model(4, 2), model(4, 4)
+    saves = saved(tmp_path / "old", old, (4, 8))
+    some = [s for s in saves if s.state.id.stage != 1]
+    with pytest.raises(RegroupError, match=r"nothing of stage 1\. .* go on with 2 stages"):
+        regroup(some, new, lambda stage: Saves(tmp_path / "new", "new", stage, 9))
+    apart = [s for s in saves if (s.state.id.stage == 1) == (s.state.id.step == 4)]
+    with pytest.raises(RegroupError, match="stage 0 from step 8, stage 1 from step 4"):
+        regroup(apart, new, lambda stage: Saves(tmp_path / "new", "new", stage, 9))
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_mix_of_steps_goes_on_in_the_same_stages(tmp_path: Path) -> None:
+    config = model(2, 2)
+    saves = saved(tmp_path / "old", config, (4, 8))
+    mixed = [s for s in saves if s.state.id.stage == 0 or s.state.id.step == 4 * s.state.id.stage]
+    mixed = [s for s in mixed if s.state.id.stage]
+    regroup(mixed, config, lambda stage: Saves(tmp_path / "new", "new", stage, 9))
+    found = find_saves(tmp_path / "new")
+    assert [(s.state.id.stage, s.state.id.step) for s in found] == [(1, 4), (2, 8)]
+
+
+@pytest.mark.parametrize(
+    ("new", "says"),
+    [
+        (model(4, 2, dim=8), "stage-0/.* is of another model: it has 92 weights, and this one 184"),
+        (model(4, 2, vocabulary=12), "stage-0/.* is of another model"),
+        (model(4, 2, hidden=7), "stage-1/.* is of another model: .* of each of its layers"),
+        (model(3, 3), "stages with 2 layers, and the model has 3"),
+    ],
+)
+def test_saves_of_another_model_are_refused(tmp_path: Path, new: ModelConfig, says: str) -> None:
+    saves = saved(tmp_path, model(4, 2))
+    with pytest.raises(RegroupError, match=says):
+        stages_of(saves, new)
+
+
+def test_saves_of_several_runs_are_refused(tmp_path: Path) -> None:
+    config = model(2, 2)
+    saved(tmp_path / "a", config, run="a")
+    saved(tmp_path / "b", config, run="b")
+    both = find_saves(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(RegroupError, match=r"several runs \(a in .*/a/0.0/stage-0, b in "):
+        of_one_run(both, but="c")
+    assert {save.run for save in of_one_run(both, but="b")} == {"a"}
+    with pytest.raises(RegroupError, match="no save of another run than b: name folders"):
+        of_one_run(find_saves(tmp_path / "b"), but="b")
+
+
+def test_nodes_of_the_old_division_are_refused_what_is_of_the_new(tmp_path: Path) -> None:
+    """And the other way round."""
+    saved(tmp_path / "old", model(4, 2))
+    regrouped(find_saves(tmp_path / "old"), model(4, 4), tmp_path / "new")
+    for folder, run in ((tmp_path / "old" / "1.0", "new"), (tmp_path / "new", "old")):
+        with pytest.raises(module.SaveError, match="planaria regroup"):
+            Saves(folder, run, 1, 9)
