@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 FORMAT = 2
 MARKER = b"\xb6plJ"
+VIEWS_UNREAD = 2**20
+"""More views than a damaged journal can have lacked."""
 KIND = "registry journal of planaria"
 """In the header, for who looks into the file."""
 COMPACT_ABOVE = 64 * 2**20  # bytes, and at least 8 times what compacting leaves
@@ -99,6 +101,21 @@ class Journal:
                 "free space, or let this user write there"
             ) from error
 
+    def go_on_from(self, last: View, damage: str, reason: str) -> None:
+        """Nobody is a member any more, and views go on counting after `last`, so that what is
+        trained from now on counts more than what was not saved. `damage`: of the journal that it is
+        from, which may have lacked newer ones. Raises JournalError."""
+        newest = max(last.number, self.view.number if self.view else 0)
+        self.append(
+            View(
+                run=self._header["run"],
+                number=newest + (VIEWS_UNREAD if damage else 1),
+                reason=reason,
+                committed=last.committed,
+                lineage=last.lineage,
+            )
+        )
+
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
@@ -131,12 +148,7 @@ class Journal:
             content = self.path.read_bytes()
         except FileNotFoundError:
             return None, ""
-        found = _read_old(content) or _read(content)
-        if found.foreign:
-            raise JournalError(
-                f"{self.path} is no journal of a registry ({len(content)} bytes, beginning with "
-                f"{content[:16]!r}); choose another --journal, or move it away"
-            )
+        found = _found(self.path, content)
         self._check_run(found)
         if found.damage:
             return found.view, self._keep(content, found)
@@ -229,6 +241,27 @@ class _Record(NamedTuple):
     @property
     def end(self) -> int:
         return self.at + _HEAD_BYTES + len(self.content)
+
+
+def read_view(path: Path) -> tuple[View, str]:
+    """The newest view in a journal, whatever run it is of, and what is wrong with the file. An
+    empty one where there is none. Raises JournalError."""
+    try:
+        found = _found(path, path.read_bytes())
+    except OSError as error:
+        raise JournalError(f"can't read the journal {path}: {error.strerror}") from error
+    return found.view or View(), found.damage
+
+
+def _found(path: Path, content: bytes) -> _Found:
+    """Raises JournalError."""
+    found = _read_old(content) or _read(content)
+    if found.foreign:
+        raise JournalError(
+            f"{path} is no journal of a registry ({len(content)} bytes, beginning with "
+            f"{content[:16]!r}); choose another --journal, or move it away"
+        )
+    return found
 
 
 def _read(content: bytes) -> _Found:

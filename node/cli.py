@@ -359,7 +359,8 @@ def up_command(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Go on with a run that was stopped as a whole: the --out or --save-dir of it.",
+            help="Go on with a run that was stopped as a whole: the --out or --save-dir of it. "
+            "--stages and --replicas may be others than before.",
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="Of every node: auto, cpu or cuda:N.")] = "auto",
@@ -368,19 +369,22 @@ def up_command(
     import asyncio
 
     from planaria.node.data.corpus import CorpusError
+    from planaria.node.local.resume import ResumeError, changed
     from planaria.node.local.swarm import SwarmError, choose_losses, parse_kill, read_plan, up
     from planaria.node.run_file import RunFile, RunFileError, load, override
 
-    with refusing(RunFileError, CorpusError, SwarmError):
+    with refusing(RunFileError, CorpusError, SwarmError, ResumeError):
         if resume is not None:
-            trained = (run_file, stages, replicas, steps, policy, strict, masking, seed)
+            trained = (run_file, steps, policy, strict, masking, seed)
             if any(option is not None for option in (*trained, out, save_dir)):
                 raise SwarmError(
                     "--resume goes on with the run as it was started: of the other options only "
-                    "those about losses go with it"
+                    "--stages, --replicas and those about losses go with it"
                 )
-            plan = read_plan(resume)
+            resumed = read_plan(resume)
+            plan = resumed._replace(run=changed(resumed.run, stages, replicas))
         else:
+            resumed = None
             plan = _plan_run(
                 override(
                     RunFile() if run_file is None else load(run_file),
@@ -398,8 +402,7 @@ def up_command(
             )
         kills = [parse_kill(text, plan.run) for text in kill or []]
         losses = choose_losses(plan.run, loss_rate, trace, speedup)
-        resuming = resume is not None
-        status = asyncio.run(up(plan, kills, console, resuming, replace, losses))
+        status = asyncio.run(up(plan, kills, console, resumed, replace, losses))
     raise typer.Exit(status)
 
 
@@ -440,6 +443,13 @@ def bootstrap_command(
     journal: Annotated[
         Path | None, typer.Option(help="File that lets a restarted registry go on.")
     ] = None,
+    after: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="JOURNAL",
+            help="Of the run that this one goes on from, in other numbers: views go on counting.",
+        ),
+    ] = None,
     address_file: Annotated[
         Path | None, typer.Option(help="File that gets HOST:PORT once the registry listens.")
     ] = None,
@@ -452,7 +462,7 @@ def bootstrap_command(
     """Run the registry: who serves what."""
     from planaria.bootstrap.address import Address
     from planaria.bootstrap.credentials import Credentials, CredentialsError
-    from planaria.bootstrap.journal import Journal, JournalError
+    from planaria.bootstrap.journal import Journal, JournalError, read_view
     from planaria.bootstrap.service import RegistryServer, serve
     from planaria.node.data.corpus import CorpusError
     from planaria.node.resolve import registry_rules, resolve
@@ -464,8 +474,11 @@ def bootstrap_command(
         text = dumps(resolve(load(run_file)))
         rules = registry_rules(loads(text), text)
         credentials = Credentials.load(ca, certificate, key, token)
+        last, damage = (None, "") if after is None else read_view(after)
         log = Journal(journal, rules.run, text) if journal is not None else None
         try:
+            if last is not None and log is not None and log.view is None:
+                log.go_on_from(last, damage, f"the run {last.run} goes on in other numbers")
             registry = RegistryServer(rules, text, log)
             _run(serve(registry, address, credentials, insecure, address_file))
         finally:
@@ -591,6 +604,46 @@ def node_command(
         )
         status = _run(serve(options))
     raise typer.Exit(status)
+
+
+@app.command("regroup")
+def regroup_command(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="What --save-dir was, of each of the run's nodes."),
+    ],
+    join: Join,
+    out: Annotated[Path, typer.Option(help="Folder to write: a --save-dir for the new nodes.")],
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    token: Token = "",
+) -> None:
+    """Write a run's saves anew for the run of a registry, which has the same model, but another
+    run file: in more or fewer stages, for one."""
+    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.node.run_file import RunFileError, loads
+    from planaria.node.state.regroup import RegroupError, of_one_run, regroup
+    from planaria.node.state.saves import Saves, find_saves
+    from planaria.node.state.stage_state import SaveError
+
+    async def write(client: RegistryClient) -> None:
+        described = await client.describe()
+        run = loads(described.run_file, "the registry's run file")
+        found = of_one_run(find_saves(*folders), but=described.run)
+        config = run.model.config
+        keep = run.saves.keep
+        at = regroup(found, config, lambda stage: Saves(out, described.run, stage, keep))
+        console.print(
+            f"step {at.step} of {found[0].run} is in {out} for {described.run}: stage-0 to "
+            f"stage-{config.stages}, each for the --save-dir of a node of that stage",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    _begin_service()
+    with refusing(CredentialsError, RunFileError, RegroupError, SaveError, ValueError, OSError):
+        _ask(join, Credentials.load(ca, certificate, key, token), write)
 
 
 @app.command("status")

@@ -29,7 +29,8 @@ from planaria.lab.chaos.schedule import BLINKS, REGISTRY, Fault, Shape
 from planaria.lab.chaos.sick_node import KINDS as SICK
 from planaria.lab.chaos.sick_node import run_sick, tell
 from planaria.node.local.processes import PLANARIA, Processes, describe_status
-from planaria.node.local.swarm import ADDRESS, JOURNAL, RUN_FILE
+from planaria.node.local.resume import JOURNAL, RUN_FILE
+from planaria.node.local.swarm import ADDRESS
 from planaria.node.naming import node_of, seated
 from planaria.node.report.event_log import EventLog, Tail
 from planaria.node.report.events import Applied, Exited, Killed, Started, SwarmEnding, parse

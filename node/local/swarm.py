@@ -39,6 +39,7 @@ from planaria.node.local.processes import (
     stop_signals,
 )
 from planaria.node.local.processes import tail as end_of
+from planaria.node.local.resume import RUN_FILE, Kept, ResumeError, put_in_place, take_over
 from planaria.node.report.event_log import EventLog, Tail
 from planaria.node.report.events import Exited, Killed, Started, SwarmEnding, entries, parse
 from planaria.node.report.ledger import MERGED, Audit, Ledger, LedgerError, Line, check, merge
@@ -47,9 +48,7 @@ from planaria.node.report.summary import draw_loss, summarize, tell
 from planaria.node.resolve import registry_rules
 from planaria.node.run_file import ADAM_BYTES, RunFile, RunFileError, dumps, load
 
-VIEWS_UNREAD = 2**20
-"""More views than a damaged journal can have lacked."""
-RUN_FILE, PLAN, ADDRESS, JOURNAL = "run.toml", "up.json", "registry.address", "registry.journal"
+PLAN, ADDRESS = "up.json", "registry.address"
 SAVING_GRACE = 30.0
 """Seconds that nodes with saves have to end after SIGTERM."""
 POLL = 0.02
@@ -154,30 +153,36 @@ class SwarmPlan(NamedTuple):
         str, ProcessHome
     ] = {}  # slot -> home: of all, and `up` runs where it reaches them
 
+    @property
+    def kept(self) -> Kept:
+        return Kept(self.run, self.out, self.save_dir)
+
 
 async def up(
     plan: SwarmPlan,
     kills: Sequence[Kill],
     console: Console,
-    resume: bool = False,
+    resumed: SwarmPlan | None = None,
     replacing: bool = True,
     losses: Losses | None = None,
 ) -> int:
     """Train a resolved run (see `resolve`) with a swarm of processes; the folder `out` gets what it
-    came to. With `resume` it goes on from what the run has saved; without `replacing` a node that
-    is gone stays gone; `losses` come besides `kills`. Returns the exit status: 0 only if every step
-    is committed, the audit is all zero and replicas are identical. Raises SwarmError when it can't
-    be started."""
+    came to. It goes on from what it has saved as the run of `resumed`; without `replacing` a node
+    that is gone stays gone; `losses` come besides `kills`. Returns the exit status: 0 only if every
+    step is committed, the audit is all zero and replicas are identical. Raises SwarmError when it
+    can't be started."""
     run, out = plan.run, plan.out
-    if resume:
-        empty_registry(plan)
+    losses = losses or choose_losses(run)
+    if resumed is not None:
+        for sentence in go_on(plan, resumed, losses.first()):
+            console.print(sentence, markup=False, highlight=False, soft_wrap=True)
     else:
         check_memory(plan, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         claim(plan)
         write_plan(plan)
     stop = stop_signals()
     with Screen(console, run.steps) as screen:
-        swarm = _Swarm(plan, kills, screen, replacing, losses or choose_losses(plan.run))
+        swarm = _Swarm(plan, kills, screen, replacing, losses)
         try:
             ending = await swarm.train(stop)
         except SwarmError as error:
@@ -207,7 +212,7 @@ def check_memory(plan: SwarmPlan, there: int) -> None:
 def claim(plan: SwarmPlan) -> None:
     """Make the folder for a run. Raises SwarmError when it, or the one for saves, is taken."""
     out, save_dir = plan.out, plan.save_dir
-    if save_dir is not None and any(save_dir.glob("*/stage-*/step-*")):
+    if save_dir is not None and any(save_dir.glob("**/stage-*/step-*")):
         raise SwarmError(
             f"{save_dir} holds saves of a run already: go on with that run by --resume {save_dir}, "
             "or choose another --save-dir"
@@ -267,23 +272,32 @@ def read_plan(folder: Path) -> SwarmPlan:
     return plan
 
 
+def go_on(plan: SwarmPlan, before: SwarmPlan, slots: Sequence[str]) -> list[str]:
+    """What was saved under `before` is put where the processes in `slots` look for it. Returns what
+    there is to say about that. Raises SwarmError."""
+    try:
+        if plan.run == before.run:
+            empty_registry(plan)
+            return put_in_place(plan.kept, slots)
+        check_memory(plan, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        at = take_over(before.kept, plan.kept, slots)
+        empty_registry(plan)
+    except ResumeError as error:
+        raise SwarmError(str(error)) from error
+    (had, nodes), (has, now) = ((p.run.model.stages, p.run.swarm.replicas) for p in (before, plan))
+    return [
+        f"step {at.step} of {had} stages with {nodes} node{'s' * (nodes > 1)} each is written anew "
+        f"for {has} with {now}; what those have saved stays in {before.kept.saves or 'its folder'}"
+    ]
+
+
 def empty_registry(plan: SwarmPlan) -> None:
-    """All the processes are gone: nobody is to wait for them. Views go on counting, so that what
-    is trained from now on counts more than what was not saved. Raises SwarmError."""
+    """All the processes are gone: nobody is to wait for them. Raises SwarmError."""
     text = dumps(plan.run)
     rules = registry_rules(plan.run, text)
     try:
-        with Journal(plan.out / "logs" / JOURNAL, rules.run, text) as journal:
-            last = journal.view or View(run=rules.run)
-            journal.append(
-                View(
-                    run=rules.run,
-                    number=last.number + (VIEWS_UNREAD if journal.damage else 1),
-                    reason="the run is resumed",
-                    committed=last.committed,
-                    lineage=last.lineage,
-                )
-            )
+        with Journal(plan.kept.journal, rules.run, text) as journal:
+            journal.go_on_from(journal.view or View(), journal.damage, "the run is resumed")
         (plan.out / ADDRESS).unlink(missing_ok=True)
     except JournalError as error:
         raise SwarmError(f"the run can't be resumed: {error}") from error
@@ -303,9 +317,9 @@ class _Swarm:
         self.run, self.kills, self.screen = plan.run, list(kills), screen
         self.replacing = replacing  # nodes; the registry always is
         self.losses, self.training = losses, False
-        self.device, self.save_dir, self.homes = plan.device, plan.save_dir, plan.homes
+        self.device, self.save_dir, self.homes = plan.device, plan.kept.saves, plan.homes
         self.out, run = plan.out.absolute(), plan.run
-        self.logs = self.out / "logs"
+        self.logs, self.journal = self.out / "logs", plan.kept.journal.absolute()
         self.stages, self.replicas = run.model.stages or 0, run.swarm.replicas
         nodes = (self.stages + 1) * self.replicas
         self.threads = max(1, len(os.sched_getaffinity(0)) // nodes)
@@ -469,7 +483,7 @@ class _Swarm:
                 *("bootstrap", "--run", str(self.out / RUN_FILE), *plain),
                 *("--listen", self.address or f"{host}:0"),
                 *("--address-file", str(self.out / ADDRESS)),
-                *("--journal", str(self.logs / JOURNAL)),
+                *("--journal", str(self.journal)),
             ]
         saves = [] if self.save_dir is None else ["--save-dir", str(self.save_dir / slot)]
         return [

@@ -12,7 +12,7 @@ from zlib import crc32
 import pytest
 
 from planaria.bootstrap import journal as module
-from planaria.bootstrap.journal import Journal, JournalError
+from planaria.bootstrap.journal import VIEWS_UNREAD, Journal, JournalError, read_view
 from planaria.bootstrap.registry_pb2 import Member, View
 
 
@@ -268,3 +268,23 @@ def test_a_place_that_can_not_be_written(tmp_path: Path) -> None:
     journal.close()
     with pytest.raises(JournalError, match="closed"):
         journal.append(view(1))
+
+
+def test_views_go_on_counting_where_another_run_has_ended(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    write(old, 1, 2, 40)
+    last, damage = read_view(old)
+    assert (last, damage) == (view(40), "")
+    with Journal(new, "s", "other toml") as journal:
+        journal.go_on_from(last, damage, "it goes on")
+        assert journal.view == View(run="s", number=41, reason="it goes on")
+        journal.go_on_from(view(7), "a bit is wrong", "again")
+        assert journal.view == View(run="s", number=41 + VIEWS_UNREAD, reason="again")
+
+
+def test_a_view_to_go_on_from_wants_a_journal(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match=r"can't read the journal .*none: No such file"):
+        read_view(tmp_path / "none")
+    (tmp_path / "other").write_bytes(b"something else")
+    with pytest.raises(JournalError, match="no journal of a registry"):
+        read_view(tmp_path / "other")

@@ -34,21 +34,10 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
 class Up:
     """`planaria up` as a child process."""
 
-    def __init__(self, run: RunFile, out: Path, *arguments: str) -> None:
+    def __init__(self, out: Path, *arguments: str) -> None:
         self.out, self.lines = out, Lines(out)
-        run_file = out.parent / f"{out.name}.toml"
-        run_file.write_text(dumps(run))
-        command = [
-            sys.executable,
-            "-m",
-            "planaria",
-            "up",
-            str(run_file),
-            "--out",
-            str(out),
-        ]
         self.process = subprocess.Popen(
-            [*command, *arguments],
+            [sys.executable, "-m", "planaria", "up", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -119,9 +108,14 @@ def up(data: Path, tmp_path: Path) -> Iterator[Callable[..., Up]]:
     """Starts `planaria up` with the given run; ends it, whatever happens."""
     started: list[Up] = []
 
-    def start(run: RunFile, *arguments: str) -> Up:
-        run = override(run, data__path=str(data))
-        swarm = Up(run, tmp_path / f"out{len(started)}", *arguments)
+    def start(run: RunFile | Path, *arguments: str) -> Up:
+        """A run that is new, or goes on in a folder."""
+        if isinstance(run, Path):
+            swarm = Up(run, "--resume", str(run), *arguments)
+        else:
+            out, file = (tmp_path / f"{what}{len(started)}" for what in ("out", "run"))
+            file.write_text(dumps(override(run, data__path=str(data))))
+            swarm = Up(out, str(file), "--out", str(out), *arguments)
         started.append(swarm)
         return swarm
 

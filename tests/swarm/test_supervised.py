@@ -22,7 +22,7 @@ from planaria.node.cli import app
 from planaria.node.naming import node_of
 from planaria.node.notices import ADDRESS_VARIABLE, MARGIN
 from planaria.node.resolve import resolve
-from planaria.node.run_file import dumps, override
+from planaria.node.run_file import RunFile, dumps
 from tests.metadata_service import NAME, MetadataService, metadata_service
 from tests.swarm.lines import Lines
 from tests.swarm.small import small
@@ -32,17 +32,23 @@ DEADLINE = 300.0  # seconds; only a hanging test gets there
 
 
 class ByHand:
-    """A registry and nodes of a run of two body stages, each as a command."""
+    """A registry and nodes of a run, each as a command."""
 
-    def __init__(self, folder: Path, data: Path, steps: int = 100_000) -> None:
+    def __init__(self, folder: Path, run: RunFile) -> None:
         self.folder, self.lines = folder, Lines(folder)
-        run = override(small(stages=2, steps=steps), data__path=str(data))
-        (folder / "run.toml").write_text(dumps(resolve(run)))
         self.started: list[subprocess.Popen[bytes]] = []
         self.environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        where = ["--listen", "127.0.0.1:0", "--address-file", str(folder / "address")]
-        self.start("registry", "bootstrap", "--run", str(folder / "run.toml"), *where)
-        self.until((folder / "address").exists)
+        self.start_registry("registry", run)
+
+    def start_registry(self, name: str, run: RunFile, *options: str) -> None:
+        """In place of one that is gone."""
+        file, address = self.folder / f"{name}.toml", self.folder / "address"
+        file.write_text(dumps(resolve(run)))
+        address.unlink(missing_ok=True)
+        where = ["--listen", "127.0.0.1:0", "--address-file", str(address)]
+        journal = ["--journal", str(self.folder / f"{name}.journal")]
+        self.start(name, "bootstrap", "--run", str(file), *where, *journal, *options)
+        self.until(address.exists)
 
     def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("wb") as log:
@@ -57,9 +63,13 @@ class ByHand:
         return process
 
     def start_node(self, name: str, stage: int, *options: str) -> subprocess.Popen[bytes]:
-        join = (self.folder / "address").read_text().strip()
-        where = ["--join", join, "--stage", str(stage), "--out", str(self.folder)]
+        where = ["--join", self.address, "--stage", str(stage), "--out", str(self.folder)]
         return self.start(name, "node", *where, "--threads", "1", *options)
+
+    @property
+    def address(self) -> str:
+        """Of the registry."""
+        return (self.folder / "address").read_text().strip()
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return self.lines.events(kind)
@@ -85,7 +95,7 @@ class ByHand:
 
 @pytest.fixture
 def by_hand(data: Path, tmp_path: Path) -> Iterator[ByHand]:
-    place = ByHand(tmp_path, data)
+    place = ByHand(tmp_path, small(steps=100_000, data__path=str(data)))
     yield place
     place.end()
 
@@ -115,7 +125,7 @@ def test_a_node_without_a_supervisor_is_one_process(by_hand) -> None:
 
 
 def test_a_run_of_nodes_that_were_told_nothing_but_where_to_join_can_be_audited(data, tmp_path):
-    place = ByHand(tmp_path, data, steps=6)
+    place = ByHand(tmp_path, small(steps=6, data__path=str(data)))
     try:
         join = (tmp_path / "address").read_text().strip()
         nodes = [place.start(f"node-{n}", "node", "--join", join) for n in range(3)]

@@ -123,7 +123,7 @@ def test_a_run_of_an_older_planaria_is_resumed_with_that(tmp_path):
 def test_resume_takes_no_option_that_would_change_the_run(tmp_path):
     result = CliRunner().invoke(app, ["up", "--resume", str(tmp_path), "--steps", "9"])
     assert result.exit_code == 1
-    assert "--resume goes on" in result.stderr
+    assert "only --stages, --replicas and those about losses" in result.stderr
 
 
 def test_without_matplotlib_a_run_ends_with_a_word_instead_of_a_picture(tmp_path, monkeypatch):

@@ -1,0 +1,182 @@
+"""`planaria up --resume`: what a run has saved, put where those look for it who go on with it.
+
+Nodes have folders of their own, and may come back in other places, in other numbers or, when a run
+goes on with other stages, to what none of them has had. All that lies under the folder for saves
+counts, whoever had it.
+
+A run that goes on with other numbers has another run file, so it is another run to registry and
+nodes. What it needs of the one before is written beside what that has, under its own name; with its
+run file in place, and not before, it is the run of the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from planaria.bootstrap.journal import Journal, JournalError
+from planaria.bootstrap.registry_pb2 import View
+from planaria.node.local.losses import stage_of
+from planaria.node.resolve import resolve, run_id
+from planaria.node.run_file import RunFile, dumps, override
+from planaria.node.state.regroup import RegroupError, choose, regroup
+from planaria.node.state.saves import SaveFile, Saves, find_saves
+from planaria.node.state.stage_state import SaveError
+from planaria.recovery.decide import Resume
+
+RUN_FILE, JOURNAL = "run.toml", "registry.journal"
+ALL: Final = 10**6
+"""Saves to keep: what is put in a folder takes nothing else away."""
+
+
+class ResumeError(Exception):
+    """The run can't go on like this; the message says why and what to do."""
+
+
+class Kept(NamedTuple):
+    """A run of `planaria up`, and where it keeps what it has."""
+
+    run: RunFile  # resolved
+    out: Path
+    save_dir: Path | None
+
+    @property
+    def id(self) -> str:
+        return run_id(self.run, dumps(self.run))
+
+    @property
+    def journal(self) -> Path:
+        return self._own(self.out / "logs", f"{self.id}.journal", JOURNAL)
+
+    @property
+    def saves(self) -> Path | None:
+        """The folder of the nodes' folders."""
+        return None if self.save_dir is None else self._own(self.save_dir, self.id, "")
+
+    @property
+    def checkpoints(self) -> Path | None:
+        recovery = self.run.recovery
+        return Path(recovery.checkpoint.dir) if recovery.policy == "checkpoint" else None
+
+    def find(self) -> list[SaveFile]:
+        """All that there is of the run. Raises ResumeError."""
+        folders = [folder for folder in (self.saves, self.checkpoints) if folder is not None]
+        found = find_saves(*folders)
+        own = [save for save in found if save.run == self.id]
+        if found and not own:
+            raise ResumeError(
+                f"{found[0].path} is of the run {found[0].run}, and {self.out / RUN_FILE} is that "
+                f"of {self.id}: put back the run file that the saves' run had, and say by --stages "
+                "and --replicas what is to be another number"
+            )
+        return own
+
+    @staticmethod
+    def _own(folder: Path, name: str, of_the_first: str) -> Path:
+        """What a run that went on from another in the same folder has there under its name."""
+        own = folder / name
+        return own if own.exists() else folder / of_the_first
+
+
+def changed(run: RunFile, stages: int | None, replicas: int | None) -> RunFile:
+    """The resolved run with other numbers of stages and nodes; the model stays. Raises ResumeError,
+    RunFileError, CorpusError."""
+    config = run.model.config
+    stages = None if stages == config.stages else stages
+    if stages is not None and (stages < 1 or config.layers % stages):
+        fit = [str(n) for n in range(1, config.layers + 1) if config.layers % n == 0]
+        raise ResumeError(
+            f"--stages {stages}: the model has {config.layers} layers, and each stage has the same "
+            f"number of them: choose {', '.join(fit)}"
+        )
+    new = override(
+        run,
+        model__stages=stages,
+        model__layers=None if stages is None else config.layers,
+        swarm__replicas=replicas,
+    )
+    if new == run:
+        return run
+    shared = run.recovery.checkpoint.dir
+    if shared:  # nodes of another run don't take what is there
+        numbers = f"-{new.model.config.stages}x{new.swarm.replicas}"
+        shared = re.sub(r"(-\d+x\d+)?$", numbers, shared, count=1)
+    return resolve(override(new, recovery__checkpoint__dir=shared))
+
+
+def put_in_place(kept: Kept, slots: Sequence[str]) -> list[str]:
+    """Where none of the processes that are to be in `slots`, STAGE.REPLICA, has what its stage goes
+    on from, but another folder has, it is copied to one of theirs. Returns what was, in sentences.
+    Raises ResumeError."""
+    found = kept.find()
+    if not found:
+        return []  # nodes that are all new say themselves what there is to do about it
+    told = []
+    with _refusing():
+        _, chosen = choose(found, kept.run.model.config.stages)
+        for stage, saves in sorted(chosen.items()):
+            homes = _homes(kept, kept.saves, stage, slots)
+            if all(save.path.parent.parent not in homes for save in saves):
+                saves[0].copy(Saves(homes[0], kept.id, stage, ALL))
+                told.append(f"{saves[0].path} is copied to {homes[0]}")
+    return told
+
+
+def take_over(before: Kept, kept: Kept, slots: Sequence[str]) -> Resume:
+    """Makes `kept` the run of the folder, which goes on with what `before` has saved; returns with
+    what. Raises ResumeError; then the folder is still that of `before`."""
+    with _refusing(), Journal(before.journal, before.id, dumps(before.run)) as journal:
+        found = before.find()
+        if not found:
+            raise ResumeError(
+                f"there is no save of the run under {before.checkpoints or before.saves}: it can't "
+                "go on in other numbers, only begin anew"
+            )
+        folder = None if kept.save_dir is None else kept.save_dir / kept.id
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+        def open_folder(stage: int) -> Saves:
+            return Saves(_homes(kept, folder, stage, slots)[0], kept.id, stage, ALL)
+
+        at = regroup(found, kept.run.model.config, open_folder)
+        own = kept.out / "logs" / f"{kept.id}.journal"
+        with Journal(own, kept.id, dumps(kept.run)) as views:
+            reason = f"the run {before.id} goes on in other numbers"
+            views.go_on_from(journal.view or View(), journal.damage, reason)
+        _replace(kept.out / RUN_FILE, dumps(kept.run))
+    return at
+
+
+def _homes(kept: Kept, folder: Path | None, stage: int, slots: Sequence[str]) -> list[Path]:
+    """Where nodes of the stage in these slots look for files. `folder`: of the nodes' folders."""
+    shared = [] if kept.checkpoints is None else [kept.checkpoints]
+    own = [slot for slot in slots if stage_of(slot) == stage]
+    return shared + ([] if folder is None else [folder / slot for slot in own])
+
+
+def _replace(path: Path, text: str) -> None:
+    new = path.with_name(path.name + ".new")
+    with new.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """What goes wrong with files is told with what it was good for."""
+    try:
+        yield
+    except (RegroupError, SaveError, JournalError) as error:
+        raise ResumeError(f"the run can't be resumed: {error}") from error
+    except OSError as error:
+        raise ResumeError(
+            f"the run can't be resumed: {error.filename}: {error.strerror}; free space, or let "
+            "this user write there"
+        ) from error

@@ -1,0 +1,114 @@
+"""A run that was ended as a whole goes on in other numbers of stages and nodes."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from planaria.node.cli import app
+from planaria.node.report.ledger import audit
+from planaria.node.run_file import override
+from planaria.node.state.saves import find_saves
+from tests.swarm.lines import Lines
+from tests.swarm.small import small
+from tests.swarm.test_supervised import ByHand
+
+RUN = small(2, steps=60, model__layers=4, saves__every=4)
+EQUAL = 1e-5
+"""Nats: sums of gradients' squares over stages, and of gradients over nodes, are rounded apart."""
+
+
+def losses(lines: Lines, pattern: str) -> dict[int, list[float]]:
+    """By step, of each time that it was committed."""
+    found: dict[int, list[float]] = {}
+    for line in lines.of(pattern):
+        if "step" in line:
+            found.setdefault(line["step"], []).append(line["loss"])
+    return found
+
+
+def test_in_other_stages_and_nodes_it_goes_on_as_if_nothing_had_happened(up, tmp_path):
+    """From 2 stages to 4, then to 1 of two nodes each; what one node had saved lies elsewhere."""
+    through = up(RUN)
+    assert through.finish()[0] == 0
+    saves = tmp_path / "saves"
+    swarm = up(RUN, "--save-dir", str(saves))
+    out = swarm.out
+    swarm.wait_until("step 8", lambda: swarm.committed() >= 8)
+    swarm.end(signal.SIGTERM)
+    (saves / "1.0").rename(saves / "1.5")
+
+    swarm = up(out, "--stages", "4")
+    swarm.wait_until("step 24", lambda: swarm.committed() >= 24)
+    swarm.end(signal.SIGTERM)
+
+    swarm = up(out, "--stages", "1", "--replicas", "2")
+    status, output = swarm.finish()
+    assert status == 0, output
+    assert "of 4 stages with 1 node each is written anew for 1 with 2" in output
+    went = swarm.events("resuming")
+    assert len({(event["step"], event["reason"]) for event in went}) == 2
+    assert all(event["exact"] and event["step"] >= 4 for event in went)
+    summary = swarm.summary()
+    assert summary["audit"] == {"expected": 240, "duplicates": 0, "missing": 0, "extra": 0}
+    assert {row["method"] for row in summary["rebuilds"]} <= {"save", "replica"}
+
+    golden = losses(through.lines, "ledger.jsonl")
+    found = losses(Lines(out), "ledger.jsonl")
+    assert found.keys() == golden.keys()
+    for step, loss in golden.items():
+        assert found[step] == pytest.approx(loss, abs=EQUAL), step
+    assert summary["loss"]["validation"] == pytest.approx(
+        through.summary()["loss"]["validation"], abs=EQUAL
+    )
+
+
+@pytest.fixture
+def by_hand(data: Path, tmp_path: Path):
+    place = ByHand(tmp_path, override(RUN, data__path=str(data)))
+    yield place
+    place.end()
+
+
+def test_on_machines_of_ones_own_saves_are_written_anew_for_another_run_file(
+    by_hand, data, tmp_path
+):
+    """What was trained in vain is trained again, to the same losses."""
+    disks = [tmp_path / f"disk-{stage}" for stage in range(3)]
+    for stage, disk in enumerate(disks):
+        by_hand.start_node(f"node-{stage}", stage, "--restart", "no", "--save-dir", str(disk))
+    by_hand.until(lambda: len(by_hand.events("saved")) >= 9)
+    by_hand.end()
+    saved = find_saves(*disks)
+    newest = min(max(s.state.id.step for s in saved if s.state.id.stage == n) for n in range(3))
+    for save in saved:
+        if save.state.id.step >= newest:
+            save.path.unlink()
+
+    run = override(RUN, model__stages=1, data__path=str(data))
+    after = ["--after", str(tmp_path / "registry.journal")]
+    by_hand.start_registry("another", run, *after)
+    new = tmp_path / "new"
+    asked = ["regroup", *map(str, disks), "--join", by_hand.address, "--out", str(new)]
+    written = CliRunner().invoke(app, asked)
+    assert written.exit_code == 0, written.output
+    assert f"is in {new} for {run.name}-" in written.output
+    refused = by_hand.start_node("wrong", 1, "--restart", "no", "--save-dir", str(disks[1]))
+    assert refused.wait() == 1
+    assert "planaria regroup" in (tmp_path / "wrong.log").read_text()
+    for stage in range(2):
+        by_hand.start_node(f"new-{stage}", stage, "--restart", "no", "--save-dir", str(new))
+    by_hand.until(lambda: by_hand.events("finished"))
+
+    (resuming,) = by_hand.events("resuming")
+    assert resuming["exact"]
+    assert resuming["step"] == newest - RUN.saves.every
+    found = losses(by_hand.lines, "ledger-*.jsonl")
+    assert found.keys() == set(range(1, RUN.steps + 1))
+    for step, committed in found.items():
+        assert committed == pytest.approx([committed[0]] * len(committed), abs=EQUAL), step
+    assert len(found[newest]) == 2
+    assert audit(tmp_path).exact
