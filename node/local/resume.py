@@ -65,6 +65,13 @@ class Kept(NamedTuple):
     def find(self) -> list[SaveFile]:
         """All that there is of the run. Raises ResumeError."""
         folders = [folder for folder in (self.saves, self.checkpoints) if folder is not None]
+        if not any(any(folder.glob("**/stage-*/")) for folder in folders):
+            where = " and ".join(map(str, folders))
+            raise ResumeError(
+                f"there is nothing under {where}, where nodes make folders for their saves as soon "
+                "as they start: mount the disk, or move back what was there. Without it the run "
+                "can only begin anew, in another folder"
+            )
         found = find_saves(*folders)
         own = [save for save in found if save.run == self.id]
         if found and not own:
@@ -114,9 +121,9 @@ def put_in_place(kept: Kept, slots: Sequence[str]) -> list[str]:
     Raises ResumeError."""
     found = kept.find()
     if not found:
-        return []  # nodes that are all new say themselves what there is to do about it
+        return ["nothing was saved before the run ended: it begins anew"]
     told = []
-    with _refusing():
+    with _refusing(), Journal(kept.journal, kept.id, dumps(kept.run)):  # nobody else uses it
         _, chosen = choose(found, kept.run.model.config.stages)
         for stage, saves in sorted(chosen.items()):
             homes = _homes(kept, kept.saves, stage, slots)
@@ -129,13 +136,13 @@ def put_in_place(kept: Kept, slots: Sequence[str]) -> list[str]:
 def take_over(before: Kept, kept: Kept, slots: Sequence[str]) -> Resume:
     """Makes `kept` the run of the folder, which goes on with what `before` has saved; returns with
     what. Raises ResumeError; then the folder is still that of `before`."""
+    found = before.find()
+    if not found:
+        raise ResumeError(
+            f"there is no save of the run under {before.checkpoints or before.saves}: it can't go "
+            "on in other numbers, only begin anew"
+        )
     with _refusing(), Journal(before.journal, before.id, dumps(before.run)) as journal:
-        found = before.find()
-        if not found:
-            raise ResumeError(
-                f"there is no save of the run under {before.checkpoints or before.saves}: it can't "
-                "go on in other numbers, only begin anew"
-            )
         folder = None if kept.save_dir is None else kept.save_dir / kept.id
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)

@@ -277,8 +277,9 @@ def go_on(plan: SwarmPlan, before: SwarmPlan, slots: Sequence[str]) -> list[str]
     there is to say about that. Raises SwarmError."""
     try:
         if plan.run == before.run:
+            told = put_in_place(plan.kept, slots)
             empty_registry(plan)
-            return put_in_place(plan.kept, slots)
+            return told
         check_memory(plan, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         at = take_over(before.kept, plan.kept, slots)
         empty_registry(plan)

@@ -150,7 +150,7 @@ def regroup(
     found, chosen = choose(saves, had)
     if not found.exact and had != config.stages:
         raise RegroupError(
-            f"{found.reason}. Layers are regrouped at one step: name the folders of all saves, or "
+            f"{found.reason}. Layers are regrouped at one step: bring the saves that lack, or "
             f"go on with {had} stages, as it was, until each has saved"
         )
     for stage in range(config.stages + 1):

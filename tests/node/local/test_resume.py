@@ -61,8 +61,8 @@ def begun(tmp_path: Path, run: RunFile = RUN) -> Kept:
 
 def save(kept: Kept, slot: str, stage: int, *steps: int) -> None:
     assert kept.save_dir is not None
+    saves = Saves(kept.save_dir / slot, kept.id, stage, 9)
     for step in steps:
-        saves = Saves(kept.save_dir / slot, kept.id, stage, 9)
         saves.write(state(kept.run.model.config, stage, step))
 
 
@@ -118,9 +118,18 @@ def test_a_shared_folder_is_everybodys(tmp_path: Path) -> None:
     assert put_in_place(kept, slots_of(kept)) == []
 
 
-def test_before_anything_was_saved_there_is_nothing_to_put(tmp_path: Path) -> None:
+def test_before_anything_was_saved_it_begins_anew_and_says_so(tmp_path: Path) -> None:
     kept = begun(tmp_path)
-    assert put_in_place(kept, slots_of(kept)) == []
+    save(kept, "0.0", 0)
+    (told,) = put_in_place(kept, slots_of(kept))
+    assert "begins anew" in told
+
+
+def test_a_folder_for_saves_that_has_gone_is_missed(tmp_path: Path) -> None:
+    """Else a run would begin anew because a disk wasn't mounted."""
+    kept = begun(tmp_path)
+    with pytest.raises(ResumeError, match=r"nothing under .*/saves, .* mount the disk"):
+        put_in_place(kept, slots_of(kept))
 
 
 def test_a_run_file_that_was_changed_by_hand_is_told(tmp_path: Path) -> None:
@@ -225,6 +234,7 @@ def test_a_stage_without_a_save_is_named(tmp_path: Path) -> None:
         take_over(kept, new, slots_of(new))
     with pytest.raises(ResumeError, match=r"there is no save of the run under .*/saves"):
         bare = begun(tmp_path / "bare")
+        save(bare, "0.0", 0)
         take_over(bare, bare._replace(run=new.run), slots_of(new))
 
 
