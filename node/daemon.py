@@ -13,7 +13,6 @@ import os
 import secrets
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
@@ -66,6 +65,7 @@ from planaria.node.state.saves import saves_on_disk
 from planaria.node.transaction.effects import (
     NEVER,
 )
+from planaria.node.transaction.gathering import may_have_heir
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.frames import Frame
@@ -244,7 +244,7 @@ class Node:
         """Where it is its stage's last; a stage with replicas lives on. Of a run that is over
         nobody needs anything."""
         stage, halted = seat.stage, seat.member.halt is not None
-        if halted or self._others_at(stage) or not self._may_have_heir():
+        if halted or self._others_at(stage) or not may_have_heir(self.view, self.node):
             return
         self.leaving = True
         self.report()
@@ -261,15 +261,6 @@ class Node:
 
     def _others_at(self, stage: int) -> list[str]:
         return [m.node for m in self.view.members if stage in stages_of(m) and m.node != self.node]
-
-    def _may_have_heir(self) -> bool:
-        """Whether the registry has somebody to send: a standby or whoever else has room, or a
-        replica that its stage can do without."""
-        others = [member for member in self.view.members if member.node != self.node]
-        served = Counter(stage for member in others for stage in stages_of(member))
-        return max(served.values(), default=0) > 1 or any(
-            len(member.seats) < member.room for member in others
-        )
 
     async def leave(self, why: str) -> None:
         """Tell the registry, so that nobody has to find out."""

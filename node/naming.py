@@ -31,7 +31,7 @@ def seated(view: registry.View) -> registry.View:
     Two nodes with a relay between them are as far apart in each of their seats."""
     ids = {m.node: [seat_id(m.node, seat_name(seat)) for seat in m.seats] for m in view.members}
     members = [
-        registry.Member(node=seat, seats=[registry.Seat(stage=at.stage)])
+        registry.Member(node=seat, seats=[registry.Seat(stage=at.stage)], room=member.room)
         for member in view.members
         for seat, at in zip(ids[member.node], member.seats, strict=True)
     ]

@@ -38,8 +38,14 @@ from planaria.node.transaction.blaming import Failures, Spoiling
 from planaria.node.transaction.bounds import told_to_driver
 from planaria.node.transaction.doubting import Doubts
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
-from planaria.node.transaction.gathering import Coming, Gathering, Standing, active
-from planaria.node.transaction.hanging import Hanging, slow_and_alone
+from planaria.node.transaction.gathering import (
+    Coming,
+    Gathering,
+    Standing,
+    active,
+    may_have_heir,
+)
+from planaria.node.transaction.hanging import Hanging, is_last, slow_and_alone
 from planaria.node.transaction.joining import FOLLOWED, FOLLOWS, Joining
 from planaria.node.transaction.overdue import is_late
 from planaria.node.transaction.resting import DriverPhase, Resting
@@ -340,7 +346,7 @@ class Driver:
         if vacant and not self.finished:
             return effects + self._wait_for_nodes(vacant)
         if node := self.hanging.to_replace(self.members, gathering.having(), now):
-            return effects + self._replace(gathering, node, now)
+            return effects + self._replace(node, now)
         paused, self.unrecorded = self.unrecorded, "" if self._is_over() else gathering.unrecorded()
         if self.unrecorded:
             self.pause_until = now + UNRECORDED_PAUSE
@@ -708,7 +714,7 @@ class Driver:
         stage, step = stages[node], attempt.begin.step
         told: list[Effect] = [HeldUp(step=step, node=node, stage=stage, reason=why)]
         others = [n for n, of in stages.items() if of == stage and n not in attempt.held_up]
-        if not others:
+        if is_last(node, stages, stages.keys() - attempt.held_up.keys()):
             return told
         if node == self.node:
             return [*told, Rejoin(f"{why}; {others[0]} can drive")]
@@ -717,13 +723,12 @@ class Driver:
             return told + self._mask(can_mask, [node], why, now)
         return told + self._gather(f"{node} of stage {stage} hangs: {why}", now)
 
-    def _replace(self, gathering: Gathering, node: str, now: float) -> list[Effect]:
-        """A standby copies the state of the last node of a stage, if it can; then that one goes."""
-        why, alone = self.hanging.why[node], gathering.nodes_of(self.members[node]) == [node]
-        standby = any(not member.seats for member in self.view.members)
-        why = f"{node} of stage {self.members[node]} is to be replaced: {why}"
+    def _replace(self, node: str, now: float) -> list[Effect]:
+        """An heir copies the state of the last node of a stage, if it can; then that one goes."""
+        why = f"{node} of stage {self.members[node]} is to be replaced: {self.hanging.why[node]}"
         self.current, self.pause_until = Resting(DriverPhase.PAUSING, why), now + REPLACED
-        if alone and standby and self.hanging.may_have_heir(node, now):
+        last = is_last(node, self.members, self.members)
+        if last and may_have_heir(self.view, node) and self.hanging.heir_has_time(node, now):
             return [self.ballot.send(node, inquiry=pb.Inquiry(replace=why))]
         if node == self.node:
             return [Rejoin(why)]

@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
+from planaria.node.naming import node_of
 from planaria.node.transaction.overdue import patience
 
 HEIR: Final = 30.0
-"""Seconds in which a standby has to take over from the last node of a stage, which hangs."""
+"""Seconds in which an heir has to take over from the last node of a stage, which hangs."""
 SLOW: Final = 10.0
 """A node is slow whose microbatches take so many times those of the others."""
 
@@ -79,9 +80,10 @@ class Hanging:
         """A node that is to go before anything begins; empty: none. The last one that has its
         stage's state does so when the run has waited for it, and one at a time. `stages`: of all
         members; `having`: those that have the newest state."""
-        sound = {stages[node] for node in having if node in stages and node not in self.why}
+        sound = [node for node in having if node not in self.why]
         for node in sorted(self.why.keys() & stages.keys()):
-            if stages[node] in sound or now - self._since[node] >= self._progress / 2:
+            waited = now - self._since[node] >= self._progress / 2
+            if waited or not is_last(node, stages, sound):
                 return node
         return ""
 
@@ -93,9 +95,17 @@ class Hanging:
         node = self.to_replace(stages, heard, now)
         return {node: self.why[node]} if node and node not in heard else {}
 
-    def may_have_heir(self, node: str, now: float) -> bool:
-        """Whether a standby still has the time to take over from it."""
+    def heir_has_time(self, node: str, now: float) -> bool:
+        """To take over from it."""
         return now - self._heir_asked.setdefault(node, now) < HEIR
+
+
+def is_last(node: str, stages: Mapping[str, int], sound: Iterable[str]) -> bool:
+    """Whether a seat of the same node is at a stage that has none of the `sound` ones of others.
+    `node`: a seat; `stages`: of all seats."""
+    own = node_of(node)
+    left = {stages[seat] for seat in sound if seat in stages and node_of(seat) != own}
+    return any(node_of(seat) == own and stage not in left for seat, stage in stages.items())
 
 
 def slow_and_alone(stages: Mapping[str, int], seconds: Mapping[str, float]) -> list[str]:

@@ -104,6 +104,13 @@ class AloneWithStandby(Alone):
     standbys = 1
 
 
+class AloneWithRoom(Alone):
+    """... but its neighbours have room for one more."""
+
+    def _hosts(self, rules: TransactionRules) -> list[Host]:
+        return [replace(host, room=2) for host in super()._hosts(rules)]
+
+
 class AloneAndDamaged(AloneWithStandby):
     """What it has isn't what it has told of it."""
 
@@ -153,9 +160,12 @@ def test_the_last_node_of_a_stage_is_replaced_when_the_run_has_waited_for_it(see
     assert result.counts["checkfree"] == 1
 
 
+@pytest.mark.parametrize("kind", [AloneWithStandby, AloneWithRoom])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_standby_copies_the_state_of_a_last_node_that_hangs(seed: int) -> None:
-    result = finished(seed, AloneWithStandby)
+def test_an_heir_copies_the_state_of_a_last_node_that_hangs(
+    seed: int, kind: type[Scenario]
+) -> None:
+    result = finished(seed, kind)
     assert result.counts["replica"] >= 1
     assert not result.counts["checkfree"], "nothing was guessed"
 

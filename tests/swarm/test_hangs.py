@@ -125,3 +125,23 @@ async def test_the_last_node_of_a_stage_that_hangs_is_named_at_once_and_comes_ba
     rebuilt = swarm.lines.events("rebuilt")
     assert [(e["stage"], e["method"], e["step"]) for e in rebuilt] == [(2, "save", at)]
     assert audit(tmp_path).exact
+
+
+async def test_a_node_with_room_copies_the_state_of_the_last_node_of_a_stage_that_hangs(
+    corpus, tmp_path, hang
+):
+    run = override(PAIRS, swarm__replicas=1)
+    async with LocalSwarm(run, corpus, tmp_path, room=2) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 3)
+        sick, others = swarm.nodes[2, 0][0], [n for n, _ in swarm.nodes.values()]
+        others.remove(sick)
+        hang(sick)
+        await swarm.until(sick.over.done)
+        assert "hang: " in sick.over.result()
+        at = swarm.committed()
+        await swarm.until(lambda: swarm.committed() >= at + 3)
+        assert not any(node.over.done() for node in others)
+        swarm.nodes.pop((2, 0))
+    rebuilt = swarm.lines.events("rebuilt")
+    assert [(e["stage"], e["method"]) for e in rebuilt] == [(2, "replica")]
+    assert audit(tmp_path).exact

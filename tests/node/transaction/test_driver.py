@@ -42,6 +42,7 @@ from planaria.node.transaction.blaming import LONGEST_PAUSE
 from planaria.node.transaction.driver import EVICTED, REPLACED, Driver
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
 from planaria.node.transaction.gathering import ANSWER, QUERY_AGAIN, Gathering
+from planaria.node.transaction.hanging import HEIR
 from planaria.node.transaction.overdue import ASK
 from planaria.node.transaction.resting import DriverPhase
 from planaria.node.transaction.routing import routes
@@ -1001,6 +1002,18 @@ def test_the_last_node_of_a_stage_is_named_at_once_and_replaced_when_there_was_n
     assert causes(effects) == {"b": HANG}
     assert told.driver.phase is DriverPhase.PAUSING
     assert sent(told.waits(REPLACED), "query").keys() == {"a", "b", "c"}, "is it there yet?"
+
+
+def test_a_replica_that_its_stage_can_do_without_copies_the_state_of_a_last_node_that_hangs():
+    told = late(replace(RULES, stages=2), {"a": 0, "b": 1, "c": 2, "x": 2})
+    told.hears("b", account=pb.Account(hang="stuck"))
+    told.waits(RULES.progress)
+    hung = pb.Status(committed=1, last=pb.Commit(step=1), hang="stuck")
+    effects = told.statuses(1, b=hung)
+    assert sent(effects, "inquiry")["b"].inquiry.replace.endswith("to be replaced: stuck")
+    assert causes(effects) == {}, "its stage would be lost"
+    told.waits(HEIR)
+    assert causes(told.statuses(1, b=hung)) == {"b": HANG}, "nobody has come"
 
 
 def test_who_goes_on_is_not_replaced():

@@ -107,10 +107,19 @@ def test_a_replica_that_hangs_goes_at_once_the_last_of_its_stage_after_a_wait() 
     assert hanging.to_replace(stages, "abcd", 100.0) == "b"
     assert hanging.to_replace(stages, "abd", 105.0) == "", "c has not its state yet"
     assert hanging.to_replace(stages, "abd", 110.0) == "b"
-    assert hanging.may_have_heir("b", 110.0)
-    assert not hanging.may_have_heir("b", 110.0 + HEIR)
+    assert hanging.heir_has_time("b", 110.0)
+    assert not hanging.heir_has_time("b", 110.0 + HEIR)
     hanging.hear("b", "", 111.0)
     assert hanging.to_replace(stages, "abcd", 200.0) == ""
+
+
+def test_a_node_that_hangs_is_needed_as_long_as_one_of_its_seats_is() -> None:
+    hanging = Hanging(progress=20.0)
+    stages = {"a/0": 0, "b/1": 1, "b/2": 2, "c/1": 1, "d/2": 2}
+    hanging.hear("b/1", "stuck", 100.0)
+    hanging.hear("b/2", "stuck", 100.0)
+    assert hanging.to_replace(stages, ["a/0", "b/1", "b/2", "c/1"], 100.0) == ""
+    assert hanging.to_replace(stages, stages, 100.0) == "b/1"
 
 
 def test_the_only_node_of_a_stage_is_named_when_it_is_slow() -> None:
