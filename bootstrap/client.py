@@ -40,6 +40,7 @@ ATTEMPT = 5.0  # seconds that one attempt may take
 SUSPECT_DEADLINE = 2.0  # seconds
 LEAVE_DEADLINE = 2.0  # seconds
 MESSAGE_BYTES = 16 * 2**20  # as the service's
+REPORT_BYTES = 15 * 2**10  # of its RENEWAL_BYTES
 
 T = TypeVar("T")
 Metadata = tuple[tuple[str, str], ...]
@@ -170,7 +171,7 @@ class RegistryClient:
 
     def report(self, report: Report) -> None:
         """What the next renewal says; sent at once when it is news."""
-        former, self._report = self._report, report
+        former, self._report = self._report, fitting(report)
         if _news(report) != _news(former):
             self._due.set()
 
@@ -380,6 +381,29 @@ _OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_http_proxy", 0),
 )
+
+
+def fitting(report: Report) -> Report:
+    """As much of it as a renewal has room for: words are cut short first, then what was measured
+    of links is left out, then complaints are, the last ones first."""
+    if report.ByteSize() <= REPORT_BYTES:
+        return report
+    fits = Report()
+    fits.CopyFrom(report)
+    length = max(40, REPORT_BYTES // 4 // (len(fits.seats) + 1))
+    fits.trouble = shorten(fits.trouble, length)
+    for seat in fits.seats:
+        seat.message = shorten(seat.message, length)
+    while fits.links and fits.ByteSize() > REPORT_BYTES:
+        del fits.links[-1]
+    while fits.complaints and fits.ByteSize() > REPORT_BYTES:
+        del fits.complaints[-1]
+        fits.unlisted += 1
+    return fits
+
+
+def shorten(words: str, length: int) -> str:
+    return words if len(words) <= length else f"{words[: length - 3]}..."
 
 
 def _news(report: Report) -> tuple[object, ...]:

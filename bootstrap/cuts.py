@@ -103,13 +103,19 @@ class Cuts:
         self._looked = -math.inf
         self._pairs: dict[tuple[str, str], _Pair] = {}
         self._of: dict[str, set[tuple[str, str]]] = {}  # the pairs of each node
+        self._more: set[str] = set()  # who has more complaints than are known here
 
     # -- events ----------------------------------------------------------------------------------
 
-    def told(self, node: str, complaints: Iterable[Complaint], now: float) -> None:
-        """By `node`: all of its complaints. What is not among them is withdrawn."""
-        few = itertools.islice(complaints, MOST_COMPLAINTS)
-        standing = {c.peer: c.relayed for c in few if c.peer != node}
+    def told(
+        self, node: str, complaints: Iterable[Complaint], now: float, unlisted: int = 0
+    ) -> None:
+        """By `node`: its complaints, but for so many. What is not among them is withdrawn."""
+        told = list(itertools.islice(complaints, MOST_COMPLAINTS + 1))
+        standing = {c.peer: c.relayed for c in told[:MOST_COMPLAINTS] if c.peer != node}
+        self._more.discard(node)
+        if unlisted or len(told) > MOST_COMPLAINTS:
+            self._more.add(node)
         for key in self._of.get(node, ()):
             known = self._pairs[key]
             if node in known.complaints and _other(key, node) not in standing:
@@ -130,6 +136,7 @@ class Cuts:
 
     def gone(self, node: str) -> None:
         """It is a member no longer."""
+        self._more.discard(node)
         for key in self._of.pop(node, set()):
             del self._pairs[key]
             self._of[_other(key, node)].discard(key)
@@ -140,7 +147,7 @@ class Cuts:
 
     def restore(self, relays: Iterable[Relay], now: float) -> None:
         """Goes on from the relays of a view; who complains will say so again."""
-        self._pairs, self._of = {}, {}
+        self._pairs, self._of, self._more = {}, {}, set()
         for relay in relays:
             pair = self._begun((relay.a, relay.b), now)
             if pair is not None:
@@ -179,7 +186,7 @@ class Cuts:
     @property
     def any(self) -> bool:
         """Whether there is anything to review, or to be withdrawn."""
-        return bool(self._pairs)
+        return bool(self._pairs or self._more)
 
     def relays(self) -> list[Relay]:
         return [Relay(a=a, b=b, via=p.via) for (a, b), p in sorted(self._pairs.items()) if p.via]
@@ -326,7 +333,7 @@ class Cuts:
         pair = self._pairs.get(_key(node, other))
         if pair is not None and node in pair.complaints:
             return pair.complaints[node]
-        return known.neighbours(node, other)
+        return known.neighbours(node, other) and node not in self._more
 
     def _goes(self, known: KnownMembers, a: str, b: str) -> str:
         """Which of the two. Empty: neither.

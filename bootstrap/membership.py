@@ -342,9 +342,10 @@ class Membership:
             node.report = renewal.report
             self._newest = max([self._newest, *map(_age, node.report.seats)])
             node.holds = {seat.stage for seat in node.report.seats if self._has_state(seat)}
-            if node.report.complaints or self._cuts.any:
-                known = (c for c in node.report.complaints if c.peer in self._nodes)
-                self._cuts.told(renewal.node, known, now)
+            complaints, unlisted = node.report.complaints, node.report.unlisted
+            if complaints or unlisted or self._cuts.any:
+                known = (c for c in complaints if c.peer in self._nodes)
+                self._cuts.told(renewal.node, known, now, unlisted)
         effects: list[Effect] = []
         if node.leaving and not announced and now >= self._quiet_until:
             self._note(f"{renewal.node} ({place_of(node.member)}) will leave soon")

@@ -183,7 +183,7 @@ class SeatReport(_message.Message):
     def __init__(self, stage: _Optional[int] = ..., committed: _Optional[int] = ..., lineage: _Optional[int] = ..., phase: _Optional[str] = ..., loss: _Optional[float] = ..., microbatches: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., message: _Optional[str] = ..., stopped: _Optional[bool] = ..., finished: _Optional[bool] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("seats", "bytes_in", "bytes_out", "leaving", "memory", "measured", "links", "complaints", "trouble", "stalled_seconds")
+    __slots__ = ("seats", "bytes_in", "bytes_out", "leaving", "memory", "measured", "links", "complaints", "unlisted", "trouble", "stalled_seconds")
     SEATS_FIELD_NUMBER: _ClassVar[int]
     BYTES_IN_FIELD_NUMBER: _ClassVar[int]
     BYTES_OUT_FIELD_NUMBER: _ClassVar[int]
@@ -192,6 +192,7 @@ class Report(_message.Message):
     MEASURED_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
     COMPLAINTS_FIELD_NUMBER: _ClassVar[int]
+    UNLISTED_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
     STALLED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     seats: _containers.RepeatedCompositeFieldContainer[SeatReport]
@@ -202,9 +203,10 @@ class Report(_message.Message):
     measured: int
     links: _containers.RepeatedCompositeFieldContainer[LinkReport]
     complaints: _containers.RepeatedCompositeFieldContainer[Complaint]
+    unlisted: int
     trouble: str
     stalled_seconds: float
-    def __init__(self, seats: _Optional[_Iterable[_Union[SeatReport, _Mapping]]] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., leaving: _Optional[bool] = ..., memory: _Optional[int] = ..., measured: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., complaints: _Optional[_Iterable[_Union[Complaint, _Mapping]]] = ..., trouble: _Optional[str] = ..., stalled_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, seats: _Optional[_Iterable[_Union[SeatReport, _Mapping]]] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., leaving: _Optional[bool] = ..., memory: _Optional[int] = ..., measured: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., complaints: _Optional[_Iterable[_Union[Complaint, _Mapping]]] = ..., unlisted: _Optional[int] = ..., trouble: _Optional[str] = ..., stalled_seconds: _Optional[float] = ...) -> None: ...
 
 class Complaint(_message.Message):
     __slots__ = ("peer", "relayed")

@@ -541,6 +541,7 @@ class Node:
             measured=number,
             links=links,
             complaints=self.missing.complaints(lambda peer: bool(self.links.carrier(peer))),
+            unlisted=self.missing.unlisted,
         )
         self.client.report(report)
 

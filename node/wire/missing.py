@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from planaria.bootstrap.cuts import MOST_COMPLAINTS
 from planaria.bootstrap.registry_pb2 import Complaint
 
 PATIENCE: Final = 1.0
@@ -27,5 +28,12 @@ class Missing:
         return self._told != before
 
     def complaints(self, relayed: Callable[[str], bool]) -> list[Complaint]:
-        """All that stand, for a report. `relayed`: whether another member carries for the two."""
-        return [Complaint(peer=peer, relayed=relayed(peer)) for peer in self._told]
+        """For a report: those that stand, those that have stood for longest first; more than
+        MOST_COMPLAINTS say no more. `relayed`: whether another member carries for the two."""
+        longest = sorted(self._told, key=lambda peer: self._since[peer])[:MOST_COMPLAINTS]
+        return [Complaint(peer=peer, relayed=relayed(peer)) for peer in longest]
+
+    @property
+    def unlisted(self) -> int:
+        """How many more stand."""
+        return max(0, len(self._told) - MOST_COMPLAINTS)

@@ -549,6 +549,17 @@ def test_a_last_holder_that_is_not_heard_stays_while_anybody_reaches_it() -> Non
     assert [effect for effect in effects if isinstance(effect, Evict)] == [evict]
 
 
+def test_that_one_is_not_among_some_complaints_of_many_says_nothing() -> None:
+    """Who can't list all that it lacks may lack a link to the silent one, too."""
+    swarm = full(lease=5)
+    effects: list[Effect] = []
+    while swarm.now < 60 and not effects:
+        for node in ("n0", "n2"):
+            swarm.renew(node, report=Report(seats=swarm.report(node).seats, unlisted=1))
+        effects = swarm.wait(0.5)
+    assert Evict("n1", "not renewed for 5 s") in effects
+
+
 def test_a_last_holder_that_is_heard_again_is_as_before() -> None:
     swarm = full(lease=5)
     silent(swarm, 8, "n1")

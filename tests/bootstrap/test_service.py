@@ -29,6 +29,7 @@ from planaria.bootstrap.journal import Journal
 from planaria.bootstrap.membership import PROTOCOL, MembershipRules
 from planaria.bootstrap.registry_pb2 import (
     NONFINITE,
+    Complaint,
     JoinReply,
     JoinRequest,
     LinkReport,
@@ -242,6 +243,20 @@ async def test_input_without_measure_is_refused(place: Any) -> None:
         with pytest.raises(grpc.aio.AioRpcError, match=message):
             await call.read()
     await channel.close()
+
+
+async def test_a_node_with_too_much_to_say_says_what_there_is_room_for(place: Any) -> None:
+    a = await place.node("a")
+    seats = [SeatReport(stage=0, committed=3, message="x" * 3000) for _ in range(9)]
+    lacking = [Complaint(peer=f"{number:012}") for number in range(900)]
+    a.client.report(Report(seats=seats, complaints=lacking, trouble="y" * 9000))
+    described = await until_described(place, lambda d: bool(d.members[0].report.seats))
+    told = described.members[0].report
+    assert told.ByteSize() < RENEWAL_BYTES
+    assert [seat.committed for seat in told.seats] == [3] * 9
+    assert told.trouble.endswith("yyy...")
+    assert 0 < len(told.complaints) == 900 - told.unlisted
+    assert not a.evicted.done()
 
 
 async def test_streams_and_watchers_are_limited(serve: Serve) -> None:

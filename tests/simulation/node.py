@@ -324,7 +324,12 @@ class Node:
     def changed(self) -> None:
         complaints = self.missing.complaints(lambda peer: bool(self.net.carrier(peer)))
         reports = [seat.report() for seat in self.seats.agents.values()]
-        self.report = registry.Report(seats=reports, complaints=complaints, leaving=self.leaving)
+        self.report = registry.Report(
+            seats=reports,
+            complaints=complaints,
+            unlisted=self.missing.unlisted,
+            leaving=self.leaving,
+        )
         self.client.reported()
 
 

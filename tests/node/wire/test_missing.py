@@ -1,5 +1,6 @@
 """What a node complains of, by its own clock."""
 
+from planaria.bootstrap.cuts import MOST_COMPLAINTS
 from planaria.bootstrap.registry_pb2 import Complaint
 from planaria.node.wire.missing import PATIENCE, Missing
 
@@ -26,3 +27,15 @@ def test_who_is_needed_no_more_is_complained_of_no_more() -> None:
     assert missing.look(["a"], lambda peer: False, PATIENCE)
     assert missing.look([], lambda peer: False, PATIENCE + 1)
     assert not missing.look(["a"], lambda peer: False, PATIENCE + 2)
+
+
+def test_of_many_those_are_listed_that_have_stood_for_longest_and_the_rest_is_counted() -> None:
+    missing, many = Missing(), [f"n{number:03}" for number in range(900)]
+    missing.look(many[500:], lambda peer: False, 0.0)
+    missing.look(many, lambda peer: False, 0.5)
+    assert missing.look(many, lambda peer: False, PATIENCE + 0.5)
+    told = missing.complaints(lambda peer: False)
+    assert [complaint.peer for complaint in told] == many[500 : 500 + MOST_COMPLAINTS]
+    assert missing.unlisted == 900 - MOST_COMPLAINTS
+    missing.look(many[:3], lambda peer: False, PATIENCE + 1)
+    assert missing.unlisted == 0
