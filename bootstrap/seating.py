@@ -2,9 +2,13 @@
 
 A stage without a node that will stay is filled by the first there is of: a standby, a surplus
 replica, which moves, and a node that has room for one more seat; a newcomer has chosen before
-(`Membership.join`). A seat is given back when somebody who has fewer has the state of its stage,
-too. Only a vacant stage makes anybody take a seat, so none goes to and fro. Pure: what is known of
-the nodes goes in, what is to change comes out, each with its reason.
+(`Membership.join`). Where nodes have twins of the next stage, one that has the vacant stage's, and
+room, comes before all these: it has the state at once, and the step under way goes on with it. It
+is relieved later: who sits alone at several stages gets a standby, or a surplus replica, beside it
+at one of them. A seat is given back when somebody who has fewer has the state of its stage, too.
+Nobody takes a seat but at a stage that is vacant, or that such a one serves alone, so none goes to
+and fro. Pure: what is known of the nodes goes in, what is to change comes out, each with its
+reason.
 """
 
 from __future__ import annotations
@@ -50,53 +54,105 @@ class Returned:
     why: str
 
 
-def assign(sitters: Sequence[Sitter], stages: int, begun: bool = True) -> list[Taken | Returned]:
+def assign(
+    sitters: Sequence[Sitter], stages: int, begun: bool = True, twins: bool = False
+) -> list[Taken | Returned]:
     """What is to change, in this order. `sitters`: in the order of joining; `stages`: body stages,
     L, of the stages 0..L; `begun`: nobody else is awaited, as at the start, when only standbys take
-    what is vacant.
+    what is vacant; `twins`: who has a stage's state has that of the next stage, too.
 
     Who sits alone at a stage, or is the only one with its state, is never taken from there; no
     stage stays vacant while somebody has room.
     """
     nodes = {one.node: one for one in sitters}
     changes: list[Taken | Returned] = []
+    for returned in _returned(nodes.values()):
+        one = nodes[returned.node]
+        left = one.stages - {returned.stage}
+        nodes[one.node] = replace(one, stages=left, holds=one.holds & left)
+        changes.append(returned)
     served = {stage for one in sitters for stage in one.stages}
     staffed = {stage for one in sitters if not one.leaving for stage in one.stages}
     for stage in sorted(set(range(stages + 1)) - staffed):
         why = "has only nodes that will leave soon" if stage in served else "is vacant"
-        taken = _find(list(nodes.values()), stage, stages, f"stage {stage} {why}", begun)
+        why, there = f"stage {stage} {why}", list(nodes.values())
+        taken = None
+        if twins and begun and stage not in served:
+            taken = _twin(there, stage, stages, why)
+        taken = taken or _find(there, stage, stages, why, begun)
         if taken is not None:
             changes.append(taken)
-            one = nodes[taken.node]
-            left = one.stages - {taken.gives}
-            nodes[one.node] = replace(one, stages=left | {stage}, holds=one.holds & left)
-    for returned in _returned(nodes.values()):
-        one = nodes[returned.node]
-        nodes[one.node] = replace(one, stages=one.stages - {returned.stage})
-        changes.append(returned)
+            _take(nodes, taken)
+    if twins and begun:
+        for taken in _relief(nodes):
+            changes.append(taken)
+            _take(nodes, taken)
     return changes
+
+
+def _take(nodes: dict[str, Sitter], taken: Taken) -> None:
+    one = nodes[taken.node]
+    left = one.stages - {taken.gives}
+    nodes[one.node] = replace(one, stages=left | {taken.stage}, holds=one.holds & left)
+
+
+def _twin(sitters: Sequence[Sitter], stage: int, stages: int, why: str) -> Taken | None:
+    """Who has a twin of the vacant stage, and room."""
+    before = (stage - 1) % (stages + 1)
+    able = [
+        one
+        for one in sitters
+        if one.stays and stage in one.fits and before in one.holds and len(one.stages) < one.room
+    ]
+    if not able:
+        return None
+    one = max(able, key=lambda one: one.speed / (len(one.stages) + 1))
+    return Taken(one.node, stage, f"has its twin, and room: {why}")
+
+
+def _relief(nodes: dict[str, Sitter]) -> Iterator[Taken]:
+    """Standbys and surplus replicas for who sits alone at several stages; what is yielded has been
+    taken when the next one is looked for."""
+    for crowded in list(nodes.values()):
+        for stage in sorted(crowded.stages, reverse=True):  # 0, where it may drive, comes last
+            there = list(nodes.values())
+            alone = [s for s in crowded.stages if sum(s in one.stages for one in there) == 1]
+            if len(alone) < 2 or stage not in alone or not crowded.stays:
+                continue
+            why = f"stage {stage} is served by {crowded.node} alone, which has others"
+            able = [one for one in there if one.stays and stage in one.fits]
+            if (taken := _idle(able, there, stage, why)) is not None:
+                yield taken
 
 
 def _find(
     sitters: Sequence[Sitter], stage: int, stages: int, why: str, begun: bool
 ) -> Taken | None:
     able = [one for one in sitters if one.stays and stage in one.fits and stage not in one.stages]
-    for one in able:
-        if not one.stages:
-            return Taken(one.node, stage, f"was a standby: {why}")
     if not begun:
-        return None
-    surplus = [(one, of) for one in able if (of := _surplus(one, sitters)) is not None]
-    if surplus:  # of the stage that has most, whoever came last
-        one, of = max(surplus, key=lambda found: _holders(found[1], sitters))
-        one = [other for other, at in surplus if at == of][-1]
-        return Taken(one.node, stage, f"moves from stage {of}, which has others: {why}", of)
+        able = [one for one in able if not one.stages]
+    if (taken := _idle(able, sitters, stage, why)) is not None or not begun:
+        return taken
     before = (stage - 1) % (stages + 1)  # its neighbour, and with twins, who has one of the stage
     free = [one for one in able if len(one.stages) < one.room]
     if not free:
         return None
     one = max(free, key=lambda one: (one.speed / (len(one.stages) + 1), before in one.stages))
     return Taken(one.node, stage, f"has room for one more seat: {why}")
+
+
+def _idle(able: Sequence[Sitter], sitters: Sequence[Sitter], stage: int, why: str) -> Taken | None:
+    """A standby, or a replica that its stage can do without."""
+    for one in able:
+        if not one.stages:
+            return Taken(one.node, stage, f"was a standby: {why}")
+    surplus = [(one, of) for one in able if (of := _surplus(one, sitters)) is not None]
+    if not surplus:
+        return None
+    # Of the stage that has most, whoever came last.
+    one, of = max(surplus, key=lambda found: _holders(found[1], sitters))
+    one = [other for other, at in surplus if at == of][-1]
+    return Taken(one.node, stage, f"moves from stage {of}, which has others: {why}", of)
 
 
 def _surplus(one: Sitter, sitters: Sequence[Sitter]) -> int | None:

@@ -342,8 +342,7 @@ class Agent:
                 self._forget(ballot)
                 self.holdings.attempted(ballot, begin)
                 self._follow_plan(self._begin_attempt, ballot, begin)
-            case GoOn(ballot, begin):
-                assert self.attempt is not None
+            case GoOn(ballot, begin) if self.attempt is not None:
                 self._forget(ballot)
                 self.holdings.follow(begin)
                 self._follow_plan(self.attempt.go_on, ballot, begin)

@@ -291,6 +291,27 @@ class AttemptMasked(Event, kind="masked", severity=Severity.NOTICE):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SeatTaken(Event, kind="seat taken", severity=Severity.NOTICE):
+    """The last node of a stage was lost in the middle of a step. Another one has its seat, with the
+    very state that the lost one had, and the attempt goes on."""
+
+    step: int
+    stage: int
+    lost: str
+    by: str
+    microbatches: int  # of which the stage's part is computed once more
+    seconds: float  # in which the stage had nobody
+    reason: str
+
+    def sentence(self, node: str | None) -> str:
+        return (
+            f"step {self.step} goes on: {self.by} has the seat of {self.lost} at stage "
+            f"{self.stage}, after {self.seconds:.1f} s, and redoes that stage's part of "
+            f"{self.microbatches} microbatches"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class HeldUp(Event, kind="held up", severity=Severity.ERROR):
     """The driver has found out for whom an attempt at a step waits."""
 

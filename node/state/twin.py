@@ -4,10 +4,12 @@ A node of stage s also holds stage s + 1 (stage L holds stage 0), and keeps it b
 replicas of s + 1 send their reduced gradient to the nodes of s *before* either of them answers
 Ready. So a commit finds both with the same gradient, and both apply it, whoever dies next.
 
-Bamboo's node also computes the forward pass of what it holds, in the bubbles of its pipeline, and
-keeps the results for the backward pass of a neighbour that dies within the step. Here a step whose
-attempt fails is tried again whole, so the results are dropped: what is left is the state, which
-takes over exactly, and the cost.
+When the last node of s + 1 dies within a step, its seat is taken with this state, and the step goes
+on (node/transaction/takeover.py). Bamboo's node also computes the forward pass of what it holds, in
+the bubbles of its pipeline, and keeps the results, so that only the backward pass is left to be
+done then. All inner activations of a stage over a whole window are often more than the stage
+itself, so here the results are dropped, and whoever takes the seat computes both passes; what is
+left of the redundant forward is its cost.
 """
 
 from __future__ import annotations

@@ -7,7 +7,9 @@ is computed when, and where what comes of it goes; it never looks at what that t
 Where a stage has replicas, its neighbours also keep what they have sent it, until the step is
 committed. When one of the replicas is lost, the attempt goes on by a new plan (docs/masking.md):
 what the lost one was sent is sent again to those that do its microbatches in its place. They redo
-what it had done, and only that; a neighbour that has their results already drops them. With
+what it had done, and only that; a neighbour that has their results already drops them. So it is,
+with redundant computation, where the last node of a stage is lost and another one takes its seat
+with the state of its twin. With
 `masking = "spare"` a node's stand-in gets what the node gets from the start, and does it ahead when
 it has nothing else to do: what it makes is withheld until the node is lost.
 """
@@ -201,7 +203,9 @@ class AttemptPlan:
     """Who does what, by one `Begin`, as one node sees it. Raises ValueError for one that can't
     be."""
 
-    def __init__(self, ballot: Ballot, begin: pb.Begin, node: str, masking: Masking) -> None:
+    def __init__(
+        self, ballot: Ballot, begin: pb.Begin, node: str, masking: Masking, redundant: bool
+    ) -> None:
         self.ballot, self.begin = ballot, begin
         self.routes = routes(begin)
         self.mine = frozenset(m for m, route in self.routes.items() if node in route.nodes)
@@ -213,6 +217,11 @@ class AttemptPlan:
             if training and masking != "abort" and replicas[place.stage] > 1
         )
         """Whose loss leaves their stage alive."""
+        twins = training and masking != "abort" and redundant
+        self.replaceable = self.maskable | frozenset(
+            place.node for place in begin.members if twins and place.stage > 0
+        )
+        """Whose microbatches others may have yet."""
         self.stand_ins = stand_ins(begin.members) if training and masking == "spare" else {}
 
 
@@ -224,7 +233,7 @@ class Attempt:
         """Raises ValueError for a plan that can't be."""
         self.place, self.node = place, place.node
         self.began = ballot
-        self._plan = AttemptPlan(ballot, begin, place.node, place.masking)
+        self._plan = self._plan_of(ballot, begin)
         self.applied: set[int] = set()  # ids whose gradient is in the stage's
         self.over = False  # nothing of it has an effect any more
         self._waiting: deque[int] = deque()  # to be injected here
@@ -232,13 +241,18 @@ class Attempt:
         self._seen: set[Pass] = set()
         self._done: set[Pass] = set()
         self._early: dict[Pass, dict[Pass, tuple[str, Frame]]] = {}  # by what comes before them
-        self._sent: dict[Pass, Frame] = {}  # to maskable nodes
+        self._sent: dict[Pass, Frame] = {}  # to replaceable nodes
         self._done_ahead: set[int] = set()  # microbatches that were others' when they were done
         self._withheld: dict[Pass, Frame] = {}  # made in another's place
         self._homes: dict[int, pb.Home] = {}  # come home, and not sent
         self._gradients_kept = 0  # bytes
         self._completed: Outcome[None] | None = None  # whoever waits for it
         self._given_up: set[int] = set()  # microbatches that others may have
+
+    def _plan_of(self, ballot: Ballot, begin: pb.Begin) -> AttemptPlan:
+        """Raises ValueError."""
+        place = self.place
+        return AttemptPlan(ballot, begin, place.node, place.masking, place.redundant)
 
     # --- its course
 
@@ -268,7 +282,7 @@ class Attempt:
         """By a new plan, in which others have the microbatches of who was lost. Raises
         ValueError."""
         before = self._plan
-        plan = AttemptPlan(ballot, begin, self.node, self.place.masking)
+        plan = self._plan_of(ballot, begin)
         lost = {place.node for place in before.begin.members}
         lost -= {place.node for place in begin.members}
         left = frozenset(node for node in lost if before.stand_ins.get(node) == self.node)
@@ -486,7 +500,7 @@ class Attempt:
 
     def _send(self, node: str, made: Pass, frame: Frame) -> None:
         frame = replace(frame, ballot=self.ballot)
-        if node in self._plan.maskable:
+        if node in self._plan.replaceable:
             self._sent[made] = frame
         for to in filter(None, (node, self._plan.stand_ins.get(node))):
             if not self.place.host.send(to, frame):

@@ -17,6 +17,7 @@ from planaria.node.transaction.gathering import unrecorded
 from planaria.node.transaction.overdue import Inquest
 from planaria.node.transaction.routing import Pair, paces, plan, share_out, stand_ins
 from planaria.node.transaction.rules import TransactionRules
+from planaria.node.transaction.takeover import Takeover, holders, to_be_taken_over
 from planaria.node.wire import stage_pb2 as pb
 
 UNREACHED = 2.0
@@ -92,9 +93,12 @@ class Attempting:
     inquest: Inquest = field(default_factory=Inquest)
     held_up: dict[str, str] = field(default_factory=dict)  # by whom, and why
     regather: str = ""  # why to gather when it is over
+    takeover: Takeover | None = None
+    """A stage has nobody: until somebody has the seat, the lost one keeps its place in the plan."""
 
     def explain(self) -> str:
         held_up = "".join(f"; held up by {who}" for who in self._held_up().values())
+        held_up += f"; waiting for {self.takeover}" if self.takeover is not None else ""
         if self.vote is not None:
             return f"step {self.begin.step}: waiting for {', '.join(self.awaited)}{held_up}"
         home = f"step {self.begin.step}: {len(self.homes)} of {len(self.begin.plan)} home{held_up}"
@@ -118,7 +122,14 @@ class Attempting:
 
     @property
     def awaited(self) -> list[str]:
+        if self.takeover is not None and self.takeover.seat:
+            return [self.takeover.seat]
         return self.vote.awaited if self.vote is not None else []
+
+    @property
+    def lost(self) -> frozenset[str]:
+        """Members that are, with those that others don't stand in for yet."""
+        return self.masked | ({self.takeover.lost} if self.takeover is not None else set())
 
     def came_home(self, peer: str, home: pb.Home, now: float) -> None:
         if any((m.id, m.source) == (home.microbatch, peer) for m in self.begin.plan):
@@ -208,6 +219,57 @@ class Attempting:
         kept = replace(self, begin=begin, masked=masked, homes=homes, progressed=now, vote=None)
         return kept, moved
 
+    def to_be_taken_over(self, nodes: Collection[str], rules: TransactionRules) -> str | None:
+        """The one of these lost nodes whose seat somebody has to take, so that the attempt can do
+        without them all. One at a time."""
+        if self.takeover is not None:
+            return None
+        return to_be_taken_over(self.begin, nodes, rules)
+
+    def waiting_for(self, takeover: Takeover) -> Attempting:
+        """Who was ready has to reduce again."""
+        return replace(self, takeover=takeover, vote=None, progressed=takeover.since)
+
+    def vacant(self, now: float) -> str:
+        """Why a seat that nobody has taken is waited for no longer; empty: it is, or none is."""
+        return self.takeover.overdue(now) if self.takeover is not None else ""
+
+    def needs_seat(self, view: Mapping[str, int]) -> bool:
+        """Whether the lost node is out of the view, and whoever had its seat after it, too."""
+        takeover = self.takeover
+        return takeover is not None and not view.keys() & {takeover.lost, takeover.seat}
+
+    def choose_seat(self, view: Mapping[str, int], known: Collection[str]) -> str:
+        """Who has the lost one's seat in this view, and is waited for from now on; empty: nobody
+        has. `known`: members that aren't new."""
+        assert self.takeover is not None
+        takeover = self.takeover
+        takeover.seat = takeover.choose(view, known, self.holders(takeover))
+        return takeover.seat
+
+    def awaited_seat(self) -> str:
+        """Who has a lost one's seat, and no part in the attempt yet."""
+        return self.takeover.seat if self.takeover is not None else ""
+
+    def holders(self, takeover: Takeover) -> list[str]:
+        """Who has the state that the seat needs."""
+        return holders(self.begin, takeover.stage, self.lost)
+
+    def taken_over(
+        self,
+        rules: TransactionRules,
+        seconds: Mapping[str, float],
+        apart: Collection[Pair],
+        now: float,
+    ) -> tuple[Attempting, int]:
+        """The attempt by a plan in which the new seat has the microbatches of the lost one, and how
+        many those are."""
+        assert self.takeover is not None
+        entering = {self.takeover.seat: self.takeover.stage}
+        begin, moved = self._plan_without(self.lost, rules, seconds, apart, entering=entering)
+        kept = replace(self, begin=begin, masked=self.lost, progressed=now, takeover=None)
+        return kept, moved
+
     def may_relieve(self, rules: TransactionRules) -> bool:
         """Whether others may do what a slow node hasn't begun. A stand-in may have done some of it
         ahead, in one sum with what that node has begun."""
@@ -233,12 +295,16 @@ class Attempting:
         seconds: Mapping[str, float],
         apart: Collection[Pair],
         given_up: Mapping[str, Collection[int]] = MappingProxyType({}),
+        entering: Mapping[str, int] = MappingProxyType({}),
     ) -> tuple[pb.Begin, int]:
+        """`entering`: who has had no part in it so far, and at which stage it has one now."""
         begin = pb.Begin()
         begin.CopyFrom(self.begin)
         begin.since.CopyFrom(self.since.message())
-        del begin.members[:]
+        del begin.members[:], begin.entering[:]
         begin.members.extend(place for place in self.begin.members if place.node not in masked)
+        begin.members.extend(pb.Place(node=node, stage=at) for node, at in entering.items())
+        begin.entering.extend(entering)
         index = {place.node: index for index, place in enumerate(begin.members)}
         moved, stages = 0, range(rules.stages + 1)
         replicas = [[p.node for p in begin.members if p.stage == stage] for stage in stages]
@@ -264,7 +330,7 @@ class Attempting:
             if rules.masking == "spare":  # who has done a part of it ahead, if there is somebody
                 ahead = stand_ins(self.begin.members)
                 successors = [
-                    ahead[owner] if ahead[owner] in left else other
+                    ahead[owner] if ahead.get(owner) in left else other
                     for owner, other in zip(owners, successors, strict=True)
                 ]
             for identity, node in zip(lost, successors, strict=True):
@@ -281,7 +347,7 @@ class Attempting:
     def unreachable(self, now: float) -> str:
         """Why the attempt has to be given up although all links of the driver are up."""
         for node, (since, why) in self.unreached.items():
-            if node not in self.masked and now - since >= UNREACHED:
+            if node not in self.lost and now - since >= UNREACHED:
                 return why
         return ""
 

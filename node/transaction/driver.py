@@ -27,9 +27,11 @@ from planaria.node.report.events import (
     NonFinite,
     Paused,
     RebuildFailed,
+    RebuildOrdered,
     Relieved,
     Resuming,
     RolledBack,
+    SeatTaken,
     Validated,
     Waiting,
 )
@@ -51,7 +53,15 @@ from planaria.node.transaction.overdue import is_late
 from planaria.node.transaction.resting import DriverPhase, Resting
 from planaria.node.transaction.routing import Pair
 from planaria.node.transaction.rules import TransactionRules
-from planaria.node.transaction.syncing import Rebuilds, Syncing, copy_twins, decide_each, rebuild
+from planaria.node.transaction.syncing import (
+    Rebuilds,
+    Syncing,
+    copy_twins,
+    decide_each,
+    rebuild,
+    rebuilt,
+)
+from planaria.node.transaction.takeover import Takeover, beside
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.decide import Rebuild, Resume, RollBack, Source, Stop, resume
 from planaria.recovery.orders import window_orders
@@ -116,12 +126,9 @@ class Driver:
             self.current, self.view, self.coming = Resting(DriverPhase.INACTIVE), view, None
             return []
         if isinstance(self.current, Attempting | Syncing):
-            stay = active(view)
-            gone = [node for node, stage in self._training().items() if stay.get(node) != stage]
-            if not gone:
-                return self._greet(view, now)
-            if (attempt := self._can_mask(gone)) is not None:
-                return self._greet(view, now) + self._mask(attempt, gone, view.reason, now)
+            effects = self._adopt_later(view, now)
+            if effects is not None:
+                return effects
         taken_over = self.phase is DriverPhase.INACTIVE
         self.coming = Coming(view, now, set())
         return self._gather(f"view {view.number}: {view.reason}", now, taken_over)
@@ -134,7 +141,7 @@ class Driver:
             self.coming.unanswered.discard(peer)
         if self.phase is DriverPhase.INACTIVE or peer not in self.members:
             return []
-        if peer in self._masked() and body != "stale":
+        if peer in self._lost() and body != "stale":
             return []
         if wrong := told_to_driver(message, self.rules):
             return self._nonsense(peer, f"it tells of {wrong}", now)
@@ -143,6 +150,10 @@ class Driver:
         is_current = ballot == self.ballot
         joiner = self.joining.joiners.get(peer)
         match body, self.current:
+            case "status" | "synced" | "failed", Attempting() as attempt if (
+                peer == attempt.awaited_seat() and attempt.since <= ballot
+            ):
+                return self._heard_of_seat(attempt, message, now)
             case "synced", _ if joiner is not None:
                 joiner.caught_up = message.synced
             case "failed", _ if joiner is not None:  # it may not have heard of this ballot yet
@@ -189,22 +200,23 @@ class Driver:
             return []
         if self.coming is not None and peer in self.coming.unanswered:
             return [self.coming.greeting(peer)]  # its link may only have been dialled anew
-        if peer not in self.members or peer in self._masked():
+        if peer not in self.members or peer in self._lost():
             return []
+        if isinstance(self.current, Attempting) and self.current.awaited_seat() == peer:
+            return self._ask_seat(self.current, now)  # its link may only have been dialled anew
         lost = NodeLost(node=peer, stage=self.members[peer], reason=reason)
         if peer in self.joining.joiners and isinstance(self.current, Attempting):
             self.joining.joiners[peer].caught_up = None
             self.current.forget(peer)
             return [lost, *self._if_all_ready(now)]
         why = f"the link to {peer} is lost: {reason}"
-        if (attempt := self._can_mask([peer])) is not None:
-            return [lost, *self._mask(attempt, [peer], why, now)]
-        return [lost, *self._gather(why, now)]
+        effects = self._lose([peer], why, now)
+        return [lost, *(self._gather(why, now) if effects is None else effects)]
 
     def link_up(self, peer: str, now: float) -> list[Effect]:
         """Who is masked and reached again was not lost: it is a member, without which nothing can
         be committed."""
-        if peer in self._masked():
+        if peer in self._lost():
             return self._gather(f"{peer} isn't lost: its link is up again", now)
         return []
 
@@ -224,8 +236,10 @@ class Driver:
                 limit = FOLLOWED * self.rules.progress
                 for node in self.joining.too_slow(now, limit):
                     effects += self._give_up_following(node, f"not even in {limit:.0f} s", now)
-                if why := attempt.unreachable(now):
+                if why := attempt.unreachable(now) or attempt.vacant(now):
                     effects += self._gather(why, now)
+                elif attempt.takeover is not None and attempt.takeover.may_ask(now):
+                    effects += self._ask_seat(attempt, now)
                 return effects or self._out_of_patience(attempt, now) or self._inquire(attempt, now)
             case Syncing() as syncing:
                 return self._out_of_patience(syncing, now)
@@ -239,9 +253,26 @@ class Driver:
 
     # --- gather: who has what
 
-    def _greet(self, view: registry.View, now: float) -> list[Effect]:
-        self.coming = coming = Coming(view, now, active(view).keys() - self.members.keys())
-        return [coming.greeting(node) for node in sorted(coming.unanswered)]
+    def _adopt_later(self, view: registry.View, now: float) -> list[Effect] | None:
+        """What is under way goes on, and the view is adopted when it is over; newcomers are
+        greeted. None: it can't go on."""
+        known = self.members.keys() | (active(self.coming.view) if self.coming else {})
+        stay = active(view)
+        gone = [node for node, stage in self._training().items() if stay.get(node) != stage]
+        self.coming = coming = Coming(view, now, stay.keys() - self.members.keys())
+        effects = self._lose(gone, view.reason, now)
+        if effects is None:
+            return None
+        match self.current:
+            case Attempting() as attempt if attempt.needs_seat(stay):
+                former, seat = attempt.awaited_seat(), attempt.choose_seat(stay, known)
+                if not seat:
+                    return None
+                stages = {n: stage for n, stage in self.members.items() if n != former}
+                self.members = stages | {seat: stay[seat]}
+                coming.unanswered.discard(seat)
+                effects += self._ask_seat(attempt, now)
+        return [coming.greeting(node) for node in sorted(coming.unanswered)] + effects
 
     def _gather(self, why: str, now: float, taken_over: bool = False) -> list[Effect]:
         effects: list[Effect] = []
@@ -506,7 +537,7 @@ class Driver:
         return rebuilds.told(now)
 
     def _if_all_home(self, attempt: Attempting, now: float) -> list[Effect]:
-        if not attempt.is_home():
+        if attempt.takeover is not None or not attempt.is_home():
             return []
         if attempt.begin.kind == pb.Begin.EVALUATE:
             step, loss = self.standing.committed, attempt.mean_loss()
@@ -612,6 +643,12 @@ class Driver:
     def _masked(self) -> frozenset[str]:
         return self.current.masked if isinstance(self.current, Attempting) else frozenset()
 
+    def _lost(self) -> frozenset[str]:
+        return self.current.lost if isinstance(self.current, Attempting) else frozenset()
+
+    def _seats_awaited(self) -> set[str]:
+        return {self.current.awaited_seat()} if isinstance(self.current, Attempting) else set()
+
     def _masked_members(self) -> list[str]:
         return sorted(self._masked() & active(self._newest_view()).keys())
 
@@ -624,6 +661,23 @@ class Driver:
         if not isinstance(attempt, Attempting) or self.node in nodes:
             return None
         return attempt if attempt.can_do_without(nodes, self.rules) else None
+
+    def _lose(self, nodes: Collection[str], why: str, now: float) -> list[Effect] | None:
+        """The attempt goes on without these, once somebody has the seat of the one that leaves its
+        stage without any; None: it can't."""
+        nodes = [node for node in nodes if node not in self._lost() | self._seats_awaited()]
+        if not nodes:
+            return []
+        if (attempt := self._can_mask(nodes)) is not None:
+            return self._mask(attempt, nodes, why, now)
+        attempt = self.current if isinstance(self.current, Attempting) else None
+        if attempt is None or self.node in nodes:
+            return None
+        if (last := attempt.to_be_taken_over(nodes, self.rules)) is None:
+            return None
+        others = [node for node in nodes if node != last]
+        self.current = attempt.waiting_for(Takeover(last, self.members[last], now, why))
+        return self._mask(self.current, others, why, now) if others else []
 
     def _mask(
         self, attempt: Attempting, nodes: Sequence[str], why: str, now: float
@@ -641,7 +695,7 @@ class Driver:
     def _cut(self, attempt: Attempting, peer: str, cut: pb.Cut, now: float) -> list[Effect]:
         """`peer` can't reach a node, which is lost, or will be found to be; or can't use what has
         come from it."""
-        if cut.node in attempt.masked:
+        if cut.node in attempt.lost:
             return []
         if cut.node not in self.members:
             return self._nonsense(peer, "it can't reach who is no member", now)
@@ -651,11 +705,85 @@ class Driver:
         if cut.cause != SILENT:
             return self._wronged(peer, failed, now)
         self.cuts.add(frozenset((peer, cut.node)))
-        if self._can_mask([cut.node]) is None:
+        if self._can_mask([cut.node]) is None and not self._may_be_taken_over(cut.node):
             return self._failed(peer, failed, now)
         why = f"{peer} can't reach {cut.node}: {cut.reason}"
         attempt.unreached.setdefault(cut.node, (now, why))
         return [Suspect(cut.node, cut.reason)]
+
+    # --- an attempt that waits for who takes the seat of a lost node
+
+    def _may_be_taken_over(self, node: str) -> bool:
+        attempt = self.current
+        if not isinstance(attempt, Attempting) or node == self.node:
+            return False
+        return attempt.to_be_taken_over([node], self.rules) == node
+
+    def _ask_seat(self, attempt: Attempting, now: float) -> list[Effect]:
+        """Whether it is there; then it is told where its state is."""
+        assert attempt.takeover is not None
+        takeover, attempt.progressed = attempt.takeover, now
+        takeover.asked, takeover.ordered = now, False
+        return [self.ballot.send(takeover.seat, query=pb.Query())]
+
+    def _heard_of_seat(self, attempt: Attempting, message: pb.Message, now: float) -> list[Effect]:
+        assert attempt.takeover is not None
+        takeover, at = attempt.takeover, self.standing
+        match message.WhichOneof("body"):
+            case "status" if (at.lineage, at.committed) == (0, 0):
+                return self._taken_over(attempt, now)  # it has initial weights, as all have
+            case "status" if not takeover.ordered:
+                return self._hand_over(attempt, takeover)
+            case "synced" if takeover.ordered and message.synced.step == at.committed:
+                seconds, stall = now - takeover.asked, now - takeover.since
+                told = rebuilt(takeover.seat, takeover.stage, message.synced, seconds, stall)
+                return [told, *self._taken_over(attempt, now)]
+            case "failed":
+                failed = RebuildFailed(node=takeover.seat, reason=message.failed.reason)
+                return [failed, *self._failed(takeover.seat, message.failed, now)]
+        return []
+
+    def _hand_over(self, attempt: Attempting, takeover: Takeover) -> list[Effect]:
+        takeover.ordered = True
+        holders, at = attempt.holders(takeover), self.standing
+        near = beside(takeover.seat, holders)  # no link is between them; others, if that is lost
+        holders = near + [node for node in holders if node not in near]
+        reason = (
+            f"{takeover.seat} takes the seat of {takeover.lost} at stage {takeover.stage} in step "
+            f"{attempt.begin.step}: its twin at the stage before takes over"
+        )
+        sources = [Source(node, takeover.stage, at.committed, at.lineage) for node in holders]
+        sync = at.sync("redundant", reason, sources, last=at.last)
+        told = RebuildOrdered(
+            node=takeover.seat,
+            stage=takeover.stage,
+            method="redundant",
+            sources=tuple(holders),
+            exact=True,
+            fallback=False,
+            reason=reason,
+        )
+        return [told, self.ballot.send(takeover.seat, sync=sync)]
+
+    def _taken_over(self, attempt: Attempting, now: float) -> list[Effect]:
+        """The attempt goes on, by a plan in which the new seat has the lost one's microbatches."""
+        assert attempt.takeover is not None
+        takeover = attempt.takeover
+        attempt, moved = attempt.taken_over(self.rules, self.seconds, self._apart(), now)
+        self.current, self.ballot = attempt, self.ballot.next()
+        told = SeatTaken(
+            step=attempt.begin.step,
+            stage=takeover.stage,
+            lost=takeover.lost,
+            by=takeover.seat,
+            microbatches=moved,
+            seconds=now - takeover.since,
+            reason=takeover.why,
+        )
+        effects = self._to_rest(step=pb.Step(begin=attempt.begin))
+        return [told, *effects, *self._if_all_home(attempt, now)]
+
+    # --- what is said of nodes beside the attempt
 
     def _accused_apart(self, peer: str, cut: pb.Cut) -> list[Effect]:
         """What `peer` can't use is of no attempt, and had from others; its sender has to go."""
@@ -845,5 +973,5 @@ class Driver:
 
     def _to_rest(self, **body: Any) -> list[Effect]:
         """A message to all members but those that are lost."""
-        nodes = sorted(self.members.keys() - self._masked())
+        nodes = sorted(self.members.keys() - self._lost() - self._seats_awaited())
         return [self.ballot.send(node, **body) for node in nodes]

@@ -326,6 +326,8 @@ class MemberSide:
         if any(joiner.node == self.node for joiner in step.begin.joining):
             return effects + self._begun_without(ballot, step.begin)
         if step.HasField("begin") and ballot > self.attempt:
+            if self.node in step.begin.entering:
+                return effects + self._entered(ballot, step.begin)
             if step.begin.HasField("since"):
                 return effects + self._went_on(ballot, step.begin)
             if self.void:  # the run starts over, since nobody has anything
@@ -352,6 +354,20 @@ class MemberSide:
         self.phase = MemberPhase.RUNNING
         self.attempt = ballot
         return [GoOn(ballot, begin)]
+
+    def _entered(self, ballot: Ballot, begin: pb.Begin) -> list[Effect]:
+        """This seat takes the place of a lost one in an attempt that is under way. What it has is
+        what that had when the attempt began, so it may train as if it had begun it, too."""
+        since = Ballot.of(begin.since)
+        if self.phase is not MemberPhase.IDLE or self.void or begin.step != self.committed + 1:
+            reason = (
+                f"asked to enter {since} for step {begin.step}, but step {self.committed} is in "
+                f"place here, {self.phase.value}"
+            )
+            return [self._to_driver(pb.Message(failed=pb.Failed(reason=reason)))]
+        self.phase = MemberPhase.RUNNING
+        self.began, self.attempt, self.step = since, ballot, begin.step
+        return [StartAttempt(since, begin), GoOn(ballot, begin)]
 
     def _commit(self, commit: pb.Commit) -> list[Effect]:
         ready = self.phase is MemberPhase.READY and self.attempt == Ballot.of(commit.ballot)

@@ -246,7 +246,7 @@ class Microbatch(_message.Message):
     def __init__(self, id: _Optional[int] = ..., source: _Optional[str] = ..., order: _Optional[_Iterable[int]] = ..., places: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("step", "kind", "plan", "lr_scale", "members", "joining", "since", "non_finite")
+    __slots__ = ("step", "kind", "plan", "lr_scale", "members", "joining", "since", "non_finite", "entering")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         TRAIN: _ClassVar[Begin.Kind]
@@ -261,6 +261,7 @@ class Begin(_message.Message):
     JOINING_FIELD_NUMBER: _ClassVar[int]
     SINCE_FIELD_NUMBER: _ClassVar[int]
     NON_FINITE_FIELD_NUMBER: _ClassVar[int]
+    ENTERING_FIELD_NUMBER: _ClassVar[int]
     step: int
     kind: Begin.Kind
     plan: _containers.RepeatedCompositeFieldContainer[Microbatch]
@@ -269,7 +270,8 @@ class Begin(_message.Message):
     joining: _containers.RepeatedCompositeFieldContainer[Joiner]
     since: Ballot
     non_finite: bool
-    def __init__(self, step: _Optional[int] = ..., kind: _Optional[_Union[Begin.Kind, str]] = ..., plan: _Optional[_Iterable[_Union[Microbatch, _Mapping]]] = ..., lr_scale: _Optional[_Iterable[float]] = ..., members: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., joining: _Optional[_Iterable[_Union[Joiner, _Mapping]]] = ..., since: _Optional[_Union[Ballot, _Mapping]] = ..., non_finite: _Optional[bool] = ...) -> None: ...
+    entering: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, step: _Optional[int] = ..., kind: _Optional[_Union[Begin.Kind, str]] = ..., plan: _Optional[_Iterable[_Union[Microbatch, _Mapping]]] = ..., lr_scale: _Optional[_Iterable[float]] = ..., members: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., joining: _Optional[_Iterable[_Union[Joiner, _Mapping]]] = ..., since: _Optional[_Union[Ballot, _Mapping]] = ..., non_finite: _Optional[bool] = ..., entering: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Joiner(_message.Message):
     __slots__ = ("node", "stage", "step")

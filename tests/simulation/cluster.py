@@ -67,7 +67,7 @@ from simulation.network import Network
 from simulation.node import Node, Seat
 from simulation.ports import Files
 from simulation.registry import Client, Registry
-from simulation.stage import contribution, row
+from simulation.stage import ChainedTwin, contribution, row
 from simulation.world import Process, World
 
 
@@ -150,6 +150,7 @@ class Machines:
     member: type[MemberSide] = MemberSide
     driver: type[Driver] = Driver
     holder: type[Holder] = Holder
+    twin: type[ChainedTwin] = ChainedTwin
 
     def adapt(self, holdings: Holdings) -> None:
         if holdings.holder is not None:

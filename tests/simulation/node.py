@@ -35,7 +35,7 @@ from simulation.fingerprints import SHAPE
 from simulation.links import Links
 from simulation.network import Stream
 from simulation.ports import Compute, VirtualDisk, VirtualLineFile
-from simulation.stage import ChainedTwin, Stage, row
+from simulation.stage import Stage, row
 from simulation.world import Process
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class Node:
         twin = None
         if run.recovery.policy == "redundant":
             optimizer = row(next_stage(seat.stage, stages))
-            twin = ChainedTwin(
+            twin = self.cluster.machines.twin(
                 node=seat.node,
                 stage=seat.stage,
                 stages=stages,

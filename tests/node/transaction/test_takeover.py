@@ -1,0 +1,231 @@
+"""The driver when the last node of a stage is lost in a step, and others have its twin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from planaria.node.report.events import Aborted, AttemptMasked, RebuildFailed, SeatTaken
+from planaria.node.transaction.effects import Ballot, DropAttempt, GoOn, Send, StartAttempt
+from planaria.node.transaction.gathering import QUERY_AGAIN
+from planaria.node.transaction.member import MemberPhase, MemberSide
+from planaria.node.transaction.routing import routes
+from planaria.node.transaction.takeover import ASK_AGAIN, VACANT
+from planaria.node.wire import stage_pb2 as pb
+from tests.node.transaction.test_driver import RULES, Told, events, sent
+
+TWINS = replace(RULES, stages=3, policy="redundant")
+ONE_EACH = {"a": 0, "b/1": 1, "c/2": 2, "d/3": 3}
+TAKEN = {"a": 0, "b/1": 1, "b/2.3": 2, "d/3": 3}
+"""Without c, whose seat b has got."""
+
+
+def in_second_step(members: dict[str, int] = ONE_EACH, **rules: object) -> Told:
+    told = Told(replace(TWINS, **rules), members)  # type: ignore[arg-type]
+    told.begins()
+    told.commits()
+    return told
+
+
+def test_the_attempt_goes_on_by_a_plan_with_the_new_seat_once_that_has_the_state() -> None:
+    told = in_second_step()
+    since, before = told.driver.ballot, routes(told.attempt.begin)
+    asked = told.views(TAKEN)
+    assert sent(asked, "query").keys() == {"b/2.3"}
+    assert Ballot.of(sent(asked, "query")["b/2.3"].ballot) == since, "it is part of this attempt"
+    assert "waiting for b/2.3" in told.driver.explain()
+    (sync,) = sent(told.hears("b/2.3", status=pb.Status()), "sync").values()
+    assert (sync.sync.method, sync.sync.step) == ("redundant", 1)
+    assert [(source.node, source.step) for source in sync.sync.sources] == [("b/1", 1)]
+    told.now += 0.5
+    effects = told.hears("b/2.3", synced=pb.Synced(step=1, method="redundant"))
+    (taken,) = events(effects, SeatTaken)
+    assert (taken.stage, taken.lost, taken.by, taken.seconds) == (2, "c/2", "b/2.3", 0.5)
+    assert taken.microbatches == RULES.microbatches
+    plans = sent(effects, "step")
+    assert plans.keys() == TAKEN.keys()
+    begin = plans["a"].step.begin
+    assert Ballot.of(begin.since) == since
+    assert list(begin.entering) == ["b/2.3"]
+    for microbatch, route in routes(begin).items():
+        moved = [one.replace("c/2", "b/2.3") for one in before[microbatch].nodes]
+        assert list(route.nodes) == moved
+    told.comes_home()
+    for node in ("a", "b/1", "d/3"):
+        assert told.ready(node) == [], "the new seat votes, too"
+    (commit, *_) = sent(told.ready("b/2.3"), "step").values()
+    assert commit.step.commit.step == 2
+    assert events(effects, Aborted) == []
+
+
+def test_nothing_is_reduced_while_the_stage_has_nobody_and_homes_count() -> None:
+    told = in_second_step()
+    told.views(TAKEN)
+    assert sent(told.comes_home(), "reduce") == {}
+    told.hears("b/2.3", status=pb.Status())
+    effects = told.hears("b/2.3", synced=pb.Synced(step=1))
+    assert sent(effects, "reduce").keys() == TAKEN.keys(), "all were home already"
+
+
+def test_who_was_ready_reduces_again() -> None:
+    told = in_second_step()
+    told.comes_home()
+    for node in ("a", "b/1", "d/3"):
+        told.ready(node)
+    told.views(TAKEN)
+    assert told.ready("c/2") == [], "what it says counts no more"
+    told.hears("b/2.3", status=pb.Status())
+    told.hears("b/2.3", synced=pb.Synced(step=1))
+    for node in ("a", "b/1"):
+        told.ready(node)
+    assert told.driver.standing.committed == 1
+
+
+def test_a_seat_that_does_not_answer_is_asked_again_and_told_once() -> None:
+    told = in_second_step()
+    told.views(TAKEN)
+    assert sent(told.waits(ASK_AGAIN / 2), "query") == {}
+    assert sent(told.waits(ASK_AGAIN), "query").keys() == {"b/2.3"}
+    assert len(sent(told.hears("b/2.3", status=pb.Status()), "sync")) == 1
+    assert told.hears("b/2.3", status=pb.Status()) == []
+    assert sent(told.waits(QUERY_AGAIN), "query") == {}
+    told.driver.link_lost("b/2.3", "reset", told.now)
+    assert len(sent(told.hears("b/2.3", status=pb.Status()), "sync")) == 1, "it was lost on its way"
+
+
+def test_in_the_first_step_it_has_the_weights_that_all_began_with() -> None:
+    told = Told(TWINS, ONE_EACH)
+    told.begins()
+    told.views(TAKEN)
+    effects = told.hears("b/2.3", status=pb.Status())
+    assert list(sent(effects, "step")["b/2.3"].step.begin.entering) == ["b/2.3"]
+
+
+def test_a_lost_link_is_not_yet_a_lost_seat() -> None:
+    told = in_second_step()
+    assert events(told.driver.link_lost("c/2", "silent", told.now), Aborted) == []
+    assert sent(told.waits(VACANT / 2), "query") == {}
+    assert sent(told.views(TAKEN), "query").keys() == {"b/2.3"}
+
+
+def test_who_is_reached_again_was_not_lost() -> None:
+    told = in_second_step()
+    told.driver.link_lost("c/2", "silent", told.now)
+    effects = told.driver.link_up("c/2", told.now)
+    assert "isn't lost" in events(effects, Aborted)[0].reason
+
+
+def test_a_seat_that_nobody_takes_is_waited_for_no_longer() -> None:
+    told = in_second_step()
+    told.driver.link_lost("c/2", "silent", told.now)
+    assert events(told.waits(VACANT - 0.1), Aborted) == []
+    (aborted,) = events(told.waits(0.2), Aborted)
+    assert aborted.reason.startswith("nobody has taken the seat of c/2 in 3 s")
+
+
+@pytest.mark.parametrize(
+    ("left", "rules"),
+    [
+        ({"a": 0, "b/1": 1, "d/3": 3}, {}),  # and nobody takes it
+        (TAKEN, {"policy": "checkfree"}),
+        (TAKEN, {"masking": "abort"}),
+        ({"a": 0, "b/1": 1, "b/2.3": 2, "b/3.3": 3}, {}),  # two of them, in a row
+        ({"a": 0, "d/1.3": 1, "d/2.3": 2, "d/3": 3}, {}),  # with who had the twin
+    ],
+)
+def test_else_the_step_begins_anew(left: dict[str, int], rules: dict[str, object]) -> None:
+    told = in_second_step(**rules)
+    effects = told.views(left)
+    assert len(events(effects, Aborted)) == 1
+    assert sent(effects, "query").keys() == left.keys()
+
+
+def test_a_seat_that_cannot_have_the_state_gives_the_attempt_up() -> None:
+    told = in_second_step()
+    told.views(TAKEN)
+    told.hears("b/2.3", status=pb.Status())
+    effects = told.hears("b/2.3", failed=pb.Failed(reason="step 0 is held there"))
+    assert [event.node for event in events(effects, RebuildFailed)] == ["b/2.3"]
+    assert len(events(effects, Aborted)) == 1
+
+
+def test_when_who_takes_the_seat_is_lost_another_one_gets_it() -> None:
+    told = in_second_step({**ONE_EACH, "e/1": 1})
+    told.views({**TAKEN, "e/1": 1})
+    told.hears("b/2.3", status=pb.Status())
+    again = {"a": 0, "e/1": 1, "e/2.4": 2, "d/3": 3}
+    effects = told.views(again)
+    assert [event.nodes for event in events(effects, AttemptMasked)] == [("b/1",)]
+    assert sent(effects, "query").keys() == {"e/2.4"}
+    (sync,) = sent(told.hears("e/2.4", status=pb.Status()), "sync").values()
+    assert [source.node for source in sync.sync.sources] == ["e/1"]
+    effects = told.hears("e/2.4", synced=pb.Synced(step=1))
+    assert sent(effects, "step").keys() == again.keys()
+    assert told.attempt.masked == {"b/1", "c/2"}
+
+
+def test_of_two_new_seats_the_one_beside_a_twin_is_chosen_and_the_other_one_joins() -> None:
+    told = in_second_step()
+    effects = told.views({"a": 0, "a/2.3": 2, **TAKEN})
+    queries = sent(effects, "query")
+    assert Ballot.of(queries["b/2.3"].ballot) == told.driver.ballot
+    assert Ballot.of(queries["a/2.3"].ballot) == Ballot(told.number, 0), "as newcomers are"
+
+
+# --- the member
+
+
+def member(committed: int) -> MemberSide:
+    """A seat that has the state of that step."""
+    found = MemberSide("b/2.3", 2)
+    found.received("a", pb.Message(ballot=Ballot(1, 4).message(), query=pb.Query()))
+    sync = pb.Sync(step=committed, method="redundant")
+    found.received("a", pb.Message(ballot=Ballot(1, 4).message(), sync=sync))
+    assert found.arrived(Ballot(1, 4))
+    found.fetched(pb.Synced(step=committed, digest=b"twin's"), pb.Commit(step=committed), 0)
+    return found
+
+
+def entering(step: int) -> pb.Message:
+    begin = pb.Begin(step=step, since=Ballot(1, 3).message(), entering=["b/2.3"])
+    return pb.Message(ballot=Ballot(1, 5).message(), step=pb.Step(begin=begin))
+
+
+def test_a_seat_enters_an_attempt_as_if_it_had_begun_it() -> None:
+    seat = member(committed=6)
+    start, go_on = seat.received("a", entering(7))
+    assert isinstance(start, StartAttempt)
+    assert isinstance(go_on, GoOn)
+    assert (start.ballot, go_on.ballot) == (Ballot(1, 3), Ballot(1, 5))
+    assert seat.phase is MemberPhase.RUNNING
+    assert (seat.began, seat.attempt, seat.step) == (Ballot(1, 3), Ballot(1, 5), 7)
+    query = pb.Message(ballot=Ballot(2, 1).message(), query=pb.Query())
+    drop, answer = seat.received("z", query)
+    assert isinstance(drop, DropAttempt)
+    assert isinstance(answer, Send)
+    assert (answer.message.status.committed, answer.message.status.attempting) == (6, 7)
+
+
+@pytest.mark.parametrize("step", [6, 8])
+def test_a_seat_with_another_steps_state_does_not_enter(step: int) -> None:
+    seat = member(committed=6)
+    (failed,) = seat.received("a", entering(step))
+    assert isinstance(failed, Send)
+    assert "but step 6 is in place here" in failed.message.failed.reason
+
+
+def test_who_has_no_state_yet_does_not_enter() -> None:
+    seat = MemberSide("b/2.3", 2)
+    sync = pb.Sync(step=6, method="redundant")
+    seat.received("a", pb.Message(ballot=Ballot(1, 4).message(), sync=sync))
+    (failed,) = seat.received("a", entering(7))
+    assert isinstance(failed, Send)
+    assert failed.message.WhichOneof("body") == "failed"
+
+
+def test_a_driver_that_hears_of_it_late_is_no_driver_any_more() -> None:
+    told = in_second_step()
+    told.views(TAKEN)
+    told.views(TAKEN, driver="b/1")
+    assert told.hears("b/2.3", status=pb.Status()) == []

@@ -1,0 +1,175 @@
+"""The last node of a stage is lost in the middle of a step, and another one takes its seat."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from planaria.node.transaction.attempting import Attempting
+from planaria.node.transaction.driver import Driver
+from planaria.node.transaction.effects import Ballot, Effect
+from planaria.node.transaction.member import MemberSide
+from planaria.node.transaction.rules import TransactionRules
+from planaria.node.wire import stage_pb2 as pb
+from planaria.recovery.decide import Policy
+from simulation.cluster import Cluster, Host, Machines, Trap
+from simulation.fingerprints import TRAINED
+from simulation.ports import Files
+from simulation.scenario import Scenario, ScenarioError, run
+from simulation.stage import ChainedTwin
+
+
+class Calm(Scenario):
+    """One node a stage, each with room for all of them, with twins; nothing happens."""
+
+    def _rules(self, policy: Policy | None) -> TransactionRules:
+        rules = super()._rules("redundant")
+        masking = ("reassign", "spare")[self.seed % 2]
+        stages = self.random.randint(2, 4)
+        return replace(rules, stages=stages, steps=10, strict=False, masking=masking)
+
+    def _hosts(self, rules: TransactionRules) -> list[Host]:
+        stages = range(rules.stages + 1)
+        return [Host(f"h{stage}", stage, False, room=len(stages)) for stage in stages]
+
+    def _files(self, rules: TransactionRules, hosts: list[Host]) -> Files:
+        return Files()
+
+    def _overflowing(self, rules: TransactionRules) -> set[int]:
+        return set()
+
+    def _plan_faults(self) -> float:
+        return 0.0
+
+
+class Bereft(Calm):
+    """The only node of a body stage is lost for good, at any moment of a step; later it is back."""
+
+    def _plan_faults(self) -> float:
+        self.cluster.traps.append(Trap("committed", self.random.randint(2, 4), self._lose_soon))
+        self.cluster.traps.append(Trap("committed", 7, self._bring_back))
+        return 30.0
+
+    def _lose_soon(self) -> None:
+        self.world.after(self.random.uniform(0.0, 1.0), self._lose)
+
+    def _lose(self) -> None:
+        self.host = self.cluster.hosts[f"h{self._lost_stage()}"]
+        if self.host.process is not None and self.host.process.alive:
+            self.host.down = True
+            self.cluster.crash(self.host.process, "for good")
+
+    def _lost_stage(self) -> int:
+        return self.random.randint(1, self.cluster.rules.stages)
+
+    def _bring_back(self) -> None:
+        self.host.down = False
+        self.cluster.start(self.host)
+
+
+class Unlucky(Bereft):
+    """Stage 1 has two nodes; the only one of stage 2 is lost, and then whoever takes its seat, at
+    any moment. What the other one of stage 1 has is enough."""
+
+    def _hosts(self, rules: TransactionRules) -> list[Host]:
+        hosts = super()._hosts(rules)
+        return [*hosts, Host("spare", 1, False, room=len(hosts))]
+
+    def _plan_faults(self) -> float:
+        over = super()._plan_faults()
+        self.cluster.traps.append(Trap("rebuilding", 1, self._lose_taker_soon))
+        return over
+
+    def _lost_stage(self) -> int:
+        return 2
+
+    def _lose_taker_soon(self) -> None:
+        self.world.after(
+            self.random.choice([0.0, 0.1, 1.0]) * self.random.random(), self._strike_it
+        )
+
+    def _strike_it(self) -> None:
+        takers = [n for n in self.cluster.nodes if {1, 2} <= n.stages]
+        for node in takers[:1]:
+            self.cluster.crash(node.process, "which has just taken a seat")
+
+
+class Belated(ChainedTwin):
+    """Says that it has made the last update, and hasn't."""
+
+    def apply(self, commit: pb.Commit, lr: float) -> None:
+        before = self.optimizer.weights.clone()
+        super().apply(commit, lr)
+        self.optimizer.weights.copy_(before)
+
+
+class Rash(Driver):
+    """Lets a seat enter that hasn't got its state yet."""
+
+    def _heard_of_seat(self, attempt: Attempting, message: pb.Message, now: float) -> list[Effect]:
+        return self._taken_over(attempt, now)
+
+
+class Barging(MemberSide):
+    """Enters with whatever it has."""
+
+    def _entered(self, ballot: Ballot, begin: pb.Begin) -> list[Effect]:
+        self.committed = begin.step - 1
+        return super()._entered(ballot, begin)
+
+
+def ended(seed: int, kind: type[Scenario], machines: Machines | None = None) -> Cluster:
+    """The cluster after its scenario."""
+    made: list[Cluster] = []
+
+    class Noted(kind):  # type: ignore[misc, valid-type]
+        def __init__(self, *arguments: object) -> None:
+            super().__init__(*arguments)
+            made.append(self.cluster)
+
+    assert run(seed, machines, kind=Noted).outcome == "finished"
+    return made[0]
+
+
+def weights(cluster: Cluster) -> dict[int, list[float]]:
+    """By stage, what has been trained."""
+    return {s.stage: s.weights.optimizer.weights[TRAINED].tolist() for s in cluster.seats}
+
+
+def test_the_step_goes_on_and_the_weights_are_those_of_a_run_without_a_loss() -> None:
+    counts = Counter[str]()
+    for seed in range(10):
+        cluster = ended(seed, Bereft)
+        counts += cluster.counts
+        assert weights(cluster) == weights(ended(seed, Calm)), f"seed {seed}"
+        members = cluster.registry.view().members
+        assert max(len(member.seats) for member in members) == 1, f"seed {seed}: not given back"
+    assert counts["seat taken"] >= 8, "else it was lost between two steps"
+    assert counts["aborted"] == 0, "neither by the loss, nor when the seat was given back"
+
+
+def test_so_they_are_when_who_takes_the_seat_is_lost_too() -> None:
+    counts = Counter[str]()
+    for seed in range(10):
+        cluster = ended(seed, Unlucky)
+        counts += cluster.counts
+        assert weights(cluster) == weights(ended(seed, Calm)), f"seed {seed}"
+    assert counts["seat taken"] >= 8
+    assert counts["aborted"] < 10
+
+
+@pytest.mark.parametrize(
+    ("machines", "invariant"),
+    [
+        (Machines(twin=Belated), "I5: .* of another history"),
+        (Machines(driver=Rash, member=Barging), "I[12]: .* starts"),
+    ],
+)
+def test_a_seat_that_enters_with_another_state_is_caught(
+    machines: Machines, invariant: str
+) -> None:
+    with pytest.raises(ScenarioError, match=invariant):
+        for seed in range(10):
+            run(seed, machines, kind=Bereft)
