@@ -266,13 +266,17 @@ class Driver:
         match self.current:
             case Attempting() as attempt if attempt.needs_seat(stay):
                 former, seat = attempt.awaited_seat(), attempt.choose_seat(stay, known)
-                if not seat:
-                    return None
+                if not seat:  # a newcomer may have it soon
+                    self.members = {n: s for n, s in self.members.items() if n != former}
+                    return effects + self._greetings(coming)
                 stages = {n: stage for n, stage in self.members.items() if n != former}
                 self.members = stages | {seat: stay[seat]}
                 coming.unanswered.discard(seat)
                 effects += self._ask_seat(attempt, now)
-        return [coming.greeting(node) for node in sorted(coming.unanswered)] + effects
+        return effects + self._greetings(coming)
+
+    def _greetings(self, coming: Coming) -> list[Effect]:
+        return [coming.greeting(node) for node in sorted(coming.unanswered)]
 
     def _gather(self, why: str, now: float, taken_over: bool = False) -> list[Effect]:
         effects: list[Effect] = []

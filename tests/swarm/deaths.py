@@ -24,7 +24,8 @@ DEADLINE = 600.0  # seconds; only a hanging swarm gets there
 class Swarm:
     """A registry, and `swarm.replicas` nodes of each stage of the run. `deaths`: by slot, what
     each of its processes, one after the other, is to die of, as POINT@STEP, or where its compute
-    thread is to hang, as POINT~STEP. `saves`: a folder in which each slot has its disk."""
+    thread is to hang, as POINT~STEP. `saves`: a folder in which each slot has its disk. `seats`:
+    that a node can hold."""
 
     def __init__(
         self,
@@ -33,8 +34,9 @@ class Swarm:
         run: RunFile,
         deaths: dict[str, list[str]],
         saves: Path | None = None,
+        seats: str = "1",
     ) -> None:
-        self.out, self.deaths, self.saves = out, deaths, saves
+        self.out, self.deaths, self.saves, self.seats = out, deaths, saves, seats
         self.deadline = time.monotonic() + DEADLINE
         self.run = run = override(run, data__path=str(data))
         (out / "run.toml").write_text(dumps(resolve(run)))
@@ -86,6 +88,7 @@ class Swarm:
             [
                 *(*death, "node", "--join", address.strip(), "--stage", slot.partition(".")[0]),
                 *(*self.reached_at(slot), "--out", str(self.out / "logs"), "--threads", "1"),
+                *("--seats", self.seats),
                 *(["--save-dir", str(self.saves / slot)] if self.saves else []),
             ],
         )

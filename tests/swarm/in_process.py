@@ -168,7 +168,12 @@ class LocalSwarm:
         replicas = run.swarm.replicas
         self.registry = LocalRegistry(
             MembershipRules(
-                "run", self.config.stages, replicas, max_replicas=replicas, start_grace=60
+                "run",
+                self.config.stages,
+                replicas,
+                max_replicas=replicas,
+                start_grace=60,
+                twins=run.recovery.policy == "redundant",
             )
         )
         self.after_view, self.room = after_view, room

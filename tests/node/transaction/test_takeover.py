@@ -116,6 +116,15 @@ def test_who_is_reached_again_was_not_lost() -> None:
     assert "isn't lost" in events(effects, Aborted)[0].reason
 
 
+def test_a_newcomer_that_has_the_seat_a_little_later_enters_likewise() -> None:
+    told = in_second_step()
+    told.views({"a": 0, "b/1": 1, "d/3": 3})
+    told.waits(VACANT / 2)
+    assert sent(told.views({"a": 0, "b/1": 1, "d/3": 3, "e/2": 2}), "query").keys() == {"e/2"}
+    (sync,) = sent(told.hears("e/2", status=pb.Status()), "sync").values()
+    assert [source.node for source in sync.sync.sources] == ["b/1"]
+
+
 def test_a_seat_that_nobody_takes_is_waited_for_no_longer() -> None:
     told = in_second_step()
     told.driver.link_lost("c/2", "silent", told.now)
@@ -127,7 +136,6 @@ def test_a_seat_that_nobody_takes_is_waited_for_no_longer() -> None:
 @pytest.mark.parametrize(
     ("left", "rules"),
     [
-        ({"a": 0, "b/1": 1, "d/3": 3}, {}),  # and nobody takes it
         (TAKEN, {"policy": "checkfree"}),
         (TAKEN, {"masking": "abort"}),
         ({"a": 0, "b/1": 1, "b/2.3": 2, "b/3.3": 3}, {}),  # two of them, in a row
