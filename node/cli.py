@@ -624,7 +624,7 @@ def regroup_command(
     from planaria.bootstrap.credentials import Credentials, CredentialsError
     from planaria.node.run_file import RunFileError, loads
     from planaria.node.state.regroup import RegroupError, of_one_run, regroup
-    from planaria.node.state.saves import Saves, find_saves
+    from planaria.node.state.saves import Contents, Saves, find_saves
     from planaria.node.state.stage_state import SaveError
 
     async def write(client: RegistryClient) -> None:
@@ -632,8 +632,12 @@ def regroup_command(
         run = loads(described.run_file, "the registry's run file")
         found = of_one_run(find_saves(*folders), but=described.run)
         config = run.model.config
-        keep = run.saves.keep
-        at = regroup(found, config, lambda stage: Saves(out, described.run, stage, keep))
+
+        def open_folder(stage: int) -> Saves:
+            contents = Contents.of(config, stage)
+            return Saves(out, described.run, stage, run.saves.keep, contents)
+
+        at = regroup(found, config, open_folder)
         console.print(
             f"step {at.step} of {found[0].run} is in {out} for {described.run}: stage-0 to "
             f"stage-{config.stages}, each for the --save-dir of a node of that stage",

@@ -61,7 +61,7 @@ from planaria.node.stage.shape import ModelConfig
 from planaria.node.stage.watch import COMPILING, FLOOR, Hang, Watch
 from planaria.node.state.handover import FAREWELL
 from planaria.node.state.holdings import Holdings
-from planaria.node.state.saves import saves_on_disk
+from planaria.node.state.saves import Contents, saves_on_disk
 from planaria.node.transaction.effects import (
     NEVER,
 )
@@ -380,6 +380,7 @@ class Node:
                 stage,
                 in_flight=run.saves.in_flight,
                 on_loop=self.loop.call_soon_threadsafe,
+                contents=Contents.of(config, stage),
             )
             twin = make_twin(seat, place.device) if run.recovery.policy == "redundant" else None
             return Holdings(seat, twin, partial(layout_of, config), open_disk, place.save_dir)

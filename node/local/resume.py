@@ -24,7 +24,7 @@ from planaria.node.local.losses import stage_of
 from planaria.node.resolve import resolve, run_id
 from planaria.node.run_file import RunFile, dumps, override
 from planaria.node.state.regroup import RegroupError, choose, regroup
-from planaria.node.state.saves import SaveFile, Saves, find_saves
+from planaria.node.state.saves import Contents, SaveFile, Saves, find_saves
 from planaria.node.state.stage_state import SaveError
 from planaria.recovery.decide import Resume
 
@@ -128,7 +128,7 @@ def put_in_place(kept: Kept, slots: Sequence[str]) -> list[str]:
         for stage, saves in sorted(chosen.items()):
             homes = _homes(kept, kept.saves, stage, slots)
             if all(save.path.parent.parent not in homes for save in saves):
-                saves[0].copy(Saves(homes[0], kept.id, stage, ALL))
+                saves[0].copy(_open(kept, homes[0], stage))
                 told.append(f"{saves[0].path} is copied to {homes[0]}")
     return told
 
@@ -148,7 +148,7 @@ def take_over(before: Kept, kept: Kept, slots: Sequence[str]) -> Resume:
             folder.mkdir(parents=True, exist_ok=True)
 
         def open_folder(stage: int) -> Saves:
-            return Saves(_homes(kept, folder, stage, slots)[0], kept.id, stage, ALL)
+            return _open(kept, _homes(kept, folder, stage, slots)[0], stage)
 
         at = regroup(found, kept.run.model.config, open_folder)
         own = kept.out / "logs" / f"{kept.id}.journal"
@@ -157,6 +157,10 @@ def take_over(before: Kept, kept: Kept, slots: Sequence[str]) -> Resume:
             views.go_on_from(journal.view or View(), journal.damage, reason)
         _replace(kept.out / RUN_FILE, dumps(kept.run))
     return at
+
+
+def _open(kept: Kept, folder: Path, stage: int) -> Saves:
+    return Saves(folder, kept.id, stage, ALL, Contents.of(kept.run.model.config, stage))
 
 
 def _homes(kept: Kept, folder: Path | None, stage: int, slots: Sequence[str]) -> list[Path]:

@@ -375,9 +375,8 @@ class _Swarm:
         if self.story.stopped is not None:
             return Ending(1, f"the run was stopped: {self.story.stopped.reason}")
         name = signal.Signals(stop.result()).name
-        saved = (
-            "" if self.save_dir is None else f"; planaria up --resume {self.out} goes on from there"
-        )
+        saving = self.save_dir is not None or self.run.recovery.policy == "checkpoint"
+        saved = f"; planaria up --resume {self.out} goes on from there" if saving else ""
         reason = f"ended by {name} at step {self.story.committed}{saved}"
         return Ending(128 + stop.result(), reason)
 

@@ -141,10 +141,25 @@ class EmbeddingStage(nn.Module):
 Stage = EmbeddingStage | BodyStage
 
 
+def named_shapes(config: ModelConfig, stage: int) -> dict[str, torch.Size]:
+    """The stage's parameters as Hugging Face calls them, and their shapes, in the order in which
+    they lie in its flat tensors; nothing is computed."""
+    with torch.device("meta"):  # arithmetic there would load torch's compiler, which takes seconds
+        parameters = _stage(config, stage).named_parameters()
+        return {_full_name(config, stage, name): p.shape for name, p in parameters}
+
+
 def parameter_shapes(config: ModelConfig, stage: int) -> list[torch.Size]:
     """The shapes of the stage's parameters, in their order; nothing is computed."""
-    with torch.device("meta"):  # arithmetic there would load torch's compiler, which takes seconds
-        return [parameter.shape for parameter in _stage(config, stage).parameters()]
+    return list(named_shapes(config, stage).values())
+
+
+def _full_name(config: ModelConfig, stage: int, name: str) -> str:
+    """What Hugging Face calls the parameter of that name in the stage."""
+    if stage == 0:
+        return name if name.startswith("lm_head.") else f"model.{name}"
+    _, local, rest = name.split(".", 2)
+    return f"model.layers.{(stage - 1) * config.layers_per_stage + int(local)}.{rest}"
 
 
 def _stage(config: ModelConfig, stage: int) -> Stage:
@@ -201,15 +216,9 @@ def _layout(config: ModelConfig) -> dict[str, tuple[int, str, torch.Size]]:
     with torch.device("meta"):
         ends, body = EmbeddingStage(config).state_dict(), BodyStage(config).state_dict()
     layout = {}
-    for name, tensor in ends.items():
-        full = name if name.startswith("lm_head.") else f"model.{name}"
-        layout[full] = (0, name, tensor.shape)
-    for layer in range(config.layers):
-        stage, local = divmod(layer, config.layers_per_stage)
-        for name, tensor in body.items():
-            if name.startswith(f"layers.{local}."):
-                full = name.replace(f"layers.{local}.", f"model.layers.{layer}.", 1)
-                layout[full] = (stage + 1, name, tensor.shape)
+    for stage in range(config.stages + 1):
+        for name, tensor in (body if stage else ends).items():
+            layout[_full_name(config, stage, name)] = (stage, name, tensor.shape)
     return layout
 
 

@@ -8,8 +8,10 @@ has a save's name was complete when it got it. What happens to it later is found
 Several processes may share a folder, replicas of one stage too: they write the same states under
 the same names, and whoever renames last replaces equals by equals.
 
-The format is safetensors, any reader of which takes the files, written and read here because a
-node needs what the library doesn't give: flushing before the rename, an errno for a full disk,
+The format is safetensors: any reader finds a stage's weights by the names and in the shapes that
+Hugging Face has for them, Adam's moments as `first_moment.NAME` and `second_moment.NAME`, and what
+they are, and of which model, in the metadata. It is written and read here because a node needs what
+the library doesn't give: flushing before the rename, an errno for a full disk,
 temporary files that can be told from those of a live writer, and reading that neither holds the
 interpreter for seconds (as its `pread` does) nor dies of a bad sector (as a mapped file does).
 """
@@ -35,7 +37,7 @@ from pathlib import Path
 from queue import Empty, Queue
 from secrets import token_hex
 from threading import Thread
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -45,12 +47,14 @@ from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from planaria.node.ports import OpenDisk
 from planaria.node.stage.compute import waiting_for_disk
+from planaria.node.stage.model import hugging_face_config, named_shapes
+from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-FORMAT: Final = "planaria-save-1"
+FORMATS: Final = ("planaria-save-1", "planaria-save-2")  # the second says what tensors consist of
 LATEST: Final = "latest"
 CHUNK: Final = 16 << 20  # bytes read at a time
 METADATA: Final = "__metadata__"  # no tensor's name
@@ -80,6 +84,22 @@ class Values(NamedTuple):
     pieces: Callable[[], Iterable[Bytes]]  # float32, end to end
 
 
+class Contents(NamedTuple):
+    """What a stage's flat tensors consist of, for whoever else reads them."""
+
+    parameters: Mapping[str, Sequence[int]]  # shapes by name, in their order
+    config: Mapping[str, Any]  # of the whole model
+
+    @classmethod
+    def of(cls, config: ModelConfig, stage: int) -> Contents:
+        shapes = {name: list(shape) for name, shape in named_shapes(config, stage).items()}
+        return cls(shapes, {"stages": config.stages, **hugging_face_config(config)})
+
+    @property
+    def values(self) -> int:
+        return sum(map(math.prod, self.parameters.values()))
+
+
 class Saves:
     """The saves of one stage in `folder`, of which the newest `keep` are kept.
 
@@ -91,11 +111,15 @@ class Saves:
     1 more for each write that may be in flight, leaves a step that all of them have.
     """
 
-    def __init__(self, folder: Path, run: str, stage: int, keep: int) -> None:
+    def __init__(
+        self, folder: Path, run: str, stage: int, keep: int, contents: Contents | None = None
+    ) -> None:
+        """With `contents` each parameter has its name and shape in the files; else other readers
+        find flat tensors there."""
         if keep < 1:
             raise ValueError(f"{keep} saves to keep; at least 1")
         self.folder = folder / f"stage-{stage}"
-        self.run, self.stage, self.keep = run, stage, keep
+        self.run, self.stage, self.keep, self.contents = run, stage, keep, contents
         try:
             _make_folder(self.folder)
             _remove_leftovers(self.folder)
@@ -181,8 +205,14 @@ class Saves:
     def write_pieces(self, state: StageState, tensors: Mapping[str, Values]) -> None:
         """As `write`, of a state whose tensors are these; each is made twice."""
         self.check(state)
+        for name, (length, _) in tensors.items():
+            if self.contents is not None and length != self.contents.values:
+                raise ValueError(
+                    f"{name_of(state.id.age)}: {name} has {length} values, and the parameters of "
+                    f"stage {self.stage} {self.contents.values}"
+                )
         listed = [(name, values.length, _digest(values)) for name, values in tensors.items()]
-        header = _encode(_fields(self.run, state, listed))
+        header = _encode(_fields(self.run, state, listed, self.contents))
         made = chain.from_iterable(values.pieces() for values in tensors.values())
         self._put(name_of(state.id.age), chain([header], made))
         try:
@@ -502,8 +532,14 @@ class SavesOnDisk:
         self._writer.close(seconds)
 
 
-def saves_on_disk(run: str, stage: int, in_flight: int, on_loop: Callable[..., object]) -> OpenDisk:
-    """Opens folders for the saves of a stage; the rest as for SavesOnDisk."""
+def saves_on_disk(
+    run: str,
+    stage: int,
+    in_flight: int,
+    on_loop: Callable[..., object],
+    contents: Contents | None = None,
+) -> OpenDisk:
+    """Opens folders for the saves of a stage; the rest as for Saves and SavesOnDisk."""
 
     def open_disk(
         folder: Path,
@@ -511,7 +547,7 @@ def saves_on_disk(run: str, stage: int, in_flight: int, on_loop: Callable[..., o
         saved: Callable[[Age], None],
         failed: Callable[[str], None],
     ) -> SavesOnDisk:
-        saves = Saves(folder, run, stage, keep)
+        saves = Saves(folder, run, stage, keep, contents)
         return SavesOnDisk(saves, in_flight, on_loop, saved, failed)
 
     return open_disk
@@ -521,13 +557,17 @@ def saves_on_disk(run: str, stage: int, in_flight: int, on_loop: Callable[..., o
 # ours is in the header's "__metadata__", text by name.
 
 
-def _fields(run: str, state: StageState, tensors: Sequence[Listed]) -> Fields:
+def _fields(
+    run: str, state: StageState, tensors: Sequence[Listed], contents: Contents | None
+) -> Fields:
+    for_others = {} if contents is None else {**contents._asdict(), "commit": state.id.made}
     return {
-        "format": FORMAT,
+        "format": FORMATS[contents is not None],
         "run": run,
         **{field: repr(value) for field, value in _numbers(state).items()},
         "last": b64encode(state.last.SerializeToString()).decode(),
         "tensors": json.dumps(tensors),
+        **{name: json.dumps(value) for name, value in for_others.items()},
     }
 
 
@@ -567,13 +607,24 @@ def _state(fields: Fields) -> StageState:
 def _encode(fields: Fields) -> Bytes:
     header: dict[str, object] = {METADATA: {**fields, "xxh3": _checksum(fields)}}
     at = 0
-    for name, values, _ in json.loads(fields["tensors"]):
-        end = at + VALUE * values
-        header[name] = {"dtype": "F32", "shape": [values], "data_offsets": [at, end]}
+    for name, shape in _entries(fields):
+        end = at + VALUE * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, end]}
         at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
     return _as_bytes(len(text).to_bytes(8, "little") + text)
+
+
+def _entries(fields: Fields) -> Iterator[tuple[str, list[int]]]:
+    """The tensors that other readers find, end to end, and their shapes."""
+    parameters = json.loads(fields["parameters"]) if "parameters" in fields else None
+    for tensor, values, _ in json.loads(fields["tensors"]):
+        if parameters is None:
+            yield tensor, [values]
+        else:
+            for name, shape in parameters.items():
+                yield (name if tensor == "weights" else f"{tensor}.{name}"), shape
 
 
 def _checksum(fields: Fields) -> str:
@@ -597,8 +648,9 @@ def _read_header(path: Path, file: io.FileIO) -> Fields:
         raise SaveError(f"{path} is damaged, or no save: its header can't be read") from error
     if checksum != _checksum(fields):
         raise SaveError(f"{path} is damaged: its header's checksum is not {checksum}")
-    if fields.get("format") != FORMAT:
-        raise SaveError(f"{path} is in the format {fields.get('format')}; {FORMAT} is read here")
+    if fields.get("format") not in FORMATS:
+        known = " and ".join(FORMATS)
+        raise SaveError(f"{path} is in the format {fields.get('format')}; {known} are read here")
     if not np.array_equal(_encode(fields)[8:], text):
         raise SaveError(f"{path} is damaged: its header contradicts itself")
     expected = 8 + length + VALUE * sum(values for _, values, _ in json.loads(fields["tensors"]))

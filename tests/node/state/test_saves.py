@@ -20,11 +20,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file
 
+from planaria.node.run_file import ModelSection
 from planaria.node.stage.compute import ComputeThread
+from planaria.node.stage.model import build_stage, to_hugging_face
+from planaria.node.stage.optimizer import StageOptimizer
+from planaria.node.stage.shape import model_config
 from planaria.node.state import saves as module
-from planaria.node.state.saves import Saves, Writer, name_of
+from planaria.node.state.saves import Contents, SaveFile, Saves, Writer, find_saves, name_of
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
@@ -97,7 +102,7 @@ def test_a_save_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_the_format_stays(tmp_path: Path) -> None:
-    """A file as all versions have written it."""
+    """A file as all versions have written it, where nobody says what tensors consist of."""
     header = (
         rb'{"__metadata__": {"format": "planaria-save-1", "run": "demo-1f", "stage": "3", '
         rb'"step": "40", "lineage": "2", "omega": "13.5", "boosted_at": "2", '
@@ -117,6 +122,80 @@ def test_the_format_stays(tmp_path: Path) -> None:
     path.write_bytes(file)
     assert same(saves.load(Age(2, 40)), given)
     assert saves.id_of(Age(2, 40)) == which
+
+
+def test_any_reader_finds_parameters_as_hugging_face_has_them(tmp_path: Path) -> None:
+    config = model_config(ModelSection(dim=8, heads=2, hidden=8, layers=4, stages=2), vocabulary=9)
+    modules = {stage: build_stage(config, stage, seed=1) for stage in range(3)}
+    found: dict[str, torch.Tensor] = {}
+    for stage, built in modules.items():
+        optimizer = StageOptimizer(built, torch.device("cpu"))
+        optimizer.first_moment.normal_()
+        given = state(4, stage=stage, tensors=dict(optimizer.state(optimizer=True)))
+        saves = Saves(tmp_path, RUN, stage, 4, Contents.of(config, stage))
+        saves.write(given)
+        assert same(saves.load(given.id.age), given)
+        path = saves.folder / name_of(given.id.age)
+        read = load_file(path)
+        weights = {name: read[name] for name in Contents.of(config, stage).parameters}
+        assert len(read) == 3 * len(weights)
+        moments = [read[f"first_moment.{name}"].flatten() for name in weights]
+        assert torch.equal(torch.cat(moments), optimizer.first_moment)
+        found |= weights
+        with safe_open(path, "pt") as file:
+            said = file.metadata()
+        assert json.loads(said["config"])["num_hidden_layers"] == 4
+        assert (said["run"], said["stage"], said["step"]) == (RUN, str(stage), "4")
+    whole = to_hugging_face({n: dict(m.named_parameters()) for n, m in modules.items()}, config)
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+
+
+def test_what_an_older_planaria_has_saved_is_read_and_made_anew(tmp_path: Path) -> None:
+    given = state(4, values=6)
+    written(tmp_path, given)
+    saves = Saves(tmp_path, RUN, STAGE, 4, Contents({"a": [2, 2], "b": [2]}, {}))
+    assert same(saves.load(given.id.age), given)
+    (path,) = (file.path for file in find_saves(tmp_path))
+    SaveFile.open(path).copy(saves)
+    assert same(saves.load(given.id.age), given)
+    assert load_file(path)["second_moment.a"].shape == (2, 2)
+
+
+def test_parameters_that_a_stage_has_not_are_not_saved(tmp_path: Path) -> None:
+    saves = Saves(tmp_path, RUN, STAGE, 4, Contents({"a": [2, 2]}, {}))
+    with pytest.raises(ValueError, match="weights has 5 values, and the parameters of stage 3 4"):
+        saves.write(state(4))
+
+
+def test_the_format_with_names_stays(tmp_path: Path) -> None:
+    header = (
+        rb'{"__metadata__": {"format": "planaria-save-2", "run": "demo-1f", "stage": "3", '
+        rb'"step": "40", "lineage": "2", "omega": "13.5", "boosted_at": "2", '
+        rb'"optimizer_step": "20", "last": "CCgSBAgDEAgxAAAAAAAAEUA=", '
+        rb'"tensors": "[[\"weights\", 2, \"28a0ba9c345d3723\"], '
+        rb'[\"first_moment\", 2, \"38ceab2f710ec8b6\"]]", '
+        rb'"parameters": "{\"norm.weight\": [1], \"head\": [1, 1]}", '
+        rb'"config": "{\"stages\": 4}", "commit": "[3, 8]", "xxh3": "ec006a463a3e4329"}, '
+        rb'"norm.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, '
+        rb'"head": {"dtype": "F32", "shape": [1, 1], "data_offsets": [4, 8]}, '
+        rb'"first_moment.norm.weight": {"dtype": "F32", "shape": [1], "data_offsets": [8, 12]}, '
+        rb'"first_moment.head": {"dtype": "F32", "shape": [1, 1], "data_offsets": [12, 16]}}'
+    )
+    header += b" " * (-len(header) % 8)
+    values = b"\x00\x00\x80?\x00\x00\x00\xc0\x00\x00\x00?\x00\x00\x80>"
+    last = pb.Commit(step=40, ballot=pb.Ballot(view=3, attempt=8), loss=4.25)
+    tensors = {
+        "weights": torch.tensor([1.0, -2.0]),
+        "first_moment": torch.tensor([0.5, 0.25]),
+    }
+    given = StageState(StateId(STAGE, 2, 40, Ballot(3, 8)), tensors, 13.5, 2, last, 20)
+    contents = Contents({"norm.weight": [1], "head": [1, 1]}, {"stages": 4})
+    saves = Saves(tmp_path, RUN, STAGE, 4, contents)
+    saves.write(given)
+    path = saves.folder / "step-00000040-2.safetensors"
+    assert path.read_bytes() == len(header).to_bytes(8, "little") + header + values
+    assert same(opened(tmp_path).load(Age(2, 40)), given)
 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -246,9 +325,12 @@ def check_refused(saves: Saves, save: Age, what: str = "step-") -> None:
     assert name_of(save) in str(caught.value)
 
 
-def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("contents", [None, Contents({"a": [2], "b.c": [1, 3]}, {"layers": 2})])
+def test_any_flipped_bit_is_found(tmp_path: Path, contents: Contents | None) -> None:
     good, bad = state(4), state(8)
-    saves = written(tmp_path, good, bad)
+    saves = Saves(tmp_path, RUN, STAGE, 4, contents)
+    saves.write(good)
+    saves.write(bad)
     path = saves.folder / name_of(bad.id.age)
     whole = path.read_bytes()
     with path.open("r+b", buffering=0) as file:
