@@ -13,6 +13,7 @@ from bench import (
     registry,
     replica_loss,
     simulator,
+    unequal,
 )
 
 
@@ -25,6 +26,7 @@ def main() -> None:
         ("Links that break again and again against links that hold", blinking.main),
         ("Renewals at the registry", registry.main),
         ("The stall when a replica joins", join.main),
+        ("Two nodes, one four times as fast, against each alone", unequal.main),
         ("The loss of a replica in the middle of a step", replica_loss.main),
         ("Who computes what when 400 of 1000 groups are lost", masking.main),
         ("100,000 nodes in simulated time", simulator.main),

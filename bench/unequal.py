@@ -1,0 +1,144 @@
+"""Tokens per second of two nodes, one four times as fast, over the sum of what each does alone.
+
+Each node has a core of its own. One of them runs for a quarter of the time only: it is stopped and
+goes on again, fifty times a second. Alone a node holds all stages; together they hold what the
+registry gives them, by their speed. In each round both train alone, at the same time, each in a
+swarm of its own, and then together, so that whatever else the machine does is much the same for
+both. A node's core also carries what it sends and receives; alone it has nothing to send. It takes
+some minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from multiprocessing import Process
+from pathlib import Path
+
+from bench.rows import keep
+from bench.swarm import Lines, swarm
+from planaria.node.data.prepare import Recipe, prepare
+from planaria.node.local.processes import die_with_parent, run_planaria
+from planaria.node.resolve import resolve
+from planaria.node.run_file import RunFile, loads, override
+
+TEXT = Path(__file__).parent.parent / "corpus" / "austen"
+STAGES = 5
+SLOWER = 4
+TURN = 0.005  # seconds that the slow node runs at a time
+ROUNDS = 3
+SECONDS = 40.0  # at least, from the end of the first steps on
+UNMEASURED = 2  # steps
+GOAL = 0.85
+RUN = f"""
+name = "unequal"
+steps = 100000
+[model]
+preset = "midi"
+stages = {STAGES}
+layers = {2 * STAGES}
+context = 128
+[training]
+batch = 32
+microbatch = 1
+validation_microbatches = 0
+[swarm]
+start_grace = 2
+"""
+FAST, SLOW = "fast", "slow"
+CORES = {FAST: 0, SLOW: -1}
+
+
+def run_pinned(arguments: list[str]) -> None:
+    """`planaria ARGUMENTS...`; a number in front of them: on that core."""
+    if arguments[0].lstrip("-").isdigit():
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(arguments.pop(0))]})
+    run_planaria(arguments)
+
+
+def node(name: str, *more: str) -> list[str]:
+    seats = ["--seats", str(STAGES + 1)]
+    return [str(CORES[name]), "node", "--threads", "1", "--cloud", "none", *seats, *more]
+
+
+def stop_and_go(process: int) -> None:
+    """For each second that it runs it stands still for SLOWER - 1, as long as it is there, however
+    late this is woken."""
+    die_with_parent()
+    still, since = 0.0, time.monotonic()  # seconds that it is to stand still
+    try:
+        while True:
+            time.sleep(TURN)
+            os.kill(process, signal.SIGSTOP)
+            still, since = still + (SLOWER - 1) * (time.monotonic() - since), time.monotonic()
+            time.sleep(max(0.0, still))
+            os.kill(process, signal.SIGCONT)
+            still, since = still - (time.monotonic() - since), time.monotonic()
+    except ProcessLookupError:
+        return
+
+
+@contextmanager
+def slowed_down(process: int) -> Iterator[None]:
+    slower = Process(target=stop_and_go, args=(process,), daemon=True)
+    slower.start()
+    try:
+        yield
+    finally:
+        slower.kill()
+        slower.join()
+
+
+def train(run: RunFile, out: Path, *swarms: dict[str, list[str]]) -> list[float]:
+    """Tokens per second of swarms of such nodes, at the same time."""
+    with ExitStack() as stack:
+        looks = []
+        for number, nodes in enumerate(swarms):
+            processes, look = stack.enter_context(swarm(run, run_pinned, out / str(number), nodes))
+            looks.append(look)
+            if SLOW in nodes:
+                stack.enter_context(slowed_down(processes.running()[SLOW]))
+        while min(len(look()) for look in looks) < UNMEASURED:
+            time.sleep(0.2)
+        time.sleep(SECONDS)
+        while min(len(look()) for look in looks) <= UNMEASURED:
+            time.sleep(0.2)
+        return [rate(look()) for look in looks]
+
+
+def rate(lines: Lines) -> float:
+    """Tokens per second."""
+    before, *measured = lines[UNMEASURED - 1 :]
+    seconds = float(measured[-1]["time"] - before["time"])
+    return float(sum(line["tokens"] for line in measured)) / seconds
+
+
+def main() -> None:
+    ratios = []
+    with tempfile.TemporaryDirectory() as directory:
+        data = Path(directory) / "data"
+        prepare(Recipe([str(TEXT)]), data)
+        run = resolve(override(loads(RUN), data__path=str(data)))
+        outs = (Path(directory) / str(number) for number in count())
+        for _ in range(ROUNDS):
+            fast, slow = train(run, next(outs), {FAST: node(FAST)}, {SLOW: node(SLOW)})
+            (both,) = train(run, next(outs), {FAST: node(FAST), SLOW: node(SLOW)})
+            ratios.append(both / (fast + slow))
+            print(
+                f"alone: {fast:.0f} and {slow:.0f} tokens/s, together: {both:.0f}; "
+                f"ratio {ratios[-1]:.2f}",
+                flush=True,
+            )
+            keep("unequal", tokens_per_second={"fast": fast, "slow": slow, "both": both})
+    print(f"ratio together / sum of both alone: {statistics.median(ratios):.2f} (goal {GOAL})")
+
+
+if __name__ == "__main__":
+    main()
