@@ -13,7 +13,7 @@ tensors of node/stage/optimizer.py, parameter after parameter. An update is the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
@@ -519,23 +519,45 @@ def route(
     stage: int,
     members: Iterable[tuple[str, int]],
     stages: int,
+    machine: Callable[[str], str] = str,
 ) -> CopyRoute | None:
     """How this state of `stage` travels among these members (node, stage); None: nobody sends it.
 
     The first node of a stage, by name, speaks for it. Copies are of stage 0 and go to stages 1 and
-    L, a snapshot goes to one stage; stages without a node get nothing.
+    L, a snapshot goes to one stage. `machine` is the one that a node of that name is on: what is
+    held on one that serves the stage itself would be lost with it, and two copies are on two, so
+    other stages take the place of those that can't; there may be none.
     """
-    first: dict[int, str] = {}
-    for node, of in members:
-        first[of] = min(node, first.get(of, node))
-    if stage not in first or (kind == "copy" and stage != 0):
+    at: dict[int, list[str]] = {}
+    for node, of in sorted(members):
+        at.setdefault(of, []).append(node)
+    if stage not in at or (kind == "copy" and stage != 0):
         return None
-    to = {1, stages} if kind == "copy" else {holder_stage(stage, stages)} - {stage}
-    return CopyRoute(first[stage], tuple(first[of] for of in sorted(to) if of in first))
+    most, used = len({1, stages}) if kind == "copy" else 1, {machine(node) for node in at[stage]}
+    holders: list[str] = []
+    for of in _candidates(kind, stage, stages) * most:
+        found = next((node for node in at.get(of, ()) if machine(node) not in used), None)
+        if found is not None and len(holders) < most:
+            holders.append(found)
+            used.add(machine(found))
+    return CopyRoute(at[stage][0], tuple(holders))
+
+
+def _candidates(kind: Literal["copy", "snapshot"], stage: int, stages: int) -> list[int]:
+    """Stages whose nodes may hold it, those that are to first."""
+    ring = stages + 1
+    others = [of for of in range(ring) if of != stage]
+    if kind == "copy":
+        return sorted(others, key=lambda of: of not in (1, stages))
+    first = holder_stage(stage, stages)
+    return sorted(
+        others, key=lambda of: (min((of - first) % ring, (first - of) % ring), (of - stage) % ring)
+    )
 
 
 def held_at(stage: int, stages: int) -> Iterator[tuple[Literal["copy", "snapshot"], int]]:
-    """What nodes of `stage` may hold: kinds, and of which stage."""
+    """What nodes of `stage` hold where each is on a machine of its own: kinds, and of which
+    stage."""
     if stage in (1, stages):
         yield "copy", 0
     for of in range(stages + 1):

@@ -11,9 +11,10 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from planaria.bootstrap.registry_pb2 import Cause
+from planaria.node.naming import node_of
 from planaria.node.ports import Disk, Net, OpenDisk, Tensors
 from planaria.node.report.events import HoldingCost
 from planaria.node.run_file import RunFile
@@ -27,7 +28,7 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
 from planaria.node.wire.frames import Frame
 from planaria.recovery.decide import Kind
-from planaria.recovery.snapshot import Layout, held_at, route
+from planaria.recovery.snapshot import Layout, route
 
 log = logging.getLogger("planaria")
 
@@ -110,13 +111,13 @@ class Holdings:
 
     def _carry_copies(self, layout: Callable[[int], Layout]) -> None:
         """Copies of stage 0, or snapshots: what this node sends, and what it holds of others."""
-        kind: Kind = "snapshot" if self.policy == "snapshot" else "copy"
+        kind: Literal["snapshot", "copy"] = "snapshot" if self.policy == "snapshot" else "copy"
         if self.policy not in ("snapshot", "checkfree", "checkfree+"):
             return
         host, stages = self.host, self.config.stages
-        held = [(k, of) for k, of in held_at(self.stage, stages) if k == kind]
-        if held:
-            layouts = {(k, of): layout(of) for k, of in held}
+        sent = range(stages + 1) if kind == "snapshot" else [0]
+        layouts = {(kind, of): layout(of) for of in sent if of != self.stage}
+        if layouts:
             self.holder = Holder(host.exchanges, layouts, host.send, host.accuse)
         if kind == "snapshot" or self.stage == 0:
             own = layout(self.stage)
@@ -149,7 +150,7 @@ class Holdings:
         if self.sender is not None:
             kind: Any = "snapshot" if self.policy == "snapshot" else "copy"
             members = [(place.node, place.stage) for place in begin.members]
-            way = route(kind, self.stage, members, self.config.stages)
+            way = route(kind, self.stage, members, self.config.stages, node_of)
             mine = way is not None and way.sender == self.host.node
             holders = way.holders if way is not None and mine else ()
             for holder in holders:

@@ -417,14 +417,15 @@ def test_routes_go_from_first_replica_to_first_replica() -> None:
     assert route("snapshot", 1, members, 3) == ("c", ("a",))
     assert route("copy", 1, members, 3) is None
     assert route("snapshot", 2, members[:4], 3) is None
-    assert route("snapshot", 0, members[:4], 3) == ("b", ())
-    assert route("copy", 0, members[:4], 3) == ("b", ("c",))
+    assert route("snapshot", 0, members[:4], 3) == ("b", ("c",))
+    assert route("snapshot", 0, members[:2], 3) == ("b", ())
+    assert route("copy", 0, members[:4], 3) == ("b", ("c", "f"))
     assert route("copy", 0, members[:4], 1) == ("b", ("c",))
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 20))
-def test_what_is_routed_to_a_stage_may_be_held_there(stages: int) -> None:
+def test_what_is_routed_to_a_stage_is_held_there(stages: int) -> None:
     members = [(f"{stage:02}", stage) for stage in range(stages + 1)]
     routed = {
         (holder, kind, stage)
@@ -435,3 +436,46 @@ def test_what_is_routed_to_a_stage_may_be_held_there(stages: int) -> None:
     assert routed == {
         (node, kind, stage) for node, of in members for kind, stage in held_at(of, stages)
     }
+
+
+def by_letter(seat: str) -> str:
+    """The machine of a seat, as in a2."""
+    return seat[0]
+
+
+def test_nothing_is_held_on_a_machine_that_would_be_lost_with_the_stage() -> None:
+    seats = [("a0", 0), ("a1", 1), ("b2", 2), ("b3", 3), ("c4", 4)]
+    assert route("copy", 0, seats, 4, by_letter) == ("a0", ("c4", "b2"))
+    held = [route("snapshot", stage, seats, 4, by_letter) for stage in range(5)]
+    assert held == [
+        ("a0", ("b2",)),
+        ("a1", ("b3",)),
+        ("b2", ("c4",)),
+        ("b3", ("a0",)),
+        ("c4", ("a1",)),
+    ]
+    seats = [("a0", 0), ("b1", 1), ("a2", 2), ("b3", 3)]
+    held = [route("snapshot", stage, seats, 3, by_letter) for stage in range(4)]
+    assert held == [("a0", ("b1",)), ("b1", ("a2",)), ("a2", ("b3",)), ("b3", ("a0",))]
+
+
+def test_on_one_machine_nothing_is_held() -> None:
+    seats = [("a0", 0), ("a1", 1), ("a2", 2)]
+    assert route("copy", 0, seats, 2, by_letter) == ("a0", ())
+    assert route("snapshot", 1, seats, 2, by_letter) == ("a1", ())
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.sets(st.sampled_from("abc"), min_size=1), min_size=2, max_size=7))
+def test_whatever_is_held_is_elsewhere_if_it_can_be(seated: list[set[str]]) -> None:
+    stages = len(seated) - 1
+    members = [(f"{m}{stage}", stage) for stage, at in enumerate(seated) for m in at]
+    for stage, at in enumerate(seated):
+        for kind in ("copy", "snapshot") if stage == 0 else ("snapshot",):
+            way = route(kind, stage, members, stages, by_letter)
+            assert way is not None and way.sender == f"{min(at)}{stage}"
+            elsewhere = {m for other in seated for m in other} - at
+            machines = [holder[0] for holder in way.holders]
+            most = len({1, stages}) if kind == "copy" else 1
+            assert set(machines) <= elsewhere
+            assert len(machines) == len(set(machines)) == min(most, len(elsewhere))
