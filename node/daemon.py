@@ -70,7 +70,7 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links, LinkSettings, Peer
-from planaria.node.wire.looped import LoopedExchanges
+from planaria.node.wire.looped import ClosedError, LoopedExchanges
 from planaria.node.wire.measuring import measure
 from planaria.node.wire.missing import Missing
 from planaria.node.wire.relays import Relay
@@ -235,7 +235,10 @@ class Node:
         seats = {} if self.hang else dict(self.seats.agents)
         for name, seat in seats.items():
             if name in self.exchanges:  # it wasn't given back since then
-                await self.exchanges[name].outcome(seat.save_now())
+                try:
+                    await self.exchanges[name].outcome(seat.save_now())
+                except ClosedError as closed:
+                    log.info("stage %s is not saved: %s", seat.stage, closed)
         for seat in seats.values():
             await self._hand_over(seat, deadline)
         for seat in seats.values():
@@ -358,7 +361,7 @@ class Node:
 
     async def _close_seat(self, name: str, seat: Agent) -> None:
         """What the seat has isn't needed any more."""
-        self.exchanges.pop(name).close()
+        self.exchanges.pop(name).close("its seat was given back")
         self.tell(GivenBack(stage=seat.stage), seat.node)
         self.report()
         if (ledger := self.ledgers.pop(name, None)) is not None:

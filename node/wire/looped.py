@@ -13,6 +13,10 @@ from planaria.node.wire.exchange import Exchanges
 T = TypeVar("T")
 
 
+class ClosedError(Exception):
+    """What was waited for doesn't come any more; the message says why."""
+
+
 class LoopedExchanges(Exchanges):
     """They run when there is something to run; the loop's clock is theirs."""
 
@@ -26,33 +30,46 @@ class LoopedExchanges(Exchanges):
         self._loop = loop
         self._soon_handle: asyncio.Handle | None = None
         self._alarm: asyncio.TimerHandle | None = None
+        self._awaited: set[asyncio.Future[Any]] = set()  # by tasks
+        self._why_closed = ""
         self.at(loop.time())
 
-    def close(self) -> None:
+    def close(self, why: str = "the node is over") -> None:
+        """None of them goes on, and who waits for one gets a ClosedError that says why."""
         super().close()
+        self._why_closed = why
+        for found in self._awaited:
+            if not found.done():
+                found.set_exception(ClosedError(why))
         for handle in (self._soon_handle, self._alarm):
             if handle is not None:
                 handle.cancel()
 
     async def outcome(self, work: Coroutine[Any, Any, T]) -> T:
-        """What comes of an exchange, for a task of the loop; it is given up when the task is."""
+        """What comes of an exchange, for a task of the loop; it is given up when the task is.
+        Raises ClosedError if these are closed, or are before it is over."""
+        if self._closed:
+            work.close()
+            raise ClosedError(self._why_closed)
         found: asyncio.Future[T] = self._loop.create_future()
 
         async def converse() -> None:
             try:
                 result = await work
             except Exception as error:  # noqa: BLE001 (raised again at the task)
-                if not found.cancelled():
+                if not found.done():
                     found.set_exception(error)
             else:
-                if not found.cancelled():
+                if not found.done():
                     found.set_result(result)
 
         self.at(self._loop.time())
         exchange = self.start(converse())
+        self._awaited.add(found)
         try:
             return await found
         finally:
+            self._awaited.remove(found)
             exchange.cancel()
 
     def _run_soon(self) -> None:

@@ -10,7 +10,7 @@ from conversing import AtOnce
 from planaria.node.ports import Priority
 from planaria.node.stage.compute import ComputeThread
 from planaria.node.wire.exchange import Outcome
-from planaria.node.wire.looped import LoopedExchanges
+from planaria.node.wire.looped import ClosedError, LoopedExchanges
 
 
 def looped() -> LoopedExchanges:
@@ -128,3 +128,15 @@ def test_a_task_that_waits_for_an_exchange_is_told_and_gives_it_up() -> None:
         return said
 
     assert virtual_time.run(main()) == ["over 2", "done at 2", "over 5", "over 9"]
+
+
+def test_who_waits_for_an_exchange_that_is_closed_is_told_why() -> None:
+    async def main() -> float:
+        exchanges, loop = looped(), asyncio.get_running_loop()
+        loop.call_later(2.0, exchanges.close, "its seat was given back")
+        for _ in ("begun before", "asked for afterwards"):
+            with pytest.raises(ClosedError, match="its seat was given back"):
+                await exchanges.outcome(exchanges.sleep(30.0))
+        return loop.time()
+
+    assert virtual_time.run(main()) == 2.0
