@@ -474,10 +474,12 @@ def bootstrap_command(
         text = dumps(resolve(load(run_file)))
         rules = registry_rules(loads(text), text)
         credentials = Credentials.load(ca, certificate, key, token)
-        last, damage = (None, "") if after is None else read_view(after)
+        if after is not None and journal is None:
+            raise ValueError(f"--after {after}: give this run a --journal of its own, too")
         log = Journal(journal, rules.run, text) if journal is not None else None
         try:
-            if last is not None and log is not None and log.view is None:
+            if after is not None and log is not None and log.view is None:
+                last, damage = read_view(after)
                 log.go_on_from(last, damage, f"the run {last.run} goes on in other numbers")
             registry = RegistryServer(rules, text, log)
             _run(serve(registry, address, credentials, insecure, address_file))

@@ -65,7 +65,7 @@ class Kept(NamedTuple):
     def find(self) -> list[SaveFile]:
         """All that there is of the run. Raises ResumeError."""
         folders = [folder for folder in (self.saves, self.checkpoints) if folder is not None]
-        if not any(any(folder.glob("**/stage-*/")) for folder in folders):
+        if not any(any((*f.glob("stage-*"), *f.glob("*/stage-*"))) for f in folders):
             where = " and ".join(map(str, folders))
             raise ResumeError(
                 f"there is nothing under {where}, where nodes make folders for their saves as soon "

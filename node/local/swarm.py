@@ -212,7 +212,8 @@ def check_memory(plan: SwarmPlan, there: int) -> None:
 def claim(plan: SwarmPlan) -> None:
     """Make the folder for a run. Raises SwarmError when it, or the one for saves, is taken."""
     out, save_dir = plan.out, plan.save_dir
-    if save_dir is not None and any(save_dir.glob("**/stage-*/step-*")):
+    depths = "*/stage-*/step-*", "*/*/stage-*/step-*"
+    if save_dir is not None and any(any(save_dir.glob(depth)) for depth in depths):
         raise SwarmError(
             f"{save_dir} holds saves of a run already: go on with that run by --resume {save_dir}, "
             "or choose another --save-dir"

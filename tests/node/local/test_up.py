@@ -270,3 +270,17 @@ def test_a_registry_open_to_others_wants_tls_or_a_word(data, tmp_path):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1
     assert "--insecure" in result.output
+
+
+def test_a_registry_that_goes_on_after_another_keeps_a_journal(data, tmp_path):
+    path, _ = data
+    file = tmp_path / "run.toml"
+    file.write_text(f'[data]\npath = "{path}"')
+    after = ["--after", str(tmp_path / "old.journal")]
+    arguments = ["bootstrap", "--listen", "127.0.0.1:0", "--run", str(file), *after]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "give this run a --journal of its own" in result.output
+    result = CliRunner().invoke(app, [*arguments, "--journal", str(tmp_path / "new.journal")])
+    assert result.exit_code == 1
+    assert "can't read the journal" in result.output
