@@ -56,7 +56,7 @@ class MembershipRules:
     stages: int  # body stages, L; stages are numbered 0..L
     replicas: int = 1  # nodes a stage to wait for before the first driver is named
     max_replicas: int = 64  # nodes a stage that are useful; more become standbys
-    start_grace: float = 20.0  # wait for `replicas` no longer than this once each stage has a node
+    start_grace: float = 20.0  # wait for `replicas` so long after the last one joined
     lease: float = 5.0
     probe_timeout: float = 3.0
     reconnect: float = 0.4  # for a node that has lost its stream, and is gone, to come back
@@ -946,6 +946,9 @@ class Membership:
         told = (seat for n in self._nodes.values() for seat in n.report.seats)
         return self._newest > (0, 1) and not any(_age(seat) > (0, 0) for seat in told)
 
+    def _finished(self) -> bool:
+        return any(seat.finished for node in self._nodes.values() for seat in node.report.seats)
+
     def _has_state(self, seat: SeatReport) -> bool:
         """Of its stage. When it says so: what was no state in later steps was one at the start."""
         if seat.phase in WITHOUT_STATE:
@@ -954,7 +957,10 @@ class Membership:
 
     def _staff(self, now: float) -> None:
         """Sees to it that each stage has a member that will stay. Before the run has begun, who has
-        a seat gets another one only if nobody else comes for `start_grace`."""
+        a seat gets another one only if nobody else comes for `start_grace`; once it is over, nobody
+        needs one."""
+        if self._finished():
+            return
         begun = self._started or now > self._joined_at + self.rules.start_grace
         sitters = [self._sitter(node, now) for node in self._nodes.values()]
         for change in assign(sitters, self.rules.stages, begun, self.rules.twins):

@@ -461,7 +461,7 @@ class Agent:
     async def _is_noted(self) -> None:
         """Whoever votes for a step has the one before in its ledger, or says that it can't write
         it: so each is in a ledger, whatever is lost when."""
-        while self.record.noting():
+        while self.record.recording() == pb.LEDGER_WRITING:
             await self.exchanges.sleep(NOTING)
 
     async def _reduce_all(self, ballot: Ballot, attempt: Attempt) -> float:

@@ -364,6 +364,14 @@ def up_command(
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="Of every node: auto, cpu or cuda:N.")] = "auto",
+    seats: Annotated[
+        str,
+        typer.Option(
+            metavar="N|auto",
+            help="Stages that a node serves at most, when others are missing; auto: as many as "
+            "memory has room for.",
+        ),
+    ] = "auto",
 ) -> None:
     """Train with a whole swarm on this machine."""
     import asyncio
@@ -402,7 +410,7 @@ def up_command(
             )
         kills = [parse_kill(text, plan.run) for text in kill or []]
         losses = choose_losses(plan.run, loss_rate, trace, speedup)
-        status = asyncio.run(up(plan, kills, console, resumed, replace, losses))
+        status = asyncio.run(up(plan, kills, console, resumed, replace, losses, seats))
     raise typer.Exit(status)
 
 
@@ -525,7 +533,7 @@ def node_command(
             help="Stages that this node serves at most, when others are missing; auto: as many as "
             "its memory has room for.",
         ),
-    ] = "1",
+    ] = "auto",
     standby: Annotated[
         bool, typer.Option("--standby", help="Wait until a stage has nobody, then take it.")
     ] = False,

@@ -50,7 +50,7 @@ from planaria.node.report.events import (
     WriteFailed,
     WrittenAgain,
 )
-from planaria.node.report.ledger import Ledger, LedgerHeader, line
+from planaria.node.report.ledger import Ledger, LedgerHeader, line, recording
 from planaria.node.report.line_file import BackgroundLineFile, LineFile
 from planaria.node.report.wall_clock import WallClock
 from planaria.node.run_file import RunFile
@@ -569,11 +569,7 @@ class SeatRecord:
     def recording(self) -> pb.Recording:
         if self._ledger is None:
             return pb.NO_LEDGER
-        ledger, _ = self._ledger
-        return pb.LEDGER_FAILING if ledger.file.trouble else pb.LEDGER_WRITTEN
-
-    def noting(self) -> bool:
-        return self._ledger is not None and self._ledger[0].file.writing
+        return recording(self._ledger[0].file)
 
     def changed(self) -> None:
         self._node.report()

@@ -242,12 +242,9 @@ class Record(Protocol):
         ...
 
     def recording(self) -> pb.Recording:
-        """Whether the ledger can be written."""
-        ...
-
-    def noting(self) -> bool:
-        """Whether lines of the ledger are on their way to a disk that, as far as can be told, takes
-        them. After a few seconds it counts as one that doesn't."""
+        """Whether the ledger can be written. While lines are on their way to a disk that, as far as
+        can be told, takes them, it is being written; after a few seconds the disk counts as one
+        that doesn't."""
         ...
 
     def changed(self) -> None:

@@ -180,7 +180,7 @@ class SwarmSection(Section):
         default=1, ge=1, le=5000, description="nodes a stage to wait for at the start"
     )
     start_grace: float = Field(
-        default=20.0, ge=0, le=86_400, description="seconds, once each stage has a node"
+        default=20.0, ge=0, le=86_400, description="seconds to wait for them after the last join"
     )
     lease: float = Field(
         default=5.0,

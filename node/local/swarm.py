@@ -165,12 +165,13 @@ async def up(
     resumed: SwarmPlan | None = None,
     replacing: bool = True,
     losses: Losses | None = None,
+    seats: str = "auto",
 ) -> int:
     """Train a resolved run (see `resolve`) with a swarm of processes; the folder `out` gets what it
     came to. It goes on from what it has saved as the run of `resumed`; without `replacing` a node
-    that is gone stays gone; `losses` come besides `kills`. Returns the exit status: 0 only if every
-    step is committed, the audit is all zero and replicas are identical. Raises SwarmError when it
-    can't be started."""
+    that is gone stays gone; `losses` come besides `kills`; a node has at most so many `seats`, or,
+    with `auto`, as it has room for. Returns the exit status: 0 only if every step is committed, the
+    audit is all zero and replicas are identical. Raises SwarmError when it can't be started."""
     run, out = plan.run, plan.out
     losses = losses or choose_losses(run)
     if resumed is not None:
@@ -182,7 +183,7 @@ async def up(
         write_plan(plan)
     stop = stop_signals()
     with Screen(console, run.steps) as screen:
-        swarm = _Swarm(plan, kills, screen, replacing, losses)
+        swarm = _Swarm(plan, kills, screen, replacing, losses, seats)
         try:
             ending = await swarm.train(stop)
         except SwarmError as error:
@@ -315,10 +316,11 @@ class _Swarm:
         screen: Screen,
         replacing: bool,
         losses: Losses,
+        seats: str,
     ) -> None:
         self.run, self.kills, self.screen = plan.run, list(kills), screen
         self.replacing = replacing  # nodes; the registry always is
-        self.losses, self.training = losses, False
+        self.losses, self.training, self.seats = losses, False, seats
         self.device, self.save_dir, self.homes = plan.device, plan.kept.saves, plan.homes
         self.out, run = plan.out.absolute(), plan.run
         self.logs, self.journal = self.out / "logs", plan.kept.journal.absolute()
@@ -491,6 +493,7 @@ class _Swarm:
             *("node", "--join", self.address, "--stage", slot.partition(".")[0]),
             *("--listen", f"{host}:0", *plain, "--device", self.device, "--cloud", "none"),
             *("--out", str(self.logs), "--threads", str(self.threads), *saves),
+            *("--seats", self.seats),
         ]
 
     def _kill_what_is_due(self) -> None:

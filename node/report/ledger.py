@@ -108,6 +108,13 @@ def line(commit: stage_pb2.Commit, epoch: int, time: float) -> Line:
     )
 
 
+def recording(file: LineFile) -> stage_pb2.Recording:
+    """What the ledger in `file` has."""
+    if file.trouble:
+        return stage_pb2.LEDGER_FAILING
+    return stage_pb2.LEDGER_WRITING if file.writing else stage_pb2.LEDGER_WRITTEN
+
+
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None  # JSON has no NaN
 

@@ -68,6 +68,8 @@ from planaria.recovery.orders import window_orders
 
 UNRECORDED_PAUSE = 2.0
 """Seconds between two looks whether a ledger can be written again."""
+UNWRITTEN_PAUSE = 0.05
+"""Seconds between two looks whether the last step is in the ledger."""
 SKIPS = 3
 """Steps in a row that are skipped before the run pauses."""
 EVICTED = 3.0
@@ -360,6 +362,8 @@ class Driver:
                 return self._finish(now) if self.finished else self._halt(halt, now)
         effects = self._go_on_following(gathering, now)
         rebuilds = {of: d for of, d in decisions.items() if isinstance(d, Rebuild)}
+        if self.finished:
+            rebuilds = {of: d for of, d in rebuilds.items() if d.same_weights}
         if vacant:  # who comes yet may tell more; replicas need not wait for that
             rebuilds = {of: d for of, d in rebuilds.items() if d.method == "replica"}
         elif len(rebuilds) < len(decisions) and not self.finished:
@@ -382,11 +386,12 @@ class Driver:
             return effects + self._wait_for_nodes(vacant)
         if node := self.hanging.to_replace(self.members, gathering.having(), now):
             return effects + self._replace(node, now)
-        paused, self.unrecorded = self.unrecorded, "" if self._is_over() else gathering.unrecorded()
+        over, paused = self._is_over(), self.unrecorded
+        self.unrecorded = gathering.unwritten() if over else gathering.unrecorded()
         if self.unrecorded:
-            self.pause_until = now + UNRECORDED_PAUSE
+            self.pause_until = now + (UNWRITTEN_PAUSE if over else UNRECORDED_PAUSE)
             self.current = Resting(DriverPhase.PAUSING, self.unrecorded)
-            return effects if paused else [*effects, Paused(reason=self.unrecorded)]
+            return effects if paused or over else [*effects, Paused(reason=self.unrecorded)]
         if now < self.pause_until:
             self.current = Resting(DriverPhase.PAUSING, gathering.why)
             return effects
@@ -636,11 +641,10 @@ class Driver:
         if begin is not None:
             step.begin.CopyFrom(begin)
             return self._send_step(step, now)
-        if self.joining.joiners or coming is not None:
-            why = why or "all shall have the end"
+        self.finished = self.finished or self._is_over()
         effects = self._send_step(step, now)
         self.current = Resting(DriverPhase.WAITING)  # the attempt is over
-        return effects + (self._gather(why, now) if why else self._finish(now))
+        return effects + self._gather(why or "all shall have the end", now)
 
     # --- an attempt that goes on without lost nodes
 

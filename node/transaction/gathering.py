@@ -235,7 +235,16 @@ class Gathering:
 
     def unrecorded(self) -> str:
         """Why no step is to be begun, as far as ledgers go."""
-        return unrecorded(s.recording for n, s in self.statuses.items() if self.members[n] == 0)
+        return unrecorded(self._ledgers())
+
+    def unwritten(self) -> str:
+        """Why the run isn't over yet, as far as ledgers go: whoever drives may be gone a moment
+        later, and with it what it has not written."""
+        writing = pb.LEDGER_WRITING in self._ledgers()
+        return "the last step is on its way to the ledger" if writing else ""
+
+    def _ledgers(self) -> list[pb.Recording]:
+        return [s.recording for n, s in self.statuses.items() if self.members[n] == 0]
 
     def nodes_of(self, stage: int) -> list[str]:
         return sorted(node for node, at in self.members.items() if at == stage)
@@ -248,7 +257,7 @@ def unrecorded(ledgers: Iterable[pb.Recording]) -> str:
     """Why no step is to be begun, when these are the ledgers of stage 0; empty: one is written, or
     none is wanted."""
     found = set(ledgers)
-    if pb.LEDGER_FAILING not in found or pb.LEDGER_WRITTEN in found:
+    if pb.LEDGER_FAILING not in found or found & {pb.LEDGER_WRITTEN, pb.LEDGER_WRITING}:
         return ""
     return (
         "no node of stage 0 can write its ledger (--out): free space on its disk, or let another "

@@ -13,9 +13,11 @@ class Recording(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NO_LEDGER: _ClassVar[Recording]
     LEDGER_WRITTEN: _ClassVar[Recording]
     LEDGER_FAILING: _ClassVar[Recording]
+    LEDGER_WRITING: _ClassVar[Recording]
 NO_LEDGER: Recording
 LEDGER_WRITTEN: Recording
 LEDGER_FAILING: Recording
+LEDGER_WRITING: Recording
 
 class Ballot(_message.Message):
     __slots__ = ("view", "attempt")

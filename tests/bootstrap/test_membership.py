@@ -377,6 +377,15 @@ def test_when_nobody_else_comes_those_with_room_take_what_is_vacant_and_begin() 
     assert (seats(swarm), swarm.view.driver) == ({"a": [0, 2], "b": [1]}, "a")
 
 
+def test_once_the_run_is_over_nobody_takes_the_seats_of_those_who_leave() -> None:
+    swarm = Swarm(stages=1, start_grace=0, lease=100)
+    swarm.join("a", 0, room=2)
+    swarm.join("b", 1)
+    swarm.renew("a", report=swarm.report("a", phase="halted", committed=7, finished=True))
+    swarm.after(swarm.machine.leave("b", "", swarm.now))
+    assert seats(swarm) == {"a": [0]}
+
+
 def test_a_seat_that_was_given_back_and_taken_again_is_another_one() -> None:
     swarm = Swarm(stages=1, start_grace=0, lease=100)
     swarm.join("a", 0, room=2)

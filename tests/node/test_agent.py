@@ -69,10 +69,7 @@ class Memory:
 
     def committed(self, commit: pb.Commit) -> None: ...
     def recording(self) -> pb.Recording:
-        return pb.NO_LEDGER
-
-    def noting(self) -> bool:
-        return self.notes
+        return pb.LEDGER_WRITING if self.notes else pb.NO_LEDGER
 
     def changed(self) -> None: ...
     def halted(self, halt: pb.Halt) -> None: ...

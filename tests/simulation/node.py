@@ -16,6 +16,7 @@ from planaria.node.agent import Agent
 from planaria.node.naming import node_of, seat_id
 from planaria.node.ports import Ports, Priority
 from planaria.node.report.events import Event
+from planaria.node.report.ledger import recording
 from planaria.node.report.line_file import LineFile
 from planaria.node.seats import SeatCompute, SeatNet, Seats
 from planaria.node.stage.watch import Hang
@@ -385,10 +386,7 @@ class SeatRecord:
     def recording(self) -> pb.Recording:
         if self._ledger is None:
             return pb.NO_LEDGER
-        return pb.LEDGER_FAILING if self._ledger.trouble else pb.LEDGER_WRITTEN
-
-    def noting(self) -> bool:
-        return self._ledger is not None and self._ledger.writing
+        return recording(self._ledger)
 
     def changed(self) -> None:
         self._node.changed()

@@ -143,6 +143,21 @@ def test_a_run_of_nodes_that_were_told_nothing_but_where_to_join_can_be_audited(
     assert len(list(out.glob("events-*.jsonl"))) == 3
 
 
+def test_one_node_alone_trains_the_whole_model(data, tmp_path) -> None:
+    run = small(steps=6, swarm__start_grace=1.0, data__path=str(data))
+    place = ByHand(tmp_path, run)
+    try:
+        join = (tmp_path / "address").read_text().strip()
+        node = place.start("node", "node", "--join", join, "--out", str(tmp_path))
+        place.until(lambda: place.events("finished"))
+        assert sorted(told["stage"] for told in place.events("serving")) == [0, 1, 2]
+        node.terminate()
+        assert node.wait(DEADLINE) == 0
+    finally:
+        place.end()
+    assert not place.events("rebuilt")
+
+
 def test_a_node_that_is_refused_is_not_started_again(by_hand) -> None:
     refused = by_hand.start_node("refused", 7)
     assert refused.wait(DEADLINE) == 1

@@ -1056,10 +1056,35 @@ def test_after_the_last_step_comes_a_validation_and_then_the_end():
     told.begins()
     begin = told.commits()["b"].step.begin
     assert (begin.kind, begin.step, len(begin.plan)) == (pb.Begin.EVALUATE, 1, 3)
-    halts = sent(told.comes_home(), "halt")
+    assert sent(told.comes_home(), "query").keys() == SWARM.keys()
+    halts = sent(told.statuses(1), "halt")
     assert halts.keys() == SWARM.keys()
     assert halts["a"].halt.finished
     assert halts["a"].halt.validation_loss == 2.0
+
+
+def test_the_end_is_told_when_the_last_step_is_in_the_ledger():
+    """The driver may be gone a moment later, and its ledger is the only one."""
+    told = Told(replace(RULES, steps=1))
+    told.begins()
+    told.commits()
+    writing = pb.Status(committed=1, last=pb.Commit(step=1), recording=pb.LEDGER_WRITING)
+    assert told.statuses(1, a=writing) == []
+    assert told.driver.explain() == "the last step is on its way to the ledger"
+    assert sent(told.waits(0.1), "query").keys() == SWARM.keys()
+    assert sent(told.statuses(1), "halt").keys() == SWARM.keys()
+
+
+def test_once_the_run_is_over_nobody_guesses_what_its_nodes_have_taken_along():
+    told = Told(replace(RULES, steps=1))
+    told.begins()
+    told.commits()
+    told.statuses(1)
+    rest = {node: stage for node, stage in SWARM.items() if node != "c"}
+    told.views({**rest, "n": 2})
+    effects = told.statuses(1, n=pb.Status())
+    assert not sent(effects, "sync")
+    assert sent(effects, "halt").keys() == told.members.keys()
 
 
 def test_validation_comes_at_its_steps_and_aborts_nothing():
