@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,7 +84,9 @@ async def supervise(command: Sequence[str], grace: float) -> int:
         ended = asyncio.create_task(node.wait())
         await asyncio.wait([ended, stop], return_when=asyncio.FIRST_COMPLETED)
         if stop.done():
-            return _as_in_a_shell(await _end(node, ended, grace + SLOW))
+            status = await _end(node, ended, grace + SLOW)
+            told_before_it_had_begun = status == -signal.SIGTERM
+            return 0 if told_before_it_had_begun else _as_in_a_shell(status)
         status, lasted = ended.result(), clock() - began
         if status in FINAL:
             return status

@@ -108,6 +108,13 @@ def test_pauses_grow_until_a_node_lasts() -> None:
     assert not FINAL & {CRASHED, TRY_AGAIN}
 
 
+def test_a_node_that_is_told_to_end_while_it_is_still_starting_ends_well(supervised) -> None:
+    one = supervised(does="signal.signal(signal.SIGTERM, signal.SIG_DFL)")
+    until(one.pids)
+    one.process.send_signal(signal.SIGINT)
+    assert one.process.wait(60) == 0
+
+
 def test_a_node_that_is_killed_is_started_anew_and_again(supervised) -> None:
     one = supervised()
     (first,) = until(one.pids)

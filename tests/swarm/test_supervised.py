@@ -101,7 +101,8 @@ def by_hand(data: Path, tmp_path: Path) -> Iterator[ByHand]:
 
 
 def test_a_node_that_is_killed_comes_back_and_ends_when_its_supervisor_is_told_to(by_hand) -> None:
-    supervisors = [by_hand.start_node(f"node-{stage}", stage) for stage in range(3)]
+    by_itself = ["--seats", "1"]  # nobody fills in until it is back
+    supervisors = [by_hand.start_node(f"node-{n}", n, *by_itself) for n in range(3)]
     by_hand.until(lambda: by_hand.events("committed"))
     (pid,) = by_hand.at_stage(1)
     assert pid != supervisors[1].pid
