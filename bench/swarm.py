@@ -30,7 +30,7 @@ def train(run: RunFile, work: Work, out: Path, before: Mapping[str, Sequence[str
         slot: [*before.get(slot, ()), "node", "--stage", str(stage), "--threads", "1"]
         for stage, slot in slots
     }
-    with swarm(run, work, out, nodes, before) as (_, look):
+    with swarm(run, work, out, nodes, before) as look:
         while not (lines := look()) or lines[-1]["step"] < run.steps:
             time.sleep(0.2)
     return lines
@@ -43,7 +43,7 @@ def swarm(
     out: Path,
     nodes: Mapping[str, Sequence[str]],
     mortal: Collection[str] = (),
-) -> Iterator[tuple[Processes, Callable[[], Lines]]]:
+) -> Iterator[Callable[[], Lines]]:
     """A registry and `nodes`, by slot with their arguments, but for those that say where to join
     and to write; and what looks at their ledgers. That raises SystemExit when a process has ended
     that isn't `mortal`, or after DEADLINE."""
@@ -68,7 +68,7 @@ def swarm(
         where = ["--join", address.read_text().strip(), "--listen", "127.0.0.1:0"]
         for slot, arguments in nodes.items():
             processes.start(slot, [*arguments, *where, "--out", str(logs)])
-        yield processes, look
+        yield look
     finally:
         processes.kill_all()
 

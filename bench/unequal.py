@@ -15,11 +15,10 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import count
-from multiprocessing import Process
 from pathlib import Path
+from typing import NoReturn
 
 from bench.rows import keep
 from bench.swarm import Lines, swarm
@@ -56,44 +55,33 @@ CORES = {FAST: 0, SLOW: -1}
 
 
 def run_pinned(arguments: list[str]) -> None:
-    """`planaria ARGUMENTS...`; a number in front of them: on that core."""
-    if arguments[0].lstrip("-").isdigit():
+    """`planaria ARGUMENTS...`; a node's name in front of them: on its core, at its speed."""
+    if arguments[0] in CORES:
+        name = arguments.pop(0)
+        if name == SLOW and not os.fork():
+            stop_and_go(os.getppid())
         cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[int(arguments.pop(0))]})
+        os.sched_setaffinity(0, {cores[CORES[name]]})
     run_planaria(arguments)
 
 
-def node(name: str, *more: str) -> list[str]:
-    seats = ["--seats", str(STAGES + 1)]
-    return [str(CORES[name]), "node", "--threads", "1", "--cloud", "none", *seats, *more]
-
-
-def stop_and_go(process: int) -> None:
+def stop_and_go(process: int) -> NoReturn:
     """For each second that it runs it stands still for SLOWER - 1, as long as it is there, however
     late this is woken."""
     die_with_parent()
     still, since = 0.0, time.monotonic()  # seconds that it is to stand still
-    try:
-        while True:
-            time.sleep(TURN)
-            os.kill(process, signal.SIGSTOP)
-            still, since = still + (SLOWER - 1) * (time.monotonic() - since), time.monotonic()
-            time.sleep(max(0.0, still))
-            os.kill(process, signal.SIGCONT)
-            still, since = still - (time.monotonic() - since), time.monotonic()
-    except ProcessLookupError:
-        return
+    while True:
+        time.sleep(TURN)
+        os.kill(process, signal.SIGSTOP)
+        still, since = still + (SLOWER - 1) * (time.monotonic() - since), time.monotonic()
+        time.sleep(max(0.0, still))
+        os.kill(process, signal.SIGCONT)
+        still, since = still - (time.monotonic() - since), time.monotonic()
 
 
-@contextmanager
-def slowed_down(process: int) -> Iterator[None]:
-    slower = Process(target=stop_and_go, args=(process,), daemon=True)
-    slower.start()
-    try:
-        yield
-    finally:
-        slower.kill()
-        slower.join()
+def node(name: str) -> list[str]:
+    seats = ["--seats", str(STAGES + 1)]
+    return [name, "node", "--threads", "1", "--cloud", "none", *seats]
 
 
 def train(run: RunFile, out: Path, *swarms: dict[str, list[str]]) -> list[float]:
@@ -101,10 +89,7 @@ def train(run: RunFile, out: Path, *swarms: dict[str, list[str]]) -> list[float]
     with ExitStack() as stack:
         looks = []
         for number, nodes in enumerate(swarms):
-            processes, look = stack.enter_context(swarm(run, run_pinned, out / str(number), nodes))
-            looks.append(look)
-            if SLOW in nodes:
-                stack.enter_context(slowed_down(processes.running()[SLOW]))
+            looks.append(stack.enter_context(swarm(run, run_pinned, out / str(number), nodes)))
         while min(len(look()) for look in looks) < UNMEASURED:
             time.sleep(0.2)
         time.sleep(SECONDS)
