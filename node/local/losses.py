@@ -40,6 +40,9 @@ class Change(NamedTuple):
 class Losses(Protocol):
     """Besides those that one asks for by `--kill`."""
 
+    at_large: bool
+    """Whether who comes goes where it is needed; else it is for the stage of its place."""
+
     def first(self) -> list[str]:
         """The places that are taken at the start."""
 
@@ -69,6 +72,8 @@ class DrawnLosses:
     """Each process is lost within an hour of the market with the probability `hourly`, whatever its
     age, and another takes its place at once. How long one lives follows from (seed, place, how many
     have been there before)."""
+
+    at_large = False
 
     def __init__(self, places: Sequence[str], hourly: float, speedup: float, seed: int) -> None:
         self._places, self._seed = places, seed
@@ -105,7 +110,10 @@ class DrawnLosses:
 class TracedLosses:
     """A node that the trace adds takes a free place of the stage with the fewest, of equals the
     first, as long as there is one, and leaves it when the trace removes it. The trace begins where
-    it has a node for each stage. Raises TraceError if that is nowhere."""
+    it has a node for each stage; who comes later goes where it is needed, for a place is a stage's
+    only as long as nobody has moved. Raises TraceError if that is nowhere."""
+
+    at_large = True
 
     def __init__(self, places: Sequence[str], rows: Sequence[TraceRow], speedup: float) -> None:
         self._places, self._rows, self._speedup = places, list(rows), speedup

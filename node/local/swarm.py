@@ -19,6 +19,7 @@ from rich.console import Console
 
 from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
 from planaria.bootstrap.journal import Journal, JournalError
+from planaria.bootstrap.membership import stages_of
 from planaria.bootstrap.registry_pb2 import Description, View
 from planaria.node.extras import remedy
 from planaria.node.local.losses import (
@@ -29,6 +30,7 @@ from planaria.node.local.losses import (
     parse_rate,
     places,
     read_trace,
+    stage_of,
 )
 from planaria.node.local.processes import (
     GRACE,
@@ -336,6 +338,7 @@ class _Swarm:
             tail = self.tails[path] = Tail(path)
             tail.skip()
         self.restarts: Counter[str] = Counter()
+        self.at_large: set[str] = set()  # slots whose process goes where it is needed
         self.address = ""  # of the registry
         self.description: Description | None = None
         self.describing: asyncio.Task[None] | None = None
@@ -489,8 +492,9 @@ class _Swarm:
                 *("--journal", str(self.journal)),
             ]
         saves = [] if self.save_dir is None else ["--save-dir", str(self.save_dir / slot)]
+        stage = [] if slot in self.at_large else ["--stage", slot.partition(".")[0]]
         return [
-            *("node", "--join", self.address, "--stage", slot.partition(".")[0]),
+            *("node", "--join", self.address, *stage),
             *("--listen", f"{host}:0", *plain, "--device", self.device, "--cloud", "none"),
             *("--out", str(self.logs), "--threads", str(self.threads), *saves),
             *("--seats", self.seats),
@@ -544,6 +548,7 @@ class _Swarm:
         changes = self.losses.due(time.monotonic())
         for place, taken in changes:
             if taken and self.replacing:
+                self.at_large |= {place} if self.losses.at_large else set()
                 self._start(place)
             elif not taken:
                 self._kill(place, self.story.committed + 1)
@@ -557,9 +562,16 @@ class _Swarm:
             raise SwarmError("no node is left, and no other one comes")
 
     def _victim(self, slot: str, pid: int) -> dict[str, Any]:
-        stage = slot.partition(".")[0]
-        left = sum(other.startswith(f"{stage}.") for other in self.processes.running())
-        return {"node": self.story.node_of(pid), "stage": int(stage), "left": left}
+        node, stage = self.story.node_of(pid), stage_of(slot)
+        running = self.processes.running()
+        left = sum(other.startswith(f"{stage}.") for other in running)
+        if self.losses.at_large and self.description is not None:  # it may serve another one
+            seats = {m.node: stages_of(m) for m in self.description.view.members}
+            others = map(self.story.node_of, running.values())
+            served = Counter(of for other in others for of in seats.get(other or "", ()))
+            stage = min(seats.get(node or "", ()), key=lambda of: served[of], default=stage)
+            left = served[stage]
+        return {"node": node, "stage": stage, "left": left}
 
     def _replace_ended(self) -> None:
         for ended in self.processes.ended():

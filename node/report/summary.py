@@ -211,7 +211,7 @@ def _row(
 ) -> dict[str, Any]:
     """A rebuild as the summary tells it. `at`: Unix seconds. `why`: the driver's order, or where
     all stages went back."""
-    loss = _replaced(rebuilt.node, events)
+    loss = _replaced(rebuilt, events)
     noticed = noticed_at(rebuilt, at, events)
     told = fields(rebuilt)
     row = {key: told[key] for key in ("stage", "method", "step", "sources", "bytes")}
@@ -237,7 +237,7 @@ def noticed_at(rebuilt: StageRebuilt, at: float, events: Sequence[Entry]) -> flo
     """When anyone first noticed the loss of the node whose place the rebuilt one took, Unix
     seconds; if it took nobody's (it had been dropped, and came back), when the driver began to
     wait. `at`: when it was rebuilt, Unix seconds."""
-    loss, stage = _replaced(rebuilt.node, events), rebuilt.stage
+    loss, stage = _replaced(rebuilt, events), rebuilt.stage
     if loss is not None:
         late = NOTICED_LATE if isinstance(loss.event, Exited) else 0.0
         for entry in events:
@@ -261,9 +261,10 @@ def stall_seconds(rebuilt: StageRebuilt, at: float, events: Sequence[Entry]) -> 
     return max(rebuilt.stall_seconds, at - noticed_at(rebuilt, at, events))
 
 
-def _replaced(seat: str, events: Sequence[Entry]) -> Entry | None:
-    """The newest loss in the place of the seat's process, if its node is that process's first."""
-    node = node_of(seat)
+def _replaced(rebuilt: StageRebuilt, events: Sequence[Entry]) -> Entry | None:
+    """The newest loss in the place of the rebuilt seat's process, if it was of that stage and the
+    node is that process's first."""
+    node = node_of(rebuilt.node)
     nodes: dict[int, list[str | None]] = {}  # by process, in the order in which it was them
     starts: dict[int, tuple[str, float]] = {}  # by process: slot and time
     for entry in events:
@@ -276,15 +277,12 @@ def _replaced(seat: str, events: Sequence[Entry]) -> Entry | None:
     if process is None or nodes[process][0] != node or process not in starts:
         return None
     slot, started = starts[process]
-    losses = [
-        entry
-        for entry in events
-        if isinstance(entry.event, Killed | Exited)
-        and entry.event.slot == slot
-        and entry.event.node is not None
-        and entry.time <= started
-    ]
-    return losses[-1] if losses else None
+    for entry in reversed(events):
+        match entry.event:
+            case (Killed() | Exited()) as loss if loss.slot == slot and loss.node is not None:
+                if entry.time <= started:
+                    return entry if loss.stage == rebuilt.stage else None
+    return None
 
 
 def wall(events: Iterable[Entry], places: int) -> dict[str, float]:
