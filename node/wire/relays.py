@@ -173,7 +173,13 @@ class Relays:
         """From `peer`, by way of the sender."""
         name, say = frame.fields.get("call"), frame.fields.get("say")
         call = self._calls.get(peer)
-        if self._vias.get(peer) != sender or not isinstance(name, str):
+        if not isinstance(name, str):
+            return
+        if self._vias.get(peer) != sender:
+            if say == "hello":  # the view that says so may be on its way here: it calls again
+                fields = {"to": peer, "call": name, "say": "refused"}
+                why = f"UNAVAILABLE {self.node} knows of no relay {sender}".encode()
+                self._send(sender, Frame("call", (0, 0), fields, [], why), None)
             return
         if say == "hello" and frame.kind == "call":
             self._called(self._begin(peer, name), _text(frame.payload))

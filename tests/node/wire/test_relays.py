@@ -13,7 +13,7 @@ from planaria.bootstrap.registry_pb2 import SILENT
 from planaria.node.wire import link, relays
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Peer
-from planaria.node.wire.relays import Call, Relay, Relays
+from planaria.node.wire.relays import Call, CallRefusedError, Relay, Relays
 from tests.node.wire.test_link import DEADLINE, Node, frame, message, started, up
 
 NOBODY = "127.0.0.1:1"  # nothing listens there
@@ -215,6 +215,20 @@ async def test_a_node_carries_only_for_those_that_the_view_names() -> None:
     wire.relays.on_frame("a", item(50))
     assert wire.said() == [("a", "over")]
     assert not wire.relays.held
+
+
+async def test_who_is_called_before_it_has_the_view_says_so() -> None:
+    """Else the call would wait for its time to be up."""
+    ends = {name: Wire(name) for name in "ab"}
+    ends["a"].relays.set([Relay("a", "b", "c")])
+    call = ends["a"].relays.call("b", "1 0 1 0 0")
+    (_, hello), *_ = ends["a"].sent
+    ends["b"].relays.on_frame("c", replace(hello, fields={**hello.fields, "from": "a"}))
+    ((to, refusal),) = ends["b"].sent
+    assert (to, refusal.fields["to"]) == ("c", "a")
+    ends["a"].relays.on_frame("c", replace(refusal, fields={**refusal.fields, "from": "b"}))
+    with pytest.raises(CallRefusedError, match="b knows of no relay c"):
+        await call.answer
 
 
 async def test_who_claims_to_carry_is_not_believed() -> None:
