@@ -5,11 +5,11 @@ in each of its reports, so that a registry that was away learns what stands. Wha
 a pair has been without any link, not how often. Pure, as membership.py is: `now` is passed in, and
 what is decided is returned.
 
-A pair of which both are heard, cut off for a lease, gets a relay: a third member that is not known
-to be cut off from either. By then one of the two would have been evicted if it were dead. The relay
-stays until nobody has complained for two, so that a link that comes and goes doesn't change the
-view each time. Who is to carry for them and doesn't, within a lease, is replaced. If nobody is
-left, or several have tried in vain, one of the two goes, if that does the others any good.
+A pair of which both have been heard since one complained, so that neither is dead, gets a relay: a
+third member that is not known to be cut off from either. The relay stays until nobody has
+complained for two leases, so that a link that comes and goes doesn't change the view each time. Who
+is to carry for them and doesn't, within a lease, is replaced. If nobody is left, or several have
+tried in vain, one of the two goes, if that does the others any good.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Protocol
 from planaria.bootstrap.registry_pb2 import Complaint, Cut, Relay
 
 LOOKS = 10  # at what stands, in a lease
+PATIENCE = 0.2  # leases in which a pair that one of them can dial may have a link again
 MOST_TRIED = 3  # who were to carry for a pair, and couldn't
 TRIED_AGAIN = 12  # leases after which those may try once more when nobody is left
 MOST_COMPLAINTS = 64  # by one node
@@ -39,6 +40,10 @@ class KnownMembers(Protocol):
 
     def heard(self, node: str) -> bool:
         """Whether it is a member that lives, as far as the registry can tell."""
+        ...
+
+    def heard_since(self, node: str, time: float) -> bool:
+        """Whether a renewal of the member's has come after that."""
         ...
 
     def linkable(self, a: str, b: str) -> bool:
@@ -172,10 +177,8 @@ class Cuts:
             if not pair.complaints:
                 if now - pair.clear >= 2 * self.lease or not pair.via:
                     done += self._over(key, pair)
-            elif known.heard(key[0]) and known.heard(key[1]):
-                patience = self.lease if known.linkable(*key) else 0.0
-                if now - pair.since >= patience:
-                    done += self._see_to(known, key, pair, now)
+            elif all(map(known.heard, key)) and self._is_due(known, key, pair, now):
+                done += self._see_to(known, key, pair, now)
             if done and isinstance(done[-1], Goes):
                 return done
         self._looked = now
@@ -245,6 +248,12 @@ class Cuts:
                 del self._of[node]
         a, b = key
         return [Relayed(f"{a} and {b} reach each other again")] if pair.via else []
+
+    def _is_due(self, known: KnownMembers, key: tuple[str, str], pair: _Pair, now: float) -> bool:
+        """Whether both live, as far as can be told, and won't have a link by themselves soon."""
+        waited = now - pair.since >= PATIENCE * self.lease
+        both = all(known.heard_since(node, pair.since) for node in key)
+        return (waited and both) or not known.linkable(*key)
 
     def _see_to(
         self, known: KnownMembers, key: tuple[str, str], pair: _Pair, now: float

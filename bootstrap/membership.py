@@ -1111,6 +1111,9 @@ class _Known:
         found = self.machine._nodes.get(node)
         return found is not None and found.heard(self.machine.rules.lease, self.now)
 
+    def heard_since(self, node: str, time: float) -> bool:
+        return self.machine._nodes[node].renewed > time
+
     def linkable(self, a: str, b: str) -> bool:
         return any(self.machine._nodes[node].member.address for node in (a, b))
 

@@ -881,9 +881,11 @@ def cut_off(swarm: Swarm, seconds: int, *pairs: tuple[str, str], relayed: bool =
 def test_two_that_cannot_reach_each_other_get_a_relay_which_outlives_the_registry() -> None:
     swarm = full(lease=5)
     number = swarm.view.number
-    cut_off(swarm, 4, ("n1", "n2"))
-    assert swarm.view.number == number
-    cut_off(swarm, 40, ("n1", "n2"), relayed=True)
+    cut_off(swarm, 1, ("n1", "n2"))
+    assert swarm.view.number == number, "one of them may be dead, for all that is known"
+    cut_off(swarm, 1, ("n1", "n2"))
+    assert swarm.view.number == number + 1
+    cut_off(swarm, 42, ("n1", "n2"), relayed=True)
     assert list(swarm.view.relays) == [Relay(a="n1", b="n2", via="n0")]
     assert swarm.view.reason == "n1 and n2 can't reach each other: n0 carries for them"
     assert swarm.view.number == number + 1
@@ -898,6 +900,20 @@ def test_two_that_cannot_reach_each_other_get_a_relay_which_outlives_the_registr
     cut_off(late, 11)
     assert not late.view.relays
     assert late.view.reason == "n1 and n2 reach each other again"
+
+
+def test_nobody_carries_to_one_that_was_not_heard_since_it_was_complained_of() -> None:
+    swarm = full(lease=5)
+    number = swarm.view.number
+    for _ in range(4):
+        for node, peers in (("n0", []), ("n1", ["n2"])):
+            complaints = [Complaint(peer=peer) for peer in peers]
+            swarm.renew(node, report=swarm.report(node, complaints))
+        swarm.wait(1)
+    assert swarm.view.number == number
+    swarm.renew("n2")
+    swarm.wait(1)
+    assert [relay.via for relay in swarm.view.relays] == ["n0"]
 
 
 def test_two_last_holders_stay_though_nobody_can_carry_for_them_and_status_says_so() -> None:
