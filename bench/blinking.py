@@ -1,14 +1,17 @@
 """What links that break again and again cost, against the same swarm while nothing breaks.
 
-In one run, in turns: for `SPELL` seconds nothing is wrong, then all connections between nodes are
-reset each 1 s for as long, then nothing, then each 2 s, and so on. The ratio is the steps committed
-in a spell of resets to the mean of the two quiet ones around it. Nobody may be evicted, no stage
-rebuilt, no attempt aborted.
+    python -m bench.blinking [SECONDS]
+
+In one run, in turns: nothing is wrong, then all connections between nodes are reset each 1 s for
+SECONDS (18), then nothing, then each 2 s, and so on; a quiet spell is as long, but 36 s at most.
+The ratio is the steps a second in a spell of resets to those in the two quiet ones around it.
+Nobody may be evicted, no stage rebuilt, no attempt aborted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import tempfile
 from bisect import bisect
 from collections.abc import Sequence
@@ -28,6 +31,7 @@ from planaria.node.run_file import loads, override
 TEXT: Final = Path(__file__).parent.parent / "corpus" / "austen"
 SPELL: Final = 18.0
 """Seconds; each of the kinds resets twice in it, or more often."""
+LONGEST_QUIET: Final = 36.0
 GOAL: Final = 0.8
 
 
@@ -41,11 +45,13 @@ class Figures(NamedTuple):
     aborted: int
 
 
-def blinking(replicas: int, out: Path) -> Figures:
-    """Of a swarm with so many nodes a stage. Raises SystemExit when it
-    does not go on, or another promise is broken."""
+def blinking(replicas: int, spell: float, out: Path) -> Figures:
+    """Of a swarm with so many nodes a stage, each kind for `spell` seconds. Raises SystemExit when
+    it does not go on, or another promise is broken."""
+    rest = min(spell, LONGEST_QUIET)
     faults = [
-        Fault((1 + 2 * n) * SPELL, kind, EVERYBODY, SPELL, {}) for n, kind in enumerate(BLINKS)
+        Fault(rest + n * (spell + rest), kind, EVERYBODY, spell, {})
+        for n, kind in enumerate(BLINKS)
     ]
     shape = Shape(stages=2, replicas=replicas, kinds=tuple(BLINKS))
     prepare(Recipe([str(TEXT)]), out / "data")
@@ -57,7 +63,7 @@ def blinking(replicas: int, out: Path) -> Figures:
     )
 
     async def train() -> str:
-        minutes = (faults[-1].end + SPELL) / 60
+        minutes = (faults[-1].end + rest) / 60
         async with SickSwarm(resolve(run), shape, faults, minutes, out / "run") as swarm:
             return await swarm.train()
 
@@ -69,13 +75,14 @@ def blinking(replicas: int, out: Path) -> Figures:
     commits = sorted(committed.values())
     ratios, quiet = {}, []
     for fault in record.faults:
-        before = _steps(commits, fault.time - SPELL, fault.time)
-        after = _steps(commits, fault.end, fault.end + SPELL)
-        quiet.append((before + after) / 2)
-        ratios[fault.kind] = _steps(commits, fault.time, fault.end) / quiet[-1]
+        before = _steps(commits, fault.time - rest, fault.time)
+        after = _steps(commits, fault.end, fault.end + rest)
+        quiet.append((before + after) / (2 * rest))
+        within = _steps(commits, fault.time, fault.end)
+        ratios[fault.kind] = within / (fault.end - fault.time) / quiet[-1]
     return Figures(
         ratios,
-        sum(quiet) / len(quiet) / SPELL,
+        sum(quiet) / len(quiet),
         len(outcome["evictions"]),
         sum(outcome["rebuilds"].values()),
         outcome["aborted"],
@@ -87,16 +94,17 @@ def _steps(commits: Sequence[float], start: float, end: float) -> int:
 
 
 def main() -> None:
+    spell = float(sys.argv[1]) if sys.argv[1:] else SPELL
     for replicas in (1, 2):
         with tempfile.TemporaryDirectory() as folder:
-            found = blinking(replicas, Path(folder))
+            found = blinking(replicas, spell, Path(folder))
         nodes = "one node" if replicas == 1 else f"{replicas} nodes"
         print(f"{nodes} a stage, {found.usual:.1f} steps a second while nothing breaks:")
         for kind, ratio in found.ratios.items():
             print(f"  ratio {kind} / nothing: {ratio:.2f} (goal {GOAL})")
         counts = found.evicted, found.rebuilt, found.aborted
         print("  evicted {}, rebuilt {}, aborted {} (goals 0)".format(*counts), flush=True)
-        keep("blinking", replicas=replicas, **found._asdict())
+        keep("blinking", replicas=replicas, spell=spell, **found._asdict())
 
 
 if __name__ == "__main__":
