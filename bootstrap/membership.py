@@ -34,6 +34,7 @@ from planaria.bootstrap.registry_pb2 import (
     View,
 )
 from planaria.bootstrap.seating import Sitter, Taken, assign
+from planaria.recovery.decide import Policy
 
 PROTOCOL = 5
 DECISIONS_KEPT = 200
@@ -64,7 +65,7 @@ class MembershipRules:
     restart_grace: float | None = None  # lease + 1
     data: str = ""  # content hash that stage-0 nodes must have; empty: not checked
     swapped: bool = False  # half of the microbatches visit the end stages in swapped order
-    twins: bool = False  # who has a stage's state has that of the next stage, too
+    policy: Policy = "checkfree"  # by which a lost stage is rebuilt
     joins_per_second: float = 100.0
     max_nodes: int = 10_000
 
@@ -963,7 +964,7 @@ class Membership:
             return
         begun = self._started or now > self._joined_at + self.rules.start_grace
         sitters = [self._sitter(node, now) for node in self._nodes.values()]
-        for change in assign(sitters, self.rules.stages, begun, self.rules.twins):
+        for change in assign(sitters, self.rules.stages, begun, self.rules.policy):
             node = self._nodes[change.node]
             stays = {stage for stage in stages_of(node.member) if stage != change.stage}
             if isinstance(change, Taken):

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from planaria.recovery.decide import Policy, keeper_stage
+
 
 @dataclass(frozen=True)
 class Sitter:
@@ -55,16 +57,16 @@ class Returned:
 
 
 def assign(
-    sitters: Sequence[Sitter], stages: int, begun: bool = True, twins: bool = False
+    sitters: Sequence[Sitter], stages: int, begun: bool = True, policy: Policy = "checkfree"
 ) -> list[Taken | Returned]:
     """What is to change, in this order. `sitters`: in the order of joining; `stages`: body stages,
     L, of the stages 0..L; `begun`: nobody else is awaited, as at the start, when only standbys take
-    what is vacant; `twins`: who has a stage's state has that of the next stage, too.
+    what is vacant; `policy`: with "redundant" who has a stage's state has that of the next, too.
 
     Who sits alone at a stage, or is the only one with its state, is never taken from there; no
     stage stays vacant while somebody has room.
     """
-    nodes = {one.node: one for one in sitters}
+    nodes, twins = {one.node: one for one in sitters}, policy == "redundant"
     changes: list[Taken | Returned] = []
     for returned in _returned(nodes.values()):
         one = nodes[returned.node]
@@ -79,7 +81,8 @@ def assign(
         taken = None
         if twins and begun and stage not in served:
             taken = _twin(there, stage, stages, why)
-        taken = taken or _find(there, stage, stages, why, begun)
+        keeper = keeper_stage(policy, stage, stages)
+        taken = taken or _find(there, stage, keeper, why, begun)
         if taken is not None:
             changes.append(taken)
             _take(nodes, taken)
@@ -106,7 +109,7 @@ def _twin(sitters: Sequence[Sitter], stage: int, stages: int, why: str) -> Taken
     ]
     if not able:
         return None
-    one = max(able, key=lambda one: one.speed / (len(one.stages) + 1))
+    one = max(able, key=_share)
     return Taken(one.node, stage, f"has its twin, and room: {why}")
 
 
@@ -126,19 +129,27 @@ def _relief(nodes: dict[str, Sitter]) -> Iterator[Taken]:
 
 
 def _find(
-    sitters: Sequence[Sitter], stage: int, stages: int, why: str, begun: bool
+    sitters: Sequence[Sitter], stage: int, keeper: int, why: str, begun: bool
 ) -> Taken | None:
+    """`keeper`: the stage whose nodes keep what a rebuild needs. Of those with room one of these
+    takes the seat, if it isn't much slower than others."""
     able = [one for one in sitters if one.stays and stage in one.fits and stage not in one.stages]
     if not begun:
         able = [one for one in able if not one.stages]
     if (taken := _idle(able, sitters, stage, why)) is not None or not begun:
         return taken
-    before = (stage - 1) % (stages + 1)  # its neighbour, and with twins, who has one of the stage
     free = [one for one in able if len(one.stages) < one.room]
     if not free:
         return None
-    one = max(free, key=lambda one: (one.speed / (len(one.stages) + 1), before in one.stages))
+    best = max(map(_share, free))
+    near = [one for one in free if keeper in one.holds and _share(one) >= best / 2]
+    one = max(near or free, key=_share)
     return Taken(one.node, stage, f"has room for one more seat: {why}")
+
+
+def _share(one: Sitter) -> float:
+    """Of its speed, what one more seat would have."""
+    return one.speed / (len(one.stages) + 1)
 
 
 def _idle(able: Sequence[Sitter], sitters: Sequence[Sitter], stage: int, why: str) -> Taken | None:

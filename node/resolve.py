@@ -86,5 +86,5 @@ def registry_rules(run: RunFile, text: str) -> MembershipRules:
         restart_grace=run.swarm.lease + 5.0,
         data=run.data.content,
         swapped=run.recovery.policy == "checkfree+",
-        twins=run.recovery.policy == "redundant",
+        policy=run.recovery.policy,
     )

@@ -351,3 +351,20 @@ def _files(held: Iterable[Held], *kinds: Kind) -> _Files:
 def _newest_common(files: _Files, stages: int) -> _Version | None:
     common = set.intersection(*(set(files.get(of, ())) for of in range(stages + 1)))
     return max(common, default=None)
+
+
+def holder_stage(stage: int, stages: int) -> int:
+    """The stage whose nodes hold the running snapshot of `stage`, of the stages 0..`stages`.
+
+    The farthest on the ring 0..L, on which stage 0 comes behind stage L too. With 3 body stages or
+    more that is never a neighbour, so no two stages in a row hold each other's. No two stages have
+    the same holder.
+    """
+    ring = stages + 1
+    return (stage + ring // 2) % ring
+
+
+def keeper_stage(policy: Policy, stage: int, stages: int) -> int:
+    """The stage whose nodes keep what a rebuild of `stage` needs, or a part of that: a snapshot, a
+    twin, or, where it is guessed, the weights of a neighbour."""
+    return holder_stage(stage, stages) if policy == "snapshot" else (stage - 1) % (stages + 1)

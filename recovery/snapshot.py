@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from planaria.recovery.decide import holder_stage
+
 Choice = Literal["priority", "round", "random"]
 Codec = Literal["none", "int8"]
 
@@ -494,17 +496,6 @@ class HeldSnapshot:
 
 
 # Who holds what
-
-
-def holder_stage(stage: int, stages: int) -> int:
-    """The stage whose nodes hold the running snapshot of `stage`, of the stages 0..`stages`.
-
-    The farthest on the ring 0..L, on which stage 0 comes behind stage L too. With 3 body stages or
-    more that is never a neighbour, so no two stages in a row hold each other's. No two stages have
-    the same holder.
-    """
-    ring = stages + 1
-    return (stage + ring // 2) % ring
 
 
 class CopyRoute(NamedTuple):

@@ -38,6 +38,7 @@ from planaria.recovery.decide import (
     Source,
     Stop,
     decide,
+    holder_stage,
 )
 from planaria.recovery.learner import (
     Learner,
@@ -49,7 +50,7 @@ from planaria.recovery.learner import (
 )
 from planaria.recovery.orders import all_orders, blocks, order, runs, window_orders
 from planaria.recovery.relearning import PULL, parts, rate, shuffled
-from planaria.recovery.snapshot import HeldSnapshot, Layout, SentSnapshot, holder_stage
+from planaria.recovery.snapshot import HeldSnapshot, Layout, SentSnapshot
 from planaria.recovery.snapshot import decode as decode_update
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.bootstrap.seating import Returned, Sitter, Taken, assign
+from planaria.recovery.decide import Policy
 
 STAGES = 3
 ALL = frozenset(range(STAGES + 1))
@@ -45,11 +46,14 @@ def test_a_standby_comes_before_a_surplus_replica_and_that_before_who_has_room()
     assert assign([one for one in there if one.node in "ab"], STAGES) == []
 
 
-def test_of_those_with_room_the_fastest_takes_it_and_of_equals_the_neighbour_before() -> None:
+def test_of_those_with_room_one_that_keeps_what_a_rebuild_needs_takes_it_if_not_slow() -> None:
     there = [sitter("a", 0, room=4), sitter("b", 1, room=4), sitter("c", 3, room=4)]
-    assert [taken.node for taken in assign(there, STAGES)] == ["b"]
-    there[0] = replace(there[0], speed=2.0)
-    assert [taken.node for taken in assign(there, STAGES)] == ["a"]
+    there[2] = replace(there[2], speed=1.5)
+    assert [taken.node for taken in assign(there, STAGES)] == ["b"], "the neighbour before"
+    (taken,) = assign(there, STAGES, policy="snapshot")
+    assert taken.node == "a", "stage 0 keeps the snapshot of stage 2"
+    there[2] = replace(there[2], speed=3.0)
+    assert [taken.node for taken in assign(there, STAGES)] == ["c"], "twice as fast as all others"
 
 
 def test_one_node_that_has_room_takes_all_that_is_left() -> None:
@@ -85,30 +89,30 @@ def test_the_driver_does_not_move() -> None:
 
 def test_with_twins_who_has_the_vacant_stages_comes_before_all_others_if_it_has_room() -> None:
     there = [sitter("a", 0), sitter("b", 1, room=2), sitter("c", 3), sitter("d", 3), sitter("s")]
-    taken, relief = assign(there, STAGES, twins=True)
+    taken, relief = assign(there, STAGES, policy="redundant")
     assert isinstance(taken, Taken)
     assert (taken.node, taken.stage, taken.gives) == ("b", 2, None)
     assert taken.why == "has its twin, and room: stage 2 is vacant"
     assert (relief.node, relief.stage) == ("s", 2), "and the standby is to have the seat later"
     assert relief.why == "was a standby: stage 2 is served by b alone, which has others"
     full = replace(there[1], room=1)
-    (taken,) = assign([there[0], full, *there[2:]], STAGES, twins=True)
+    (taken,) = assign([there[0], full, *there[2:]], STAGES, policy="redundant")
     assert taken.node == "s"
     (taken,) = assign(
-        [there[0], replace(there[1], holds=frozenset()), there[2]], STAGES, twins=True
+        [there[0], replace(there[1], holds=frozenset()), there[2]], STAGES, policy="redundant"
     )
     assert taken.why.startswith("has room for one more seat"), "it has no state yet, so no twin"
 
 
 def test_who_took_a_second_seat_in_a_hurry_is_relieved_of_one_by_a_surplus_replica() -> None:
     there = [sitter("a", 0), sitter("b", 1, 2, room=3), sitter("c", 3), sitter("d", 3)]
-    (relief,) = changes = assign(there, STAGES, twins=True)
+    (relief,) = changes = assign(there, STAGES, policy="redundant")
     assert isinstance(relief, Taken)
     assert (relief.node, relief.stage, relief.gives) == ("d", 2, 3)
     there = after(there, changes)
-    assert assign(there, STAGES, twins=True) == [], "until it has the state"
+    assert assign(there, STAGES, policy="redundant") == [], "until it has the state"
     there[3] = replace(there[3], holds=frozenset([2]))
-    (returned,) = assign(there, STAGES, twins=True)
+    (returned,) = assign(there, STAGES, policy="redundant")
     assert returned == Returned("b", 2, "d serves stage 2, too, and has fewer seats")
 
 
@@ -136,19 +140,23 @@ def swarms(draw: st.DrawFn) -> list[Sitter]:
     return found
 
 
-@given(swarms(), st.booleans())
+@given(swarms(), st.sampled_from(["redundant", "snapshot"]))
 @settings(max_examples=1000, deadline=None, derandomize=True)
 def test_no_stage_stays_vacant_no_last_state_is_dropped_and_nobody_moves_twice(
-    sitters: list[Sitter], twins: bool
+    sitters: list[Sitter], policy: Policy
 ) -> None:
     there = sitters
-    for change in assign(sitters, STAGES, twins=twins):
+    for change in assign(sitters, STAGES, policy=policy):
         one = next(s for s in there if s.node == change.node)
         others = [s for s in there if s.node != change.node and s.stays]
         given = change.gives if isinstance(change, Taken) else change.stage
         if isinstance(change, Taken):
             at = [s for s in there if change.stage in s.stages]
-            relieves = [s for s in at if len(s.stages) > 1] == at and len(at) == 1 and twins
+            relieves = (
+                [s for s in at if len(s.stages) > 1] == at
+                and len(at) == 1
+                and policy == "redundant"
+            )
             assert all(s.leaving for s in at) or relieves, "it was not vacant"
             assert one.stays
             assert change.stage in one.fits - one.stages
@@ -161,18 +169,18 @@ def test_no_stage_stays_vacant_no_last_state_is_dropped_and_nobody_moves_twice(
         if all(one.leaving for one in there if stage in one.stages):
             able = [one for one in there if one.stays and stage in one.fits - one.stages]
             assert not any(len(one.stages) < one.room for one in able), f"{stage} is vacant"
-    again = assign(there, STAGES, twins=twins)
+    again = assign(there, STAGES, policy=policy)
     relief = "which has others"  # of who has several seats alone, when seats were given back
     assert all(relief in change.why for change in again if isinstance(change, Taken))
 
 
-@given(swarms(), st.booleans())
+@given(swarms(), st.sampled_from(["redundant", "snapshot"]))
 @settings(max_examples=300, deadline=None, derandomize=True)
-def test_it_settles(sitters: list[Sitter], twins: bool) -> None:
+def test_it_settles(sitters: list[Sitter], policy: Policy) -> None:
     """When everybody gets the state of what it has."""
     for _ in range(12):
-        changes = assign(sitters, STAGES, twins=twins)
+        changes = assign(sitters, STAGES, policy=policy)
         if not changes:
             break
         sitters = [replace(one, holds=one.stages) for one in after(sitters, changes)]
-    assert assign(sitters, STAGES, twins=twins) == []
+    assert assign(sitters, STAGES, policy=policy) == []

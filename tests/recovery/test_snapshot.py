@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from planaria.recovery.decide import holder_stage
 from planaria.recovery.snapshot import (
     NEVER,
     PIECE,
@@ -24,7 +25,6 @@ from planaria.recovery.snapshot import (
     dequantize_second_moment,
     encode,
     held_at,
-    holder_stage,
     largest_update,
     quantize,
     quantize_second_moment,

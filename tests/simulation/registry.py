@@ -49,7 +49,7 @@ class Registry:
             replicas=max(1, len(cluster.hosts) // (cluster.rules.stages + 1)),
             start_grace=10.0,
             swapped=cluster.rules.swapped,
-            twins=cluster.rules.policy == "redundant",
+            policy=cluster.rules.policy,
         )
         self.restart()
 

@@ -173,7 +173,7 @@ class LocalSwarm:
                 replicas,
                 max_replicas=replicas,
                 start_grace=60,
-                twins=run.recovery.policy == "redundant",
+                policy=run.recovery.policy,
             )
         )
         self.after_view, self.room = after_view, room
