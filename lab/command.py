@@ -91,7 +91,7 @@ def _prepare(asked: Study, wanted: Sequence[Job]) -> None:
     for path in sorted({Path(job.run.data.path) for job in wanted}):
         if not path.exists():
             console.print(f"there is no prepared data at {path}; preparing {asked.text}")
-            with cli.tracking() as track:
+            with cli.tracking("documents") as track:
                 prepare(Recipe([asked.text], vocabulary=asked.vocabulary), path, track=track)
 
 

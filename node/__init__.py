@@ -9,5 +9,6 @@ seats are called), agent.py (a seat at a stage: all that a node does there, with
 socket, thread or tensor) and ports.py (what an agent asks of the world).
 
 Read the rooms in this order: `transaction` decides, `stage` computes, `wire` carries, `state` keeps
-and restores, `data` feeds, `report` tells, and `local` starts all of it on one machine.
+and restores, `data` feeds, `report` tells, `hugging_face` hands the model out, and `local` starts
+all of it on one machine.
 """

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from planaria.bootstrap.client import RegistryClient
     from planaria.bootstrap.credentials import Credentials
     from planaria.node.data.corpus import Corpus
-    from planaria.node.data.prepare import Track
     from planaria.node.local.swarm import SwarmPlan
+    from planaria.node.report.progress import Track
     from planaria.node.run_file import RunFile
 
 T = TypeVar("T")
@@ -172,7 +172,7 @@ def data_prepare(
 
     with refusing(CorpusError):
         recipe = Recipe(inputs, tokenizer, vocabulary, validation, text_field, document_separator)
-        with tracking() as track:
+        with tracking("documents") as track:
             corpus, written = prepare(recipe, out, force=force, track=track)
         if not written:
             console.print(f"{out} holds this very data already")
@@ -180,8 +180,8 @@ def data_prepare(
 
 
 @contextmanager
-def tracking() -> Iterator[Track]:
-    """Shows the progress of what goes through documents."""
+def tracking(what: str) -> Iterator[Track]:
+    """Shows the progress of what goes through these."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -196,12 +196,12 @@ def tracking() -> Iterator[Track]:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("documents"),
+        TextColumn(what),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=errors) as progress:
 
-        def track(items: Iterable[str], description: str, total: int | None) -> Iterable[str]:
+        def track(items: Iterable[T], description: str, total: int | None) -> Iterable[T]:
             return progress.track(items, total, description=description)
 
         yield track
@@ -353,7 +353,8 @@ def up_command(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights and windows.")] = None,
     save_dir: Annotated[
-        Path | None, typer.Option(help="Folder for the nodes' saves, for --resume.")
+        Path | None,
+        typer.Option(help="Folder for the nodes' saves, for --resume. Default: saves, in --out."),
     ] = None,
     resume: Annotated[
         Path | None,
@@ -427,7 +428,7 @@ def _plan_run(run: RunFile, out: Path | None, save_dir: Path | None, device: str
     if run.recovery.policy == "checkpoint" and not run.recovery.checkpoint.dir:
         shared = str((folder / "checkpoints").absolute())
         run = override(run, recovery__checkpoint__dir=shared)
-    return SwarmPlan(resolve(run), folder, save_dir, device)
+    return SwarmPlan(resolve(run), folder, save_dir or folder / "saves", device)
 
 
 def _prepare_shipped_text(run: RunFile) -> None:
@@ -440,8 +441,120 @@ def _prepare_shipped_text(run: RunFile) -> None:
         path = Path(run.data.path)
         message = f"there is no prepared data at {path}; preparing the prose in {text}"
         console.print(message, soft_wrap=True)
-        with tracking() as track:
+        with tracking("documents") as track:
             prepare(Recipe([str(text)]), path, track=track)
+
+
+class ExportDtype(enum.StrEnum):
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+
+ModelFolder = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Folder that `planaria export` has written.")
+]
+OneDevice = Annotated[str, typer.Option(help="auto, cpu or cuda:N.")]
+
+
+@app.command("export")
+def export_command(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="DIR...",
+            help="The --out or --save-dir of `planaria up`; with --run, the folders for saves of a "
+            "run's nodes.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.")],
+    run_file: Annotated[
+        Path | None, typer.Option("--run", metavar="RUN.toml", help="Whose saves these are.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Prepared data, whose tokenizer goes along, if not the run's."),
+    ] = None,
+    dtype: Annotated[ExportDtype, typer.Option(help="Of the weights.")] = ExportDtype.FP32,
+) -> None:
+    """Write a run's model as a folder that Hugging Face's transformers reads."""
+    from planaria.node.data.corpus import CorpusError
+    from planaria.node.hugging_face.export import ExportError
+    from planaria.node.hugging_face.from_saves import export_saves, summary_in
+    from planaria.node.local.resume import ResumeError
+    from planaria.node.local.swarm import SwarmError, read_plan
+    from planaria.node.resolve import resolve
+    from planaria.node.run_file import RunFileError, load
+    from planaria.node.state.saves import find_saves
+    from planaria.node.state.stage_state import SaveError
+
+    refused = (CorpusError, ExportError, ResumeError, RunFileError, SaveError, SwarmError)
+    with refusing(*refused):
+        if run_file is not None:
+            run, saves, summary = resolve(load(run_file)), find_saves(*folders), {}
+        elif len(folders) == 1:
+            plan = read_plan(folders[0])
+            run, saves, summary = plan.run, plan.kept.find(), summary_in(plan.out)
+        else:
+            raise ExportError("with several folders, say by --run whose saves are in them")
+        with tracking("tensors") as track:
+            model = export_saves(run, saves, summary, out, data, dtype.value, track)
+    for sentence in model.told():
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{out} has the model of step {model.found.step}", soft_wrap=True)
+
+
+@app.command("generate")
+def generate_command(
+    folder: ModelFolder,
+    prompt: Annotated[str, typer.Argument(help="The beginning of the text.")] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate, at most.")] = 100,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.8,
+    top_p: Annotated[
+        float, typer.Option(help="Choose among the likeliest that have this share together.")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    device: OneDevice = "auto",
+) -> None:
+    """Let an exported model go on with a text."""
+    from planaria.node.data.corpus import CorpusError
+    from planaria.node.hugging_face.config import UnsupportedModelError
+    from planaria.node.hugging_face.generate import Sampling, texts
+    from planaria.node.hugging_face.whole_model import WholeModel
+    from planaria.node.serve import NodeError, pick_device
+
+    with refusing(CorpusError, NodeError, UnsupportedModelError, ValueError):
+        sampling = Sampling(temperature, top_p, seed)
+        model = WholeModel.load(folder, pick_device(device))
+        console.print(prompt, end="", markup=False, highlight=False, soft_wrap=True)
+        for text in texts(model, folder, prompt, tokens, sampling):
+            console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+        console.print()
+
+
+@app.command("evaluate")
+def evaluate_command(
+    folder: ModelFolder,
+    data: Annotated[Path, typer.Option(metavar="DIR", help="Prepared data.")],
+    split: Annotated[str, typer.Option(help="train or validation.")] = "validation",
+    samples: Annotated[int | None, typer.Option(min=1, help="Default: all.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Samples at a time.")] = 8,
+    device: OneDevice = "auto",
+) -> None:
+    """Loss and perplexity of an exported model on prepared data."""
+    from planaria.node.data.corpus import CorpusError
+    from planaria.node.hugging_face.config import UnsupportedModelError
+    from planaria.node.hugging_face.evaluate import evaluate
+    from planaria.node.hugging_face.whole_model import WholeModel
+    from planaria.node.serve import NodeError, pick_device
+
+    with refusing(CorpusError, NodeError, UnsupportedModelError):
+        model = WholeModel.load(folder, pick_device(device))
+        with tracking("batches") as track:
+            found = evaluate(model, folder, data, split, samples, batch, track)
+    table = Table("", Column(split, justify="right"))
+    for name, value in found.rows().items():
+        table.add_row(name, value)
+    console.print(table)
 
 
 @app.command("bootstrap")

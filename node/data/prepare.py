@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,14 +31,13 @@ from planaria.node.data.corpus import (
     read_index,
 )
 from planaria.node.data.documents import documents
+from planaria.node.report.progress import Track, untracked
 
 END_OF_DOCUMENT = "<|endoftext|>"
 END_TOKENS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "<eos>", "<|end|>")
 SHARD_TOKENS = 64 << 20
 TRAINING_CHARACTERS = 1 << 30  # the tokenizer learns from no more than the first so many
 BATCH_CHARACTERS = 1 << 20
-
-Track = Callable[[Iterable[str], str, int | None], Iterable[str]]
 
 
 @dataclass(frozen=True)
@@ -80,10 +79,6 @@ class Recipe:
 def held_out_rank(ordinal: int, text: str) -> float:
     """A number in [0, 1) that looks random; a document is held out if it is below the share."""
     return xxhash.xxh3_64_intdigest(text.encode(), seed=ordinal) / 2**64
-
-
-def untracked(items: Iterable[str], description: str, total: int | None) -> Iterable[str]:
-    return items
 
 
 def prepare(

@@ -5,5 +5,5 @@ each committed step, and the audit. Both write by line_file.py, which stands a f
 thread, one that stalls; so does log_stream.py, the log. Of events and ledger are made live_view.py
 (while `planaria up` runs) and summary.py (at the end); status_page.py (`planaria status`) asks the
 registry. wall_clock.py says where a node's time goes, probe.py what machines and links are good
-for.
+for. progress.py is for what shows how far it has come.
 """

@@ -2,14 +2,12 @@
 
 Stage 0 holds both ends of the model: token embedding, final norm and LM head. Body stages 1..L hold
 the same number of transformer blocks each, under the same names. Weights map one to one to Hugging
-Face's `LlamaForCausalLM`.
+Face's `LlamaForCausalLM` (node/hugging_face/layout.py).
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +16,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from planaria.node.stage.shape import ModelConfig
-
-StateDict = dict[str, Tensor]
 
 
 def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
@@ -192,72 +188,3 @@ def build_stage(config: ModelConfig, stage: int, seed: int) -> Stage:
             drawn = torch.empty(parameter.shape, dtype=torch.float64)
             parameter.data.copy_(drawn.normal_(0, std, generator=generator))
     return module
-
-
-def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
-    """The arguments that make `transformers.LlamaConfig` the same model."""
-    return {
-        "vocab_size": config.vocabulary,
-        "hidden_size": config.dim,
-        "intermediate_size": config.hidden,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "max_position_embeddings": config.context,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-    }
-
-
-def _layout(config: ModelConfig) -> dict[str, tuple[int, str, torch.Size]]:
-    """Hugging Face's name of each tensor -> stage, name in the stage, shape."""
-    with torch.device("meta"):
-        ends, body = EmbeddingStage(config).state_dict(), BodyStage(config).state_dict()
-    layout = {}
-    for stage in range(config.stages + 1):
-        for name, tensor in (body if stage else ends).items():
-            layout[_full_name(config, stage, name)] = (stage, name, tensor.shape)
-    return layout
-
-
-def _check(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
-    wrong = [f"{name} is missing" for name in sorted(shapes.keys() - tensors.keys())]
-    wrong += [f"{name} is not part of it" for name in sorted(tensors.keys() - shapes.keys())]
-    wrong += [
-        f"{name} has shape {list(tensors[name].shape)} instead of {list(shape)}"
-        for name, shape in shapes.items()
-        if name in tensors and tensors[name].shape != shape
-    ]
-    if wrong:
-        more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        raise ValueError(f"these tensors aren't this model's: {'; '.join(wrong[:4])}{more}")
-
-
-def to_hugging_face(stages: Mapping[int, Mapping[str, Tensor]], config: ModelConfig) -> StateDict:
-    """The stages' state dicts as one for `LlamaForCausalLM`; tensors are shared, not copied.
-
-    Raises ValueError for missing and unexpected tensors and for wrong shapes.
-    """
-    layout = _layout(config)
-    names = {(stage, name): full for full, (stage, name, _) in layout.items()}
-    tensors = {
-        names.get((stage, name), f"{name} of stage {stage}"): tensor
-        for stage, state in stages.items()
-        for name, tensor in state.items()
-    }
-    _check(tensors, {full: shape for full, (_, _, shape) in layout.items()})
-    return tensors
-
-
-def from_hugging_face(
-    state_dict: Mapping[str, Tensor], config: ModelConfig
-) -> dict[int, StateDict]:
-    """The inverse of `to_hugging_face`."""
-    layout = _layout(config)
-    _check(state_dict, {full: shape for full, (_, _, shape) in layout.items()})
-    stages: dict[int, StateDict] = {stage: {} for stage in range(config.stages + 1)}
-    for full, (stage, name, _) in layout.items():
-        stages[stage][name] = state_dict[full]
-    return stages

@@ -45,9 +45,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
+from planaria.node.hugging_face.config import to_config
 from planaria.node.ports import OpenDisk
 from planaria.node.stage.compute import waiting_for_disk
-from planaria.node.stage.model import hugging_face_config, named_shapes
+from planaria.node.stage.model import named_shapes
 from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
@@ -93,7 +94,7 @@ class Contents(NamedTuple):
     @classmethod
     def of(cls, config: ModelConfig, stage: int) -> Contents:
         shapes = {name: list(shape) for name, shape in named_shapes(config, stage).items()}
-        return cls(shapes, {"stages": config.stages, **hugging_face_config(config)})
+        return cls(shapes, {"stages": config.stages, **to_config(config, "float32", None)})
 
     @property
     def values(self) -> int:

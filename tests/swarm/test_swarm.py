@@ -234,7 +234,12 @@ def test_two_stages_in_a_row_and_a_body_stage_with_stage_0_come_back_from_snapsh
 def test_what_checkfree_cannot_rebuild_is_interpolated_and_relearned(up):
     """An end stage; then two in a row, which relearn together."""
     swarm = up(
-        small(stages=5, steps=18, recovery__relearn={"passes": 5, "steps": 2, "seconds": 60.0}),
+        small(
+            stages=5,
+            steps=18,
+            recovery__relearn={"passes": 5, "steps": 2, "seconds": 60.0},
+            saves__every=1000,
+        ),
         *("--policy", "checkfree", "--seats", "1"),
         *("--kill", "1@6", "--kill", "3@12", "--kill", "4@12"),
     )

@@ -50,12 +50,6 @@ def hidden(ends: EmbeddingStage, bodies: list[BodyStage], tokens: torch.Tensor) 
     return x
 
 
-def hugging_face(config: ModelConfig, **more: float) -> torch.nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM  # five seconds, at every worker
-
-    return LlamaForCausalLM(LlamaConfig(**model.hugging_face_config(config), **more)).eval()
-
-
 def some_tokens(config: ModelConfig, length: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
     return torch.randint(config.vocabulary, (2, length), generator=generator)
@@ -67,70 +61,6 @@ def parameters(config: ModelConfig) -> int:
     return sum(p.numel() for p in ends.parameters()) + config.stages * sum(
         p.numel() for p in body.parameters()
     )
-
-
-@pytest.mark.parametrize("config", [MULTI_HEAD, GROUPED], ids=["multi-head", "grouped-query"])
-@pytest.mark.parametrize("length", [24, 7])
-def test_logits_are_those_of_transformers(config: ModelConfig, length: int) -> None:
-    ends, bodies = build(config)
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():  # initial weights would leave attention nearly uniform, norms at one
-        for parameter in (p for module in (ends, *bodies) for p in module.parameters()):
-            if parameter.dim() == 1:
-                parameter.uniform_(0.5, 1.5, generator=generator)
-            else:
-                parameter.mul_(8.0)
-    stages = {k: m.state_dict() for k, m in enumerate([ends, *bodies])}
-    reference = hugging_face(config)
-    reference.load_state_dict(model.to_hugging_face(stages, config), strict=True)
-    tokens = some_tokens(config, length)
-    with torch.no_grad():
-        wanted = reference(tokens).logits
-        got = ends.logits(hidden(ends, bodies, tokens))
-    assert wanted.std() > 0.5
-    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("config", [MULTI_HEAD, GROUPED], ids=["multi-head", "grouped-query"])
-def test_weights_of_transformers_give_its_logits_and_loss(config: ModelConfig) -> None:
-    torch.manual_seed(1)
-    reference = hugging_face(config, initializer_range=0.2)
-    stages = model.from_hugging_face(reference.state_dict(), config)
-    ends, bodies = build(config)
-    for stage, module in enumerate([ends, *bodies]):
-        module.load_state_dict(stages[stage], strict=True)
-    tokens = some_tokens(config, 24)
-    with torch.no_grad():
-        wanted = reference(tokens, labels=tokens)
-        x = hidden(ends, bodies, tokens)
-        torch.testing.assert_close(ends.logits(x), wanted.logits, rtol=0, atol=1e-4)
-        loss = ends.loss(x[:, :-1], tokens[:, 1:])
-    assert loss.dtype == torch.float32
-    assert loss.item() / (2 * 23) == pytest.approx(wanted.loss.item(), abs=1e-4)
-    back = model.to_hugging_face(stages, config)
-    for name, tensor in reference.state_dict().items():
-        assert torch.equal(back[name], tensor)
-
-
-def test_bad_state_dicts_are_told_apart() -> None:
-    ends, bodies = build(GROUPED)
-    stages = {k: m.state_dict() for k, m in enumerate([ends, *bodies])}
-    whole = model.to_hugging_face(stages, GROUPED)
-
-    def without(name: str) -> dict[str, torch.Tensor]:
-        return {k: v for k, v in whole.items() if k != name}
-
-    with pytest.raises(ValueError, match=r"lm_head\.weight is missing"):
-        model.from_hugging_face(without("lm_head.weight"), GROUPED)
-    with pytest.raises(ValueError, match=r"extra\.bias is not part of it"):
-        model.from_hugging_face({**whole, "extra.bias": torch.zeros(1)}, GROUPED)
-    wrong = {**whole, "model.norm.weight": torch.zeros(47)}
-    with pytest.raises(ValueError, match=r"norm\.weight has shape \[47\] instead of \[48\]"):
-        model.from_hugging_face(wrong, GROUPED)
-    with pytest.raises(ValueError, match=r"model\.layers\.2\..* and 14 more"):
-        model.to_hugging_face({k: v for k, v in stages.items() if k != 2}, GROUPED)
-    with pytest.raises(ValueError, match="of stage 4 is not part of it"):
-        model.to_hugging_face({**stages, 4: stages[1]}, GROUPED)
 
 
 def test_a_token_sees_only_those_before_it() -> None:

@@ -1,0 +1,7 @@
+"""Models as others read and write them: folders in the format of Hugging Face's transformers.
+
+Read layout.py (where each of their tensors lies in our stages) and config.py (their config.json),
+then export.py (a folder out of a run's weights; card.py writes its page), from_saves.py (the
+weights, out of a run's saves) and whole_model.py (such a folder, computed with in one process),
+with which generate.py makes text and evaluate.py tells how good it is.
+"""

@@ -1,0 +1,74 @@
+"""The page (README.md) of an exported model: what it is, and what it was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from planaria.node.run_file import RunFile
+from planaria.node.stage.shape import ModelConfig
+
+HEAD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- planaria
+---
+
+# {name}
+
+A language model of {parameters:,} parameters, trained with planaria.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+model = AutoModelForCausalLM.from_pretrained("FOLDER")
+```
+"""
+
+
+def model_card(
+    run: RunFile, config: ModelConfig, step: int, reason: str, summary: Mapping[str, Any]
+) -> str:
+    """`reason`: why its stages are of one step, or that they are not; `summary`: what
+    `summary.json` of the run says, empty where there is none."""
+    first, body = config.parameters
+    training = run.training
+    rows = {
+        "steps": f"{step} of {run.steps}" + (f" ({reason})" if reason else ""),
+        "tokens": f"{step * training.batch * config.context:,}",
+        "batch": f"{training.batch} samples of {config.context} tokens",
+        "data": f"content {run.data.content or 'unknown'}",
+        "vocabulary": f"{config.vocabulary:,}",
+        "layers": f"{config.layers}, of width {config.dim}, {config.heads} heads",
+        "seed": str(run.seed),
+    }
+    losses = summary.get("loss", {})
+    for name, what in (("last", "loss, last step"), ("validation", "loss, validation")):
+        if losses.get(name) is not None:
+            rows[what] = f"{losses[name]:.4f} nats a token"
+    text = HEAD.format(name=run.name, parameters=first + config.stages * body)
+    text += "\n| | |\n| --- | --- |\n"
+    text += "".join(f"| {name} | {value} |\n" for name, value in rows.items())
+    return text + _recoveries(summary.get("rebuilds", []))
+
+
+def _recoveries(rebuilds: Sequence[Mapping[str, Any]]) -> str:
+    if not rebuilds:
+        return ""
+    rows = "".join(
+        f"| {row['stage']} | {row['step']} | {row['method']} | {_exact(row)} |\n"
+        for row in rebuilds
+    )
+    return f"""
+## Stages that were lost while it was trained
+
+| stage | rebuilt at step | method | exact |
+| --- | --- | --- | --- |
+{rows}"""
+
+
+def _exact(row: Mapping[str, Any]) -> str:
+    return "yes" if row.get("exact") else "no"

@@ -1,0 +1,157 @@
+"""A folder that `transformers.AutoModelForCausalLM.from_pretrained` takes, out of a run's weights.
+
+The weights go from where they are, tensor by tensor, to one file after the other; no more than one
+file's is in memory. The folder is written beside its place and renamed: it is whole or not there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from planaria.node.data.corpus import load_tokenizer
+from planaria.node.hugging_face.config import CONFIG, to_config
+from planaria.node.hugging_face.layout import Weight, weights
+from planaria.node.report.progress import Track, untracked
+from planaria.node.stage.shape import ModelConfig
+
+DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SHARD: Final = 256 << 20
+"""Bytes of a file of weights, at most, unless one tensor alone is larger."""
+INDEX: Final = "model.safetensors.index.json"
+TOKENIZER: Final = "tokenizer.json"
+
+Read: TypeAlias = Callable[[int, int, int], Tensor]
+"""(stage, first, count) -> so many of the stage's flat weights, float32 [count]."""
+
+
+class ExportError(Exception):
+    """The model can't be exported; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """How text becomes tokens."""
+
+    file: Path  # tokenizer.json
+    end_of_document: int
+
+
+def export(
+    out: Path,
+    config: ModelConfig,
+    read: Read,
+    vocabulary: Vocabulary | None,
+    card: str,
+    dtype: str = "fp32",
+    track: Track = untracked,
+    most: int = SHARD,
+) -> None:
+    """Writes the folder `out`; `card`: the text of its README.md; `dtype`: a key of DTYPES.
+
+    Raises ExportError when it is taken or can't be written, CorpusError for a tokenizer that can't
+    be used, and what `read` raises.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ExportError(f"{out} is there already: choose another folder, or remove it")
+    unfinished = out.with_name(out.name + ".unfinished")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        end = vocabulary.end_of_document if vocabulary else None
+        _write_json(unfinished / CONFIG, to_config(config, _name(dtype), end))
+        _write_json(unfinished / "generation_config.json", {"eos_token_id": end, "do_sample": True})
+        if vocabulary is not None:
+            _write_tokenizer(unfinished, vocabulary, config.context)
+        (unfinished / "README.md").write_text(card, encoding="utf-8")
+        _write_weights(unfinished, weights(config), read, dtype, track, most)
+        if out.exists():
+            out.rmdir()
+        unfinished.rename(out)
+    except OSError as error:
+        raise ExportError(f"can't write {out}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def shards(those: Sequence[Weight], size: int, most: int) -> list[list[Weight]]:
+    """In this order, files of at most `most` bytes; a value takes `size`."""
+    found: list[list[Weight]] = [[]]
+    used = 0
+    for weight in those:
+        if found[-1] and used + size * weight.size > most:
+            found.append([])
+            used = 0
+        found[-1].append(weight)
+        used += size * weight.size
+    return found
+
+
+def _write_weights(
+    folder: Path, those: Sequence[Weight], read: Read, dtype: str, track: Track, most: int
+) -> None:
+    kind = DTYPES[dtype]
+    files = shards(those, kind.itemsize, most)
+    of = {weight.name: number for number, file in enumerate(files) for weight in file}
+    names = _file_names(len(files))
+    waiting: dict[str, Tensor] = {}
+    for weight in track(those, "exporting", len(those)):
+        waiting[weight.name] = (
+            read(weight.stage, weight.first, weight.size).to(kind).reshape(weight.shape)
+        )
+        number = of[weight.name]
+        if weight == files[number][-1]:
+            save_file(waiting, folder / names[number], metadata={"format": "pt"})
+            _finish(folder / names[number])
+            waiting.clear()
+    if len(files) > 1:
+        count = sum(weight.size for weight in those)
+        total = {"total_parameters": count, "total_size": kind.itemsize * count}
+        where = {name: names[number] for name, number in sorted(of.items())}
+        _write_json(folder / INDEX, {"metadata": total, "weight_map": where})
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _write_tokenizer(folder: Path, vocabulary: Vocabulary, context: int) -> None:
+    shutil.copyfile(vocabulary.file, folder / TOKENIZER)
+    end = load_tokenizer(folder / TOKENIZER).id_to_token(vocabulary.end_of_document)
+    config = {
+        "clean_up_tokenization_spaces": False,
+        "eos_token": end,
+        "model_max_length": context,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    _write_json(folder / "tokenizer_config.json", config)
+    _write_json(folder / "special_tokens_map.json", {"eos_token": end})
+
+
+def _name(dtype: str) -> str:
+    return str(DTYPES[dtype]).removeprefix("torch.")
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _finish(path: Path) -> None:
+    """On disk, and to be read by those who may read the rest; it was for its owner only."""
+    path.chmod((path.parent / CONFIG).stat().st_mode)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

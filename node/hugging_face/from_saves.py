@@ -1,0 +1,106 @@
+"""The weights of a run's model, out of the saves of its stages."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planaria.node.data.corpus import CorpusError, read_index
+from planaria.node.hugging_face.card import model_card
+from planaria.node.hugging_face.export import TOKENIZER, ExportError, Vocabulary, export
+from planaria.node.report.progress import Track
+from planaria.node.run_file import RunFile
+from planaria.node.stage.shape import ModelConfig, model_config
+from planaria.node.state.regroup import RegroupError, choose, stages_of
+from planaria.node.state.saves import SaveFile
+from planaria.recovery.decide import Resume
+
+log = logging.getLogger("planaria")
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """The newest model that there is, stage by stage, in files that were found whole."""
+
+    config: ModelConfig
+    found: Resume
+    files: dict[int, SaveFile]  # by stage
+
+    def told(self) -> list[str]:
+        """What there is to say about it."""
+        return [] if self.found.exact else [f"not of one step: {self.found.reason}"]
+
+    def read(self, stage: int, first: int, count: int) -> Tensor:
+        """So many of the stage's flat weights, float32 [count]. Raises SaveError, OSError."""
+        chunks = list(self.files[stage].values("weights", first, count))
+        return torch.from_numpy(np.concatenate(chunks).view(np.float32))
+
+
+def saved_model(run: RunFile, saves: Sequence[SaveFile]) -> SavedModel:
+    """Of a resolved run, in as many stages as its saves are of. Reads all that it takes once, for
+    the checksums. Raises ExportError when a stage has none."""
+    config = model_config(run.model, run.model.vocabulary or 0)
+    try:
+        stages = stages_of(saves, config)
+        found, chosen = choose(saves, stages)
+    except RegroupError as error:
+        raise ExportError(str(error)) from error
+    missing = [stage for stage in range(stages + 1) if stage not in chosen]
+    if missing:
+        names = ", ".join(map(str, missing))
+        raise ExportError(
+            f"there is no save of stage {names}, and a model is all of its stages 0 to {stages}: "
+            "name the folders of the nodes that have had it"
+        )
+    return SavedModel(config, found, {stage: files[0] for stage, files in chosen.items()})
+
+
+def export_saves(
+    run: RunFile,
+    saves: Sequence[SaveFile],
+    summary: Mapping[str, Any],
+    out: Path,
+    data: Path | None,
+    dtype: str,
+    track: Track,
+) -> SavedModel:
+    """Writes the folder `out`. `summary`: what `summary.json` says, empty where there is none;
+    `data`: a prepared folder, with the tokenizer, if not where the run file says. Raises
+    ExportError, CorpusError, SaveError."""
+    model = saved_model(run, saves)
+    reason = "" if model.found.exact else model.found.reason
+    card = model_card(run, model.config, model.found.step, reason, summary)
+    export(out, model.config, model.read, _vocabulary(run, data), card, dtype, track)
+    return model
+
+
+def summary_in(folder: Path) -> dict[str, Any]:
+    """What a run of `planaria up` came to; empty while it isn't over."""
+    try:
+        found: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def _vocabulary(run: RunFile, data: Path | None) -> Vocabulary | None:
+    """Raises CorpusError when `data` is not what the run was trained on."""
+    path = data or Path(run.data.path)
+    try:
+        index = read_index(path)
+        if problem := index.misfit(run.data.content, run.model.vocabulary):
+            raise CorpusError(f"{path} {problem}")
+    except CorpusError as error:
+        if data is not None:
+            raise
+        log.warning("without a tokenizer: %s (--data DIR says where the data is)", error)
+        return None
+    return Vocabulary(path / TOKENIZER, index.end_of_document)

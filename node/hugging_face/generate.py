@@ -1,0 +1,93 @@
+"""Text that a model goes on with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from planaria.node.data.corpus import load_tokenizer
+from planaria.node.hugging_face.config import read_end
+from planaria.node.hugging_face.export import TOKENIZER
+from planaria.node.hugging_face.whole_model import WholeModel
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. Raises ValueError when it can't be."""
+
+    temperature: float = 0.8  # 0: always the likeliest
+    top_p: float = 0.95  # of the likeliest tokens that together have this share of the probability
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"--temperature {self.temperature:g}: a number from 0 on")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"--top-p {self.top_p:g}: a number above 0, and 1 at most")
+
+
+def generate(
+    next_logits: Callable[[Tensor], Tensor],
+    prompt: Sequence[int],
+    tokens: int,
+    context: int,
+    sampling: Sampling,
+    end: int | None = None,
+) -> Iterator[int]:
+    """Up to so many tokens that follow the prompt, until the document ends (`end`).
+
+    `next_logits`: int64 [1, T], T at most `context`, to float32 [vocabulary], of what follows the
+    last one. What doesn't fit into the context is forgotten from the front. Raises ValueError for
+    an empty prompt.
+    """
+    if not prompt:
+        raise ValueError("there is nothing to go on from: the prompt has no tokens")
+    generator = torch.Generator().manual_seed(sampling.seed)
+    known = list(prompt)
+    for _ in range(tokens):
+        logits = next_logits(torch.tensor([known[-context:]])).cpu()
+        token = choose(logits, sampling, generator)
+        if token == end:
+            return
+        known.append(token)
+        yield token
+
+
+def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """A token, of float32 [vocabulary]. Nucleus sampling (Holtzman et al., arXiv 1904.09751)."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    shares, tokens = torch.softmax(logits / sampling.temperature, 0).sort(descending=True)
+    before = shares.cumsum(0) - shares  # of all likelier ones
+    shares = torch.where(before < sampling.top_p, shares, 0.0)
+    return int(tokens[torch.multinomial(shares, 1, generator=generator)])
+
+
+def texts(
+    model: WholeModel, folder: Path, prompt: str, tokens: int, sampling: Sampling
+) -> Iterator[str]:
+    """What follows the prompt, piece by piece, as soon as it is known; after an empty one, a
+    document from its beginning. `folder`: the model's, with its tokenizer. Raises CorpusError."""
+    tokenizer, end = load_tokenizer(folder / TOKENIZER), read_end(folder)
+    known = tokenizer.encode(prompt, add_special_tokens=False).ids
+    if not known and end is not None:
+        known = [end]
+    if wrong := [token for token in known if token >= model.config.vocabulary]:
+        raise ValueError(
+            f"{folder / TOKENIZER} has token {wrong[0]}, and the model {model.config.vocabulary}"
+        )
+
+    def next_logits(context: Tensor) -> Tensor:
+        return model.logits(context)[0, -1]
+
+    written, said = list(known), tokenizer.decode(known)
+    for token in generate(next_logits, known, tokens, model.config.context, sampling, end):
+        written.append(token)
+        text = tokenizer.decode(written)
+        if not text.endswith("\ufffd"):  # a character may take several tokens
+            yield text[len(said) :]
+            said = text

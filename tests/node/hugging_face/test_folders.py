@@ -1,0 +1,238 @@
+"""Folders that transformers reads, and folders of transformers that are read here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from planaria.node.hugging_face.config import UnsupportedModelError
+from planaria.node.hugging_face.export import ExportError, Vocabulary, export, shards
+from planaria.node.hugging_face.layout import Weight, weights
+from planaria.node.hugging_face.whole_model import WholeModel
+from planaria.node.stage.model import build_stage
+from planaria.node.stage.shape import ModelConfig
+
+CPU = torch.device("cpu")
+GROUPED = ModelConfig(
+    vocabulary=97,
+    dim=48,
+    heads=6,
+    kv_heads=2,
+    layers=6,
+    stages=3,
+    context=24,
+    hidden=80,
+    rope_theta=500.0,
+    norm_eps=1e-5,
+    learning_rate=1e-3,
+)
+MULTI_HEAD = replace(GROUPED, kv_heads=6, rope_theta=10_000.0)
+CONFIGS = pytest.mark.parametrize(
+    "config", [MULTI_HEAD, GROUPED], ids=["multi-head", "grouped-query"]
+)
+FILE = 100_000
+"""Bytes of a shard: there are several."""
+
+
+def some_weights(config: ModelConfig) -> dict[int, torch.Tensor]:
+    """The stages' flat weights, which aren't initial ones: these leave attention nearly uniform."""
+    generator = torch.Generator().manual_seed(4)
+    flat = {}
+    for stage in range(config.stages + 1):
+        parameters = list(build_stage(config, stage, seed=0).parameters())
+        for parameter in parameters:
+            with torch.no_grad():
+                if parameter.dim() == 1:
+                    parameter.uniform_(0.5, 1.5, generator=generator)
+                else:
+                    parameter.mul_(8.0)
+        flat[stage] = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    return flat
+
+
+def exported(folder: Path, config: ModelConfig, **how: Any) -> dict[int, torch.Tensor]:
+    flat = some_weights(config)
+
+    def read(stage: int, first: int, count: int) -> torch.Tensor:
+        return flat[stage][first : first + count]
+
+    export(folder, config, read, how.pop("vocabulary", None), "# a model\n", **how)
+    return flat
+
+
+def some_tokens(config: ModelConfig, length: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(config.vocabulary, (2, length), generator=generator)
+
+
+def transformers_model(config: ModelConfig) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM  # five seconds, at every worker
+
+    torch.manual_seed(1)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocabulary,
+            hidden_size=config.dim,
+            intermediate_size=config.hidden,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.kv_heads,
+            max_position_embeddings=config.context,
+            rms_norm_eps=config.norm_eps,
+            rope_theta=config.rope_theta,
+            bos_token_id=None,
+            eos_token_id=None,
+            initializer_range=0.2,
+        )
+    ).eval()
+
+
+@CONFIGS
+@pytest.mark.parametrize("length", [24, 7])
+def test_what_is_exported_gives_the_same_logits_in_transformers(tmp_path, config, length) -> None:
+    from transformers import AutoModelForCausalLM
+
+    exported(tmp_path / "out", config, most=FILE)
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
+    tokens = some_tokens(config, length)
+    loaded, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(told.values()), told
+    with torch.no_grad():
+        wanted = loaded.eval()(tokens).logits
+    assert loaded.dtype == torch.float32
+    assert wanted.std() > 0.5
+    got = WholeModel.load(tmp_path / "out", CPU).logits(tokens)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
+
+
+@CONFIGS
+def test_names_shapes_and_config_are_those_that_transformers_writes(tmp_path, config) -> None:
+    from safetensors import safe_open
+
+    exported(tmp_path / "ours", config)
+    theirs = transformers_model(config)
+    theirs.save_pretrained(tmp_path / "theirs")
+    found = []
+    for folder in ("ours", "theirs"):
+        with safe_open(tmp_path / folder / "model.safetensors", framework="pt") as file:
+            names = file.keys()
+            found.append({name: file.get_slice(name).get_shape() for name in names})
+    assert found[0] == found[1]
+    said = {
+        name: json.loads((tmp_path / name / "config.json").read_text())
+        for name in ("ours", "theirs")
+    }
+    del said["theirs"]["transformers_version"]
+    said["theirs"]["initializer_range"] = said["ours"]["initializer_range"]
+    assert said["theirs"].items() <= said["ours"].items()
+
+
+@CONFIGS
+def test_a_model_of_transformers_gives_its_logits_and_loss_here(tmp_path, config) -> None:
+    reference = transformers_model(config)
+    reference.save_pretrained(tmp_path, max_shard_size="100KB")
+    tokens = some_tokens(config, 24)
+    with torch.no_grad():
+        wanted = reference(tokens, labels=tokens)
+    model = WholeModel.load(tmp_path, CPU)
+    torch.testing.assert_close(model.logits(tokens), wanted.logits, rtol=0, atol=1e-4)
+    assert model.loss(tokens) / (2 * 23) == pytest.approx(wanted.loss.item(), abs=1e-4)
+
+
+def test_in_bfloat16_it_is_half_as_large(tmp_path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    flat = exported(tmp_path / "half", GROUPED, dtype="bf16")
+    exported(tmp_path / "whole", GROUPED)
+    half, whole = (
+        (tmp_path / name / "model.safetensors").stat().st_size for name in ("half", "whole")
+    )
+    assert 0.5 < half / whole < 0.51
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    assert loaded.dtype == torch.bfloat16
+    norm = loaded.state_dict()["model.norm.weight"]
+    weight = next(w for w in weights(GROUPED) if w.name == "model.norm.weight")
+    kept = flat[0][weight.first : weight.first + weight.size]
+    assert torch.equal(norm, kept.bfloat16())
+
+
+def test_each_weight_is_in_one_place() -> None:
+    those = weights(GROUPED)
+    assert len({weight.name for weight in those}) == len(those)
+    for stage in range(GROUPED.stages + 1):
+        at = 0
+        for weight in sorted((w for w in those if w.stage == stage), key=lambda w: w.first):
+            assert weight.first == at
+            at += weight.size
+        assert at == GROUPED.parameters[bool(stage)]
+
+
+def test_a_file_of_weights_is_no_larger_than_it_may_be_unless_a_tensor_is() -> None:
+    those = [Weight(str(n), 0, 0, (count,)) for n, count in enumerate((3, 1, 9, 2, 2, 2))]
+    sizes = [[weight.size for weight in file] for file in shards(those, 4, 16)]
+    assert sizes == [[3, 1], [9], [2, 2], [2]]
+
+
+def test_the_tokenizer_goes_along(tmp_path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = Tokenizer(WordLevel({"<end>": 0, "a": 1, "b": 2, "?": 3}, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(tmp_path / "mine.json"))
+    exported(tmp_path / "out", GROUPED, vocabulary=Vocabulary(tmp_path / "mine.json", 0))
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert loaded("b a b")["input_ids"] == [2, 1, 2]
+    assert (loaded.eos_token, loaded.eos_token_id) == ("<end>", 0)
+    assert loaded.model_max_length == GROUPED.context
+    assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 0
+
+
+def test_a_folder_that_is_taken_stays_as_it_is(tmp_path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(ExportError, match="is there already: choose another folder"):
+        exported(tmp_path, GROUPED)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_what_fails_half_way_leaves_nothing(tmp_path) -> None:
+    def read(stage: int, first: int, count: int) -> torch.Tensor:
+        if stage == 2:
+            raise RuntimeError("gone")
+        return torch.zeros(count)
+
+    with pytest.raises(RuntimeError, match="gone"):
+        export(tmp_path / "out", GROUPED, read, None, "", most=FILE)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"model_type": "gpt2"}, 'model_type = "gpt2"'),
+        ({"attention_bias": True}, "attention_bias = true"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "RoPE scaled .llama3."),
+        ({"head_dim": 16}, "head_dim = 16, not 48 / 6"),
+        ({"vocab_size": None}, "is no model's"),
+        ({"num_hidden_layers": 7}, r"contain tensor model\.layers\.6\."),
+        ({"vocab_size": 98}, r"has shape \[97, 48\] instead of \[98, 48\]"),
+    ],
+)
+def test_a_model_that_cannot_be_used_is_refused_with_what_it_has(tmp_path, changed, why) -> None:
+    exported(tmp_path / "out", GROUPED)
+    path = tmp_path / "out/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(UnsupportedModelError, match=why):
+        WholeModel.load(tmp_path / "out", CPU)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path) -> None:
+    with pytest.raises(UnsupportedModelError, match="planaria export"):
+        WholeModel.load(tmp_path, CPU)

@@ -1,0 +1,68 @@
+"""What is chosen as the next token, and when to end."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from planaria.node.hugging_face.generate import Sampling, choose, generate
+
+LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+
+
+def drawn(sampling: Sampling, times: int = 400) -> Counter[int]:
+    generator = torch.Generator().manual_seed(sampling.seed)
+    return Counter(choose(LOGITS, sampling, generator) for _ in range(times))
+
+
+def test_without_temperature_it_is_the_likeliest() -> None:
+    assert drawn(Sampling(temperature=0)) == {0: 400}
+
+
+def test_of_the_likeliest_tokens_as_many_as_have_the_share() -> None:
+    assert drawn(Sampling(1.0, top_p=0.5)).keys() == {0}
+    assert drawn(Sampling(1.0, top_p=0.6)).keys() == {0, 1}
+    found = drawn(Sampling(1.0, top_p=1.0))
+    assert found.keys() == {0, 1, 2, 3}
+    assert 160 < found[0] < 240
+    assert drawn(Sampling(4.0, 1.0))[3] > found[3]
+
+
+def test_the_same_seed_gives_the_same_tokens_and_what_is_too_long_is_forgotten() -> None:
+    asked = []
+
+    def next_logits(tokens: torch.Tensor) -> torch.Tensor:
+        asked.append(tokens.tolist()[0])
+        return LOGITS
+
+    sampling = Sampling(1.0, 1.0, seed=5)
+    first = list(generate(next_logits, [3, 3], 8, 4, sampling))
+    assert len(first) == 8
+    assert asked[0] == [3, 3]
+    assert asked[-1] == first[3:7]
+    assert first == list(generate(next_logits, [3, 3], 8, 4, sampling))
+    assert first != list(generate(next_logits, [3, 3], 8, 4, Sampling(1.0, 1.0, seed=6)))
+
+
+def test_the_end_of_the_document_ends_it() -> None:
+    tokens = iter([1, 2, 0, 1])
+
+    def next_logits(known: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(torch.tensor(next(tokens)), 4).float()
+
+    assert list(generate(next_logits, [3], 8, 4, Sampling(temperature=0), end=0)) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.1}]
+)
+def test_what_cannot_be_sampled_by_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="--t"):
+        Sampling(**wrong)
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match="prompt has no tokens"):
+        list(generate(lambda _: LOGITS, [], 1, 4, Sampling()))
