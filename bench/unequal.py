@@ -29,12 +29,12 @@ from planaria.node.run_file import RunFile, loads, override
 TEXT = Path(__file__).parent.parent / "corpus" / "austen"
 STAGES = 5
 TURN = 0.005  # seconds that the slow node runs at a time
-STILL = 2.4
+STILL = 2.6
 """Seconds that it stands still for each that it runs. Being stopped costs more than that time (its
 caches are cold, its neighbour on the same physical core goes on): it is a quarter as fast."""
 ROUNDS = 3
 SECONDS = 40.0  # at least, from the end of the first steps on
-UNMEASURED = 2  # steps
+UNMEASURED = 1  # steps
 GOAL = 0.85
 RUN = f"""
 name = "unequal"
@@ -45,8 +45,8 @@ stages = {STAGES}
 layers = {2 * STAGES}
 context = 128
 [training]
-batch = 32
-microbatch = 1
+batch = 64
+microbatch = 2
 validation_microbatches = 0
 [swarm]
 start_grace = 2
