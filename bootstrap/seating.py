@@ -114,8 +114,8 @@ def _twin(sitters: Sequence[Sitter], stage: int, stages: int, why: str) -> Taken
 
 
 def _relief(nodes: dict[str, Sitter]) -> Iterator[Taken]:
-    """Standbys and surplus replicas for who sits alone at several stages; what is yielded has been
-    taken when the next one is looked for."""
+    """Standbys for who sits alone at several stages, and replicas of stages that somebody else
+    serves who has no other; what is yielded has been taken when the next one is looked for."""
     for crowded in list(nodes.values()):
         for stage in sorted(crowded.stages, reverse=True):  # 0, where it may drive, comes last
             there = list(nodes.values())
@@ -123,9 +123,17 @@ def _relief(nodes: dict[str, Sitter]) -> Iterator[Taken]:
             if len(alone) < 2 or stage not in alone or not crowded.stays:
                 continue
             why = f"stage {stage} is served by {crowded.node} alone, which has others"
-            able = [one for one in there if one.stays and stage in one.fits]
+            able = [
+                one for one in there if one.stays and stage in one.fits and _is_spared(one, there)
+            ]
             if (taken := _idle(able, there, stage, why)) is not None:
                 yield taken
+
+
+def _is_spared(one: Sitter, sitters: Sequence[Sitter]) -> bool:
+    """Whether it serves no stage, or one whose state another node has that serves no other."""
+    single = (s for s in sitters if s.node != one.node and s.stays and len(s.stages) == 1)
+    return not one.stages or any(one.stages <= other.holds for other in single)
 
 
 def _find(

@@ -247,6 +247,10 @@ class Attempting:
         takeover.seat = takeover.choose(view, known, self.holders(takeover))
         return takeover.seat
 
+    def begins_anew_with(self, view: Mapping[str, int]) -> bool:
+        """Whether who is at the stage now had joined it before, and waits for the next attempt."""
+        return self.takeover is not None and self.takeover.stage in view.values()
+
     def awaited_seat(self) -> str:
         """Who has a lost one's seat, and no part in the attempt yet."""
         return self.takeover.seat if self.takeover is not None else ""

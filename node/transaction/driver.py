@@ -268,6 +268,8 @@ class Driver:
         match self.current:
             case Attempting() as attempt if attempt.needs_seat(stay):
                 former, seat = attempt.awaited_seat(), attempt.choose_seat(stay, known)
+                if not seat and attempt.begins_anew_with(stay):
+                    return None
                 if not seat:  # a newcomer may have it soon
                     self.members = {n: s for n, s in self.members.items() if n != former}
                     return effects + self._greetings(coming)

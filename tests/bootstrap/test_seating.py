@@ -116,6 +116,15 @@ def test_who_took_a_second_seat_in_a_hurry_is_relieved_of_one_by_a_surplus_repli
     assert returned == Returned("b", 2, "d serves stage 2, too, and has fewer seats")
 
 
+def test_who_relieves_another_one_stays_there_while_it_copies() -> None:
+    full, moved = sitter("a", 0), replace(sitter("c", 3), holds=frozenset())
+    there = [full, sitter("b", 1, 2, 3, room=3), moved]
+    assert assign(there, STAGES, policy="redundant") == []
+    assert assign([*there[:2], sitter("c", 3)], STAGES, policy="redundant") == [
+        Returned("b", 3, "c serves stage 3, too, and has fewer seats")
+    ]
+
+
 @st.composite
 def swarms(draw: st.DrawFn) -> list[Sitter]:
     found = []
@@ -172,6 +181,14 @@ def test_no_stage_stays_vacant_no_last_state_is_dropped_and_nobody_moves_twice(
     again = assign(there, STAGES, policy=policy)
     relief = "which has others"  # of who has several seats alone, when seats were given back
     assert all(relief in change.why for change in again if isinstance(change, Taken))
+
+
+@given(swarms(), st.sampled_from(["redundant", "snapshot"]))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_it_settles_while_nobody_gets_any_state(sitters: list[Sitter], policy: Policy) -> None:
+    for _ in range(12):
+        sitters = after(sitters, assign(sitters, STAGES, policy=policy))
+    assert assign(sitters, STAGES, policy=policy) == []
 
 
 @given(swarms(), st.sampled_from(["redundant", "snapshot"]))

@@ -125,6 +125,14 @@ def test_a_newcomer_that_has_the_seat_a_little_later_enters_likewise() -> None:
     assert [source.node for source in sync.sync.sources] == ["b/1"]
 
 
+def test_who_had_joined_the_stage_before_it_lost_its_last_node_waits_for_the_next_attempt() -> None:
+    told = in_second_step()
+    assert sent(told.views({**ONE_EACH, "e/2": 2}), "query").keys() == {"e/2"}
+    effects = told.views({"a": 0, "b/1": 1, "d/3": 3, "e/2": 2})
+    assert len(events(effects, Aborted)) == 1
+    assert "e/2" in sent(effects, "query")
+
+
 def test_a_seat_that_nobody_takes_is_waited_for_no_longer() -> None:
     told = in_second_step()
     told.driver.link_lost("c/2", "silent", told.now)
