@@ -155,13 +155,15 @@ def working(run: RunFile, config: ModelConfig, stage: int) -> int:
 
 
 def _frames_kept(run: RunFile, config: ModelConfig, stage: int, replicas: Sequence[int]) -> int:
-    """What was sent in a step to stages with replicas (node/transaction/attempt.py): activations to
-    the next stage, gradients to the one before; with swapped orders to any."""
+    """What was sent in a step to stages with replicas, or twins (node/transaction/attempt.py):
+    activations to the next stage, gradients to the one before; with swapped orders to any."""
     ring = config.stages + 1
     swapped = run.recovery.policy == "checkfree+" and max(replicas) > 1
     size = 0
     for way, each in zip((1, -1), _crossing(run, config), strict=True):
-        if swapped or replicas[(stage + way) % ring] > 1:
+        other = (stage + way) % ring
+        has_twin = run.recovery.policy == "redundant" and other > 0
+        if swapped or has_twin or replicas[other] > 1:
             size += each
     return size * _share(run, replicas[stage])
 

@@ -380,7 +380,7 @@ class Driver:
             if self.doubts.distrusted:  # they are to know before anything is committed without them
                 names = ", ".join(sorted(self.doubts.distrusted))
                 return effects + self._gather(f"{names} copies its state anew", now)
-        if not vacant:
+        if not (vacant or self.finished):
             syncs = syncs or copy_twins(gathering, self.rules)
         if syncs:
             return effects + self._wait_for_state(gathering, syncs, now)
