@@ -258,19 +258,18 @@ def read_plan(folder: Path) -> SwarmPlan:
         run = load(out / RUN_FILE)
     except RunFileError as error:
         raise SwarmError(
-            f"nothing can be resumed from {folder}: {error}\nA run goes on with the very run file "
-            "that it began with. If an older planaria wrote this one, resume with that planaria"
+            f"the run in {folder} can't be used: {error}\nA run goes on with the very run file "
+            "that it began with. If an older planaria wrote this one, go on with that planaria"
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SwarmError(
-            f"nothing can be resumed from {folder}: {PLAN} there, or the run file that it names, "
-            f"can't be read ({error}). Name the folder that `planaria up` wrote (--out), or its "
-            "--save-dir"
+            f"there is no run in {folder}: {PLAN} there, or the run file that it names, can't be "
+            f"read ({error}). Name the folder that `planaria up` wrote (--out), or its --save-dir"
         ) from error
     plan = SwarmPlan(run, out, None if saves is None else Path(saves), device)
     if saves is None and not run.recovery.checkpoint.dir:
         raise SwarmError(
-            f"nothing can be resumed from {folder}: the run was started without --save-dir, and "
+            f"the run in {folder} has kept nothing: it was started without a folder for saves, and "
             "its policy writes no checkpoints"
         )
     return plan

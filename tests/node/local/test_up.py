@@ -101,12 +101,12 @@ def test_a_plan_is_found_from_either_folder(tmp_path):
 
 
 def test_what_cannot_be_resumed_says_why(tmp_path):
-    with pytest.raises(SwarmError, match="nothing can be resumed"):
+    with pytest.raises(SwarmError, match=r"there is no run in .* Name the folder"):
         read_plan(tmp_path)
     plan = SwarmPlan(RUN, tmp_path / "out", None, "cpu")
     claim(plan)
     write_plan(plan)
-    with pytest.raises(SwarmError, match="without --save-dir"):
+    with pytest.raises(SwarmError, match="has kept nothing: it was started without"):
         read_plan(tmp_path / "out")
 
 
@@ -115,7 +115,7 @@ def test_a_run_of_an_older_planaria_is_resumed_with_that(tmp_path):
     claim(plan)
     write_plan(plan)
     (tmp_path / "out" / "run.toml").write_text("[recovery]\nrelearn_passes = 2\n")
-    said = "passes in .recovery.relearn.(.|\n)*resume with that planaria"
+    said = "passes in .recovery.relearn.(.|\n)*go on with that planaria"
     with pytest.raises(SwarmError, match=said):
         read_plan(tmp_path / "saves")
 
