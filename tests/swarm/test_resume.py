@@ -35,13 +35,14 @@ def test_in_other_stages_and_nodes_it_goes_on_as_if_nothing_had_happened(up, tmp
     through = up(RUN)
     assert through.finish()[0] == 0
     saves = tmp_path / "saves"
-    swarm = up(RUN, "--save-dir", str(saves))
+    at_once = ["--seats", "1"]  # who is told to end waits for nobody who could take its seat
+    swarm = up(RUN, "--save-dir", str(saves), *at_once)
     out = swarm.out
     swarm.wait_until("step 8", lambda: swarm.committed() >= 8)
     swarm.end(signal.SIGTERM)
     (saves / "1.0").rename(saves / "1.5")
 
-    swarm = up(out, "--stages", "4")
+    swarm = up(out, "--stages", "4", *at_once)
     swarm.wait_until("step 24", lambda: swarm.committed() >= 24)
     swarm.end(signal.SIGTERM)
 

@@ -94,6 +94,7 @@ def test_nodes_come_and_go_as_a_spot_trace_has_it(up, tmp_path):
     trace = tmp_path / "spot.csv"
     trace.write_text("0,add,a\n0,add,b\n9,add,c\n20000,remove,b\n40000,add,d\n")
     swarm = up(small(stages=2, steps=100_000), "--trace", str(trace), "--speedup", "10")
+    swarm.wait_until("who comes", lambda: len(swarm.events("started")) == 5)
     swarm.wait_until("the rebuild", lambda: swarm.events("rebuilt"))
     step = swarm.events("rebuilt")[-1]["step"]
     swarm.wait_until("more steps", lambda: swarm.committed() > step + 2)
