@@ -130,7 +130,8 @@ async def test_the_last_node_of_a_stage_that_hangs_is_named_at_once_and_comes_ba
 async def test_a_node_with_room_copies_the_state_of_the_last_node_of_a_stage_that_hangs(
     corpus, tmp_path, hang
 ):
-    run = override(PAIRS, swarm__replicas=1)
+    # Patience for a machine that stands still for some seconds, after which a hang is told anew.
+    run = override(PAIRS, swarm__replicas=1, swarm__progress=20)
     async with LocalSwarm(run, corpus, tmp_path, room=2) as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
         sick, others = swarm.nodes[2, 0][0], [n for n, _ in swarm.nodes.values()]
