@@ -154,6 +154,11 @@ def test_help_loads_no_heavy_module(arguments):
     assert shown.stdout.splitlines()[-1] == "[]", shown.stderr
 
 
+def test_a_swarm_that_begins_has_no_need_of_torch_but_in_its_nodes():
+    code = "import sys, planaria.node.local.swarm; print('torch' in sys.modules)"
+    assert python("-c", code).stdout == "False\n"
+
+
 def test_the_package_itself_loads_nothing():
     code = "import sys; old = set(sys.modules); import planaria; print(set(sys.modules) - old)"
     assert python("-c", code).stdout == "{'planaria'}\n"

@@ -7,6 +7,9 @@ counts, whoever had it.
 A run that goes on with other numbers has another run file, so it is another run to registry and
 nodes. What it needs of the one before is written beside what that has, under its own name; with its
 run file in place, and not before, it is the run of the folder.
+
+Whatever reads saves loads torch, which takes seconds: here only where a run goes on, not where one
+begins.
 """
 
 from __future__ import annotations
@@ -16,17 +19,18 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from planaria.bootstrap.journal import Journal, JournalError
 from planaria.bootstrap.registry_pb2 import View
 from planaria.node.local.losses import stage_of
 from planaria.node.resolve import resolve, run_id
 from planaria.node.run_file import RunFile, dumps, override
-from planaria.node.state.regroup import RegroupError, choose, regroup
-from planaria.node.state.saves import Contents, SaveFile, Saves, find_saves
 from planaria.node.state.stage_state import SaveError
 from planaria.recovery.decide import Resume
+
+if TYPE_CHECKING:
+    from planaria.node.state.saves import SaveFile, Saves
 
 RUN_FILE, JOURNAL = "run.toml", "registry.journal"
 ALL: Final = 10**6
@@ -64,6 +68,8 @@ class Kept(NamedTuple):
 
     def find(self) -> list[SaveFile]:
         """All that there is of the run. Raises ResumeError."""
+        from planaria.node.state.saves import find_saves
+
         folders = [folder for folder in (self.saves, self.checkpoints) if folder is not None]
         if not any(any((*f.glob("stage-*"), *f.glob("*/stage-*"))) for f in folders):
             where = " and ".join(map(str, folders))
@@ -119,6 +125,8 @@ def put_in_place(kept: Kept, slots: Sequence[str]) -> list[str]:
     """Where none of the processes that are to be in `slots`, STAGE.REPLICA, has what its stage goes
     on from, but another folder has, it is copied to one of theirs. Returns what was, in sentences.
     Raises ResumeError."""
+    from planaria.node.state.regroup import choose
+
     found = kept.find()
     if not found:
         return ["nothing was saved before the run ended: it begins anew"]
@@ -136,6 +144,8 @@ def put_in_place(kept: Kept, slots: Sequence[str]) -> list[str]:
 def take_over(before: Kept, kept: Kept, slots: Sequence[str]) -> Resume:
     """Makes `kept` the run of the folder, which goes on with what `before` has saved; returns with
     what. Raises ResumeError; then the folder is still that of `before`."""
+    from planaria.node.state.regroup import regroup
+
     found = before.find()
     if not found:
         raise ResumeError(
@@ -160,6 +170,8 @@ def take_over(before: Kept, kept: Kept, slots: Sequence[str]) -> Resume:
 
 
 def _open(kept: Kept, folder: Path, stage: int) -> Saves:
+    from planaria.node.state.saves import Contents, Saves
+
     return Saves(folder, kept.id, stage, ALL, Contents.of(kept.run.model.config, stage))
 
 
@@ -182,6 +194,8 @@ def _replace(path: Path, text: str) -> None:
 @contextmanager
 def _refusing() -> Iterator[None]:
     """What goes wrong with files is told with what it was good for."""
+    from planaria.node.state.regroup import RegroupError
+
     try:
         yield
     except (RegroupError, SaveError, JournalError) as error:
