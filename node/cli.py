@@ -498,9 +498,9 @@ def export_command(
             raise ExportError("with several folders, say by --run whose saves are in them")
         with tracking("tensors") as track:
             model = export_saves(run, saves, summary, out, data, dtype.value, track)
-    for sentence in model.told():
-        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"{out} has the model of step {model.found.step}", soft_wrap=True)
+    if model.doubt:
+        console.print(model.doubt, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{out} has the model of step {model.step}", soft_wrap=True)
 
 
 @app.command("generate")

@@ -30,14 +30,14 @@ model = AutoModelForCausalLM.from_pretrained("FOLDER")
 
 
 def model_card(
-    run: RunFile, config: ModelConfig, step: int, reason: str, summary: Mapping[str, Any]
+    run: RunFile, config: ModelConfig, step: int, doubt: str, summary: Mapping[str, Any]
 ) -> str:
-    """`reason`: why its stages are of one step, or that they are not; `summary`: what
+    """`doubt`: why it isn't the model as it was at the step, empty when it is; `summary`: what
     `summary.json` of the run says, empty where there is none."""
     first, body = config.parameters
     training = run.training
     rows = {
-        "steps": f"{step} of {run.steps}" + (f" ({reason})" if reason else ""),
+        "steps": f"{step} of {run.steps}" + (f" ({doubt})" if doubt else ""),
         "tokens": f"{step * training.batch * config.context:,}",
         "batch": f"{training.batch} samples of {config.context} tokens",
         "data": f"content {run.data.content or 'unknown'}",

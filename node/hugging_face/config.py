@@ -24,7 +24,7 @@ ALWAYS: dict[str, Any] = {
 """What is so in each of our models."""
 
 
-class UnsupportedModelError(ValueError):
+class UnsupportedModelError(Exception):
     """A checkpoint that can't be used here; the message says what it has that we don't."""
 
 
@@ -66,8 +66,8 @@ def read_config(folder: Path) -> ModelConfig:
             if key not in ("architectures", "initializer_range", "pretraining_tp", "use_cache")
             and said.get(key, value) != value
         ]
-        if rope.get("rope_type", rope.get("type", "default")) != "default":
-            strange.append(f"RoPE scaled ({rope['rope_type']})")
+        if (scaling := rope.get("rope_type", rope.get("type", "default"))) != "default":
+            strange.append(f"RoPE scaled ({scaling})")
         heads, dim = int(said["num_attention_heads"]), int(said["hidden_size"])
         if (head_dim := said.get("head_dim") or dim // heads) != dim // heads:
             strange.append(f"head_dim = {head_dim}, not {dim} / {heads}")
@@ -86,8 +86,6 @@ def read_config(folder: Path) -> ModelConfig:
             norm_eps=float(said.get("rms_norm_eps", 1e-6)),
             learning_rate=1.0,
         )
-    except UnsupportedModelError:
-        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UnsupportedModelError(
             f"{path} is no model's: {type(error).__name__}: {error}"

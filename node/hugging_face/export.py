@@ -27,6 +27,7 @@ from planaria.node.stage.shape import ModelConfig
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SHARD: Final = 256 << 20
 """Bytes of a file of weights, at most, unless one tensor alone is larger."""
+ONE_FILE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 TOKENIZER: Final = "tokenizer.json"
 
@@ -122,7 +123,7 @@ def _write_weights(
 
 def _file_names(count: int) -> list[str]:
     if count == 1:
-        return ["model.safetensors"]
+        return [ONE_FILE]
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 

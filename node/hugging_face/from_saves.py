@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,8 @@ from planaria.node.hugging_face.export import TOKENIZER, ExportError, Vocabulary
 from planaria.node.report.progress import Track
 from planaria.node.run_file import RunFile
 from planaria.node.stage.shape import ModelConfig, model_config
-from planaria.node.state.regroup import RegroupError, choose, stages_of
+from planaria.node.state.regroup import RegroupError, choose, of_one_run, stages_of
 from planaria.node.state.saves import SaveFile
-from planaria.recovery.decide import Resume
 
 log = logging.getLogger("planaria")
 
@@ -31,12 +30,9 @@ class SavedModel:
     """The newest model that there is, stage by stage, in files that were found whole."""
 
     config: ModelConfig
-    found: Resume
+    step: int
+    doubt: str  # why it isn't the model as it was at that step; empty when it is
     files: dict[int, SaveFile]  # by stage
-
-    def told(self) -> list[str]:
-        """What there is to say about it."""
-        return [] if self.found.exact else [f"not of one step: {self.found.reason}"]
 
     def read(self, stage: int, first: int, count: int) -> Tensor:
         """So many of the stage's flat weights, float32 [count]. Raises SaveError, OSError."""
@@ -46,9 +42,10 @@ class SavedModel:
 
 def saved_model(run: RunFile, saves: Sequence[SaveFile]) -> SavedModel:
     """Of a resolved run, in as many stages as its saves are of. Reads all that it takes once, for
-    the checksums. Raises ExportError when a stage has none."""
+    the checksums. Raises ExportError when a stage has none, or saves are of several runs."""
     config = model_config(run.model, run.model.vocabulary or 0)
     try:
+        saves = of_one_run(saves)
         stages = stages_of(saves, config)
         found, chosen = choose(saves, stages)
     except RegroupError as error:
@@ -60,7 +57,12 @@ def saved_model(run: RunFile, saves: Sequence[SaveFile]) -> SavedModel:
             f"there is no save of stage {names}, and a model is all of its stages 0 to {stages}: "
             "name the folders of the nodes that have had it"
         )
-    return SavedModel(config, found, {stage: files[0] for stage, files in chosen.items()})
+    return SavedModel(
+        replace(config, stages=stages),
+        found.step,
+        "" if found.exact else found.reason,
+        {stage: files[0] for stage, files in chosen.items()},
+    )
 
 
 def export_saves(
@@ -76,8 +78,7 @@ def export_saves(
     `data`: a prepared folder, with the tokenizer, if not where the run file says. Raises
     ExportError, CorpusError, SaveError."""
     model = saved_model(run, saves)
-    reason = "" if model.found.exact else model.found.reason
-    card = model_card(run, model.config, model.found.step, reason, summary)
+    card = model_card(run, model.config, model.step, model.doubt, summary)
     export(out, model.config, model.read, _vocabulary(run, data), card, dtype, track)
     return model
 

@@ -11,12 +11,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from planaria.node.hugging_face.config import UnsupportedModelError, read_config
-from planaria.node.hugging_face.export import INDEX
+from planaria.node.hugging_face.export import INDEX, ONE_FILE
 from planaria.node.hugging_face.layout import Weight, weights
 from planaria.node.stage.model import BodyStage, EmbeddingStage, rope_tables
 from planaria.node.stage.shape import ModelConfig
-
-ONE_FILE = "model.safetensors"
 
 
 class WholeModel:
@@ -45,8 +43,6 @@ class WholeModel:
                 module: nn.Module = model._body if weight.stage else model._ends
                 module.get_parameter(weight.name.removeprefix("model.")).data.copy_(tensor)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
-            if isinstance(error, UnsupportedModelError):
-                raise
             raise UnsupportedModelError(
                 f"{folder} holds no model that can be read: {error}. Name a folder that `planaria "
                 "export` has written"

@@ -161,15 +161,15 @@ def regroup(
     return found
 
 
-def of_one_run(saves: Sequence[SaveFile], but: str) -> list[SaveFile]:
+def of_one_run(saves: Sequence[SaveFile], but: str = "") -> list[SaveFile]:
     """All but those of the run `but`, whose folders may be among the others. Raises RegroupError
     for none, and for saves of several runs."""
     found = [save for save in saves if save.run != but]
     runs = sorted({save.run for save in found})
     if not runs:
         raise RegroupError(
-            f"there is no save of another run than {but}: name folders as --save-dir had them, in "
-            "which there are stage-0, stage-1, ..."
+            f"there is no save{f' of another run than {but}' if but else ''}: name folders as "
+            "--save-dir had them, in which there are stage-0, stage-1, ..."
         )
     if len(runs) > 1:
         where = ", ".join(

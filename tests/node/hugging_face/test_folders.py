@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +18,9 @@ from planaria.node.hugging_face.layout import Weight, weights
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.stage.model import build_stage
 from planaria.node.stage.shape import ModelConfig
+from tests.node.stage.shapes import GROUPED, MULTI_HEAD
 
 CPU = torch.device("cpu")
-GROUPED = ModelConfig(
-    vocabulary=97,
-    dim=48,
-    heads=6,
-    kv_heads=2,
-    layers=6,
-    stages=3,
-    context=24,
-    hidden=80,
-    rope_theta=500.0,
-    norm_eps=1e-5,
-    learning_rate=1e-3,
-)
-MULTI_HEAD = replace(GROUPED, kv_heads=6, rope_theta=10_000.0)
 CONFIGS = pytest.mark.parametrize(
     "config", [MULTI_HEAD, GROUPED], ids=["multi-head", "grouped-query"]
 )

@@ -15,21 +15,7 @@ from planaria.node.run_file import ModelSection
 from planaria.node.stage import model, shape
 from planaria.node.stage.model import BodyStage, EmbeddingStage
 from planaria.node.stage.shape import ModelConfig
-
-GROUPED = ModelConfig(
-    vocabulary=97,
-    dim=48,
-    heads=6,
-    kv_heads=2,
-    layers=6,
-    stages=3,
-    context=24,
-    hidden=80,
-    rope_theta=500.0,
-    norm_eps=1e-5,
-    learning_rate=1e-3,
-)
-MULTI_HEAD = replace(GROUPED, kv_heads=6, rope_theta=10_000.0)
+from tests.node.stage.shapes import GROUPED, MULTI_HEAD
 
 
 def build(config: ModelConfig, seed: int = 0) -> tuple[EmbeddingStage, list[BodyStage]]:

@@ -1,0 +1,62 @@
+"""Saves of small models, in folders as the nodes of a run have them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from planaria.node.stage.shape import ModelConfig
+from planaria.node.state.saves import SaveFile, Saves, find_saves
+from planaria.node.state.stage_state import StageState, StateId
+from planaria.node.wire import stage_pb2 as pb
+
+
+def model(layers: int, stages: int, **changes: int) -> ModelConfig:
+    figures = {
+        "vocabulary": 11,
+        "dim": 4,
+        "heads": 2,
+        "kv_heads": 1,
+        "context": 4,
+        "hidden": 6,
+        "layers": layers,
+        "stages": stages,
+        **changes,
+    }
+    return ModelConfig(**figures, rope_theta=1e4, norm_eps=1e-5, learning_rate=1e-3)
+
+
+def state(config: ModelConfig, stage: int, step: int = 8, **changes: Any) -> StageState:
+    """Weights that follow from (seed, stage, layer), and moments of none but this stage."""
+    first, body = config.parameters
+    size = body if stage else first
+    drawn = torch.Generator().manual_seed(100 * step + stage)
+    scales = [1.0] * (config.stages + 1)
+    last = pb.Commit(
+        step=step, ballot=pb.Ballot(view=2, attempt=step), clip_scale=scales, lr_scale=scales
+    )
+    names = ("weights", "first_moment", "second_moment")
+    made = StageState(
+        id=StateId.after(last, stage, 1, step),
+        tensors={name: torch.rand(size, generator=drawn) for name in names},
+        omega=1.0 + stage,
+        boosted_at=0,
+        last=last,
+        optimizer_step=step,
+    )
+    return replace(made, **changes)
+
+
+def saved(
+    folder: Path, config: ModelConfig, steps: Sequence[int] = (8,), run: str = "old", **changes: Any
+) -> list[SaveFile]:
+    """Each stage's in a folder of its own node."""
+    for stage in range(config.stages + 1):
+        for step in steps:
+            node = folder / f"{stage}.0"
+            Saves(node, run, stage, 9).write(state(config, stage, step, **changes))
+    return find_saves(folder)
