@@ -285,6 +285,28 @@ Token = Annotated[str, typer.Option(help="Join token that the run's machines sha
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Plain text beyond this machine, without proof of who.")
 ]
+OneDevice = Annotated[str, typer.Option(help="auto, cpu or cuda:N.")]
+
+
+def parse_seats(text: str) -> int | None:
+    """None for auto. Raises BadParameter."""
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise typer.BadParameter(f"{text}: a number from 1 on, or auto")
+    return int(text)
+
+
+Seats = Annotated[
+    int | None,
+    typer.Option(
+        parser=parse_seats,
+        metavar="N|auto",
+        show_default="auto",
+        help="Stages that a node serves at most, when others are missing; auto: as many as its "
+        "memory has room for.",
+    ),
+]
 Join = Annotated[
     str, typer.Option(metavar="HOST:PORT[,HOST:PORT]", help="Where the registry listens.")
 ]
@@ -365,14 +387,7 @@ def up_command(
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="Of every node: auto, cpu or cuda:N.")] = "auto",
-    seats: Annotated[
-        str,
-        typer.Option(
-            metavar="N|auto",
-            help="Stages that a node serves at most, when others are missing; auto: as many as "
-            "memory has room for.",
-        ),
-    ] = "auto",
+    seats: Seats = None,
 ) -> None:
     """Train with a whole swarm on this machine."""
     import asyncio
@@ -453,7 +468,6 @@ class ExportDtype(enum.StrEnum):
 ModelFolder = Annotated[
     Path, typer.Argument(metavar="DIR", help="Folder that `planaria export` has written.")
 ]
-OneDevice = Annotated[str, typer.Option(help="auto, cpu or cuda:N.")]
 
 
 @app.command("export")
@@ -638,15 +652,8 @@ def node_command(
             help="What to tell peers, if not --listen; none: this node only dials out.",
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",
-    seats: Annotated[
-        str,
-        typer.Option(
-            metavar="N|auto",
-            help="Stages that this node serves at most, when others are missing; auto: as many as "
-            "its memory has room for.",
-        ),
-    ] = "auto",
+    device: OneDevice = "auto",
+    seats: Seats = None,
     standby: Annotated[
         bool, typer.Option("--standby", help="Wait until a stage has nobody, then take it.")
     ] = False,
@@ -700,7 +707,7 @@ def node_command(
     from planaria.node.data.corpus import CorpusError
     from planaria.node.report.ledger import LedgerError
     from planaria.node.run_file import RunFileError
-    from planaria.node.serve import NodeError, Options, parse_seats, serve
+    from planaria.node.serve import NodeError, Options, serve
     from planaria.node.state.stage_state import SaveError
 
     kinds = (JoinRefused, NodeError, CorpusError, LedgerError, RunFileError)
@@ -710,7 +717,7 @@ def node_command(
         options = Options(
             join=tuple(join.split(",")),
             stage=stage,
-            seats=parse_seats(seats),
+            seats=seats,
             standby=standby,
             listen=Address.parse(listen),
             advertise=None if advertise in (None, "none") else Address.parse(advertise),

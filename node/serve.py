@@ -237,15 +237,6 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def parse_seats(text: str) -> int | None:
-    """None for auto. Raises NodeError."""
-    if text == "auto":
-        return None
-    if not text.isdecimal() or int(text) < 1:
-        raise NodeError(f"--seats {text}: a number from 1 on, or auto")
-    return int(text)
-
-
 def room_on(device: torch.device, config: ModelConfig) -> int:
     """Seats that fit into half of the device's memory, at most one a stage and at least one. A seat
     takes the largest stage's weights, gradient and moments in float32, and half as much again for

@@ -167,12 +167,12 @@ async def up(
     resumed: SwarmPlan | None = None,
     replacing: bool = True,
     losses: Losses | None = None,
-    seats: str = "auto",
+    seats: int | None = None,
 ) -> int:
     """Train a resolved run (see `resolve`) with a swarm of processes; the folder `out` gets what it
     came to. It goes on from what it has saved as the run of `resumed`; without `replacing` a node
-    that is gone stays gone; `losses` come besides `kills`; a node has at most so many `seats`, or,
-    with `auto`, as it has room for. Returns the exit status: 0 only if every step is committed, the
+    that is gone stays gone; `losses` come besides `kills`; a node has at most so many `seats`, or
+    as it has room for. Returns the exit status: 0 only if every step is committed, the
     audit is all zero and replicas are identical. Raises SwarmError when it can't be started."""
     run, out = plan.run, plan.out
     losses = losses or choose_losses(run)
@@ -317,7 +317,7 @@ class _Swarm:
         screen: Screen,
         replacing: bool,
         losses: Losses,
-        seats: str,
+        seats: int | None,
     ) -> None:
         self.run, self.kills, self.screen = plan.run, list(kills), screen
         self.replacing = replacing  # nodes; the registry always is
@@ -496,7 +496,7 @@ class _Swarm:
             *("node", "--join", self.address, *stage),
             *("--listen", f"{host}:0", *plain, "--device", self.device, "--cloud", "none"),
             *("--out", str(self.logs), "--threads", str(self.threads), *saves),
-            *("--seats", self.seats),
+            *("--seats", "auto" if self.seats is None else str(self.seats)),
         ]
 
     def _kill_what_is_due(self) -> None:

@@ -23,7 +23,6 @@ from planaria.node.serve import (
     check_reachable,
     check_writable,
     find_place,
-    parse_seats,
     room_on,
 )
 from planaria.node.stage.shape import model_config
@@ -56,13 +55,6 @@ def options(
         credentials=PLAIN,
         insecure=False,
     )
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "many", "1.5", ""])
-def test_a_number_of_seats_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(NodeError, match=r"a number from 1 on, or auto"):
-        parse_seats(text)
-    assert (parse_seats("3"), parse_seats("auto")) == (3, None)
 
 
 def test_a_node_has_room_for_what_fits_into_half_of_its_memory(

@@ -78,14 +78,22 @@ def hang() -> Iterator[Callable[[OneSeat], None]]:
     over.set()
 
 
+async def struck(
+    swarm: LocalSwarm, slot: tuple[int, int], hang: Callable[[OneSeat], None]
+) -> tuple[OneSeat, list[OneSeat]]:
+    """The node that hangs from now on, in the middle of training; and all others."""
+    await swarm.until(lambda: swarm.committed() >= 3)
+    sick, others = swarm.nodes[slot][0], [n for n, _ in swarm.nodes.values()]
+    others.remove(sick)
+    hang(sick)
+    return sick, others
+
+
 async def test_a_step_is_committed_without_a_replica_that_hangs_which_is_named_and_replaced(
     corpus, tmp_path, hang
 ):
     async with LocalSwarm(PAIRS, corpus, tmp_path) as swarm:
-        await swarm.until(lambda: swarm.committed() >= 3)
-        sick, others = swarm.nodes[2, 1][0], [n for n, _ in swarm.nodes.values()]
-        others.remove(sick)
-        hang(sick)
+        sick, others = await struck(swarm, (2, 1), hang)
         await swarm.until(sick.over.done)
         assert "hang: " in sick.over.result()
         at = swarm.committed()
@@ -106,10 +114,7 @@ async def test_the_last_node_of_a_stage_that_hangs_is_named_at_once_and_comes_ba
     """It writes what it has beside its compute thread, before its process ends."""
     run = override(PAIRS, swarm__replicas=1)
     async with LocalSwarm(run, corpus, tmp_path, tmp_path / "saves") as swarm:
-        await swarm.until(lambda: swarm.committed() >= 3)
-        sick, others = swarm.nodes[2, 0][0], [n for n, _ in swarm.nodes.values()]
-        others.remove(sick)
-        hang(sick)
+        sick, others = await struck(swarm, (2, 0), hang)
         await swarm.until(lambda: sick.client.reported.stalled_seconds)
         assert sick.client.reported.stalled_seconds >= FLOOR
         await swarm.until(lambda: swarm.lines.events("held up"))
@@ -133,10 +138,7 @@ async def test_a_node_with_room_copies_the_state_of_the_last_node_of_a_stage_tha
     # Patience for a machine that stands still for some seconds, after which a hang is told anew.
     run = override(PAIRS, swarm__replicas=1, swarm__progress=20)
     async with LocalSwarm(run, corpus, tmp_path, room=2) as swarm:
-        await swarm.until(lambda: swarm.committed() >= 3)
-        sick, others = swarm.nodes[2, 0][0], [n for n, _ in swarm.nodes.values()]
-        others.remove(sick)
-        hang(sick)
+        sick, others = await struck(swarm, (2, 0), hang)
         await swarm.until(sick.over.done)
         assert "hang: " in sick.over.result()
         at = swarm.committed()

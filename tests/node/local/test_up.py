@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from planaria.node.cli import app
+from planaria.node.cli import app, parse_seats
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.prepare import Recipe, prepare
 from planaria.node.local.processes import stop_signals
@@ -253,6 +253,17 @@ def test_up_refuses_nonsense_before_it_starts_anything(
     assert result.exit_code == 1
     assert says in result.output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many", "1.5", ""])
+@pytest.mark.parametrize("command", ["up", "node --join 127.0.0.1:1"])
+def test_a_number_of_seats_that_is_none_is_refused(tmp_path, monkeypatch, command, text):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, [*command.split(), f"--seats={text}"])
+    assert result.exit_code == 2
+    assert "a number from 1 on, or auto" in result.output
+    assert not list(tmp_path.iterdir())
+    assert (parse_seats("3"), parse_seats("auto")) == (3, None)
 
 
 def test_status_says_which_registry_does_not_answer(monkeypatch):
