@@ -476,8 +476,8 @@ def export_command(
         list[Path],
         typer.Argument(
             metavar="DIR...",
-            help="The --out or --save-dir of `planaria up`; with --run, the folders for saves of a "
-            "run's nodes.",
+            help="The --out or --save-dir of `planaria up`, or out/RUN/saves of a machine's nodes; "
+            "with --run, any folders for saves.",
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.")],
@@ -495,7 +495,7 @@ def export_command(
     from planaria.node.hugging_face.export import ExportError
     from planaria.node.hugging_face.from_saves import export_saves, summary_in
     from planaria.node.local.resume import ResumeError
-    from planaria.node.local.swarm import SwarmError, read_plan
+    from planaria.node.local.swarm import PLAN, SwarmError, read_plan
     from planaria.node.resolve import resolve
     from planaria.node.run_file import RunFileError, load
     from planaria.node.state.saves import find_saves
@@ -503,6 +503,9 @@ def export_command(
 
     refused = (CorpusError, ExportError, ResumeError, RunFileError, SaveError, SwarmError)
     with refusing(*refused):
+        beside = folders[0] / "run.toml"
+        if run_file is None and len(folders) == 1 and not (folders[0] / PLAN).exists():
+            run_file = beside if beside.exists() else None
         if run_file is not None:
             run, saves, summary = resolve(load(run_file)), find_saves(*folders), {}
         elif len(folders) == 1:
@@ -667,7 +670,11 @@ def node_command(
     ] = None,
     save_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder for saves of this node's stage; it goes on from what is there."),
+        typer.Option(
+            metavar="DIR|none",
+            help="Folder for saves of this node's stages; it goes on from what is there. Default: "
+            "one of its own in out/RUN/saves; with --out DIR, in DIR/RUN/saves.",
+        ),
     ] = None,
     grace: Annotated[
         float,
@@ -726,7 +733,8 @@ def node_command(
             data=data,
             out=out,
             threads=threads,
-            save_dir=save_dir,
+            save_dir=None if save_dir == Path("none") else save_dir,
+            saving=save_dir != Path("none"),
             grace=grace,
             cloud=cloud.value,
             credentials=credentials,

@@ -22,6 +22,7 @@ ID_BYTES: Final = 16
 class Instance(NamedTuple):
     id: str
     held: int | None  # descriptor of the locked file; None: the id is that of this process only
+    number: int | None = None  # that no other process with this folder has; None as `held`
 
 
 def find_instance(folder: Path | None) -> Instance:
@@ -32,7 +33,7 @@ def find_instance(folder: Path | None) -> Instance:
         return Instance(secrets.token_hex(ID_BYTES), None)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return next(filter(None, (_take(folder / f"instance-{n}") for n in count())))
+        return next(filter(None, (_take(folder, number) for number in count())))
     except OSError as error:
         log.warning("%s keeps no id of this node: %s", folder, error.strerror)
         return Instance(secrets.token_hex(ID_BYTES), None)
@@ -44,9 +45,9 @@ def release(instance: Instance) -> None:
         os.close(instance.held)
 
 
-def _take(path: Path) -> Instance | None:
+def _take(folder: Path, number: int) -> Instance | None:
     """None: another process has it. Raises OSError."""
-    held = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    held = os.open(folder / f"instance-{number}", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         found = os.read(held, 4 * ID_BYTES).decode("ascii", errors="replace").strip()
@@ -60,4 +61,4 @@ def _take(path: Path) -> Instance | None:
     except OSError:
         os.close(held)
         raise
-    return Instance(found, held)
+    return Instance(found, held, number)

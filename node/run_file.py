@@ -157,7 +157,7 @@ class RecoverySection(Section):
 
 
 class SavesSection(Section):
-    """Nodes' own saves, where they are started with --save-dir."""
+    """Nodes' own saves."""
 
     every: int = Field(default=10, ge=1, le=10**9, description="steps")
     in_flight: int = Field(default=2, ge=1, le=100, description="writes not yet on disk")

@@ -20,7 +20,7 @@ from planaria.bootstrap.client import InQuarantine, RegistryClient
 from planaria.bootstrap.credentials import Credentials
 from planaria.node.daemon import Node, NodePlace, measure_speed, memory_of, own_address
 from planaria.node.data.corpus import Corpus, CorpusError
-from planaria.node.instance import find_instance, release
+from planaria.node.instance import Instance, find_instance, release
 from planaria.node.notices import Notice, Watch
 from planaria.node.report.ledger import LedgerError
 from planaria.node.resolve import run_id
@@ -30,6 +30,9 @@ from planaria.node.state.saves import newest_saved_stage
 from planaria.node.supervisor import Pauses
 
 log = logging.getLogger("planaria")
+
+RUN_FILE = "run.toml"
+"""Of the run whose saves are beside it."""
 
 
 class NodeError(Exception):
@@ -55,7 +58,8 @@ class Options:
     data: Path | None
     out: Path | None
     threads: int | None
-    save_dir: Path | None
+    save_dir: Path | None  # None: one of its own, where its event log is
+    saving: bool
     grace: float  # seconds between SIGTERM and the end
     cloud: str  # whose notices to listen to: auto, none, or one of CLOUDS
     credentials: Credentials
@@ -97,9 +101,13 @@ async def serve(options: Options) -> int:
     try:
         description = await client.describe()
         run = loads(description.run_file, "the registry's run file")
+        folder = (options.out or Path("out")) / run_id(run, description.run_file)
         if options.out is None:
-            options = replace(options, out=default_out(run, description.run_file))
+            options = replace(options, out=default_out(folder))
         instance = find_instance(options.save_dir or options.out)
+        if options.saving and options.save_dir is None:
+            saves = place_for_saves(folder / "saves", instance, description.run_file)
+            options = replace(options, save_dir=saves)
         corpus = find_corpus(run, options)
         vocabulary = run.model.vocabulary or (corpus.vocabulary if corpus else None)
         if vocabulary is None:
@@ -191,13 +199,28 @@ async def _live_until(node: Node, departure: Departure) -> str:
         raise
 
 
-def default_out(run: RunFile, text: str) -> Path:
+def default_out(folder: Path) -> Path:
     """One folder for all of a run's nodes that are started here, so that it can be audited. Raises
     NodeError when it can't be written."""
-    folder = Path("out") / run_id(run, text)
     check_writable("--out", folder)
     log.info("event log and, at stage 0, ledger are kept in %s", folder)
     return folder
+
+
+def place_for_saves(folder: Path, instance: Instance, text: str) -> Path | None:
+    """In the run's `folder` for saves, where its run file, `text`, goes too, each node that is
+    started here has one of its own. None: it can't have. Raises NodeError when it can't be
+    written."""
+    if instance.number is None:
+        log.warning("this node doesn't save: %s can't be shared; give --save-dir", folder)
+        return None
+    saves = folder / str(instance.number)
+    check_writable("--save-dir", saves)
+    with NamedTemporaryFile("w", dir=folder, prefix=".planaria-", delete=False) as file:
+        file.write(text)
+    Path(file.name).replace(folder / RUN_FILE)
+    log.info("stages are saved in %s", saves)
+    return saves
 
 
 def check_writable(option: str, folder: Path) -> None:

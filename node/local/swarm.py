@@ -490,12 +490,12 @@ class _Swarm:
                 *("--address-file", str(self.out / ADDRESS)),
                 *("--journal", str(self.journal)),
             ]
-        saves = [] if self.save_dir is None else ["--save-dir", str(self.save_dir / slot)]
+        saves = "none" if self.save_dir is None else str(self.save_dir / slot)
         stage = [] if slot in self.at_large else ["--stage", slot.partition(".")[0]]
         return [
             *("node", "--join", self.address, *stage),
             *("--listen", f"{host}:0", *plain, "--device", self.device, "--cloud", "none"),
-            *("--out", str(self.logs), "--threads", str(self.threads), *saves),
+            *("--out", str(self.logs), "--threads", str(self.threads), "--save-dir", saves),
             *("--seats", "auto" if self.seats is None else str(self.seats)),
         ]
 

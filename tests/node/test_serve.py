@@ -14,6 +14,7 @@ from planaria.bootstrap.address import Address
 from planaria.bootstrap.credentials import PLAIN
 from planaria.node import serve
 from planaria.node.cli import app
+from planaria.node.instance import Instance, find_instance, release
 from planaria.node.run_file import loads
 from planaria.node.serve import (
     Departure,
@@ -23,6 +24,7 @@ from planaria.node.serve import (
     check_reachable,
     check_writable,
     find_place,
+    place_for_saves,
     room_on,
 )
 from planaria.node.stage.shape import model_config
@@ -50,6 +52,7 @@ def options(
         out=None,
         threads=None,
         save_dir=None,
+        saving=True,
         grace=1.0,
         cloud="none",
         credentials=PLAIN,
@@ -113,6 +116,23 @@ def test_an_address_that_is_none_is_said_at_once(
     assert result.exit_code == 1
     assert f"error: the address '{address}'" in result.output
     assert problem in result.output
+
+
+def test_nodes_that_share_a_folder_save_in_one_of_their_own_each(tmp_path: Path) -> None:
+    one, two = find_instance(tmp_path), find_instance(tmp_path)
+    folders = [place_for_saves(tmp_path / "saves", node, "seed = 1\n") for node in (one, two)]
+    assert folders == [tmp_path / "saves" / "0", tmp_path / "saves" / "1"]
+    assert (tmp_path / "saves" / "run.toml").read_text() == "seed = 1\n"
+    assert len(list((tmp_path / "saves").iterdir())) == 3
+    release(one)
+    again = find_instance(tmp_path)
+    assert place_for_saves(tmp_path / "saves", again, "seed = 1\n") == folders[0]
+    release(two)
+    release(again)
+
+
+def test_without_a_place_that_nobody_else_has_a_node_does_not_save(tmp_path: Path) -> None:
+    assert place_for_saves(tmp_path, Instance("0" * 32, None), "") is None
 
 
 @pytest.mark.parametrize("option", ["--save-dir", "--out"])

@@ -89,7 +89,7 @@ class Swarm:
                 *(*death, "node", "--join", address.strip(), "--stage", slot.partition(".")[0]),
                 *(*self.reached_at(slot), "--out", str(self.out / "logs"), "--threads", "1"),
                 *("--seats", self.seats),
-                *(["--save-dir", str(self.saves / slot)] if self.saves else []),
+                *("--save-dir", str(self.saves / slot) if self.saves else "none"),
             ],
         )
 

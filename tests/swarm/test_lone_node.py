@@ -33,7 +33,7 @@ class Place:
             dumps(resolve(small(swarm__lease=2, data__path=str(data))))
         )
         (folder / "logs").mkdir()
-        self.out = ["--out", str(folder / "logs")]
+        self.out = ["--out", str(folder / "logs"), "--save-dir", "none"]
         self.processes = Processes(
             folder / "logs",
             {"OMP_NUM_THREADS": "1"},

@@ -142,6 +142,9 @@ def test_a_run_of_nodes_that_were_told_nothing_but_where_to_join_can_be_audited(
     assert audited.exit_code == 0, audited.output
     assert "6 committed steps of 6" in audited.output
     assert len(list(out.glob("events-*.jsonl"))) == 3
+    model = ["export", str(out / "saves"), "--out", str(tmp_path / "model")]
+    exported = CliRunner().invoke(app, model)
+    assert "has the model of step 6" in exported.output, exported.output
 
 
 def test_one_node_alone_trains_the_whole_model(data, tmp_path) -> None:
