@@ -43,6 +43,7 @@ from planaria.node.state.feeding import (
 from planaria.node.state.rebuild import Rebuilding
 from planaria.node.state.relearn import Relearning
 from planaria.node.state.stage_state import Age, StageState, StateId
+from planaria.node.state.taken import PIN, Taken
 from planaria.node.state.transfer import StateClient, StateServer
 from planaria.node.transaction.attempt import Attempt, Workplace
 from planaria.node.transaction.averaging import Averaging
@@ -153,7 +154,7 @@ class Agent:
         some = 2 * self.arithmetic.gradient.nbytes + SLACK  # of two attempts, what concerns a node
         codec = self.run.wire.averaging
         self.averaging = Averaging(self.node, exchanges, send, tensors, codec, some)
-        self.pins = Pins(tensors)
+        self.pins, self.taken = Pins(tensors), Taken(tensors)
         self.gradients = Gradients(self.arithmetic.gradient, tensors)
         self.states = StateClient(exchanges, tensors, send, self.accuse)
         self.state_server = StateServer(exchanges, tensors, send, self._served, self._hangs)
@@ -196,6 +197,8 @@ class Agent:
             self._carry_out(self.member.received(peer, message))
         elif body in ("state_request", "shard_request"):
             self.state_server.on_message(peer, message)
+        elif body == "pin_request":
+            self._pin(peer, message.pin_request)
         elif body in ("state_manifest", "shard_refusal"):
             self.states.on_message(peer, message)
         elif body == "kept":
@@ -295,6 +298,7 @@ class Agent:
     def tick(self, now: float) -> None:
         self.exchanges.at(now)
         self._carry_out(self.driver.tick(now))
+        self.taken.expire(now)
         self.outbox.tick(now)
 
     # --- sending
@@ -547,10 +551,12 @@ class Agent:
         after = self._state(lineage, commit.step, commit, boosted_at)
         self.holdings.committing(commit.step, lineage)
         keep = self.pins.keep(fetched, before)
+        take = self.taken.keep(before, commit.step, self.exchanges.now)
         self.gradients.forget(Ballot.of(commit.ballot))
 
         def apply() -> Learned:
             keep()
+            take()
             learned = self.arithmetic.apply(commit, lr)
             self.holdings.apply(commit, lr)
             state = replace(after, omega=learned.omega, optimizer_step=learned.optimizer_step)
@@ -624,12 +630,29 @@ class Agent:
 
     def _served(self, kind: str, stage: int, step: int) -> StageState | None:
         """The state that a joiner asks for; None: it isn't here."""
+        if kind == PIN:
+            return self.taken.get(step, None if self.member.hang else self.own_state())
         if kind:
             return None if self.member.hang else self.holdings.served(kind, stage)
         if self.member.hang and not self.is_readable():
             self._leave_unread(self.member.hang)
             return None
         return self.pins.get(step) or self.own_state()
+
+    def _pin(self, peer: str, request: pb.PinRequest) -> None:
+        """An onlooker wants to take the weights of a step away."""
+        state, member = self.own_state(), self.member
+        told = pb.Pinned(transfer=request.transfer, step=request.step, lineage=member.lineage)
+        if state is None or member.hang:
+            told.error = member.hang or f"the state of stage {self.stage} is on its way"
+        else:
+            told.committed = state.id.step
+            if 0 < state.id.step <= request.step:
+                told.error = self.taken.want(peer, request.step, self.exchanges.now)
+            else:
+                self.taken.renew(peer, request.step, self.exchanges.now)
+            told.kept = request.step > 0 and self.taken.get(request.step, state) is not None
+        self.send(peer, pb.Message(pinned=told))
 
     def _hangs(self) -> bool:
         return bool(self.member.hang)

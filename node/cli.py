@@ -473,14 +473,22 @@ ModelFolder = Annotated[
 @app.command("export")
 def export_command(
     folders: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(
             metavar="DIR...",
             help="The --out or --save-dir of `planaria up`, or out/RUN/saves of a machine's nodes; "
             "with --run, any folders for saves.",
         ),
-    ],
+    ] = None,
+    *,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.")],
+    join: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT[,HOST:PORT]",
+            help="Instead of folders: where the registry of a living run listens.",
+        ),
+    ] = None,
     run_file: Annotated[
         Path | None, typer.Option("--run", metavar="RUN.toml", help="Whose saves these are.")
     ] = None,
@@ -489,8 +497,17 @@ def export_command(
         typer.Option(help="Prepared data, whose tokenizer goes along, if not the run's."),
     ] = None,
     dtype: Annotated[ExportDtype, typer.Option(help="Of the weights.")] = ExportDtype.FP32,
+    wait: Annotated[
+        float,
+        typer.Option(min=1, help="With --join: seconds for a step that all stages have committed."),
+    ] = 120.0,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    token: Token = "",
 ) -> None:
     """Write a run's model as a folder that Hugging Face's transformers reads."""
+    from planaria.bootstrap.credentials import Credentials, CredentialsError
     from planaria.node.data.corpus import CorpusError
     from planaria.node.hugging_face.export import ExportError
     from planaria.node.hugging_face.from_saves import export_saves, summary_in
@@ -501,8 +518,17 @@ def export_command(
     from planaria.node.state.saves import find_saves
     from planaria.node.state.stage_state import SaveError
 
-    refused = (CorpusError, ExportError, ResumeError, RunFileError, SaveError, SwarmError)
-    with refusing(*refused):
+    kinds = (CorpusError, ExportError, ResumeError, RunFileError, SaveError, SwarmError)
+    with refusing(*kinds, CredentialsError, ValueError):
+        if join is not None:
+            if folders or run_file is not None:
+                raise ExportError("--join is for a living run, which takes no folders and no --run")
+            _export_living(
+                join, Credentials.load(ca, certificate, key, token), out, data, dtype, wait
+            )
+            return
+        if not folders:
+            raise ExportError("say what to export: folders with saves, or --join HOST:PORT")
         beside = folders[0] / "run.toml"
         if run_file is None and len(folders) == 1 and not (folders[0] / PLAN).exists():
             run_file = beside if beside.exists() else None
@@ -518,6 +544,19 @@ def export_command(
     if model.doubt:
         console.print(model.doubt, markup=False, highlight=False, soft_wrap=True)
     console.print(f"{out} has the model of step {model.step}", soft_wrap=True)
+
+
+def _export_living(
+    join: str, credentials: Credentials, out: Path, data: Path | None, dtype: str, wait: float
+) -> None:
+    from planaria.node.hugging_face.from_swarm import export_swarm
+
+    async def take(client: RegistryClient) -> None:
+        with tracking("tensors") as track:
+            step = await export_swarm(client, credentials, out, data, dtype, track, wait)
+        console.print(f"{out} has the model of step {step}", soft_wrap=True)
+
+    _ask(join, credentials, take)
 
 
 @app.command("generate")

@@ -73,6 +73,7 @@ from planaria.node.wire.link import Links, LinkSettings, Peer
 from planaria.node.wire.looped import ClosedError, LoopedExchanges
 from planaria.node.wire.measuring import measure
 from planaria.node.wire.missing import Missing
+from planaria.node.wire.onlookers import Onlookers
 from planaria.node.wire.relays import Relay
 
 log = logging.getLogger("planaria")
@@ -148,6 +149,7 @@ class Node:
         self.compute = ComputeThread(f"compute-{self.node}", self.loop, watch)
         self.hang: Hang | None = None
         self.abandoned = ""  # what the compute thread is at, which nobody can end
+        self.onlookers = Onlookers(self.on_asked)
         self.links = Links(
             run_id,
             self.node,
@@ -159,6 +161,7 @@ class Node:
             ),
             credentials=place.credentials,
             insecure=place.insecure,
+            onlookers=self.onlookers,
         )
         self.events = EventLog(place.out, self.node, BackgroundLineFile)
         self.files = [] if self.events.file is None else [self.events.file]
@@ -169,7 +172,7 @@ class Node:
         self.needed: list[str] = []  # members with which it needs a link
         self.missing = Missing()
         self.carriers: dict[str, str] = {}  # who carries the links that aren't direct, by peer
-        self.seats: Seats[Agent] = Seats(self.node, self.links)
+        self.seats: Seats[Agent] = Seats(self.node, self.links, self.onlookers.tell)
         self.exchanges: dict[str, LoopedExchanges] = {}  # of each seat
         self.memory = memory_of(place.device)
         self.leaving = False
@@ -432,6 +435,9 @@ class Node:
 
     def on_message(self, peer: str, message: pb.Message) -> None:
         self.seats.on_message(peer, message, self.loop.time())
+
+    def on_asked(self, onlooker: str, message: pb.Message) -> None:
+        self.seats.on_asked(onlooker, message, self.loop.time())
 
     def on_frame(self, peer: str, frame: Frame) -> None:
         """That a probe came is all there is to it."""

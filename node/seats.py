@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.node.agent import Agent
 from planaria.node.naming import node_of, seat_id, seat_name, seated
 from planaria.node.ports import Compute, Net, Priority
+from planaria.node.state.taken import PIN
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.budget import Budget
 from planaria.node.wire.frames import Frame, buffers_of
@@ -26,12 +27,23 @@ MOST_EARLY = 16 << 20
 A = TypeVar("A", bound=Agent)
 T = TypeVar("T")
 
+ONLOOKER = "?"
+"""What the name of an onlooker begins with, which stands where those of seats do."""
+ASKED: Final = frozenset(["pin_request", "state_request", "shard_request"])
+"""What an onlooker may say."""
+
 
 class Seats(Generic[A]):
     """Those of one node, which its links lead to."""
 
-    def __init__(self, node: str, links: Net) -> None:
-        self.node, self.links = node, links
+    def __init__(
+        self,
+        node: str,
+        links: Net,
+        tell_onlooker: Callable[[str, pb.Message | Frame], None] = lambda _, __: None,
+    ) -> None:
+        """`tell_onlooker` gets what is for one that this node has, by its name."""
+        self.node, self.links, self._tell_onlooker = node, links, tell_onlooker
         self.agents: dict[str, A] = {}  # by name
         self.view = registry.View()  # as they see it
         self._building: dict[str, list[tuple[str, pb.Message]]] = {}  # what has come for them
@@ -87,7 +99,10 @@ class Seats(Generic[A]):
         self._hear(seat_id(peer, message.sender), message.seat, message, now)
 
     def _hear(self, sender: str, name: str, message: pb.Message, now: float) -> None:
-        if (agent := self.agents.get(name)) is not None:
+        if name.startswith(ONLOOKER):
+            message.sender = sender
+            self._tell_onlooker(name, message)
+        elif (agent := self.agents.get(name)) is not None:
             agent.on_message(sender, message, now)
         elif (early := self._building.get(name)) is not None and not self._early_bytes.spend(
             node_of(sender), message.ByteSize()
@@ -96,8 +111,30 @@ class Seats(Generic[A]):
 
     def on_frame(self, peer: str, frame: Frame, now: float) -> None:
         """What comes for a seat to be belongs to what has begun without it."""
-        if (agent := self.agents.get(frame.seat)) is not None:
+        if frame.seat.startswith(ONLOOKER):
+            sender = seat_id(peer, frame.sender)
+            self._tell_onlooker(frame.seat, replace(frame, sender=sender))
+        elif (agent := self.agents.get(frame.seat)) is not None:
             agent.on_frame(seat_id(peer, frame.sender), frame, now)
+
+    def on_asked(self, onlooker: str, message: pb.Message, now: float) -> None:
+        """An onlooker of this node says something to the seat, of whichever node, that the message
+        names. What it may not say has no effect."""
+        body, to = message.WhichOneof("body"), message.seat
+        node, _, name = to.partition("/")
+        # Of weights, those that are kept for onlookers; what nodes need is for them.
+        if body not in ASKED or getattr(getattr(message, body), "kind", PIN) != PIN:
+            return
+        message.seat, message.sender = name, onlooker
+        if node == self.node and self.has(name):
+            self._hear(seat_id(node, onlooker), name, message, now)
+        elif node == self.node or not self.links.send(node, message):
+            there = "no such seat here" if node == self.node else f"no link from {self.node} to it"
+            asked = message.pin_request
+            told = pb.Pinned(transfer=asked.transfer, error=f"there is {there}", unheard=True)
+            if body == "pin_request":
+                self._tell_onlooker(onlooker, pb.Message(sender=to, pinned=told))
+            self.links.demand(node)
 
     def on_link_up(self, peer: str, now: float) -> None:
         for seat in self._seats_of(peer):
@@ -139,10 +176,10 @@ class Seats(Generic[A]):
             message.seat, message.sender = name, sender
             hear = partial(self.on_message, self.node, message)
         if agent is None:
-            hear(0.0)  # that is, when it is built
+            hear(0.0)  # that is, when it is built, or at once for an onlooker
         else:
             agent.exchanges.call_soon(lambda: hear(agent.exchanges.now))
-        return self.has(name)
+        return self.has(name) or name.startswith(ONLOOKER)
 
     def has(self, name: str) -> bool:
         """Whether there is such a seat, or will be soon."""

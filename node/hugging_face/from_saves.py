@@ -79,7 +79,7 @@ def export_saves(
     ExportError, CorpusError, SaveError."""
     model = saved_model(run, saves)
     card = model_card(run, model.config, model.step, model.doubt, summary)
-    export(out, model.config, model.read, _vocabulary(run, data), card, dtype, track)
+    export(out, model.config, model.read, vocabulary_of(run, data), card, dtype, track)
     return model
 
 
@@ -92,7 +92,7 @@ def summary_in(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _vocabulary(run: RunFile, data: Path | None) -> Vocabulary | None:
+def vocabulary_of(run: RunFile, data: Path | None) -> Vocabulary | None:
     """Raises CorpusError when `data` is not what the run was trained on."""
     path = data or Path(run.data.path)
     try:

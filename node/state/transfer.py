@@ -290,19 +290,20 @@ class _Source:
 class ShardPlan:
     """Which shard to ask of which source. Pure; `now` is in seconds of any one clock.
 
-    The shards cover [0, size) without overlap. A shard is asked of one source at a time, and again,
-    of a source that hasn't failed it where there is one, when it was not had. A source is dropped
-    with its third failure, so the plan comes to an end: `done`, or no `sources`.
+    The shards cover `size` bytes from the `first` one on, without overlap. A shard is asked of one
+    source at a time, and again, of a source that hasn't failed it where there is one, when it was
+    not had. A source is dropped with its third failure, so the plan comes to an end: `done`, or no
+    `sources`.
     """
 
-    def __init__(self, size: int, shard_size: int, silence: float) -> None:
+    def __init__(self, size: int, shard_size: int, silence: float, first: int = 0) -> None:
         if shard_size <= 0 or shard_size % VALUE:
             raise ValueError(f"shards of {shard_size} bytes; a positive multiple of {VALUE} it is")
         self._silence = silence
         self._sources: dict[str, _Source] = {}
         self._pending = deque(
-            StateShard(offset, min(shard_size, size - offset))
-            for offset in range(0, size, shard_size)
+            StateShard(offset, min(shard_size, first + size - offset))
+            for offset in range(first, first + size, shard_size)
         )
         self.missing = len(self._pending)  # shards, asked for or not
         self.dropped: dict[str, str] = {}  # by source: why
@@ -431,16 +432,18 @@ class StateClient:
         on_progress: Callable[[int], None] | None = None,
         ballot: tuple[int, int] = (0, 0),
         kind: str = "",
+        part: tuple[int, int] | None = None,
     ) -> Delivery:
         """The state of `stage`, of that age, from `sources`: its replicas or, with a `kind` of
         Holding, its holders. `due`: what the stage has, of which all is fetched with `optimizer`,
         else the weights alone. `deadline`: seconds, for all of it. `on_progress` gets the number
-        of bytes that are there. `ballot` goes with every request. Raises ComplaintError that names
-        every source and what was wrong with it.
+        of bytes that are there. `ballot` goes with every request. `part`: so many values from the
+        first one on, of the weights; they are then all that the tensor has. Raises ComplaintError
+        that names every source and what was wrong with it.
         """
         transfer = next(self._numbers)
         request = _Request(transfer, stage, age, optimizer, ballot, kind, due)
-        fetch = _Fetch(self, request, list(dict.fromkeys(sources)), deadline, on_progress)
+        fetch = _Fetch(self, request, list(dict.fromkeys(sources)), deadline, on_progress, part)
         with self._inboxes.open(transfer) as inbox:
             return await fetch.run(inbox)
 
@@ -523,8 +526,10 @@ class _Fetch:
         sources: Sequence[str],
         deadline: float,
         on_progress: Callable[[int], None] | None,
+        part: tuple[int, int] | None,
     ) -> None:
         self.client = client
+        self.part, self.first = part, 0  # the latter in bytes
         self.request = request
         self.deadline = deadline
         self.on_progress = on_progress
@@ -626,12 +631,14 @@ class _Fetch:
             return
         if self.manifest is None:
             self.manifest = manifest
-            self.plan = ShardPlan(manifest.size, client.shard_size, client.silence)
+            first, count = self.part or (0, manifest.size // VALUE)
+            size, self.first = VALUE * count, VALUE * first
+            self.plan = ShardPlan(size, client.shard_size, client.silence, self.first)
             try:
-                self.values = client.tensors.empty(manifest.size // VALUE)
+                self.values = client.tensors.empty(count)
             except MemoryError as error:
                 raise ComplaintError(
-                    f"there is no memory for {self._what()}, {manifest.size} bytes"
+                    f"there is no memory for {self._what()}, {size} bytes"
                 ) from error
         elif manifest != self.manifest:
             self._give_up(peer, "its manifest is not that of the others")
@@ -668,7 +675,7 @@ class _Fetch:
         self.plan.failed(peer, offset, reason, self._now)
 
     def _delivered(self, manifest: Manifest) -> Delivery:
-        sizes = [values for _, values in manifest.tensors]
+        sizes = [self.part[1]] if self.part else [values for _, values in manifest.tensors]
         ends = list(accumulate(sizes, initial=0))
         parts = [self.values[start:end] for start, end in pairwise(ends)]
         request, last = self.request, manifest.message.last
@@ -680,7 +687,7 @@ class _Fetch:
             last=last,
             optimizer_step=0 if request.optimizer and len(parts) == 1 else manifest.optimizer_step,
         )
-        return Delivery(state, manifest.size, self._now - self.started, self.served)
+        return Delivery(state, VALUE * ends[-1], self._now - self.started, self.served)
 
     def _place(self, frame: Frame, shard: StateShard) -> None:
         """Put a shard where it belongs, in the compute thread. Raises WireError when it is damaged,
@@ -691,7 +698,7 @@ class _Fetch:
         if size != shard.size:
             raise WireError(f"a shard of {size} bytes, not {shard.size}")
         parts = self.client.tensors.decode(frame.descriptors, frame.payload)
-        position = shard.offset // VALUE
+        position = (shard.offset - self.first) // VALUE
         for part in parts:
             self.values[position : position + part.numel()] = part.view(-1)
             position += part.numel()

@@ -6,5 +6,5 @@ come and go. session.py is what outlives them, chunks.py the frames in pieces, r
 two that can't reach each other. outbox.py holds what waits for a link to come up, missing.py tells
 the registry which doesn't. exchange.py is for conversations that wait for answers, looped.py runs
 them on the event loop, budget.py bounds what waits to be read, measuring.py finds out how fast a
-link is.
+link is. onlookers.py answers who is no member, asking.py is what such a one uses.
 """

@@ -53,6 +53,7 @@ from planaria.node.wire.frames import (
     seal,
     unseal,
 )
+from planaria.node.wire.onlookers import Onlookers
 from planaria.node.wire.relays import KINDS as RELAYED
 from planaria.node.wire.relays import Call, CallRefusedError, Relay, Relays
 from planaria.node.wire.session import (
@@ -78,7 +79,7 @@ DIRECTLY: Final = 5.0  # seconds between two looks whether a relay is needed yet
 LOOK: Final = 2.0  # seconds that such a look takes at most
 FAREWELL: Final = 1.0  # seconds for a peer to read why a link is closed
 
-_SERVICE: Final = "planaria.node.Stage"
+SERVICE: Final = "planaria.node.Stage"
 _STREAMS: Final = ("Control", "Bulk")
 _NO_LINK_THERE: Final = (  # what a peer answers that has none to go on with
     StatusCode.DATA_LOSS,
@@ -417,10 +418,12 @@ class Links:
         settings: LinkSettings | None = None,
         credentials: Credentials = PLAIN,
         insecure: bool = False,
+        onlookers: Onlookers | None = None,
     ) -> None:
         self.run, self.node, self.events = run, node, events
         self.settings = settings or LinkSettings()
         self._credentials, self._insecure = credentials, insecure
+        self._onlookers = onlookers  # None: nobody but members is answered
         self.traffic: dict[str, Traffic] = {}  # by peer, of all its links so far
         self._server: Any = None
         self._view = 0
@@ -453,12 +456,14 @@ class Links:
             "Control": grpc.stream_stream_rpc_method_handler(self._accept_control),
             "Bulk": grpc.stream_stream_rpc_method_handler(self._accept_bulk),
         }
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
+        if self._onlookers is not None:
+            handlers["Ask"] = grpc.stream_stream_rpc_method_handler(self._accept_onlooker)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         port = add_port(server, listen, self._credentials, self._insecure)
         healthy = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
         await server.start()
-        for name in ("", _SERVICE, self.node):  # the last for whom the registry has lost sight of
+        for name in ("", SERVICE, self.node):  # the last for whom the registry has lost sight of
             await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._server = server
         return port
@@ -467,6 +472,8 @@ class Links:
         """Ends all links, which is not reported, and leaves nothing running."""
         self._stopping = True
         self._linked = frozenset()
+        if self._onlookers is not None:
+            self._onlookers.close(f"{self.node} stops")
         self._view_changed.set()
         for half in self._halves.values():
             if not half.both.done():
@@ -780,7 +787,7 @@ class Links:
             *self._credentials.metadata,
         )
         return {
-            name: channel.stream_stream(f"/{_SERVICE}/{name}")(metadata=metadata)
+            name: channel.stream_stream(f"/{SERVICE}/{name}")(metadata=metadata)
             for name, channel in zip(_STREAMS, channels, strict=True)
         }
 
@@ -935,6 +942,15 @@ class Links:
     async def _accept_bulk(self, _: Any, context: Any) -> None:
         await self._accept("Bulk", context)
 
+    async def _accept_onlooker(self, _: Any, context: Any) -> None:
+        assert self._onlookers is not None
+        try:
+            self._check({key: str(value) for key, value in context.invocation_metadata()})
+        except _Refused as refused:
+            log.info("refused an onlooker at %s: %s", context.peer(), refused)
+            await context.abort(refused.code, str(refused))
+        await self._onlookers.serve(context)
+
     async def _accept(self, name: str, context: Any) -> None:
         self._handshakes += 1
         try:
@@ -1044,8 +1060,8 @@ class Links:
             raise
         return session
 
-    async def _admit(self, metadata: dict[str, str]) -> str:
-        """The dialler, when it may have a link. Raises _Refused."""
+    def _check(self, metadata: dict[str, str]) -> None:
+        """Whether who dials wants this node, and may. Raises _Refused."""
         protocol = metadata.get("planaria-protocol", "")
         if protocol != str(PROTOCOL):
             raise _Refused(
@@ -1062,6 +1078,10 @@ class Links:
             raise _Refused(StatusCode.NOT_FOUND, f"this is node {self.node}, not {peer!r}")
         if why := self._credentials.check(metadata):
             raise _Refused(StatusCode.UNAUTHENTICATED, why)
+
+    async def _admit(self, metadata: dict[str, str]) -> str:
+        """The dialler, when it may have a link. Raises _Refused."""
+        self._check(metadata)
         dialler = metadata.get("planaria-node", "")
         try:
             async with asyncio.timeout(self.settings.view_wait):

@@ -49,6 +49,11 @@ class StageStub:
                 request_serializer=planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.SerializeToString,
                 response_deserializer=planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.FromString,
                 _registered_method=True)
+        self.Ask = channel.stream_stream(
+                '/planaria.node.Stage/Ask',
+                request_serializer=planaria_dot_node_dot_wire_dot_stage__pb2.Message.SerializeToString,
+                response_deserializer=planaria_dot_node_dot_wire_dot_stage__pb2.Message.FromString,
+                _registered_method=True)
 
 
 class StageServicer:
@@ -71,6 +76,16 @@ class StageServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Ask(self, request_iterator, context):
+        """Of an onlooker, who is no member: it pins the weights of a step at seats of any node to which this
+        one has a link, and fetches them as a joiner would. What it sends and gets is sealed as on a link;
+        `seat` of what it sends, and `sender` of what it gets, name the node, too. A frame comes as Carried.
+        The metadata are a link's, but for planaria-link.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StageServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -83,6 +98,11 @@ def add_StageServicer_to_server(servicer, server):
                     servicer.Bulk,
                     request_deserializer=planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.FromString,
                     response_serializer=planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.SerializeToString,
+            ),
+            'Ask': grpc.stream_stream_rpc_method_handler(
+                    servicer.Ask,
+                    request_deserializer=planaria_dot_node_dot_wire_dot_stage__pb2.Message.FromString,
+                    response_serializer=planaria_dot_node_dot_wire_dot_stage__pb2.Message.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -144,6 +164,33 @@ class Stage:
             '/planaria.node.Stage/Bulk',
             planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.SerializeToString,
             planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Ask(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/planaria.node.Stage/Ask',
+            planaria_dot_node_dot_wire_dot_stage__pb2.Message.SerializeToString,
+            planaria_dot_node_dot_wire_dot_stage__pb2.Message.FromString,
             options,
             channel_credentials,
             insecure,

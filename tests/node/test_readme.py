@@ -13,7 +13,10 @@ from planaria.node.cli import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-COMMANDS = ["up", "bootstrap", "node", "status", "probe", "audit", "data prepare", "data inspect"]
+COMMANDS = [
+    *("up", "bootstrap", "node", "status", "probe", "audit", "data prepare", "data inspect"),
+    *("export", "generate", "evaluate"),
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from conversing import AtOnce, Nodes, VirtualNet
 
 from planaria.bootstrap import registry_pb2 as registry
@@ -72,11 +73,19 @@ class Machine:
 
     def __init__(self) -> None:
         self.nodes, self.links = Nodes(), VirtualNet({"b"})
-        self.seats: Seats[Any] = Seats("a", self.links)
+        self.told: list[tuple[str, str, str]] = []  # to onlookers: who, by which seat, what
+        self.seats: Seats[Any] = Seats("a", self.links, self.tell)
         self.view = view(1, a=[(0, 0), (1, 0)], b=[(2, 0), (3, 0)])
         new, _ = self.seats.viewed(self.view, 0.0)
         assert list(new) == ["0", "1"]
         self.agents = {name: Listener(self.nodes.new()) for name in new}
+
+    def tell(self, onlooker: str, item: pb.Message | Frame) -> None:
+        what = item.kind if isinstance(item, Frame) else str(item.WhichOneof("body"))
+        self.told.append((onlooker, item.sender, what))
+
+    def asked(self, seat: str, **body: Any) -> None:
+        self.seats.on_asked("?1", pb.Message(seat=seat, **body), 0.0)
 
     def build(self, *names: str) -> None:
         for name in names:
@@ -180,3 +189,46 @@ def test_a_seat_that_is_given_back_while_it_is_built_is_not_taken() -> None:
     assert not machine.seats.built("1", machine.agents["1"], 1.0)
     machine.build("0")
     assert machine.agents["0"].heard == [("view", 2)]
+
+
+def test_an_onlooker_and_a_seat_of_the_node_that_it_asks_hear_each_other() -> None:
+    machine = Machine()
+    machine.build("0", "1")
+    machine.asked("a/1", pin_request=pb.PinRequest(step=3))
+    machine.asked("a/1", state_request=pb.StateRequest(kind="pin"))
+    assert machine.heard("1") == [("a/?1", "pin_request"), ("a/?1", "state_request")]
+    net = SeatNet(machine.seats, "1")
+    assert net.send("a/?1", pb.Message(pinned=pb.Pinned()))
+    assert net.send("a/?1", frame("state"))
+    assert machine.told == [("?1", "a/1", "pinned"), ("?1", "a/1", "state")]
+
+
+def test_what_an_onlooker_asks_another_node_for_goes_over_the_link_and_the_answer_back() -> None:
+    machine = Machine()
+    machine.build("0", "1")
+    machine.asked("b/2", pin_request=pb.PinRequest(step=3))
+    ((to, message),) = machine.links.sent
+    assert (to, message.seat, message.sender) == ("b", "2", "?1")
+    machine.seats.on_message("b", pb.Message(seat="?1", sender="2", pinned=pb.Pinned()), 0.0)
+    machine.seats.on_frame("b", frame("state", seat="?1", sender="2"), 0.0)
+    assert machine.told == [("?1", "b/2", "pinned"), ("?1", "b/2", "state")]
+
+
+@pytest.mark.parametrize("seat", ["a/7", "c/7", "", "/", "a"])
+def test_an_onlooker_is_told_when_there_is_no_way_to_a_seat(seat: str) -> None:
+    machine = Machine()
+    machine.build("0", "1")
+    machine.asked(seat, pin_request=pb.PinRequest(step=3))
+    assert machine.told == [("?1", seat, "pinned")]
+
+
+def test_an_onlooker_can_ask_but_for_what_is_kept_for_it_and_say_nothing() -> None:
+    machine = Machine()
+    machine.build("0", "1")
+    for seat in ("a/1", "b/2"):
+        machine.asked(seat, query=pb.Query())
+        machine.asked(seat, halt=pb.Halt(finished=True))
+        machine.asked(seat, state_request=pb.StateRequest(optimizer=True))
+        machine.asked(seat, shard_request=pb.ShardRequest(kind="copy"))
+        machine.asked(seat)
+    assert (machine.heard("1"), machine.links.sent, machine.told) == ([], [], [])

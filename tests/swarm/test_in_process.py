@@ -12,17 +12,20 @@ from functools import cache
 from itertools import islice, pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from planaria.bootstrap.registry_pb2 import SILENT
+from planaria.bootstrap.credentials import PLAIN
+from planaria.bootstrap.registry_pb2 import SILENT, Description
 from planaria.lab.convergence.training import Ablation, State, TrainingSwarm, train
 from planaria.node.data.corpus import Corpus
+from planaria.node.hugging_face.from_swarm import LivingModel
 from planaria.node.naming import node_of
 from planaria.node.report import line_file
 from planaria.node.report.ledger import audit, merge
 from planaria.node.report.line_file import LineFile
-from planaria.node.run_file import RunFile
-from planaria.node.state.saves import Saves
+from planaria.node.run_file import RunFile, dumps, override
+from planaria.node.state.saves import Saves, find_saves
 from planaria.node.state.stage_state import StageState
 from planaria.node.state.twin import Twin
 from planaria.node.wire import stage_pb2 as pb
@@ -451,6 +454,37 @@ async def test_a_disk_that_stalls_costs_nobody_its_seat(corpus, tmp_path, monkey
     assert audit(tmp_path).exact
     told = [e["step"] for e in swarm.lines.events("applied") if node_of(e["node"]) == node.node]
     assert told == list(range(1, told[-1] + 1)), "lines have waited, and none is lost"
+
+
+async def test_a_living_model_is_that_of_one_step_wherever_its_stages_are(corpus, tmp_path):
+    """Also at a node that only dials out. What is exported is what each stage has saved."""
+    told = small(stages=3, steps=ENDLESS, saves__every=1, saves__keep=1000)
+    run = override(told, model__vocabulary=corpus.vocabulary)
+    async with LocalSwarm(run, corpus, tmp_path, tmp_path / "saves") as swarm:
+        await swarm.until(lambda: swarm.committed() >= 3)
+        await swarm.kill(2, 0)
+        hidden = swarm.start(2, 0, advertise="")
+        await swarm.until(lambda: hidden.member and hidden.member.committed >= 5)
+        aborted = len(swarm.lines.events("aborted"))
+        view = swarm.registry.membership.view
+        description = Description(run="run", run_file=dumps(run), view=view)
+        async with LivingModel(description, PLAIN, 60.0) as model:
+            there = swarm.committed()
+            await swarm.until(lambda: swarm.committed() >= there + 2)
+            sizes = [run.model.config.parameters[min(stage, 1)] for stage in range(4)]
+            whole = [await model.read(stage, 0, size) for stage, size in enumerate(sizes)]
+            part = await model.read(2, 100, 50)
+        assert len(swarm.lines.events("aborted")) == aborted
+    assert part.tolist() == whole[2][100:150].tolist()
+    assert there - 3 <= model.step <= there
+    saves = {
+        save.state.id.stage: save
+        for save in find_saves(tmp_path / "saves")
+        if save.state.id.step == model.step
+    }
+    for stage, weights in enumerate(whole):
+        saved = np.concatenate(list(saves[stage].values("weights", 0, sizes[stage])))
+        assert weights.numpy().tobytes() == saved.tobytes()
 
 
 async def test_a_full_disk_is_said_and_training_goes_on(corpus, tmp_path, monkeypatch):

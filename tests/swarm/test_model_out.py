@@ -33,6 +33,14 @@ def transformers_loss(folder: Path, rows: torch.Tensor) -> float:
 def test_the_model_of_a_run_is_a_folder_that_transformers_reads(up, data, tmp_path) -> None:
     swarm = up(small(steps=100_000, saves__every=4), "--kill", "1@6")
     swarm.wait_until("saves of one step", lambda: swarm.committed() >= 14)
+    living = tmp_path / "living"
+    join = (swarm.out / "registry.address").read_text().strip()
+    before, aborted = swarm.committed(), len(swarm.events("aborted"))
+    exported = planaria("export", "--join", join, "--out", living, "--data", data)
+    (step,) = re.findall(r"has the model of step (\d+)", exported)
+    assert before <= int(step) <= swarm.committed()
+    swarm.wait_until("it to train on", lambda: swarm.committed() >= int(step) + 4)
+    assert len(swarm.events("aborted")) == aborted
     swarm.end(signal.SIGINT)
     folder = tmp_path / "model"
     (step,) = re.findall(
@@ -46,6 +54,7 @@ def test_the_model_of_a_run_is_a_folder_that_transformers_reads(up, data, tmp_pa
     # Transformers leaves out what follows the last token, as we do.
     assert transformers_loss(folder, rows) == pytest.approx(float(told), abs=1e-3)
     assert float(told) < math.log(corpus.vocabulary)
+    assert transformers_loss(living, rows) < math.log(corpus.vocabulary)
     text = planaria("generate", folder, "once", "--tokens", 8, "--seed", 1, "--device", "cpu")
     assert text.startswith("once")
     assert text == planaria(

@@ -126,11 +126,11 @@ class Network:
         optimizer: bool = True,
         deadline: float = 60.0,
         on_progress: Callable[[int], None] | None = None,
-        kind: str = "",
+        **options: Any,
     ) -> Exchange[Delivery]:
         return self.client.exchanges.start(
             self.client.fetch(
-                STAGE, AGE, sources, self.due, optimizer, deadline, on_progress, kind=kind
+                STAGE, AGE, sources, self.due, optimizer, deadline, on_progress, **options
             )
         )
 
@@ -184,6 +184,17 @@ def test_an_empty_state_takes_no_shards() -> None:
     found = network.fetch()
     assert found.bytes == 0
     assert found.state.tensors["weights"].shape == (0,)
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 1), (7, 100), (16, 32), (100, LENGTH - 100)])
+def test_a_part_of_the_weights_is_had_by_itself(first: int, count: int) -> None:
+    network = Network()
+    found = network.fetch(optimizer=False, part=(first, count))
+    wanted = state().tensors["weights"][first : first + count]
+    assert torch.equal(found.state.tensors["weights"], wanted)
+    assert found.bytes == found.state.bytes == sum(found.served.values()) == 4 * count
+    offsets = [offset for _, offset in network.asked]
+    assert sorted(offsets) == list(range(4 * first, 4 * (first + count), SHARD_SIZE))
 
 
 def test_two_transfers_at_a_time() -> None:

@@ -1,0 +1,183 @@
+"""An onlooker's side: a run's seats are asked by who is no member of it (onlookers.py).
+
+A node that can be dialled is asked directly; one that can't, through another that has a link to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections.abc import Callable
+from typing import Any, Final
+from urllib.parse import quote
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from planaria.bootstrap.credentials import Credentials, channel
+from planaria.node.naming import node_of
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.frames import Frame, WireError, seal, unseal
+from planaria.node.wire.link import PROTOCOL, SERVICE
+from planaria.node.wire.onlookers import FRAME_LIMIT
+
+log = logging.getLogger(__name__)
+
+PATIENCE: Final = 10.0
+"""Seconds in which a node has to answer."""
+FREE: Final = 1 << 20
+"""Bytes of an answer beside its frame."""
+
+
+class NoAnswerError(Exception):
+    """A seat can't be asked, or doesn't answer; the message says why, and names it."""
+
+
+class Way:
+    """A stream to one node, by which its seats, and those that it has links to, are asked."""
+
+    def __init__(self, run: str, node: str, address: str, credentials: Credentials) -> None:
+        self.node, self.address = node, address
+        self._run, self._credentials = run, credentials
+        self._channel: grpc.aio.Channel | None = None
+        self._call: Any = None
+        self._unsent: asyncio.Queue[bytes] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.lost = ""  # why; empty: it isn't
+
+    def open(self, heard: Callable[[pb.Message], None], ended: Callable[[Way], None]) -> None:
+        """`heard` gets what is answered, `ended` this, once it is lost."""
+        largest = FRAME_LIMIT + FREE
+        options = [("grpc.max_receive_message_length", largest), ("grpc.enable_http_proxy", 0)]
+        keep = [("grpc.keepalive_time_ms", 5000), ("grpc.keepalive_timeout_ms", 10_000)]
+        self._channel = channel(self.address, self._credentials, [*options, *keep])
+        self._call = self._channel.stream_stream(f"/{SERVICE}/Ask")(
+            metadata=(
+                ("planaria-run", quote(self._run)),
+                ("planaria-node", f"onlooker-{secrets.token_hex(4)}"),
+                ("planaria-peer", self.node),
+                ("planaria-protocol", str(PROTOCOL)),
+                *self._credentials.metadata,
+            )
+        )
+        self._tasks = [
+            asyncio.create_task(self._speak(ended)),
+            asyncio.create_task(self._listen(heard, ended)),
+        ]
+
+    def send(self, message: pb.Message) -> bool:
+        """False: it is lost."""
+        if not self.lost:
+            self._unsent.put_nowait(seal(message.SerializeToString()))
+        return not self.lost
+
+    async def _speak(self, ended: Callable[[Way], None]) -> None:
+        try:
+            while True:
+                await self._call.write(await self._unsent.get())
+        except (grpc.aio.BaseError, asyncio.InvalidStateError):
+            return  # who listens is told why
+
+    async def _listen(
+        self, heard: Callable[[pb.Message], None], ended: Callable[[Way], None]
+    ) -> None:
+        why = "it has ended the conversation"
+        try:
+            while (data := await self._call.read()) is not grpc.aio.EOF:
+                heard(pb.Message.FromString(unseal(data)))
+            if await self._call.code() is not grpc.StatusCode.OK:
+                why = await self._call.details()
+        except (WireError, DecodeError) as error:
+            why = f"it sent what can't be: {error}"
+        except grpc.aio.AioRpcError as error:
+            why = error.details() or error.code().name
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                why = "its planaria can't be asked by who is no member: it is an older one"
+        self.lost = f"{self.node} at {self.address}: {why}"
+        ended(self)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._channel is not None:
+            self._call.cancel()
+            await self._channel.close()
+
+
+class Asking:
+    """Conversations with seats. `answered` gets what isn't an answer to `pin`: a message, or a
+    frame, and by which seat; `lost` that a seat can't be asked any more, and why."""
+
+    def __init__(
+        self,
+        run: str,
+        credentials: Credentials,
+        answered: Callable[[str, pb.Message | Frame], None],
+        lost: Callable[[str, str], None],
+    ) -> None:
+        self._run, self._credentials = run, credentials
+        self._answered, self._lost = answered, lost
+        self._ways: dict[str, Way] = {}  # by the node that is dialled
+        self._by: dict[str, str] = {}  # by seat: the node by which it is asked
+        self._waiting: dict[int, tuple[str, asyncio.Future[pb.Pinned]]] = {}  # by seat
+        self._numbers = itertools.count(1)
+
+    def reach(self, seat: str, node: str, address: str) -> None:
+        """It is asked by way of this node, which is dialled there."""
+        if node not in self._ways:
+            self._ways[node] = Way(self._run, node, address, self._credentials)
+            self._ways[node].open(self._heard, self._ended)
+        self._by[seat] = node
+
+    def send(self, seat: str, item: pb.Message | Frame) -> bool:
+        """False: it can't be asked."""
+        way = self._ways.get(self._by.get(seat, ""))
+        if way is None or isinstance(item, Frame):
+            return False
+        item.seat = seat
+        return way.send(item)
+
+    async def pin(self, seat: str, step: int) -> pb.Pinned:
+        """What the seat answers. Raises NoAnswerError."""
+        number = next(self._numbers)
+        answer: asyncio.Future[pb.Pinned] = asyncio.get_running_loop().create_future()
+        request = pb.PinRequest(transfer=number, step=step)
+        if not self.send(seat, pb.Message(pin_request=request)):
+            raise NoAnswerError(self._ways[self._by[seat]].lost)
+        self._waiting[number] = seat, answer
+        try:
+            async with asyncio.timeout(PATIENCE):
+                return await answer
+        except TimeoutError:
+            way = self._ways[self._by[seat]]
+            what = "no answer" if way.node == node_of(seat) else f"no answer of {seat} through it"
+            raise NoAnswerError(f"{way.node} at {way.address}: {what} in {PATIENCE:g} s") from None
+        finally:
+            del self._waiting[number]
+
+    def _heard(self, message: pb.Message) -> None:
+        match message.WhichOneof("body"):
+            case "pinned":
+                _, answer = self._waiting.get(message.pinned.transfer, ("", None))
+                if answer is not None and not answer.done():
+                    answer.set_result(message.pinned)
+            case "carried":
+                carried = message.carried
+                self._answered(message.sender, Frame.parse(carried.head, carried.payload))
+            case _:
+                self._answered(message.sender, message)
+
+    def _ended(self, way: Way) -> None:
+        log.info("%s", way.lost)
+        for seat, answer in self._waiting.values():
+            if self._by[seat] == way.node and not answer.done():
+                answer.set_exception(NoAnswerError(way.lost))
+        for seat, node in self._by.items():
+            if node == way.node:
+                self._lost(seat, way.lost)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(way.close() for way in self._ways.values()))

@@ -1,0 +1,119 @@
+"""Who asks a node and is no member of the run: a command that takes its model home, for one.
+
+Each has one stream, on which it asks seats, and by which it is answered; a frame comes as a message
+`Carried`. It has a name as seats have, for as long as the stream is open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc import StatusCode
+
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.frames import Frame, WireError, buffers_of, seal, unseal
+
+log = logging.getLogger(__name__)
+
+MOST: Final = 16
+"""Onlookers that a node has at a time."""
+UNREAD: Final = 32 << 20
+"""Bytes that wait for one of them to read them."""
+FRAME_LIMIT: Final = 2 << 20
+"""Bytes of a frame's payload."""
+
+
+class Onlookers:
+    """Those of one node. `heard` gets what one says, by its name, on the event loop."""
+
+    def __init__(self, heard: Callable[[str, pb.Message], None]) -> None:
+        self._heard = heard
+        self._open: dict[str, _Answers] = {}
+        self._numbers = itertools.count(1)
+
+    async def serve(self, context: Any) -> None:
+        """Until it, or its stream, is gone."""
+        if len(self._open) >= MOST:
+            why = f"{MOST} others take something home from this node already: try again later"
+            await context.abort(StatusCode.RESOURCE_EXHAUSTED, why)
+        name = f"?{next(self._numbers)}"
+        answers = self._open[name] = _Answers()
+        log.info("onlooker %s comes from %s", name, context.peer())
+        listening = asyncio.create_task(self._listen(name, answers, context))
+        try:
+            while (data := await answers.next()) is not None:
+                await context.write(data)
+            if answers.why:
+                await context.abort(StatusCode.ABORTED, answers.why)
+        finally:
+            del self._open[name]
+            listening.cancel()
+
+    async def _listen(self, name: str, answers: _Answers, context: Any) -> None:
+        try:
+            while (data := await context.read()) is not grpc.aio.EOF:
+                self._heard(name, pb.Message.FromString(unseal(data)))
+            answers.end("")
+        except (WireError, DecodeError) as error:
+            answers.end(f"what was sent makes no sense: {error}")
+        except (grpc.aio.BaseError, asyncio.InvalidStateError):
+            answers.end("the stream broke")
+
+    def tell(self, name: str, item: pb.Message | Frame) -> None:
+        """An answer for it; without effect when it is gone."""
+        if (answers := self._open.get(name)) is None:
+            return
+        if isinstance(item, Frame):
+            if item.size > FRAME_LIMIT:
+                answers.end(f"an answer takes {item.size} bytes; at most {FRAME_LIMIT}: ask less")
+                return
+            carried = pb.Carried(head=item.head(), payload=b"".join(buffers_of(item.payload)))
+            item = pb.Message(sender=item.sender, carried=carried)
+        answers.put(seal(item.SerializeToString()))
+
+    def close(self, why: str) -> None:
+        """All of them are told."""
+        for answers in self._open.values():
+            answers.end(why)
+
+
+class _Answers:
+    """What waits for one onlooker to read it."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[bytes] = deque()
+        self._bytes = 0
+        self._news = asyncio.Event()
+        self._over = False
+        self.why = ""
+
+    def put(self, data: bytes) -> None:
+        self._waiting.append(data)
+        self._bytes += len(data)
+        if self._bytes > UNREAD:
+            self.end(f"{self._bytes} bytes wait to be read; at most {UNREAD}")
+        self._news.set()
+
+    def end(self, why: str) -> None:
+        """Nothing more is said; empty: it wants nothing more."""
+        if not self._over:
+            self._over, self.why = True, why
+            self._news.set()
+
+    async def next(self) -> bytes | None:
+        """None: that was all."""
+        while not self._over and not self._waiting:
+            self._news.clear()
+            await self._news.wait()
+        if self._over:
+            return None
+        data = self._waiting.popleft()
+        self._bytes -= len(data)
+        return data
