@@ -21,6 +21,9 @@ class Address(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Address:
         """Raises AddressError."""
+        scheme, separator, _ = text.partition("://")
+        if separator:
+            raise _wrong(text, f"begins with {scheme}://: leave that out, give it as HOST:PORT")
         host, colon, port = text.rpartition(":")
         if not colon or host.startswith("[") > host.endswith("]"):
             raise _wrong(text, "has no port: give it as HOST:PORT")
@@ -34,7 +37,7 @@ class Address(NamedTuple):
         elif ":" in host:
             raise _wrong(text, "has colons in its host: give an IPv6 address as [ADDRESS]:PORT")
         if not (port.isascii() and port.isdecimal()):
-            raise _wrong(text, f"has {port!r} for a port: give a number")
+            raise _wrong(text, f"has {port!r} for a port: give a number from 0 to {PORTS}")
         if int(port) > PORTS:
             raise _wrong(text, f"has port {port}: a port is at most {PORTS}")
         return cls(host.strip("[]"), int(port))

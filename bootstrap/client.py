@@ -84,6 +84,7 @@ class RegistryClient:
             raise ValueError("no registry address; give one with --join HOST:PORT")
         self._credentials = credentials
         self._at = 0  # index of the address in use
+        self._heard = False  # whether it has ever answered
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._report = Report()
         self._due = asyncio.Event()  # renew at once
@@ -209,6 +210,19 @@ class RegistryClient:
             await open_channel.close()
         self._channels.clear()
 
+    async def check_one_run(self, seconds: float = 3.0) -> None:
+        """Asks all the addresses for their runs at once; those that don't answer in time are left
+        out. Raises JoinRefused when they are of different runs."""
+        if len(self._addresses) == 1:
+            return
+        runs = await asyncio.gather(*(self._run_at(one, seconds) for one in self._addresses))
+        found = {address: run for address, run in zip(self._addresses, runs, strict=True) if run}
+        if len(set(found.values())) > 1:
+            said = ", ".join(f"{address} serves {run}" for address, run in found.items())
+            raise JoinRefused(
+                f"--join names registries of different runs: {said}. Name the addresses of one"
+            )
+
     # -- inside ----------------------------------------------------------------------------------
 
     @property
@@ -225,10 +239,24 @@ class RegistryClient:
         )
         return [one.node for one, there in zip(reply.unheard, answers, strict=True) if there]
 
+    async def _run_at(self, address: str, seconds: float) -> str:
+        """Empty: no answer."""
+        stub = RegistryStub(self._channel(address))  # type: ignore[no-untyped-call]
+        try:
+            described: Description = await stub.Describe(
+                DescribeRequest(), timeout=seconds, metadata=self._credentials.metadata
+            )
+        except grpc.aio.AioRpcError:
+            return ""  # whoever needs it says so
+        return described.run
+
     def _stub(self) -> RegistryStub:
-        if self._address not in self._channels:
-            self._channels[self._address] = channel(self._address, self._credentials, _OPTIONS)
-        return RegistryStub(self._channels[self._address])  # type: ignore[no-untyped-call]
+        return RegistryStub(self._channel(self._address))  # type: ignore[no-untyped-call]
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            self._channels[address] = channel(address, self._credentials, _OPTIONS)
+        return self._channels[address]
 
     async def _next_address(self) -> None:
         """Drops the channel too: a registry in a container comes back under another address of the
@@ -246,7 +274,9 @@ class RegistryClient:
         end, pause, told = clock() + deadline, FIRST_PAUSE, ""
         while True:
             try:
-                return await call(self._stub(), min(ATTEMPT, max(0.1, end - clock())))
+                answer = await call(self._stub(), min(ATTEMPT, max(0.1, end - clock())))
+                self._heard = True
+                return answer
             except grpc.aio.AioRpcError as error:
                 if error.code() not in _RETRIED:
                     raise JoinRefused(_refusal(error, self._address)) from error
@@ -256,6 +286,14 @@ class RegistryClient:
                 if error.code() is StatusCode.ABORTED and why != told:
                     told = why
                     log.info("waiting to be let in: %s", why)
+                elif not (told or self._heard):
+                    told = why
+                    log.warning(
+                        "the registry at %s is not there yet, trying for %.0f s: %s",
+                        self._address,
+                        end - clock(),
+                        _what(error),
+                    )
             await self._next_address()
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,18 +89,11 @@ def channel(
 def add_port(
     server: grpc.aio.Server, listen: str, credentials: Credentials, insecure: bool = False
 ) -> int:
-    """Binds the server to HOST:PORT (port 0: any) and returns the port.
-
-    Raises AddressError, CredentialsError for plain text beyond this machine without `insecure`, and
-    OSError when the address can't be had.
-    """
+    """Binds the server to HOST:PORT (port 0: any) and returns the port. Raises what `check_port`
+    does."""
     address = Address.parse(listen)
+    check_port(address, credentials, insecure)
     if credentials.server is None and not address.is_loopback:
-        if not insecure:
-            raise CredentialsError(
-                f"{listen} can be reached from other machines, and there is no TLS; give CA, "
-                "certificate and key, listen on 127.0.0.1, or accept plain text with --insecure"
-            )
         log.warning(
             "INSECURE: %s is open to other machines in plain text; anyone on the way can read and "
             "change what is sent",
@@ -110,10 +104,45 @@ def add_port(
             return server.add_insecure_port(listen)
         return server.add_secure_port(listen, credentials.server)
     except RuntimeError as error:
+        raise OSError(_not_ours(address)) from error
+
+
+def check_port(listen: Address, credentials: Credentials, insecure: bool = False) -> None:
+    """Raises CredentialsError for plain text beyond this machine without `insecure`, and OSError
+    when the address can't be had."""
+    if credentials.server is None and not (listen.is_loopback or insecure):
+        raise CredentialsError(
+            f"{listen} can be reached from other machines, and there is no TLS; give CA, "
+            "certificate and key, listen on 127.0.0.1, or accept plain text with --insecure"
+        )
+    try:
+        places = socket.getaddrinfo(
+            listen.host, listen.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except (socket.gaierror, UnicodeError) as error:
         raise OSError(
-            f"can't listen on {listen}: the address is in use, or not this machine's; "
-            "stop what listens there, or choose another with --listen HOST:PORT"
+            f"can't listen on {listen}: there is no host {listen.host!r}; 0.0.0.0:PORT listens to "
+            "all of this machine's addresses"
         ) from error
+    if not any(_is_free(family, place) for family, _, _, _, place in places):
+        raise OSError(_not_ours(listen))
+
+
+def _is_free(family: int, place: tuple[object, ...]) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+    except OSError:
+        return False
+    return True
+
+
+def _not_ours(listen: Address) -> str:
+    return (
+        f"can't listen on {listen}: the address is in use, or not this machine's; "
+        "stop what listens there, or choose another with --listen HOST:PORT"
+    )
 
 
 def _read(what: str, path: Path) -> bytes:

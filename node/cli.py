@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+import re
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -17,11 +18,12 @@ from rich.table import Column, Table
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from planaria.node.extras import remedy
+from planaria.node.extras import installed, remedy
 
 if TYPE_CHECKING:
     from planaria.bootstrap.client import RegistryClient
     from planaria.bootstrap.credentials import Credentials
+    from planaria.bootstrap.knock import Answer
     from planaria.node.data.corpus import Corpus
     from planaria.node.local.swarm import SwarmPlan
     from planaria.node.report.progress import Track
@@ -30,14 +32,31 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ADDED = "planaria.commands"
-"""The group of entry points through which other packages add commands."""
+"""The group of entry points through which other packages add commands, which need the extra `lab`.
+"""
+BY_USE = (
+    "up",
+    "node",
+    "bootstrap",
+    "status",
+    "probe",
+    "audit",
+    "data",
+    "export",
+    "generate",
+    "evaluate",
+    "regroup",
+)
+"""The commands as --help lists them; others come after these, those that are added last."""
 
 
 class _Commands(TyperGroup):
     """The commands of this file, and those added to it, which are loaded when asked for."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*super().list_commands(ctx), *sorted(entry_points(group=ADDED).names)]
+        own = list(self.commands)
+        added = sorted(entry_points(group=ADDED).names, reverse=True)
+        return [*sorted(own, key=[*BY_USE, *own].index), *added]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in self.commands:
@@ -45,6 +64,7 @@ class _Commands(TyperGroup):
         for added in entry_points(group=ADDED, name=cmd_name):
             command = get_command(added.load())
             command.name = cmd_name
+            command.hidden = not installed("lab")
             return command
         return None
 
@@ -52,15 +72,44 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "PLANARIA"},
     help="Train large language models on machines that come and go.",
+    epilog="Each option has an environment variable: PLANARIA_NODE_SAVE_DIR is --save-dir of "
+    "planaria node. PLANARIA_JOIN, PLANARIA_RUN, PLANARIA_TOKEN, PLANARIA_TLS_CA, "
+    "PLANARIA_TLS_CERT, PLANARIA_TLS_KEY and PLANARIA_INSECURE are for all commands that have "
+    "these options.",
 )
 data_app = typer.Typer(no_args_is_help=True, help="Prepare data for training, and look at it.")
 app.add_typer(data_app, name="data")
 
+KNOCK = 3.0
+"""Seconds to wait for an address to take, or refuse, a connection."""
+
 console = Console()
 errors = Console(stderr=True)
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        print(f"planaria {version('planaria')}")
+        raise typer.Exit
+
+
+@app.callback()
+def planaria(
+    told: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_tell_version,
+            is_eager=True,
+            allow_from_autoenv=False,  # PLANARIA_VERSION may well be an image's
+            help="Show the version and exit.",
+        ),
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:
@@ -117,7 +166,7 @@ def saying_whether_another_would_do() -> Iterator[None]:
     import logging
 
     from planaria.bootstrap.client import RegistryUnreachable
-    from planaria.node.serve import NodeCrashed
+    from planaria.node.begin import NodeCrashed
     from planaria.node.supervisor import CRASHED, TRY_AGAIN
 
     try:
@@ -177,6 +226,14 @@ def data_prepare(
         if not written:
             console.print(f"{out} holds this very data already")
         _print_corpus(corpus)
+    if tokenizer is None and corpus.vocabulary < vocabulary:
+        console.print(
+            f"--vocabulary {vocabulary}: this text has only enough for {corpus.vocabulary} tokens; "
+            "models that train on it have so many",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 @contextmanager
@@ -278,14 +335,70 @@ def audit_command(
         raise typer.Exit(1)
 
 
-Ca = Annotated[Path | None, typer.Option("--tls-ca", help="CA of all certificates, PEM.")]
-Certificate = Annotated[Path | None, typer.Option("--tls-cert", help="Own certificate, PEM.")]
-Key = Annotated[Path | None, typer.Option("--tls-key", help="Own private key, PEM.")]
-Token = Annotated[str, typer.Option(help="Join token that the run's machines share.")]
-Insecure = Annotated[
-    bool, typer.Option("--insecure", help="Plain text beyond this machine, without proof of who.")
+SECURITY = "Security"
+Ca = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-ca",
+        envvar="PLANARIA_TLS_CA",
+        help="CA of all certificates, PEM.",
+        rich_help_panel=SECURITY,
+    ),
 ]
-OneDevice = Annotated[str, typer.Option(help="auto, cpu or cuda:N.")]
+Certificate = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-cert",
+        envvar="PLANARIA_TLS_CERT",
+        help="Own certificate, PEM.",
+        rich_help_panel=SECURITY,
+    ),
+]
+Key = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-key",
+        envvar="PLANARIA_TLS_KEY",
+        help="Own private key, PEM.",
+        rich_help_panel=SECURITY,
+    ),
+]
+Token = Annotated[
+    str,
+    typer.Option(
+        envvar="PLANARIA_TOKEN",
+        help="Join token that the run's machines share.",
+        rich_help_panel=SECURITY,
+    ),
+]
+Insecure = Annotated[
+    bool,
+    typer.Option(
+        "--insecure",
+        envvar="PLANARIA_INSECURE",
+        help="Plain text beyond this machine, without proof of who.",
+        rich_help_panel=SECURITY,
+    ),
+]
+
+
+def parse_device(text: str) -> str:
+    """Raises BadParameter."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
+        raise typer.BadParameter(f"{text!r}: auto, cpu or cuda:N")
+    return text
+
+
+MACHINE = "This machine"
+OneDevice = Annotated[
+    str,
+    typer.Option(
+        parser=parse_device,
+        metavar="auto|cpu|cuda:N",
+        help="What to compute with.",
+        rich_help_panel=MACHINE,
+    ),
+]
 
 
 def parse_seats(text: str) -> int | None:
@@ -305,11 +418,20 @@ Seats = Annotated[
         show_default="auto",
         help="Stages that a node serves at most, when others are missing; auto: as many as its "
         "memory has room for.",
+        rich_help_panel=MACHINE,
     ),
 ]
 Join = Annotated[
-    str, typer.Option(metavar="HOST:PORT[,HOST:PORT]", help="Where the registry listens.")
+    str,
+    typer.Option(
+        metavar="HOST:PORT[,HOST:PORT]",
+        envvar="PLANARIA_JOIN",
+        help="Where the registry listens; several addresses are of one.",
+    ),
 ]
+
+
+LOSSES, FILES = "Losses", "Files"
 
 
 @app.command("up")
@@ -344,6 +466,7 @@ def up_command(
             metavar="STAGE[.REPLICA]@STEP",
             help="SIGKILL every node of a stage, or one of them, while this step is under way; "
             "replacements are started at once. Repeatable.",
+            rich_help_panel=LOSSES,
         ),
     ] = None,
     replace: Annotated[
@@ -351,6 +474,7 @@ def up_command(
         typer.Option(
             "--replace/--no-replace",
             help="Start another node for each that is gone, killed or ended by itself.",
+            rich_help_panel=LOSSES,
         ),
     ] = True,
     loss_rate: Annotated[
@@ -358,6 +482,7 @@ def up_command(
         typer.Option(
             metavar="10%/h",
             help="SIGKILL nodes at random: of a hundred so many are lost within an hour.",
+            rich_help_panel=LOSSES,
         ),
     ] = None,
     trace: Annotated[
@@ -365,18 +490,30 @@ def up_command(
         typer.Option(
             metavar="CSV",
             help="Kill and start nodes as a spot trace has it (milliseconds, add or remove, node).",
+            rich_help_panel=LOSSES,
         ),
     ] = None,
     speedup: Annotated[
-        float | None, typer.Option(help="Times as fast as --loss-rate or --trace says.")
+        float | None,
+        typer.Option(
+            help="Times as fast as --loss-rate or --trace says.",
+            rich_help_panel=LOSSES,
+        ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder to write. Default: out/NAME-DATE-TIME.")
+        Path | None,
+        typer.Option(
+            help="Folder to write. Default: out/NAME-DATE-TIME.",
+            rich_help_panel=FILES,
+        ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights and windows.")] = None,
     save_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder for the nodes' saves, for --resume. Default: saves, in --out."),
+        typer.Option(
+            help="Folder for the nodes' saves, for --resume. Default: saves, in --out.",
+            rich_help_panel=FILES,
+        ),
     ] = None,
     resume: Annotated[
         Path | None,
@@ -384,9 +521,10 @@ def up_command(
             metavar="DIR",
             help="Go on with a run that was stopped as a whole: the --out or --save-dir of it. "
             "--stages and --replicas may be others than before.",
+            rich_help_panel=FILES,
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="Of every node: auto, cpu or cuda:N.")] = "auto",
+    device: OneDevice = "auto",
     seats: Seats = None,
 ) -> None:
     """Train with a whole swarm on this machine."""
@@ -434,6 +572,7 @@ def _plan_run(run: RunFile, out: Path | None, save_dir: Path | None, device: str
     """Fills in what the run file leaves open. Raises RunFileError, CorpusError."""
     from datetime import datetime
 
+    from planaria.node.data.corpus import read_index
     from planaria.node.local.swarm import SwarmPlan
     from planaria.node.resolve import resolve
     from planaria.node.run_file import override
@@ -443,7 +582,9 @@ def _plan_run(run: RunFile, out: Path | None, save_dir: Path | None, device: str
     if run.recovery.policy == "checkpoint" and not run.recovery.checkpoint.dir:
         shared = str((folder / "checkpoints").absolute())
         run = override(run, recovery__checkpoint__dir=shared)
-    return SwarmPlan(resolve(run), folder, save_dir or folder / "saves", device)
+    run = resolve(run)
+    read_index(Path(run.data.path))  # the nodes of stage 0 are on this machine
+    return SwarmPlan(run, folder, save_dir or folder / "saves", device)
 
 
 def _prepare_shipped_text(run: RunFile) -> None:
@@ -490,7 +631,10 @@ def export_command(
         ),
     ] = None,
     run_file: Annotated[
-        Path | None, typer.Option("--run", metavar="RUN.toml", help="Whose saves these are.")
+        Path | None,
+        typer.Option(
+            "--run", envvar="PLANARIA_RUN", metavar="RUN.toml", help="Whose saves these are."
+        ),
     ] = None,
     data: Annotated[
         Path | None,
@@ -572,11 +716,12 @@ def generate_command(
     device: OneDevice = "auto",
 ) -> None:
     """Let an exported model go on with a text."""
+    from planaria.node.begin import NodeError
     from planaria.node.data.corpus import CorpusError
     from planaria.node.hugging_face.config import UnsupportedModelError
     from planaria.node.hugging_face.generate import Sampling, texts
     from planaria.node.hugging_face.whole_model import WholeModel
-    from planaria.node.serve import NodeError, pick_device
+    from planaria.node.serve import pick_device
 
     with refusing(CorpusError, NodeError, UnsupportedModelError, ValueError):
         sampling = Sampling(temperature, top_p, seed)
@@ -597,11 +742,12 @@ def evaluate_command(
     device: OneDevice = "auto",
 ) -> None:
     """Loss and perplexity of an exported model on prepared data."""
+    from planaria.node.begin import NodeError
     from planaria.node.data.corpus import CorpusError
     from planaria.node.hugging_face.config import UnsupportedModelError
     from planaria.node.hugging_face.evaluate import evaluate
     from planaria.node.hugging_face.whole_model import WholeModel
-    from planaria.node.serve import NodeError, pick_device
+    from planaria.node.serve import pick_device
 
     with refusing(CorpusError, NodeError, UnsupportedModelError):
         model = WholeModel.load(folder, pick_device(device))
@@ -616,19 +762,30 @@ def evaluate_command(
 @app.command("bootstrap")
 def bootstrap_command(
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Port 0: any.")],
-    run_file: Annotated[Path, typer.Option("--run", metavar="RUN.toml", help="The run.")],
+    run_file: Annotated[
+        Path, typer.Option("--run", envvar="PLANARIA_RUN", metavar="RUN.toml", help="The run.")
+    ],
     journal: Annotated[
-        Path | None, typer.Option(help="File that lets a restarted registry go on.")
+        Path | None,
+        typer.Option(
+            help="File that lets a restarted registry go on.",
+            rich_help_panel=FILES,
+        ),
     ] = None,
     after: Annotated[
         Path | None,
         typer.Option(
             metavar="JOURNAL",
             help="Of the run that this one goes on from, in other numbers: views go on counting.",
+            rich_help_panel=FILES,
         ),
     ] = None,
     address_file: Annotated[
-        Path | None, typer.Option(help="File that gets HOST:PORT once the registry listens.")
+        Path | None,
+        typer.Option(
+            help="File that gets HOST:PORT once the registry listens.",
+            rich_help_panel=FILES,
+        ),
     ] = None,
     insecure: Insecure = False,
     ca: Ca = None,
@@ -678,6 +835,9 @@ class CloudName(enum.StrEnum):
     NONE = "none"
 
 
+NETWORK, ENDING = "Network", "When it ends"
+
+
 @app.command("node")
 def node_command(
     join: Join,
@@ -685,13 +845,19 @@ def node_command(
         int | None, typer.Option(min=0, help="Default: where a node is needed most.")
     ] = None,
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where peers dial in; port 0: any.")
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where peers dial in; port 0: any.",
+            rich_help_panel=NETWORK,
+        ),
     ] = "127.0.0.1:0",
     advertise: Annotated[
         str | None,
         typer.Option(
             metavar="HOST:PORT|none",
             help="What to tell peers, if not --listen; none: this node only dials out.",
+            rich_help_panel=NETWORK,
         ),
     ] = None,
     device: OneDevice = "auto",
@@ -699,13 +865,27 @@ def node_command(
     standby: Annotated[
         bool, typer.Option("--standby", help="Wait until a stage has nobody, then take it.")
     ] = False,
-    data: Annotated[Path | None, typer.Option(help="Prepared data, if not the run's.")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Prepared data, if not the run's.",
+            rich_help_panel=FILES,
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for event log and ledger. Default: out/RUN, RUN as in status."),
+        typer.Option(
+            help="Folder for event log and ledger. Default: out/RUN, RUN as in status.",
+            rich_help_panel=FILES,
+        ),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="That PyTorch computes with on CPUs. Default: its.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="That PyTorch computes with on CPUs. Default: its.",
+            rich_help_panel=MACHINE,
+        ),
     ] = None,
     save_dir: Annotated[
         Path | None,
@@ -713,23 +893,30 @@ def node_command(
             metavar="DIR|none",
             help="Folder for saves of this node's stages; it goes on from what is there. Default: "
             "one of its own in out/RUN/saves; with --out DIR, in DIR/RUN/saves.",
+            rich_help_panel=FILES,
         ),
     ] = None,
     grace: Annotated[
         float,
-        typer.Option(min=0, help="Seconds after SIGTERM in which to save, hand over and leave."),
+        typer.Option(
+            min=0,
+            help="Seconds after SIGTERM in which to save, hand over and leave.",
+            rich_help_panel=ENDING,
+        ),
     ] = 25.0,
     cloud: Annotated[
         CloudName,
         typer.Option(
             help="Whose notices that this machine will be taken to listen to; auto: find out. What "
-            "they leave of time goes before --grace."
+            "they leave of time goes before --grace.",
+            rich_help_panel=ENDING,
         ),
     ] = CloudName.AUTO,
     restart: Annotated[
         Restart,
         typer.Option(
-            help="What to do when this node crashes; always: start another, after a pause."
+            help="What to do when this node crashes; always: start another, after a pause.",
+            rich_help_panel=ENDING,
         ),
     ] = Restart.ALWAYS,
     insecure: Insecure = False,
@@ -741,33 +928,41 @@ def node_command(
     """Join a run, and serve a stage of its model."""
     import asyncio
 
-    from planaria.node.supervisor import is_watched, same_again, supervise
+    from planaria.bootstrap.address import Address
+    from planaria.bootstrap.knock import Answer
+    from planaria.node.begin import NodeError, check_reachable
+    from planaria.node.supervisor import TRY_AGAIN, is_watched, same_again, supervise
 
     _begin_service()
-    if not is_watched() and restart is Restart.ALWAYS:
-        raise typer.Exit(asyncio.run(supervise(same_again(), grace)))
+    addresses, dials_only = _split(join), advertise == "none"
+    with refusing(NodeError, ValueError):
+        listens = Address.parse(listen)
+        told = None if advertise is None or dials_only else Address.to_dial(advertise)
+        check_reachable(addresses, listens, told, dials_only)
+    if not is_watched():
+        _check_there(addresses, [Answer.UNKNOWN], TRY_AGAIN)
+        if restart is Restart.ALWAYS:
+            raise typer.Exit(asyncio.run(supervise(same_again(), grace)))
 
-    from planaria.bootstrap.address import Address
     from planaria.bootstrap.client import JoinRefused
     from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.node.begin import Options, begin
     from planaria.node.data.corpus import CorpusError
     from planaria.node.report.ledger import LedgerError
     from planaria.node.run_file import RunFileError
-    from planaria.node.serve import NodeError, Options, serve
     from planaria.node.state.stage_state import SaveError
 
     kinds = (JoinRefused, NodeError, CorpusError, LedgerError, RunFileError)
     refused = (*kinds, CredentialsError, SaveError, OSError, ValueError)
     with ending_whatever_hangs(), saying_whether_another_would_do(), refusing(*refused):
-        credentials = Credentials.load(ca, certificate, key, token)
         options = Options(
-            join=tuple(join.split(",")),
+            join=addresses,
             stage=stage,
             seats=seats,
             standby=standby,
-            listen=Address.parse(listen),
-            advertise=None if advertise in (None, "none") else Address.parse(advertise),
-            dials_only=advertise == "none",
+            listen=listens,
+            advertise=told,
+            dials_only=dials_only,
             device=device,
             data=data,
             out=out,
@@ -776,11 +971,29 @@ def node_command(
             saving=save_dir != Path("none"),
             grace=grace,
             cloud=cloud.value,
-            credentials=credentials,
+            credentials=Credentials.load(ca, certificate, key, token),
             insecure=insecure,
         )
-        status = _run(serve(options))
+        status = _run(begin(options))
     raise typer.Exit(status)
+
+
+def _split(join: str) -> tuple[str, ...]:
+    """The addresses of --join."""
+    return tuple(address.strip() for address in join.split(","))
+
+
+def _check_there(addresses: Sequence[str], final: Sequence[Answer], status: int) -> None:
+    """Ends with that status where all that the addresses say is final."""
+    import asyncio
+
+    from planaria.bootstrap.knock import dead_end, knock_at_all
+
+    with refusing(ValueError):
+        answers = asyncio.run(knock_at_all(addresses, KNOCK))
+    if why := dead_end(answers, final):
+        _refuse(why)
+        raise typer.Exit(status)
 
 
 @app.command("regroup")
@@ -831,7 +1044,12 @@ def regroup_command(
 def status_command(
     join: Join,
     watch: Annotated[bool, typer.Option("--watch", help="Until Ctrl-C.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The registry's answer as JSON.")] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", envvar="PLANARIA_STATUS_JSON", help="The registry's answer as JSON."
+        ),
+    ] = False,
     ca: Ca = None,
     certificate: Certificate = None,
     key: Key = None,
@@ -853,7 +1071,9 @@ def probe_command(
         Path | None, typer.Option(help="File to write, for planaria plan --probe.")
     ] = None,
     wait: Annotated[float, typer.Option(help="Seconds that nodes have to measure.")] = 120.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", envvar="PLANARIA_PROBE_JSON", help="Print it as JSON.")
+    ] = False,
     ca: Ca = None,
     certificate: Certificate = None,
     key: Key = None,
@@ -886,10 +1106,15 @@ def _ask(
 ) -> None:
     """Asks the registry, until it has answered or Ctrl-C."""
     from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
+    from planaria.bootstrap.knock import Answer
+
+    addresses = _split(join)
+    _check_there(addresses, [Answer.UNKNOWN, Answer.REFUSED], 1)
 
     async def ask() -> None:
-        client = RegistryClient(join.split(","), credentials)
+        client = RegistryClient(addresses, credentials)
         try:
+            await client.check_one_run()
             await question(client)
         finally:
             await client.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 EXTRAS = {
     "datasets": "data",
     "matplotlib": "plots",
@@ -11,6 +13,11 @@ EXTRAS = {
     "sklearn": "lab",
 }
 """By the name that is imported, the optional dependencies in pyproject.toml that bring it."""
+
+
+def installed(extra: str) -> bool:
+    """Whether all that only this extra brings is there."""
+    return all(find_spec(library) for library, brings in EXTRAS.items() if brings == extra)
 
 
 def remedy(error: ModuleNotFoundError) -> str:

@@ -5,26 +5,25 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import signal
 import socket
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 import torch
 
-from planaria.bootstrap.address import Address
 from planaria.bootstrap.client import InQuarantine, RegistryClient
-from planaria.bootstrap.credentials import Credentials
+from planaria.bootstrap.registry_pb2 import Description
+from planaria.node.begin import NodeCrashed, NodeError, Options, check_writable
 from planaria.node.daemon import Node, NodePlace, measure_speed, memory_of, own_address
 from planaria.node.data.corpus import Corpus, CorpusError
 from planaria.node.instance import Instance, find_instance, release
 from planaria.node.notices import Notice, Watch
 from planaria.node.report.ledger import LedgerError
 from planaria.node.resolve import run_id
-from planaria.node.run_file import RunFile, loads
+from planaria.node.run_file import RunFile
 from planaria.node.stage.shape import ModelConfig, model_config
 from planaria.node.state.saves import newest_saved_stage
 from planaria.node.supervisor import Pauses
@@ -33,37 +32,6 @@ log = logging.getLogger("planaria")
 
 RUN_FILE = "run.toml"
 """Of the run whose saves are beside it."""
-
-
-class NodeError(Exception):
-    """This node can't serve; the message says why and what to do."""
-
-
-class NodeCrashed(Exception):  # noqa: N818  what it did
-    """This node had joined and can't go on, for a reason that another process may not have."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """The command line of `planaria node`."""
-
-    join: tuple[str, ...]
-    stage: int | None
-    listen: Address
-    advertise: Address | None  # None: whatever peers can be expected to dial
-    dials_only: bool  # can't be dialled
-    device: str
-    seats: int | None  # that it can hold; None: as its memory allows
-    standby: bool
-    data: Path | None
-    out: Path | None
-    threads: int | None
-    save_dir: Path | None  # None: one of its own, where its event log is
-    saving: bool
-    grace: float  # seconds between SIGTERM and the end
-    cloud: str  # whose notices to listen to: auto, none, or one of CLOUDS
-    credentials: Credentials
-    insecure: bool
 
 
 class Departure:
@@ -87,20 +55,20 @@ class Departure:
         return max(0.0, self.deadline - self._loop.time())
 
 
-async def serve(options: Options) -> int:
-    """Returns the exit status. Raises NodeError, NodeCrashed, RegistryUnreachable, JoinRefused."""
-    check_reachable(options)
-    for option, folder in (("--save-dir", options.save_dir), ("--out", options.out)):
-        if folder is not None:
-            check_writable(option, folder)
+async def serve(
+    options: Options,
+    client: RegistryClient,
+    description: Description,
+    run: RunFile,
+    corpus: Corpus | None,
+) -> int:
+    """Serves the run of that description; see `begin`. Returns the exit status. Raises NodeError,
+    NodeCrashed, RegistryUnreachable, JoinRefused."""
     device = pick_device(options.device)
     if options.threads:
         torch.set_num_threads(options.threads)
-    client = RegistryClient(list(options.join), options.credentials)
     instance = None
     try:
-        description = await client.describe()
-        run = loads(description.run_file, "the registry's run file")
         folder = (options.out or Path("out")) / run_id(run, description.run_file)
         if options.out is None:
             options = replace(options, out=default_out(folder))
@@ -108,7 +76,6 @@ async def serve(options: Options) -> int:
         if options.saving and options.save_dir is None:
             saves = place_for_saves(folder / "saves", instance, description.run_file)
             options = replace(options, save_dir=saves)
-        corpus = find_corpus(run, options)
         vocabulary = run.model.vocabulary or (corpus.vocabulary if corpus else None)
         if vocabulary is None:
             raise NodeError("the run file doesn't say model.vocabulary; the registry should add it")
@@ -158,7 +125,6 @@ async def serve(options: Options) -> int:
                 await asyncio.wait_for(departure.told.wait(), pauses.after(loop.time() - began))
         return 0
     finally:
-        await client.close()
         if instance is not None:
             release(instance)
 
@@ -223,23 +189,6 @@ def place_for_saves(folder: Path, instance: Instance, text: str) -> Path | None:
     return saves
 
 
-def check_writable(option: str, folder: Path) -> None:
-    """Writes there, since permissions say neither that the disk is full nor that it is read-only.
-    Raises NodeError."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=folder, prefix=".planaria-") as file:
-            file.write(bytes(4096))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        why = "it is a file" if isinstance(error, FileExistsError) else error.strerror
-        raise NodeError(
-            f"{option} {folder} can't be written: {why}; let this user write there, "
-            "free space, or name another folder"
-        ) from error
-
-
 def pick_device(name: str) -> torch.device:
     """Raises NodeError when it isn't there."""
     if name == "auto":
@@ -268,30 +217,6 @@ def room_on(device: torch.device, config: ModelConfig) -> int:
     return max(1, min(config.stages + 1, int(memory_of(device) / 2 / seat)))
 
 
-def find_corpus(run: RunFile, options: Options) -> Corpus | None:
-    """The prepared data, where the run file or --data says; needed at stage 0 only.
-
-    Raises NodeError when stage 0 was asked for, or --data was given, and it can't be used.
-    """
-    path = options.data or Path(run.data.path)
-    needed = options.stage == 0 or options.data is not None
-    if not path.exists() and not needed:
-        return None
-    try:
-        corpus = Corpus.open(path)
-    except CorpusError as error:
-        if needed:
-            raise NodeError(f"{error} (--data DIR says where the prepared data is)") from error
-        log.warning("not fit for stage 0: %s", error)
-        return None
-    if problem := corpus.index.misfit(run.data.content, run.model.vocabulary):
-        if needed:
-            raise NodeError(f"{path} {problem}")
-        log.warning("not fit for stage 0: %s %s", path, problem)
-        return None
-    return corpus
-
-
 def find_place(options: Options, device: torch.device) -> NodePlace:
     stage = options.stage
     if stage is None and options.save_dir is not None:
@@ -316,15 +241,3 @@ def find_place(options: Options, device: torch.device) -> NodePlace:
         host = own_address(options.join[0])
         return replace(place, advertise=str(options.listen._replace(host=host)))
     return place
-
-
-def check_reachable(options: Options) -> None:
-    """Raises NodeError when nobody but this machine could dial a node of a run on several."""
-    remote = [join for join in options.join if not Address.to_dial(join).is_loopback]
-    if remote and not (options.advertise or options.dials_only) and options.listen.is_loopback:
-        raise NodeError(
-            f"--listen {options.listen} can be reached from this machine only, and the registry at "
-            f"{remote[0]} is for others, too: give --listen 0.0.0.0:PORT (and --advertise "
-            "HOST:PORT, if others know this machine under another address), or --advertise none "
-            "for a node that only dials out"
-        )

@@ -101,7 +101,9 @@ def plan(
         Path | None,
         typer.Option(metavar="PNG", help="Gets time and cost by failure rate and policy."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", envvar="PLANARIA_PLAN_JSON", help="Print JSON.")
+    ] = False,
 ) -> None:
     """Which stages, replicas and policy for these nodes, and what it will take and cost."""
     import math

@@ -31,6 +31,8 @@ sympy with it: some 500 modules, which each node would load for itself."""
 SUPERVISOR: Final = "PLANARIA_SUPERVISOR"
 """Environment variable with the id of the process that started this one, and starts another when
 this one crashes."""
+NO_OPTIONS: Final = (SUPERVISOR, "PLANARIA_METADATA_ADDRESS")
+"""Environment variables of planaria's that stand for no option."""
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _CLONE_NEWNET = 0x40000000  # setns(2)
 
@@ -38,7 +40,11 @@ Work = Callable[[list[str]], None]
 
 
 def run_planaria(arguments: list[str]) -> None:
-    """Runs what `python -m planaria ARGUMENTS...` would."""
+    """Runs what `python -m planaria ARGUMENTS...` would, with no options but these: what the
+    environment says is for who started the swarm."""
+    for name in [name for name in os.environ if name.startswith("PLANARIA_")]:
+        if name not in NO_OPTIONS:
+            del os.environ[name]
     sys.argv = ["planaria", *arguments]
     runpy.run_module("planaria", run_name="__main__")
 

@@ -34,7 +34,7 @@ def test_host_and_port_are_read_and_written(text: str, host: str, port: int) -> 
         ("[]:1", "no IPv6 address in its brackets"),
         ("[host]:1", "no IPv6 address in its brackets"),
         ("host]:1", "no IPv6 address in its brackets"),
-        ("http://host:7400", "is more than HOST:PORT"),
+        ("http://host:7400", "begins with http://: leave that out"),
         (" host:7400", "is more than HOST:PORT"),
         ("host:", "has '' for a port"),
         ("host:http", "has 'http' for a port"),

@@ -13,16 +13,13 @@ from typer.testing import CliRunner
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.credentials import PLAIN
 from planaria.node import serve
+from planaria.node.begin import NodeError, Options, check_reachable, check_writable
 from planaria.node.cli import app
 from planaria.node.instance import Instance, find_instance, release
 from planaria.node.run_file import loads
 from planaria.node.serve import (
     Departure,
-    NodeError,
-    Options,
     _live_until,
-    check_reachable,
-    check_writable,
     find_place,
     place_for_saves,
     room_on,
@@ -73,16 +70,19 @@ def test_a_node_has_room_for_what_fits_into_half_of_its_memory(
 
 @pytest.mark.parametrize("join", ["registry.example.org:7400", "10.0.0.1:7400", "[2001:db8::1]:1"])
 def test_a_node_on_loopback_is_none_for_a_registry_that_is_not(join: str) -> None:
+    loopback, everywhere = Address.parse("127.0.0.1:0"), Address.parse("0.0.0.0:7401")
     with pytest.raises(NodeError, match=r"from this machine only.*--listen 0\.0\.0\.0:PORT"):
-        check_reachable(options(join))
-    check_reachable(options(join, listen="0.0.0.0:7401"))
-    check_reachable(options(join, advertise="tunnel.example.org:7401"))
-    check_reachable(options(join, dials_only=True))
+        check_reachable([join], loopback, None, False)
+    check_reachable([join], everywhere, None, False)
+    check_reachable([join], loopback, Address.parse("tunnel.example.org:7401"), False)
+    check_reachable([join], loopback, None, True)
+    with pytest.raises(NodeError, match=r"--advertise 0\.0\.0\.0:7401 stands for all addresses"):
+        check_reachable([join], everywhere, everywhere, False)
 
 
 @pytest.mark.parametrize("join", ["127.0.0.1:7400", "localhost:7400", "[::1]:7400"])
 def test_on_one_machine_loopback_will_do(join: str) -> None:
-    check_reachable(options(join))
+    check_reachable([join], Address.parse("127.0.0.1:0"), None, False)
 
 
 def test_peers_are_told_an_address_that_they_can_dial() -> None:

@@ -1,0 +1,88 @@
+"""What can be said of an address before a word of gRPC: whether there is such a host, and whether
+anything listens there."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import errno
+import socket
+from collections.abc import Mapping, Sequence
+
+from planaria.bootstrap.address import Address
+
+_UNKNOWN = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
+
+
+class Answer(enum.Enum):
+    OPEN = "takes connections"
+    REFUSED = "refuses connections: nothing listens there"
+    UNKNOWN = "is unknown: there is no host of that name"
+    SILENT = "doesn't answer"
+
+
+async def knock(address: Address, seconds: float) -> Answer:
+    """What comes of connecting to an address, within so many seconds. A name that can't be looked
+    up at the moment is silent, one that has several addresses refuses when all of them do."""
+    try:
+        async with asyncio.timeout(seconds):
+            places = await _look_up(address)
+            if not places:
+                return Answer.UNKNOWN
+            answers = await asyncio.gather(*(_connect(*place) for place in places))
+    except TimeoutError:
+        return Answer.SILENT
+    for answer in (Answer.OPEN, Answer.SILENT):
+        if answer in answers:
+            return answer
+    return Answer.REFUSED
+
+
+async def knock_at_all(addresses: Sequence[str], seconds: float) -> dict[str, Answer]:
+    """What each says, all asked at once. Raises AddressError."""
+    parsed = [Address.to_dial(address) for address in addresses]
+    answers = await asyncio.gather(*(knock(address, seconds) for address in parsed))
+    return dict(zip(addresses, answers, strict=True))
+
+
+def dead_end(answers: Mapping[str, Answer], final: Sequence[Answer]) -> str:
+    """Why no registry can be had at these addresses, and what to do; empty unless all of their
+    answers are among the `final` ones."""
+    if not all(answer in final for answer in answers.values()):
+        return ""
+    said = "; ".join(f"{address} {answer.value}" for address, answer in answers.items())
+    remedies = []
+    if Answer.UNKNOWN in answers.values():
+        remedies.append("Check the spelling of the name, or give an IP address")
+    if Answer.REFUSED in answers.values():
+        remedies.append(
+            "Check host and port, and that the registry runs there (`planaria bootstrap`) and "
+            "listens to more than its own machine"
+        )
+    return f"there is no registry: {said}. {'. '.join(remedies)}"
+
+
+async def _look_up(address: Address) -> list[tuple[str, int]]:
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        if error.errno in _UNKNOWN:
+            return []
+        raise TimeoutError from error
+    except UnicodeError:  # a name that can't be one
+        return []
+    return list(dict.fromkeys((str(place[0]), int(place[1])) for *_, place in found))
+
+
+async def _connect(host: str, port: int) -> Answer:
+    try:
+        _, writer = await asyncio.open_connection(host, port)
+    except ConnectionRefusedError:
+        return Answer.REFUSED
+    except OSError as error:
+        # A machine without IPv6 has no way to a name's IPv6 address: that one is not there for it.
+        unusable = error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+        return Answer.REFUSED if unusable else Answer.SILENT
+    writer.close()
+    return Answer.OPEN

@@ -1,0 +1,152 @@
+"""How `planaria node` begins: what it was asked for, and what is wrong with that, as far as it can
+be said before torch is loaded."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import TYPE_CHECKING
+
+from planaria.bootstrap.address import Address
+
+if TYPE_CHECKING:
+    from planaria.bootstrap.credentials import Credentials
+    from planaria.node.data.corpus import Corpus
+    from planaria.node.run_file import RunFile
+
+log = logging.getLogger("planaria")
+
+
+class NodeError(Exception):
+    """This node can't serve; the message says why and what to do."""
+
+
+class NodeCrashed(Exception):  # noqa: N818  what it did
+    """This node had joined and can't go on, for a reason that another process may not have."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line of `planaria node`."""
+
+    join: tuple[str, ...]
+    stage: int | None
+    listen: Address
+    advertise: Address | None  # None: whatever peers can be expected to dial
+    dials_only: bool  # can't be dialled
+    device: str
+    seats: int | None  # that it can hold; None: as its memory allows
+    standby: bool
+    data: Path | None
+    out: Path | None
+    threads: int | None
+    save_dir: Path | None  # None: one of its own, where its event log is
+    saving: bool
+    grace: float  # seconds between SIGTERM and the end
+    cloud: str  # whose notices to listen to: auto, none, or one of CLOUDS
+    credentials: Credentials
+    insecure: bool
+
+
+async def begin(options: Options) -> int:
+    """Asks the registry about its run, then serves. Returns the exit status. Raises NodeError,
+    NodeCrashed, RegistryUnreachable, JoinRefused, RunFileError, CredentialsError, OSError."""
+    from planaria.bootstrap.client import RegistryClient
+    from planaria.bootstrap.credentials import check_port
+    from planaria.node.run_file import loads
+
+    for option, folder in (("--save-dir", options.save_dir), ("--out", options.out)):
+        if folder is not None:
+            check_writable(option, folder)
+    if not options.dials_only:
+        check_port(options.listen, options.credentials, options.insecure)
+    client = RegistryClient(options.join, options.credentials)
+    try:
+        await client.check_one_run()
+        description = await client.describe()
+        run = loads(description.run_file, "the registry's run file")
+        check_stage(options.stage, run)
+        corpus = find_corpus(run, options)
+
+        from planaria.node.serve import serve
+
+        return await serve(options, client, description, run, corpus)
+    finally:
+        await client.close()
+
+
+def check_stage(stage: int | None, run: RunFile) -> None:
+    """Raises NodeError for a stage that the run doesn't have."""
+    stages = run.model.stages
+    if stage is not None and stages is not None and stage > stages:
+        raise NodeError(
+            f"--stage {stage}: this run has stages 0 to {stages}; choose one of them, or leave "
+            "--stage out"
+        )
+
+
+def check_reachable(
+    join: Sequence[str], listen: Address, advertise: Address | None, dials_only: bool
+) -> None:
+    """Raises NodeError when nobody, or nobody but this machine, could dial a node of a run on
+    several, and AddressError."""
+    if advertise is not None and advertise.is_any:
+        raise NodeError(
+            f"--advertise {advertise} stands for all addresses of a machine, and nobody can dial "
+            "it: give the one that others know this machine by"
+        )
+    remote = [one for one in join if not Address.to_dial(one).is_loopback]
+    if remote and not (advertise or dials_only) and listen.is_loopback:
+        raise NodeError(
+            f"--listen {listen} can be reached from this machine only, and the registry at "
+            f"{remote[0]} is for others, too: give --listen 0.0.0.0:PORT (and --advertise "
+            "HOST:PORT, if others know this machine under another address), or --advertise none "
+            "for a node that only dials out"
+        )
+
+
+def check_writable(option: str, folder: Path) -> None:
+    """Writes there, since permissions say neither that the disk is full nor that it is read-only.
+    Raises NodeError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=folder, prefix=".planaria-") as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        why = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+        raise NodeError(
+            f"{option} {folder} can't be written: {why}; let this user write there, "
+            "free space, or name another folder"
+        ) from error
+
+
+def find_corpus(run: RunFile, options: Options) -> Corpus | None:
+    """The prepared data, where the run file or --data says; needed at stage 0 only.
+
+    Raises NodeError when stage 0 was asked for, or --data was given, and it can't be used.
+    """
+    from planaria.node.data.corpus import Corpus, CorpusError
+
+    path = options.data or Path(run.data.path)
+    needed = options.stage == 0 or options.data is not None
+    if not path.exists() and not needed:
+        return None
+    try:
+        corpus = Corpus.open(path)
+    except CorpusError as error:
+        if needed:
+            raise NodeError(f"{error} (--data DIR says where the prepared data is)") from error
+        log.warning("not fit for stage 0: %s", error)
+        return None
+    if problem := corpus.index.misfit(run.data.content, run.model.vocabulary):
+        if needed:
+            raise NodeError(f"{path} {problem}")
+        log.warning("not fit for stage 0: %s %s", path, problem)
+        return None
+    return corpus

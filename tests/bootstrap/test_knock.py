@@ -1,0 +1,82 @@
+"""What addresses say: real ports, and names that the test makes up."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+
+from planaria.bootstrap.address import Address, AddressError
+from planaria.bootstrap.knock import Answer, dead_end, knock, knock_at_all
+
+LONG = 60.0  # seconds; only a hanging test gets there
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def names(monkeypatch: pytest.MonkeyPatch, found: Any) -> None:
+    """A name service that finds these addresses for any name, or fails like this."""
+
+    async def getaddrinfo(host: str, port: int, **_: object) -> list[Any]:
+        if isinstance(found, Exception):
+            raise found
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in found]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+
+
+async def test_a_port_that_is_listened_on_is_open_and_another_refuses() -> None:
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    assert await knock(Address("127.0.0.1", port), LONG) is Answer.OPEN
+    assert await knock(Address("127.0.0.1", free_port()), LONG) is Answer.REFUSED
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("failure", "answer"),
+    [
+        (socket.gaierror(socket.EAI_NONAME, "no such name"), Answer.UNKNOWN),
+        (UnicodeError("label empty or too long"), Answer.UNKNOWN),
+        (socket.gaierror(socket.EAI_AGAIN, "try again"), Answer.SILENT),
+    ],
+)
+async def test_only_a_name_that_there_is_none_of_is_unknown(
+    failure: Exception, answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names(monkeypatch, failure)
+    assert await knock(Address("registry.example.org", 7400), LONG) is answer
+
+
+async def test_a_name_of_several_addresses_refuses_when_all_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    names(monkeypatch, ["127.0.0.2", "127.0.0.1"])
+    assert await knock(Address("two.example.org", port), LONG) is Answer.OPEN
+    assert await knock(Address("two.example.org", free_port()), LONG) is Answer.REFUSED
+    server.close()
+
+
+async def test_what_is_no_address_is_said_before_anything_is_dialled() -> None:
+    with pytest.raises(AddressError, match="begins with http://: leave that out"):
+        await knock_at_all(["127.0.0.1:1", "http://127.0.0.1:1"], LONG)
+
+
+def test_it_is_a_dead_end_when_all_addresses_are_final() -> None:
+    final = [Answer.UNKNOWN, Answer.REFUSED]
+    both = {"a:1": Answer.UNKNOWN, "b:1": Answer.REFUSED}
+    said = dead_end(both, final)
+    assert "a:1 is unknown" in said
+    assert "b:1 refuses connections" in said
+    assert "Check the spelling of the name" in said
+    assert "`planaria bootstrap`" in said
+    assert dead_end(both, [Answer.UNKNOWN]) == ""
+    assert dead_end({**both, "c:1": Answer.SILENT}, final) == ""
+    assert "spelling" not in dead_end({"b:1": Answer.REFUSED}, final)

@@ -1,0 +1,183 @@
+"""The command line itself: what is said of options before anything is done, and how fast."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from planaria.node import cli
+from planaria.node.cli import BY_USE, app
+from planaria.node.local.processes import NO_OPTIONS
+from planaria.node.notices import ADDRESS_VARIABLE
+
+LOADED = """
+import sys
+from planaria.node.cli import main
+
+try:
+    main()
+except SystemExit as end:
+    print(end.code, *({"torch", "numpy"} & set(sys.modules)))
+"""
+
+
+def refused_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def listed(*arguments: str, **environment: str) -> str:
+    result = CliRunner(env=environment).invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+@pytest.mark.parametrize("command", [[], ["node"], ["data", "prepare"], ["lab", "run"]])
+def test_help_has_two_names_everywhere(flag: str, command: list[str]) -> None:
+    assert "Usage:" in listed(*command, flag)
+
+
+def test_the_version_is_the_packages() -> None:
+    assert listed("--version", PLANARIA_VERSION="1") == f"planaria {version('planaria')}\n"
+
+
+def test_commands_are_listed_by_use() -> None:
+    names = get_command(app).list_commands(None)  # type: ignore[attr-defined]
+    assert [name for name in names if name in BY_USE] == list(BY_USE)
+    assert names[-1] == "lab"
+
+
+def test_what_needs_an_extra_is_shown_only_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert " lab " in listed("--help")
+    monkeypatch.setattr(cli, "installed", lambda extra: extra != "lab")
+    assert " lab " not in listed("--help")
+    assert "Usage:" in listed("lab", "--help")
+
+
+def test_a_wrong_option_is_said_of_the_environments_too(tmp_path: Path) -> None:
+    node = ["node", "--restart", "no"]
+    result = CliRunner(env={"PLANARIA_JOIN": "nonsense"}).invoke(app, node)
+    assert "the address 'nonsense' has no port" in result.output
+    result = CliRunner(env={"PLANARIA_NODE_SEATS": "few"}).invoke(app, [*node, "--join", "a:1"])
+    assert "'--seats': few" in result.output
+    bootstrap = {
+        "PLANARIA_BOOTSTRAP_LISTEN": "127.0.0.1:0",
+        "PLANARIA_RUN": str(tmp_path / "run.toml"),
+    }
+    result = CliRunner(env=bootstrap).invoke(app, ["bootstrap"])
+    assert "can't read the run file" in result.output
+
+
+def options(command: Any, name: str = "PLANARIA") -> Iterator[tuple[str, Any]]:
+    """Of all commands, with the variable that each should have of its own."""
+    if hasattr(command, "list_commands"):
+        for each in command.list_commands(None):
+            yield from options(command.get_command(None, each), f"{name}_{each.upper()}")
+    elif command is not None:
+        for one in command.params:
+            if one.param_type_name == "option":
+                yield f"{name}_{one.opts[0].strip('-').replace('-', '_').upper()}", one
+
+
+def test_every_option_has_the_environment_variable_that_one_expects() -> None:
+    shared = {"JOIN", "TOKEN", "INSECURE", "RUN", "TLS_CA", "TLS_CERT", "TLS_KEY"}
+    for variable, option in options(get_command(app)):
+        made_by_typer = f"{variable[: -len(option.opts[0]) + 2]}{option.name.upper()}"
+        everywhere = f"PLANARIA_{option.opts[0].strip('-').replace('-', '_').upper()}"
+        wanted = everywhere if everywhere.removeprefix("PLANARIA_") in shared else variable
+        assert wanted in (option.envvar, made_by_typer), option.opts
+
+
+def test_the_environment_is_read() -> None:
+    told = listed("data", "inspect", "-h", PLANARIA_DATA_INSPECT_CONTEXT="7")
+    assert "PLANARIA_DATA_INSPECT_CONTEXT" in told
+    port = refused_port()
+    at = {"PLANARIA_JOIN": f"127.0.0.1:{port}", "PLANARIA_STATUS_JSON": "1"}
+    assert f"127.0.0.1:{port} refuses" in CliRunner(env=at).invoke(app, ["status"]).output
+
+
+def test_nodes_of_a_local_swarm_take_no_options_from_the_environment() -> None:
+    code = (
+        "import json, os, runpy\n"
+        "from planaria.node.local.processes import run_planaria\n"
+        "runpy.run_module = lambda *_, **__: print(json.dumps(dict(os.environ)))\n"
+        "run_planaria(['node'])"
+    )
+    ours = {"PLANARIA_NODE_STAGE": "1", "PLANARIA_TOKEN": "t", **dict.fromkeys(NO_OPTIONS, "kept")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | ours,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    left = {name for name in json.loads(done.stdout) if name.startswith("PLANARIA")}
+    assert left == set(NO_OPTIONS) and ADDRESS_VARIABLE in NO_OPTIONS
+
+
+@pytest.mark.parametrize("command", ["status", "probe", "regroup saves --out anew"])
+def test_a_registry_that_is_not_there_is_said_at_once(command: str) -> None:
+    port = refused_port()
+    result = CliRunner().invoke(app, [*command.split(), "--join", f"127.0.0.1:{port}"])
+    assert result.exit_code == 1
+    assert f"127.0.0.1:{port} refuses connections: nothing listens there" in result.output
+    assert "`planaria bootstrap`" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--join nonsense", "has no port"),
+        ("--join http://a:1", "begins with http://: leave that out"),
+        ("--join a:70000", "a port is at most 65535"),
+        ("--join 127.0.0.1:1 --listen 0.0.0.0:0", "there is no TLS"),
+        ("--join 127.0.0.1:1 --listen 127.0.0.1:{taken}", "the address is in use"),
+        ("--join 127.0.0.1:1 --tls-ca ca.pem", "the certificate, key is missing"),
+        ("--join 127.0.0.1:1 --device gpu", "'gpu': auto, cpu or cuda:N"),
+        ("--join a..b:1 --advertise none", "there is no host of that name"),
+    ],
+)
+def test_nodes_are_refused_without_loading_torch(arguments: str, says: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        given = arguments.format(taken=server.getsockname()[1]).split()
+        done = subprocess.run(
+            [sys.executable, "-c", LOADED, "node", "--restart", "no", *given],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    said = " ".join(done.stderr.replace("│", " ").split())
+    assert says in said
+    assert done.stdout.split()[0] != "0"
+    assert "torch" not in done.stdout
+
+
+def test_a_vocabulary_that_the_text_has_not_enough_for_is_said(tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    lines = [json.dumps({"text": f"apples and {n} pears"}) for n in range(50)]
+    text.write_text("\n".join(lines))
+    prepare = ["data", "prepare", str(text), "--validation", "0.3", "--out"]
+    said = listed(*prepare, str(tmp_path / "a"), "--vocabulary", "4000")
+    assert "--vocabulary 4000: this text has only enough for" in said
+    assert "has only enough" not in listed(*prepare, str(tmp_path / "b"), "--vocabulary", "257")
+
+
+def test_up_says_at_once_that_it_lacks_the_data(tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text('[model]\nvocabulary = 300\n[data]\npath = "nowhere"\n')
+    result = CliRunner().invoke(app, ["up", str(run), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert "there is no prepared data at" in result.output
+    assert not (tmp_path / "out").exists()
