@@ -447,7 +447,7 @@ def shorten(words: str, length: int) -> str:
 def _news(report: Report) -> tuple[object, ...]:
     """What the registry, or a person, has to hear of soon."""
     seats = [(seat.message, seat.stopped, seat.finished) for seat in report.seats]
-    return seats, list(report.complaints)
+    return seats, list(report.complaints), report.leaving
 
 
 def _what(error: grpc.aio.AioRpcError) -> str:

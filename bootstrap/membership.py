@@ -46,6 +46,7 @@ ACCUSERS_NAMED = 3
 CHARGE_STANDS = 60.0  # seconds that the word of one who does not drive counts
 CHARGES_KEPT = 100  # against one node
 WITHOUT_STATE = frozenset(["syncing", "following"])  # phases in reports (node/transaction)
+TOGETHER = 0.3  # seconds in which all tell it who leave together, and in which none takes a seat
 MOST_DIALLED = 100  # silent members that are asked whether they are there; of more, every n-th
 
 
@@ -169,8 +170,8 @@ class _Node:
 
     @property
     def leaving(self) -> bool:
-        """It has said that it will leave soon."""
-        return self.report.leaving
+        """It has said that it will leave soon, and the view says so."""
+        return self.member.leaving
 
     def awaited(self, reconnect: float) -> float:
         """Until when it has to come back, since it has lost its stream and is gone."""
@@ -249,6 +250,7 @@ class Membership:
         self._joined_at = 0.0  # the newest member
         self._unsettled = False  # a stage is vacant, or somebody has several seats
         self._looked = -math.inf  # at who sits where, without need
+        self._all_told = math.inf  # when all are likely to have told that leave together
         self._quiet_until = -math.inf  # after a restart: no new view before
         self._isolated = False  # nobody can be heard
         self._question: _Question | None = None
@@ -339,7 +341,7 @@ class Membership:
         if node.reached_by:
             node.reached_by = ""
             self._note(f"{renewal.node} ({place_of(node.member)}) is heard again")
-        announced = node.leaving
+        effects: list[Effect] = []
         if renewal.HasField("report"):
             node.report = renewal.report
             self._newest = max([self._newest, *map(_age, node.report.seats)])
@@ -348,11 +350,9 @@ class Membership:
             if complaints or unlisted or self._cuts.any:
                 known = (c for c in complaints if c.peer in self._nodes)
                 self._cuts.told(renewal.node, known, now, unlisted)
-        effects: list[Effect] = []
-        if node.leaving and not announced and now >= self._quiet_until:
-            self._note(f"{renewal.node} ({place_of(node.member)}) will leave soon")
-            self._staff(now)
-            effects = self._finish(now)
+            if node.report.leaving != node.leaving and now >= self._quiet_until:
+                self._announce(node, now)
+                effects = self._finish(now)
         if renewal.probe and renewal.probe == node.probe:
             effects += self._answered(node, now)
         return effects
@@ -445,7 +445,8 @@ class Membership:
             else:
                 self._schedule(name, node)
         self._see_to_cuts(now)
-        if self._unsettled and now >= self._looked + self.rules.lease / LOOKS:
+        looks = self._unsettled and now >= self._looked + self.rules.lease / LOOKS
+        if looks or now >= self._all_told:
             self._looked = now
             self._staff(now)
         waited = self._covered is not None and now >= self._covered + self.rules.start_grace
@@ -690,9 +691,10 @@ class Membership:
     def _choose(self, request: JoinRequest) -> tuple[int | None, str]:
         """A stage for a node that asked for none (None: standby), and why."""
         numbers = range(self.rules.stages + 1)
-        count = self._count()
+        staying = [member for member in self._serving() if not member.leaving]
+        count = Counter(stage for member in staying for stage in stages_of(member))
         capacity = dict.fromkeys(numbers, 0.0)
-        for member in self._serving():
+        for member in staying:
             for stage in stages_of(member):
                 capacity[stage] += (member.speed or 1.0) / len(member.seats)
         wanted = [s for s in numbers if count[s] < self.rules.max_replicas]
@@ -960,8 +962,9 @@ class Membership:
         """Sees to it that each stage has a member that will stay. Before the run has begun, who has
         a seat gets another one only if nobody else comes for `start_grace`; once it is over, nobody
         needs one."""
-        if self._finished():
+        if self._finished() or now < self._all_told < math.inf:
             return
+        self._all_told = math.inf
         begun = self._started or now > self._joined_at + self.rules.start_grace
         sitters = [self._sitter(node, now) for node in self._nodes.values()]
         for change in assign(sitters, self.rules.stages, begun, self.rules.policy):
@@ -976,16 +979,21 @@ class Membership:
             verb = "takes" if isinstance(change, Taken) else "gives back"
             self._changes.append(f"{change.node} {verb} stage {change.stage}: {change.why}")
 
+    def _announce(self, node: _Node, now: float) -> None:
+        """That it will leave soon, or won't."""
+        node.member = _copy(node.member)
+        node.member.leaving = node.report.leaving
+        self._all_told = min(self._all_told, now + TOGETHER)
+        how = "will leave soon" if node.leaving else "stays after all"
+        self._changes.append(f"{node.member.node} ({place_of(node.member)}) {how}")
+
     def _reseat(self, node: _Node, stages: set[int]) -> None:
-        """A view that was issued is never changed, so its member isn't either. What was told of a
-        former seat at one of these stages says nothing of the new one."""
+        """What was told of a former seat at one of these stages says nothing of the new one."""
         had = {seat.stage: seat for seat in node.member.seats}
-        member = Member()
-        member.CopyFrom(node.member)
-        del member.seats[:]
+        node.member = _copy(node.member)
+        del node.member.seats[:]
         since = self._number + 1
-        member.seats.extend(had.get(s, Seat(stage=s, since=since)) for s in sorted(stages))
-        node.member = member
+        node.member.seats.extend(had.get(s, Seat(stage=s, since=since)) for s in sorted(stages))
         if node.holds is not None:
             node.holds &= had.keys()
 
@@ -1032,11 +1040,12 @@ class Membership:
         self._effects.append(Issue(self.view))
 
     def _driver(self) -> str:
-        """The driver stays; else the oldest stage-0 member follows. Empty: there is none."""
-        ends = [m.node for m in self._serving() if 0 in stages_of(m)]
+        """The driver stays; else the oldest stage-0 member follows that will stay. Empty: there is
+        none."""
+        ends = {m.node: m.leaving for m in self._serving() if 0 in stages_of(m)}
         if self.view.driver in ends:
             return self.view.driver
-        return ends[0] if ends else ""
+        return min(ends, key=lambda node: ends[node], default="")
 
     def _awaited(self, now: float) -> str:
         """What the first driver of the run waits for, in words; empty: nothing."""
@@ -1144,6 +1153,13 @@ class _Known:
         found = (n for n in self.machine._nodes.values() if n.holds and stage in n.holds)
         seated = (n for n in found if stage in stages_of(n.member))
         return (n for n in seated if self.heard(n.member.node))
+
+
+def _copy(member: Member) -> Member:
+    """To be changed, as those of a view that was issued never are."""
+    copy = Member()
+    copy.CopyFrom(member)
+    return copy
 
 
 def _age(seat: SeatReport) -> tuple[int, int]:

@@ -33,7 +33,7 @@ class Seat(_message.Message):
     def __init__(self, stage: _Optional[int] = ..., since: _Optional[int] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("node", "address", "joined", "speed", "host", "device", "data", "instance", "seats", "room")
+    __slots__ = ("node", "address", "joined", "speed", "host", "device", "data", "instance", "seats", "room", "leaving")
     NODE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     JOINED_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,7 @@ class Member(_message.Message):
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     SEATS_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     node: str
     address: str
     joined: int
@@ -54,7 +55,8 @@ class Member(_message.Message):
     instance: str
     seats: _containers.RepeatedCompositeFieldContainer[Seat]
     room: int
-    def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ..., joined: _Optional[int] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., data: _Optional[str] = ..., instance: _Optional[str] = ..., seats: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ..., room: _Optional[int] = ...) -> None: ...
+    leaving: bool
+    def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ..., joined: _Optional[int] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., data: _Optional[str] = ..., instance: _Optional[str] = ..., seats: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ..., room: _Optional[int] = ..., leaving: _Optional[bool] = ...) -> None: ...
 
 class View(_message.Message):
     __slots__ = ("run", "number", "members", "driver", "reason", "committed", "lineage", "relays", "quarantined")

@@ -24,7 +24,7 @@ import torch
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.credentials import PLAIN, Credentials
-from planaria.bootstrap.membership import PROTOCOL, stages_of, to_link
+from planaria.bootstrap.membership import PROTOCOL, to_link
 from planaria.node.agent import Agent, frame_bytes, held_bytes
 from planaria.node.data.corpus import Corpus
 from planaria.node.data.windows import Windows
@@ -65,7 +65,7 @@ from planaria.node.state.saves import Contents, saves_on_disk
 from planaria.node.transaction.effects import (
     NEVER,
 )
-from planaria.node.transaction.gathering import may_have_heir
+from planaria.node.transaction.leaving import Leaving
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.frames import Frame
@@ -82,8 +82,6 @@ TICK = 0.05
 """Seconds between two looks at the clock."""
 LOOK_AT_FILES = 1.0
 """Seconds between two looks whether the disk takes what is written."""
-APPOINTMENT = 2.0
-"""Seconds that a node which has to leave waits for the registry to find somebody for its seat."""
 SPEED_TAKES = 0.1
 """Seconds of one try to find out how fast this machine is: the period of a quota of Linux."""
 MOST_MEASURED = 200
@@ -175,7 +173,7 @@ class Node:
         self.seats: Seats[Agent] = Seats(self.node, self.links, self.onlookers.tell)
         self.exchanges: dict[str, LoopedExchanges] = {}  # of each seat
         self.memory = memory_of(place.device)
-        self.leaving = False
+        self.leaving = self.retiring = False
         self.measuring: asyncio.Task[None] | None = None
         self.asked = 0  # number of the newest measurement that was asked for
         self.measured: tuple[int, list[registry.LinkReport]] = (0, [])
@@ -235,40 +233,36 @@ class Node:
         await self.leave("stopped by its owner")
 
     async def _prepare_to_leave(self, deadline: float) -> None:
+        """Of a run that is over nobody needs anything but the saves, nor of one that has not
+        begun."""
         seats = {} if self.hang else dict(self.seats.agents)
+        needed = [s for s in seats.values() if s.member.halt is None and s.member.committed > 0]
+        leaving = Leaving(self.node, self.view, self.loop.time())
+        if needed:
+            self.leaving = self.retiring = True
+            self.report()
         for name, seat in seats.items():
             if name in self.exchanges:  # it wasn't given back since then
                 try:
                     await self.exchanges[name].outcome(seat.save_now())
                 except ClosedError as closed:
                     log.info("stage %s is not saved: %s", seat.stage, closed)
-        for seat in seats.values():
-            await self._hand_over(seat, deadline)
+        for seat in needed:
+            await self._hand_over(seat, leaving, deadline)
         for seat in seats.values():
             left = max(0.0, deadline - self.loop.time())
             await asyncio.to_thread(seat.holdings.finish_saves, left)
 
-    async def _hand_over(self, seat: Agent, deadline: float) -> None:
-        """Where it is its stage's last; a stage with replicas lives on. Of a run that is over
-        nobody needs anything."""
-        stage, halted = seat.stage, seat.member.halt is not None
-        if halted or self._others_at(stage) or not may_have_heir(self.view, self.node):
-            return
-        self.leaving = True
-        self.report()
-        seen = self.loop.time()  # that somebody is to take it
-        while self.loop.time() < min(deadline, seen + APPOINTMENT):
-            heirs = [m.node for m in seat.members if m.stage == stage and m.node != seat.node]
-            if heirs:
-                self.tell(HandedOver(to=heirs[0], stage=stage))
-                return
-            if self._others_at(stage):
-                seen = self.loop.time()
+    async def _hand_over(self, seat: Agent, leaving: Leaving, deadline: float) -> None:
+        """Where it is its stage's last; a stage with replicas that stay lives on."""
+        stage, now = seat.stage, self.loop.time()
+        while now < deadline and leaving.waits(stage, self.view, seat.members, now):
             await asyncio.sleep(TICK)
-        log.warning("nobody has taken over stage %s in time", stage)
-
-    def _others_at(self, stage: int) -> list[str]:
-        return [m.node for m in self.view.members if stage in stages_of(m) and m.node != self.node]
+            now = self.loop.time()
+        if heir := leaving.heir(stage, self.view, seat.members):
+            self.tell(HandedOver(to=heir, stage=stage))
+        elif not leaving.lives_on(stage, self.view):
+            log.warning("nobody has taken over stage %s", stage)
 
     async def leave(self, why: str) -> None:
         """Tell the registry, so that nobody has to find out."""
@@ -506,7 +500,7 @@ class Node:
             self.tell(ComputeHangs(task=task, seconds=seconds, usual=usual or None))
         elif before is not None:
             self.tell(ComputeGoesOn(task=before.task))
-            self.leaving = False
+            self.leaving = self.retiring
         for seat in list(self.seats.agents.values()):
             seat.compute_hangs(str(self.hang or ""), self.loop.time())
         self.report()

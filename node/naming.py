@@ -31,11 +31,17 @@ def seated(view: registry.View) -> registry.View:
     Two nodes with a relay between them are as far apart in each of their seats."""
     ids = {m.node: [seat_id(m.node, seat_name(seat)) for seat in m.seats] for m in view.members}
     members = [
-        registry.Member(node=seat, seats=[registry.Seat(stage=at.stage)], room=member.room)
+        registry.Member(
+            node=seat,
+            seats=[registry.Seat(stage=at.stage)],
+            room=member.room,
+            leaving=member.leaving,
+        )
         for member in view.members
         for seat, at in zip(ids[member.node], member.seats, strict=True)
     ]
-    members += [registry.Member(node=m.node) for m in view.members if not m.seats]
+    standbys = (member for member in view.members if not member.seats)
+    members += [registry.Member(node=m.node, leaving=m.leaving) for m in standbys]
     relays = [
         registry.Relay(a=a, b=b, via=relay.via)
         for relay in view.relays

@@ -8,6 +8,7 @@ whose fault it is that attempts fail, diverging.py which of a stage's replicas i
 differ, and doubting.py what becomes of those. attempt.py is one
 attempt at a node: which microbatches come, wait, go on and are sent again. routing.py plans which
 node serves which microbatch, overdue.py finds who holds up an attempt, hanging.py what becomes of
-who hangs, takeover.py what an attempt waits for whose stage has lost its last node. following.py is
+who hangs, leaving.py how long who is told to go waits for an heir, takeover.py what an attempt
+waits for whose stage has lost its last node. following.py is
 a joiner that copies while the others train, averaging.py sums the gradients of replicas.
 """

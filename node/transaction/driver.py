@@ -45,10 +45,10 @@ from planaria.node.transaction.gathering import (
     Gathering,
     Standing,
     active,
-    may_have_heir,
 )
 from planaria.node.transaction.hanging import Hanging, is_last, slow_and_alone
 from planaria.node.transaction.joining import FOLLOWED, FOLLOWS, Joining
+from planaria.node.transaction.leaving import may_have_heir
 from planaria.node.transaction.overdue import is_late
 from planaria.node.transaction.resting import DriverPhase, Resting
 from planaria.node.transaction.routing import Pair

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import HANG
-from planaria.node.naming import node_of
 from planaria.node.transaction.effects import Ballot, Effect, Send, Suspect
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.decide import Held, Left, Source
@@ -23,18 +21,6 @@ ANSWER = 4.0
 def active(view: registry.View) -> dict[str, int]:
     """The stages of the members that aren't standbys, each of which has one seat here."""
     return {member.node: member.seats[0].stage for member in view.members if member.seats}
-
-
-def may_have_heir(view: registry.View, leaver: str) -> bool:
-    """Whether the registry has somebody to send to where the node, or the node of the seat, has to
-    leave: a standby or whoever else has room, or a replica that its stage can do without."""
-    others = [m for m in view.members if node_of(m.node) != node_of(leaver)]
-    seats = Counter({node_of(m.node): 0 for m in others})
-    seats.update(node_of(m.node) for m in others for _ in m.seats)
-    served = Counter(seat.stage for member in others for seat in member.seats)
-    return max(served.values(), default=0) > 1 or any(
-        seats[node_of(member.node)] < (member.room or 1) for member in others
-    )
 
 
 @dataclass

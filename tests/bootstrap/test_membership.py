@@ -7,6 +7,7 @@ import pytest
 from planaria.bootstrap.membership import (
     MOST_DIALLED,
     PROTOCOL,
+    TOGETHER,
     Dial,
     Effect,
     Evict,
@@ -990,12 +991,43 @@ def test_a_spare_takes_over_from_who_will_leave_soon_before_it_does() -> None:
     swarm.join("b", 1)
     swarm.join("standby")
     assert swarm.stage("standby") is None
+    before = swarm.view
     swarm.renew("b", report=Report(leaving=True))
-    assert (swarm.stage("standby"), swarm.stage("b")) == (1, 1)
     assert "will leave soon" in swarm.view.reason
+    assert [member.node for member in swarm.view.members if member.leaving] == ["b"]
+    assert not any(member.leaving for member in before.members), "a view that was issued is changed"
+    swarm.wait(TOGETHER)
+    assert (swarm.stage("standby"), swarm.stage("b")) == (1, 1)
     number = swarm.view.number
     swarm.renew("b", report=Report(leaving=True))
     assert swarm.view.number == number
+
+
+def test_of_those_who_leave_together_none_gets_a_seat() -> None:
+    swarm = Swarm(stages=2)
+    for stage, node in enumerate("abc"):
+        swarm.join(node, stage, room=3)
+    assert swarm.view.driver == "a"
+    for node in "abc":
+        swarm.renew(node, report=Report(leaving=True))
+        swarm.wait(TOGETHER / 4)
+    swarm.wait(TOGETHER)
+    assert [stages_of(member) for member in swarm.view.members] == [[0], [1], [2]]
+    swarm.join("d", room=3)
+    assert swarm.stage("d") == 0, "only who leaves is there"
+    swarm.renew("b", report=Report())
+    assert [member.node for member in swarm.view.members if member.leaving] == ["a", "c"]
+    assert "b (stage 1) stays after all" in swarm.view.reason
+
+
+def test_who_leaves_does_not_drive_if_another_one_can() -> None:
+    swarm = Swarm(stages=1)
+    for node, stage in (("a", 0), ("b", 0), ("c", 0), ("d", 1)):
+        swarm.join(node, stage)
+    swarm.renew("b", report=Report(leaving=True))
+    assert swarm.view.driver == "a"
+    swarm.after(swarm.machine.leave("a", "", swarm.now))
+    assert swarm.view.driver == "c"
 
 
 def test_who_has_replicas_that_stay_needs_no_spare_when_it_leaves() -> None:
@@ -1004,6 +1036,7 @@ def test_who_has_replicas_that_stay_needs_no_spare_when_it_leaves() -> None:
         swarm.join(node, stage)
     swarm.join("standby")
     swarm.renew("b", report=Report(leaving=True))
+    swarm.wait(TOGETHER)
     assert swarm.stage("standby") is None
 
 

@@ -124,7 +124,8 @@ class Registry(RuleBasedStateMachine):
             if self.machine.view.members:
                 assert list(self.machine.view.members) == before
                 raise
-        assert not there
+        own = {member.node for member in before if member.address == request.address}
+        assert there <= own, "who answers there is the newcomer itself"
         assert not any(self.heard(member.node) for member in before)
 
     def heard(self, name: str) -> bool:
@@ -145,10 +146,14 @@ class Registry(RuleBasedStateMachine):
         probe=st.integers(0, 6),
         step=st.integers(0, 50),
         missed=st.lists(PICK, max_size=3),
+        leaving=st.booleans(),
     )
-    def renew(self, pick: int, first: bool, probe: int, step: int, missed: list[int]) -> None:
+    def renew(
+        self, pick: int, first: bool, probe: int, step: int, missed: list[int], leaving: bool
+    ) -> None:
         complaints = [Complaint(peer=self.node(one)) for one in missed]
-        report = Report(seats=[SeatReport(committed=step)], complaints=complaints)
+        seats = [SeatReport(committed=step)]
+        report = Report(seats=seats, complaints=complaints, leaving=leaving)
         renewal = Renewal(node=self.node(pick), probe=probe, report=report)
         event = self.machine.renewed
         if first:

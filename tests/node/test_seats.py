@@ -12,7 +12,7 @@ from planaria.bootstrap import registry_pb2 as registry
 from planaria.node.naming import node_of, seat_id, seated
 from planaria.node.ports import Priority
 from planaria.node.seats import SeatCompute, SeatNet, Seats
-from planaria.node.transaction.gathering import active, may_have_heir
+from planaria.node.transaction.gathering import active
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import Exchanges
 from planaria.node.wire.frames import Frame
@@ -27,22 +27,6 @@ def view(number: int, **seats: list[tuple[int, int]]) -> registry.View:
         for node, held in seats.items()
     ]
     return registry.View(number=number, members=members, driver=members[0].node)
-
-
-def test_who_leaves_has_an_heir_where_somebody_has_room_or_a_stage_has_two() -> None:
-    for heir, room, seats in (
-        (False, 1, {"a": [0], "b": [1], "c": [2]}),
-        (True, 2, {"a": [0], "b": [1], "c": [2]}),
-        (False, 2, {"a": [0, 2], "b": [1]}),
-        (True, 1, {"a": [0], "b": [1], "c": [2], "standby": []}),
-        (True, 1, {"a": [0], "b": [1], "c": [2], "d": [2]}),
-        (False, 1, {"a": [0], "b": [1, 2], "c": [2]}),
-    ):
-        known = view(1, **{node: [(stage, 0) for stage in held] for node, held in seats.items()})
-        for member in known.members:
-            member.room = room
-        assert may_have_heir(known, "b") == heir, seats
-        assert may_have_heir(seated(known), "b/1") == heir, seats
 
 
 @dataclass

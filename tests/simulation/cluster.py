@@ -242,7 +242,10 @@ class Cluster:
     def identity_over(self, node: Node) -> None:
         host = self.hosts[node.process.host]
         host.node = None
-        node.process.after(self.world.random.uniform(0.0, 0.5), self._new_node, host)
+        if host.down:
+            node.process.alive = False
+        else:
+            node.process.after(self.world.random.uniform(0.0, 0.5), self._new_node, host)
 
     def crash(self, process: Process, why: str) -> None:
         host = self.hosts[process.host]

@@ -25,6 +25,7 @@ from planaria.node.state.stage_state import Age
 from planaria.node.state.twin import next_stage
 from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import Ballot, Effect, GoOn
+from planaria.node.transaction.leaving import Leaving
 from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
@@ -112,7 +113,7 @@ class Node:
         self.streams: dict[str, Stream] = {}
         self.compute = Compute(process, cluster.pace, cluster.rules.progress)
         self.hang: Hang | None = None
-        self.leaving = False
+        self.leaving = self.retiring = False
         self.view = registry.View()
         self.seats: Seats[Seat] = Seats(self.name, self.net)
         self.ledgers: list[LineFile] = []
@@ -143,6 +144,24 @@ class Node:
             self.compute.stopped = True
             self.world.say(self.name, f"is over: {why}")
             self.process.after(0.0, self._clean_up)
+
+    def retire(self) -> None:
+        """It has to leave for good, and lets heirs take over where there are any."""
+        leaving = Leaving(self.name, self.view, self.world.now)
+        seats = [s for s in self.seats.agents.values() if s.member.halt is None]
+        self.retiring = self.leaving = True
+        self.changed()
+        self._leave_in_time(leaving, [seat for seat in seats if seat.member.committed > 0])
+
+    def _leave_in_time(self, leaving: Leaving, needed: list[Seat]) -> None:
+        now, view = self.world.now, self.view
+        if self.ended:
+            return
+        if any(leaving.waits(seat.stage, view, seat.members, now) for seat in needed):
+            self.process.after(TICK, self._leave_in_time, leaving, needed)
+            return
+        self.cluster.hosts[self.process.host].down = True
+        self.client.leave()  # the view without it ends it
 
     def _clean_up(self) -> None:
         self.net.give_up()
@@ -297,7 +316,7 @@ class Node:
         before, self.hang = self.hang, self.compute.watch.look(self.world.now)
         if (before is None) != (self.hang is None):
             self.world.say(self.name, str(self.hang or "goes on"))
-            self.leaving = self.leaving and self.hang is not None
+            self.leaving = self.retiring or (self.leaving and self.hang is not None)
             for seat in list(self.seats.agents.values()):
                 seat.compute_hangs(str(self.hang or ""), self.world.now)
             self.changed()

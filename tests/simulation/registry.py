@@ -128,6 +128,8 @@ class Registry:
             case pb.Renewal():
                 self._carry_out(self.machine.renewed(item, now))
                 self._tell(peer, pb.Notice(view=self.machine.view.number))
+            case pb.LeaveRequest():
+                self._carry_out(self.machine.leave(item.node, item.why, now))
             case pb.Suspicion():
                 with contextlib.suppress(Refused):  # the accuser is told by its own eviction
                     self._carry_out(self.machine.suspect(item, now))
@@ -167,7 +169,7 @@ class Client:
         self.cluster, self.node = cluster, node
         self.joined = self.stopped = False
         self.question, self.answered = 0, list[str]()  # that the registry asked; who answered
-        self.complaints: list[pb.Complaint] = []  # told last
+        self.told: tuple[list[pb.Complaint], bool] = [], False  # what was news last
         self._connect(FIRST_PAUSE)
         node.process.after(RENEW, self._renew)
 
@@ -266,9 +268,9 @@ class Client:
 
     def reported(self) -> None:
         """There is a new report; it is sent at once when it is news."""
-        complaints = list(self.node.report.complaints)
-        if complaints != self.complaints:
-            self.complaints = complaints
+        news = list(self.node.report.complaints), self.node.report.leaving
+        if news != self.told:
+            self.told = news
             self._renew_now()
 
     def _renew(self) -> None:
@@ -279,6 +281,9 @@ class Client:
     def _renew_now(self) -> None:
         if self.joined and not self.stopped:
             self._tell(pb.Renewal(node=self.node.name, report=self.node.report))
+
+    def leave(self) -> None:
+        self._tell(pb.LeaveRequest(node=self.node.name))
 
     def suspect(self, accused: str, why: str, cause: pb.Cause = pb.SILENT) -> None:
         self._tell(pb.Suspicion(accuser=self.node.name, accused=accused, why=why, cause=cause))

@@ -1,0 +1,83 @@
+"""Nodes that are told to leave, in swarms of the agents that ship."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from planaria.node.transaction.leaving import APPOINTMENT
+from planaria.recovery.decide import Policy
+from simulation.node import Node, Seat
+from simulation.scenario import Result, run
+from simulation.test_seats import BETWEEN, Shrinking
+
+
+class Departing(Shrinking):
+    """As many as two at a time are told to leave, whatever they have, down to the last one."""
+
+    def _plan_faults(self) -> float:
+        notice, cluster = self.cluster.on_event, self.cluster
+
+        def on_event(seat: Seat, kind: str, fields: Mapping[str, Any] | None = None) -> None:
+            notice(seat, kind, fields)
+            if fields is not None:
+                cluster.check_kept(kind, fields)  # each stage was copied while it was there
+
+        cluster.on_event = on_event  # type: ignore[method-assign]
+        return super()._plan_faults()
+
+    def lose(self) -> None:
+        there = [node for node in self._some() if not node.retiring]
+        self.fewest = min(self.fewest, len(self.cluster.nodes))
+        if len(there) == 1 and len(self.cluster.nodes) > 1:
+            self.world.after(1.0, self.lose)  # the last one is taking over what they have
+            return
+        if len(there) == 1:
+            self.after_commits(BETWEEN, self.bring_back)
+            return
+        for node in self.random.sample(there, min(len(there) - 1, self.random.choice([1, 1, 2]))):
+            node.retire()
+        self.after_commits(BETWEEN, self.lose)
+
+
+@pytest.mark.parametrize("policy", ["checkfree", "redundant"])
+def test_what_leaves_is_copied_first_down_to_the_last_node(policy: Policy) -> None:
+    fewest: list[int] = []
+
+    class Noted(Departing):
+        def run(self) -> Result:
+            result = super().run()
+            fewest.append(self.fewest)
+            return result
+
+    for seed in range(6):
+        assert run(seed, policy=policy, kind=Noted).outcome == "finished", f"seed {seed}"
+    assert min(fewest) == 1
+
+
+class Ending(Shrinking):
+    """All are told to leave at once, as with Ctrl-C."""
+
+    def _plan_faults(self) -> float:
+        self.told: list[Node] = []
+        self.after_commits(5, self.end)
+        return 30.0
+
+    def end(self) -> None:
+        self.began = self.world.now
+        self.told = list(self.cluster.nodes)
+        for node in self.told:
+            node.retire()
+
+    def run(self) -> Result:
+        while not self.told or self.cluster.nodes:
+            self.world.step()
+        return Result("ended", self.world.now - self.began, self.cluster.counts)
+
+
+def test_where_all_leave_at_once_nobody_waits_for_an_heir() -> None:
+    for seed in range(6):
+        seconds = run(seed, policy="checkfree", kind=Ending).seconds
+        assert seconds < APPOINTMENT, f"seed {seed}"
