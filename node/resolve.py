@@ -11,7 +11,7 @@ from planaria.node.run_file import DataSection, RunFile, RunFileError, override
 from planaria.node.stage.shape import model_config
 
 SHIPPED = Path(__file__).resolve().parents[1] / "corpus" / "austen"
-"""Prose that comes with the project's source."""
+"""Prose that comes with the package."""
 
 
 def text_to_prepare(run: RunFile) -> Path | None:

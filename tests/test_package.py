@@ -134,6 +134,7 @@ def test_wheel_and_sdist_install_one_package_and_the_same(tmp_path):
     [wheel], [sdist] = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
     tops = {name.partition("/")[0] for name in contents(wheel)}
     assert {name for name in tops if not name.endswith(".dist-info")} == {"planaria"}
+    assert "planaria/corpus/austen/persuasion.txt" in contents(wheel), "the first run has no text"
     with tarfile.open(sdist) as archive:
         assert not [file.name for file in archive if file.issym() or file.islnk()]
         archive.extractall(tmp_path / "sdist", filter="data")
