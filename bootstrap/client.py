@@ -19,6 +19,8 @@ from planaria.bootstrap.registry_pb2 import (
     Cause,
     DescribeRequest,
     Description,
+    ExamineReply,
+    ExamineRequest,
     JoinReply,
     JoinRequest,
     LeaveRequest,
@@ -133,6 +135,21 @@ class RegistryClient:
             ),
             deadline,
         )
+
+    async def examine(self, request: ExamineRequest, seconds: float) -> ExamineReply:
+        """Has the registry dial back, or take and send what is to be timed; asks it once. Raises
+        JoinRefused, and RegistryUnreachable."""
+        try:
+            reply: ExamineReply = await self._stub().Examine(
+                request, timeout=seconds, metadata=self._credentials.metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            if error.code() is StatusCode.UNIMPLEMENTED:
+                raise JoinRefused(
+                    "the registry is of an older planaria, which can't do it"
+                ) from error
+            raise RegistryUnreachable(f"{self._address} said: {_what(error)}") from error
+        return reply
 
     async def keep_membership(
         self,

@@ -383,3 +383,27 @@ class Eviction(_message.Message):
     reason: str
     seconds: float
     def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., reason: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class ExamineRequest(_message.Message):
+    __slots__ = ("name", "port", "load", "wanted")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    port: int
+    load: bytes
+    wanted: int
+    def __init__(self, name: _Optional[str] = ..., port: _Optional[int] = ..., load: _Optional[bytes] = ..., wanted: _Optional[int] = ...) -> None: ...
+
+class ExamineReply(_message.Message):
+    __slots__ = ("time", "host", "there", "load")
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    THERE_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    time: float
+    host: str
+    there: bool
+    load: bytes
+    def __init__(self, time: _Optional[float] = ..., host: _Optional[str] = ..., there: _Optional[bool] = ..., load: _Optional[bytes] = ...) -> None: ...

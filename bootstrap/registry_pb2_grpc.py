@@ -70,6 +70,11 @@ class RegistryStub:
                 request_serializer=planaria_dot_bootstrap_dot_registry__pb2.DescribeRequest.SerializeToString,
                 response_deserializer=planaria_dot_bootstrap_dot_registry__pb2.Description.FromString,
                 _registered_method=True)
+        self.Examine = channel.unary_unary(
+                '/planaria.bootstrap.Registry/Examine',
+                request_serializer=planaria_dot_bootstrap_dot_registry__pb2.ExamineRequest.SerializeToString,
+                response_deserializer=planaria_dot_bootstrap_dot_registry__pb2.ExamineReply.FromString,
+                _registered_method=True)
 
 
 class RegistryServicer:
@@ -124,6 +129,14 @@ class RegistryServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Examine(self, request, context):
+        """For `planaria doctor`: dials the caller back, at the address that the call comes from and no
+        other, and measures with it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RegistryServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -161,6 +174,11 @@ def add_RegistryServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=planaria_dot_bootstrap_dot_registry__pb2.DescribeRequest.FromString,
                     response_serializer=planaria_dot_bootstrap_dot_registry__pb2.Description.SerializeToString,
+            ),
+            'Examine': grpc.unary_unary_rpc_method_handler(
+                    servicer.Examine,
+                    request_deserializer=planaria_dot_bootstrap_dot_registry__pb2.ExamineRequest.FromString,
+                    response_serializer=planaria_dot_bootstrap_dot_registry__pb2.ExamineReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -353,6 +371,33 @@ class Registry:
             '/planaria.bootstrap.Registry/Describe',
             planaria_dot_bootstrap_dot_registry__pb2.DescribeRequest.SerializeToString,
             planaria_dot_bootstrap_dot_registry__pb2.Description.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Examine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/planaria.bootstrap.Registry/Examine',
+            planaria_dot_bootstrap_dot_registry__pb2.ExamineRequest.SerializeToString,
+            planaria_dot_bootstrap_dot_registry__pb2.ExamineReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
+from urllib.parse import unquote
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from planaria.bootstrap.address import Address
+from planaria.bootstrap.address import PORTS, Address
 from planaria.bootstrap.credentials import PLAIN, Credentials, add_port
 from planaria.bootstrap.dial import is_there
 from planaria.bootstrap.journal import Journal, JournalError
@@ -33,6 +35,8 @@ from planaria.bootstrap.registry_pb2 import (
     DESCRIPTOR,
     DescribeRequest,
     Description,
+    ExamineReply,
+    ExamineRequest,
     JoinReply,
     JoinRequest,
     LeaveReply,
@@ -62,6 +66,8 @@ BETWEEN_MEASUREMENTS = 10.0  # seconds: each loads every link
 RENEWAL_BYTES = 16 * 2**10  # after the first of a stream
 NAME_BYTES = 256  # ids, addresses, hashes, names for people
 WHY_BYTES = 2048
+LOAD_BYTES = 4 * 2**20  # for who measures, either way
+DIAL_BACK = 5.0  # seconds that a caller who wants to be dialled has to answer
 
 if TYPE_CHECKING:  # generic in their stubs only
     Context = grpc.aio.ServicerContext[object, object]
@@ -75,6 +81,7 @@ class Limits:
     streams: int = 20_000  # KeepAlive
     watchers: int = 20_000
     suspicions: int = 10_000
+    examinations: int = 16
 
 
 class RegistryServer(RegistryServicer):
@@ -93,6 +100,7 @@ class RegistryServer(RegistryServicer):
         self._run_file, self._journal, self._limits = run_file, journal, limits
         self._streams: dict[str, _Stream] = {}  # newest of each node
         self._open_streams = self._watchers = self._logged = 0
+        self._examinations = 0
         self._measurements, self._measured_at = 0, 0.0
         self._verdicts: dict[str, set[asyncio.Future[Verdict]]] = {}
         self._dialling: set[asyncio.Task[None]] = set()
@@ -251,6 +259,28 @@ class RegistryServer(RegistryServicer):
         description.uptime = self._loop.time() - self._started
         description.trouble = self._unwritten or self._damage
         return description
+
+    async def Examine(  # noqa: N802
+        self, request: ExamineRequest, context: Context
+    ) -> ExamineReply:
+        await _check_length(context, "name", request.name, NAME_BYTES)
+        if request.port > PORTS or max(len(request.load), request.wanted) > LOAD_BYTES:
+            reason = f"a port is at most {PORTS}, a load at most {LOAD_BYTES} bytes"
+            await _abort(context, "INVALID_ARGUMENT", reason)
+        if self._examinations >= self._limits.examinations:
+            await _abort(context, "RESOURCE_EXHAUSTED", "too many are being examined; ask again")
+        reply = ExamineReply(time=time.time(), host=_host_of(context.peer()))
+        self._examinations += 1
+        try:
+            if request.port and reply.host:
+                address = str(Address(reply.host, request.port))
+                there = await is_there(request.name, address, self._credentials, DIAL_BACK)
+                if there is not None:
+                    reply.there = there
+        finally:
+            self._examinations -= 1
+        reply.load = bytes(request.wanted)
+        return reply
 
     # -- events and effects ----------------------------------------------------------------------
 
@@ -426,6 +456,12 @@ _OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),  # a node that was starved pings in bursts
 )
+
+
+def _host_of(peer: str) -> str:
+    """Of what gRPC calls a peer, ipv4:1.2.3.4:567 or ipv6:[::1]:567; empty for other kinds."""
+    kind, _, place = unquote(peer).partition(":")
+    return Address.parse(place).host if kind in ("ipv4", "ipv6") else ""
 
 
 def _problem(renewal: Renewal, node: str) -> str:

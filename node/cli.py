@@ -39,6 +39,7 @@ BY_USE = (
     "node",
     "bootstrap",
     "status",
+    "doctor",
     "probe",
     "audit",
     "data",
@@ -1062,6 +1063,71 @@ def status_command(
     with refusing(CredentialsError, ValueError):
         credentials = Credentials.load(ca, certificate, key, token)
         _ask(join, credentials, lambda client: status(client, console, watch, as_json))
+
+
+@app.command("doctor")
+def doctor_command(
+    join: Join,
+    stage: Annotated[
+        int | None, typer.Option(min=0, help="That a node here would serve. Default: any.")
+    ] = None,
+    listen: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help="Where a node here would listen.", rich_help_panel=NETWORK
+        ),
+    ] = "127.0.0.1:0",
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT|none",
+            help="What it would tell peers; none: it would only dial out.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = None,
+    device: OneDevice = "auto",
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Prepared data, if not the run's.", rich_help_panel=FILES),
+    ] = None,
+    save_dir: Annotated[
+        Path, typer.Option(help="Where it would save.", rich_help_panel=FILES)
+    ] = Path("out"),
+    insecure: Insecure = False,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    token: Token = "",
+) -> None:
+    """See, in 15 seconds, whether a node with these options could join from this machine; the exit
+    status is 0 if all is well, 1 after a warning, 2 after a problem."""
+    from planaria.bootstrap.address import Address
+    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.node.diagnosis import Verdict, findings, lines, worst
+    from planaria.node.doctor import Asked, examine
+
+    dials_only = advertise == "none"
+    with refusing(CredentialsError, ValueError):
+        asked = Asked(
+            join=_split(join),
+            stage=stage,
+            listen=Address.parse(listen),
+            advertise=None if advertise is None or dials_only else Address.to_dial(advertise),
+            dials_only=dials_only,
+            device=device,
+            data=data,
+            saves=save_dir,
+            credentials=Credentials.load(ca, certificate, key, token),
+            insecure=insecure,
+        )
+        with errors.status("looking, for 15 seconds at most"):
+            found = findings(_run(examine(asked, version("planaria"))))
+    colours = {"ok": "green", "warning": "yellow", "problem": "red"}
+    for about, verdict, said in lines(found):
+        text = f"[{colours[verdict]}]{verdict:<8}[/] [bold]{about:<10}[/] {escape(said)}"
+        console.print(text, soft_wrap=True, highlight=False, emoji=False)
+    if (status := worst(found)) is not Verdict.OK:
+        raise typer.Exit(int(status))
 
 
 @app.command("probe")

@@ -63,11 +63,15 @@ def is_watched() -> bool:
     return True
 
 
-def same_again() -> list[str]:
-    """The command line of this process. It finds planaria where this one has."""
+def python() -> list[str]:
+    """The command line of another Python that finds planaria where this one has."""
     found_here = str(Path.cwd()) in sys.path or "" in sys.path
-    safe = [] if found_here else ["-P"]
-    return [sys.executable, *safe, "-m", "planaria", *sys.argv[1:]]
+    return [sys.executable, *([] if found_here else ["-P"])]
+
+
+def same_again() -> list[str]:
+    """The command line of this process."""
+    return [*python(), "-m", "planaria", *sys.argv[1:]]
 
 
 async def supervise(command: Sequence[str], grace: float) -> int:

@@ -31,6 +31,11 @@ PRESETS = {
 }
 
 
+SEAT_BYTES = 1.5 * 16
+"""That a seat takes for each parameter: weight, gradient and moments in float32, and half as much
+again for what is computed of them."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape of the whole model. Raises ValueError if it can't be built."""

@@ -17,6 +17,7 @@ import virtual_time
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from planaria.bootstrap import service
 from planaria.bootstrap.client import (
     InQuarantine,
     JoinRefused,
@@ -30,6 +31,7 @@ from planaria.bootstrap.membership import PROTOCOL, MembershipRules
 from planaria.bootstrap.registry_pb2 import (
     NONFINITE,
     Complaint,
+    ExamineRequest,
     JoinReply,
     JoinRequest,
     LinkReport,
@@ -41,7 +43,14 @@ from planaria.bootstrap.registry_pb2 import (
     WatchRequest,
 )
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
-from planaria.bootstrap.service import NAME_BYTES, RENEWAL_BYTES, SERVICE, Limits, RegistryServer
+from planaria.bootstrap.service import (
+    LOAD_BYTES,
+    NAME_BYTES,
+    RENEWAL_BYTES,
+    SERVICE,
+    Limits,
+    RegistryServer,
+)
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 TIMEOUT = 120.0  # seconds; only a hanging test gets there
@@ -480,3 +489,80 @@ async def test_every_node_is_asked_to_measure_and_what_it_found_is_described(pla
     with pytest.raises(JoinRefused, match="being measured already; ask again in"):
         await client.measure()
     await client.close()
+
+
+async def test_who_is_examined_is_dialled_at_its_own_address_only(
+    place: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dialled: list[tuple[str, str]] = []
+
+    async def is_there(node: str, address: str, *_: object) -> bool | None:
+        dialled.append((node, address))
+        return {"7401": True, "7402": False}.get(address.rpartition(":")[2])
+
+    monkeypatch.setattr(service, "is_there", is_there)
+    client = place.client()
+    for port, there in ((7401, True), (7402, False), (7403, None)):
+        request = ExamineRequest(name="10.0.0.1:22", port=port)
+        reply = await client.examine(request, TIMEOUT)
+        assert reply.host == "127.0.0.1"
+        assert (reply.there if reply.HasField("there") else None) is there
+    assert dialled == [("10.0.0.1:22", f"127.0.0.1:{port}") for port in (7401, 7402, 7403)]
+    reply = await client.examine(ExamineRequest(wanted=1000), TIMEOUT)
+    assert (len(reply.load), len(dialled)) == (1000, 3), "without a port nobody is dialled"
+    await client.close()
+
+
+async def test_an_examination_is_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answer = asyncio.Event(), asyncio.Event()
+
+    async def is_there(*_: object) -> bool:
+        asked.set()
+        await answer.wait()
+        return True
+
+    monkeypatch.setattr(service, "is_there", is_there)
+    async with serve(limits=Limits(examinations=1)) as place:
+        client = place.client()
+        for request in (
+            ExamineRequest(port=65536),
+            ExamineRequest(wanted=LOAD_BYTES + 1),
+            ExamineRequest(load=bytes(LOAD_BYTES + 1)),
+            ExamineRequest(name="n" * (NAME_BYTES + 1)),
+        ):
+            with pytest.raises(RegistryUnreachable, match="INVALID_ARGUMENT"):
+                await client.examine(request, TIMEOUT)
+        first = asyncio.create_task(client.examine(ExamineRequest(port=1), TIMEOUT))
+        await asyncio.wait_for(asked.wait(), TIMEOUT)
+        with pytest.raises(RegistryUnreachable, match="RESOURCE_EXHAUSTED"):
+            await client.examine(ExamineRequest(), TIMEOUT)
+        answer.set()
+        assert (await first).there
+        await client.examine(ExamineRequest(), TIMEOUT)
+        await client.close()
+
+
+async def test_registries_of_two_runs_are_not_one(serve: Serve) -> None:
+    other = MembershipRules(run="other", stages=2)
+    async with serve() as one, serve() as same, serve(rules=other) as another:
+        client = RegistryClient([one.address, same.address])
+        await client.check_one_run(TIMEOUT)
+        await client.close()
+        client = RegistryClient([one.address, another.address])
+        with pytest.raises(JoinRefused, match=r"serves r, .* serves other. Name the addresses"):
+            await client.check_one_run(TIMEOUT)
+        await client.close()
+
+
+@pytest.mark.parametrize(
+    ("peer", "host"),
+    [
+        ("ipv4:10.1.2.3:5555", "10.1.2.3"),
+        ("ipv6:%5B2001:db8::1%5D:5555", "2001:db8::1"),
+        ("ipv6:[::1]:5555", "::1"),
+        ("unix:/run/registry.sock", ""),
+        ("", ""),
+    ],
+)
+def test_the_host_of_a_peer_is_read(peer: str, host: str) -> None:
+    assert service._host_of(peer) == host

@@ -1,0 +1,347 @@
+"""`planaria doctor`: finds out what can be known of this machine, and of its way to a run's
+registry, before a node is started. diagnosis.py says what that means.
+
+Whatever is asked has a deadline of its own, and all that can be is asked at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import shutil
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Final, NamedTuple, TypeVar
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from planaria.bootstrap.address import Address
+from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
+from planaria.bootstrap.credentials import Credentials, CredentialsError, add_port
+from planaria.bootstrap.knock import Answer, dead_end, knock_at_all
+from planaria.bootstrap.membership import PROTOCOL
+from planaria.bootstrap.registry_pb2 import Description, ExamineRequest
+from planaria.node.begin import NodeError, check_reachable
+from planaria.node.data.corpus import CorpusError, read_index
+from planaria.node.diagnosis import (
+    Clock,
+    Data,
+    Device,
+    DialledBack,
+    Disk,
+    Facts,
+    Link,
+    Missing,
+    Verdict,
+)
+from planaria.node.run_file import RunFile, RunFileError, loads
+from planaria.node.supervisor import python
+
+KNOCK, DESCRIBE, DIAL, MEASURE, LOOK, DEVICE = 3.0, 3.0, 5.5, 5.5, 5.0, 11.0
+"""Seconds that each may take: to connect, and then to ask about the run; after that, at the same
+time, to be dialled back and to measure; all along, to look at disk and data, and at the device."""
+FIRST_LOAD, LOAD = 1 << 18, 1 << 22
+"""Bytes to measure a link with: the many only where the few took no longer than QUICK seconds."""
+QUICK: Final = 0.5
+QUESTIONS = 4  # whose quickest answer tells the time and the delay
+
+SEE_DEVICE = """
+import json, os, sys, torch
+
+wanted, gpus = sys.argv[1], torch.cuda.device_count()
+number = int(wanted.partition(":")[2] or 0)
+device = torch.device(f"cuda:{number}" if wanted != "cpu" and number < gpus else "cpu")
+memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+if device.type == "cuda":
+    memory = torch.cuda.get_device_properties(device).total_memory
+made_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
+print(json.dumps([str(device), memory, f"{torch.__version__} for {made_for}", gpus]))
+"""
+"""In a process of its own: torch takes seconds to load, and a sick driver may never answer."""
+
+T = TypeVar("T")
+
+
+class Asked(NamedTuple):
+    """The command line of `planaria doctor`, as `planaria node` would have it."""
+
+    join: tuple[str, ...]
+    stage: int | None
+    listen: Address
+    advertise: Address | None
+    dials_only: bool
+    device: str
+    data: Path | None
+    saves: Path  # the folder for saves, which needn't be there
+    credentials: Credentials
+    insecure: bool
+
+
+class Port(NamedTuple):
+    """Where this machine listens for who dials back."""
+
+    name: str  # of the service whose health is served
+    number: int
+    fact: str | Missing
+
+
+async def examine(asked: Asked, version: str) -> Facts:
+    """All the facts. Raises AddressError."""
+    looking = asyncio.create_task(_in_time("the device", DEVICE, _see_device(asked.device)))
+    writing = asyncio.create_task(_in_time("the disk", LOOK, _in_thread(_look_at, asked.saves)))
+    client = RegistryClient(asked.join, asked.credentials)
+    try:
+        async with _listening(asked) as port:
+            described = await _describe(client, asked)
+            run = _run_of(described)
+            if isinstance(described, Missing):
+                gone = Missing("there is no registry to ask")
+                back: DialledBack | Missing = gone
+                clock: Clock | Missing = gone
+                link: Link | Missing = gone
+            else:
+                back, (clock, link) = await asyncio.gather(
+                    _dial_back(client, asked, port), _measure(client)
+                )
+        data: Data | Missing = Missing("what the run trains on isn't known")
+        if isinstance(run, RunFile):
+            path = asked.data or Path(run.data.path)
+            data = await _in_time("the data", LOOK, _in_thread(_data_at, path, run))
+        return Facts(
+            version=version,
+            protocol=PROTOCOL,
+            registry_protocol=described if isinstance(described, Missing) else described.protocol,
+            run=run,
+            tokens_per_second=_rate(described),
+            tls=asked.credentials.channel is not None,
+            loopback=all(Address.parse(one).is_loopback for one in asked.join),
+            clock=clock,
+            port=port.fact,
+            advertise=_advertised(asked),
+            back=back,
+            link=link,
+            saves=await writing,
+            data=data,
+            stage=asked.stage,
+            device=await looking,
+            wanted=asked.device,
+        )
+    finally:
+        for task in (looking, writing):
+            task.cancel()
+        await asyncio.gather(looking, writing, return_exceptions=True)
+        await client.close()
+
+
+async def _in_time(
+    what: str, seconds: float, work: Coroutine[object, object, T | Missing]
+) -> T | Missing:
+    try:
+        return await asyncio.wait_for(work, seconds)
+    except TimeoutError:
+        return Missing(f"{what} has not answered in {seconds:g} s")
+
+
+async def _in_thread(work: Callable[..., T], *arguments: object) -> T:
+    """A disk may never answer: nobody waits for this thread's end, as of one of asyncio's."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T) -> None:
+        if not done.done():
+            done.set_result(result)
+
+    def run() -> None:
+        result = work(*arguments)
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, result)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await done
+
+
+# -- the registry ----------------------------------------------------------------------------------
+
+
+async def _describe(client: RegistryClient, asked: Asked) -> Description | Missing:
+    answers = await knock_at_all(asked.join, KNOCK)
+    if why := dead_end(answers, [Answer.UNKNOWN, Answer.REFUSED]):
+        return Missing(why, Verdict.PROBLEM)
+    if all(answer is Answer.SILENT for answer in answers.values()):
+        return Missing(
+            f"{' and '.join(asked.join)} has not answered in {KNOCK:g} s: check host and port, and "
+            "that the registry's firewall lets the port through",
+            Verdict.PROBLEM,
+        )
+    try:
+        async with asyncio.timeout(DESCRIBE):
+            await client.check_one_run(DESCRIBE / 2)
+            return await client.describe(DESCRIBE / 2)
+    except TimeoutError:
+        why = f"the registry has not answered in {DESCRIBE:g} s"
+    except (JoinRefused, RegistryUnreachable) as error:
+        why = str(error)
+    return Missing(why, Verdict.PROBLEM)
+
+
+def _run_of(described: Description | Missing) -> RunFile | Missing:
+    if isinstance(described, Missing):
+        return described
+    try:
+        return loads(described.run_file, "the registry's run file")
+    except RunFileError as error:
+        return Missing(str(error))
+
+
+def _rate(described: Description | Missing) -> float:
+    """Tokens per second of the run."""
+    if isinstance(described, Missing):
+        return 0.0
+    seats = [seat for one in described.members for seat in one.report.seats]
+    return max((seat.tokens_per_second for seat in seats), default=0.0)
+
+
+@asynccontextmanager
+async def _listening(asked: Asked) -> AsyncIterator[Port]:
+    """Serves where a node would, under a name that nobody else has."""
+    name = f"doctor-{secrets.token_hex(8)}"
+    if asked.dials_only:
+        yield Port(name, 0, "")
+        return
+    server = grpc.aio.server()
+    try:
+        check_reachable(asked.join, asked.listen, asked.advertise, asked.dials_only)
+        number = add_port(server, str(asked.listen), asked.credentials, asked.insecure)
+    except (NodeError, CredentialsError, OSError) as error:
+        yield Port(name, 0, Missing(str(error), Verdict.PROBLEM))
+        return
+    healthy = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
+    await server.start()
+    try:
+        yield Port(name, number, str(asked.listen._replace(port=number)))
+    finally:
+        await server.stop(None)
+
+
+async def _dial_back(client: RegistryClient, asked: Asked, port: Port) -> DialledBack | Missing:
+    if not port.number:
+        return Missing("nothing listens here")
+    number = asked.advertise.port if asked.advertise else port.number
+    try:
+        reply = await client.examine(ExamineRequest(name=port.name, port=number), DIAL)
+    except (JoinRefused, RegistryUnreachable) as error:
+        return Missing(str(error))
+    there = reply.there if reply.HasField("there") else None
+    return DialledBack(reply.host, number, there)
+
+
+async def _measure(client: RegistryClient) -> tuple[Clock | Missing, Link | Missing]:
+    clock: Clock | Missing = Missing("the registry has not answered in time")
+    link: Link | Missing = Missing(f"{FIRST_LOAD} bytes took more than {MEASURE:g} s: too slow")
+    try:
+        async with asyncio.timeout(MEASURE):
+            clock = min([await _ask_time(client) for _ in range(QUESTIONS)], key=lambda c: c.rtt)
+            up = await _speed(client, clock.rtt, lambda size: ExamineRequest(load=bytes(size)))
+            down = await _speed(client, clock.rtt, lambda size: ExamineRequest(wanted=size))
+            link = Link(clock.rtt, up, down)
+    except TimeoutError:
+        pass
+    except (JoinRefused, RegistryUnreachable) as error:
+        return (clock if isinstance(clock, Clock) else Missing(str(error))), Missing(str(error))
+    return clock, link
+
+
+async def _ask_time(client: RegistryClient) -> Clock:
+    asked, began = time.time(), time.perf_counter()
+    reply = await client.examine(ExamineRequest(), MEASURE)
+    rtt = time.perf_counter() - began
+    return Clock(asked + rtt / 2 - reply.time, rtt)
+
+
+async def _speed(
+    client: RegistryClient, rtt: float, request: Callable[[int], ExamineRequest]
+) -> float:
+    """Mbit/s."""
+    for size in (FIRST_LOAD, LOAD):
+        began = time.perf_counter()
+        await client.examine(request(size), MEASURE)
+        took = time.perf_counter() - began
+        if took > QUICK:
+            break
+    return 8e-6 * size / max(took - rtt, took / 10)
+
+
+def _advertised(asked: Asked) -> tuple[str, tuple[str, ...]] | None:
+    """HOST:PORT, and what its name stands for here."""
+    if asked.advertise is None:
+        return None
+    hosts: tuple[str, ...] = ()
+    with suppress(OSError, UnicodeError):
+        found = socket.getaddrinfo(asked.advertise.host, None, type=socket.SOCK_STREAM)
+        hosts = tuple(dict.fromkeys(str(place[0]) for *_, place in found))
+    return str(asked.advertise), hosts
+
+
+# -- this machine ----------------------------------------------------------------------------------
+
+
+def _look_at(folder: Path) -> Disk:
+    """Of the nearest folder that is there: nothing is made."""
+    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    unwritable = ""
+    try:
+        with NamedTemporaryFile(dir=there, prefix=".planaria-"):
+            pass
+    except OSError as error:
+        unwritable = error.strerror or str(error)
+    return Disk(str(folder), shutil.disk_usage(there).free, unwritable)
+
+
+def _data_at(path: Path, run: RunFile) -> Data:
+    try:
+        problem = read_index(path).misfit(run.data.content, run.model.vocabulary)
+    except CorpusError as error:
+        return Data(str(path), str(error), path.exists())
+    return Data(str(path), problem and f"{path} {problem}", True)
+
+
+async def _see_device(wanted: str) -> Device | Missing:
+    seen, driver = await asyncio.gather(
+        _output(*python(), "-c", SEE_DEVICE, wanted),
+        _output(
+            "nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"
+        ),
+    )
+    try:
+        name, memory, torch, gpus = json.loads(seen)
+    except ValueError:
+        why = "PyTorch can't be loaded; see what `python -c 'import torch'` says"
+        return Missing(why, Verdict.PROBLEM)
+    first, _, _ = driver.partition("\n")
+    parts = [part.strip() for part in first.split(",")]
+    known = f"{parts[0]}, driver {parts[1]}" if len(parts) == 3 else ""
+    return Device(name, memory, torch, gpus, known)
+
+
+async def _output(*command: str) -> str:
+    """Empty where the command isn't there, or fails."""
+    pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    try:
+        process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=null)
+    except OSError:
+        return ""
+    try:
+        said, _ = await process.communicate()
+    except asyncio.CancelledError:
+        process.kill()
+        raise
+    return said.decode(errors="replace").strip() if process.returncode == 0 else ""
