@@ -77,9 +77,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "PLANARIA"},
     help="Train large language models on machines that come and go.",
     epilog="Each option has an environment variable: PLANARIA_NODE_SAVE_DIR is --save-dir of "
-    "planaria node. PLANARIA_JOIN, PLANARIA_RUN, PLANARIA_TOKEN, PLANARIA_TLS_CA, "
-    "PLANARIA_TLS_CERT, PLANARIA_TLS_KEY and PLANARIA_INSECURE are for all commands that have "
-    "these options.",
+    "planaria node. PLANARIA_JOIN, PLANARIA_TOKEN, PLANARIA_TLS_CA, PLANARIA_TLS_CERT, "
+    "PLANARIA_TLS_KEY and PLANARIA_INSECURE are for all commands that need these options.",
 )
 data_app = typer.Typer(no_args_is_help=True, help="Prepare data for training, and look at it.")
 app.add_typer(data_app, name="data")
@@ -634,7 +633,7 @@ def export_command(
     run_file: Annotated[
         Path | None,
         typer.Option(
-            "--run", envvar="PLANARIA_RUN", metavar="RUN.toml", help="Whose saves these are."
+            "--run", envvar="PLANARIA_EXPORT_RUN", metavar="RUN.toml", help="Whose saves these are."
         ),
     ] = None,
     data: Annotated[
@@ -764,7 +763,8 @@ def evaluate_command(
 def bootstrap_command(
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Port 0: any.")],
     run_file: Annotated[
-        Path, typer.Option("--run", envvar="PLANARIA_RUN", metavar="RUN.toml", help="The run.")
+        Path,
+        typer.Option("--run", envvar="PLANARIA_BOOTSTRAP_RUN", metavar="RUN.toml", help="The run."),
     ],
     journal: Annotated[
         Path | None,
