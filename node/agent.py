@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import NUMBERS, SHAPE, SILENT, Cause
-from planaria.node.ports import Learned, Ports
+from planaria.node.ports import Learned, Ports, Priority
 from planaria.node.report.events import (
     Applied,
     Event,
@@ -71,7 +71,7 @@ from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.budget import ITEM, Budget
 from planaria.node.wire.exchange import ComplaintError, Exchange, PeerLostError
-from planaria.node.wire.frames import Frame, WireError
+from planaria.node.wire.frames import Descriptor, Frame, WireError
 from planaria.node.wire.measuring import LARGEST
 from planaria.node.wire.outbox import NodeOutbox
 from planaria.recovery.decide import Kind
@@ -87,6 +87,8 @@ TO_DRIVER = frozenset(["status", "synced", "home", "ready", "failed", "cut", "ac
 TO_MEMBER = frozenset(["query", "sync", "step", "reduce", "halt"])
 NOTING = 0.02
 """Seconds between two looks whether the ledger is written."""
+LOOKING = 4
+"""Onlookers whose tensors wait to be computed with."""
 OF_AN_ATTEMPT = frozenset(["activation", "gradient", "average", "twin"])
 """Kinds of frames without which the attempt fails."""
 
@@ -115,6 +117,7 @@ class Agent:
         """Most bytes of a microbatch at a boundary."""
         self.holding = Budget(self.crossing)  # of those frames
         self.flooding: set[str] = set()  # peers that have sent too many of them
+        self.looking: set[str] = set()  # onlookers, whose tensors are computed with
         self.attempt: Attempt | None = None
         self.reducing: tuple[Ballot, Exchange[None]] | None = None
         self.fetching: Exchange[None] | None = None
@@ -227,6 +230,12 @@ class Agent:
                 self.holdings.on_frame(peer, frame)
             case _:
                 self._take(peer, frame)
+
+    def on_look(self, peer: str, frame: Frame, now: float) -> None:
+        """An onlooker wants to see what the stage makes of something."""
+        self.exchanges.at(now)
+        if peer not in self.looking and len(self.looking) < LOOKING:
+            self.exchanges.start(self._look(peer, frame))
 
     def on_link_up(self, peer: str, now: float) -> None:
         self.exchanges.at(now)
@@ -653,6 +662,29 @@ class Agent:
                 self.taken.renew(peer, request.step, self.exchanges.now)
             told.kept = request.step > 0 and self.taken.get(request.step, state) is not None
         self.send(peer, pb.Message(pinned=told))
+
+    async def _look(self, peer: str, frame: Frame) -> None:
+        """Behind all that training has to compute."""
+        self.looking.add(peer)
+        fields: dict[str, object] = {"transfer": frame.fields.get("transfer")}
+        descriptors: list[Descriptor] = []
+        payload: tuple[memoryview, ...] = ()
+        try:
+            if self.own_state() is None:
+                raise ValueError(f"the state of stage {self.stage} is on its way")
+            descriptors, payload = await self.exchanges.compute(
+                partial(self._looked_at, frame), Priority.BACKGROUND
+            )
+        except (WireError, ValueError) as error:
+            fields["error"] = str(error)[:200]
+        self.looking.remove(peer)
+        self.send(peer, Frame("state", frame.ballot, fields, descriptors, payload))
+
+    def _looked_at(self, frame: Frame) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
+        """In the compute thread. Raises WireError, ValueError."""
+        (x,) = self.tensors.decode(frame.descriptors, frame.payload)
+        seen = self.arithmetic.look(x, frame.fields.get("head") is True)
+        return self.tensors.encode([seen], "none")
 
     def _hangs(self) -> bool:
         return bool(self.member.hang)

@@ -606,6 +606,13 @@ class ExportDtype(enum.StrEnum):
     BF16 = "bf16"
 
 
+Living = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT[,HOST:PORT]",
+        help="Instead of a folder: where the registry of a living run listens.",
+    ),
+]
 ModelFolder = Annotated[
     Path, typer.Argument(metavar="DIR", help="Folder that `planaria export` has written.")
 ]
@@ -623,13 +630,7 @@ def export_command(
     ] = None,
     *,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.")],
-    join: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT[,HOST:PORT]",
-            help="Instead of folders: where the registry of a living run listens.",
-        ),
-    ] = None,
+    join: Living = None,
     run_file: Annotated[
         Path | None,
         typer.Option(
@@ -665,8 +666,8 @@ def export_command(
     kinds = (CorpusError, ExportError, ResumeError, RunFileError, SaveError, SwarmError)
     with refusing(*kinds, CredentialsError, ValueError):
         if join is not None:
-            if folders or run_file is not None:
-                raise ExportError("--join is for a living run, which takes no folders and no --run")
+            if folders:
+                raise ExportError("with --join the model is that of a living run, not of a folder")
             _export_living(
                 join, Credentials.load(ca, certificate, key, token), out, data, dtype, wait
             )
@@ -705,8 +706,15 @@ def _export_living(
 
 @app.command("generate")
 def generate_command(
-    folder: ModelFolder,
-    prompt: Annotated[str, typer.Argument(help="The beginning of the text.")] = "",
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="DIR [PROMPT]",
+            help="Folder that `planaria export` has written, and the beginning of the text. With "
+            "--join, the latter alone.",
+        ),
+    ] = None,
+    join: Living = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate, at most.")] = 100,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.8,
     top_p: Annotated[
@@ -714,22 +722,53 @@ def generate_command(
     ] = 0.95,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     device: OneDevice = "auto",
+    data: Annotated[
+        Path | None,
+        typer.Option(help="With --join: prepared data, whose tokenizer it is, if not the run's."),
+    ] = None,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    token: Token = "",
 ) -> None:
-    """Let an exported model go on with a text."""
+    """Let an exported model go on with a text, or that of a living run where it is trained."""
+    from planaria.bootstrap.credentials import Credentials, CredentialsError
     from planaria.node.begin import NodeError
     from planaria.node.data.corpus import CorpusError
     from planaria.node.hugging_face.config import UnsupportedModelError
-    from planaria.node.hugging_face.generate import Sampling, texts
+    from planaria.node.hugging_face.export import ExportError
+    from planaria.node.hugging_face.generate import Sampling, Speaker, texts
+    from planaria.node.hugging_face.through_swarm import speak
     from planaria.node.hugging_face.whole_model import WholeModel
+    from planaria.node.run_file import RunFileError
     from planaria.node.serve import pick_device
 
-    with refusing(CorpusError, NodeError, UnsupportedModelError, ValueError):
+    kinds = (CorpusError, CredentialsError, ExportError, NodeError, RunFileError)
+    said = list(words or [])
+    with refusing(*kinds, UnsupportedModelError, ValueError):
         sampling = Sampling(temperature, top_p, seed)
-        model = WholeModel.load(folder, pick_device(device))
-        console.print(prompt, end="", markup=False, highlight=False, soft_wrap=True)
-        for text in texts(model, folder, prompt, tokens, sampling):
-            console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+        folder = None if join is not None else Path(said.pop(0)) if said else None
+        if len(said) > 1 or (join is None and folder is None):
+            raise ValueError("say planaria generate DIR [PROMPT], or --join HOST:PORT [PROMPT]")
+        prompt = "".join(said)
+        if join is not None:
+            credentials = Credentials.load(ca, certificate, key, token)
+
+            async def go_on(client: RegistryClient) -> None:
+                _say(prompt)
+                await speak(client, credentials, data, prompt, tokens, sampling, _say)
+
+            _ask(join, credentials, go_on)
+        elif folder is not None:
+            speaker = Speaker.of(WholeModel.load(folder, pick_device(device)), folder)
+            _say(prompt)
+            for text in texts(speaker, prompt, tokens, sampling):
+                _say(text)
         console.print()
+
+
+def _say(text: str) -> None:
+    console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command("evaluate")

@@ -225,6 +225,13 @@ class Arithmetic(Protocol):
         """What this stage relearns by, from what is in place; `lost` relearn together."""
         ...
 
+    def look(self, x: Tensor, head: bool) -> Tensor:
+        """What the stage makes of it at the moment, float32: a body stage of float32 [1, T, dim]
+        the same; stage 0 of int64 tokens [1, T] float32 [1, T, dim] or, with `head`, of those the
+        logits of what follows the last, [1, 1, vocabulary]. Training doesn't notice. Raises
+        ValueError."""
+        ...
+
     def boundary_tensor(self, frame: Frame) -> Tensor:
         """bf16 on the CPU. Raises WireError when it is damaged, or not finite."""
         ...

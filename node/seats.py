@@ -111,11 +111,23 @@ class Seats(Generic[A]):
 
     def on_frame(self, peer: str, frame: Frame, now: float) -> None:
         """What comes for a seat to be belongs to what has begun without it."""
+        sender, agent = seat_id(peer, frame.sender), self.agents.get(frame.seat)
         if frame.seat.startswith(ONLOOKER):
-            sender = seat_id(peer, frame.sender)
             self._tell_onlooker(frame.seat, replace(frame, sender=sender))
-        elif (agent := self.agents.get(frame.seat)) is not None:
-            agent.on_frame(seat_id(peer, frame.sender), frame, now)
+        elif agent is not None and frame.sender.startswith(ONLOOKER):
+            agent.on_look(sender, frame, now)
+        elif agent is not None:
+            agent.on_frame(sender, frame, now)
+
+    def on_shown(self, onlooker: str, frame: Frame, now: float) -> None:
+        """An onlooker of this node wants to see what the seat, of whichever node, makes of it."""
+        node, _, name = frame.seat.partition("/")
+        frame = replace(frame, seat=name, sender=onlooker)
+        if frame.kind == "state":  # which gets into nobody's way on a link
+            if node == self.node:
+                self.on_frame(node, frame, now)
+            else:
+                self.links.send(node, frame)
 
     def on_asked(self, onlooker: str, message: pb.Message, now: float) -> None:
         """An onlooker of this node says something to the seat, of whichever node, that the message

@@ -2,7 +2,8 @@
 
 Read layout.py (where each of their tensors lies in our stages) and config.py (their config.json),
 then export.py (a folder out of a run's weights; card.py writes its page), from_saves.py (the
-weights, out of a run's saves), from_swarm.py (out of its nodes) and whole_model.py (such a folder,
-computed with in one process), with which generate.py makes text and evaluate.py tells how good it
-is.
+weights, out of a run's saves), living_run.py (which nodes of a run are asked), from_swarm.py (the
+weights, out of those) and whole_model.py (such a folder, computed with in one process), with which
+generate.py makes text and evaluate.py tells how good it is; through_swarm.py computes with the
+stages where they are trained.
 """

@@ -12,29 +12,26 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 from torch import Tensor
 
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.credentials import Credentials
-from planaria.bootstrap.membership import stages_of
-from planaria.bootstrap.registry_pb2 import Cause, Description, Member, View
+from planaria.bootstrap.registry_pb2 import Cause, Description
 from planaria.node.hugging_face.card import model_card
 from planaria.node.hugging_face.export import ExportError, export
 from planaria.node.hugging_face.from_saves import vocabulary_of
-from planaria.node.naming import seat_id, seat_name
+from planaria.node.hugging_face.living_run import LivingRun
 from planaria.node.ports import Priority
 from planaria.node.report.progress import Track
-from planaria.node.run_file import loads
-from planaria.node.stage.shape import model_config
 from planaria.node.state.stage_state import Age
 from planaria.node.state.taken import LEASE, PIN
 from planaria.node.state.transfer import WEIGHTS, StateClient
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
-from planaria.node.wire.asking import Asking, NoAnswerError
+from planaria.node.wire.asking import NoAnswerError
 from planaria.node.wire.exchange import ComplaintError
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.looped import LoopedExchanges
@@ -45,49 +42,10 @@ T = TypeVar("T")
 
 SHARD: Final = 1 << 20
 """Bytes that are asked for at a time: little, since they share links with what is trained."""
-REPLICAS: Final = 2
-"""Of a stage, that are asked for its weights."""
-TRIED: Final = 4
-"""Ways to a stage that are tried before it counts as out of reach, of each kind."""
 LOOK: Final = 0.2
 """Seconds between two looks whether a step is committed."""
 TRANSFER: Final = 1800.0
 """Seconds that a tensor may take."""
-
-
-class Way(NamedTuple):
-    """To ask a seat: by this node, which is dialled there."""
-
-    seat: str
-    node: str
-    address: str
-
-
-def ways_to(stage: int, view: View) -> list[Way]:
-    """Those to try, the most direct first: seats of nodes that can be dialled, then the others,
-    each by way of some that can be, neighbours of the stage before the rest."""
-    dialled = [m for m in view.members if m.address and m.seats]
-    there = [m for m in view.members if stage in stages_of(m)]
-    direct = [
-        Way(_seat(member, stage), member.node, member.address) for member in there if member.address
-    ]
-
-    def distance(member: Member) -> int:
-        return min(abs(stage - other) for other in stages_of(member))
-
-    near = sorted(dialled, key=distance)[:TRIED]
-    through = [
-        Way(_seat(member, stage), by.node, by.address)
-        for by in near
-        for member in there
-        if not member.address
-    ]
-    return direct[:TRIED] + through[:TRIED]
-
-
-def _seat(member: Member, stage: int) -> str:
-    (seat,) = (seat for seat in member.seats if seat.stage == stage)
-    return seat_id(member.node, seat_name(seat))
 
 
 class AtOnce:
@@ -108,44 +66,31 @@ class AtOnce:
         self._loop.call_soon(then, result)
 
 
-class LivingModel:
-    """A run's model while it is trained. Used within `async with`."""
+class LivingModel(LivingRun):
+    """A run's model while it is trained, as of one step. Used within `async with`."""
 
     def __init__(self, description: Description, credentials: Credentials, wait: float) -> None:
         """`wait`: seconds for a step that all stages have. Raises RunFileError, ExportError."""
-        self.view, self.wait = description.view, wait
-        self.run = loads(description.run_file, "the registry's run file")
-        if self.run.model.vocabulary is None:
-            raise ExportError("the registry's run file doesn't say model.vocabulary")
-        self.config = model_config(self.run.model, self.run.model.vocabulary)
+        super().__init__(description, credentials)
+        self.wait = wait
         self.step, self.lineage, self.loss = 0, 0, 0.0
         self._made = NEVER  # by which commit, as the first stage has said
-        self._loop = asyncio.get_running_loop()
-        self._asking = Asking(description.run, credentials, self._answered, self._lost)
-        self._seats: dict[int, list[str]] = {}  # by stage: those that are asked
-        self._exchanges = LoopedExchanges(AtOnce(self._loop), self._loop, self._crashed)
+        self._exchanges = LoopedExchanges(AtOnce(self.loop), self.loop, self._crashed)
         self._states = StateClient(
-            self._exchanges, tensors, self._asking.send, self._accuse, shard_size=SHARD
+            self._exchanges, tensors, self.asking.send, self._accuse, shard_size=SHARD
         )
         self._renewing: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> LivingModel:
+    async def begin(self) -> None:
         """Every stage has kept the step. Raises ExportError."""
-        try:
-            found = await asyncio.gather(*map(self._find, range(self.config.stages + 1)))
-            self._seats = dict(enumerate(found))
-            await self._agree()
-        except BaseException:
-            await self._asking.close()
-            raise
+        await self._agree()
         self._renewing = asyncio.create_task(self._renew())
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         if self._renewing is not None:
             self._renewing.cancel()
         self._exchanges.close("the export is over")
-        await self._asking.close()
+        await super().__aexit__()
 
     async def read(self, stage: int, first: int, count: int) -> Tensor:
         """So many of the stage's flat weights, float32 [count]. Raises ExportError."""
@@ -153,7 +98,7 @@ class LivingModel:
         fetch = self._states.fetch(
             stage,
             Age(self.lineage, self.step),
-            self._seats[stage],
+            self.seats[stage],
             due,
             optimizer=False,
             deadline=TRANSFER,
@@ -163,7 +108,7 @@ class LivingModel:
         try:
             state = (await self._exchanges.outcome(fetch)).state
         except ComplaintError as error:
-            raise ExportError(f"stage {stage} has gone: {error}. Export again") from error
+            raise ExportError(f"stage {stage} has gone: {error}. Try again") from error
         if state.last.step == self.step:
             made = Ballot.of(state.last.ballot)
             if self._made not in (NEVER, made):
@@ -173,59 +118,24 @@ class LivingModel:
             self._made, self.loss = made, state.last.loss
         return state.tensors[WEIGHTS]
 
-    # --- whom to ask
-
-    async def _find(self, stage: int) -> list[str]:
-        """Seats of the stage that answer. Raises ExportError when none does."""
-        ways = ways_to(stage, self.view)
-        if not any(stage in stages_of(member) for member in self.view.members):
-            raise ExportError(
-                f"stage {stage} has nobody at the moment: export again when it has been rebuilt, "
-                "which `planaria status` tells, or export what was saved"
-            )
-        found: list[str] = []
-        why: list[str] = []
-        for way in ways:
-            if len(found) == REPLICAS:
-                break
-            if way.seat in found:
-                continue
-            self._asking.reach(*way)
-            try:
-                told = await self._asking.pin(way.seat, 0)
-            except NoAnswerError as error:
-                why.append(str(error))
-                continue
-            if told.unheard:
-                why.append(f"{way.node} at {way.address}: {told.error}")
-            else:
-                found.append(way.seat)
-        if not found:
-            said = "; ".join(dict.fromkeys(why)) or "no node of this run can be dialled"
-            raise ExportError(
-                f"stage {stage} can't be reached from here: {said}. Ask from a machine that "
-                "reaches the nodes, or export what was saved"
-            )
-        return found
-
     # --- which step
 
     async def _agree(self) -> None:
         """Until all have kept one step. Raises ExportError."""
-        end = self._loop.time() + self.wait
+        end = self.loop.time() + self.wait
         ahead = 0
-        while self._loop.time() < end:
+        while self.loop.time() < end:
             told = await self._ask(0)
             newest = max(one.committed for one in told.values())
             if newest == 0:
                 raise ExportError("no step is committed yet: there is nothing to export")
             step = min(newest + ahead, max(self.run.steps, newest))
-            if await self._all_keep(step, min(end, self._loop.time() + self.wait / 4)):
+            if await self._all_keep(step, min(end, self.loop.time() + self.wait / 4)):
                 return
             ahead = max(1, 2 * ahead)
         stand = ", ".join(
             f"stage {stage}: {told[seats[0]].error or told[seats[0]].committed}"
-            for stage, seats in self._seats.items()
+            for stage, seats in self.seats.items()
         )
         raise ExportError(
             f"in {self.wait:g} s no step was committed that all stages could keep ({stand}): see "
@@ -241,33 +151,26 @@ class LivingModel:
                 self.step, self.lineage = step, max(lineages)
                 return len(lineages) == 1
             gone = any(one.committed > step and not one.kept for one in told.values())
-            if gone or self._loop.time() > until:
+            if gone or self.loop.time() > until:
                 return False
             await asyncio.sleep(LOOK)
 
     async def _ask(self, step: int) -> Mapping[str, pb.Pinned]:
         """All seats; who doesn't answer is asked no more, if its stage has another. Raises
         ExportError."""
-        seats = [seat for those in self._seats.values() for seat in those]
+        seats = [seat for those in self.seats.values() for seat in those]
         told = await asyncio.gather(
-            *(self._asking.pin(seat, step) for seat in seats), return_exceptions=True
+            *(self.asking.pin(seat, step) for seat in seats), return_exceptions=True
         )
         found: dict[str, pb.Pinned] = {}
         for seat, one in zip(seats, told, strict=True):
             if isinstance(one, pb.Pinned):
                 found[seat] = one
             elif isinstance(one, NoAnswerError):
-                self._give_up(seat, str(one))
+                self.give_up(seat, str(one))
             else:
                 raise one
         return found
-
-    def _give_up(self, seat: str, why: str) -> None:
-        for stage, seats in self._seats.items():
-            if seat in seats:
-                seats.remove(seat)
-                if not seats:
-                    raise ExportError(f"stage {stage} has gone: {why}. Export again")
 
     async def _renew(self) -> None:
         """While weights are fetched."""
@@ -278,15 +181,15 @@ class LivingModel:
 
     # --- what comes
 
-    def _answered(self, seat: str, item: pb.Message | Frame) -> None:
-        self._exchanges.at(self._loop.time())
+    def answered(self, seat: str, item: pb.Message | Frame) -> None:
+        self._exchanges.at(self.loop.time())
         if isinstance(item, Frame):
             self._states.on_frame(seat, item)
         else:
             self._states.on_message(seat, item)
 
-    def _lost(self, seat: str, why: str) -> None:
-        self._exchanges.at(self._loop.time())
+    def lost(self, seat: str, why: str) -> None:
+        self._exchanges.at(self.loop.time())
         self._states.on_peer_lost(seat, why)
 
     def _accuse(self, seat: str, why: str, _: Cause) -> None:

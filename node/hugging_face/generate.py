@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from planaria.node.data.corpus import load_tokenizer
@@ -67,25 +68,39 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
     return int(tokens[torch.multinomial(shares, 1, generator=generator)])
 
 
-def texts(
-    model: WholeModel, folder: Path, prompt: str, tokens: int, sampling: Sampling
-) -> Iterator[str]:
+@dataclass(frozen=True)
+class Speaker:
+    """A model, wherever it is, and its tokenizer."""
+
+    next_logits: Callable[[Tensor], Tensor]  # as `generate` takes it
+    tokenizer: Tokenizer
+    end: int | None  # token that ends a document
+    vocabulary: int
+    context: int
+
+    @classmethod
+    def of(cls, model: WholeModel, folder: Path) -> Speaker:
+        """`folder`: the model's, with its tokenizer. Raises CorpusError, UnsupportedModelError."""
+        tokenizer, end = load_tokenizer(folder / TOKENIZER), read_end(folder)
+        config = model.config
+
+        def next_logits(known: Tensor) -> Tensor:
+            return model.logits(known)[0, -1]
+
+        return cls(next_logits, tokenizer, end, config.vocabulary, config.context)
+
+
+def texts(speaker: Speaker, prompt: str, tokens: int, sampling: Sampling) -> Iterator[str]:
     """What follows the prompt, piece by piece, as soon as it is known; after an empty one, a
-    document from its beginning. `folder`: the model's, with its tokenizer. Raises CorpusError."""
-    tokenizer, end = load_tokenizer(folder / TOKENIZER), read_end(folder)
+    document from its beginning. Raises ValueError."""
+    tokenizer, end = speaker.tokenizer, speaker.end
     known = tokenizer.encode(prompt, add_special_tokens=False).ids
     if not known and end is not None:
         known = [end]
-    if wrong := [token for token in known if token >= model.config.vocabulary]:
-        raise ValueError(
-            f"{folder / TOKENIZER} has token {wrong[0]}, and the model {model.config.vocabulary}"
-        )
-
-    def next_logits(context: Tensor) -> Tensor:
-        return model.logits(context)[0, -1]
-
+    if wrong := [token for token in known if token >= speaker.vocabulary]:
+        raise ValueError(f"the tokenizer has token {wrong[0]}, and the model {speaker.vocabulary}")
     written, said = list(known), tokenizer.decode(known)
-    for token in generate(next_logits, known, tokens, model.config.context, sampling, end):
+    for token in generate(speaker.next_logits, known, tokens, speaker.context, sampling, end):
         written.append(token)
         text = tokenizer.decode(written)
         if not text.endswith("\ufffd"):  # a character may take several tokens

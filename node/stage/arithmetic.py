@@ -12,7 +12,7 @@ from planaria.node.data.corpus import Corpus
 from planaria.node.ports import Learned
 from planaria.node.run_file import RunFile
 from planaria.node.stage.lesson import StageLesson, boundary_tensor
-from planaria.node.stage.model import BodyStage, build_stage, parameter_shapes
+from planaria.node.stage.model import BodyStage, EmbeddingStage, build_stage, parameter_shapes
 from planaria.node.stage.next_stage import build as build_next_stage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.shape import ModelConfig
@@ -46,6 +46,7 @@ class TorchStage:
         corpus: Corpus | None,
     ) -> None:
         self.stage, self.run, self.config = stage, run, config
+        self._device = device
         self._module = build_stage(config, stage, run.seed).to(device)
         if isinstance(self._module, BodyStage):
             self._module.recompute = run.training.recompute
@@ -102,6 +103,26 @@ class TorchStage:
         assert isinstance(self._module, BodyStage), "stage 0 is not guessed"
         bf16 = self.run.training.precision == "bf16"
         return StageLesson(self._module, self.optimizer, fetched, lost, bf16)
+
+    @torch.no_grad()
+    def look(self, x: Tensor, head: bool) -> Tensor:
+        config, module = self.config, self._module
+        tokens = isinstance(module, EmbeddingStage) and not head
+        form = (torch.int64, ()) if tokens else (torch.float32, (config.dim,))
+        if (x.dtype, x.shape[2:]) != form or x.dim() < 2 or len(x) != 1:
+            raise ValueError(f"stage {self.stage} makes nothing of {x.dtype} {list(x.shape)}")
+        if not 0 < x.shape[1] <= config.context:
+            raise ValueError(f"{x.shape[1]} tokens, not 1 to {config.context}")
+        if tokens and not (int(x.min()) >= 0 and int(x.max()) < config.vocabulary):
+            raise ValueError(f"a token that is none of {config.vocabulary}")
+        try:
+            x = x.to(self._device)
+            if isinstance(module, EmbeddingStage):
+                return module.logits(x[:, -1:]) if head else module.embed(x)
+            y: Tensor = module(x)
+            return y
+        except RuntimeError as error:  # there is no memory for it, for one
+            raise ValueError(f"stage {self.stage} can't look at it: {error}") from error
 
     def boundary_tensor(self, frame: Frame) -> Tensor:
         return boundary_tensor(frame)

@@ -10,6 +10,7 @@ import itertools
 import logging
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -19,7 +20,7 @@ from google.protobuf.message import DecodeError
 from planaria.bootstrap.credentials import Credentials, channel
 from planaria.node.naming import node_of
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import Frame, WireError, seal, unseal
+from planaria.node.wire.frames import Frame, WireError, buffers_of, seal, unseal
 from planaria.node.wire.link import PROTOCOL, SERVICE
 from planaria.node.wire.onlookers import FRAME_LIMIT
 
@@ -135,10 +136,18 @@ class Asking:
     def send(self, seat: str, item: pb.Message | Frame) -> bool:
         """False: it can't be asked."""
         way = self._ways.get(self._by.get(seat, ""))
-        if way is None or isinstance(item, Frame):
+        if way is None:
             return False
+        if isinstance(item, Frame):
+            head = replace(item, seat=seat).head()
+            carried = pb.Carried(head=head, payload=b"".join(buffers_of(item.payload)))
+            item = pb.Message(carried=carried)
         item.seat = seat
         return way.send(item)
+
+    def why(self, seat: str) -> str:
+        """It can't be asked any more; empty: it can."""
+        return self._ways[self._by[seat]].lost
 
     async def pin(self, seat: str, step: int) -> pb.Pinned:
         """What the seat answers. Raises NoAnswerError."""

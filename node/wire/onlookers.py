@@ -26,15 +26,19 @@ MOST: Final = 16
 """Onlookers that a node has at a time."""
 UNREAD: Final = 32 << 20
 """Bytes that wait for one of them to read them."""
-FRAME_LIMIT: Final = 2 << 20
+FRAME_LIMIT: Final = 4 << 20
 """Bytes of a frame's payload."""
 
 
 class Onlookers:
-    """Those of one node. `heard` gets what one says, by its name, on the event loop."""
+    """Those of one node. `heard` and `shown` get what one says, by its name, on the event loop."""
 
-    def __init__(self, heard: Callable[[str, pb.Message], None]) -> None:
-        self._heard = heard
+    def __init__(
+        self,
+        heard: Callable[[str, pb.Message], None],
+        shown: Callable[[str, Frame], None],
+    ) -> None:
+        self._heard, self._shown = heard, shown
         self._open: dict[str, _Answers] = {}
         self._numbers = itertools.count(1)
 
@@ -59,7 +63,12 @@ class Onlookers:
     async def _listen(self, name: str, answers: _Answers, context: Any) -> None:
         try:
             while (data := await context.read()) is not grpc.aio.EOF:
-                self._heard(name, pb.Message.FromString(unseal(data)))
+                message = pb.Message.FromString(unseal(data))
+                if message.WhichOneof("body") == "carried":
+                    carried = message.carried
+                    self._shown(name, Frame.parse(carried.head, carried.payload, FRAME_LIMIT))
+                else:
+                    self._heard(name, message)
             answers.end("")
         except (WireError, DecodeError) as error:
             answers.end(f"what was sent makes no sense: {error}")

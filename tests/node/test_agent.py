@@ -20,7 +20,7 @@ from planaria.node.run_file import loads
 from planaria.node.stage.arithmetic import TorchStage
 from planaria.node.stage.shape import model_config
 from planaria.node.state.holdings import Holdings
-from planaria.node.transaction.effects import Ballot
+from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.member import MemberPhase
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
@@ -348,6 +348,61 @@ def test_a_node_that_hangs_and_has_nothing_fit_to_be_copied_goes_at_once(
     seat.agent.compute_hangs("", 2.0)
     seat.agent.member.changing = False
     assert asked(seat).size > 0, "it goes on"
+
+
+def looked_at(seat: Seat, x: torch.Tensor, head: bool = False) -> Frame:
+    """What the seat answers an onlooker that shows it that."""
+    descriptors, payload = tensors.encode([x], "none")
+    fields = {"transfer": 7, "head": head}
+    seat.agent.on_look("b/?1", Frame("state", NEVER, fields, descriptors, payload), 1.0)
+    seat.run()
+    to, answer = seat.net.sent[-1]
+    assert to == "b/?1"
+    assert isinstance(answer, Frame)
+    assert answer.fields["transfer"] == 7
+    return answer
+
+
+def test_an_onlooker_sees_what_a_stage_makes_of_something_and_changes_nothing() -> None:
+    for node, shown, head, shape in (
+        ("a", torch.tensor([[1, 2, 3]]), False, (1, 3, 8)),
+        ("b", torch.ones(1, 3, 8), False, (1, 3, 8)),
+        ("a", torch.ones(1, 3, 8), True, (1, 1, 16)),
+    ):
+        seat = Seat(node)
+        seat.net.up.add("b/?1")
+        before = seat.agent.arithmetic.digest()
+        (seen,) = looked_at(seat, shown, head).descriptors
+        assert (seen.dtype, seen.shape) == ("float32", shape)
+        assert seat.agent.arithmetic.digest() == before
+        assert float(seat.agent.arithmetic.gradient.abs().sum()) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("node", "shown", "why"),
+    [
+        ("a", torch.tensor([[1, 16]]), "none of 16"),
+        ("a", torch.ones(1, 3, 8), "makes nothing of"),
+        ("b", torch.ones(1, 3, 7), "makes nothing of"),
+        ("b", torch.ones(2, 3, 8), "makes nothing of"),
+        ("b", torch.ones(1, 99, 8), "99 tokens, not 1 to"),
+    ],
+)
+def test_an_onlooker_is_told_what_a_stage_can_not_look_at(node, shown, why) -> None:
+    seat = Seat(node)
+    seat.net.up.add("b/?1")
+    assert why in looked_at(seat, shown).fields["error"]
+    assert not seat.agent.looking
+
+
+def test_a_run_that_has_committed_nothing_has_nothing_to_be_taken_home() -> None:
+    seat = Seat("b")
+    seat.net.up.add("c/?1")
+    for step in (0, 1):
+        seat.hears("c/?1", NEVER, pin_request=pb.PinRequest(transfer=3, step=step))
+        _, told = seat.net.sent[-1]
+        assert isinstance(told, pb.Message)
+        assert told.pinned == pb.Pinned(transfer=3, step=step)
 
 
 def test_a_state_that_can_not_be_is_noticed() -> None:

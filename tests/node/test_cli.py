@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -183,3 +184,25 @@ def test_up_says_at_once_that_it_lacks_the_data(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "there is no prepared data at" in result.output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "command", ["export folder --out model", "generate folder", "generate a b"]
+)
+def test_a_folder_that_is_named_is_meant_though_the_environment_names_a_registry(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    result = CliRunner().invoke(app, command.split(), env={"PLANARIA_JOIN": "127.0.0.1:1"})
+    assert result.exit_code == 1
+    assert re.search("there is no run in folder|holds no model", " ".join(result.output.split()))
+
+
+@pytest.mark.parametrize(
+    "command", ["export folder --out model --join 127.0.0.1:1", "export --out model", "generate"]
+)
+def test_what_is_to_be_exported_or_to_speak_has_to_be_said_once(command: str) -> None:
+    result = CliRunner().invoke(app, command.split())
+    assert result.exit_code == 1
+    assert re.search("not of a folder|say what to export|say planaria generate", result.output)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -44,6 +44,9 @@ class Listener:
 
     def on_frame(self, peer: str, frame: Frame, now: float) -> None:
         self.heard.append((peer, frame.kind, bytes(frame.payload[0])))
+
+    def on_look(self, peer: str, frame: Frame, now: float) -> None:
+        self.heard.append((peer, "looks at", bytes(frame.payload[0])))
 
     def on_link_up(self, peer: str, now: float) -> None:
         self.heard.append(("up", peer))
@@ -216,3 +219,18 @@ def test_an_onlooker_can_ask_but_for_what_is_kept_for_it_and_say_nothing() -> No
         machine.asked(seat, shard_request=pb.ShardRequest(kind="copy"))
         machine.asked(seat)
     assert (machine.heard("1"), machine.links.sent, machine.told) == ([], [], [])
+
+
+def test_what_an_onlooker_shows_is_no_frame_of_a_member() -> None:
+    machine = Machine()
+    machine.build("0", "1")
+    shown = frame("state", payload=(memoryview(b"tokens"),))
+    machine.seats.on_shown("?1", replace(shown, seat="a/1", sender="b/2"), 0.0)
+    machine.seats.on_shown("?1", replace(shown, seat="b/2"), 0.0)
+    machine.seats.on_shown("?1", replace(shown, seat="b/2", kind="gradient"), 0.0)
+    machine.seats.on_shown("?1", replace(shown, seat="a/7"), 0.0)
+    machine.seats.on_frame("b", replace(shown, seat="0", sender="?4"), 0.0)
+    assert machine.heard("1") == [("a/?1", "looks at", b"tokens")]
+    assert machine.heard("0") == [("b/?4", "looks at", b"tokens")]
+    ((to, passed),) = machine.links.sent
+    assert (to, passed.seat, passed.sender, passed.kind) == ("b", "2", "?1", "state")

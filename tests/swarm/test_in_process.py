@@ -14,12 +14,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from planaria.bootstrap.credentials import PLAIN
 from planaria.bootstrap.registry_pb2 import SILENT, Description
 from planaria.lab.convergence.training import Ablation, State, TrainingSwarm, train
 from planaria.node.data.corpus import Corpus
+from planaria.node.hugging_face.export import export
 from planaria.node.hugging_face.from_swarm import LivingModel
+from planaria.node.hugging_face.through_swarm import LivingStages
+from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.naming import node_of
 from planaria.node.report import line_file
 from planaria.node.report.ledger import audit, merge
@@ -485,6 +489,28 @@ async def test_a_living_model_is_that_of_one_step_wherever_its_stages_are(corpus
     for stage, weights in enumerate(whole):
         saved = np.concatenate(list(saves[stage].values("weights", 0, sizes[stage])))
         assert weights.numpy().tobytes() == saved.tobytes()
+
+
+async def test_text_is_made_by_the_stages_as_by_the_model_that_is_exported(corpus, tmp_path):
+    run = override(small(stages=2, steps=4), model__vocabulary=corpus.vocabulary)
+    tokens = torch.from_numpy(corpus.sample("validation", 32, 0))[None, :20]
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(swarm.finished)
+        view = swarm.registry.membership.view
+        told = Description(run="run", run_file=dumps(run), view=view)
+        async with LivingStages(told, PLAIN) as stages:
+            found = await stages.logits(tokens)
+        async with LivingModel(told, PLAIN, 60.0) as model:
+            loop = asyncio.get_running_loop()
+
+            def read(*of: int) -> torch.Tensor:
+                return asyncio.run_coroutine_threadsafe(model.read(*of), loop).result()
+
+            out = tmp_path / "model"
+            await asyncio.to_thread(export, out, model.config, read, None, "")
+    assert model.step == 4
+    alone = WholeModel.load(tmp_path / "model", torch.device("cpu")).logits(tokens)[0, -1]
+    torch.testing.assert_close(found, alone)
 
 
 async def test_a_full_disk_is_said_and_training_goes_on(corpus, tmp_path, monkeypatch):

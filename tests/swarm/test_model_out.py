@@ -37,6 +37,8 @@ def test_the_model_of_a_run_is_a_folder_that_transformers_reads(up, data, tmp_pa
     join = (swarm.out / "registry.address").read_text().strip()
     before, aborted = swarm.committed(), len(swarm.events("aborted"))
     exported = planaria("export", "--join", join, "--out", living, "--data", data)
+    said = planaria("generate", "--join", join, "once", "--tokens", 4, "--data", data)
+    assert said.startswith("once")
     (step,) = re.findall(r"has the model of step (\d+)", exported)
     assert before <= int(step) <= swarm.committed()
     swarm.wait_until("it to train on", lambda: swarm.committed() >= int(step) + 4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planaria.bootstrap.registry_pb2 import Member, Seat, View
-from planaria.node.hugging_face.from_swarm import TRIED, Way, ways_to
+from planaria.node.hugging_face.living_run import TRIED, Way, ways_to
 
 
 def member(node: str, *stages: int, address: str = "10.0.0.1:7401") -> Member:
