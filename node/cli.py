@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import os
 import re
+import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import entry_points, version
@@ -83,6 +84,7 @@ app = typer.Typer(
 data_app = typer.Typer(no_args_is_help=True, help="Prepare data for training, and look at it.")
 app.add_typer(data_app, name="data")
 
+BEGAN = time.monotonic()
 KNOCK = 3.0
 """Seconds to wait for an address to take, or refuse, a connection."""
 
@@ -1160,7 +1162,7 @@ def doctor_command(
             insecure=insecure,
         )
         with errors.status("looking, for 15 seconds at most"):
-            found = findings(_run(examine(asked, version("planaria"))))
+            found = findings(_run(examine(asked, version("planaria"), time.monotonic() - BEGAN)))
     colours = {"ok": "green", "warning": "yellow", "problem": "red"}
     for about, verdict, said in lines(found):
         text = f"[{colours[verdict]}]{verdict:<8}[/] [bold]{about:<10}[/] {escape(said)}"

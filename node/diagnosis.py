@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from planaria.bootstrap.address import Address
 from planaria.node.run_file import Codec, RunFile
 from planaria.node.stage.shape import SEAT_BYTES
 from planaria.node.state.handover import VALUE
@@ -206,6 +207,8 @@ def _reachable(facts: Facts) -> Finding:
         return _unknown(about, Missing("nothing can listen here"))
     if isinstance(back, Missing):
         return _unknown(about, back)
+    if Address(back.host, back.port).is_loopback:
+        return _on_one_machine(facts.port)
     at = f"{back.host} port {back.port}"
     if back.there:
         elsewhere = _elsewhere(facts, back)
@@ -218,6 +221,19 @@ def _reachable(facts: Facts) -> Finding:
         f"listen to all addresses (--listen 0.0.0.0:{back.port}), open the port in firewall and "
         "router, or forward one and name it with --advertise HOST:PORT; or dial out only: "
         "--advertise none",
+    )
+
+
+def _on_one_machine(listens: str) -> Finding:
+    """The registry's machine is this one: what it reaches says nothing of others."""
+    if Address.parse(listens).is_loopback:
+        what = f"registry and node are on one machine, and so is who dials {listens}"
+        return Finding("reachable", Verdict.OK, what)
+    return Finding(
+        "reachable",
+        Verdict.WARNING,
+        f"the registry is on this machine, which doesn't say whether others reach {listens}",
+        "have planaria doctor run on another machine, and open the port in the firewall",
     )
 
 

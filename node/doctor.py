@@ -44,9 +44,11 @@ from planaria.node.diagnosis import (
 from planaria.node.run_file import RunFile, RunFileError, loads
 from planaria.node.supervisor import python
 
-KNOCK, DESCRIBE, DIAL, MEASURE, LOOK, DEVICE = 3.0, 3.0, 5.5, 5.5, 5.0, 11.0
+KNOCK, DESCRIBE, DIAL, MEASURE, LOOK = 3.0, 3.0, 5.5, 5.5, 5.0
 """Seconds that each may take: to connect, and then to ask about the run; after that, at the same
-time, to be dialled back and to measure; all along, to look at disk and data, and at the device."""
+time, to be dialled back and to measure; to look at a disk."""
+IN_ALL: Final = 14.0
+"""Seconds from the process's start that the device has, all along."""
 FIRST_LOAD, LOAD = 1 << 18, 1 << 22
 """Bytes to measure a link with: the many only where the few took no longer than QUICK seconds."""
 QUICK: Final = 0.5
@@ -92,9 +94,10 @@ class Port(NamedTuple):
     fact: str | Missing
 
 
-async def examine(asked: Asked, version: str) -> Facts:
-    """All the facts. Raises AddressError."""
-    looking = asyncio.create_task(_in_time("the device", DEVICE, _see_device(asked.device)))
+async def examine(asked: Asked, version: str, gone: float = 0.0) -> Facts:
+    """All the facts, of a process that began so many seconds ago. Raises AddressError."""
+    seeing = _see_device(asked.device)
+    looking = asyncio.create_task(_in_time("PyTorch", max(0.0, IN_ALL - gone), seeing))
     writing = asyncio.create_task(_in_time("the disk", LOOK, _in_thread(_look_at, asked.saves)))
     client = RegistryClient(asked.join, asked.credentials)
     try:
@@ -102,10 +105,10 @@ async def examine(asked: Asked, version: str) -> Facts:
             described = await _describe(client, asked)
             run = _run_of(described)
             if isinstance(described, Missing):
-                gone = Missing("there is no registry to ask")
-                back: DialledBack | Missing = gone
-                clock: Clock | Missing = gone
-                link: Link | Missing = gone
+                nobody = Missing("there is no registry to ask")
+                back: DialledBack | Missing = nobody
+                clock: Clock | Missing = nobody
+                link: Link | Missing = nobody
             else:
                 back, (clock, link) = await asyncio.gather(
                     _dial_back(client, asked, port), _measure(client)
@@ -146,7 +149,7 @@ async def _in_time(
     try:
         return await asyncio.wait_for(work, seconds)
     except TimeoutError:
-        return Missing(f"{what} has not answered in {seconds:g} s")
+        return Missing(f"{what} has not answered in {seconds:.3g} s")
 
 
 async def _in_thread(work: Callable[..., T], *arguments: object) -> T:

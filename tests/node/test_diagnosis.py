@@ -70,6 +70,7 @@ def test_the_exit_status_is_by_the_worst() -> None:
 P, W, OK = Verdict.PROBLEM, Verdict.WARNING, Verdict.OK
 TWO_MINUTES, TEN_MINUTES = Clock(-120.0, 0.1), Clock(600.0, 0.1)
 GPU = "H100, driver 550"
+SELF = DialledBack("::1", 7401, False)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,8 @@ GPU = "H100, driver 550"
         ("reachable", {"advertise": ("a.org:7401", ("203.0.113.5",))}, OK, "reaches this machine"),
         ("reachable", {"advertise": ("a.org:7401", ("10.0.0.1",))}, W, "advertise 203.0.113.5"),
         ("reachable", {"advertise": ("a.org:7401", ())}, W, "nothing that can be looked up"),
+        ("reachable", {"back": SELF}, W, "doesn't say whether others reach 0.0.0.0:7401"),
+        ("reachable", {"back": SELF, "port": "127.0.0.1:7401"}, OK, "on one machine"),
         ("bandwidth", {"link": Link(0.02, 0.5, 100.0)}, W, "fewer bits"),
         ("bandwidth", {"tokens_per_second": 1e6}, W, "the others would wait"),
         ("bandwidth", {"tokens_per_second": 1.0}, OK, "in a step take"),

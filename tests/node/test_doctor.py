@@ -22,7 +22,7 @@ from tests.bootstrap.conftest import serving
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 DEADLINE = 120.0  # seconds; only a hanging test gets there
-TAKE_ANY_TIME = ("KNOCK", "DESCRIBE", "DIAL", "MEASURE", "LOOK", "DEVICE")
+TAKE_ANY_TIME = ("KNOCK", "DESCRIBE", "DIAL", "MEASURE", "LOOK", "IN_ALL")
 
 
 @pytest.fixture(autouse=True)
@@ -105,10 +105,10 @@ async def test_a_wrong_token_is_said(tmp_path: Path) -> None:
 
 async def test_what_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "SEE_DEVICE", "import time; time.sleep(1e6)")
-    monkeypatch.setattr(doctor, "DEVICE", 0.05)
+    monkeypatch.setattr(doctor, "IN_ALL", 0.05)
     async with serving() as place:
         facts = await asyncio.wait_for(examine(asked(place.address, tmp_path), "1"), DEADLINE)
-    assert facts.device == Missing("the device has not answered in 0.05 s")
+    assert facts.device == Missing("PyTorch has not answered in 0.05 s")
 
 
 def test_without_a_registry_there_is_still_something_to_say(tmp_path: Path) -> None:
