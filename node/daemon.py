@@ -238,9 +238,8 @@ class Node:
         seats = {} if self.hang else dict(self.seats.agents)
         needed = [s for s in seats.values() if s.member.halt is None and s.member.committed > 0]
         leaving = Leaving(self.node, self.view, self.loop.time())
-        if needed:
-            self.leaving = self.retiring = True
-            self.report()
+        self.leaving = self.retiring = True
+        self.report()
         for name, seat in seats.items():
             if name in self.exchanges:  # it wasn't given back since then
                 try:

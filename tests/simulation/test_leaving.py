@@ -62,6 +62,7 @@ class Ending(Shrinking):
 
     def _plan_faults(self) -> float:
         self.told: list[Node] = []
+        self.taken: list[str] = []
         self.after_commits(5, self.end)
         return 30.0
 
@@ -70,10 +71,16 @@ class Ending(Shrinking):
         self.told = list(self.cluster.nodes)
         for node in self.told:
             node.retire()
+        self.cluster.on_event = self.on_event  # type: ignore[method-assign]
+
+    def on_event(self, seat: Seat, kind: str, fields: Mapping[str, Any] | None = None) -> None:
+        if kind in ("serving", "rebuilding"):
+            self.taken.append(f"{seat.name} {kind}")
 
     def run(self) -> Result:
         while not self.told or self.cluster.nodes:
             self.world.step()
+        assert not self.taken, "whoever leaves took a seat"
         return Result("ended", self.world.now - self.began, self.cluster.counts)
 
 
