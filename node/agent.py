@@ -237,6 +237,10 @@ class Agent:
         if peer not in self.looking and len(self.looking) < LOOKING:
             self.exchanges.start(self._look(peer, frame))
 
+    def on_onlooker_gone(self, peer: str) -> None:
+        """It wants nothing any more."""
+        self.taken.forget(peer)
+
     def on_link_up(self, peer: str, now: float) -> None:
         self.exchanges.at(now)
         self._carry_out(self.driver.link_up(peer, now))
@@ -660,7 +664,8 @@ class Agent:
                 told.error = self.taken.want(peer, request.step, self.exchanges.now)
             else:
                 self.taken.renew(peer, request.step, self.exchanges.now)
-            told.kept = request.step > 0 and self.taken.get(request.step, state) is not None
+            there = request.step > 0 and self.taken.get(request.step, state) is not None
+            told.kept = there and not told.error
         self.send(peer, pb.Message(pinned=told))
 
     async def _look(self, peer: str, frame: Frame) -> None:

@@ -147,7 +147,7 @@ class Node:
         self.compute = ComputeThread(f"compute-{self.node}", self.loop, watch)
         self.hang: Hang | None = None
         self.abandoned = ""  # what the compute thread is at, which nobody can end
-        self.onlookers = Onlookers(self.on_asked, self.on_shown)
+        self.onlookers = Onlookers(self.on_asked, self.on_shown, self.on_gone)
         self.links = Links(
             run_id,
             self.node,
@@ -431,6 +431,9 @@ class Node:
 
     def on_asked(self, onlooker: str, message: pb.Message) -> None:
         self.seats.on_asked(onlooker, message, self.loop.time())
+
+    def on_gone(self, onlooker: str) -> None:
+        self.seats.on_gone(onlooker)
 
     def on_shown(self, onlooker: str, frame: Frame) -> None:
         self.seats.on_shown(onlooker, frame, self.loop.time())

@@ -119,6 +119,11 @@ class Seats(Generic[A]):
         elif agent is not None:
             agent.on_frame(sender, frame, now)
 
+    def on_gone(self, onlooker: str) -> None:
+        """One of this node's; seats of other nodes find out when it doesn't ask any more."""
+        for agent in self.agents.values():
+            agent.on_onlooker_gone(seat_id(self.node, onlooker))
+
     def on_shown(self, onlooker: str, frame: Frame, now: float) -> None:
         """An onlooker of this node wants to see what the seat, of whichever node, makes of it."""
         node, _, name = frame.seat.partition("/")

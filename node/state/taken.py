@@ -53,6 +53,10 @@ class Taken:
         if step in self._states:
             self.want(onlooker, step, now)
 
+    def forget(self, onlooker: str) -> None:
+        """It wants nothing any more."""
+        self._wishes.pop(onlooker, None)
+
     def expire(self, now: float) -> None:
         """What nobody has asked for lately is forgotten."""
         self._wishes = {name: wish for name, wish in self._wishes.items() if now < wish.until}

@@ -31,14 +31,16 @@ FRAME_LIMIT: Final = 4 << 20
 
 
 class Onlookers:
-    """Those of one node. `heard` and `shown` get what one says, by its name, on the event loop."""
+    """Those of one node. `heard` and `shown` get what one says, by its name, and `gone` its
+    name once it is; on the event loop."""
 
     def __init__(
         self,
         heard: Callable[[str, pb.Message], None],
         shown: Callable[[str, Frame], None],
+        gone: Callable[[str], None],
     ) -> None:
-        self._heard, self._shown = heard, shown
+        self._heard, self._shown, self._gone = heard, shown, gone
         self._open: dict[str, _Answers] = {}
         self._numbers = itertools.count(1)
 
@@ -59,6 +61,7 @@ class Onlookers:
         finally:
             del self._open[name]
             listening.cancel()
+            self._gone(name)
 
     async def _listen(self, name: str, answers: _Answers, context: Any) -> None:
         try:

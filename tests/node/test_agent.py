@@ -395,6 +395,27 @@ def test_an_onlooker_is_told_what_a_stage_can_not_look_at(node, shown, why) -> N
     assert not seat.agent.looking
 
 
+def test_a_step_that_will_not_be_kept_is_not_said_to_be() -> None:
+    """Though it is the newest one, which is there for now."""
+    seat = Seat("b")
+    seat.agent.member.committed = 5
+
+    def pinned(onlooker: str, step: int) -> pb.Pinned:
+        seat.net.up.add(onlooker)
+        seat.hears(onlooker, NEVER, pin_request=pb.PinRequest(step=step))
+        _, told = seat.net.sent[-1]
+        assert isinstance(told, pb.Message)
+        return told.pinned
+
+    assert not pinned("c/?1", 6).error
+    assert not pinned("c/?2", 7).error
+    refused = pinned("c/?3", 5)
+    assert "try again" in refused.error
+    assert not refused.kept
+    seat.agent.on_onlooker_gone("c/?1")
+    assert pinned("c/?3", 5).kept
+
+
 def test_a_run_that_has_committed_nothing_has_nothing_to_be_taken_home() -> None:
     seat = Seat("b")
     seat.net.up.add("c/?1")

@@ -48,6 +48,9 @@ class Listener:
     def on_look(self, peer: str, frame: Frame, now: float) -> None:
         self.heard.append((peer, "looks at", bytes(frame.payload[0])))
 
+    def on_onlooker_gone(self, peer: str) -> None:
+        self.heard.append((peer, "is gone"))
+
     def on_link_up(self, peer: str, now: float) -> None:
         self.heard.append(("up", peer))
 
@@ -234,3 +237,10 @@ def test_what_an_onlooker_shows_is_no_frame_of_a_member() -> None:
     assert machine.heard("0") == [("b/?4", "looks at", b"tokens")]
     ((to, passed),) = machine.links.sent
     assert (to, passed.seat, passed.sender, passed.kind) == ("b", "2", "?1", "state")
+
+
+def test_all_seats_of_a_node_hear_that_an_onlooker_is_gone() -> None:
+    machine = Machine()
+    machine.build("0", "1")
+    machine.seats.on_gone("?1")
+    assert machine.heard("0") == machine.heard("1") == [("a/?1", "is gone")]

@@ -67,6 +67,15 @@ def test_an_onlooker_has_one_step_and_all_of_them_a_few() -> None:
     assert taken.want("c/?1", 99, LEASE) == "", "the others have gone"
 
 
+def test_who_is_gone_wants_nothing() -> None:
+    taken = Taken(tensors)
+    for other in range(MOST):
+        taken.want(f"b/?{other}", other, 0.0)
+    taken.forget("b/?0")
+    taken.forget("nobody")
+    assert taken.want("c/?1", 99, 0.0) == ""
+
+
 def test_who_follows_with_an_older_state_to_show_keeps_nothing() -> None:
     taken, weights = Taken(tensors), torch.zeros(3)
     taken.want("a/?1", 5, 0.0)

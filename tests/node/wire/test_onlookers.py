@@ -29,6 +29,8 @@ class Events:
 async def node(token: str = "") -> AsyncIterator[tuple[Onlookers, str]]:
     """One that answers whatever it is asked, and shows back what it is shown."""
 
+    gone: list[str] = []
+
     def heard(name: str, message: pb.Message) -> None:
         asked = message.pin_request
         told = pb.Pinned(transfer=asked.transfer, committed=asked.step)
@@ -37,7 +39,7 @@ async def node(token: str = "") -> AsyncIterator[tuple[Onlookers, str]]:
     def shown(name: str, frame: Frame) -> None:
         here.tell(name, frame)
 
-    here = Onlookers(heard, shown)
+    here = Onlookers(heard, shown, gone.append)
     events: Any = Events()
     links = Links("run", "node", events, credentials=Credentials(token=token), onlookers=here)
     port = await links.start("127.0.0.1:0")
@@ -45,6 +47,7 @@ async def node(token: str = "") -> AsyncIterator[tuple[Onlookers, str]]:
         yield here, f"127.0.0.1:{port}"
     finally:
         await links.stop()
+        assert gone == [f"?{number}" for number in range(1, len(gone) + 1)]
 
 
 @asynccontextmanager
