@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import entry_points, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -184,6 +184,11 @@ def saying_whether_another_would_do() -> Iterator[None]:
     except Exception as error:
         logging.exception("the node has crashed")
         raise typer.Exit(CRASHED) from error
+
+
+def _end(why: str) -> NoReturn:
+    _refuse(why)
+    raise typer.Exit(1)
 
 
 def _refuse(why: str) -> None:
@@ -654,6 +659,16 @@ def export_command(
     token: Token = "",
 ) -> None:
     """Write a run's model as a folder that Hugging Face's transformers reads."""
+    if join is not None and folders:
+        _end("with --join the model is that of a living run, not of a folder")
+    if join is not None:
+        _check_registry(join)
+    elif not folders:
+        _end("say what to export: folders with saves, or --join HOST:PORT")
+    for folder in folders or []:
+        if not folder.is_dir():
+            _end(f"there is no run in {folder}: it is no folder; name what `planaria up` wrote")
+
     from planaria.bootstrap.credentials import Credentials, CredentialsError
     from planaria.node.data.corpus import CorpusError
     from planaria.node.hugging_face.export import ExportError
@@ -668,14 +683,11 @@ def export_command(
     kinds = (CorpusError, ExportError, ResumeError, RunFileError, SaveError, SwarmError)
     with refusing(*kinds, CredentialsError, ValueError):
         if join is not None:
-            if folders:
-                raise ExportError("with --join the model is that of a living run, not of a folder")
             _export_living(
                 join, Credentials.load(ca, certificate, key, token), out, data, dtype, wait
             )
             return
-        if not folders:
-            raise ExportError("say what to export: folders with saves, or --join HOST:PORT")
+        assert folders
         beside = folders[0] / "run.toml"
         if run_file is None and len(folders) == 1 and not (folders[0] / PLAN).exists():
             run_file = beside if beside.exists() else None
@@ -734,6 +746,15 @@ def generate_command(
     token: Token = "",
 ) -> None:
     """Let an exported model go on with a text, or that of a living run where it is trained."""
+    said = list(words or [])
+    folder = None if join is not None else Path(said.pop(0)) if said else None
+    if len(said) > 1 or (join is None and folder is None):
+        _end("say planaria generate DIR [PROMPT], or --join HOST:PORT [PROMPT]")
+    if join is not None:
+        _check_registry(join)
+    if folder is not None:
+        _check_model(folder)
+
     from planaria.bootstrap.credentials import Credentials, CredentialsError
     from planaria.node.begin import NodeError
     from planaria.node.data.corpus import CorpusError
@@ -746,12 +767,8 @@ def generate_command(
     from planaria.node.serve import pick_device
 
     kinds = (CorpusError, CredentialsError, ExportError, NodeError, RunFileError)
-    said = list(words or [])
     with refusing(*kinds, UnsupportedModelError, ValueError):
         sampling = Sampling(temperature, top_p, seed)
-        folder = None if join is not None else Path(said.pop(0)) if said else None
-        if len(said) > 1 or (join is None and folder is None):
-            raise ValueError("say planaria generate DIR [PROMPT], or --join HOST:PORT [PROMPT]")
         prompt = "".join(said)
         if join is not None:
             credentials = Credentials.load(ca, certificate, key, token)
@@ -769,6 +786,14 @@ def generate_command(
         console.print()
 
 
+def _check_model(folder: Path) -> None:
+    """Ends at once, before torch is loaded, where no model was exported to."""
+    from planaria.node.hugging_face.config import CONFIG
+
+    if not (folder / CONFIG).is_file():
+        _end(f"{folder} holds no model: name a folder that `planaria export` has written")
+
+
 def _say(text: str) -> None:
     console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
 
@@ -783,8 +808,13 @@ def evaluate_command(
     device: OneDevice = "auto",
 ) -> None:
     """Loss and perplexity of an exported model on prepared data."""
+    from planaria.node.data.corpus import CorpusError, read_index
+
+    _check_model(folder)
+    with refusing(CorpusError):
+        read_index(data)
+
     from planaria.node.begin import NodeError
-    from planaria.node.data.corpus import CorpusError
     from planaria.node.hugging_face.config import UnsupportedModelError
     from planaria.node.hugging_face.evaluate import evaluate
     from planaria.node.hugging_face.whole_model import WholeModel
@@ -1025,6 +1055,13 @@ def _split(join: str) -> tuple[str, ...]:
     return tuple(address.strip() for address in join.split(","))
 
 
+def _check_registry(join: str) -> None:
+    """Ends at once where there is no registry to ask."""
+    from planaria.bootstrap.knock import Answer
+
+    _check_there(_split(join), [Answer.UNKNOWN, Answer.REFUSED], 1)
+
+
 def _check_there(addresses: Sequence[str], final: Sequence[Answer], status: int) -> None:
     """Ends with that status where all that the addresses say is final."""
     import asyncio
@@ -1213,10 +1250,9 @@ def _ask(
 ) -> None:
     """Asks the registry, until it has answered or Ctrl-C."""
     from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
-    from planaria.bootstrap.knock import Answer
 
     addresses = _split(join)
-    _check_there(addresses, [Answer.UNKNOWN, Answer.REFUSED], 1)
+    _check_registry(join)
 
     async def ask() -> None:
         client = RegistryClient(addresses, credentials)

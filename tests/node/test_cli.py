@@ -167,6 +167,34 @@ def test_nodes_are_refused_without_loading_torch(arguments: str, says: str) -> N
     assert "torch" not in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("generate {empty} Once", "{empty} holds no model"),
+        ("generate --join 127.0.0.1:{port} Once", "nothing listens there"),
+        ("evaluate {empty} --data {empty}", "{empty} holds no model"),
+        ("evaluate {model} --data {empty}", "there is no prepared data at {empty}"),
+        ("export {empty}/none --out {empty}/out", "there is no run in {empty}/none"),
+        ("export --join 127.0.0.1:{port} --out {empty}/out", "nothing listens there"),
+    ],
+)
+def test_models_are_missed_without_loading_torch(command: str, says: str, tmp_path: Path) -> None:
+    empty, model = tmp_path / "empty", tmp_path / "model"
+    empty.mkdir()
+    model.mkdir()
+    (model / "config.json").touch()
+    known = {"empty": empty, "model": model, "port": refused_port()}
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, *command.format(**known).split()],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert says.format(**known) in done.stderr
+    assert done.stdout.split()[0] in ("1", "2")
+    assert "torch" not in done.stdout
+
+
 def test_a_vocabulary_that_the_text_has_not_enough_for_is_said(tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     lines = [json.dumps({"text": f"apples and {n} pears"}) for n in range(50)]
