@@ -110,8 +110,8 @@ class LivingRun:
         ways = ways_to(stage, self.view)
         if not any(stage in stages_of(member) for member in self.view.members):
             raise ExportError(
-                f"stage {stage} has nobody at the moment: export again when it has been rebuilt, "
-                "which `planaria status` tells, or export what was saved"
+                f"stage {stage} has nobody at the moment: try again when it has been rebuilt, "
+                "which `planaria status` tells, or take what was saved"
             )
         found: list[str] = []
         why: list[str] = []
@@ -134,6 +134,6 @@ class LivingRun:
             said = "; ".join(dict.fromkeys(why)) or "no node of this run can be dialled"
             raise ExportError(
                 f"stage {stage} can't be reached from here: {said}. Ask from a machine that "
-                "reaches the nodes, or export what was saved"
+                "reaches the nodes, or take what was saved"
             )
         return found
