@@ -59,7 +59,9 @@ def dead_end(answers: Mapping[str, Answer], final: Sequence[Answer]) -> str:
             "Check host and port, and that the registry runs there (`planaria bootstrap`) and "
             "listens to more than its own machine"
         )
-    return f"there is no registry: {said}. {'. '.join(remedies)}"
+    if Answer.SILENT in answers.values():
+        remedies.append("Check that a firewall lets the port through")
+    return f"no registry can be reached: {said}. {'. '.join(remedies)}"
 
 
 async def _look_up(address: Address) -> list[tuple[str, int]]:

@@ -191,6 +191,10 @@ def _end(why: str) -> NoReturn:
     raise typer.Exit(1)
 
 
+def _warn(what: str) -> None:
+    errors.print(what, style="yellow", markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
 def _refuse(why: str) -> None:
     text = f"[bold red]error:[/] {escape(why)}"
     errors.print(text, soft_wrap=True, highlight=False, emoji=False)
@@ -1063,16 +1067,18 @@ def _check_registry(join: str) -> None:
 
 
 def _check_there(addresses: Sequence[str], final: Sequence[Answer], status: int) -> None:
-    """Ends with that status where all that the addresses say is final."""
+    """Ends with that status where all that the addresses say is final, else says what they do."""
     import asyncio
 
-    from planaria.bootstrap.knock import dead_end, knock_at_all
+    from planaria.bootstrap.knock import Answer, dead_end, knock_at_all
 
     with refusing(ValueError):
         answers = asyncio.run(knock_at_all(addresses, KNOCK))
     if why := dead_end(answers, final):
         _refuse(why)
         raise typer.Exit(status)
+    if why := dead_end(answers, [Answer.UNKNOWN, Answer.REFUSED, Answer.SILENT]):
+        _warn(f"{why}. Trying on")
 
 
 @app.command("regroup")

@@ -78,5 +78,7 @@ def test_it_is_a_dead_end_when_all_addresses_are_final() -> None:
     assert "Check the spelling of the name" in said
     assert "`planaria bootstrap`" in said
     assert dead_end(both, [Answer.UNKNOWN]) == ""
-    assert dead_end({**both, "c:1": Answer.SILENT}, final) == ""
+    silent = {**both, "c:1": Answer.SILENT}
+    assert dead_end(silent, final) == ""
+    assert "firewall" in dead_end(silent, [*final, Answer.SILENT])
     assert "spelling" not in dead_end({"b:1": Answer.REFUSED}, final)

@@ -17,7 +17,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from planaria.node import cli
+from planaria.node import cli, supervisor
 from planaria.node.cli import BY_USE, app
 from planaria.node.local.processes import NO_OPTIONS
 from planaria.node.notices import ADDRESS_VARIABLE
@@ -137,6 +137,18 @@ def test_a_registry_that_is_not_there_is_said_at_once(command: str) -> None:
     assert result.exit_code == 1
     assert f"127.0.0.1:{port} refuses connections: nothing listens there" in result.output
     assert "`planaria bootstrap`" in result.output
+
+
+def test_a_node_says_at_once_that_it_has_to_try_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def supervise(command: list[str], grace: float) -> int:
+        return 3
+
+    monkeypatch.setattr(supervisor, "supervise", supervise)
+    join = f"127.0.0.1:{refused_port()}"
+    result = CliRunner().invoke(app, ["node", "--join", join])
+    assert result.exit_code == 3
+    assert f"{join} refuses connections: nothing listens there" in result.output
+    assert result.output.endswith("Trying on\n")
 
 
 @pytest.mark.parametrize(
