@@ -203,7 +203,9 @@ def test_there_and_back_the_newest_counts(tmp_path: Path) -> None:
         assert journal.view.number == 7 + 5
 
 
-@pytest.mark.parametrize("when", ["regroup", "_replace"])
+@pytest.mark.parametrize(
+    "when", ["planaria.node.state.regroup.regroup", f"{module.__name__}._replace"]
+)
 def test_what_is_cut_short_leaves_the_run_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
@@ -216,7 +218,7 @@ def test_what_is_cut_short_leaves_the_run_as_it_was(
         raise OSError(28, "No space left on device", "somewhere")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, when, full)
+        patch.setattr(when, full)
         with pytest.raises(ResumeError, match="somewhere: No space left on device; free space"):
             take_over(kept, new, slots_of(new))
     assert load(kept.out / RUN_FILE) == kept.run
