@@ -172,7 +172,7 @@ class LocalSwarm:
                 self.config.stages,
                 replicas,
                 max_replicas=replicas,
-                start_grace=60,
+                start_grace=run.swarm.start_grace,
                 policy=run.recovery.policy,
             )
         )

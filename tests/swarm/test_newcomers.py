@@ -19,7 +19,9 @@ def corpus(data: Path) -> Corpus:
 
 
 async def test_the_run_goes_on_from_what_the_newcomers_have(corpus, tmp_path, monkeypatch):
-    run = small(stages=2, replicas=2, steps=100_000, training__validation_microbatches=0)
+    # When everything seems lost, the registry waits for as many nodes as at the start.
+    changes = {"training__validation_microbatches": 0, "swarm__start_grace": 2.0}
+    run = small(stages=2, replicas=2, steps=100_000, **changes)
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 2)
         with monkeypatch.context() as patch:
