@@ -303,7 +303,7 @@ class Membership:
         if others and self._cut_off_from_all(now):
             return self._ask(request, others, now)
         self._check_limits(request, former is not None, now)
-        if request.HasField("stage"):
+        if _is_bound(request):
             self._check_stage(request)
         if former is not None:
             self._evict(former, f"restarted: {request.node} joined from {request.address}", now)
@@ -581,7 +581,7 @@ class Membership:
     def _check_repeated(self, request: JoinRequest, member: Member) -> None:
         told = (request.address, request.data, request.speed, request.host, request.device)
         if told != (member.address, member.data, member.speed, member.host, member.device) or (
-            request.HasField("stage") and request.stage not in stages_of(member)
+            _is_bound(request) and request.stage not in stages_of(member)
         ):
             raise Refused(
                 "ALREADY_EXISTS",
@@ -665,7 +665,7 @@ class Membership:
         stage: int | None
         if request.standby:
             stage, why = None, "standby, as it wants to be"
-        elif request.HasField("stage"):
+        elif _is_bound(request):
             stage, why = request.stage, f"stage {request.stage} as asked for"
         else:
             stage, why = self._choose(request)
@@ -689,7 +689,8 @@ class Membership:
         return node
 
     def _choose(self, request: JoinRequest) -> tuple[int | None, str]:
-        """A stage for a node that asked for none (None: standby), and why."""
+        """A stage for a node that asked for none, or for that of its saves, which are needed while
+        nobody has its state (None: standby), and why."""
         numbers = range(self.rules.stages + 1)
         staying = [member for member in self._serving() if not member.leaving]
         count = Counter(stage for member in staying for stage in stages_of(member))
@@ -703,6 +704,9 @@ class Membership:
         carried = served if self._somebody_carries() else direct
         vacant = [s for s in (*direct, *carried) if not count[s]]
         fits = direct or carried
+        saved = request.stage if request.HasField("stage") else None
+        if saved in fits and not self._is_held(saved):
+            return saved, f"stage {saved}, of which it has saves"
         if vacant:
             return vacant[0], f"stage {vacant[0]} was vacant"
         if fits:
@@ -717,6 +721,11 @@ class Membership:
             "standby: it only dials out, and so does a node it would need a link with wherever "
             f"there is room ({other.node if other else ''}); give it `--advertise HOST:PORT`"
         )
+
+    def _is_held(self, stage: int) -> bool:
+        """By one that stays, of a run that is under way."""
+        staying = (node for node in self._nodes.values() if not node.leaving)
+        return self._started and any(node.holds and stage in node.holds for node in staying)
 
     def _reply(self, node: _Node) -> JoinReply:
         return JoinReply(
@@ -1153,6 +1162,11 @@ class _Known:
         found = (n for n in self.machine._nodes.values() if n.holds and stage in n.holds)
         seated = (n for n in found if stage in stages_of(n.member))
         return (n for n in seated if self.heard(n.member.node))
+
+
+def _is_bound(request: JoinRequest) -> bool:
+    """Whether it serves no stage but the one that it asks for."""
+    return request.HasField("stage") and not request.saved
 
 
 def _copy(member: Member) -> Member:

@@ -109,7 +109,7 @@ class Quarantined(_message.Message):
     def __init__(self, instance: _Optional[str] = ..., node: _Optional[str] = ..., cause: _Optional[_Union[Cause, str]] = ..., why: _Optional[str] = ..., times: _Optional[int] = ..., divergences: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("protocol", "node", "address", "stage", "data", "speed", "host", "device", "question", "answered", "instance", "room", "standby")
+    __slots__ = ("protocol", "node", "address", "stage", "data", "speed", "host", "device", "question", "answered", "instance", "room", "standby", "saved")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +123,7 @@ class JoinRequest(_message.Message):
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
     STANDBY_FIELD_NUMBER: _ClassVar[int]
+    SAVED_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     node: str
     address: str
@@ -136,7 +137,8 @@ class JoinRequest(_message.Message):
     instance: str
     room: int
     standby: bool
-    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., stage: _Optional[int] = ..., data: _Optional[str] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., question: _Optional[int] = ..., answered: _Optional[_Iterable[str]] = ..., instance: _Optional[str] = ..., room: _Optional[int] = ..., standby: _Optional[bool] = ...) -> None: ...
+    saved: bool
+    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., stage: _Optional[int] = ..., data: _Optional[str] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., question: _Optional[int] = ..., answered: _Optional[_Iterable[str]] = ..., instance: _Optional[str] = ..., room: _Optional[int] = ..., standby: _Optional[bool] = ..., saved: _Optional[bool] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("run", "run_file", "view", "reason", "question", "unheard", "dial_seconds", "lease", "quarantine")

@@ -92,7 +92,7 @@ MOST_MEASURED = 200
 class NodePlace:
     """What a node brings along, whatever its identity."""
 
-    stage: int | None
+    stage: int | None  # that it asks for
     listen: str | None  # HOST:PORT; None: does not listen
     advertise: str  # HOST:PORT, or empty: only dials out
     device: torch.device
@@ -102,6 +102,7 @@ class NodePlace:
     credentials: Credentials = PLAIN
     insecure: bool = False
     instance: str = ""  # what this node is over all its identities
+    saved: bool = False  # the stage is that of its saves
     room: int = 1  # seats that it can hold
     standby: bool = False  # wants none before one is vacant
 
@@ -200,6 +201,7 @@ class Node:
                     instance=self.place.instance,
                     room=self.place.room,
                     standby=self.place.standby,
+                    saved=self.place.saved,
                 )
             )
             self.tell(Joined(reason=reply.reason, host=self.place.host, pid=os.getpid()))

@@ -217,10 +217,11 @@ def room_on(device: torch.device, config: ModelConfig) -> int:
 
 
 def find_place(options: Options, device: torch.device) -> NodePlace:
-    stage = options.stage
+    stage, saved = options.stage, False
     if stage is None and options.save_dir is not None:
         stage = newest_saved_stage(options.save_dir)
-        if stage is not None:
+        saved = stage is not None
+        if saved:
             log.info("asking for stage %d, of which %s has saves", stage, options.save_dir)
     place = NodePlace(
         stage=stage,
@@ -233,6 +234,7 @@ def find_place(options: Options, device: torch.device) -> NodePlace:
         credentials=options.credentials,
         insecure=options.insecure,
         standby=options.standby,
+        saved=saved,
     )
     if options.dials_only:
         return replace(place, listen=None, advertise="")

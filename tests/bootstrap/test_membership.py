@@ -70,6 +70,7 @@ class Swarm:
         instance: str = "",
         room: int = 1,
         standby: bool = False,
+        saved: bool = False,
     ) -> JoinReply:
         address = f"{node}:1" if address is None else address
         request = JoinRequest(
@@ -84,6 +85,7 @@ class Swarm:
             instance=instance,
             room=room,
             standby=standby,
+            saved=saved,
         )
         reply, effects = self.machine.join(request, self.now)
         self.after(effects)
@@ -202,6 +204,25 @@ def test_stage_out_of_range_is_refused_with_the_range() -> None:
 def test_other_protocol_is_refused_naming_both() -> None:
     with pytest.raises(Refused, match=rf"protocol {PROTOCOL + 1}, the registry {PROTOCOL}"):
         Swarm().join("a", protocol=PROTOCOL + 1)
+
+
+def test_who_has_saves_of_a_stage_gets_it_while_nobody_has_its_state() -> None:
+    swarm = Swarm(stages=2, start_grace=1)
+    swarm.join("a", 2, saved=True)
+    swarm.join("b", 2, saved=True)
+    assert (swarm.stage("a"), swarm.stage("b")) == (2, 2), "the run has not begun"
+    swarm.join("c", 0)
+    swarm.join("d", 1)
+    for node in "abcd":
+        swarm.renew(node, report=swarm.report(node, committed=7))
+    swarm.join("e", 2, saved=True)
+    assert swarm.stage("e") == 0, "stage 2 has two already"
+    swarm.after(swarm.machine.leave("d", "", swarm.now))
+    swarm.join("f", 1, saved=True)
+    swarm.join("g", 1, saved=True)
+    assert (swarm.stage("f"), swarm.stage("g")) == (1, 1), "nobody has its state yet"
+    swarm.join("h", 3, saved=True)
+    assert swarm.stage("h") in (0, 1, 2), "the saves are of a stage that this run has not"
 
 
 def test_stage_0_needs_the_data() -> None:

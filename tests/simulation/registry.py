@@ -203,6 +203,7 @@ class Client:
             address=node.address,
             speed=1.0,
             stage=node.wanted,
+            saved=node.wanted is not None and node.cluster.hosts[node.process.host].stage is None,
             room=node.room,
             instance=node.process.host,
             question=self.question,
