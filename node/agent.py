@@ -820,6 +820,7 @@ def rules(run: RunFile, config: ModelConfig) -> TransactionRules:
         strict=recovery.strict,
         masking=recovery.masking,
         relearn=recovery.relearn.passes > 0,
+        relearn_seconds=recovery.relearn.seconds,
         progress=run.swarm.progress,
         tokens=training.microbatch * config.context,
         lr_scale=partial(

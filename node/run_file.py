@@ -120,7 +120,7 @@ class RelearnSection(Section):
     steps: int = Field(default=10, ge=1, le=10**4, description="whose boundary tensors are kept")
     samples: int = Field(default=1, ge=0, le=2**16, description="at a time; 0: a microbatch")
     passes: int = Field(default=2, ge=0, le=1000, description="0: as the papers have it")
-    seconds: float = Field(default=20.0, ge=0, le=86_400, description="at most")
+    seconds: float = Field(default=20.0, ge=0, le=86_400, description="at most, in one stall")
     lr: float = Field(default=0.05, gt=0, le=100, description="Muon's, at first; it falls to 0")
 
 

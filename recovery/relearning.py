@@ -27,6 +27,21 @@ YOUNG: Final = 100
 """Steps of training after which relearning has its whole rate."""
 
 
+SHARE: Final = 0.25
+"""Seconds of relearning for each second of training before."""
+LEAST: Final = 0.2
+"""Share of its time that relearning has, however soon after the last loss, or often begun anew."""
+
+
+def time_for(seconds: float, trained: float, spent: float) -> float:
+    """Seconds for relearning, of those that the run file allows, while all others wait: no more
+    than a quarter of those in which the run has `trained` since it last stood still for a lost
+    stage. Where losses come often, what has been relearned will soon be lost. `spent`: on what was
+    given up in this stall, since somebody else was lost meanwhile."""
+    whole = min(seconds, max(SHARE * trained, LEAST * seconds))
+    return max(whole - spent, LEAST * whole)
+
+
 def parts(samples: int, at_a_time: int) -> list[slice]:
     """Samples of a pair to be learned at a time: at most so many, as evenly as can be; 0: all."""
     count = -(-samples // at_a_time) if at_a_time else 1

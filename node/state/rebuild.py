@@ -210,10 +210,13 @@ class Rebuilding:
         fetched = await self.boundary.fetch(ballot, wanted, neighbours, BOUNDARY_PATIENCE)
         for complaint in fetched.complaints:
             log.warning("relearning without some boundary tensors: %s", complaint)
+        seconds = recovery.relearn.seconds
+        if sync.HasField("relearning"):
+            seconds = min(seconds, sync.relearning)
         terms = Terms(
             samples=recovery.relearn.samples,
             passes=passes(recovery.relearn.passes, joiners),
-            seconds=recovery.relearn.seconds,
+            seconds=seconds,
             lr=peak(recovery.relearn.lr, sync.step),
             patience=self.run.swarm.progress / 4,
         )

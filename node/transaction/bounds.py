@@ -58,7 +58,10 @@ def told_to_member(message: pb.Message, stage: int) -> str:
             return wrong or _count("step", step.begin.step)
         case "sync":
             sync = message.sync
-            return wrong or _count("step", sync.step) or _count("lineage", sync.lineage)
+            relearning = _seconds("time for relearning", sync.relearning)
+            return (
+                wrong or _count("step", sync.step) or _count("lineage", sync.lineage) or relearning
+            )
     return wrong
 
 

@@ -65,6 +65,7 @@ from planaria.node.transaction.takeover import Takeover, beside
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.decide import Rebuild, Resume, RollBack, Source, Stop, resume
 from planaria.recovery.orders import window_orders
+from planaria.recovery.relearning import time_for
 
 UNRECORDED_PAUSE = 2.0
 """Seconds between two looks whether a ledger can be written again."""
@@ -93,6 +94,7 @@ class Driver:
         self.standing = Standing()
         self.joining = Joining()
         self.rebuilds = Rebuilds()  # since the last attempt began
+        self.trains_since: float | None = None  # without a loss of all that a stage has
         self.seconds: dict[str, float] = {}  # per microbatch, by node
         self.hanging = Hanging(rules.progress)
         self.failures = Failures()
@@ -284,8 +286,11 @@ class Driver:
 
     def _gather(self, why: str, now: float, taken_over: bool = False) -> list[Effect]:
         effects: list[Effect] = []
-        if isinstance(self.current, Attempting) and self.current.begin.kind == pb.Begin.TRAIN:
-            effects += self._give_up(self.current, why)
+        match self.current:
+            case Attempting(begin=begin) as attempt if begin.kind == pb.Begin.TRAIN:
+                effects += self._give_up(attempt, why)
+            case Syncing(awaited=awaited, began=began) if awaited:
+                self.rebuilds.spent += now - began
         if self.rebuilds.stalled is None:
             self.rebuilds.stalled = now
         if self.coming is not None:
@@ -373,7 +378,8 @@ class Driver:
             return self._roll_back(gathering, back, now)
         lacking = self.joining.lacking(gathering)
         follow = not vacant and all(self._may_follow(d, lacking) for d in rebuilds.values())
-        syncs = rebuild(gathering, rebuilds, lacking, self.rules, follow)
+        relearning = self._seconds_for_relearning(now)
+        syncs = rebuild(gathering, rebuilds, lacking, self.rules, follow, relearning)
         if follow:
             self.joining.begin(syncs, gathering, now)
             effects, syncs = effects + syncs, []
@@ -407,6 +413,11 @@ class Driver:
             self.joining.joiners.pop(node, None)
         self.current = Syncing(gathering, awaited, now, now)
         return effects
+
+    def _seconds_for_relearning(self, now: float) -> float:
+        stalled = now if self.rebuilds.stalled is None else self.rebuilds.stalled
+        trained = 0.0 if self.trains_since is None else stalled - self.trains_since
+        return time_for(self.rules.relearn_seconds, max(0.0, trained), self.rebuilds.spent)
 
     def _wait_for_nodes(self, vacant: Sequence[int]) -> list[Effect]:
         stages = ", ".join(map(str, vacant))
@@ -545,6 +556,8 @@ class Driver:
 
     def _report_rebuilds(self, now: float) -> list[Effect]:
         rebuilds, self.rebuilds = self.rebuilds, Rebuilds()
+        if self.trains_since is None or rebuilds.stages():
+            self.trains_since = now
         return rebuilds.told(now)
 
     def _if_all_home(self, attempt: Attempting, now: float) -> list[Effect]:

@@ -61,6 +61,7 @@ class Rebuilds:
     """What is to be told of rebuilds once the run goes on, and for how long nothing trained."""
 
     stalled: float | None = None  # since when
+    spent: float = 0.0  # seconds of that on what was given up
     rebuilt: list[StageRebuilt] = field(default_factory=list)
 
     def stages(self) -> set[int]:
@@ -125,9 +126,11 @@ def rebuild(
     lacking: Mapping[int, list[str]],
     rules: TransactionRules,
     follow: bool = False,
+    relearning: float = 0.0,
 ) -> list[Effect]:
     """One node rebuilds a lost stage; its replicas copy from it later, so that they are
-    identical. `lacking`: who has no state, by stage; `follow`: nobody waits for them."""
+    identical. `lacking`: who has no state, by stage; `follow`: nobody waits for them;
+    `relearning`: seconds that it may take."""
     to, joiners = gathering.standing(), {}
     for stage, decision in rebuilds.items():
         nodes = lacking[stage]
@@ -144,6 +147,7 @@ def rebuild(
         if rules.relearn and stage in together:
             block = together[stage]
             having = sorted(gathering.having())
+            sync.relearning = relearning
             sync.lost.extend(pb.Place(node=joiners[of][0], stage=of) for of in block)
             sync.neighbours.extend(  # whom microbatches come from, and go to
                 pb.Place(node=node, stage=of)

@@ -180,7 +180,7 @@ class Source(_message.Message):
     def __init__(self, node: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ...) -> None: ...
 
 class Sync(_message.Message):
-    __slots__ = ("step", "method", "reason", "sources", "last", "lineage", "lost", "neighbours", "follow")
+    __slots__ = ("step", "method", "reason", "sources", "last", "lineage", "lost", "neighbours", "follow", "relearning")
     STEP_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -190,6 +190,7 @@ class Sync(_message.Message):
     LOST_FIELD_NUMBER: _ClassVar[int]
     NEIGHBOURS_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    RELEARNING_FIELD_NUMBER: _ClassVar[int]
     step: int
     method: str
     reason: str
@@ -199,7 +200,8 @@ class Sync(_message.Message):
     lost: _containers.RepeatedCompositeFieldContainer[Place]
     neighbours: _containers.RepeatedCompositeFieldContainer[Place]
     follow: bool
-    def __init__(self, step: _Optional[int] = ..., method: _Optional[str] = ..., reason: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., lineage: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., neighbours: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., follow: _Optional[bool] = ...) -> None: ...
+    relearning: float
+    def __init__(self, step: _Optional[int] = ..., method: _Optional[str] = ..., reason: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., lineage: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., neighbours: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., follow: _Optional[bool] = ..., relearning: _Optional[float] = ...) -> None: ...
 
 class Synced(_message.Message):
     __slots__ = ("step", "method", "sources", "fetched_bytes", "seconds", "digest", "relearned")

@@ -19,7 +19,17 @@ from planaria.recovery.learner import (
     squared_distance,
 )
 from planaria.recovery.orders import Run, adjoining, blocks, order, runs
-from planaria.recovery.relearning import PULL, YOUNG, parts, passes, peak, pull, rate, shuffled
+from planaria.recovery.relearning import (
+    PULL,
+    YOUNG,
+    parts,
+    passes,
+    peak,
+    pull,
+    rate,
+    shuffled,
+    time_for,
+)
 
 
 @st.composite
@@ -274,6 +284,12 @@ def test_the_first_body_stage_is_learned_for_longer() -> None:
     assert passes(2, [3]) == passes(2, [2, 3]) == 2
     assert passes(2, [1]) == passes(2, [1, 2]) == 8
     assert passes(0, [1]) == 0
+
+
+def test_relearning_has_a_share_of_the_time_since_the_last_loss_within_bounds() -> None:
+    assert [time_for(20.0, trained, 0.0) for trained in (0.0, 16.0, 40.0, 1e6)] == [4, 4, 10, 20]
+    assert [time_for(20.0, 40.0, spent) for spent in (3.0, 9.0, 60.0)] == [7, 2, 2]
+    assert time_for(0.0, 40.0, 3.0) == 0
 
 
 def test_only_the_first_body_stage_and_what_is_learned_with_it_is_drawn_back() -> None:

@@ -1192,6 +1192,36 @@ def test_stages_lost_in_a_row_relearn_together_with_what_is_around_them():
         assert [p.node for p in sync.neighbours] == ["b", "e"]
 
 
+def test_relearning_takes_no_longer_than_a_share_of_the_time_since_the_last_loss() -> None:
+    told = Told(replace(LOOSE, relearn=True, relearn_seconds=10.0))
+    told.views(committed=5)
+
+    def seconds(*gone: str) -> set[float]:
+        return {m.sync.relearning for m in sent(told.statuses(5, **lost(*gone)), "sync").values()}
+
+    def rebuilt(*gone: str) -> None:
+        for node in gone:
+            told.hears(node, synced=pb.Synced(step=5, method="interpolate"))
+        told.statuses(5)
+        assert told.attempt.begin.step == 6
+
+    assert seconds("c") == {2.0}, "nobody knows how often stages are lost"
+    told.now += 1.5
+    told.driver.link_lost("e", "gone", told.now)
+    told.now += 10.0  # in which nobody was at its stage
+    assert seconds("c", "e") == {0.5}, "1.5 are spent"
+    told.now += 3.0
+    told.driver.link_lost("c", "gone", told.now)
+    assert seconds("c", "e") == {0.4}
+    rebuilt("c", "e")
+    for trained, time in ((20.0, 5.0), (100.0, 10.0), (4.0, 2.0)):
+        told.now += trained
+        told.driver.link_lost("b", "gone", told.now)
+        told.now += 1.0
+        assert seconds("b") == {time}
+        rebuilt("b")
+
+
 def test_exact_rebuilds_relearn_nothing():
     rules = replace(RULES, policy="checkfree+", relearn=True)
     copies = pb.Status(
