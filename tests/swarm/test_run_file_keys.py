@@ -76,7 +76,7 @@ USED = {
         *("saves.every", "saves.keep"),
     ],
     "node/state/rebuild.py": [
-        *("recovery.relearn.samples", "recovery.relearn.passes", "recovery.relearn.seconds"),
+        *("recovery.relearn.samples", "recovery.relearn.passes"),
         "recovery.relearn.lr",
     ],
 }
