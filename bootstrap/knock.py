@@ -1,5 +1,5 @@
-"""What can be said of an address before a word of gRPC: whether there is such a host, and whether
-anything listens there."""
+"""What can be said of an address before a word of gRPC: whether there is such a host, whether
+anything listens there, and which of this machine's addresses leads to it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import enum
 import errno
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from planaria.bootstrap.address import Address
 
+AGAIN = 0.5  # seconds until a name that couldn't be looked up is asked for again
 _UNKNOWN = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
 
 
@@ -62,6 +64,35 @@ def dead_end(answers: Mapping[str, Answer], final: Sequence[Answer]) -> str:
     if Answer.SILENT in answers.values():
         remedies.append("Check that a firewall lets the port through")
     return f"no registry can be reached: {said}. {'. '.join(remedies)}"
+
+
+async def own_address(addresses: Sequence[str], seconds: float) -> str:
+    """The address of this machine that leads to the first of these that there is a way to. Names
+    that can't be looked up at the moment are looked up again. Raises OSError, which names them,
+    when that takes longer than so many seconds, and AddressError."""
+    parsed = [Address.to_dial(address) for address in addresses]
+    try:
+        async with asyncio.timeout(seconds):
+            while True:
+                for address in parsed:
+                    with suppress(TimeoutError):
+                        for host, port in await _look_up(address):
+                            with suppress(OSError):
+                                return _outward(host, port)
+                await asyncio.sleep(AGAIN)
+    except TimeoutError:
+        raise OSError(
+            f"this machine knows no way to {', '.join(addresses)}, for {seconds:g} s: check its "
+            "network and its name service, or say with --advertise HOST:PORT how others reach it"
+        ) from None
+
+
+def _outward(host: str, port: int) -> str:
+    """Nothing is sent. Raises OSError: no way leads there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
 
 
 async def _look_up(address: Address) -> list[tuple[str, int]]:

@@ -45,7 +45,7 @@ recall() {
 }
 
 committed() {
-    ask 'max(int(one["report"]["committed"]) for one in run["members"])' 2>/dev/null || echo 0
+    ask 'max(int(seat["committed"]) for one in run["members"] for seat in one["report"]["seats"])' 2>/dev/null || echo 0
 }
 
 at_least() {
@@ -54,7 +54,7 @@ at_least() {
 
 # The members, by node; only those that the registry has heard of since its start.
 nodes() {
-    ask '*sorted(one["member"]["node"] for one in run["members"] if one["report"]["phase"])' || true
+    ask '*sorted(one["member"]["node"] for one in run["members"] if one["report"]["seats"])' || true
 }
 
 known() {
@@ -95,7 +95,7 @@ for id in $(compose ps -q); do
 done
 
 say "kill the only node of stage 2, start its container again"
-victim=$(ask 'next(one["host"] for one in run["view"]["members"] if one["stage"] == 2)')
+victim=$(ask 'next(one["host"] for one in run["view"]["members"] for seat in one["seats"] if seat["stage"] == 2)')
 before=$(committed)
 killed=$(date +%s)
 $ENGINE kill -s KILL "$victim"

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -626,12 +625,3 @@ def memory_of(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def own_address(registry_address: str) -> str:
-    """The address by which this machine reaches the registry, and so probably its peers."""
-    host, port = Address.to_dial(registry_address)
-    family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(place)
-        return str(probe.getsockname()[0])

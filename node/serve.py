@@ -15,9 +15,10 @@ from tempfile import NamedTemporaryFile
 import torch
 
 from planaria.bootstrap.client import InQuarantine, RegistryClient
+from planaria.bootstrap.knock import own_address
 from planaria.bootstrap.registry_pb2 import Description
 from planaria.node.begin import NodeCrashed, NodeError, Options, check_writable
-from planaria.node.daemon import Node, NodePlace, measure_speed, memory_of, own_address
+from planaria.node.daemon import Node, NodePlace, measure_speed, memory_of
 from planaria.node.data.corpus import Corpus, CorpusError
 from planaria.node.instance import Instance, find_instance, release
 from planaria.node.notices import Notice, Watch
@@ -29,6 +30,8 @@ from planaria.node.state.saves import newest_saved_stage
 from planaria.node.supervisor import Pauses
 
 log = logging.getLogger("planaria")
+
+PATIENCE = 30.0  # seconds, for a name service that doesn't answer; as for the registry itself
 
 RUN_FILE = "run.toml"
 """Of the run whose saves are beside it."""
@@ -82,7 +85,7 @@ async def serve(
         config = model_config(run.model, vocabulary)
         room = options.seats or room_on(device, config)
         log.info("this node has room for %d seat%s", room, "" if room == 1 else "s")
-        place = replace(find_place(options, device), instance=instance.id, room=room)
+        place = replace(await find_place(options, device), instance=instance.id, room=room)
         log.info("on SIGTERM this node leaves within %g s", options.grace)
         speed = measure_speed(device)
 
@@ -216,7 +219,8 @@ def room_on(device: torch.device, config: ModelConfig) -> int:
     return max(1, min(config.stages + 1, int(memory_of(device) / 2 / seat)))
 
 
-def find_place(options: Options, device: torch.device) -> NodePlace:
+async def find_place(options: Options, device: torch.device) -> NodePlace:
+    """Raises OSError: no way leads to the registry."""
     stage, saved = options.stage, False
     if stage is None and options.save_dir is not None:
         stage = newest_saved_stage(options.save_dir)
@@ -239,6 +243,6 @@ def find_place(options: Options, device: torch.device) -> NodePlace:
     if options.dials_only:
         return replace(place, listen=None, advertise="")
     if options.advertise is None and options.listen.is_any:
-        host = own_address(options.join[0])
+        host = await own_address(options.join, PATIENCE)
         return replace(place, advertise=str(options.listen._replace(host=host)))
     return place

@@ -1,7 +1,8 @@
-"""What .dockerignore lets in is all that the image needs."""
+"""What .dockerignore lets in is all that the image needs, and the check finds what it asks for."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -12,6 +13,9 @@ import zipfile
 from pathlib import Path, PurePosixPath
 
 import pytest
+
+from planaria.bootstrap import registry_pb2 as pb
+from planaria.node.report.status_page import as_text
 
 ROOT = Path(__file__).parent.parent
 
@@ -111,3 +115,23 @@ def test_what_the_dockerfile_copies_is_let_in() -> None:
     assert [path for path in needed if ignored(PurePosixPath(path))] == []
     assert ignored(PurePosixPath(".git/HEAD"))
     assert ignored(PurePosixPath("planaria/node/__pycache__"))
+
+
+def asked_by_the_check(command: str) -> list[str]:
+    """The expressions that docker/check.sh hands to one of its functions."""
+    script = (ROOT / "docker/check.sh").read_text()
+    return re.findall(rf"\b{command} '([^']+)'", script)
+
+
+def test_what_the_check_asks_of_the_status_is_in_it() -> None:
+    description = pb.Description()
+    for place in range(5):
+        member = pb.Member(node=f"n{place}", host=f"h{place}", seats=[pb.Seat(stage=place)])
+        description.view.members.append(member)
+        seats = [pb.SeatReport(stage=place, committed=40 + place)] if place else []
+        description.members.add(member=member, report=pb.Report(seats=seats))
+    run = json.loads(as_text(description))
+    committed, nodes, victim = asked_by_the_check("ask")
+    assert eval(committed, {"run": run}) == 44
+    assert eval(f"[{nodes}]", {"run": run}) == ["n1", "n2", "n3", "n4"]
+    assert eval(victim, {"run": run}) == "h2"

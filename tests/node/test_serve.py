@@ -85,11 +85,12 @@ def test_on_one_machine_loopback_will_do(join: str) -> None:
     check_reachable([join], Address.parse("127.0.0.1:0"), None, False)
 
 
-def test_peers_are_told_an_address_that_they_can_dial() -> None:
-    assert find_place(options(), CPU).advertise == "127.0.0.1:0"
-    assert find_place(options(listen="0.0.0.0:7401"), CPU).advertise == "127.0.0.1:7401"
-    assert find_place(options(advertise="my.host:7401"), CPU).advertise == "my.host:7401"
-    hidden = find_place(options(dials_only=True), CPU)
+async def test_peers_are_told_an_address_that_they_can_dial() -> None:
+    assert (await find_place(options(), CPU)).advertise == "127.0.0.1:0"
+    everywhere, named = options(listen="0.0.0.0:7401"), options(advertise="my.host:7401")
+    assert (await find_place(everywhere, CPU)).advertise == "127.0.0.1:7401"
+    assert (await find_place(named, CPU)).advertise == "my.host:7401"
+    hidden = await find_place(options(dials_only=True), CPU)
     assert (hidden.listen, hidden.advertise) == (None, "")
 
 
