@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from planaria.bootstrap.address import Address
-from planaria.node.run_file import Codec, RunFile
+from planaria.node.run_file import RunFile
 from planaria.node.stage.shape import SEAT_BYTES
 from planaria.node.state.handover import VALUE
+from planaria.node.wire.frames import encoded_size
 
 CLOCKS_DIFFER, CERTIFICATES_FAIL = 2.0, 300.0
 """Seconds between two clocks from which logs of several machines are hard to read side by side, and
@@ -20,7 +21,6 @@ SLOW_STEP = 60.0
 """Seconds that the transfers of a step may take where no other step says how long it takes."""
 SPARE = 2.0
 """Of a disk's free space a node's saves should take no more than one part in so many."""
-VALUE_BYTES: dict[Codec, int] = {"none": 4, "bf16": 2, "fp16": 2, "int8": 1}
 
 
 class Verdict(enum.IntEnum):
@@ -280,11 +280,13 @@ def bytes_a_step(run: RunFile) -> float:
     run begins with: what crosses its two boundaries, and its part of the stage's gradient, which
     each replica sends twice."""
     config, training, replicas = run.model.config, run.training, run.swarm.replicas
-    crossing = training.batch / replicas * config.context * config.dim
-    wire = run.wire
-    passes = crossing * (VALUE_BYTES[wire.activations] + VALUE_BYTES[wire.gradients])
+    crossing = round(training.batch / replicas * config.context * config.dim)
+    passes = sum(
+        encoded_size(crossing, "float32", codec)
+        for codec in (run.wire.activations, run.wire.gradients)
+    )
     share = 2 * (replicas - 1) / replicas
-    return passes + share * max(config.parameters) * VALUE_BYTES[wire.averaging]
+    return passes + share * encoded_size(max(config.parameters), "float32", run.wire.averaging)
 
 
 def _disk(facts: Facts) -> Finding:

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from planaria.bootstrap.credentials import Credentials, channel
 from planaria.node.naming import node_of
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import Frame, WireError, buffers_of, seal, unseal
+from planaria.node.wire.frames import Frame, WireError, seal, unseal
 from planaria.node.wire.link import PROTOCOL, SERVICE
 from planaria.node.wire.onlookers import FRAME_LIMIT
 
@@ -36,7 +36,7 @@ class NoAnswerError(Exception):
     """A seat can't be asked, or doesn't answer; the message says why, and names it."""
 
 
-class Way:
+class Conversation:
     """A stream to one node, by which its seats, and those that it has links to, are asked."""
 
     def __init__(self, run: str, node: str, address: str, credentials: Credentials) -> None:
@@ -48,7 +48,9 @@ class Way:
         self._tasks: list[asyncio.Task[None]] = []
         self.lost = ""  # why; empty: it isn't
 
-    def open(self, heard: Callable[[pb.Message], None], ended: Callable[[Way], None]) -> None:
+    def open(
+        self, heard: Callable[[pb.Message], None], ended: Callable[[Conversation], None]
+    ) -> None:
         """`heard` gets what is answered, `ended` this, once it is lost."""
         largest = FRAME_LIMIT + FREE
         options = [("grpc.max_receive_message_length", largest), ("grpc.enable_http_proxy", 0)]
@@ -74,7 +76,7 @@ class Way:
             self._unsent.put_nowait(seal(message.SerializeToString()))
         return not self.lost
 
-    async def _speak(self, ended: Callable[[Way], None]) -> None:
+    async def _speak(self, ended: Callable[[Conversation], None]) -> None:
         try:
             while True:
                 await self._call.write(await self._unsent.get())
@@ -82,7 +84,7 @@ class Way:
             return  # who listens is told why
 
     async def _listen(
-        self, heard: Callable[[pb.Message], None], ended: Callable[[Way], None]
+        self, heard: Callable[[pb.Message], None], ended: Callable[[Conversation], None]
     ) -> None:
         why = "it has ended the conversation"
         try:
@@ -121,33 +123,31 @@ class Asking:
     ) -> None:
         self._run, self._credentials = run, credentials
         self._answered, self._lost = answered, lost
-        self._ways: dict[str, Way] = {}  # by the node that is dialled
+        self._conversations: dict[str, Conversation] = {}  # by the node that is dialled
         self._by: dict[str, str] = {}  # by seat: the node by which it is asked
         self._waiting: dict[int, tuple[str, asyncio.Future[pb.Pinned]]] = {}  # by seat
         self._numbers = itertools.count(1)
 
     def reach(self, seat: str, node: str, address: str) -> None:
         """It is asked by way of this node, which is dialled there."""
-        if node not in self._ways:
-            self._ways[node] = Way(self._run, node, address, self._credentials)
-            self._ways[node].open(self._heard, self._ended)
+        if node not in self._conversations:
+            self._conversations[node] = Conversation(self._run, node, address, self._credentials)
+            self._conversations[node].open(self._heard, self._ended)
         self._by[seat] = node
 
     def send(self, seat: str, item: pb.Message | Frame) -> bool:
         """False: it can't be asked."""
-        way = self._ways.get(self._by.get(seat, ""))
-        if way is None:
+        conversation = self._conversations.get(self._by.get(seat, ""))
+        if conversation is None:
             return False
         if isinstance(item, Frame):
-            head = replace(item, seat=seat).head()
-            carried = pb.Carried(head=head, payload=b"".join(buffers_of(item.payload)))
-            item = pb.Message(carried=carried)
+            item = replace(item, seat=seat).in_message()
         item.seat = seat
-        return way.send(item)
+        return conversation.send(item)
 
     def why(self, seat: str) -> str:
         """It can't be asked any more; empty: it can."""
-        return self._ways[self._by[seat]].lost
+        return self._conversations[self._by[seat]].lost
 
     async def pin(self, seat: str, step: int) -> pb.Pinned:
         """What the seat answers. Raises NoAnswerError."""
@@ -155,15 +155,21 @@ class Asking:
         answer: asyncio.Future[pb.Pinned] = asyncio.get_running_loop().create_future()
         request = pb.PinRequest(transfer=number, step=step)
         if not self.send(seat, pb.Message(pin_request=request)):
-            raise NoAnswerError(self._ways[self._by[seat]].lost)
+            raise NoAnswerError(self.why(seat))
         self._waiting[number] = seat, answer
         try:
             async with asyncio.timeout(PATIENCE):
                 return await answer
         except TimeoutError:
-            way = self._ways[self._by[seat]]
-            what = "no answer" if way.node == node_of(seat) else f"no answer of {seat} through it"
-            raise NoAnswerError(f"{way.node} at {way.address}: {what} in {PATIENCE:g} s") from None
+            conversation = self._conversations[self._by[seat]]
+            what = (
+                "no answer"
+                if conversation.node == node_of(seat)
+                else f"no answer of {seat} through it"
+            )
+            raise NoAnswerError(
+                f"{conversation.node} at {conversation.address}: {what} in {PATIENCE:g} s"
+            ) from None
         finally:
             del self._waiting[number]
 
@@ -174,19 +180,19 @@ class Asking:
                 if answer is not None and not answer.done():
                     answer.set_result(message.pinned)
             case "carried":
-                carried = message.carried
-                self._answered(message.sender, Frame.parse(carried.head, carried.payload))
+                frame = Frame.parse(message.carried.head, message.carried.payload)
+                self._answered(message.sender, frame)
             case _:
                 self._answered(message.sender, message)
 
-    def _ended(self, way: Way) -> None:
-        log.info("%s", way.lost)
+    def _ended(self, conversation: Conversation) -> None:
+        log.info("%s", conversation.lost)
         for seat, answer in self._waiting.values():
-            if self._by[seat] == way.node and not answer.done():
-                answer.set_exception(NoAnswerError(way.lost))
+            if self._by[seat] == conversation.node and not answer.done():
+                answer.set_exception(NoAnswerError(conversation.lost))
         for seat, node in self._by.items():
-            if node == way.node:
-                self._lost(seat, way.lost)
+            if node == conversation.node:
+                self._lost(seat, conversation.lost)
 
     async def close(self) -> None:
-        await asyncio.gather(*(way.close() for way in self._ways.values()))
+        await asyncio.gather(*(one.close() for one in self._conversations.values()))

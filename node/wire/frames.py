@@ -19,6 +19,7 @@ import msgpack
 from xxhash import xxh3_64_intdigest
 
 from planaria.bootstrap.registry_pb2 import CHECKSUM, NONFINITE, NUMBERS, SHAPE, Cause
+from planaria.node.wire import stage_pb2 as pb
 
 Codec = Literal["none", "bf16", "fp16", "int8"]
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -202,6 +203,11 @@ class Frame:
         if len(head) > HEAD_LIMIT:
             raise WireError(f"the head of a frame takes {len(head)} bytes; at most {HEAD_LIMIT}")
         return head
+
+    def in_message(self) -> pb.Message:
+        """Where there is no stream for frames."""
+        payload = b"".join(buffers_of(self.payload))
+        return pb.Message(carried=pb.Carried(head=self.head(), payload=payload))
 
     @classmethod
     def parse(cls, head: Buffer, payload: Payload, limit: int = PAYLOAD_LIMIT) -> Frame:

@@ -47,7 +47,6 @@ from planaria.node.wire.frames import (
     PAYLOAD_LIMIT,
     Frame,
     WireError,
-    buffers_of,
     pack_chunk,
     parse_chunk,
     seal,
@@ -854,9 +853,7 @@ class Links:
         if link is None or link.via:
             return False
         if frame.kind == "call":  # by the control stream, so that it never queues behind a weight
-            payload = b"".join(buffers_of(frame.payload))
-            carried = stage_pb2.Carried(head=frame.head(), payload=payload)
-            link.send(seal(stage_pb2.Message(carried=carried).SerializeToString()), arrived)
+            link.send(seal(frame.in_message().SerializeToString()), arrived)
         else:
             link.send_frame(frame, arrived)
         return True

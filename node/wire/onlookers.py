@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from grpc import StatusCode
 
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import Frame, WireError, buffers_of, seal, unseal
+from planaria.node.wire.frames import Frame, WireError, seal, unseal
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +68,8 @@ class Onlookers:
             while (data := await context.read()) is not grpc.aio.EOF:
                 message = pb.Message.FromString(unseal(data))
                 if message.WhichOneof("body") == "carried":
-                    carried = message.carried
-                    self._shown(name, Frame.parse(carried.head, carried.payload, FRAME_LIMIT))
+                    head, payload = message.carried.head, message.carried.payload
+                    self._shown(name, Frame.parse(head, payload, FRAME_LIMIT))
                 else:
                     self._heard(name, message)
             answers.end("")
@@ -86,8 +86,8 @@ class Onlookers:
             if item.size > FRAME_LIMIT:
                 answers.end(f"an answer takes {item.size} bytes; at most {FRAME_LIMIT}: ask less")
                 return
-            carried = pb.Carried(head=item.head(), payload=b"".join(buffers_of(item.payload)))
-            item = pb.Message(sender=item.sender, carried=carried)
+            sender, item = item.sender, item.in_message()
+            item.sender = sender
         answers.put(seal(item.SerializeToString()))
 
     def close(self, why: str) -> None:
