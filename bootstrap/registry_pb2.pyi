@@ -187,7 +187,7 @@ class SeatReport(_message.Message):
     def __init__(self, stage: _Optional[int] = ..., committed: _Optional[int] = ..., lineage: _Optional[int] = ..., phase: _Optional[str] = ..., loss: _Optional[float] = ..., microbatches: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., message: _Optional[str] = ..., stopped: _Optional[bool] = ..., finished: _Optional[bool] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("seats", "bytes_in", "bytes_out", "leaving", "memory", "measured", "links", "complaints", "unlisted", "trouble", "stalled_seconds")
+    __slots__ = ("seats", "bytes_in", "bytes_out", "leaving", "memory", "measured", "links", "complaints", "unlisted", "trouble", "stalled_seconds", "samples")
     SEATS_FIELD_NUMBER: _ClassVar[int]
     BYTES_IN_FIELD_NUMBER: _ClassVar[int]
     BYTES_OUT_FIELD_NUMBER: _ClassVar[int]
@@ -199,6 +199,7 @@ class Report(_message.Message):
     UNLISTED_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
     STALLED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
     seats: _containers.RepeatedCompositeFieldContainer[SeatReport]
     bytes_in: int
     bytes_out: int
@@ -210,7 +211,18 @@ class Report(_message.Message):
     unlisted: int
     trouble: str
     stalled_seconds: float
-    def __init__(self, seats: _Optional[_Iterable[_Union[SeatReport, _Mapping]]] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., leaving: _Optional[bool] = ..., memory: _Optional[int] = ..., measured: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., complaints: _Optional[_Iterable[_Union[Complaint, _Mapping]]] = ..., unlisted: _Optional[int] = ..., trouble: _Optional[str] = ..., stalled_seconds: _Optional[float] = ...) -> None: ...
+    samples: _containers.RepeatedCompositeFieldContainer[Sample]
+    def __init__(self, seats: _Optional[_Iterable[_Union[SeatReport, _Mapping]]] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., leaving: _Optional[bool] = ..., memory: _Optional[int] = ..., measured: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., complaints: _Optional[_Iterable[_Union[Complaint, _Mapping]]] = ..., unlisted: _Optional[int] = ..., trouble: _Optional[str] = ..., stalled_seconds: _Optional[float] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ...) -> None: ...
+
+class Sample(_message.Message):
+    __slots__ = ("step", "prompt", "text")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    prompt: str
+    text: str
+    def __init__(self, step: _Optional[int] = ..., prompt: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Complaint(_message.Message):
     __slots__ = ("peer", "relayed")

@@ -44,7 +44,7 @@ from planaria.node.state.rebuild import Rebuilding
 from planaria.node.state.relearn import Relearning
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.taken import PIN, Taken
-from planaria.node.state.transfer import StateClient, StateServer
+from planaria.node.state.transfer import WEIGHTS, StateClient, StateServer
 from planaria.node.transaction.attempt import Attempt, Workplace
 from planaria.node.transaction.averaging import Averaging
 from planaria.node.transaction.driver import Driver
@@ -77,6 +77,8 @@ from planaria.node.wire.outbox import NodeOutbox
 from planaria.recovery.decide import Kind
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from planaria.node.state.holdings import Holdings
 
 log = logging.getLogger("planaria")
@@ -669,26 +671,40 @@ class Agent:
         self.send(peer, pb.Message(pinned=told))
 
     async def _look(self, peer: str, frame: Frame) -> None:
-        """Behind all that training has to compute."""
+        """Text is made between two microbatches; what is asked of one step, which may be much,
+        comes behind all that training has to compute."""
         self.looking.add(peer)
         fields: dict[str, object] = {"transfer": frame.fields.get("transfer")}
         descriptors: list[Descriptor] = []
         payload: tuple[memoryview, ...] = ()
+        step = frame.fields.get("step") or 0
         try:
-            if self.own_state() is None:
-                raise ValueError(f"the state of stage {self.stage} is on its way")
-            descriptors, payload = await self.exchanges.compute(
-                partial(self._looked_at, frame), Priority.BACKGROUND
-            )
+            while True:
+                state = own = self.own_state()
+                if step and isinstance(step, int):
+                    state = self.taken.get(step, own)
+                if state is None:
+                    what = f"step {step}" if step else "the state"
+                    raise ValueError(f"{what} of stage {self.stage} isn't there, or not yet")
+                weights = None if state is own else state.tensors[WEIGHTS]
+                descriptors, payload = await self.exchanges.compute(
+                    partial(self._looked_at, frame, weights),
+                    Priority.BACKGROUND if step else Priority.FORWARD,
+                )
+                now = self.own_state()
+                if not step or weights is not None or (now and own and now.id == own.id):
+                    break  # else they may have changed before this was computed
         except (WireError, ValueError) as error:
             fields["error"] = str(error)[:200]
         self.looking.remove(peer)
         self.send(peer, Frame("state", frame.ballot, fields, descriptors, payload))
 
-    def _looked_at(self, frame: Frame) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
+    def _looked_at(
+        self, frame: Frame, weights: Tensor | None
+    ) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
         """In the compute thread. Raises WireError, ValueError."""
-        (x,) = self.tensors.decode(frame.descriptors, frame.payload)
-        seen = self.arithmetic.look(x, frame.fields.get("head") is True)
+        shown = self.tensors.decode(frame.descriptors, frame.payload)
+        seen = self.arithmetic.look(shown, frame.fields.get("head") is True, weights)
         return self.tensors.encode([seen], "none")
 
     def _hangs(self) -> bool:

@@ -27,6 +27,8 @@ from planaria.bootstrap.membership import PROTOCOL, to_link
 from planaria.node.agent import Agent, frame_bytes, held_bytes
 from planaria.node.data.corpus import Corpus
 from planaria.node.data.windows import Windows
+from planaria.node.hugging_face.living_run import from_inside
+from planaria.node.hugging_face.samples import Sampler
 from planaria.node.naming import node_of, seat_id
 from planaria.node.ports import Ports
 from planaria.node.report.event_log import EventLog
@@ -43,6 +45,7 @@ from planaria.node.report.events import (
     LinkLost,
     LinkRelayed,
     Preempted,
+    Sampled,
     Serving,
     Stopped,
     Wall,
@@ -51,6 +54,7 @@ from planaria.node.report.events import (
 )
 from planaria.node.report.ledger import Ledger, LedgerHeader, line, recording
 from planaria.node.report.line_file import BackgroundLineFile, LineFile
+from planaria.node.report.samples import SamplesFile
 from planaria.node.report.wall_clock import WallClock
 from planaria.node.run_file import RunFile
 from planaria.node.seats import SeatCompute, SeatNet, Seats
@@ -85,6 +89,8 @@ SPEED_TAKES = 0.1
 """Seconds of one try to find out how fast this machine is: the period of a quota of Linux."""
 MOST_MEASURED = 200
 """Links that a node measures: what it says of them goes into each of its renewals."""
+MOST_SAID = 400
+"""Characters of a sample that the registry is told."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +170,11 @@ class Node:
         self.events = EventLog(place.out, self.node, BackgroundLineFile)
         self.files = [] if self.events.file is None else [self.events.file]
         self.ledgers: dict[str, LineFile] = {}  # of those, by seat
+        self.sampler = self._make_sampler()
+        self.samples: dict[str, Sampled] = {}  # the newest, by prompt
+        self.samples_file: SamplesFile | None = None
+        if place.out is not None:
+            self.samples_file = SamplesFile(place.out, run.name, self._open_file)
         self.failing: set[LineFile] = set()
         self.files_told = 0.0
         self.view = registry.View()
@@ -350,6 +361,8 @@ class Node:
         self.needed = to_link(own, view, self.config.stages, swapped)
         self.links.set_peers(view.number, _peers(view), self.needed)
         self.links.set_relays(Relay(relay.a, relay.b, relay.via) for relay in view.relays)
+        if self.sampler is not None:
+            self.sampler.viewed()
         new, closed = self.seats.viewed(view, self.loop.time())
         for name, seat in closed.items():
             self.spawn(self._close_seat(name, seat))
@@ -406,9 +419,8 @@ class Node:
         header = self._ledger_header(corpus)
         path = self.place.out / f"ledger-{self.node}-{name}.jsonl"
         windows = Windows(header["seed"], header["samples"], header["batch"])
-        ledger = Ledger(path, header, BackgroundLineFile)
+        ledger = Ledger(path, header, self._open_file)
         self.ledgers[name] = ledger.file
-        self.files.append(ledger.file)
         return ledger, windows
 
     def _ledger_header(self, corpus: Corpus) -> LedgerHeader:
@@ -424,6 +436,33 @@ class Node:
             "content": corpus.content,
             "steps": self.run.steps,
         }
+
+    # --- samples
+
+    def _make_sampler(self) -> Sampler | None:
+        """Raises CorpusError."""
+        corpus = self.corpus
+        if corpus is None or not self.run.training.sample_every:
+            return None
+        end = corpus.index.end_of_document
+        return Sampler(self.run, corpus.tokenizer(), end, self.spawn, self.sampled)
+
+    def committed(self, step: int) -> None:
+        if self.sampler is not None and self.view.driver == self.node:
+            access = from_inside(self.node, self.onlookers, self.run, self.view)
+            self.sampler.committed(step, access)
+
+    def sampled(self, sample: Sampled) -> None:
+        self.tell(sample)
+        self.samples[sample.prompt] = sample
+        if self.samples_file is not None:
+            self.samples_file.add(sample)
+        self.report()
+
+    def _open_file(self, path: Path) -> LineFile:
+        file = BackgroundLineFile(path)
+        self.files.append(file)
+        return file
 
     # --- links
 
@@ -554,6 +593,12 @@ class Node:
             links=links,
             complaints=self.missing.complaints(lambda peer: bool(self.links.carrier(peer))),
             unlisted=self.missing.unlisted,
+            samples=[
+                registry.Sample(
+                    step=one.step, prompt=one.prompt[:MOST_SAID], text=one.text[:MOST_SAID]
+                )
+                for one in self.samples.values()
+            ],
         )
         self.client.report(report)
 
@@ -571,6 +616,7 @@ class SeatRecord:
         if self._ledger is not None and commit.step > 0:
             ledger, windows = self._ledger
             ledger.append(line(commit, windows.epoch(commit.step), time.time()))
+        self._node.committed(commit.step)
 
     def recording(self) -> pb.Recording:
         if self._ledger is None:

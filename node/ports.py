@@ -225,11 +225,12 @@ class Arithmetic(Protocol):
         """What this stage relearns by, from what is in place; `lost` relearn together."""
         ...
 
-    def look(self, x: Tensor, head: bool) -> Tensor:
-        """What the stage makes of it at the moment, float32: a body stage of float32 [1, T, dim]
-        the same; stage 0 of int64 tokens [1, T] float32 [1, T, dim] or, with `head`, of those the
-        logits of what follows the last, [1, 1, vocabulary]. Training doesn't notice. Raises
-        ValueError."""
+    def look(self, shown: Sequence[Tensor], head: bool, weights: Tensor | None = None) -> Tensor:
+        """What the stage makes of it at the moment, or with `weights`, float32: of no more rows B
+        than a microbatch has, a body stage of float32 [B, T, dim] the same; stage 0 of int64 tokens
+        [B, T] float32 [B, T, dim] or, with `head`, of those the logits of what follows the last,
+        [B, 1, vocabulary], or, of them and int64 targets [B, T], the sum of their losses in nats,
+        [1]. Training doesn't notice. Raises ValueError."""
         ...
 
     def boundary_tensor(self, frame: Frame) -> Tensor:

@@ -87,6 +87,18 @@ class DataSection(Section):
     content: str = Field(default="", max_length=64, description="content hash of the prepared data")
 
 
+class SamplingSection(Section):
+    """How the text of samples is made, as by `planaria generate`."""
+
+    tokens: int = Field(default=48, ge=1, le=10**4, description="a prompt, at most")
+    temperature: float = Field(default=0.8, ge=0, le=100, description="0: always the likeliest")
+    top_p: float = Field(default=0.95, gt=0, le=1, description="share of the likeliest")
+    seed: int = Field(default=0, ge=0, lt=2**63)
+
+
+Prompt = Annotated[str, Field(max_length=1000)]
+
+
 class TrainingSection(Section):
     batch: int = Field(default=16, ge=1, le=2**24, description="samples a step")
     microbatch: int = Field(default=2, ge=1, le=2**16, description="samples a microbatch")
@@ -100,6 +112,11 @@ class TrainingSection(Section):
     in_flight: int = Field(default=0, ge=0, le=2**14, description="0: number of stages + 1")
     validate_every: int = Field(default=0, ge=0, le=10**9, description="steps; 0: only at the end")
     validation_microbatches: int = Field(default=8, ge=0, le=2**14)
+    sample_every: int = Field(default=0, ge=0, le=10**9, description="steps; 0: never")
+    prompts: tuple[Prompt, ...] = Field(
+        default=("",), min_length=1, max_length=8, description="that samples go on from"
+    )
+    sampling: SamplingSection = SamplingSection()
 
     @model_validator(mode="after")
     def divisible(self) -> TrainingSection:

@@ -5,5 +5,5 @@ then export.py (a folder out of a run's weights; card.py writes its page), from_
 weights, out of a run's saves), living_run.py (which nodes of a run are asked), from_swarm.py (the
 weights, out of those) and whole_model.py (such a folder, computed with in one process), with which
 generate.py makes text and evaluate.py tells how good it is; through_swarm.py computes with the
-stages where they are trained.
+stages where they are trained, samples.py has them do so while they are.
 """

@@ -1,15 +1,13 @@
 """The weights of a run's model, out of the nodes that train it.
 
-All stages give those of one committed step. Its number is said to them before it is committed, so
-that each keeps a copy when it goes on, and nobody waits; where that is too late, a later one is.
+All stages give those of one committed step.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
@@ -18,20 +16,19 @@ from torch import Tensor
 
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.credentials import Credentials
-from planaria.bootstrap.registry_pb2 import Cause, Description
+from planaria.bootstrap.registry_pb2 import Cause
 from planaria.node.hugging_face.card import model_card
 from planaria.node.hugging_face.export import ExportError, export
 from planaria.node.hugging_face.from_saves import vocabulary_of
-from planaria.node.hugging_face.living_run import LivingRun
+from planaria.node.hugging_face.living_run import Access, LivingRun, from_outside
 from planaria.node.ports import Priority
 from planaria.node.report.progress import Track
 from planaria.node.state.stage_state import Age
-from planaria.node.state.taken import LEASE, PIN
+from planaria.node.state.taken import PIN
 from planaria.node.state.transfer import WEIGHTS, StateClient
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
-from planaria.node.wire.asking import NoAnswerError
 from planaria.node.wire.exchange import ComplaintError
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.looped import LoopedExchanges
@@ -42,8 +39,6 @@ T = TypeVar("T")
 
 SHARD: Final = 1 << 20
 """Bytes that are asked for at a time: little, since they share links with what is trained."""
-LOOK: Final = 0.2
-"""Seconds between two looks whether a step is committed."""
 TRANSFER: Final = 1800.0
 """Seconds that a tensor may take."""
 
@@ -69,26 +64,17 @@ class AtOnce:
 class LivingModel(LivingRun):
     """A run's model while it is trained, as of one step. Used within `async with`."""
 
-    def __init__(self, description: Description, credentials: Credentials, wait: float) -> None:
-        """`wait`: seconds for a step that all stages have. Raises RunFileError, ExportError."""
-        super().__init__(description, credentials)
-        self.wait = wait
-        self.step, self.lineage, self.loss = 0, 0, 0.0
+    def __init__(self, access: Access, wait: float) -> None:
+        """`wait`: seconds for a step that all stages have. Raises ExportError."""
+        super().__init__(access, wait)
+        self.loss = 0.0
         self._made = NEVER  # by which commit, as the first stage has said
         self._exchanges = LoopedExchanges(AtOnce(self.loop), self.loop, self._crashed)
         self._states = StateClient(
             self._exchanges, tensors, self.asking.send, self._accuse, shard_size=SHARD
         )
-        self._renewing: asyncio.Task[None] | None = None
-
-    async def begin(self) -> None:
-        """Every stage has kept the step. Raises ExportError."""
-        await self._agree()
-        self._renewing = asyncio.create_task(self._renew())
 
     async def __aexit__(self, *_: object) -> None:
-        if self._renewing is not None:
-            self._renewing.cancel()
         self._exchanges.close("the export is over")
         await super().__aexit__()
 
@@ -117,67 +103,6 @@ class LivingModel(LivingRun):
                 )
             self._made, self.loss = made, state.last.loss
         return state.tensors[WEIGHTS]
-
-    # --- which step
-
-    async def _agree(self) -> None:
-        """Until all have kept one step. Raises ExportError."""
-        end = self.loop.time() + self.wait
-        ahead = 0
-        while self.loop.time() < end:
-            told = await self._ask(0)
-            newest = max(one.committed for one in told.values())
-            if newest == 0:
-                raise ExportError("no step is committed yet: there is nothing to export")
-            step = min(newest + ahead, max(self.run.steps, newest))
-            if await self._all_keep(step, min(end, self.loop.time() + self.wait / 4)):
-                return
-            ahead = max(1, 2 * ahead)
-        stand = ", ".join(
-            f"stage {stage}: {told[seats[0]].error or told[seats[0]].committed}"
-            for stage, seats in self.seats.items()
-        )
-        raise ExportError(
-            f"in {self.wait:g} s no step was committed that all stages could keep ({stand}): see "
-            "`planaria status`, and try again, with a longer --wait where steps take that long"
-        )
-
-    async def _all_keep(self, step: int, until: float) -> bool:
-        """False: some have gone beyond it, or nobody comes to it."""
-        while True:
-            told = await self._ask(step)
-            if all(one.kept for one in told.values()):
-                lineages = {one.lineage for one in told.values()}
-                self.step, self.lineage = step, max(lineages)
-                return len(lineages) == 1
-            gone = any(one.committed > step and not one.kept for one in told.values())
-            if gone or self.loop.time() > until:
-                return False
-            await asyncio.sleep(LOOK)
-
-    async def _ask(self, step: int) -> Mapping[str, pb.Pinned]:
-        """All seats; who doesn't answer is asked no more, if its stage has another. Raises
-        ExportError."""
-        seats = [seat for those in self.seats.values() for seat in those]
-        told = await asyncio.gather(
-            *(self.asking.pin(seat, step) for seat in seats), return_exceptions=True
-        )
-        found: dict[str, pb.Pinned] = {}
-        for seat, one in zip(seats, told, strict=True):
-            if isinstance(one, pb.Pinned):
-                found[seat] = one
-            elif isinstance(one, NoAnswerError):
-                self.give_up(seat, str(one))
-            else:
-                raise one
-        return found
-
-    async def _renew(self) -> None:
-        """While weights are fetched."""
-        while True:
-            await asyncio.sleep(LEASE / 4)
-            with suppress(ExportError):  # who fetches of it says so
-                await self._ask(self.step)
 
     # --- what comes
 
@@ -210,7 +135,8 @@ async def export_swarm(
 ) -> int:
     """Writes the folder `out`, and returns the step that it has. `data`: as in `export_saves`.
     Raises ExportError, CorpusError, RunFileError, and what `client` does."""
-    async with LivingModel(await client.describe(), credentials, wait) as model:
+    access = from_outside(await client.describe(), credentials)
+    async with LivingModel(access, wait) as model:
         loop = asyncio.get_running_loop()
 
         def read(stage: int, first: int, count: int) -> Tensor:

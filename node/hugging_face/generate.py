@@ -59,7 +59,10 @@ def generate(
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """A token, of float32 [vocabulary]. Nucleus sampling (Holtzman et al., arXiv 1904.09751)."""
+    """A token, of float32 [vocabulary]. Nucleus sampling (Holtzman et al., arXiv 1904.09751).
+    Raises ValueError for what isn't finite."""
+    if not logits.isfinite().all():
+        raise ValueError("what the model makes of it isn't finite: it has diverged")
     if sampling.temperature == 0:
         return int(logits.argmax())
     shares, tokens = torch.softmax(logits / sampling.temperature, 0).sort(descending=True)

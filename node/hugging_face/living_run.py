@@ -1,11 +1,16 @@
-"""A run that is under way, as who is no member of it asks its stages: which nodes, and how.
+"""A run that is under way, as who is no member of it asks its stages: which nodes, how, of what.
 
-A node that can be dialled from here is asked directly, another one through nodes that can.
+A node that can be dialled from here is asked directly, another one through nodes that can. What is
+asked of one committed step is said to all stages before it is committed, so that each keeps a copy
+of its weights when it goes on, and nobody waits; where that is too late, a later step is.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Final, NamedTuple, Self
 
 from planaria.bootstrap.credentials import Credentials
@@ -13,16 +18,20 @@ from planaria.bootstrap.membership import stages_of
 from planaria.bootstrap.registry_pb2 import Description, Member, View
 from planaria.node.hugging_face.export import ExportError
 from planaria.node.naming import seat_id, seat_name
-from planaria.node.run_file import loads
+from planaria.node.run_file import RunFile, loads
 from planaria.node.stage.shape import model_config
+from planaria.node.state.taken import LEASE
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.asking import Asking, NoAnswerError
+from planaria.node.wire.asking import Asking, Converse, NoAnswerError, over_streams
 from planaria.node.wire.frames import Frame
+from planaria.node.wire.onlookers import Inside, Onlookers
 
 REPLICAS: Final = 2
 """Of a stage, that are asked."""
 TRIED: Final = 4
 """Ways to a stage that are tried before it counts as out of reach, of each kind."""
+LOOK: Final = 0.2
+"""Seconds between two looks whether a step is committed."""
 
 
 class Way(NamedTuple):
@@ -60,36 +69,66 @@ def _seat(member: Member, stage: int) -> str:
     return seat_id(member.node, seat_name(seat))
 
 
-class LivingRun:
-    """The seats of each stage that answer. Used within `async with`."""
+class Access(NamedTuple):
+    """How a run is asked."""
 
-    def __init__(self, description: Description, credentials: Credentials) -> None:
-        """Raises RunFileError, ExportError."""
-        self.view = description.view
-        self.run = loads(description.run_file, "the registry's run file")
+    run: RunFile
+    view: View
+    converse: Converse
+    ways: Callable[[int], list[Way]]  # to a stage
+
+
+def from_outside(description: Description, credentials: Credentials) -> Access:
+    """As the registry describes it. Raises RunFileError."""
+    run = loads(description.run_file, "the registry's run file")
+    converse = over_streams(description.run, credentials)
+    return Access(run, description.view, converse, partial(ways_to, view=description.view))
+
+
+def from_inside(node: str, onlookers: Onlookers, run: RunFile, view: View) -> Access:
+    """Of a member, by its own links."""
+
+    def ways(stage: int) -> list[Way]:
+        there = [member for member in view.members if stage in stages_of(member)]
+        return [Way(_seat(member, stage), node, "its own links") for member in there]
+
+    return Access(run, view, partial(Inside, onlookers), ways)
+
+
+class LivingRun:
+    """The seats of each stage that answer, asked of what they have at the moment or, with `wait`,
+    of one committed `step`. Used within `async with`."""
+
+    def __init__(self, access: Access, wait: float | None = None) -> None:
+        """`wait`: seconds for a step that all stages have. Raises ExportError."""
+        self.run, self.view, self._ways = access.run, access.view, access.ways
         if self.run.model.vocabulary is None:
             raise ExportError("the registry's run file doesn't say model.vocabulary")
         self.config = model_config(self.run.model, self.run.model.vocabulary)
         self.loop = asyncio.get_running_loop()
-        self.asking = Asking(description.run, credentials, self.answered, self.lost)
+        self.asking = Asking(access.converse, self.answered, self.lost)
         self.seats: dict[int, list[str]] = {}  # by stage
+        self.step, self.lineage = 0, 0  # of which it is asked; 0: whatever is there
+        self._wait = wait
+        self._renewing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         """Raises ExportError when a stage can't be asked."""
         try:
             found = await asyncio.gather(*map(self._find, range(self.config.stages + 1)))
             self.seats = dict(enumerate(found))
-            await self.begin()
+            if self._wait is not None:
+                await self._agree(self._wait)
+                self._renewing = asyncio.create_task(self._renew())
         except BaseException:
             await self.asking.close()
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self._renewing is not None:
+            self._renewing.cancel()
         await self.asking.close()
-
-    async def begin(self) -> None:
-        """All stages can be asked now. Raises ExportError."""
 
     def answered(self, seat: str, item: pb.Message | Frame) -> None:
         """The seat has said this."""
@@ -107,7 +146,7 @@ class LivingRun:
 
     async def _find(self, stage: int) -> list[str]:
         """Seats of the stage that answer. Raises ExportError when none does."""
-        ways = ways_to(stage, self.view)
+        ways = self._ways(stage)
         if not any(stage in stages_of(member) for member in self.view.members):
             raise ExportError(
                 f"stage {stage} has nobody at the moment: try again when it has been rebuilt, "
@@ -137,3 +176,64 @@ class LivingRun:
                 "reaches the nodes, or take what was saved"
             )
         return found
+
+    # --- which step
+
+    async def _agree(self, wait: float) -> None:
+        """Until all have kept one step. Raises ExportError."""
+        end = self.loop.time() + wait
+        ahead = 0
+        while self.loop.time() < end:
+            told = await self._ask(0)
+            newest = max(one.committed for one in told.values())
+            if newest == 0:
+                raise ExportError("no step is committed yet: there is no model to take")
+            step = min(newest + ahead, max(self.run.steps, newest))
+            if await self._all_keep(step, min(end, self.loop.time() + wait / 4)):
+                return
+            ahead = max(1, 2 * ahead)
+        stand = ", ".join(
+            f"stage {stage}: {told[seats[0]].error or told[seats[0]].committed}"
+            for stage, seats in self.seats.items()
+        )
+        raise ExportError(
+            f"in {wait:g} s no step was committed that all stages could keep ({stand}): see "
+            "`planaria status`, and try again, with a longer --wait where steps take that long"
+        )
+
+    async def _all_keep(self, step: int, until: float) -> bool:
+        """False: some have gone beyond it, or nobody comes to it."""
+        while True:
+            told = await self._ask(step)
+            if all(one.kept for one in told.values()):
+                lineages = {one.lineage for one in told.values()}
+                self.step, self.lineage = step, max(lineages)
+                return len(lineages) == 1
+            gone = any(one.committed > step and not one.kept for one in told.values())
+            if gone or self.loop.time() > until:
+                return False
+            await asyncio.sleep(LOOK)
+
+    async def _ask(self, step: int) -> Mapping[str, pb.Pinned]:
+        """All seats; who doesn't answer is asked no more, if its stage has another. Raises
+        ExportError."""
+        seats = [seat for those in self.seats.values() for seat in those]
+        told = await asyncio.gather(
+            *(self.asking.pin(seat, step) for seat in seats), return_exceptions=True
+        )
+        found: dict[str, pb.Pinned] = {}
+        for seat, one in zip(seats, told, strict=True):
+            if isinstance(one, pb.Pinned):
+                found[seat] = one
+            elif isinstance(one, NoAnswerError):
+                self.give_up(seat, str(one))
+            else:
+                raise one
+        return found
+
+    async def _renew(self) -> None:
+        """As long as it is asked of that step."""
+        while True:
+            await asyncio.sleep(LEASE / 4)
+            with suppress(ExportError):  # who asks of it finds out
+                await self._ask(self.step)

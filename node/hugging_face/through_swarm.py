@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.credentials import Credentials
-from planaria.bootstrap.registry_pb2 import Description
 from planaria.node.data.corpus import CorpusError, load_tokenizer
 from planaria.node.hugging_face.export import ExportError
 from planaria.node.hugging_face.from_saves import vocabulary_of
 from planaria.node.hugging_face.generate import Sampling, Speaker, texts
-from planaria.node.hugging_face.living_run import LivingRun
+from planaria.node.hugging_face.living_run import Access, LivingRun, from_outside
 from planaria.node.naming import node_of
 from planaria.node.transaction.effects import NEVER
 from planaria.node.wire import stage_pb2 as pb
@@ -35,10 +35,17 @@ from planaria.node.wire.tensors import decode, encode
 class LivingStages(LivingRun):
     """The stages of a run, as they are at the moment. Used within `async with`."""
 
-    def __init__(self, description: Description, credentials: Credentials) -> None:
-        super().__init__(description, credentials)
+    def __init__(self, access: Access, wait: float | None = None) -> None:
+        """`wait`: as of one step that they have committed (see LivingRun). Raises ExportError."""
+        super().__init__(access, wait)
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[str, asyncio.Future[Frame]]] = {}
+
+    async def __aexit__(self, *of: object) -> None:
+        await super().__aexit__(*of)
+        for _, answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(NoAnswerError("the conversation is over"))
 
     @property
     def context(self) -> int:
@@ -58,6 +65,14 @@ class LivingStages(LivingRun):
             raise ExportError(f"the head has made {x.dtype} {list(x.shape)} of it")
         return x[0, 0]
 
+    def speaker(self, tokenizer: Tokenizer, end: int | None) -> Speaker:
+        """For a thread that isn't the event loop's."""
+
+        def next_logits(known: Tensor) -> Tensor:
+            return asyncio.run_coroutine_threadsafe(self.logits(known), self.loop).result()
+
+        return Speaker(next_logits, tokenizer, end, self.config.vocabulary, self.context)
+
     async def _look(self, stage: int, x: Tensor, head: bool = False) -> Tensor:
         """By the first of the stage's seats that answers. Raises ExportError."""
         while True:
@@ -71,7 +86,7 @@ class LivingStages(LivingRun):
         """Raises NoAnswerError."""
         number, progress = next(self._numbers), self.run.swarm.progress
         answer: asyncio.Future[Frame] = self.loop.create_future()
-        fields = {"transfer": number, "head": head}
+        fields = {"transfer": number, "head": head, "step": self.step}
         self._waiting[number] = seat, answer
         try:
             if not self.asking.send(seat, Frame("state", NEVER, fields, *encode([x], "none"))):
@@ -115,22 +130,12 @@ async def speak(
     """`say` gets what follows the prompt, piece by piece. `data`: a prepared folder of the run's,
     with the tokenizer, if not where its run file says. Raises ExportError, CorpusError,
     ValueError, and what `client` does."""
-    async with LivingStages(await client.describe(), credentials) as stages:
+    async with LivingStages(from_outside(await client.describe(), credentials)) as stages:
         vocabulary = vocabulary_of(stages.run, data)
         if vocabulary is None:
             raise CorpusError("without a tokenizer there is no text: name the prepared data")
-        loop = stages.loop
-
-        def next_logits(known: Tensor) -> Tensor:
-            return asyncio.run_coroutine_threadsafe(stages.logits(known), loop).result()
-
-        speaker = Speaker(
-            next_logits,
-            load_tokenizer(vocabulary.file),
-            vocabulary.end_of_document,
-            stages.config.vocabulary,
-            stages.context,
-        )
+        tokenizer = load_tokenizer(vocabulary.file)
+        speaker = stages.speaker(tokenizer, vocabulary.end_of_document)
 
         def go_on() -> None:
             for text in texts(speaker, prompt, tokens, sampling):

@@ -43,9 +43,18 @@ from planaria.node.local.processes import (
 from planaria.node.local.processes import tail as end_of
 from planaria.node.local.resume import RUN_FILE, Kept, ResumeError, put_in_place, take_over
 from planaria.node.report.event_log import EventLog, Tail
-from planaria.node.report.events import Exited, Killed, Started, SwarmEnding, entries, parse
+from planaria.node.report.events import (
+    Exited,
+    Killed,
+    Sampled,
+    Started,
+    SwarmEnding,
+    entries,
+    parse,
+)
 from planaria.node.report.ledger import MERGED, Audit, Ledger, LedgerError, Line, check, merge
 from planaria.node.report.live_view import Screen, Story
+from planaria.node.report.samples import SamplesFile
 from planaria.node.report.summary import draw_loss, summarize, tell
 from planaria.node.resolve import registry_rules
 from planaria.node.run_file import ADAM_BYTES, RunFile, RunFileError, dumps, load
@@ -331,6 +340,7 @@ class _Swarm:
         environment = {"OMP_NUM_THREADS": str(self.threads)}
         self.processes = Processes(self.logs, environment, PLANARIA)
         self.events = EventLog(self.logs, "up")
+        self.samples = SamplesFile(self.out, run.name)
         self.story = Story(run.steps)
         self.tails: dict[Path, Tail] = {}
         for path in self.logs.glob("*.jsonl"):  # of the run that goes on
@@ -397,6 +407,7 @@ class _Swarm:
         if self.client is not None:
             await self.client.close()
         self.events.close()
+        self.samples.close()
 
     async def _registry_address(self, stop: asyncio.Future[int]) -> str:
         """Where the registry listens, once it does."""
@@ -446,13 +457,21 @@ class _Swarm:
                 for slot, pid in self.processes.running().items()
                 if slot != "registry" and self.story.held_by(pid) != {self.run.steps}
             ]
-            if not behind:
+            if not behind and not self._samples_due():
                 return
             if time.monotonic() > deadline:
-                names = ", ".join(f"node-{slot}" for slot in behind)
-                self.screen.say(f"not waiting any longer for {names} to get the last state")
+                names = ", ".join(f"node-{slot}" for slot in behind) or "samples"
+                what = "to get the last state" if behind else "of the last step"
+                self.screen.say(f"not waiting any longer for {names} {what}")
                 return
             await _pause(stop, POLL)
+
+    def _samples_due(self) -> bool:
+        """Those of the last step are on their way."""
+        training, made = self.run.training, self.story.samples
+        if not training.sample_every or self.run.steps % training.sample_every:
+            return False
+        return {p for p in made if made[p].step == self.run.steps} != set(training.prompts)
 
     # --- what they tell
 
@@ -464,8 +483,11 @@ class _Swarm:
         for line in sorted(lines, key=lambda line: float(line["time"])):
             if "kind" not in line:
                 self.story.record(line)
-            elif (entry := parse(line)) and (news := self.story.hear(entry)):
-                self.screen.say(*news)
+            elif entry := parse(line):
+                if isinstance(entry.event, Sampled):
+                    self.samples.add(entry.event)
+                if news := self.story.hear(entry):
+                    self.screen.say(*news)
 
     # --- processes
 

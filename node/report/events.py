@@ -266,6 +266,18 @@ class Validated(Event, kind="validated", severity=Severity.NOTICE):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sampled(Event, kind="sampled", severity=Severity.INFO):
+    """The stages have gone on from a prompt. `text`, which follows it, may hold anything."""
+
+    step: int  # the newest one that was committed when it was begun
+    prompt: str
+    text: str
+
+    def sentence(self, node: str | None) -> str:
+        return f"step {self.step}: {shown(self.prompt + self.text)}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Aborted(Event, kind="aborted", severity=Severity.WARNING):
     step: int
     view: int
@@ -731,6 +743,14 @@ def changed_by_themselves(node: str, stage: int, step: int) -> str:
 def figure(loss: float) -> str:
     """A loss in nats a token, for people."""
     return f"{loss:.4f}" if math.isfinite(loss) else "-"
+
+
+def shown(text: str, most: int = 200) -> str:
+    """Text that may hold anything as a line for a terminal: what would move its cursor or change
+    its colours is told instead of done."""
+    line = " ".join(text.split())
+    line = line if len(line) <= most else f"{line[: most - 3]}..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 def _rest(stage: int, left: int) -> str:

@@ -36,6 +36,7 @@ from planaria.node.report.events import (
     RelearningRound,
     Resuming,
     RolledBack,
+    Sampled,
     Saved,
     SaveFailed,
     Serving,
@@ -44,6 +45,7 @@ from planaria.node.report.events import (
     Started,
     Stopped,
     figure,
+    shown,
 )
 from planaria.node.report.summary import noticed_at, stall_seconds
 
@@ -52,6 +54,8 @@ LINES_A_RUN = 20
 """Progress lines, where there is no terminal."""
 RATE_OVER = 10
 """Steps that tokens/s is taken over."""
+SHOWN_OF_SAMPLE = 400
+"""Characters, at most."""
 REDRAW = 0.1
 """Seconds between two pictures of the page at least."""
 
@@ -88,6 +92,7 @@ class Story:
         self.finished: Finished | None = None
         self.stopped: Stopped | None = None
         self.rebuilds: dict[str, UnderWay] = {}  # seat -> what it is at
+        self.samples: dict[str, Sampled] = {}  # the newest, by prompt
         self._holds: dict[str | None, int] = {}  # seat -> newest step in its weights
         self._serving: set[str | None] = set()  # seats
         self._slots: dict[int, str] = {}  # process id -> slot
@@ -149,6 +154,8 @@ class Story:
                 self._went_back, self._going_back = entry.time, True
                 self._recent.clear()
                 self.rebuilds.clear()
+            case Sampled() as sample:
+                self.samples[sample.prompt] = sample
             case Saved():
                 self._unsaved.discard(entry.node)
             case SaveFailed() if entry.node in self._unsaved:
@@ -383,6 +390,21 @@ def under_way(story: Story, now: float) -> RenderableType:
     return grid
 
 
+def sampled(samples: Iterable[tuple[int, str, str]]) -> list[Text]:
+    """A line for each (step, prompt, text)."""
+    return [
+        Text.assemble(
+            (f"{step:>6}  ", "dim"),
+            (shown(prompt), "bold"),
+            " " * text[:1].isspace(),
+            shown(text, SHOWN_OF_SAMPLE),
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+        for step, prompt, text in samples
+    ]
+
+
 def styled(text: str, severity: Severity) -> Text:
     """Text in the colour of its weight; what has one is shown whole."""
     if style := _STYLES.get(severity):
@@ -402,6 +424,7 @@ class Screen:
         self._began = time.monotonic()
         self._news: deque[Text] = deque(maxlen=NEWS_SHOWN)
         self._told = 0  # progress lines
+        self._samples: dict[str, Sampled] = {}  # that were told
         self._drawn = 0.0
         self._page: RenderableType = Text()
         self._per_line = -(-steps // LINES_A_RUN)
@@ -431,6 +454,10 @@ class Screen:
                 self._drawn = now
                 self._live.update(self._page, refresh=True)
             return
+        for prompt, sample in story.samples.items():
+            if self._samples.get(prompt) != sample:
+                self._samples[prompt] = sample
+                self.say(sample.sentence(None))
         share = story.committed // self._per_line
         told, self._told = self._told, share
         if share > told:
@@ -446,5 +473,7 @@ class Screen:
             progress(story.committed, story.steps, story.loss, story.tokens_per_second),
             *([under_way(story, time.time())] if story.rebuilds else []),
             Text(),
+            *sampled((one.step, one.prompt, one.text) for one in story.samples.values()),
+            *([Text()] if story.samples else []),
             *self._news,
         )

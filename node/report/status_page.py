@@ -27,7 +27,15 @@ from planaria.bootstrap.registry_pb2 import (
     SeatReport,
 )
 from planaria.node.report.events import Severity
-from planaria.node.report.live_view import progress, seats_of, stage_table, state, styled, told_of
+from planaria.node.report.live_view import (
+    progress,
+    sampled,
+    seats_of,
+    stage_table,
+    state,
+    styled,
+    told_of,
+)
 from planaria.node.run_file import RunFile, RunFileError, loads
 from planaria.node.state.handover import NOTICES, Handover, told
 
@@ -88,6 +96,7 @@ def page(description: Description) -> RenderableType:
     parts += [Rule(style="dim"), stage_table(description, stages)]
     parts += [Rule(style="dim"), _members(description)]
     for title, lines in (
+        ("samples", _samples(description)),
         ("when a stage's only node is told to go", _handovers(description, run)),
         ("several seats, or none", _reasons(description)),
         ("without a link", _cuts(description)),
@@ -224,6 +233,13 @@ def _handovers(description: Description, run: RunFile | None) -> list[Text]:
             mbps = min(link.mbps for link in links)
             heirs.append(Handover(stage, parameters, step, rtt, mbps))
     return [Text(f"{notice:.0f} s ahead: {told(heirs, notice)}") for notice in NOTICES if heirs]
+
+
+def _samples(description: Description) -> list[Text]:
+    """The newest of each prompt."""
+    told = [sample for one in description.members for sample in one.report.samples]
+    newest = {one.prompt: one for one in sorted(told, key=lambda one: one.step)}
+    return sampled((one.step, one.prompt, one.text) for one in newest.values())
 
 
 def _cuts(description: Description) -> list[Text]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
@@ -12,7 +13,14 @@ from planaria.node.data.corpus import Corpus
 from planaria.node.ports import Learned
 from planaria.node.run_file import RunFile
 from planaria.node.stage.lesson import StageLesson, boundary_tensor
-from planaria.node.stage.model import BodyStage, EmbeddingStage, build_stage, parameter_shapes
+from planaria.node.stage.model import (
+    BodyStage,
+    EmbeddingStage,
+    Stage,
+    build_stage,
+    parameter_shapes,
+    with_weights,
+)
 from planaria.node.stage.next_stage import build as build_next_stage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.shape import ModelConfig
@@ -55,6 +63,7 @@ class TorchStage:
         self.gradient = self.optimizer.gradient
         self.work = TorchWork(node, self._module, self.optimizer, run, config, device, corpus)
         self._reduced_norm = self._omega = 0.0
+        self._other: tuple[weakref.ref[Tensor], Stage] | None = None  # that was looked with
 
     def digest(self) -> bytes:
         return self.optimizer.digest()
@@ -105,24 +114,51 @@ class TorchStage:
         return StageLesson(self._module, self.optimizer, fetched, lost, bf16)
 
     @torch.no_grad()
-    def look(self, x: Tensor, head: bool) -> Tensor:
-        config, module = self.config, self._module
-        tokens = isinstance(module, EmbeddingStage) and not head
-        form = (torch.int64, ()) if tokens else (torch.float32, (config.dim,))
-        if (x.dtype, x.shape[2:]) != form or x.dim() < 2 or len(x) != 1:
-            raise ValueError(f"stage {self.stage} makes nothing of {x.dtype} {list(x.shape)}")
-        if not 0 < x.shape[1] <= config.context:
-            raise ValueError(f"{x.shape[1]} tokens, not 1 to {config.context}")
-        if tokens and not (int(x.min()) >= 0 and int(x.max()) < config.vocabulary):
-            raise ValueError(f"a token that is none of {config.vocabulary}")
+    def look(self, shown: Sequence[Tensor], head: bool, weights: Tensor | None = None) -> Tensor:
+        forms = self._forms(head and len(shown) > 1, head)
+        if [(x.dtype, x.shape[2:]) for x in shown] != forms or any(x.dim() < 2 for x in shown):
+            what = " and ".join(f"{x.dtype} {list(x.shape)}" for x in shown)
+            raise ValueError(f"stage {self.stage} makes nothing of {what}")
+        rows, length = shown[0].shape[:2]
+        if not 0 < rows <= self.run.training.microbatch:
+            raise ValueError(f"{rows} rows, not 1 to {self.run.training.microbatch}")
+        if not 0 < length <= self.config.context:
+            raise ValueError(f"{length} tokens, not 1 to {self.config.context}")
+        if any(x.shape[:2] != (rows, length) for x in shown):
+            raise ValueError("targets of another shape than what they are of")
+        for x in shown:
+            wrong = x.dtype == torch.int64 and (x.min() < 0 or x.max() >= self.config.vocabulary)
+            if wrong:
+                raise ValueError(f"a token that is none of {self.config.vocabulary}")
         try:
-            x = x.to(self._device)
-            if isinstance(module, EmbeddingStage):
-                return module.logits(x[:, -1:]) if head else module.embed(x)
-            y: Tensor = module(x)
-            return y
+            module = self._module if weights is None else self._with(weights)
+            x, *targets = (one.to(self._device) for one in shown)
+            if not isinstance(module, EmbeddingStage):
+                y: Tensor = module(x)
+                return y
+            if targets:
+                return module.loss(x, targets[0]).reshape(1)
+            return module.logits(x[:, -1:]) if head else module.embed(x)
         except RuntimeError as error:  # there is no memory for it, for one
             raise ValueError(f"stage {self.stage} can't look at it: {error}") from error
+
+    def _forms(self, losses: bool, head: bool) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        """Of what is looked at: dtypes, and shapes but for rows and tokens."""
+        inner = (torch.float32, (self.config.dim,))
+        if self.stage == 0 and losses:
+            return [inner, (torch.int64, ())]
+        return [inner if self.stage > 0 or head else (torch.int64, ())]
+
+    def _with(self, weights: Tensor) -> Stage:
+        """The stage with these, float32 [n] as in `tensors`; kept as long as they are there."""
+        if self._other is None or self._other[0]() is not weights:
+            made = with_weights(self.config, self.stage, weights.data.to(self._device))
+            self._other = weakref.ref(weights, self._drop_other), made
+        return self._other[1]
+
+    def _drop_other(self, gone: weakref.ref[Tensor]) -> None:
+        if self._other is not None and self._other[0] is gone:
+            self._other = None
 
     def boundary_tensor(self, frame: Frame) -> Tensor:
         return boundary_tensor(frame)

@@ -188,3 +188,23 @@ def build_stage(config: ModelConfig, stage: int, seed: int) -> Stage:
             drawn = torch.empty(parameter.shape, dtype=torch.float64)
             parameter.data.copy_(drawn.normal_(0, std, generator=generator))
     return module
+
+
+def with_weights(config: ModelConfig, stage: int, weights: Tensor) -> Stage:
+    """A stage whose parameters are views of `weights`, its flat ones, float32 [n]; for looking at
+    what it makes of something, not for training."""
+    with torch.device("meta"):
+        module = _stage(config, stage)
+    at = 0
+    for name, parameter in list(module.named_parameters()):
+        owner, _, local = name.rpartition(".")
+        part = weights[at : at + parameter.numel()].view(parameter.shape)
+        setattr(module.get_submodule(owner), local, nn.Parameter(part, requires_grad=False))
+        at += parameter.numel()
+    if isinstance(module, BodyStage):
+        cos, sin = rope_tables(config)
+        module.cos, module.sin = (
+            nn.Buffer(cos.to(weights.device)),
+            nn.Buffer(sin.to(weights.device)),
+        )
+    return module

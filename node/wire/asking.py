@@ -1,6 +1,7 @@
 """An onlooker's side: a run's seats are asked by who is no member of it (onlookers.py).
 
 A node that can be dialled is asked directly; one that can't, through another that has a link to it.
+So does a node that wants to know something as onlookers do: it asks all seats through itself.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, Protocol, TypeAlias
 from urllib.parse import quote
 
 import grpc
@@ -36,10 +38,39 @@ class NoAnswerError(Exception):
     """A seat can't be asked, or doesn't answer; the message says why, and names it."""
 
 
-class Conversation:
-    """A stream to one node, by which its seats, and those that it has links to, are asked."""
+class Conversation(Protocol):
+    """With one node, by which its seats, and those that it has links to, are asked."""
 
-    def __init__(self, run: str, node: str, address: str, credentials: Credentials) -> None:
+    node: str
+    address: str  # for people
+    lost: str  # why; empty: it isn't
+
+    def open(
+        self, heard: Callable[[pb.Message], None], ended: Callable[[Conversation], None]
+    ) -> None:
+        """`heard` gets what is answered, `ended` this, once it is lost; both not before the next
+        turn of the event loop."""
+        ...
+
+    def send(self, message: pb.Message) -> bool:
+        """False: it is lost."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+Converse: TypeAlias = Callable[[str, str], Conversation]
+"""With this node, which is dialled there."""
+
+
+def over_streams(run: str, credentials: Credentials) -> Converse:
+    return partial(Stream, run, credentials)
+
+
+class Stream:
+    """A conversation over gRPC."""
+
+    def __init__(self, run: str, credentials: Credentials, node: str, address: str) -> None:
         self.node, self.address = node, address
         self._run, self._credentials = run, credentials
         self._channel: grpc.aio.Channel | None = None
@@ -51,7 +82,6 @@ class Conversation:
     def open(
         self, heard: Callable[[pb.Message], None], ended: Callable[[Conversation], None]
     ) -> None:
-        """`heard` gets what is answered, `ended` this, once it is lost."""
         largest = FRAME_LIMIT + FREE
         options = [("grpc.max_receive_message_length", largest), ("grpc.enable_http_proxy", 0)]
         keep = [("grpc.keepalive_time_ms", 5000), ("grpc.keepalive_timeout_ms", 10_000)]
@@ -71,7 +101,6 @@ class Conversation:
         ]
 
     def send(self, message: pb.Message) -> bool:
-        """False: it is lost."""
         if not self.lost:
             self._unsent.put_nowait(seal(message.SerializeToString()))
         return not self.lost
@@ -102,6 +131,7 @@ class Conversation:
         ended(self)
 
     async def close(self) -> None:
+        self.lost = self.lost or "the conversation is over"
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -116,12 +146,11 @@ class Asking:
 
     def __init__(
         self,
-        run: str,
-        credentials: Credentials,
+        converse: Converse,
         answered: Callable[[str, pb.Message | Frame], None],
         lost: Callable[[str, str], None],
     ) -> None:
-        self._run, self._credentials = run, credentials
+        self._converse = converse
         self._answered, self._lost = answered, lost
         self._conversations: dict[str, Conversation] = {}  # by the node that is dialled
         self._by: dict[str, str] = {}  # by seat: the node by which it is asked
@@ -131,7 +160,7 @@ class Asking:
     def reach(self, seat: str, node: str, address: str) -> None:
         """It is asked by way of this node, which is dialled there."""
         if node not in self._conversations:
-            self._conversations[node] = Conversation(self._run, node, address, self._credentials)
+            self._conversations[node] = self._converse(node, address)
             self._conversations[node].open(self._heard, self._ended)
         self._by[seat] = node
 

@@ -1,7 +1,8 @@
 """Who asks a node and is no member of the run: a command that takes its model home, for one.
 
 Each has one stream, on which it asks seats, and by which it is answered; a frame comes as a message
-`Carried`. It has a name as seats have, for as long as the stream is open.
+`Carried`. It has a name as seats have, for as long as the stream is open. The node itself may be
+one of them, without a stream: `Inside`.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Onlookers:
     ) -> None:
         self._heard, self._shown, self._gone = heard, shown, gone
         self._open: dict[str, _Answers] = {}
+        self._inside: dict[str, Callable[[pb.Message], None]] = {}
         self._numbers = itertools.count(1)
 
     async def serve(self, context: Any) -> None:
@@ -66,20 +68,38 @@ class Onlookers:
     async def _listen(self, name: str, answers: _Answers, context: Any) -> None:
         try:
             while (data := await context.read()) is not grpc.aio.EOF:
-                message = pb.Message.FromString(unseal(data))
-                if message.WhichOneof("body") == "carried":
-                    head, payload = message.carried.head, message.carried.payload
-                    self._shown(name, Frame.parse(head, payload, FRAME_LIMIT))
-                else:
-                    self._heard(name, message)
+                self.ask(name, pb.Message.FromString(unseal(data)))
             answers.end("")
         except (WireError, DecodeError) as error:
             answers.end(f"what was sent makes no sense: {error}")
         except (grpc.aio.BaseError, asyncio.InvalidStateError):
             answers.end("the stream broke")
 
+    def enter(self, heard: Callable[[pb.Message], None]) -> str:
+        """Somebody of this process, which gets its answers by `heard`. Returns its name."""
+        name = f"?{next(self._numbers)}"
+        self._inside[name] = heard
+        return name
+
+    def leave(self, name: str) -> None:
+        """Who has entered is gone."""
+        del self._inside[name]
+        self._gone(name)
+
+    def ask(self, name: str, message: pb.Message) -> None:
+        """An onlooker says this. Raises WireError for a frame that makes no sense."""
+        if message.WhichOneof("body") == "carried":
+            head, payload = message.carried.head, message.carried.payload
+            self._shown(name, Frame.parse(head, payload, FRAME_LIMIT))
+        else:
+            self._heard(name, message)
+
     def tell(self, name: str, item: pb.Message | Frame) -> None:
         """An answer for it; without effect when it is gone."""
+        if (heard := self._inside.get(name)) is not None:
+            sender, item = item.sender, item.in_message() if isinstance(item, Frame) else item
+            item.sender = sender
+            heard(item)
         if (answers := self._open.get(name)) is None:
             return
         if isinstance(item, Frame):
@@ -94,6 +114,31 @@ class Onlookers:
         """All of them are told."""
         for answers in self._open.values():
             answers.end(why)
+
+
+class Inside:
+    """A node's conversation with itself (see asking.py)."""
+
+    def __init__(self, onlookers: Onlookers, node: str, address: str) -> None:
+        self.node, self.address = node, address
+        self.lost = ""
+        self._onlookers, self._name = onlookers, ""
+
+    def open(self, heard: Callable[[pb.Message], None], _: object) -> None:
+        self._name = self._onlookers.enter(heard)
+
+    def send(self, message: pb.Message) -> bool:
+        if not self.lost:
+            asyncio.get_running_loop().call_soon(self._ask, message)
+        return not self.lost
+
+    def _ask(self, message: pb.Message) -> None:
+        if not self.lost:
+            self._onlookers.ask(self._name, message)
+
+    async def close(self) -> None:
+        self.lost = "the conversation is over"
+        self._onlookers.leave(self._name)
 
 
 class _Answers:

@@ -384,7 +384,7 @@ def test_an_onlooker_sees_what_a_stage_makes_of_something_and_changes_nothing() 
         ("a", torch.tensor([[1, 16]]), "none of 16"),
         ("a", torch.ones(1, 3, 8), "makes nothing of"),
         ("b", torch.ones(1, 3, 7), "makes nothing of"),
-        ("b", torch.ones(2, 3, 8), "makes nothing of"),
+        ("b", torch.ones(99, 3, 8), "99 rows, not 1 to"),
         ("b", torch.ones(1, 99, 8), "99 tokens, not 1 to"),
     ],
 )

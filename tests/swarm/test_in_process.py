@@ -22,6 +22,8 @@ from planaria.lab.convergence.training import Ablation, State, TrainingSwarm, tr
 from planaria.node.data.corpus import Corpus
 from planaria.node.hugging_face.export import export
 from planaria.node.hugging_face.from_swarm import LivingModel
+from planaria.node.hugging_face.generate import Sampling, Speaker, texts
+from planaria.node.hugging_face.living_run import from_outside
 from planaria.node.hugging_face.through_swarm import LivingStages
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.naming import node_of
@@ -472,7 +474,7 @@ async def test_a_living_model_is_that_of_one_step_wherever_its_stages_are(corpus
         aborted = len(swarm.lines.events("aborted"))
         view = swarm.registry.membership.view
         description = Description(run="run", run_file=dumps(run), view=view)
-        async with LivingModel(description, PLAIN, 60.0) as model:
+        async with LivingModel(from_outside(description, PLAIN), 60.0) as model:
             there = swarm.committed()
             await swarm.until(lambda: swarm.committed() >= there + 2)
             sizes = [run.model.config.parameters[min(stage, 1)] for stage in range(4)]
@@ -492,15 +494,22 @@ async def test_a_living_model_is_that_of_one_step_wherever_its_stages_are(corpus
 
 
 async def test_text_is_made_by_the_stages_as_by_the_model_that_is_exported(corpus, tmp_path):
-    run = override(small(stages=2, steps=4), model__vocabulary=corpus.vocabulary)
+    """Whoever asks for it, or when it is due."""
+    sampling = {"tokens": 6, "temperature": 0.0}
+    run = override(
+        small(stages=2, steps=4, training__sample_every=4, training__sampling=sampling),
+        model__vocabulary=corpus.vocabulary,
+        training__prompts=["once upon", ""],
+    )
     tokens = torch.from_numpy(corpus.sample("validation", 32, 0))[None, :20]
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(swarm.finished)
+        await swarm.until(lambda: len(swarm.lines.events("sampled")) == 2)
         view = swarm.registry.membership.view
-        told = Description(run="run", run_file=dumps(run), view=view)
-        async with LivingStages(told, PLAIN) as stages:
+        told = from_outside(Description(run="run", run_file=dumps(run), view=view), PLAIN)
+        async with LivingStages(told) as stages:
             found = await stages.logits(tokens)
-        async with LivingModel(told, PLAIN, 60.0) as model:
+        async with LivingModel(told, 60.0) as model:
             loop = asyncio.get_running_loop()
 
             def read(*of: int) -> torch.Tensor:
@@ -509,8 +518,40 @@ async def test_text_is_made_by_the_stages_as_by_the_model_that_is_exported(corpu
             out = tmp_path / "model"
             await asyncio.to_thread(export, out, model.config, read, None, "")
     assert model.step == 4
-    alone = WholeModel.load(tmp_path / "model", torch.device("cpu")).logits(tokens)[0, -1]
-    torch.testing.assert_close(found, alone)
+    whole = WholeModel.load(tmp_path / "model", torch.device("cpu"))
+    torch.testing.assert_close(found, whole.logits(tokens)[0, -1])
+    speaker = Speaker(
+        lambda known: whole.logits(known)[0, -1],
+        corpus.tokenizer(),
+        corpus.index.end_of_document,
+        corpus.vocabulary,
+        whole.config.context,
+    )
+    made = {event["prompt"]: event for event in swarm.lines.events("sampled")}
+    for prompt in run.training.prompts:
+        text = "".join(texts(speaker, prompt, 6, Sampling(temperature=0.0)))
+        assert (made[prompt]["step"], made[prompt]["text"]) == (4, text)
+    page = (tmp_path / "samples.md").read_text()
+    assert "## Step 4, after `once upon`\n\n```text\n" in page
+
+
+async def test_samples_go_on_when_who_makes_them_is_lost(corpus, tmp_path):
+    run = override(
+        small(replicas=2, steps=ENDLESS, training__sample_every=2),
+        model__vocabulary=corpus.vocabulary,
+        training__sampling__tokens=2,
+    )
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.lines.events("sampled"))
+        (driver,) = {event["node"] for event in swarm.lines.events("sampled")}
+        (slot,) = (slot for slot, (node, _) in swarm.nodes.items() if node.node == driver)
+        await swarm.kill(*slot)
+        at = swarm.committed()
+        await swarm.until(lambda: swarm.lines.events("sampled")[-1]["step"] > at)
+        (one,) = (node for node, _ in swarm.nodes.values() if node.samples)
+        assert one.node == swarm.registry.membership.view.driver
+        (told,) = one.client.reported.samples
+        assert (told.step, told.text) == (one.samples[""].step, one.samples[""].text)
 
 
 async def test_a_full_disk_is_said_and_training_goes_on(corpus, tmp_path, monkeypatch):

@@ -46,6 +46,7 @@ CHANGED = {
     "training.precision": "bf16",
     "training.lr": 0.5,
     "training.lr_floor": 0.5,
+    "training.sampling.top_p": 0.5,
     "recovery.policy": "snapshot",
     "recovery.relearn.seconds": 30.0,
     "recovery.masking": "abort",
@@ -64,6 +65,10 @@ USED = {
         "wire.averaging",
     ],
     "node/daemon.py": ["name", "saves.in_flight", "swarm.silence"],
+    "node/hugging_face/samples.py": [
+        *("training.sample_every", "training.prompts", "training.sampling.tokens"),
+        *("training.sampling.temperature", "training.sampling.top_p", "training.sampling.seed"),
+    ],
     "node/resolve.py": ["data.path"],
     "node/stage/arithmetic.py": ["seed", "training.precision", "training.recompute"],
     "node/stage/work.py": ["training.compile", "wire.activations", "wire.gradients"],
@@ -142,6 +147,7 @@ async def test_a_live_swarm_reads_what_is_listed(corpus, data, tmp_path) -> None
             recovery__policy=policy,
             recovery__checkpoint__dir=str(out / "shared"),
             recovery__relearn__passes=1,
+            training__sample_every=2,
         )
         with noting(read):
             resolve(run)

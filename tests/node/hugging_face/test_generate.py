@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from planaria.node.hugging_face.generate import Sampling, choose, generate
+from planaria.node.hugging_face.samples import Occasions
 
 LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
 
@@ -66,3 +67,34 @@ def test_what_cannot_be_sampled_by_is_refused(wrong: dict[str, float]) -> None:
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="prompt has no tokens"):
         list(generate(lambda _: LOGITS, [], 1, 4, Sampling()))
+
+
+def test_logits_that_are_not_finite_are_refused() -> None:
+    with pytest.raises(ValueError, match="diverged"):
+        list(generate(lambda _: LOGITS * float("nan"), [1], 1, 4, Sampling()))
+
+
+def test_samples_are_due_once_a_step_until_they_are_made_or_have_failed_too_often() -> None:
+    occasions = Occasions(every=10, tries=2)
+    for step in (1, 9):
+        occasions.committed(step)
+        assert not occasions.due
+    occasions.committed(10)
+    assert occasions.due
+    occasions.failed()
+    occasions.committed(10)  # by another seat
+    occasions.committed(11)
+    assert occasions.due
+    occasions.failed()
+    assert not occasions.due
+    occasions.committed(20)
+    occasions.committed(30)
+    occasions.made(20)
+    assert occasions.due, "those of step 30 became due meanwhile"
+    occasions.made(30)
+    assert not occasions.due
+    occasions.committed(30)
+    assert not occasions.due
+    never = Occasions(every=0)
+    never.committed(10)
+    assert not never.due

@@ -99,7 +99,8 @@ def test_the_names_in_a_log_stay():
             "rebuilding",
         ),
         *("rebuilt", "refused", "relayed", "relearning", "relieved"),
-        *("resuming", "rolled back", "save failed", "saved", "seat taken", "serving", "started"),
+        *("resuming", "rolled back", "sampled", "save failed", "saved", "seat taken", "serving"),
+        "started",
         "stopped",
         *("validated", "waiting", "wall", "weights changed", "write failed", "written again"),
     ]

@@ -15,6 +15,7 @@ from planaria.bootstrap.registry_pb2 import (
     Member,
     MemberDescription,
     Report,
+    Sample,
     Seat,
     SeatReport,
     View,
@@ -582,3 +583,25 @@ def test_the_json_has_the_names_of_the_proto():
     assert found["members"][0]["member"]["node"] == OLD
     assert found["members"][1]["report"]["bytes_in"] == "0"
     assert found["view"]["number"] == "5"
+
+
+def test_samples_are_in_the_live_view_in_plain_lines_and_in_status() -> None:
+    story = Story(100)
+    for step in (40, 80):
+        assert (
+            hear(story, event("sampled", OLD, step=step, prompt="It", text=f" was {step}")) is None
+        )
+    for interactive, times in ((True, 0), (False, 1)):
+        console = Console(file=io.StringIO(), width=100, force_terminal=interactive)
+        screen = Screen(console, 100)
+        screen.show(story, None, 2)
+        screen.show(story, None, 2)
+        assert console.file.getvalue().count("step 80: It was 80") == times  # type: ignore[attr-defined]
+        assert not interactive or "80  It was 80" in text_of(screen._page)
+    made = [Sample(step=80, prompt="It", text=" was\x1b[1m"), Sample(step=8, prompt="", text="Oh")]
+    before = [Sample(step=40, prompt="It", text=" is")]
+    members = member(OLD, 0, samples=made), member(NEW, 0, samples=before)
+    status = text_of(page(described(*members)))
+    assert "80  It was\\x1b[1m" in status
+    assert "8  Oh" in status
+    assert "It is" not in status

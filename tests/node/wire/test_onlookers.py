@@ -13,7 +13,7 @@ from planaria.bootstrap.credentials import Credentials
 from planaria.node.transaction.effects import NEVER
 from planaria.node.wire import onlookers
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.asking import Asking, NoAnswerError
+from planaria.node.wire.asking import Asking, NoAnswerError, over_streams
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links
 from planaria.node.wire.onlookers import FRAME_LIMIT, Onlookers
@@ -58,7 +58,7 @@ async def asking(address: str, run: str = "run", token: str = "") -> AsyncIterat
     def tell(*of: Any) -> None:
         heard.put_nowait(of)
 
-    one = Asking(run, Credentials(token=token), tell, tell)
+    one = Asking(over_streams(run, Credentials(token=token)), tell, tell)
     one.heard = heard  # type: ignore[attr-defined]
     for seat in ("node/1", "hidden/2"):
         one.reach(seat, "node", address)
