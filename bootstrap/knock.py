@@ -9,6 +9,7 @@ import errno
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from planaria.bootstrap.address import Address
 
@@ -21,6 +22,13 @@ class Answer(enum.Enum):
     REFUSED = "refuses connections: nothing listens there"
     UNKNOWN = "is unknown: there is no host of that name"
     SILENT = "doesn't answer"
+
+
+class Way(NamedTuple):
+    """Two ends of a way, as IP addresses."""
+
+    here: str  # of this machine
+    there: str
 
 
 async def knock(address: Address, seconds: float) -> Answer:
@@ -66,10 +74,10 @@ def dead_end(answers: Mapping[str, Answer], final: Sequence[Answer]) -> str:
     return f"no registry can be reached: {said}. {'. '.join(remedies)}"
 
 
-async def own_address(addresses: Sequence[str], seconds: float) -> str:
-    """The address of this machine that leads to the first of these that there is a way to. Names
-    that can't be looked up at the moment are looked up again. Raises OSError, which names them,
-    when that takes longer than so many seconds, and AddressError."""
+async def way_out(addresses: Sequence[str], seconds: float) -> Way:
+    """From this machine to the first of these that there is a way to. Names that can't be looked up
+    at the moment are looked up again. Raises OSError, which names them, when that takes longer than
+    so many seconds, and AddressError."""
     parsed = [Address.to_dial(address) for address in addresses]
     try:
         async with asyncio.timeout(seconds):
@@ -78,7 +86,7 @@ async def own_address(addresses: Sequence[str], seconds: float) -> str:
                     with suppress(TimeoutError):
                         for host, port in await _look_up(address):
                             with suppress(OSError):
-                                return _outward(host, port)
+                                return Way(_outward(host, port), host)
                 await asyncio.sleep(AGAIN)
     except TimeoutError:
         raise OSError(

@@ -8,8 +8,12 @@ command=${1:-node}
 
 case $command in
 node)
-    # Who starts containers anew sees them crash: the node is their only process.
-    set -- --join "${PLANARIA_JOIN:?set it to the HOST:PORT of the registry}" --restart no \
+    # Who starts containers anew sees them crash where the node is their only process.
+    case ${PLANARIA_DEVICE:-} in
+    *,*) restart=always ;;
+    *) restart=no ;;
+    esac
+    set -- --join "${PLANARIA_JOIN:?set it to the HOST:PORT of the registry}" --restart $restart \
         ${PLANARIA_STAGE:+--stage "$PLANARIA_STAGE"} \
         ${PLANARIA_ADVERTISE:+--advertise "$PLANARIA_ADVERTISE"} \
         ${PLANARIA_DEVICE:+--device "$PLANARIA_DEVICE"} \

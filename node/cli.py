@@ -400,6 +400,17 @@ def parse_device(text: str) -> str:
     return text
 
 
+def parse_devices(text: str) -> str:
+    """One, or several with commas between them. Raises BadParameter."""
+    names = [parse_device(name) for name in text.split(",")]
+    same = ["cuda:0" if name == "cuda" else name for name in names]
+    if twice := sorted({name for name in same if same.count(name) > 1}):
+        raise typer.BadParameter(f"{text!r}: {', '.join(twice)} twice; one node serves a device")
+    if len(names) > 1 and "auto" in names:
+        raise typer.BadParameter(f"{text!r}: auto is one device; name each of several")
+    return text
+
+
 MACHINE = "This machine"
 OneDevice = Annotated[
     str,
@@ -936,7 +947,16 @@ def node_command(
             rich_help_panel=NETWORK,
         ),
     ] = None,
-    device: OneDevice = "auto",
+    device: Annotated[
+        str,
+        typer.Option(
+            parser=parse_devices,
+            metavar="auto|cpu|cuda:N[,cuda:M]",
+            help="What to compute with; of several, a node on each: the next one has the next "
+            "port, and a folder of its own in --save-dir.",
+            rich_help_panel=MACHINE,
+        ),
+    ] = "auto",
     seats: Seats = None,
     standby: Annotated[
         bool, typer.Option("--standby", help="Wait until a stage has nobody, then take it.")
@@ -1007,7 +1027,7 @@ def node_command(
     from planaria.bootstrap.address import Address
     from planaria.bootstrap.knock import Answer
     from planaria.node.begin import NodeError, check_reachable
-    from planaria.node.supervisor import TRY_AGAIN, is_watched, same_again, supervise
+    from planaria.node.supervisor import TRY_AGAIN, is_watched, one_each, supervise
 
     _begin_service()
     addresses, dials_only = _split(join), advertise == "none"
@@ -1015,10 +1035,12 @@ def node_command(
         listens = Address.parse(listen)
         told = None if advertise is None or dials_only else Address.to_dial(advertise)
         check_reachable(addresses, listens, told, dials_only)
+        folder = None if save_dir == Path("none") else save_dir
+        nodes = one_each(device.split(","), listens, told, folder)
     if not is_watched():
         _check_there(addresses, [Answer.UNKNOWN], TRY_AGAIN)
-        if restart is Restart.ALWAYS:
-            raise typer.Exit(asyncio.run(supervise(same_again(), grace)))
+        if restart is Restart.ALWAYS or len(nodes) > 1:
+            raise typer.Exit(asyncio.run(supervise(nodes, grace, restart is Restart.ALWAYS)))
 
     from planaria.bootstrap.client import JoinRefused
     from planaria.bootstrap.credentials import Credentials, CredentialsError
@@ -1043,7 +1065,7 @@ def node_command(
             data=data,
             out=out,
             threads=threads,
-            save_dir=None if save_dir == Path("none") else save_dir,
+            save_dir=folder,
             saving=save_dir != Path("none"),
             grace=grace,
             cloud=cloud.value,
@@ -1187,16 +1209,20 @@ def doctor_command(
     status is 0 if all is well, 1 after a warning, 2 after a problem."""
     from planaria.bootstrap.address import Address
     from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.node.advertised import forwarded
     from planaria.node.diagnosis import Verdict, findings, lines, worst
     from planaria.node.doctor import Asked, examine
 
     dials_only = advertise == "none"
     with refusing(CredentialsError, ValueError):
+        listens = Address.parse(listen)
+        rented = forwarded(listens, os.environ) if advertise is None else None
+        told = None if advertise is None or dials_only else Address.to_dial(advertise)
         asked = Asked(
             join=_split(join),
             stage=stage,
-            listen=Address.parse(listen),
-            advertise=None if advertise is None or dials_only else Address.to_dial(advertise),
+            listen=listens,
+            advertise=rented.address if rented else told,
             dials_only=dials_only,
             device=device,
             data=data,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import ipaddress
 import json
 import logging
 import os
@@ -118,6 +119,12 @@ class Aws:
         if answer is None:
             return ""
         return f"AWS recommends to rebalance, since {_text(_fields(answer), 'noticeTime')}"
+
+    def public_ipv4(self) -> str:
+        """This machine's public address; empty: it has none. Raises as `look` does. See
+        docs.aws.amazon.com/AWSEC2/latest/UserGuide/instancedata-data-categories.html."""
+        answer = self._get("/latest/meta-data/public-ipv4")
+        return "" if answer is None else str(ipaddress.IPv4Address(answer.strip()))
 
     def _renewed(self) -> bool:
         headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)}

@@ -5,23 +5,33 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 import socket
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 import torch
 
+from planaria.bootstrap.address import Address
 from planaria.bootstrap.client import InQuarantine, RegistryClient
-from planaria.bootstrap.knock import own_address
+from planaria.bootstrap.knock import way_out
 from planaria.bootstrap.registry_pb2 import Description
+from planaria.node.advertised import (
+    Advertised,
+    forwarded,
+    is_known_otherwise,
+    own,
+    unforwarded,
+)
 from planaria.node.begin import NodeCrashed, NodeError, Options, check_writable
 from planaria.node.daemon import Node, NodePlace, measure_speed, memory_of
 from planaria.node.data.corpus import Corpus, CorpusError
 from planaria.node.instance import Instance, find_instance, release
-from planaria.node.notices import Notice, Watch
+from planaria.node.notices import Aws, Notice, Watch, ask
 from planaria.node.report.ledger import LedgerError
 from planaria.node.resolve import run_id
 from planaria.node.run_file import RunFile
@@ -32,6 +42,9 @@ from planaria.node.supervisor import Pauses
 log = logging.getLogger("planaria")
 
 PATIENCE = 30.0  # seconds, for a name service that doesn't answer; as for the registry itself
+
+ASIDE = 1.0
+"""Seconds that AWS's metadata service has for each of three answers; it is in the same machine."""
 
 RUN_FILE = "run.toml"
 """Of the run whose saves are beside it."""
@@ -242,7 +255,38 @@ async def find_place(options: Options, device: torch.device) -> NodePlace:
     )
     if options.dials_only:
         return replace(place, listen=None, advertise="")
-    if options.advertise is None and options.listen.is_any:
-        host = await own_address(options.join, PATIENCE)
-        return replace(place, advertise=str(options.listen._replace(host=host)))
+    if options.advertise is None and not options.listen.is_loopback:
+        address, why = await find_address(options)
+        log.info("peers are told to dial %s: %s (--advertise HOST:PORT: another)", address, why)
+        return replace(place, advertise=str(address))
     return place
+
+
+async def find_address(options: Options) -> Advertised:
+    """What peers are to dial, where nobody has said so. Raises OSError: no way leads to the
+    registry."""
+    listen, found = options.listen, None
+    way = await way_out(options.join, PATIENCE)
+    if is_known_otherwise(listen, way):
+        found = forwarded(listen, os.environ)
+        if found is None and (trouble := unforwarded(listen, os.environ)):
+            log.warning("%s", trouble)
+        elif found is None and options.cloud in ("auto", "aws"):
+            found = await asyncio.to_thread(of_aws, listen)
+    return found or own(listen, way)
+
+
+def of_aws(listen: Address) -> Advertised | None:
+    """By what public address AWS lets others dial this machine; None: by none, or it is none of
+    AWS's machines."""
+    aws = Aws(partial(ask, timeout=ASIDE))
+    try:
+        public = aws.public_ipv4() if aws.is_here() else ""
+    except OSError:  # nobody answers; notices.py says so where it should be AWS
+        return None
+    except ValueError as error:
+        log.warning("AWS tells no public address of this machine: %s", error)
+        return None
+    if not public:
+        return None
+    return Advertised(listen._replace(host=public), "AWS says that this is its public address")

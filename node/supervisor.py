@@ -1,9 +1,9 @@
 """`planaria node --restart always`: a process that starts the node, and starts it anew when it
-crashes.
+crashes; with several devices, a node on each.
 
-The node is its child, in a session of its own, so that what the terminal sends (Ctrl-C, hang-up)
-reaches the supervisor only. That hands it on once, as SIGTERM, and ends when the node has left. A
-supervisor that is killed takes the node with it (on Linux).
+A node is its child, in a session of its own, so that what the terminal sends (Ctrl-C, hang-up)
+reaches the supervisor only. That hands it on once, as SIGTERM, and ends when all nodes have left. A
+supervisor that is killed takes them with it (on Linux).
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from planaria.bootstrap.address import Address
 from planaria.node.local.processes import (
     SUPERVISOR,
     describe_status,
@@ -74,10 +75,46 @@ def same_again() -> list[str]:
     return [*python(), "-m", "planaria", *sys.argv[1:]]
 
 
-async def supervise(command: Sequence[str], grace: float) -> int:
-    """Runs a node until it ends for good, or until this process is told to end: then the node has
-    its `grace` seconds. Returns the node's exit status, as a shell has it."""
+def one_each(
+    devices: Sequence[str], listen: Address, advertise: Address | None, save_dir: Path | None
+) -> dict[str, list[str]]:
+    """The command line of a node on each of the devices, by what to call it: that of this process
+    but for what they can't share. Ports are counted up from the given ones, which 0 is none of; in
+    `save_dir` each has a folder named after its device. Raises AddressError beyond the last port.
+    """
+    if len(devices) == 1:
+        return {"the node": same_again()}
+    commands = {}
+    for place, device in enumerate(devices):
+        own = ["--device", device]
+        for option, address in (("--listen", listen), ("--advertise", advertise)):
+            if address is not None and address.port:
+                counted_up = str(address._replace(port=address.port + place))
+                own += [option, str(Address.parse(counted_up))]
+        if save_dir is not None:
+            own += ["--save-dir", str(save_dir / device.replace(":", "-"))]
+        commands[f"the node on {device}"] = [*same_again(), *own]
+    return commands
+
+
+async def supervise(nodes: Mapping[str, Sequence[str]], grace: float, again: bool = True) -> int:
+    """Runs nodes, each a command line by what to call it, until all have ended for good (with
+    `again` only as FINAL has it), or until this process is told to end: then each has its `grace`
+    seconds. Returns the highest of their exit statuses, as a shell has them."""
     stop = stop_signals()
+
+    async def keep(what: str, command: Sequence[str]) -> int:
+        status = await _keep(what, command, grace, again, stop)
+        if len(nodes) > 1 and not stop.done():
+            log.warning("%s %s, and stays away", what, describe_status(status))
+        return status
+
+    return max(await asyncio.gather(*(keep(*node) for node in nodes.items())))
+
+
+async def _keep(
+    what: str, command: Sequence[str], grace: float, again: bool, stop: asyncio.Future[int]
+) -> int:
     environment = os.environ | {SUPERVISOR: str(os.getpid())}
     clock, pauses = asyncio.get_running_loop().time, Pauses(1.0, 60.0)
     while True:
@@ -92,11 +129,12 @@ async def supervise(command: Sequence[str], grace: float) -> int:
             told_before_it_had_begun = status == -signal.SIGTERM
             return 0 if told_before_it_had_begun else _as_in_a_shell(status)
         status, lasted = ended.result(), clock() - began
-        if status in FINAL:
-            return status
+        if status in FINAL or not again:
+            return _as_in_a_shell(status)
         pause = pauses.after(lasted)
         log.warning(
-            "the node %s after %.0f s; another is started in %g s (--restart no: none is)",
+            "%s %s after %.0f s; another is started in %g s (--restart no: none is)",
+            what,
             describe_status(status),
             lasted,
             pause,

@@ -25,6 +25,7 @@ class MetadataService(ThreadingHTTPServer):
         self.tokens: set[str] = set()
         self.action: dict[str, str] | None = None  # AWS
         self.rebalance: dict[str, str] | None = None  # AWS
+        self.public_ipv4: str | None = None  # AWS
         self.preempted = False  # GCP
         self.events: list[dict[str, Any]] = []  # Azure
         self.asked: list[str] = []
@@ -82,13 +83,14 @@ class _Handler(BaseHTTPRequestHandler):
         items = {
             "/latest/meta-data/spot/instance-action": self.server.action,
             "/latest/meta-data/events/recommendations/rebalance": self.server.rebalance,
+            "/latest/meta-data/public-ipv4": self.server.public_ipv4,
         }
         if self.headers.get("X-aws-ec2-metadata-token") not in self.server.tokens:
             self._answer(401)
         elif (item := items.get(self.path)) is None:
             self._answer(404)
         else:
-            self._answer(200, json.dumps(item))
+            self._answer(200, item if isinstance(item, str) else json.dumps(item))
 
     def gcp(self) -> None:
         if self.headers.get("Metadata-Flavor") != "Google":

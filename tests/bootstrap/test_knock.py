@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from planaria.bootstrap.address import Address, AddressError
-from planaria.bootstrap.knock import Answer, dead_end, knock, knock_at_all, own_address
+from planaria.bootstrap.knock import Answer, Way, dead_end, knock, knock_at_all, way_out
 
 LONG = 60.0  # seconds; only a hanging test gets there
 
@@ -88,13 +88,13 @@ async def test_a_name_service_that_fails_for_a_while_is_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     names(monkeypatch, socket.gaierror(socket.EAI_AGAIN, "try again"))
-    asked = asyncio.create_task(own_address(["registry:7400", "other:7400"], LONG))
+    asked = asyncio.create_task(way_out(["registry:7400", "other:7400"], LONG))
     await asyncio.sleep(0)  # asked in vain
     names(monkeypatch, ["127.0.0.1"])
-    assert await asked == "127.0.0.1"
+    assert await asked == Way("127.0.0.1", "127.0.0.1")
 
 
 async def test_who_finds_no_way_says_to_whom(monkeypatch: pytest.MonkeyPatch) -> None:
     names(monkeypatch, socket.gaierror(socket.EAI_AGAIN, "try again"))
     with pytest.raises(OSError, match=r"no way to registry:7400, for 0\.1 s: .* --advertise"):
-        await own_address(["registry:7400"], 0.1)
+        await way_out(["registry:7400"], 0.1)

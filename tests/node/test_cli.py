@@ -140,7 +140,7 @@ def test_a_registry_that_is_not_there_is_said_at_once(command: str) -> None:
 
 
 def test_a_node_says_at_once_that_it_has_to_try_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def supervise(command: list[str], grace: float) -> int:
+    async def supervise(nodes: dict[str, list[str]], grace: float, again: bool) -> int:
         return 3
 
     monkeypatch.setattr(supervisor, "supervise", supervise)
@@ -161,6 +161,8 @@ def test_a_node_says_at_once_that_it_has_to_try_on(monkeypatch: pytest.MonkeyPat
         ("--join 127.0.0.1:1 --listen 127.0.0.1:{taken}", "the address is in use"),
         ("--join 127.0.0.1:1 --tls-ca ca.pem", "the certificate, key is missing"),
         ("--join 127.0.0.1:1 --device gpu", "'gpu': auto, cpu or cuda:N"),
+        ("--join 127.0.0.1:1 --device cuda:1,cuda:1", "cuda:1 twice"),
+        ("--join 127.0.0.1:1 --device cpu,auto", "auto is one device"),
         ("--join a..b:1 --advertise none", "there is no host of that name"),
     ],
 )

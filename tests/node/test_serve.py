@@ -35,6 +35,7 @@ def options(
     listen: str = "127.0.0.1:0",
     advertise: str | None = None,
     dials_only: bool = False,
+    cloud: str = "none",
 ) -> Options:
     return Options(
         join=(join,),
@@ -51,7 +52,7 @@ def options(
         save_dir=None,
         saving=True,
         grace=1.0,
-        cloud="none",
+        cloud=cloud,
         credentials=PLAIN,
         insecure=False,
     )

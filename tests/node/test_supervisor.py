@@ -16,7 +16,15 @@ from typing import Any
 
 import pytest
 
-from planaria.node.supervisor import CRASHED, FINAL, TRY_AGAIN, Pauses
+from planaria.bootstrap.address import Address, AddressError
+from planaria.node.supervisor import (
+    CRASHED,
+    FINAL,
+    TRY_AGAIN,
+    Pauses,
+    one_each,
+    same_again,
+)
 
 ROOT = Path(__file__).parents[2]
 NODE = """
@@ -47,15 +55,22 @@ asyncio.run(live())
 class Supervised:
     """A supervisor as a process, which leads a process group of its own, as a shell has it."""
 
-    def __init__(self, folder: Path, does: str = "pass", grace: float = 60.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        does: str = "pass",
+        grace: float = 60.0,
+        names: tuple[str, ...] = ("the node",),
+        again: bool = True,
+    ) -> None:
         self.lives, self.log = folder / "lives", folder / "log"
         self.lives.mkdir()
         node = NODE.format(lives=str(self.lives), does=does)
         text = (
             "import asyncio, logging, sys; from planaria.node import supervisor;"
             "logging.basicConfig(level=logging.INFO); supervisor.SLOW = 0.0;"
-            f"node = [sys.executable, '-c', {node!r}];"
-            f"sys.exit(asyncio.run(supervisor.supervise(node, {grace})))"
+            f"nodes = {{name: [sys.executable, '-c', {node!r}, name] for name in {names!r}}};"
+            f"sys.exit(asyncio.run(supervisor.supervise(nodes, {grace}, {again})))"
         )
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -173,6 +188,59 @@ def test_told_to_end_between_two_nodes_the_supervisor_ends(supervised) -> None:
     until(lambda: "another is started in 1 s" in one.log.read_text())
     one.process.send_signal(signal.SIGTERM)
     assert one.process.wait(60) == CRASHED
+
+
+TWO = ("the node on cpu", "the node on cuda:0")
+
+
+def test_of_two_nodes_one_is_started_anew_while_the_other_stays_and_both_are_told(
+    supervised,
+) -> None:
+    one = supervised(names=TWO)
+    first, second = until(lambda: one.pids()[1:] and one.pids())
+    os.kill(second, signal.SIGKILL)
+    *_, third = until(lambda: one.pids()[2:] and one.pids())
+    assert re.search(r"the node on \S+ was ended by SIGKILL", one.log.read_text())
+    living = [os.pidfd_open(pid) for pid in (first, third)]
+    one.process.send_signal(signal.SIGTERM)
+    assert one.process.wait(60) == 0
+    for handle in living:
+        wait_for_end(handle)
+
+
+@pytest.mark.parametrize(("status", "again"), [(1, True), (CRASHED, False)])
+def test_a_node_that_is_gone_for_good_leaves_the_other_and_its_status(
+    supervised, status, again
+) -> None:
+    one = supervised(
+        names=TWO, again=again, does=f"sys.argv[1] == {TWO[1]!r} and sys.exit({status})"
+    )
+    until(lambda: f"{TWO[1]} ended with status {status}, and stays away" in one.log.read_text())
+    assert one.process.poll() is None
+    until(lambda: len(one.pids()) == 2)
+    one.process.send_signal(signal.SIGTERM)
+    assert one.process.wait(60) == status
+
+
+def test_nodes_on_several_devices_share_no_port_and_no_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["planaria", "node", "--join", "a:1"])
+    listen, told = Address.parse("[::]:7401"), Address.parse("my.host:9001")
+    assert one_each(["cuda:1"], listen, told, Path("saves")) == {"the node": same_again()}
+
+    found = one_each(["cuda:0", "cuda:1"], listen, told, Path("saves"))
+    for place, (name, words) in enumerate(found.items()):
+        assert name == f"the node on cuda:{place}"
+        assert words[: len(same_again())] == same_again()
+        assert " ".join(words[len(same_again()) :]) == (
+            f"--device cuda:{place} --listen [::]:{7401 + place} "
+            f"--advertise my.host:{9001 + place} --save-dir saves/cuda-{place}"
+        )
+    anywhere = one_each(["cpu", "cuda:0"], Address.parse("127.0.0.1:0"), None, None)
+    assert anywhere["the node on cuda:0"] == [*same_again(), "--device", "cuda:0"]
+    with pytest.raises(AddressError, match="has port 65536"):
+        one_each(["cpu", "cuda:0"], Address.parse("0.0.0.0:65535"), None, None)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is needed")

@@ -1,0 +1,99 @@
+"""Which address a node tells peers to dial, where nobody has said so (`--advertise`).
+
+A rented machine calls itself by an address that only its neighbours know; what others know it by,
+it is told:
+
+- vast.ai shares one address among containers and forwards each a few ports: `PUBLIC_IPADDR`, and
+  for a container's port 7401 `VAST_TCP_PORT_7401`.
+  docs.vast.ai/documentation/instances/connect/networking.
+- RunPod does as well: `RUNPOD_PUBLIC_IP`, where the pod has one, and `RUNPOD_TCP_PORT_7401`.
+  docs.runpod.io/pods/configuration/expose-ports and /pods/templates/environment-variables.
+- AWS gives a machine a public address of its own, which its metadata service tells (notices.py).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from planaria.bootstrap.address import PORTS, Address
+from planaria.bootstrap.knock import Way
+
+
+class Renter(NamedTuple):
+    """Who rents out containers, and what their environment tells them."""
+
+    name: str
+    host: str  # variable with the address that others know the machine by
+    port: str  # what the variable with the port for a container's port begins with
+    remedy: str  # how one has a port forwarded; {0}: which
+
+
+RENTERS: Final = (
+    Renter("vast.ai", "PUBLIC_IPADDR", "VAST_TCP_PORT_", "`-p {0}:{0}` in its docker options"),
+    Renter("RunPod", "RUNPOD_PUBLIC_IP", "RUNPOD_TCP_PORT_", "{0} as a TCP port to expose"),
+)
+
+
+class Advertised(NamedTuple):
+    address: Address
+    why: str  # in words
+
+
+def own(listen: Address, way: Way) -> Advertised:
+    """What this machine calls itself: where it listens or, if that is everywhere, the address by
+    which it gets to the registry."""
+    if not listen.is_any:
+        return Advertised(listen, "it listens there")
+    address = listen._replace(host=way.here)
+    return Advertised(address, f"that is what leads from here to the registry at {way.there}")
+
+
+def forwarded(listen: Address, environment: Mapping[str, str]) -> Advertised | None:
+    """What a container is told that is forwarded to where it listens; None: nothing."""
+    for renter in RENTERS:
+        host, variable = environment.get(renter.host, ""), f"{renter.port}{listen.port}"
+        port = environment.get(variable, "")
+        if _is_address(host) and port.isdecimal() and 0 < int(port) <= PORTS:
+            return Advertised(
+                Address(host, int(port)), f"{renter.name} says so in {renter.host} and {variable}"
+            )
+    return None
+
+
+def unforwarded(listen: Address, environment: Mapping[str, str]) -> str:
+    """That nothing is forwarded to where a rented container listens, and what to do; empty: this
+    isn't one, as far as can be seen."""
+    for renter in RENTERS:
+        if any(name.startswith(renter.port) for name in environment):
+            port = listen.port or 7401
+            which = f"port {listen.port}" if listen.port else "whichever port is free"
+            return (
+                f"{renter.name} forwards nothing to {which} of this container, so that others "
+                f"can't dial it: ask for {renter.remedy.format(port)} and --listen 0.0.0.0:{port}, "
+                "or let this node only dial out, --advertise none"
+            )
+    return ""
+
+
+def is_known_otherwise(listen: Address, way: Way) -> bool:
+    """Whether peers may know this machine by an address that it doesn't have itself. Not where it
+    has a name or one of the internet's addresses, nor where the registry is in a network beside it:
+    then peers are taken to be there, too."""
+    host = way.here if listen.is_any else listen.host
+    if listen.is_loopback or not _is_address(host) or _is_global(host):
+        return False
+    return _is_global(way.there) or ipaddress.ip_address(way.there).is_loopback
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_global(address: str) -> bool:
+    return ipaddress.ip_address(address).is_global
