@@ -33,6 +33,7 @@ from planaria.node.run_file import RunFile
 from planaria.node.state.handover import Handover
 from planaria.recovery.decide import Policy
 from planaria.recovery.orders import all_orders
+from planaria.recovery.relearning import time_for
 
 LEVELS: Final = 8
 """Replicas of a stage that may be missing at once, at most, of which a step's time is looked at."""
@@ -254,10 +255,12 @@ def estimated(
         for s, often in enumerate(single)
         if counts[s] > 1
     )
-    stall = math.fsum(
-        often * _stage_cost(swarm, reach, losing, s, usual) for s, often in enumerate(whole)
-    )
     lost = math.fsum(whole)
+    relearning = _seconds_for_relearning(swarm, lost)
+    stall = math.fsum(
+        often * _stage_cost(swarm, reach, losing, s, usual, relearning)
+        for s, often in enumerate(whole)
+    )
     steps, again = _learning(swarm, reach, lost, usual)
     training = steps * usual * (1 + again)
     spent = {
@@ -381,9 +384,19 @@ def _replica_cost(swarm: Swarm, reach: Reach, stage: int, usual: float) -> float
     return seconds
 
 
-def _stage_cost(swarm: Swarm, reach: Reach, losing: Losing, stage: int, usual: float) -> float:
+def _seconds_for_relearning(swarm: Swarm, lost: float) -> float:
+    """At most, of the mean time of training between two losses of stages, of which there are so
+    many a second."""
+    trained = 1 / lost if lost else math.inf
+    return time_for(swarm.run.recovery.relearn.seconds, trained, 0.0)
+
+
+def _stage_cost(
+    swarm: Swarm, reach: Reach, losing: Losing, stage: int, usual: float, relearning: float
+) -> float:
     """Seconds from the loss of a stage's last node until training goes on: a machine comes (the
-    first of those on their way), its stage is rebuilt; and half a step is lost."""
+    first of those on their way), its stage is rebuilt, and may relearn for `relearning`; and half a
+    step is lost."""
     run, config = swarm.run, swarm.config
     link, count = reach.farthest[stage], swarm.replicas(stage)
     waiting = (losing.replacement + losing.start) / count
@@ -399,7 +412,7 @@ def _stage_cost(swarm: Swarm, reach: Reach, losing: Losing, stage: int, usual: f
         of = (stage + 1) % (config.stages + 1)
         fetch += transfer(fetched_bytes(run, config, of, "redundant"), link)
     seconds = _NOTICED + 2 * link.delay_ms / 1e3 + waiting + joining + fetch
-    return seconds + _relearning(swarm, stage, link) + 3 * _rounds(reach) + usual / 2
+    return seconds + _relearning(swarm, stage, link, relearning) + 3 * _rounds(reach) + usual / 2
 
 
 def _method(policy: Policy, stage: int) -> str:
@@ -408,7 +421,7 @@ def _method(policy: Policy, stage: int) -> str:
     return policy
 
 
-def _relearning(swarm: Swarm, stage: int, link: Link) -> float:
+def _relearning(swarm: Swarm, stage: int, link: Link, at_most: float) -> float:
     recovery, training = swarm.run.recovery, swarm.run.training
     if recovery.policy not in ("checkfree", "checkfree+") or not (
         stage and recovery.relearn.passes
@@ -416,7 +429,7 @@ def _relearning(swarm: Swarm, stage: int, link: Link) -> float:
         return 0.0
     values = training.batch * swarm.config.context * swarm.config.dim
     pairs = transfer(reaction.BOUNDARY * recovery.relearn.steps * values, link)
-    return pairs + reaction.training_alone(swarm.run, stage, _slowest(swarm, stage))
+    return pairs + reaction.training_alone(swarm.run, stage, _slowest(swarm, stage), at_most)
 
 
 def _learning(swarm: Swarm, reach: Reach, lost: float, usual: float) -> tuple[float, float]:

@@ -142,8 +142,9 @@ def settling(swarm: Swarm, stage: int, method: str) -> float:
     return once if method in NEIGHBOURS else 2 * once
 
 
-def relearning(swarm: Swarm, stage: int, method: str) -> float:
-    """What was guessed is trained alone on what crossed its boundaries; its neighbours send it."""
+def relearning(swarm: Swarm, stage: int, method: str, at_most: float) -> float:
+    """What was guessed is trained alone on what crossed its boundaries; its neighbours send it.
+    `at_most`: seconds that it has (`recovery.relearning.time_for`)."""
     run, config = swarm.run, swarm.config
     recovery, training = run.recovery, run.training
     if method not in INEXACT or not recovery.relearn.passes or stage == 0:
@@ -155,15 +156,15 @@ def relearning(swarm: Swarm, stage: int, method: str) -> float:
         crossed * 8 / (link.mbps * 1e6) + 2 * link.delay_ms / 1e3 + slow_start(link, crossed)
         for link in around
     )
-    return fetch + training_alone(run, stage, seconds)
+    return fetch + training_alone(run, stage, seconds, at_most)
 
 
-def training_alone(run: RunFile, stage: int, seconds: Seconds) -> float:
+def training_alone(run: RunFile, stage: int, seconds: Seconds, at_most: float) -> float:
     """A rebuilt stage's, until all its updates are made or its time is over."""
     recovery = run.recovery
     of_pairs = passes(recovery.relearn.passes, (stage,)) * recovery.relearn.steps
     updates = of_pairs * run.training.batch / relearned_at_a_time(run)
-    return min(recovery.relearn.seconds, updates * seconds.relearn)
+    return min(at_most, updates * seconds.relearn)
 
 
 def following(swarm: Swarm, stage: int) -> float:

@@ -22,6 +22,7 @@ from planaria.lab.simulator.churn import Churn, Lives, LostPlace
 from planaria.lab.simulator.step import MeanStep, simulate_step
 from planaria.lab.simulator.swarm import Group, Swarm, SwarmFiguresError
 from planaria.recovery.decide import Decision, Held, Left, Rebuild, RollBack, Source, Stop, decide
+from planaria.recovery.relearning import time_for
 from planaria.recovery.snapshot import held_at
 
 Events = Generator[simpy.Event, object, None]
@@ -144,6 +145,7 @@ class _Run:
         self.invested = 0.0  # seconds that its attempt has trained
         self.ahead = 0.0  # what stand-ins get done of it (`MeanStep.ahead`)
         self.vain = 0  # losses since the last commit
+        self.trains_since = 0.0  # without a loss of all that a stage has
         self.iterations = self.aborts = self.joined = 0
         self.spent: list[float] = []  # seconds of each committed step
         self.again = self.aborted = 0.0
@@ -381,7 +383,7 @@ class _Run:
     def train(self) -> Events:
         while self._vacant() and not self.stopped:
             yield self.changed  # a trace has yet to add nodes
-        self.begun = True
+        self.begun, self.trains_since = True, self.now
         self._admit()
         while self.committed < self.swarm.run.steps and not self.stopped:
             if self.struck is not None and self._can_mask(self.struck):
@@ -532,13 +534,15 @@ class _Run:
         first = self.struck
         assert first is not None
         nodes: list[LostPlace] = []
-        waited, back = 0.0, 0
+        waited, back, spent, syncing = 0.0, 0, 0.0, math.inf
         rebuilt: list[Rebuilt] = []
+        trained = max(first.noticed, self.now) - self.trains_since
         while self.struck is not None or self._lost():
             if self.struck is not None:
                 struck, self.struck = self.struck, None
                 nodes += struck.nodes
                 yield self.environment.timeout(max(0.0, struck.noticed - self.now))
+                spent, syncing = spent + max(0.0, self.now - syncing), math.inf
             began = self.now
             while self._vacant() and self.struck is None and not self.stopped:
                 yield self.changed
@@ -550,7 +554,10 @@ class _Run:
             decisions = self._decide(self._lost())
             if self.stopped:
                 return
-            yield from self.pause(self._rebuilding(decisions))
+            relearning = time_for(self.swarm.run.recovery.relearn.seconds, trained, spent)
+            if decisions:
+                syncing = self.now + reaction.gathering(self._present())
+            yield from self.pause(self._rebuilding(decisions, relearning))
             if self.stopped:
                 return
             if self.struck is None and not self._vacant():
@@ -558,6 +565,8 @@ class _Run:
                 rebuilt += [_rebuilt(stage, how) for stage, how in decisions.items()]
                 self._admit()
         self._abort()
+        if rebuilt:
+            self.trains_since = self.now
         noticed = first.noticed - first.time
         loss = Loss(
             time=first.time,
@@ -628,10 +637,10 @@ class _Run:
     def _last_duration(self) -> float:
         return self.spent[-1] if self.spent else math.inf
 
-    def _rebuilding(self, decisions: Mapping[int, Decision]) -> float:
-        """Seconds: the driver gathers, one node of each lost stage gets a state and then its
-        replicas theirs from it, and the driver gathers again. The first step is longer by what a
-        newcomer needs to settle."""
+    def _rebuilding(self, decisions: Mapping[int, Decision], relearning: float) -> float:
+        """Seconds, of which `relearning` at most for that: the driver gathers, one node of each
+        lost stage gets a state and then its replicas theirs from it, and the driver gathers again.
+        The first step is longer by what a newcomer needs to settle."""
         present = self._present()
         gather = reaction.gathering(present)
         if not decisions:
@@ -644,7 +653,7 @@ class _Run:
         for stage, how in decisions.items():
             assert isinstance(how, Rebuild)
             seconds = reaction.fetching(present, stage, how.method, self._sources(how))
-            seconds += reaction.relearning(present, stage, how.method)
+            seconds += reaction.relearning(present, stage, how.method, relearning)
             newcomers = [place for place in self.entering if place.stage == stage]
             if len(newcomers) > 1:
                 one = replace(self.swarm.groups[self.nodes[newcomers[0]].group], count=1)

@@ -26,6 +26,7 @@ from planaria.lab.simulator.swarm import Seconds, Swarm, SwarmFiguresError, one_
 from planaria.node.local.losses import TraceRow
 from planaria.node.run_file import loads, override
 from planaria.node.stage.shape import model_config
+from planaria.recovery.relearning import time_for
 
 DELAY = 0.040
 KNOWN: dict[str, dict[tuple[int, ...], MeanStep]] = {}
@@ -253,13 +254,49 @@ def test_a_lost_stage_is_rebuilt_as_the_policy_has_it(policy: str, stage: int) -
     assert outcome.steps == 50
 
 
-def test_relearning_and_bytes_to_fetch_make_a_rebuild_longer() -> None:
+def test_bytes_to_fetch_make_a_rebuild_longer() -> None:
     quick = run(swarm(), Churn(at=at("2@25"))).losses[0].recovered
-    bounded = swarm(recovery__relearn__passes=100, recovery__relearn__seconds=5.0)
-    relearned = run(bounded, Churn(at=at("2@25"))).losses[0].recovered
-    assert relearned - quick == pytest.approx(5.5, abs=0.1)  # and its pairs
     large = run(swarm(model__hidden=4096), Churn(at=at("2@25"))).losses[0].recovered
     assert large > quick
+
+
+def test_relearning_takes_as_long_as_the_driver_gives_it() -> None:
+    """By what has been trained since the run last lost a stage; what is lost beside replicas has no
+    part in that."""
+    listed = Churn(at=at("2@400 1.0@430 3@460 2@461"))
+    quick, relearned = (
+        run(swarm(steps=500, recovery__relearn__passes=passes), listed) for passes in (0, 100)
+    )
+    found = [
+        (
+            b.recovered - a.recovered,
+            b.time + b.detected,
+            b.time + b.detected + b.waited + b.recovered,
+        )
+        for a, b in zip(quick.losses, relearned.losses, strict=True)
+    ]
+    (first, noticed, on), (replica, *_), (third, again, _), (last, *_) = found
+    pairs = 0.6  # seconds that these take, at most
+    assert first == pytest.approx(time_for(20.0, noticed, 0.0), abs=pairs)
+    assert replica == pytest.approx(0.0)
+    assert third == pytest.approx(time_for(20.0, again - on, 0.0), abs=pairs)
+    assert last == pytest.approx(time_for(20.0, 0.0, 0.0), abs=pairs)
+    assert first > third + pairs > last + 2 * pairs
+
+
+def test_relearning_that_begins_anew_has_what_is_left_of_its_time() -> None:
+    """Stage 4 is lost 8 s after stage 2, and each has a newcomer at once."""
+    one = swarm(replicas=1, steps=1500, recovery__relearn__passes=100)
+    rows = [TraceRow(0.0, True, f"n{stage}") for stage in range(5)]
+    lost = [
+        *(TraceRow(200.0, False, "n2"), TraceRow(200.0, True, "a")),
+        *(TraceRow(208.0, False, "n4"), TraceRow(208.0, True, "b")),
+    ]
+    (both,) = run(one, Churn(trace=(*rows, *lost), start=0.0)).losses
+    (alone,) = run(one, Churn(trace=(*rows, *lost[:2]), start=0.0)).losses
+    assert (both.nodes, alone.nodes) == (2, 1)
+    assert alone.recovered > 20.0
+    assert both.recovered == pytest.approx(alone.recovered, abs=2.0)  # rounds, and pairs again
 
 
 def test_checkpoints_roll_back_to_the_newest_that_is_written() -> None:
