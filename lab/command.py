@@ -15,6 +15,7 @@ from rich.console import Console
 from planaria.lab.chaos import command as chaos
 from planaria.lab.emulation import live
 from planaria.lab.planning import plan
+from planaria.lab.saves import command as saves
 from planaria.lab.scar import command as scar
 from planaria.lab.simulator import simulate
 from planaria.lab.spare import command as spare
@@ -33,6 +34,7 @@ lab_app.add_typer(spare.app, name="spare")
 lab_app.add_typer(live.app, name="live")
 lab_app.add_typer(simulate.app, name="simulate")
 lab_app.add_typer(chaos.app, name="chaos")
+lab_app.add_typer(saves.app, name="saves")
 plan_app = typer.Typer()
 plan_app.command()(plan.plan)
 
