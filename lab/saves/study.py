@@ -26,7 +26,7 @@ from planaria.node.run_file import RunFile
 
 RUN: Final = """
 name = "saves"
-steps = 40
+steps = 24
 [model]
 preset = "tiny"
 dim = 256
@@ -38,7 +38,7 @@ microbatch = 1
 warmup = 5
 validation_microbatches = 0
 """
-KILLED_AT: Final = 29
+KILLED_AT: Final = 21
 STORAGES: Final = (0.0, 20.0)  # MB/s for each node; 0: what the disk can
 INTERVALS: Final = (2, 8)  # steps
 VARIANTS: Final[Mapping[str, tuple[Any, int, bool]]] = {
