@@ -439,13 +439,13 @@ _OPTIONS = (
 
 
 def fitting(report: Report) -> Report:
-    """As much of it as a renewal has room for: samples are left out first, then words are cut
-    short, then what was measured of links is left out, then complaints, the last ones first."""
+    """As much of it as a renewal has room for: samples and rebuilds are left out first, then words
+    are cut short, then what was measured of links is left out, then complaints, last ones first."""
     if report.ByteSize() <= REPORT_BYTES:
         return report
     fits = Report()
     fits.CopyFrom(report)
-    del fits.samples[:]
+    del fits.samples[:], fits.rebuilds[:]
     if fits.ByteSize() <= REPORT_BYTES:
         return fits
     length = max(40, REPORT_BYTES // 4 // (len(fits.seats) + 1))

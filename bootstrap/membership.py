@@ -26,6 +26,7 @@ from planaria.bootstrap.registry_pb2 import (
     JoinRequest,
     Member,
     MemberDescription,
+    Rebuild,
     Renewal,
     Report,
     Seat,
@@ -41,6 +42,7 @@ DECISIONS_KEPT = 200
 DECISION_LENGTH = 4000  # characters of a decision, or of a view's reason
 EVICTED_KEPT = 10_000
 EVICTIONS_TOLD = 20
+REBUILDS_TOLD = 100
 WHY_LENGTH = 300  # characters of what a node says of another one
 ACCUSERS_NAMED = 3
 CHARGE_STANDS = 60.0  # seconds that the word of one who does not drive counts
@@ -261,6 +263,7 @@ class Membership:
         self._cuts = Cuts(rules.lease)
         self._quarantine = Quarantine()
         self._evicted: dict[str, str] = {}  # node -> reason; the oldest are forgotten
+        self._rebuilds: dict[tuple[int, int, str], Rebuild] = {}  # by step, stage, method
         self._evictions: deque[tuple[float, Eviction]] = deque(maxlen=EVICTIONS_TOLD)
         self._effects: list[Effect] = []
         self._changes: list[str] = []  # in words; not empty: a view is to be issued
@@ -350,12 +353,20 @@ class Membership:
             if complaints or unlisted or self._cuts.any:
                 known = (c for c in complaints if c.peer in self._nodes)
                 self._cuts.told(renewal.node, known, now, unlisted)
+            for rebuild in node.report.rebuilds:  # of few nodes, and few
+                self._remember(rebuild)
             if node.report.leaving != node.leaving and now >= self._quiet_until:
                 self._announce(node, now)
                 effects = self._finish(now)
         if renewal.probe and renewal.probe == node.probe:
             effects += self._answered(node, now)
         return effects
+
+    def _remember(self, rebuild: Rebuild) -> None:
+        """Whoever drove then may be gone when somebody asks."""
+        self._rebuilds[rebuild.step, rebuild.stage, rebuild.method[:DECISION_LENGTH]] = rebuild
+        while len(self._rebuilds) > REBUILDS_TOLD:
+            del self._rebuilds[next(iter(self._rebuilds))]
 
     def stream_lost(self, name: str, now: float) -> list[Effect]:
         """The node's newest KeepAlive stream broke. A machine whose process has ended refuses who
@@ -534,6 +545,7 @@ class Membership:
                 Eviction(member=told.member, reason=told.reason, seconds=now - when)
                 for when, told in self._evictions
             ],
+            rebuilds=[rebuild for _, rebuild in sorted(self._rebuilds.items())],
         )
 
     def validate_state(self) -> None:

@@ -187,7 +187,7 @@ class SeatReport(_message.Message):
     def __init__(self, stage: _Optional[int] = ..., committed: _Optional[int] = ..., lineage: _Optional[int] = ..., phase: _Optional[str] = ..., loss: _Optional[float] = ..., microbatches: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., message: _Optional[str] = ..., stopped: _Optional[bool] = ..., finished: _Optional[bool] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("seats", "bytes_in", "bytes_out", "leaving", "memory", "measured", "links", "complaints", "unlisted", "trouble", "stalled_seconds", "samples")
+    __slots__ = ("seats", "bytes_in", "bytes_out", "leaving", "memory", "measured", "links", "complaints", "unlisted", "trouble", "stalled_seconds", "samples", "rebuilds")
     SEATS_FIELD_NUMBER: _ClassVar[int]
     BYTES_IN_FIELD_NUMBER: _ClassVar[int]
     BYTES_OUT_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +200,7 @@ class Report(_message.Message):
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
     STALLED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    REBUILDS_FIELD_NUMBER: _ClassVar[int]
     seats: _containers.RepeatedCompositeFieldContainer[SeatReport]
     bytes_in: int
     bytes_out: int
@@ -212,7 +213,20 @@ class Report(_message.Message):
     trouble: str
     stalled_seconds: float
     samples: _containers.RepeatedCompositeFieldContainer[Sample]
-    def __init__(self, seats: _Optional[_Iterable[_Union[SeatReport, _Mapping]]] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., leaving: _Optional[bool] = ..., memory: _Optional[int] = ..., measured: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., complaints: _Optional[_Iterable[_Union[Complaint, _Mapping]]] = ..., unlisted: _Optional[int] = ..., trouble: _Optional[str] = ..., stalled_seconds: _Optional[float] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ...) -> None: ...
+    rebuilds: _containers.RepeatedCompositeFieldContainer[Rebuild]
+    def __init__(self, seats: _Optional[_Iterable[_Union[SeatReport, _Mapping]]] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., leaving: _Optional[bool] = ..., memory: _Optional[int] = ..., measured: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., complaints: _Optional[_Iterable[_Union[Complaint, _Mapping]]] = ..., unlisted: _Optional[int] = ..., trouble: _Optional[str] = ..., stalled_seconds: _Optional[float] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., rebuilds: _Optional[_Iterable[_Union[Rebuild, _Mapping]]] = ...) -> None: ...
+
+class Rebuild(_message.Message):
+    __slots__ = ("stage", "step", "method", "exact")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    EXACT_FIELD_NUMBER: _ClassVar[int]
+    stage: int
+    step: int
+    method: str
+    exact: bool
+    def __init__(self, stage: _Optional[int] = ..., step: _Optional[int] = ..., method: _Optional[str] = ..., exact: _Optional[bool] = ...) -> None: ...
 
 class Sample(_message.Message):
     __slots__ = ("step", "prompt", "text")
@@ -347,7 +361,7 @@ class MemberDescription(_message.Message):
     def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., since_renewal: _Optional[float] = ..., suspected: _Optional[bool] = ..., reached_by: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("run", "run_file", "view", "members", "decisions", "uptime", "protocol", "cuts", "quarantined", "evictions", "trouble")
+    __slots__ = ("run", "run_file", "view", "members", "decisions", "uptime", "protocol", "cuts", "quarantined", "evictions", "trouble", "rebuilds")
     RUN_FIELD_NUMBER: _ClassVar[int]
     RUN_FILE_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
@@ -359,6 +373,7 @@ class Description(_message.Message):
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     EVICTIONS_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    REBUILDS_FIELD_NUMBER: _ClassVar[int]
     run: str
     run_file: str
     view: View
@@ -370,7 +385,8 @@ class Description(_message.Message):
     quarantined: _containers.RepeatedCompositeFieldContainer[Quarantined]
     evictions: _containers.RepeatedCompositeFieldContainer[Eviction]
     trouble: str
-    def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberDescription, _Mapping]]] = ..., decisions: _Optional[_Iterable[str]] = ..., uptime: _Optional[float] = ..., protocol: _Optional[int] = ..., cuts: _Optional[_Iterable[_Union[Cut, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[Quarantined, _Mapping]]] = ..., evictions: _Optional[_Iterable[_Union[Eviction, _Mapping]]] = ..., trouble: _Optional[str] = ...) -> None: ...
+    rebuilds: _containers.RepeatedCompositeFieldContainer[Rebuild]
+    def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberDescription, _Mapping]]] = ..., decisions: _Optional[_Iterable[str]] = ..., uptime: _Optional[float] = ..., protocol: _Optional[int] = ..., cuts: _Optional[_Iterable[_Union[Cut, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[Quarantined, _Mapping]]] = ..., evictions: _Optional[_Iterable[_Union[Eviction, _Mapping]]] = ..., trouble: _Optional[str] = ..., rebuilds: _Optional[_Iterable[_Union[Rebuild, _Mapping]]] = ...) -> None: ...
 
 class Cut(_message.Message):
     __slots__ = ("a", "b", "seconds", "via", "carried", "state")

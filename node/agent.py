@@ -687,6 +687,8 @@ class Agent:
                     what = f"step {step}" if step else "the state"
                     raise ValueError(f"{what} of stage {self.stage} isn't there, or not yet")
                 weights = None if state is own else state.tensors[WEIGHTS]
+                if step:
+                    fields["made"] = [*Ballot.of(state.last.ballot)]
                 descriptors, payload = await self.exchanges.compute(
                     partial(self._looked_at, frame, weights),
                     Priority.BACKGROUND if step else Priority.FORWARD,

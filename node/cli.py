@@ -635,8 +635,9 @@ Living = Annotated[
         help="Instead of a folder: where the registry of a living run listens.",
     ),
 ]
-ModelFolder = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Folder that `planaria export` has written.")
+Wait = Annotated[
+    float,
+    typer.Option(min=1, help="With --join: seconds for a step that all stages have committed."),
 ]
 
 
@@ -664,10 +665,7 @@ def export_command(
         typer.Option(help="Prepared data, whose tokenizer goes along, if not the run's."),
     ] = None,
     dtype: Annotated[ExportDtype, typer.Option(help="Of the weights.")] = ExportDtype.FP32,
-    wait: Annotated[
-        float,
-        typer.Option(min=1, help="With --join: seconds for a step that all stages have committed."),
-    ] = 120.0,
+    wait: Wait = 120.0,
     ca: Ca = None,
     certificate: Certificate = None,
     key: Key = None,
@@ -815,34 +813,71 @@ def _say(text: str) -> None:
 
 @app.command("evaluate")
 def evaluate_command(
-    folder: ModelFolder,
+    folder: Annotated[
+        Path | None,
+        typer.Argument(metavar="[DIR]", help="Folder that `planaria export` has written."),
+    ] = None,
+    *,
     data: Annotated[Path, typer.Option(metavar="DIR", help="Prepared data.")],
+    join: Living = None,
     split: Annotated[str, typer.Option(help="train or validation.")] = "validation",
     samples: Annotated[int | None, typer.Option(min=1, help="Default: all.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Samples at a time.")] = 8,
     device: OneDevice = "auto",
+    wait: Wait = 120.0,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    token: Token = "",
 ) -> None:
-    """Loss and perplexity of an exported model on prepared data."""
+    """Loss and perplexity, on prepared data, of an exported model, or of one step of a living run,
+    computed where it is trained."""
+    if (folder is None) == (join is None):
+        _end("say which model: a folder that `planaria export` has written, or --join HOST:PORT")
+    if folder is not None:
+        _check_model(folder)
+    if join is not None:
+        _check_registry(join)
+
     from planaria.node.data.corpus import CorpusError, read_index
 
-    _check_model(folder)
     with refusing(CorpusError):
         read_index(data)
 
+    from planaria.bootstrap.credentials import Credentials, CredentialsError
     from planaria.node.begin import NodeError
     from planaria.node.hugging_face.config import UnsupportedModelError
-    from planaria.node.hugging_face.evaluate import evaluate
+    from planaria.node.hugging_face.evaluate import Evaluation, evaluate
+    from planaria.node.hugging_face.export import ExportError
+    from planaria.node.hugging_face.through_swarm import evaluate_swarm
     from planaria.node.hugging_face.whole_model import WholeModel
+    from planaria.node.run_file import RunFileError
     from planaria.node.serve import pick_device
 
-    with refusing(CorpusError, NodeError, UnsupportedModelError):
-        model = WholeModel.load(folder, pick_device(device))
+    def show(found: Evaluation) -> None:
+        table = Table("", Column(split, justify="right"))
+        for name, value in found.rows().items():
+            table.add_row(name, value)
+        console.print(table)
+
+    async def ask(client: RegistryClient) -> None:
         with tracking("batches") as track:
-            found = evaluate(model, folder, data, split, samples, batch, track)
-    table = Table("", Column(split, justify="right"))
-    for name, value in found.rows().items():
-        table.add_row(name, value)
-    console.print(table)
+            step, found = await evaluate_swarm(
+                client, credentials, data, split, samples, batch, track, wait
+            )
+        show(found)
+        console.print(f"of the model of step {step}")
+
+    kinds = (CorpusError, CredentialsError, ExportError, NodeError, RunFileError)
+    with refusing(*kinds, UnsupportedModelError, ValueError):
+        if join is not None:
+            credentials = Credentials.load(ca, certificate, key, token)
+            _ask(join, credentials, ask)
+        elif folder is not None:
+            model = WholeModel.load(folder, pick_device(device))
+            with tracking("batches") as track:
+                found = evaluate(model, folder, data, split, samples, batch, track)
+            show(found)
 
 
 @app.command("bootstrap")

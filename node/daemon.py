@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
@@ -45,8 +46,10 @@ from planaria.node.report.events import (
     LinkLost,
     LinkRelayed,
     Preempted,
+    RebuildOrdered,
     Sampled,
     Serving,
+    StageRebuilt,
     Stopped,
     Wall,
     WriteFailed,
@@ -78,6 +81,7 @@ from planaria.node.wire.measuring import measure
 from planaria.node.wire.missing import Missing
 from planaria.node.wire.onlookers import Onlookers
 from planaria.node.wire.relays import Relay
+from planaria.recovery.decide import OWN
 
 log = logging.getLogger("planaria")
 
@@ -89,6 +93,8 @@ SPEED_TAKES = 0.1
 """Seconds of one try to find out how fast this machine is: the period of a quota of Linux."""
 MOST_MEASURED = 200
 """Links that a node measures: what it says of them goes into each of its renewals."""
+REBUILDS_TOLD = 20
+"""That the registry is told in each renewal; it remembers more."""
 MOST_SAID = 400
 """Characters of a sample that the registry is told."""
 
@@ -170,6 +176,8 @@ class Node:
         self.events = EventLog(place.out, self.node, BackgroundLineFile)
         self.files = [] if self.events.file is None else [self.events.file]
         self.ledgers: dict[str, LineFile] = {}  # of those, by seat
+        self.ordered: dict[str, bool] = {}  # by seat: whether its newest rebuild is exact
+        self.rebuilds: deque[registry.Rebuild] = deque(maxlen=REBUILDS_TOLD)
         self.sampler = self._make_sampler()
         self.samples: dict[str, Sampled] = {}  # the newest, by prompt
         self.samples_file: SamplesFile | None = None
@@ -500,6 +508,12 @@ class Node:
         """`by`: the seat whose event it is; empty: the node's."""
         log.log(event.severity.log_level, "%s", event.sentence(by or self.node))
         self.events.write(event, by)
+        if isinstance(event, RebuildOrdered):
+            self.ordered[event.node] = event.exact
+        if isinstance(event, StageRebuilt) and event.method not in (*OWN, "replica"):
+            rebuilt = registry.Rebuild(stage=event.stage, step=event.step, method=event.method)
+            rebuilt.exact = self.ordered.pop(event.node, False)
+            self.rebuilds.append(rebuilt)
 
     # --- the clock
 

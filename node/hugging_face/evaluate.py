@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from planaria.node.data.corpus import SPLITS, Corpus, CorpusError, file_checksum
 from planaria.node.hugging_face.export import TOKENIZER
@@ -38,6 +39,33 @@ class Evaluation:
         }
 
 
+class Portion:
+    """The first `samples` samples of a split of the prepared folder `data`, or all of them."""
+
+    def __init__(self, data: Path, split: str, context: int, samples: int | None) -> None:
+        """Raises CorpusError."""
+        if split not in SPLITS:
+            raise CorpusError(f"--split {split}: there are {' and '.join(SPLITS)}")
+        self.corpus, self._split, self._context = Corpus.open(data), split, context
+        there = self.corpus.count(split, context)
+        if not there:
+            raise CorpusError(
+                f"--split {split} of {data} has no {context} tokens, which a sample is"
+            )
+        self.count = min(samples or there, there)
+
+    def rows(self, first: int, most: int) -> Tensor:
+        """At most so many from the first on: int64 [B, context + 1]. Raises CorpusError."""
+        rows = range(first, min(first + most, self.count))
+        return torch.from_numpy(self.corpus.samples(self._split, self._context, rows))
+
+    def evaluation(self, total: float) -> Evaluation:
+        """`total`: the sum of all their tokens' losses."""
+        tokens = self.count * self._context
+        told = self.corpus.index.splits[self._split]
+        return Evaluation(total / tokens, tokens, told.text_bytes / told.tokens)
+
+
 def evaluate(
     model: WholeModel,
     folder: Path,
@@ -47,23 +75,16 @@ def evaluate(
     batch: int = 8,
     track: Track = untracked,
 ) -> Evaluation:
-    """On the first `samples` samples of a split of the prepared folder `data`, or all of them, each
-    as long as the model's context. `folder`: the model's. Raises CorpusError when it can't be used,
-    or was made with another tokenizer."""
-    if split not in SPLITS:
-        raise CorpusError(f"--split {split}: there are {' and '.join(SPLITS)}")
-    corpus, context = Corpus.open(data), model.config.context
-    if file_checksum(folder / TOKENIZER) != corpus.index.tokenizer:
+    """On that portion, whose samples are as long as the model's context. `folder`: the model's.
+    Raises CorpusError when the data can't be used, or was made with another tokenizer."""
+    portion = Portion(data, split, model.config.context, samples)
+    if file_checksum(folder / TOKENIZER) != portion.corpus.index.tokenizer:
         raise CorpusError(
             f"{data} was prepared with another tokenizer than the model's: prepare the text with "
             f"--tokenizer {folder / TOKENIZER}"
         )
-    count = min(samples or math.inf, corpus.count(split, context))
-    starts = range(0, int(count), batch)
-    total = 0.0
-    for first in track(starts, "evaluating", len(starts)):
-        rows = range(first, min(first + batch, int(count)))
-        total += model.loss(torch.from_numpy(corpus.samples(split, context, rows)))
-    tokens = int(count) * context
-    told = corpus.index.splits[split]
-    return Evaluation(total / tokens, tokens, told.text_bytes / told.tokens)
+    starts = range(0, portion.count, batch)
+    total = sum(
+        model.loss(portion.rows(first, batch)) for first in track(starts, "evaluating", len(starts))
+    )
+    return portion.evaluation(total)

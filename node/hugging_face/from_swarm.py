@@ -135,7 +135,8 @@ async def export_swarm(
 ) -> int:
     """Writes the folder `out`, and returns the step that it has. `data`: as in `export_saves`.
     Raises ExportError, CorpusError, RunFileError, and what `client` does."""
-    access = from_outside(await client.describe(), credentials)
+    described = await client.describe()
+    access = from_outside(described, credentials)
     async with LivingModel(access, wait) as model:
         loop = asyncio.get_running_loop()
 
@@ -143,7 +144,12 @@ async def export_swarm(
             return asyncio.run_coroutine_threadsafe(model.read(stage, first, count), loop).result()
 
         await asyncio.to_thread(read, 0, 0, 1)  # tells the step's loss, for the card
-        summary = {"loss": {"last": model.loss or None}}
+        rebuilds = [
+            {"stage": one.stage, "step": one.step, "method": one.method, "exact": one.exact}
+            for one in described.rebuilds
+            if one.step <= model.step
+        ]
+        summary = {"loss": {"last": model.loss or None}, "rebuilds": rebuilds}
         card = model_card(model.run, model.config, model.step, "", summary)
         vocabulary = vocabulary_of(model.run, data)
         write = partial(export, out, model.config, read, vocabulary, card, dtype, track)

@@ -1,13 +1,16 @@
 """A model computed with where it is trained: each stage looks at what the one before has made.
 
 It goes from stage to stage by way of here, since nobody there knows of it. Nothing is kept between
-two tokens, and training comes first: a stage looks when it has nothing else to do.
+two tokens. A stage looks between two microbatches, with its weights as they are then; where it is
+asked of one committed step, training comes first, and it looks when it has nothing else to do.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,18 +21,23 @@ from torch import Tensor
 
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.credentials import Credentials
-from planaria.node.data.corpus import CorpusError, load_tokenizer
-from planaria.node.hugging_face.export import ExportError
+from planaria.node.data.corpus import CorpusError, load_tokenizer, read_index
+from planaria.node.hugging_face.evaluate import Evaluation, Portion
+from planaria.node.hugging_face.export import TOKENIZER, ExportError
 from planaria.node.hugging_face.from_saves import vocabulary_of
 from planaria.node.hugging_face.generate import Sampling, Speaker, texts
 from planaria.node.hugging_face.living_run import Access, LivingRun, from_outside
 from planaria.node.naming import node_of
+from planaria.node.report.progress import Track
+from planaria.node.run_file import RunFile
 from planaria.node.transaction.effects import NEVER
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.asking import NoAnswerError
 from planaria.node.wire.frames import Frame, WireError
 from planaria.node.wire.onlookers import FRAME_LIMIT
 from planaria.node.wire.tensors import decode, encode
+
+log = logging.getLogger("planaria")
 
 
 class LivingStages(LivingRun):
@@ -40,6 +48,8 @@ class LivingStages(LivingRun):
         super().__init__(access, wait)
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[str, asyncio.Future[Frame]]] = {}
+        self._turns = [asyncio.Lock() for _ in range(self.config.stages + 1)]
+        self._made: Any = None
 
     async def __aexit__(self, *of: object) -> None:
         await super().__aexit__(*of)
@@ -52,18 +62,32 @@ class LivingStages(LivingRun):
         """Tokens that the model looks at, as far as what is made of them fits into a frame."""
         return min(self.config.context, FRAME_LIMIT // (4 * self.config.dim))
 
+    @property
+    def rows(self) -> int:
+        """Whole samples that are looked at at a time, as far as these fit; 0: not even one does."""
+        fit = FRAME_LIMIT // (4 * self.config.context * self.config.dim)
+        return min(self.run.training.microbatch, fit)
+
     async def logits(self, tokens: Tensor) -> Tensor:
         """Of what follows the last token: int64 [1, T], T at most `context`, to float32
         [vocabulary]. Raises ExportError."""
-        x = tokens
+        x = await self._look(0, [await self._body(tokens)], head=True)
+        return _of(x, (1, 1, self.config.vocabulary), "the head")[0, 0]
+
+    async def loss(self, tokens: Tensor) -> float:
+        """In nats, the sum over all tokens but the first: int64 [B, T + 1], B at most `rows`.
+        Raises ExportError."""
+        x = await self._body(tokens[:, :-1])
+        found = await self._look(0, [x, tokens[:, 1:].contiguous()], head=True)
+        return float(_of(found, (1,), "the head"))
+
+    async def _body(self, tokens: Tensor) -> Tensor:
+        """What the last stage makes of it: int64 [B, T] to float32 [B, T, dim]."""
+        x = tokens.contiguous()
         for stage in range(self.config.stages + 1):
-            x = await self._look(stage, x)
-            if x.dtype != torch.float32 or x.shape != (1, tokens.shape[1], self.config.dim):
-                raise ExportError(f"stage {stage} has made {x.dtype} {list(x.shape)} of it")
-        x = await self._look(0, x, head=True)
-        if x.dtype != torch.float32 or x.shape != (1, 1, self.config.vocabulary):
-            raise ExportError(f"the head has made {x.dtype} {list(x.shape)} of it")
-        return x[0, 0]
+            seen = await self._look(stage, [x])
+            x = _of(seen, (*tokens.shape, self.config.dim), f"stage {stage}")
+        return x
 
     def speaker(self, tokenizer: Tokenizer, end: int | None) -> Speaker:
         """For a thread that isn't the event loop's."""
@@ -73,28 +97,30 @@ class LivingStages(LivingRun):
 
         return Speaker(next_logits, tokenizer, end, self.config.vocabulary, self.context)
 
-    async def _look(self, stage: int, x: Tensor, head: bool = False) -> Tensor:
+    async def _look(self, stage: int, shown: list[Tensor], head: bool = False) -> Tensor:
         """By the first of the stage's seats that answers. Raises ExportError."""
-        while True:
-            seat = self.seats[stage][0]
-            try:
-                return await self._shown(seat, x, head)
-            except NoAnswerError as error:
-                self.give_up(seat, str(error))
+        async with self._turns[stage]:
+            while True:
+                seat = self.seats[stage][0]
+                try:
+                    return await self._shown(seat, shown, head)
+                except NoAnswerError as error:
+                    self.give_up(seat, str(error))
 
-    async def _shown(self, seat: str, x: Tensor, head: bool) -> Tensor:
+    async def _shown(self, seat: str, shown: list[Tensor], head: bool) -> Tensor:
         """Raises NoAnswerError."""
         number, progress = next(self._numbers), self.run.swarm.progress
         answer: asyncio.Future[Frame] = self.loop.create_future()
         fields = {"transfer": number, "head": head, "step": self.step}
         self._waiting[number] = seat, answer
         try:
-            if not self.asking.send(seat, Frame("state", NEVER, fields, *encode([x], "none"))):
+            if not self.asking.send(seat, Frame("state", NEVER, fields, *encode(shown, "none"))):
                 raise NoAnswerError(self.asking.why(seat))
             async with asyncio.timeout(progress):
                 frame = await answer
             if error := frame.fields.get("error"):
                 raise NoAnswerError(f"{node_of(seat)}: {error}")
+            self._check_made(seat, frame.fields.get("made"))
             (tensor,) = decode(frame.descriptors, frame.payload)
         except TimeoutError:
             raise NoAnswerError(f"{node_of(seat)}: nothing in {progress:g} s") from None
@@ -103,6 +129,17 @@ class LivingStages(LivingRun):
         finally:
             del self._waiting[number]
         return tensor
+
+    def _check_made(self, seat: str, made: Any) -> None:
+        """By which commit the step was made of which it is told. Raises NoAnswerError,
+        ExportError."""
+        if not self.step:
+            return
+        if made is None:
+            raise NoAnswerError(f"{node_of(seat)} can't tell of one step: its planaria is older")
+        self._made = self._made or made
+        if made != self._made:
+            raise ExportError(f"the run has gone back and made step {self.step} anew: try again")
 
     def answered(self, seat: str, item: pb.Message | Frame) -> None:
         if not isinstance(item, Frame):
@@ -116,6 +153,13 @@ class LivingStages(LivingRun):
         for asked, answer in self._waiting.values():
             if asked == seat and not answer.done():
                 answer.set_exception(NoAnswerError(why))
+
+
+def _of(x: Tensor, shape: tuple[int, ...], whose: str) -> Tensor:
+    """Raises ExportError."""
+    if x.dtype != torch.float32 or x.shape != shape:
+        raise ExportError(f"{whose} has made {x.dtype} {list(x.shape)} of it")
+    return x
 
 
 async def speak(
@@ -142,3 +186,65 @@ async def speak(
                 say(text)
 
         await asyncio.to_thread(go_on)
+
+
+async def evaluate_swarm(
+    client: RegistryClient,
+    credentials: Credentials,
+    data: Path,
+    split: str,
+    samples: int | None,
+    batch: int,
+    track: Track,
+    wait: float,
+) -> tuple[int, Evaluation]:
+    """The step that all stages have committed, within `wait` seconds, and how good it is on the
+    portion of `data` (see evaluate.py). Raises ExportError, CorpusError, RunFileError, and what
+    `client` does."""
+    access = from_outside(await client.describe(), credentials)
+    check_tokenizer(access.run, data)
+    async with LivingStages(access, wait) as stages:
+        config, rows = stages.config, min(batch, stages.rows)
+        if not rows:
+            raise ExportError(
+                f"a sample of {config.context} tokens takes more than the {FRAME_LIMIT} bytes that "
+                f"can be shown to a stage at a time: `planaria export --join` the model, and "
+                "evaluate that"
+            )
+        portion = Portion(data, split, config.context, samples)
+        losses: deque[asyncio.Task[float]] = deque()
+        total = 0.0
+        try:
+            starts = range(0, portion.count, rows)
+            for first in track(starts, "evaluating", len(starts)):
+                if len(losses) > config.stages + 1:  # each stage has something to look at
+                    total += await losses.popleft()
+                shown = await asyncio.to_thread(portion.rows, first, rows)
+                losses.append(asyncio.create_task(stages.loss(shown)))
+            for loss in losses:
+                total += await loss
+        finally:
+            for loss in losses:
+                loss.cancel()
+            await asyncio.gather(*losses, return_exceptions=True)
+        return stages.step, portion.evaluation(total)
+
+
+def check_tokenizer(run: RunFile, data: Path) -> None:
+    """Raises CorpusError when `data` was prepared with another tokenizer than the run's, as far as
+    this machine can tell."""
+    index = read_index(data)
+    if problem := index.misfit("", run.model.vocabulary):
+        raise CorpusError(f"{data} {problem}")
+    if index.content == run.data.content:
+        return
+    try:
+        trained = read_index(Path(run.data.path))
+    except CorpusError as error:
+        log.warning("whether %s has the run's tokenizer can't be told here: %s", data, error)
+        return
+    if trained.content == run.data.content and trained.tokenizer != index.tokenizer:
+        raise CorpusError(
+            f"{data} was prepared with another tokenizer than the run's: prepare the text with "
+            f"--tokenizer {Path(run.data.path) / TOKENIZER}"
+        )

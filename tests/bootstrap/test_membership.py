@@ -30,6 +30,7 @@ from planaria.bootstrap.registry_pb2 import (
     JoinReply,
     JoinRequest,
     Member,
+    Rebuild,
     Relay,
     Renewal,
     Report,
@@ -1373,3 +1374,20 @@ def test_describe_tells_everything() -> None:
 def test_rules_are_checked(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MembershipRules(**{"run": "r", "stages": 2, **wrong})  # type: ignore[arg-type]
+
+
+def test_rebuilds_are_remembered_when_who_ordered_them_is_gone() -> None:
+    swarm = full(stages=1)
+    swarm.join("twin", 0)
+    swarm.open("twin")
+    told = [Rebuild(stage=1, step=9, method="checkfree"), Rebuild(stage=1, step=4, method="twin")]
+    for node in ("n0", "n0", "twin"):
+        report = Report(rebuilds=told)
+        swarm.after(swarm.machine.renewed(Renewal(node=node, report=report), swarm.now))
+    swarm.after(swarm.machine.leave("n0", "it has to go", swarm.now))
+    assert list(swarm.machine.describe(swarm.now).rebuilds) == sorted(told, key=lambda r: r.step)
+    for step in range(500):
+        report = Report(rebuilds=[Rebuild(stage=1, step=step, method="checkfree")])
+        swarm.after(swarm.machine.renewed(Renewal(node="twin", report=report), swarm.now))
+    kept = [rebuild.step for rebuild in swarm.machine.describe(swarm.now).rebuilds]
+    assert kept == list(range(400, 500))

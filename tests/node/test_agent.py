@@ -350,10 +350,10 @@ def test_a_node_that_hangs_and_has_nothing_fit_to_be_copied_goes_at_once(
     assert asked(seat).size > 0, "it goes on"
 
 
-def looked_at(seat: Seat, x: torch.Tensor, head: bool = False) -> Frame:
+def looked_at(seat: Seat, x: torch.Tensor, head: bool = False, step: int = 0) -> Frame:
     """What the seat answers an onlooker that shows it that."""
     descriptors, payload = tensors.encode([x], "none")
-    fields = {"transfer": 7, "head": head}
+    fields = {"transfer": 7, "head": head, "step": step}
     seat.agent.on_look("b/?1", Frame("state", NEVER, fields, descriptors, payload), 1.0)
     seat.run()
     to, answer = seat.net.sent[-1]
@@ -376,6 +376,27 @@ def test_an_onlooker_sees_what_a_stage_makes_of_something_and_changes_nothing() 
         assert (seen.dtype, seen.shape) == ("float32", shape)
         assert seat.agent.arithmetic.digest() == before
         assert float(seat.agent.arithmetic.gradient.abs().sum()) == 0.0
+
+
+def test_what_is_asked_of_a_step_is_computed_with_the_weights_that_it_had() -> None:
+    seat = Seat("b")
+    seat.net.up.add("b/?1")
+    agent, shown = seat.agent, torch.ones(1, 3, 8)
+    agent.member.committed = 5
+    weights = agent.arithmetic.tensors["weights"]
+    then = looked_at(seat, shown, step=5)
+    assert "isn't there" in looked_at(seat, shown, step=6).fields["error"]
+    agent.taken.want("b/?1", 5, 1.0)
+    agent.taken.keep(agent.own_state(), 6, 1.0)()
+    weights.mul_(2.0)
+    agent.member.committed = 6
+    assert looked_at(seat, shown).payload != then.payload
+    again = looked_at(seat, shown, step=5)
+    assert [bytes(part) for part in again.payload] == [bytes(part) for part in then.payload]
+    assert again.fields["made"] == then.fields["made"]
+    agent.on_onlooker_gone("b/?1")
+    agent.tick(2.0)
+    assert agent.arithmetic._other is None, "it is kept for nobody"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, reduce
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from planaria.node.report import line_file
 from planaria.node.report.ledger import audit, merge
 from planaria.node.report.line_file import LineFile
 from planaria.node.run_file import RunFile, dumps, override
+from planaria.node.stage.model import with_weights
 from planaria.node.state.saves import Saves, find_saves
 from planaria.node.state.stage_state import StageState
 from planaria.node.state.twin import Twin
@@ -348,7 +349,12 @@ async def test_a_stage_is_guessed_by_its_neighbours_gradient_norms(corpus, tmp_p
         await swarm.kill(2, 0)
         swarm.start(2, 0)
         await swarm.until(swarm.finished)
+        machine = swarm.registry.membership
+        await swarm.until(lambda: machine.describe(swarm.registry.now()).rebuilds)
     (rebuilt,) = [e for e in swarm.lines.events("rebuilt") if e["stage"] == 2]
+    (told,) = machine.describe(0.0).rebuilds
+    assert (told.stage, told.step, told.method) == (2, rebuilt["step"], rebuilt["method"])
+    assert not told.exact
     assert rebuilt["method"] == "checkfree"
     found, at = losses(tmp_path), rebuilt["step"]
     weighted, plain = (
@@ -474,7 +480,12 @@ async def test_a_living_model_is_that_of_one_step_wherever_its_stages_are(corpus
         aborted = len(swarm.lines.events("aborted"))
         view = swarm.registry.membership.view
         description = Description(run="run", run_file=dumps(run), view=view)
-        async with LivingModel(from_outside(description, PLAIN), 60.0) as model:
+        access = from_outside(description, PLAIN)
+        async with LivingStages(access, 60.0) as stages:
+            await swarm.until(lambda: swarm.committed() >= stages.step + 2)
+            shown = torch.from_numpy(corpus.sample("validation", 32, 0))[None]
+            loss = await stages.loss(shown)
+        async with LivingModel(access, 60.0) as model:
             there = swarm.committed()
             await swarm.until(lambda: swarm.committed() >= there + 2)
             sizes = [run.model.config.parameters[min(stage, 1)] for stage in range(4)]
@@ -483,14 +494,25 @@ async def test_a_living_model_is_that_of_one_step_wherever_its_stages_are(corpus
         assert len(swarm.lines.events("aborted")) == aborted
     assert part.tolist() == whole[2][100:150].tolist()
     assert there - 3 <= model.step <= there
+    assert [part.tobytes() for part in saved_weights(tmp_path, run, model.step)] == [
+        weights.numpy().tobytes() for weights in whole
+    ]
+    weights = [torch.from_numpy(one) for one in saved_weights(tmp_path, run, stages.step)]
+    ends, *body = (with_weights(run.model.config, stage, w) for stage, w in enumerate(weights))
+    x = reduce(lambda x, stage: stage(x), body, ends.embed(shown[:, :-1]))
+    assert loss == pytest.approx(float(ends.loss(x, shown[:, 1:])), rel=1e-6)
+
+
+def saved_weights(folder: Path, run: RunFile, step: int) -> list[np.ndarray]:
+    """Of each stage."""
     saves = {
         save.state.id.stage: save
-        for save in find_saves(tmp_path / "saves")
-        if save.state.id.step == model.step
+        for save in find_saves(folder / "saves")
+        if save.state.id.step == step
     }
-    for stage, weights in enumerate(whole):
-        saved = np.concatenate(list(saves[stage].values("weights", 0, sizes[stage])))
-        assert weights.numpy().tobytes() == saved.tobytes()
+    sizes = [run.model.config.parameters[min(stage, 1)] for stage in range(len(saves))]
+    chunks = [saves[stage].values("weights", 0, size) for stage, size in enumerate(sizes)]
+    return [np.concatenate(list(stage)).view(np.float32) for stage in chunks]
 
 
 async def test_text_is_made_by_the_stages_as_by_the_model_that_is_exported(corpus, tmp_path):

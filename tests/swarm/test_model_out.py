@@ -39,6 +39,8 @@ def test_the_model_of_a_run_is_a_folder_that_transformers_reads(up, data, tmp_pa
     exported = planaria("export", "--join", join, "--out", living, "--data", data)
     said = planaria("generate", "--join", join, "once", "--tokens", 4, "--data", data)
     assert said.startswith("once")
+    evaluated = planaria("evaluate", "--join", join, "--data", data, "--samples", 2)
+    assert re.search(r"[\d.]+ nats a token(.|\n)*of the model of step \d+", evaluated)
     (step,) = re.findall(r"has the model of step (\d+)", exported)
     assert before <= int(step) <= swarm.committed()
     swarm.wait_until("it to train on", lambda: swarm.committed() >= int(step) + 4)
