@@ -49,7 +49,7 @@ def chaos(
         return
     with refusing(ChaosError, CorpusError, RunFileError, ValueError, OSError):
         shape = Shape(stages, replicas, **({"kinds": tuple(kind)} if kind else {}), rate=rate)
-        run = _small_run(run_file, shape)
+        run = _small_run(run_file, shape, out)
         failed = False
         for piece in range(seed, seed + pieces):
             schedule(piece, minutes, shape)  # what is wrong with it is said before anything else
@@ -89,9 +89,9 @@ progress = 20.0
 """
 
 
-def _small_run(run_file: Path | None, shape: Shape) -> RunFile:
-    """Resolved, with the shipped prose prepared when it asks for no other. Raises RunFileError,
-    CorpusError."""
+def _small_run(run_file: Path | None, shape: Shape, out: Path) -> RunFile:
+    """Resolved; the shipped prose is prepared, in `out`, when it asks for no other data. Raises
+    RunFileError, CorpusError."""
     from planaria.node.data.prepare import Recipe, prepare
     from planaria.node.resolve import resolve, text_to_prepare
     from planaria.node.run_file import load, loads, override
@@ -103,6 +103,7 @@ def _small_run(run_file: Path | None, shape: Shape) -> RunFile:
     )
     text = text_to_prepare(run)
     if text is not None:
+        run = override(run, data__path=str(out / run.data.path))
         prepare(Recipe([str(text)]), Path(run.data.path))
     return resolve(run)
 
