@@ -22,7 +22,7 @@ from planaria.node.wire.budget import Budget
 from planaria.node.wire.frames import Frame, buffers_of
 
 MOST_EARLY = 16 << 20
-"""Bytes of one peer's messages that wait for a seat to be built, at most."""
+"""Bytes of one peer's messages that wait for seats which are not built yet, at most."""
 
 A = TypeVar("A", bound=Agent)
 T = TypeVar("T")
@@ -46,8 +46,9 @@ class Seats(Generic[A]):
         self.node, self.links, self._tell_onlooker = node, links, tell_onlooker
         self.agents: dict[str, A] = {}  # by name
         self.view = registry.View()  # as they see it
-        self._building: dict[str, list[tuple[str, pb.Message]]] = {}  # what has come for them
+        self._building: set[str] = set()
         self._given_back: set[str] = set()
+        self._early: list[tuple[str, str, pb.Message]] = []  # sender, name of a seat to come, what
         self._early_bytes = Budget(MOST_EARLY)
 
     def __bool__(self) -> bool:
@@ -61,16 +62,15 @@ class Seats(Generic[A]):
         own = next(member for member in view.members if member.node == self.node)
         named = {seat_name(seat): seat for seat in own.seats}
         self.view = seated(view)
-        gone = sorted((self.agents.keys() | self._building.keys()) - named.keys())
+        gone = sorted((self.agents.keys() | self._building) - named.keys())
         self._given_back |= set(gone)
-        for name in gone:
-            self._building.pop(name, None)
         new = {
             name: seat
             for name, seat in named.items()
             if name not in self.agents and name not in self._building
         }
-        self._building |= {name: [] for name in new}
+        self._building = (self._building - set(gone)) | new.keys()
+        self._keep_early([one for one in self._early if one[1] in self._building])
         closed = {name: self.agents.pop(name) for name in gone if name in self.agents}
         for agent in list(self.agents.values()):
             agent.viewed(self.view, now)
@@ -81,14 +81,20 @@ class Seats(Generic[A]):
         meanwhile."""
         if name not in self._building:
             return False
-        early = self._building.pop(name)
-        if not self._building:
-            self._early_bytes.clear()
+        self._building.remove(name)
         self.agents[name] = agent
         agent.viewed(self.view, now)
-        for sender, message in early:
-            agent.on_message(sender, message, now)
+        early = self._early
+        self._keep_early([one for one in early if one[1] != name])
+        for sender, to, message in early:
+            if to == name:
+                agent.on_message(sender, message, now)
         return True
+
+    def _keep_early(self, early: list[tuple[str, str, pb.Message]]) -> None:
+        self._early = early
+        if not early:
+            self._early_bytes.clear()
 
     def was_given_back(self, name: str) -> bool:
         return name in self._given_back
@@ -104,10 +110,12 @@ class Seats(Generic[A]):
             self._tell_onlooker(name, message)
         elif (agent := self.agents.get(name)) is not None:
             agent.on_message(sender, message, now)
-        elif (early := self._building.get(name)) is not None and not self._early_bytes.spend(
-            node_of(sender), message.ByteSize()
-        ):  # what doesn't fit is asked again by whoever needs an answer
-            early.append((sender, message))
+        elif (
+            name in self._building or message.ballot.view > self.view.number
+        ) and not self._early_bytes.spend(node_of(sender), message.ByteSize()):
+            # The driver may have heard of a view, and so of a seat here, before this node has. What
+            # doesn't fit is asked again by whoever needs an answer.
+            self._early.append((sender, name, message))
 
     def on_frame(self, peer: str, frame: Frame, now: float) -> None:
         """What comes for a seat to be belongs to what has begun without it."""

@@ -147,6 +147,25 @@ def test_messages_wait_for_a_seat_that_is_being_built_and_frames_do_not() -> Non
     assert machine.heard("1") == [("b/2", "query"), ("a/0", "reduce")]
 
 
+def test_messages_of_a_view_to_come_wait_for_the_seat_that_the_node_has_in_it() -> None:
+    machine = Machine()
+    machine.build("0", "1")
+
+    def said(seat: str, number: int) -> pb.Message:
+        return pb.Message(ballot=pb.Ballot(view=number), seat=seat, sender="2", query=pb.Query())
+
+    for seat, number in (("2.2", 2), ("3.2", 2), ("2.2", 1)):
+        machine.seats.on_message("b", said(seat, number), 0.0)
+    new, _ = machine.seats.viewed(view(2, a=[(0, 0), (1, 0), (2, 2)], b=[(2, 0), (3, 0)]), 0.0)
+    assert list(new) == ["2.2"]
+    machine.agents["2.2"] = Listener(machine.nodes.new())
+    machine.build("2.2")
+    assert machine.heard("2.2") == [("b/2", "query")]
+    machine.seats.on_message("b", said("3.2", 2), 0.0)  # of which there is none
+    assert not machine.seats.has("3.2")
+    assert machine.seats._early_bytes.used == 0
+
+
 def test_a_link_is_up_or_lost_for_each_seat_of_the_peer_and_who_sent_what_is_told_so() -> None:
     machine = Machine()
     machine.build("0", "1")
