@@ -26,6 +26,11 @@ def node_of(seat: str) -> str:
     return seat.partition("/")[0]
 
 
+def was_added(seat: str) -> bool:
+    """The node got it after it had joined."""
+    return "." in seat.partition("/")[2]
+
+
 def seated(view: registry.View) -> registry.View:
     """What the view says to the step transaction: each seat is a member, and one of them drives.
     Two nodes with a relay between them are as far apart in each of their seats."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from rich.filesize import decimal
 
-from planaria.node.naming import node_of
+from planaria.node.naming import node_of, was_added
 from planaria.node.report.events import (
     Aborted,
     Applied,
@@ -262,8 +262,10 @@ def stall_seconds(rebuilt: StageRebuilt, at: float, events: Sequence[Entry]) -> 
 
 
 def _replaced(rebuilt: StageRebuilt, events: Sequence[Entry]) -> Entry | None:
-    """The newest loss in the place of the rebuilt seat's process, if it was of that stage and the
-    node is that process's first."""
+    """The newest loss in the place of the rebuilt seat's process, if it was of that stage, the node
+    is that process's first, and has joined for this seat."""
+    if was_added(rebuilt.node):
+        return None
     node = node_of(rebuilt.node)
     nodes: dict[int, list[str | None]] = {}  # by process, in the order in which it was them
     starts: dict[int, tuple[str, float]] = {}  # by process: slot and time

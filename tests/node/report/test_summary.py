@@ -190,6 +190,13 @@ def test_a_replacement_that_died_before_it_joined_does_not_hide_the_kill():
     assert rebuilds(events)[0]["detect_seconds"] == pytest.approx(0.25)
 
 
+def test_a_seat_that_a_node_gets_later_is_none_that_was_lost_before_it_joined():
+    """Else the stage, which somebody else had served meanwhile, would have stalled for 100 s."""
+    events = [*KILLED_AND_REBUILT, rebuilt(204.0, "new/2.17")]
+    (_, row) = rebuilds(events)
+    assert (row["detect_seconds"], row["stall_seconds"]) == (0.0, 1.5)
+
+
 def test_an_exit_noticed_by_a_peer_first_is_detected_at_once():
     events = [
         *slot_events(0.0, "2.0", 11, "old"),
