@@ -9,7 +9,7 @@ CHECK = 'import sys; v = tuple(sys.version_info[:3]); v >= (3, $(LEAST)) or sys.
 # Tests of live swarms mostly wait.
 WORKERS = 'import os; print(3 * len(os.sched_getaffinity(0)) // 2 or 1)'
 
-.PHONY: demo test bench lint proto clean
+.PHONY: demo test bench lint proto docs dist clean
 
 demo: .venv/installed
 	rm -rf out/demo
@@ -29,6 +29,18 @@ lint: .venv/installed-dev
 proto: .venv/installed-dev
 	.venv/bin/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
 
+# Pages as a site, in out/site; with tools of their own.
+docs: .venv-docs/installed
+	.venv-docs/bin/mkdocs build --strict
+
+dist:
+	$(PYTHON) -m build
+
+.venv-docs/installed: docs/requirements.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	touch $@
+
 .venv/bin/pip:
 	@$(PYTHON) -c $(CHECK) $(PYTHON)
 	$(PYTHON) -m venv .venv
@@ -43,4 +55,4 @@ proto: .venv/installed-dev
 	touch $@
 
 clean:
-	rm -rf .venv out
+	rm -rf .venv .venv-docs out dist

@@ -1,0 +1,51 @@
+"""What a release promises: workflows run what there is, and the changelog tells of the version."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+KINDS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+def workflow(file: Path) -> dict[Any, Any]:
+    """YAML takes the key `on` for a truth value."""
+    return yaml.safe_load(file.read_text())
+
+
+@pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
+def test_a_workflow_runs_what_there_is(file: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    found = workflow(file)
+    assert found[True] and found["permissions"] == {"contents": "read"}
+    for job in found["jobs"].values():
+        assert job["timeout-minutes"] <= 60
+        for script in (step.get("run", "") for step in job["steps"]):
+            for target in re.findall(r"\bmake (\w+)", script):
+                assert re.search(rf"^{target}:", makefile, re.M), target
+            for named in re.findall(r"[\w./]+\.(?:toml|txt|md)\b|^\.\w+/\w+", script):
+                assert (ROOT / named).exists(), named
+
+
+def test_a_release_is_made_of_a_tag_and_published_without_a_secret() -> None:
+    found = workflow(ROOT / ".github/workflows/release.yml")
+    assert found[True] == {"push": {"tags": ["v*"]}}
+    publish = found["jobs"]["publish"]
+    assert publish["needs"] == "build" and publish["permissions"] == {"id-token": "write"}
+    assert "secrets." not in (ROOT / ".github/workflows/release.yml").read_text()
+
+
+def test_the_changelog_tells_of_this_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## \[([^]]+)\]", text, re.M)
+    assert versions[0] == "Unreleased"
+    assert VERSION in versions or f"What will be {VERSION}." in text
+    assert set(re.findall(r"^### (.*)", text, re.M)) <= KINDS
