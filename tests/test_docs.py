@@ -1,0 +1,53 @@
+"""The site has all pages, and quotes messages that there are."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+QUOTED = re.findall(r"^### `(.*)`$", (ROOT / "docs/troubleshooting.md").read_text(), re.M)
+
+
+@cache
+def said() -> str:
+    """All texts of the packages, a line each, with `…` for what is put into them."""
+    files = [path for top in ("bootstrap", "node") for path in (ROOT / top).rglob("*.py")]
+    texts = []
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Constant(value=str(text)):
+                    texts.append(re.sub(r"%(?:\.\d+)?[sdgf]", "…", text))
+                case ast.JoinedStr(values=parts):
+                    texts.append(
+                        "".join(
+                            str(getattr(part, "value", "…"))
+                            if isinstance(part, ast.Constant)
+                            else "…"
+                            for part in parts
+                        )
+                    )
+    return "\n".join(text.replace("\n", " ") for text in texts)
+
+
+@pytest.mark.parametrize("message", QUOTED)
+def test_a_message_that_is_explained_is_one(message: str) -> None:
+    assert message in said()
+
+
+def test_many_are_explained_each_once() -> None:
+    assert len(QUOTED) == len(set(QUOTED)) >= 20
+
+
+def test_the_site_leads_to_every_page() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    led_to = re.findall(r": (\S+\.md)$", nav, re.M)
+    pages = [*ROOT.glob("docs/*.md"), *ROOT.glob("results/*/README.md"), *ROOT.glob("*.md")]
+    assert sorted(led_to) == sorted(
+        str(page.relative_to(ROOT)) for page in [*pages, ROOT / "examples/README.md"]
+    )
