@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import NoReturn, TypeVar
@@ -43,6 +44,8 @@ SUSPECT_DEADLINE = 2.0  # seconds
 LEAVE_DEADLINE = 2.0  # seconds
 MESSAGE_BYTES = 16 * 2**20  # as the service's
 REPORT_BYTES = 15 * 2**10  # of its RENEWAL_BYTES
+LINE_BYTES = 4  # that a line takes in a renewal beside its own, at most
+MOST_TOLD = 1000  # events that wait for a registry which is away
 
 T = TypeVar("T")
 Metadata = tuple[tuple[str, str], ...]
@@ -89,6 +92,7 @@ class RegistryClient:
         self._heard = False  # whether it has ever answered
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._report = Report()
+        self._happened: deque[str] = deque(maxlen=MOST_TOLD)
         self._due = asyncio.Event()  # renew at once
         self._tasks: set[asyncio.Task[None]] = set()
         self._node = self._left = ""  # who joined last; who said goodbye last
@@ -115,6 +119,7 @@ class RegistryClient:
             asked.question = reply.question
             asked.answered[:] = await self._dial(reply)
         self._node, self._report = request.node, Report()
+        self._happened.clear()
         return reply
 
     async def describe(self, deadline: float = 30.0) -> Description:
@@ -193,6 +198,11 @@ class RegistryClient:
         if _news(report) != _news(former):
             self._due.set()
 
+    def tell(self, line: str) -> None:
+        """What has happened, as a line of the node's event log: a later renewal says it. Of
+        what waits for a registry that is away the oldest is forgotten."""
+        self._happened.append(line)
+
     def suspect(self, accused: str, why: str, cause: Cause = SILENT) -> None:
         """Has the registry ask the accused whether it is there, or tells it `why`, the evidence,
         that the accused has to go for `cause`. Does not wait; the answer comes as a view."""
@@ -245,6 +255,21 @@ class RegistryClient:
     @property
     def _address(self) -> str:
         return self._addresses[self._at]
+
+    def _next_to_tell(self, room: int) -> list[str]:
+        """As much of what has happened as takes so many bytes; a line of more than half a report is
+        left out."""
+        lines: list[str] = []
+        while self._happened:
+            size = len(self._happened[0].encode()) + LINE_BYTES
+            fits = size <= REPORT_BYTES // 2
+            if fits and size > room:
+                break
+            line = self._happened.popleft()
+            if fits:
+                lines.append(line)
+                room -= size
+        return lines
 
     async def _dial(self, reply: JoinReply) -> list[str]:
         """Those of whom the registry hears nothing, and who answer here."""
@@ -406,7 +431,9 @@ class _Membership:
                 await asyncio.wait_for(self.client._due.wait(), self.pause)
             self.client._due.clear()
             probe, self.probe = self.probe, 0
-            yield Renewal(node=self.node, report=self.client._report, probe=probe)
+            report = self.client._report
+            happened = self.client._next_to_tell(REPORT_BYTES - report.ByteSize())
+            yield Renewal(node=self.node, report=report, probe=probe, happened=happened)
 
     async def _watch(self, stub: RegistryStub, metadata: Metadata) -> str:
         call = stub.Watch(WatchRequest(run=self.view.run, node=self.node), metadata=metadata)

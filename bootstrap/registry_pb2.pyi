@@ -257,20 +257,22 @@ class LinkReport(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., rtt_ms: _Optional[float] = ..., mbps: _Optional[float] = ...) -> None: ...
 
 class Renewal(_message.Message):
-    __slots__ = ("node", "report", "probe", "run", "member", "view")
+    __slots__ = ("node", "report", "probe", "happened", "run", "member", "view")
     NODE_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
+    HAPPENED_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
     node: str
     report: Report
     probe: int
+    happened: _containers.RepeatedScalarFieldContainer[str]
     run: str
     member: Member
     view: View
-    def __init__(self, node: _Optional[str] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., probe: _Optional[int] = ..., run: _Optional[str] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., view: _Optional[_Union[View, _Mapping]] = ...) -> None: ...
+    def __init__(self, node: _Optional[str] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., probe: _Optional[int] = ..., happened: _Optional[_Iterable[str]] = ..., run: _Optional[str] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., view: _Optional[_Union[View, _Mapping]] = ...) -> None: ...
 
 class Notice(_message.Message):
     __slots__ = ("probe", "evicted", "view", "measure")
@@ -361,7 +363,7 @@ class MemberDescription(_message.Message):
     def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., since_renewal: _Optional[float] = ..., suspected: _Optional[bool] = ..., reached_by: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("run", "run_file", "view", "members", "decisions", "uptime", "protocol", "cuts", "quarantined", "evictions", "trouble", "rebuilds")
+    __slots__ = ("run", "run_file", "view", "members", "decisions", "uptime", "protocol", "cuts", "quarantined", "evictions", "trouble", "rebuilds", "page")
     RUN_FIELD_NUMBER: _ClassVar[int]
     RUN_FILE_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
@@ -374,6 +376,7 @@ class Description(_message.Message):
     EVICTIONS_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
     REBUILDS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_FIELD_NUMBER: _ClassVar[int]
     run: str
     run_file: str
     view: View
@@ -386,7 +389,8 @@ class Description(_message.Message):
     evictions: _containers.RepeatedCompositeFieldContainer[Eviction]
     trouble: str
     rebuilds: _containers.RepeatedCompositeFieldContainer[Rebuild]
-    def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberDescription, _Mapping]]] = ..., decisions: _Optional[_Iterable[str]] = ..., uptime: _Optional[float] = ..., protocol: _Optional[int] = ..., cuts: _Optional[_Iterable[_Union[Cut, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[Quarantined, _Mapping]]] = ..., evictions: _Optional[_Iterable[_Union[Eviction, _Mapping]]] = ..., trouble: _Optional[str] = ..., rebuilds: _Optional[_Iterable[_Union[Rebuild, _Mapping]]] = ...) -> None: ...
+    page: str
+    def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberDescription, _Mapping]]] = ..., decisions: _Optional[_Iterable[str]] = ..., uptime: _Optional[float] = ..., protocol: _Optional[int] = ..., cuts: _Optional[_Iterable[_Union[Cut, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[Quarantined, _Mapping]]] = ..., evictions: _Optional[_Iterable[_Union[Eviction, _Mapping]]] = ..., trouble: _Optional[str] = ..., rebuilds: _Optional[_Iterable[_Union[Rebuild, _Mapping]]] = ..., page: _Optional[str] = ...) -> None: ...
 
 class Cut(_message.Message):
     __slots__ = ("a", "b", "seconds", "via", "carried", "state")

@@ -6,8 +6,8 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -106,6 +106,8 @@ class RegistryServer(RegistryServicer):
         self._dialling: set[asyncio.Task[None]] = set()
         self._unwritten, self._retry_at = "", 0.0  # why the journal lacks the newest view
         self._damage = "" if journal is None else journal.damage
+        self.page = ""  # where a browser shows the run
+        self.on_happened: Callable[[str, Sequence[str]], None] = lambda node, lines: None
 
     async def start(
         self,
@@ -154,6 +156,20 @@ class RegistryServer(RegistryServicer):
         await self._server.stop(FAREWELL)
         if not self._failed.done():
             self._failed.set_result(None)
+
+    def describe(self) -> Description:
+        """Everything that a person may want to know."""
+        description = self._machine.describe(self._loop.time())
+        description.run_file = self._run_file
+        description.uptime = self._loop.time() - self._started
+        description.trouble = self._unwritten or self._damage
+        description.page = self.page
+        return description
+
+    @property
+    def members(self) -> int:
+        """How many there are."""
+        return len(self._machine.view.members)
 
     # -- calls -----------------------------------------------------------------------------------
 
@@ -254,11 +270,7 @@ class RegistryServer(RegistryServicer):
     async def Describe(  # noqa: N802
         self, request: DescribeRequest, context: Context
     ) -> Description:
-        description = self._machine.describe(self._loop.time())
-        description.run_file = self._run_file
-        description.uptime = self._loop.time() - self._started
-        description.trouble = self._unwritten or self._damage
-        return description
+        return self.describe()
 
     async def Examine(  # noqa: N802
         self, request: ExamineRequest, context: Context
@@ -306,6 +318,8 @@ class RegistryServer(RegistryServicer):
                 effects = self._machine.renewed(renewal, self._loop.time())
                 if effects:
                     self._carry_out(effects)
+                if renewal.happened:
+                    self.on_happened(stream.node, renewal.happened)
         except TimeoutError:
             reason = f"no renewal came within {FIRST_RENEWAL:g} s of opening the stream"
             return Refused("DEADLINE_EXCEEDED", reason)
@@ -501,9 +515,11 @@ async def serve(
     credentials: Credentials = PLAIN,
     insecure: bool = False,
     address_file: Path | None = None,
+    beside: Callable[[RegistryServer], AbstractAsyncContextManager[None]] | None = None,
 ) -> None:
     """A process's main: serves until SIGINT or SIGTERM. `address_file` gets HOST:PORT once it
-    listens, whole or not at all. Raises what `start` and `wait` raise, and OSError."""
+    listens, whole or not at all; `beside` is what else there is while it does. Raises what `start`,
+    `wait` and `beside` raise, and OSError."""
     port = await registry.start(listen, credentials, insecure)
     address = Address.parse(listen)._replace(port=port)
     log.info("the registry listens on %s", address)
@@ -517,8 +533,11 @@ async def serve(
         loop.add_signal_handler(number, stop.set)
     stopping = asyncio.ensure_future(stop.wait())
     waiting = asyncio.ensure_future(registry.wait())
-    await asyncio.wait([stopping, waiting], return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    await registry.stop()
+    try:
+        async with nullcontext() if beside is None else beside(registry):
+            await asyncio.wait([stopping, waiting], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+        await registry.stop()
     with suppress(asyncio.CancelledError):
         await waiting

@@ -12,6 +12,6 @@ does there, without loop, clock, socket, thread or tensor) and ports.py (what an
 world).
 
 Read the rooms in this order: `transaction` decides, `stage` computes, `wire` carries, `state` keeps
-and restores, `data` feeds, `report` tells, `hugging_face` hands the model out, and `local` starts
-all of it on one machine.
+and restores, `data` feeds, `report` tells, `page` shows it in a browser, `hugging_face` hands the
+model out, and `local` starts all of it on one machine.
 """

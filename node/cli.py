@@ -7,7 +7,8 @@ import os
 import re
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from functools import partial
 from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
     from planaria.bootstrap.client import RegistryClient
     from planaria.bootstrap.credentials import Credentials
     from planaria.bootstrap.knock import Answer
+    from planaria.bootstrap.service import RegistryServer
     from planaria.node.data.corpus import Corpus
     from planaria.node.local.swarm import SwarmPlan
+    from planaria.node.page.serving import Place
     from planaria.node.report.progress import Track
     from planaria.node.run_file import RunFile
 
@@ -40,6 +43,7 @@ BY_USE = (
     "node",
     "bootstrap",
     "status",
+    "page",
     "doctor",
     "probe",
     "audit",
@@ -85,6 +89,8 @@ data_app = typer.Typer(no_args_is_help=True, help="Prepare data for training, an
 app.add_typer(data_app, name="data")
 
 BEGAN = time.monotonic()
+LOOPBACK = "127.0.0.1:0"
+"""Any port of this machine, for this machine: runs don't get into each other's way."""
 KNOCK = 3.0
 """Seconds to wait for an address to take, or refuse, a connection."""
 
@@ -443,6 +449,36 @@ Seats = Annotated[
         rich_help_panel=MACHINE,
     ),
 ]
+Http = Annotated[
+    str,
+    typer.Option(
+        "--http",
+        metavar="HOST:PORT|none",
+        help="Where a browser shows the run; port 0: any.",
+    ),
+]
+Price = Annotated[
+    float | None,
+    typer.Option(min=0, metavar="AMOUNT", help="Of a node hour: the page says what it comes to."),
+]
+
+
+def parse_page(
+    http: str, token: str, certificate: Path | None, key: Path | None, insecure: bool
+) -> Place | None:
+    """None: there is to be no page. Raises AddressError, CredentialsError."""
+    from planaria.bootstrap.address import Address
+    from planaria.node.page.http_server import Keys
+    from planaria.node.page.serving import Place
+
+    if http == "none":
+        return None
+    keys = Keys(certificate, key) if certificate is not None and key is not None else None
+    place = Place(Address.parse(http), token, keys, insecure)
+    place.check()
+    return place
+
+
 Join = Annotated[
     str,
     typer.Option(
@@ -548,16 +584,19 @@ def up_command(
     ] = None,
     device: OneDevice = "auto",
     seats: Seats = None,
+    http: Http = LOOPBACK,
+    price: Price = None,
 ) -> None:
     """Train with a whole swarm on this machine."""
     import asyncio
 
+    from planaria.bootstrap.credentials import CredentialsError
     from planaria.node.data.corpus import CorpusError
     from planaria.node.local.resume import ResumeError, changed
     from planaria.node.local.swarm import SwarmError, choose_losses, parse_kill, read_plan, up
     from planaria.node.run_file import RunFile, RunFileError, load, override
 
-    with refusing(RunFileError, CorpusError, SwarmError, ResumeError):
+    with refusing(RunFileError, CorpusError, CredentialsError, SwarmError, ResumeError, ValueError):
         if resume is not None:
             trained = (run_file, steps, policy, strict, masking, seed)
             if any(option is not None for option in (*trained, out, save_dir)):
@@ -584,6 +623,8 @@ def up_command(
                 save_dir,
                 device,
             )
+        parse_page(http, "", None, None, insecure=False)
+        plan = plan._replace(http=http, price=price)
         kills = [parse_kill(text, plan.run) for text in kill or []]
         losses = choose_losses(plan.run, loss_rate, trace, speedup)
         status = asyncio.run(up(plan, kills, console, resumed, replace, losses, seats))
@@ -909,13 +950,15 @@ def bootstrap_command(
             rich_help_panel=FILES,
         ),
     ] = None,
+    http: Http = LOOPBACK,
+    price: Price = None,
     insecure: Insecure = False,
     ca: Ca = None,
     certificate: Certificate = None,
     key: Key = None,
     token: Token = "",
 ) -> None:
-    """Run the registry: who serves what."""
+    """Run the registry: who serves what, and the page on which one watches."""
     from planaria.bootstrap.address import Address
     from planaria.bootstrap.credentials import Credentials, CredentialsError
     from planaria.bootstrap.journal import Journal, JournalError, read_view
@@ -930,6 +973,7 @@ def bootstrap_command(
         text = dumps(resolve(load(run_file)))
         rules = registry_rules(loads(text), text)
         credentials = Credentials.load(ca, certificate, key, token)
+        page = parse_page(http, token, certificate, key, insecure)
         if after is not None and journal is None:
             raise ValueError(f"--after {after}: give this run a --journal of its own, too")
         log = Journal(journal, rules.run, text) if journal is not None else None
@@ -938,10 +982,62 @@ def bootstrap_command(
                 last, damage = read_view(after)
                 log.go_on_from(last, damage, f"the run {last.run} goes on in other numbers")
             registry = RegistryServer(rules, text, log)
-            _run(serve(registry, address, credentials, insecure, address_file))
+            beside = None if page is None else partial(_page_beside, page, loads(text), price)
+            _run(serve(registry, address, credentials, insecure, address_file, beside))
         finally:
             if log is not None:
                 log.close()
+
+
+def _page_beside(
+    place: Place, run: RunFile, price: float | None, registry: RegistryServer
+) -> AbstractAsyncContextManager[None]:
+    from planaria.node.page.serving import page_beside
+
+    return page_beside(registry, run, place, price)
+
+
+@app.command("page")
+def page_command(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="The --out of `planaria up`, or out/RUN of nodes."),
+    ],
+    http: Http = LOOPBACK,
+    price: Price = None,
+    insecure: Insecure = False,
+    certificate: Certificate = None,
+    key: Key = None,
+    token: Token = "",
+) -> None:
+    """Show a run that has left files in the browser, at any moment of it."""
+    import asyncio
+
+    from planaria.bootstrap.credentials import CredentialsError
+    from planaria.node.page.replay import ReplayError, replay_of
+    from planaria.node.page.serving import show
+    from planaria.node.report.ledger import LedgerError
+    from planaria.node.run_file import RunFileError
+
+    kinds = (ReplayError, LedgerError, RunFileError, CredentialsError, OSError, ValueError)
+    with refusing(*kinds), suppress(KeyboardInterrupt):
+        place = parse_page(http, token, certificate, key, insecure)
+        if place is None:
+            raise ValueError("--http none: a page that is shown nowhere is none")
+        with errors.status("reading"):
+            replay = replay_of(folder, price)
+
+        async def until_interrupted() -> None:
+            say = partial(console.print, highlight=False, soft_wrap=True)
+            await show(replay, place, lambda url: say(f"{folder} is shown at {url}"), _for_ever())
+
+        asyncio.run(until_interrupted())
+
+
+async def _for_ever() -> None:
+    import asyncio
+
+    await asyncio.get_running_loop().create_future()
 
 
 class Restart(enum.StrEnum):

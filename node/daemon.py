@@ -8,6 +8,7 @@ over as a new one, in the same process, with nothing of the old.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import secrets
@@ -54,7 +55,9 @@ from planaria.node.report.events import (
     Wall,
     WriteFailed,
     WrittenAgain,
+    is_for_all,
 )
+from planaria.node.report.events import line as event_line
 from planaria.node.report.ledger import Ledger, LedgerHeader, line, recording
 from planaria.node.report.line_file import BackgroundLineFile, LineFile
 from planaria.node.report.samples import SamplesFile
@@ -131,6 +134,7 @@ class Registry(Protocol):
         on_measure: Callable[[int], None],
     ) -> None: ...
     def report(self, report: registry.Report) -> None: ...
+    def tell(self, line: str) -> None: ...
     def suspect(self, accused: str, why: str, cause: registry.Cause = registry.SILENT) -> None: ...
     async def leave(self, node: str, why: str) -> None: ...
 
@@ -507,7 +511,10 @@ class Node:
     def tell(self, event: Event, by: str = "") -> None:
         """`by`: the seat whose event it is; empty: the node's."""
         log.log(event.severity.log_level, "%s", event.sentence(by or self.node))
-        self.events.write(event, by)
+        now = time.time()
+        self.events.write(event, by, now)
+        if is_for_all(event):
+            self.client.tell(json.dumps(event_line(event, by or self.node, now)))
         if isinstance(event, RebuildOrdered):
             self.ordered[event.node] = event.exact
         if isinstance(event, StageRebuilt) and event.method not in (*OWN, "replica"):

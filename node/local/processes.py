@@ -22,6 +22,7 @@ LOOK = 0.02
 """Seconds between two looks at processes that are to end."""
 PLANARIA: Final = (
     "planaria.node.cli",
+    "planaria.node.page.serving",
     "planaria.node.serve",
     "planaria.bootstrap.service",
     "torch.fx.experimental.symbolic_shapes",

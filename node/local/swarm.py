@@ -163,6 +163,8 @@ class SwarmPlan(NamedTuple):
     homes: Mapping[
         str, ProcessHome
     ] = {}  # slot -> home: of all, and `up` runs where it reaches them
+    http: str = "none"  # where a browser shows it: HOST:PORT
+    price: float | None = None  # of a node hour
 
     @property
     def kept(self) -> Kept:
@@ -349,6 +351,8 @@ class _Swarm:
         self.restarts: Counter[str] = Counter()
         self.at_large: set[str] = set()  # slots whose process goes where it is needed
         self.address = ""  # of the registry
+        self.http, self.price = plan.http, plan.price
+        self.page = ""  # its URL
         self.description: Description | None = None
         self.describing: asyncio.Task[None] | None = None
         self.client: RegistryClient | None = None
@@ -436,7 +440,14 @@ class _Swarm:
         while True:
             with suppress(RegistryUnreachable, JoinRefused):  # the page shows the last answer
                 self.description = await self.client.describe(deadline=1.0)
+                self._tell_page(self.description.page)
             await asyncio.sleep(DESCRIBE)
+
+    def _tell_page(self, url: str) -> None:
+        """Once; a registry in place of this one serves it there, too."""
+        if url and not self.page:
+            self.page, self.http = url, url.rstrip("/").rpartition("/")[2]
+            self.screen.say(f"watch it at {url}")
 
     def _awaited(self) -> str:
         reports = [one.report for one in self.description.members] if self.description else []
@@ -511,6 +522,8 @@ class _Swarm:
                 *("--listen", self.address or f"{host}:0"),
                 *("--address-file", str(self.out / ADDRESS)),
                 *("--journal", str(self.journal)),
+                *("--http", self.http),
+                *([] if self.price is None else ["--price", str(self.price)]),
             ]
         saves = "none" if self.save_dir is None else str(self.save_dir / slot)
         stage = [] if slot in self.at_large else ["--stage", slot.partition(".")[0]]

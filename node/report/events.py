@@ -763,6 +763,11 @@ def _process(slot: str) -> str:
     return f"the {slot}" if slot == "registry" else f"node-{slot}"
 
 
+def is_for_all(event: Event) -> bool:
+    """Whether it is of the run rather than of its node's log: the registry is to hear of it."""
+    return event.severity >= Severity.NOTICE or isinstance(event, Committed | Sampled | Finished)
+
+
 # --- as JSON
 
 
@@ -818,6 +823,28 @@ def parse(line: Mapping[str, Any]) -> Entry | None:
     if kind is None or "time" not in line:
         return None
     return Entry(float(line["time"]), line.get("node"), read(kind, line))
+
+
+def is_sound(value: Any, hint: Any = None) -> bool:
+    """Whether an event that was read from JSON has what its fields are said to hold, and no number
+    that a double or 64 bits can't: a line of a stranger's may have anything. `hint`: the type of
+    `value`, if that isn't its own."""
+    hint = hint or type(value)
+    origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if origin is types.UnionType:
+        return value is None or is_sound(value, arguments[0])
+    if origin is tuple:
+        return isinstance(value, tuple) and all(is_sound(inner, arguments[0]) for inner in value)
+    if origin is Mapping:
+        return isinstance(value, dict) and all(is_sound(v, arguments[1]) for v in value.values())
+    if isinstance(origin, type) and dataclasses.is_dataclass(origin):
+        hints, fields = _hints(origin), dataclasses.fields(origin)
+        return all(is_sound(getattr(value, one.name), hints[one.name]) for one in fields)
+    if origin is float:
+        return isinstance(value, float) or is_sound(value, int)
+    if origin is int:
+        return type(value) is int and abs(value) < 2**63
+    return type(value) is origin
 
 
 @cache

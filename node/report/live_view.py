@@ -245,6 +245,20 @@ class Story:
     def _drop_rebuilds(self, node: str | None) -> None:
         self.rebuilds = {seat: at for seat, at in self.rebuilds.items() if node_of(seat) != node}
 
+    def forget(self, most: int) -> None:
+        """Keeps of no more than so many nodes what is known of each, those that came last."""
+        tables: list[dict[Any, Any]] = [
+            *(self._holds, self._in_place, self.rebuilds),
+            self.samples,
+        ]
+        for table in tables:
+            while len(table) > most:
+                del table[next(iter(table))]
+        for some in (self._missed, self._unsaved, self._serving):
+            if len(some) > most:
+                some.clear()
+        del self._losses[:-most]
+
     def serves(self, pid: int) -> bool:
         """Whether the process has a seat."""
         return any(node_of(seat or "") == self.node_of(pid) for seat in self._serving)
@@ -322,7 +336,7 @@ def told_of(one: MemberDescription, stage: int | None) -> SeatReport:
 
 def state(members: Iterable[MemberDescription], stage: int | None) -> Text:
     """The states of a stage's seats, counted; None: standbys."""
-    states = Counter(_state_of(one, stage) for one in members)
+    states = Counter(state_of(one, stage) for one in members)
     if not states:
         return Text("vacant", style="bold red")
     parts = [
@@ -332,7 +346,8 @@ def state(members: Iterable[MemberDescription], stage: int | None) -> Text:
     return Text(", ").join(parts)
 
 
-def _state_of(one: MemberDescription, stage: int | None) -> tuple[str, str]:
+def state_of(one: MemberDescription, stage: int | None) -> tuple[str, str]:
+    """In a word, and its style."""
     if one.suspected:
         return "suspected", "yellow"
     if one.reached_by:

@@ -127,6 +127,7 @@ def _head(description: Description) -> RenderableType:
         ("run", f"[bold]{escape(description.run)}[/], registry up {_span(description.uptime)}"),
         ("view", f"{view.number}: {escape(view.reason)}"),
         ("driver", escape(view.driver) or "none yet"),
+        *([("page", escape(description.page))] if description.page else []),
     ]
     for name, text in rows:
         grid.add_row(Text(name, style="dim"), text)

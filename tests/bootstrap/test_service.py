@@ -75,6 +75,21 @@ async def until_described(place: Any, condition: Callable[[Any], bool]) -> Any:
     return description
 
 
+async def test_what_happens_to_a_node_is_told_with_its_renewals(place: Any) -> None:
+    heard: list[tuple[str, str]] = []
+    place.registry.on_happened = lambda node, lines: heard.extend((node, line) for line in lines)
+    node = await place.node("a", stage=1)
+    lines = [f"{n}" * 500 for n in range(60)]  # more than a renewal has room for
+    for line in (*lines, "x" * RENEWAL_BYTES, "the last"):
+        node.client.tell(line)
+    async with asyncio.timeout(TIMEOUT):
+        while len(heard) < 61:
+            node.client._due.set()  # as news does
+            await asyncio.sleep(0.01)
+    assert heard == [("a", line) for line in (*lines, "the last")]
+    assert not node.evicted.done()
+
+
 async def test_join_hands_out_run_stage_and_reason(place: Any) -> None:
     node = await place.node("a", stage=1)
     assert node.reply.run == "r"

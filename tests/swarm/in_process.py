@@ -73,6 +73,7 @@ class LocalClient:
         self.alive = True
         self.away = False  # neither hears the other
         self.reported = None
+        self.told: list[str] = []  # events, as JSON
         self.on_view: Callable = lambda view: None
         self.on_evicted: Callable = lambda reason: None
 
@@ -109,6 +110,9 @@ class LocalClient:
 
     def report(self, report: registry.Report) -> None:
         self.reported = report
+
+    def tell(self, line: str) -> None:
+        self.told.append(line)
 
     def suspect(self, accused: str, why: str, cause: registry.Cause = registry.SILENT) -> None:
         if self.heard and self.node in self.registry.nodes:

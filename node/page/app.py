@@ -1,0 +1,194 @@
+"""The page over HTTP: a starlette application that only ever reads."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hmac
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+STATIC = Path(__file__).parent / "static"
+FILES = {
+    "/": ("page.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+}
+REFRESH = 1.0
+"""Seconds between two looks, for all who watch."""
+QUIET = 15.0
+"""Seconds after which who has nothing to hear hears that."""
+LOCAL = ["127.0.0.1", "localhost", "[::1]"]
+"""Names of this machine: a page that is served to it alone is asked for by no other."""
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+State = Mapping[str, Any]
+
+
+class Shown(Protocol):
+    """What the page is of."""
+
+    def now(self) -> State:
+        """As it is, or, of what is over, as it ended."""
+
+    @property
+    def span(self) -> tuple[float, float] | None:
+        """Unix seconds from which to which it can be shown again; None: it is living."""
+
+    def at(self, moment: float) -> State:
+        """As it was then."""
+
+
+class Parts:
+    """A state as JSON text, part by part, made once in `REFRESH` seconds for all who ask."""
+
+    def __init__(self, shown: Shown, clock: Callable[[], float]) -> None:
+        self._shown, self._clock = shown, clock
+        self._made = -REFRESH
+        self._parts: dict[str, str] = {}
+
+    def now(self) -> dict[str, str]:
+        if self._clock() - self._made >= REFRESH:
+            self._parts = as_json(self._shown.now())
+            self._made = self._clock()
+        return self._parts
+
+
+def as_json(state: State) -> dict[str, str]:
+    """Raises ValueError for a number that JSON has none for: the page would not be able to read
+    it."""
+    return {
+        key: json.dumps(value, allow_nan=False, separators=(",", ":"))
+        for key, value in state.items()
+    }
+
+
+def joined(parts: Mapping[str, str]) -> str:
+    return "{" + ",".join(f'"{key}":{text}' for key, text in parts.items()) + "}"
+
+
+def make_app(shown: Shown, over: asyncio.Event, token: str = "", local: bool = True) -> Starlette:
+    """Until it is `over`. Who doesn't show the `token` is refused, if there is one; `local`: it is
+    for this machine alone."""
+    parts = Parts(shown, lambda: asyncio.get_running_loop().time())
+
+    async def state(request: Request) -> Response:
+        at, span = request.query_params.get("at"), shown.span
+        if at is None or span is None:
+            return _json(joined(parts.now()))
+        try:
+            moment = float(at)
+        except ValueError:
+            return PlainTextResponse(f"at={at[:40]!r} is no number of seconds", 400)
+        if not span[0] <= moment <= span[1]:
+            return PlainTextResponse(f"at={moment:g} is not between {span[0]} and {span[1]}", 400)
+        return _json(joined(as_json(shown.at(moment))))
+
+    async def stream(request: Request) -> Response:
+        return StreamingResponse(_changes(parts, over), media_type="text/event-stream")
+
+    async def span(request: Request) -> Response:
+        return _json(json.dumps(shown.span))
+
+    routes = [Route(path, _file(*file)) for path, file in FILES.items()]
+    routes += [Route("/state", state), Route("/events", stream), Route("/span", span)]
+    guards = [Middleware(_Headers)]
+    if local:
+        guards.append(Middleware(TrustedHostMiddleware, allowed_hosts=LOCAL))
+    if token:
+        guards.append(Middleware(_Gate, token=token))
+    return Starlette(routes=routes, middleware=guards)
+
+
+def _file(name: str, kind: str) -> Callable[[Request], Any]:
+    content = (STATIC / name).read_bytes()
+
+    async def give(request: Request) -> Response:
+        return Response(content, media_type=kind)
+
+    return give
+
+
+def _json(text: str) -> Response:
+    return Response(text, media_type="application/json")
+
+
+async def _changes(parts: Parts, over: asyncio.Event) -> AsyncIterator[str]:
+    """Server-sent events: all of it at first, then the parts that are others than before. Who reads
+    slowly gets fewer of them: nothing waits for anybody."""
+    sent: dict[str, str] = {}
+    clock = asyncio.get_running_loop().time
+    spoke = clock()
+    while not over.is_set():
+        now = parts.now()
+        changed = {key: text for key, text in now.items() if sent.get(key) != text}
+        sent = now
+        if changed:
+            yield f"data: {joined(changed)}\n\n"
+            spoke = clock()
+        elif clock() - spoke > QUIET:
+            yield ": nothing new\n\n"
+            spoke = clock()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(over.wait(), REFRESH)
+
+
+class _Headers:
+    """What browsers are to know of every answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                told = [(k.lower().encode(), v.encode()) for k, v in HEADERS.items()]
+                message = {**message, "headers": [*message.get("headers", ()), *told]}
+            await send(message)
+
+        await self._app(scope, receive, with_headers)
+
+
+class _Gate:
+    """Lets in who shows the join token: as the password that a browser asks for, whoever the user
+    is, or as a bearer."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app, self._token = app, token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._may(scope):
+            await self._app(scope, receive, send)
+            return
+        why = "this page asks for the run's join token: it is the password, the user is anybody\n"
+        asks = {"WWW-Authenticate": 'Basic realm="planaria: the join token is the password"'}
+        await PlainTextResponse(why, 401, asks)(scope, receive, send)
+
+    def _may(self, scope: Scope) -> bool:
+        kind, _, shown = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        if kind.lower() == b"basic":
+            try:
+                shown = base64.b64decode(shown, validate=True).partition(b":")[2]
+            except binascii.Error:
+                return False
+        elif kind.lower() != b"bearer":
+            return False
+        return hmac.compare_digest(shown.strip(), self._token)

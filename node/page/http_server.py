@@ -1,0 +1,145 @@
+"""An HTTP server beside what else a process does, which stands clients that are slow, or many."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from planaria.bootstrap.address import Address
+
+MOST_CONNECTIONS = 64
+"""At a time; one more is closed at once."""
+REQUEST = 10.0
+"""Seconds that a client has for a request, from when it may begin with it."""
+UNREAD = 20.0
+"""Seconds that a client may leave unread what was sent to it."""
+LONGEST_REQUEST = 16 * 2**10
+"""Bytes, of its first line and headers."""
+FAREWELL = 1
+"""Seconds for answers to end when the server stops."""
+
+
+class Keys(NamedTuple):
+    """PEM files of a server's TLS."""
+
+    certificate: Path
+    key: Path
+
+
+class Connection(H11Protocol):
+    """One that is closed when it takes a place for nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._asking: asyncio.TimerHandle | None = None
+        self._reading: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.abort()
+        else:
+            self._expect_request()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._expect_request()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._expect_request()
+
+    def _expect_request(self) -> None:
+        """What has to come now, if no answer is under way."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering and self._asking is not None:
+            self._asking.cancel()
+            self._asking = None
+        elif not answering and self._asking is None:
+            self._asking = self.loop.call_later(REQUEST, self.transport.abort)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reading = self.loop.call_later(UNREAD, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for timer in (self._asking, self._reading):
+            if timer is not None:
+                timer.cancel()
+
+
+class _Server(uvicorn.Server):
+    """Signals are for the process that it is a part of."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind(listen: Address, option: str) -> socket.socket:
+    """A socket at that address (port 0: any), which an `option` of the command line has named.
+    Raises OSError, which says what to do about it."""
+    family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((listen.host, listen.port))
+        bound.listen(MOST_CONNECTIONS)
+    except OSError as error:
+        bound.close()
+        raise OSError(
+            f"can't serve HTTP at {listen}: {error.strerror or error}; choose another place with "
+            f"{option} HOST:PORT, or {option} none"
+        ) from error
+    return bound
+
+
+@asynccontextmanager
+async def listening(
+    app: ASGIApp, bound: socket.socket, over: asyncio.Event, keys: Keys | None = None
+) -> AsyncIterator[None]:
+    """Serves at the socket meanwhile, and closes it. `over` is set when answers have to end. Raises
+    OSError where `keys` can't be used."""
+    with bound:
+        server = _Server(_config(app, keys))
+        server.config.load()
+        serving = asyncio.get_running_loop().create_task(server.serve([bound]))
+        try:
+            yield
+        finally:
+            over.set()
+            server.should_exit = True
+            await serving
+
+
+def _config(app: ASGIApp, keys: Keys | None) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=LONGEST_REQUEST,
+        timeout_graceful_shutdown=FAREWELL,
+        ssl_certfile=str(keys.certificate) if keys else None,
+        ssl_keyfile=str(keys.key) if keys else None,
+    )

@@ -1,0 +1,218 @@
+"""A run, as its files tell it, at any moment of it: for the page what a living registry would have
+said then."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from planaria.bootstrap.registry_pb2 import (
+    Description,
+    Member,
+    MemberDescription,
+    Report,
+    Seat,
+    SeatReport,
+    View,
+)
+from planaria.node.naming import node_of
+from planaria.node.page.history import History
+from planaria.node.page.state import Moment, page_state
+from planaria.node.report.event_log import Tail
+from planaria.node.report.events import (
+    Applied,
+    Committed,
+    Entry,
+    Exited,
+    Finished,
+    GivenBack,
+    Joined,
+    Killed,
+    NodeLost,
+    Serving,
+    Started,
+    SwarmEnding,
+    Validated,
+    is_sound,
+    parse,
+)
+from planaria.node.report.ledger import MERGED, Line, merge
+from planaria.node.run_file import RunFile, load
+
+RUN_FILE = "run.toml"
+
+
+_AT_THE_END = (Committed, Validated, Finished)
+"""What is told of a swarm that is being ended; that its processes go is no loss."""
+
+
+class ReplayError(ValueError):
+    """There is no run that can be shown; the message says what is missing and where."""
+
+
+class Replay:
+    """The page of a run at any moment of it. Moments in Unix seconds, from `began` to `ended`."""
+
+    def __init__(
+        self,
+        run: RunFile,
+        events: Sequence[Mapping[str, Any]],
+        lines: Sequence[Line],
+        name: str,
+        price: float | None = None,
+    ) -> None:
+        """`events` as logs have them, `lines` as ledgers do, both by time; `price` of a node hour.
+        Raises ReplayError for a run in which nothing has happened."""
+        self.run, self.name, self.price = run, name, price
+        timed = [(float(at["time"]), at) for at in (*events, *lines)]
+        self._all = sorted(timed, key=lambda one: one[0])
+        if not self._all:
+            raise ReplayError(f"nothing has happened in {name}: no event and no step is there")
+        self.began, self.ended = self._all[0][0], self._all[-1][0]
+        self._begin()
+
+    def _begin(self) -> None:
+        self._next = 0
+        self._scene = Scene(self.run)
+
+    def at(self, moment: float) -> dict[str, Any]:
+        """What the page shows of that moment; see `page_state`."""
+        if self._next and moment < self._all[self._next - 1][0]:
+            self._begin()
+        while self._next < len(self._all) and self._all[self._next][0] <= moment:
+            self._scene.play(self._all[self._next][1])
+            self._next += 1
+        history = self._scene.history
+        history.look(len(self._scene.nodes), moment)
+        rate = history.story.tokens_per_second
+        ended = self.ended if moment >= self.ended else None
+        when = Moment(moment, self.began, ended, rate, self.price)
+        return page_state(self._scene.describe(self.name), history, self.run, when)
+
+
+class Scene:
+    """Who is there, and at which step, from what events say."""
+
+    def __init__(self, run: RunFile) -> None:
+        self.history = History(run.steps)
+        self.nodes: dict[str, Member] = {}
+        self._steps: dict[str, int] = {}  # seat -> newest step in its weights
+        self._seats: dict[str, int] = {}  # seat -> stage
+        self._processes: dict[int, str] = {}  # process id -> its newest node
+        self._driver = ""
+        self._ending = False
+
+    def play(self, line: Mapping[str, Any]) -> None:
+        """An event, or a line of the ledger."""
+        if "kind" not in line:
+            self.history.look(len(self.nodes), float(line["time"]))
+            self.history.record(Line(**line))  # type: ignore[typeddict-item]
+            return
+        entry = parse(line)
+        self.history.look(len(self.nodes), float(line["time"]))
+        if entry is None:
+            self.history.hear_unknown(line, float(line["time"]))
+        elif is_sound(entry.event):
+            self._hear(entry)
+            if not self._ending or isinstance(entry.event, _AT_THE_END):
+                self.history.hear(entry)
+
+    def _hear(self, entry: Entry) -> None:
+        node = node_of(entry.node or "")
+        match entry.event:
+            case Joined(pid=pid, host=host) if entry.node is not None:
+                self._drop(self._processes.get(pid, ""))
+                self._processes[pid] = node
+                self.nodes[node] = Member(node=node, host=host)
+            case Serving(stage=stage, device=device) if node in self.nodes:
+                self.nodes[node].device = device or ""
+                self._seats[entry.node or ""] = stage
+            case GivenBack():
+                self._seats.pop(entry.node or "", None)
+            case Applied(step=step):
+                self._steps[entry.node or ""] = step
+            case Committed():
+                self._driver = node
+            case Killed(node=str(lost)) | Exited(node=str(lost)) | NodeLost(node=lost):
+                if not self._ending:
+                    self._drop(node_of(lost))
+            case SwarmEnding():
+                self._ending = True
+            case Started(slot="registry"):
+                self._ending = False
+
+    def _drop(self, node: str) -> None:
+        self.nodes.pop(node, None)
+        for table in (self._seats, self._steps):
+            for seat in [seat for seat in table if node_of(seat) == node]:
+                del table[seat]
+
+    def _phase(self, seat: str, rebuilding: bool) -> str:
+        """As a node reports it."""
+        story = self.history.story
+        if story.finished is not None:
+            return "halted"
+        if rebuilding:
+            return "syncing"
+        if not story.committed:
+            return "idle"
+        return "running" if seat in self._steps else "following"
+
+    def describe(self, run: str) -> Description:
+        """What a registry would have said."""
+        story = self.history.story
+        rebuilt = {
+            seat for seat, order in story.rebuilds.items() if order.stage == self._seats.get(seat)
+        }
+        members = []
+        for name, node in self.nodes.items():
+            own = {seat: at for seat, at in self._seats.items() if node_of(seat) == name}
+            member = Member(node=story.with_names(name), host=node.host, device=node.device)
+            member.seats.extend(Seat(stage=at) for at in sorted(set(own.values())))
+            reports = [
+                SeatReport(
+                    stage=at,
+                    committed=self._steps.get(seat, 0),
+                    phase=self._phase(seat, seat in rebuilt),
+                )
+                for seat, at in own.items()
+            ]
+            members.append(MemberDescription(member=member, report=Report(seats=reports)))
+        return Description(
+            run=run,
+            view=View(run=run, driver=story.with_names(self._driver), committed=story.committed),
+            members=members,
+        )
+
+
+def replay_of(folder: Path, price: float | None = None) -> Replay:
+    """Of the run that wrote `folder`: the --out of `planaria up`, also while it runs, or out/RUN of
+    nodes. Raises ReplayError, RunFileError, LedgerError, OSError."""
+    found = [path for path in (folder / RUN_FILE, folder / "saves" / RUN_FILE) if path.is_file()]
+    if not found:
+        raise ReplayError(
+            f"there is no run in {folder}: {RUN_FILE} isn't there. Name the folder that "
+            "`planaria up` wrote (--out), or out/RUN of a machine's nodes"
+        )
+    files = _files(folder, "events-*.jsonl", "events.jsonl")
+    ledgers = [path for path in _files(folder, "ledger-*.jsonl", MERGED) if path.stat().st_size]
+    try:
+        events = [line for path in files for line in Tail(path).lines() if _is_event(line)]
+    except json.JSONDecodeError as error:
+        raise ReplayError(f"an event log in {folder} is damaged: {error}") from error
+    lines = merge(ledgers).lines if ledgers else []
+    return Replay(load(found[0]), events, lines, folder.resolve().name, price)
+
+
+def _files(folder: Path, each: str, merged: str) -> list[Path]:
+    """Those of each node, else what was made of them at the run's end."""
+    for where, which in ((folder / "logs", each), (folder, each), (folder, merged)):
+        if found := sorted(where.glob(which)):
+            return found
+    return []
+
+
+def _is_event(line: Mapping[str, Any]) -> bool:
+    return isinstance(line.get("time"), int | float) and "kind" in line

@@ -1,0 +1,140 @@
+"""The page beside a registry that lives, and of a folder that a run has left."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from planaria.bootstrap.address import Address
+from planaria.bootstrap.credentials import CredentialsError
+from planaria.bootstrap.service import RegistryServer
+from planaria.node.page.app import REFRESH, make_app
+from planaria.node.page.history import History
+from planaria.node.page.http_server import Keys, bind, listening
+from planaria.node.page.replay import Replay
+from planaria.node.page.state import Moment, page_state
+from planaria.node.run_file import RunFile
+
+log = logging.getLogger("planaria")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a page is served, and to whom."""
+
+    listen: Address
+    token: str = ""
+    keys: Keys | None = None  # None: in plain text
+    insecure: bool = False
+
+    def check(self) -> None:
+        """Raises CredentialsError for a page that anybody could read, unless `insecure`."""
+        if self.listen.is_loopback or self.insecure or (self.token and self.keys):
+            return
+        raise CredentialsError(
+            f"--http {self.listen} can be reached from other machines: give --token and TLS, serve "
+            "the page on 127.0.0.1, or accept that others may read it with --insecure"
+        )
+
+    @property
+    def asked_for(self) -> str:
+        """The token that a browser has to show; empty: none."""
+        return "" if self.listen.is_loopback else self.token
+
+
+class Living:
+    """What the page shows of a registry's run."""
+
+    span = None
+
+    def __init__(self, registry: RegistryServer, run: RunFile, price: float | None) -> None:
+        self._registry, self._run, self._price = registry, run, price
+        self._stages = run.model.stages or 0
+        self._began = time.time()
+        self._history = History(run.steps)
+        registry.on_happened = self._happened
+
+    def _happened(self, node: str, lines: Sequence[str]) -> None:
+        for line in lines:
+            self._history.hear_from(node, line, self._stages, time.time())
+
+    def look(self) -> None:
+        """Counts how long nodes are there."""
+        self._history.look(self._registry.members, time.time())
+
+    def now(self) -> dict[str, Any]:
+        self.look()
+        moment = Moment(time.time(), self._began, price=self._price)
+        return page_state(self._registry.describe(), self._history, self._run, moment)
+
+    def at(self, moment: float) -> dict[str, Any]:
+        return self.now()
+
+
+class Finished:
+    """What the page shows of a folder's run."""
+
+    def __init__(self, replay: Replay) -> None:
+        self._replay = replay
+
+    @property
+    def span(self) -> tuple[float, float]:
+        return self._replay.began, self._replay.ended
+
+    def now(self) -> dict[str, Any]:
+        return self.at(self._replay.ended)
+
+    def at(self, moment: float) -> dict[str, Any]:
+        return self._replay.at(moment)
+
+
+@asynccontextmanager
+async def page_beside(
+    registry: RegistryServer, run: RunFile, place: Place, price: float | None = None
+) -> AsyncIterator[None]:
+    """Serves the registry's page meanwhile; `price` of a node hour. Raises OSError, which says what
+    to do about it."""
+    living = Living(registry, run, price)
+    counting = asyncio.get_running_loop().create_task(_counting(living))
+    try:
+        async with _served(living, place) as url:
+            registry.page = url
+            log.info("watch the run at %s", url)
+            yield
+    finally:
+        registry.page = ""
+        counting.cancel()
+
+
+async def _counting(living: Living) -> None:
+    while True:
+        await asyncio.sleep(REFRESH)
+        living.look()
+
+
+async def show(
+    replay: Replay, place: Place, say: Callable[[str], None], end: Awaitable[object]
+) -> None:
+    """Serves the page of a run that left files, until `end`; `say` is told the URL once it listens.
+    Raises OSError."""
+    async with _served(Finished(replay), place) as url:
+        say(url)
+        await end
+
+
+@asynccontextmanager
+async def _served(shown: Living | Finished, place: Place) -> AsyncIterator[str]:
+    """Gives the URL to open."""
+    over = asyncio.Event()
+    app = make_app(shown, over, place.asked_for, place.listen.is_loopback)
+    bound = bind(place.listen, "--http")
+    port = bound.getsockname()[1]
+    async with listening(app, bound, over, place.keys):
+        host = socket.gethostname() if place.listen.is_any else place.listen.host
+        yield f"{'https' if place.keys else 'http'}://{Address(host, port)}/"

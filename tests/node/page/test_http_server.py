@@ -1,0 +1,96 @@
+"""Clients that are slow, or many, or both."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from planaria.bootstrap.address import Address
+from planaria.node.page import http_server
+from planaria.node.page.http_server import bind, listening
+
+DEADLINE = 120.0  # seconds; only a hanging test gets there
+ASK = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+async def endless(scope: Scope, receive: Receive, send: Send) -> None:
+    """Says more than any buffer holds, to whoever asks for it."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for _ in range(2000 if scope["path"] == "/endless" else 0):
+        await send({"type": "http.response.body", "body": bytes(2**16), "more_body": True})
+        await asyncio.sleep(0)  # who is gone takes all of it at once
+    await send({"type": "http.response.body", "body": b"here"})
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[int]:
+    bound = bind(Address.parse("127.0.0.1:0"), "--http")
+    async with asyncio.timeout(DEADLINE), listening(endless, bound, asyncio.Event()):
+        yield bound.getsockname()[1]
+
+
+async def closed(reader: asyncio.StreamReader) -> bytes:
+    """What came until the other side was gone."""
+    try:
+        return await reader.read()
+    except ConnectionError:
+        return b""
+
+
+async def test_a_connection_too_many_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MOST_CONNECTIONS", 3)
+    async with served() as port:
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        for _, writer in held:
+            writer.write(ASK.replace(b"/ ", b"/endless "))
+            await writer.drain()
+        for reader, _ in held:
+            assert await reader.readline()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await closed(reader) == b""
+        writer.close()
+        held.pop()[1].transport.abort()
+        while True:  # until the server has noticed
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(ASK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+            if b"here" in await closed(reader):
+                break
+        for _, one in held:
+            one.transport.abort()
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nHost:", ASK])
+async def test_who_does_not_get_on_with_asking_is_let_go(
+    said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "REQUEST", 0.05)
+    async with served() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(said)
+        await closed(reader)
+        writer.close()
+
+
+async def test_who_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "UNREAD", 0.05)
+    async with served() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**10)
+        writer.write(ASK.replace(b"/ ", b"/endless "))
+        with pytest.raises(ConnectionError):
+            while True:  # it has to be reading that finds out: the socket's buffers are full
+                await asyncio.sleep(0.1)
+                if writer.transport.is_closing() or reader.at_eof() or reader.exception():
+                    raise reader.exception() or ConnectionResetError
+                writer.write(b" ")
+        writer.transport.abort()
+
+
+async def test_an_address_that_is_taken_is_said_with_the_option_to_change() -> None:
+    with bind(Address.parse("127.0.0.1:0"), "--http") as bound:
+        taken = Address("127.0.0.1", bound.getsockname()[1])
+        with pytest.raises(OSError, match=f"can't serve HTTP at {taken}: .*--http HOST:PORT"):
+            bind(taken, "--http")
