@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from planaria.node.stage.shape import ModelConfig, model_config
+from planaria.node.stage.shape import Family, ModelConfig, model_config
 from planaria.recovery.decide import Masking, Policy
 
 Codec = Literal["none", "bf16", "fp16", "int8"]
@@ -47,6 +47,29 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+class RopeScalingSection(Section):
+    """RoPE as LLaMA 3.1 stretches it, under the names of Hugging Face's config.json."""
+
+    factor: float = Field(ge=1, le=1e6)
+    low_freq_factor: float = Field(gt=0, le=1e6)
+    high_freq_factor: float = Field(gt=0, le=1e6)
+    original_max_position_embeddings: int = Field(ge=2, le=2**30)
+
+    @model_validator(mode="after")
+    def in_order(self) -> RopeScalingSection:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor = {self.low_freq_factor:g} must be less than high_freq_factor = "
+                f"{self.high_freq_factor:g}"
+            )
+        return self
+
+    @property
+    def figures(self) -> tuple[float, float, float, int]:
+        old = self.original_max_position_embeddings
+        return self.factor, self.low_freq_factor, self.high_freq_factor, old
+
+
 class ModelSection(Section):
     """A preset, with any of its figures overridden."""
 
@@ -59,6 +82,13 @@ class ModelSection(Section):
     context: int | None = Field(default=None, ge=2, le=2**22, description="tokens a sample")
     hidden: int | None = Field(default=None, ge=8, le=2**20, description="width of the SwiGLU")
     rope_theta: float = Field(default=10_000.0, ge=1, le=1e12)
+    rope_scaling: RopeScalingSection | None = None
+    family: Family | None = Field(default=None, description="llama when left out")
+    head_dim: int | None = Field(default=None, ge=2, le=2**12, description="else dim / heads")
+    norm_eps: float | None = Field(default=None, ge=1e-12, le=1e-1, description="else 1e-5")
+    tied: bool | None = Field(default=None, description="the head's weights are the embedding's")
+    positions: int | None = Field(default=None, ge=2, le=2**30, description="else the context")
+    window: int | None = Field(default=None, ge=2, le=2**30, description="of attention")
     vocabulary: int | None = Field(
         default=None, ge=2, le=2**24, description="from the data when left out"
     )

@@ -4,24 +4,44 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, get_args
 
-from planaria.node.stage.shape import ModelConfig
+from planaria.node.stage.shape import Family, ModelConfig, RopeScaling
 
 CONFIG = "config.json"
-ALWAYS: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
+ALWAYS: Final[dict[str, Any]] = {
     "attention_dropout": 0.0,
     "hidden_act": "silu",
     "initializer_range": 0.02,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "pretraining_tp": 1,
-    "tie_word_embeddings": False,
     "use_cache": True,
 }
 """What is so in each of our models."""
+OF_FAMILY: Final[dict[Family, dict[str, Any]]] = {
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+    },
+    "mistral": {"architectures": ["MistralForCausalLM"]},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False},
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "use_sliding_window": False,
+    },
+}
+"""What is so in each model of a family."""
+HARMLESS: Final = ("architectures", "initializer_range", "pretraining_tp", "use_cache")
+"""Of these, what changes nothing of what a model computes."""
+NEVER: Final = ("quantization_config", "num_experts", "num_local_experts")
+"""Keys of what none of our models has."""
+SUPPORTED: Final = (
+    "supported are llama (LLaMA 2 and 3, TinyLlama, SmolLM2), mistral, qwen2 and qwen3, as Hugging "
+    "Face's model_type has them, unquantized and without experts"
+)
+STRETCHED: Final = "llama3"
+"""The type of RoPE that shape.RopeScaling is."""
 
 
 class UnsupportedModelError(Exception):
@@ -31,65 +51,133 @@ class UnsupportedModelError(Exception):
 def to_config(config: ModelConfig, dtype: str, end_of_document: int | None) -> dict[str, Any]:
     """What `config.json` says; `dtype`: float32 or bfloat16. Transformers reads the names of its
     version 5 (dtype, rope_parameters), others those before (torch_dtype, rope_theta)."""
-    return ALWAYS | {
+    rope: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
+    scaling = None
+    if (stretched := config.rope_scaling) is not None:
+        scaling = {
+            "factor": stretched.factor,
+            "high_freq_factor": stretched.high,
+            "low_freq_factor": stretched.low,
+            "original_max_position_embeddings": stretched.positions,
+            "rope_type": STRETCHED,
+        }
+        rope |= scaling
+    said = {
         "bos_token_id": None,
         "dtype": dtype,
         "eos_token_id": end_of_document,
         "head_dim": config.head_dim,
         "hidden_size": config.dim,
         "intermediate_size": config.hidden,
-        "max_position_embeddings": config.context,
+        "max_position_embeddings": config.positions or config.context,
+        "model_type": config.family,
         "num_attention_heads": config.heads,
         "num_hidden_layers": config.layers,
         "num_key_value_heads": config.kv_heads,
         "pad_token_id": None,
         "rms_norm_eps": config.norm_eps,
-        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
-        "rope_scaling": None,
+        "rope_parameters": rope,
+        "rope_scaling": scaling,
         "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tied,
         "torch_dtype": dtype,
         "vocab_size": config.vocabulary,
     }
+    match config.family:
+        case "mistral":
+            said["sliding_window"] = config.window
+        case "qwen2" | "qwen3":
+            said["layer_types"] = ["full_attention"] * config.layers
+            said["max_window_layers"] = config.layers
+            said["sliding_window"] = None
+            if config.family == "qwen2":  # which has no such key
+                del said["head_dim"]
+    return ALWAYS | OF_FAMILY[config.family] | said
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Of a model with one body stage, whatever it was trained with. Raises UnsupportedModelError,
-    OSError."""
+    """Of a model with one body stage, whatever it was trained with; its context is all that it
+    knows. Raises UnsupportedModelError, OSError."""
     path = folder / CONFIG
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
-        rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
-        theta = rope.get("rope_theta", said.get("rope_theta", 10_000.0))
-        strange = [
-            f"{key} = {json.dumps(said[key])}"
-            for key, value in ALWAYS.items()
-            if key not in ("architectures", "initializer_range", "pretraining_tp", "use_cache")
-            and said.get(key, value) != value
-        ]
-        if (scaling := rope.get("rope_type", rope.get("type", "default"))) != "default":
-            strange.append(f"RoPE scaled ({scaling})")
-        heads, dim = int(said["num_attention_heads"]), int(said["hidden_size"])
-        if (head_dim := said.get("head_dim") or dim // heads) != dim // heads:
-            strange.append(f"head_dim = {head_dim}, not {dim} / {heads}")
-        if strange:
-            raise UnsupportedModelError(f"{path}: not supported here: {'; '.join(strange)}")
-        return ModelConfig(
-            vocabulary=int(said["vocab_size"]),
-            dim=dim,
-            heads=heads,
-            kv_heads=int(said.get("num_key_value_heads") or heads),
-            layers=int(said["num_hidden_layers"]),
-            stages=1,
-            context=int(said["max_position_embeddings"]),
-            hidden=int(said["intermediate_size"]),
-            rope_theta=float(theta),
-            norm_eps=float(said.get("rms_norm_eps", 1e-6)),
-            learning_rate=1.0,
-        )
+        family = said.get("model_type")
+        if family not in get_args(Family):
+            raise UnsupportedModelError(
+                f"{path}: not supported here: model_type = {json.dumps(family)}; {SUPPORTED}"
+            )
+        if strange := _strange(said, family):
+            raise UnsupportedModelError(
+                f"{path}: not supported here: {'; '.join(strange)}; {SUPPORTED}"
+            )
+        return _config(said, family)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UnsupportedModelError(
             f"{path} is no model's: {type(error).__name__}: {error}"
         ) from error
+
+
+def _strange(said: dict[str, Any], family: Family) -> list[str]:
+    """What it has that our models don't."""
+    usual = ALWAYS | OF_FAMILY[family]
+    strange = [
+        f"{key} = {json.dumps(said[key])}"
+        for key, value in usual.items()
+        if key not in HARMLESS and (said.get(key, value) or value) != value
+    ]
+    strange += [f"{key} = {json.dumps(said[key])[:80]}" for key in NEVER if said.get(key)]
+    if "sliding_attention" in (said.get("layer_types") or ()):
+        strange.append("layers with a sliding window beside others")
+    if (kind := _rope(said)["rope_type"]) not in ("default", STRETCHED):
+        strange.append(f"RoPE scaled ({kind})")
+    part = _rope(said).get("partial_rotary_factor", said.get("partial_rotary_factor")) or 1
+    if part != 1:
+        strange.append(f"RoPE of a part of each head (partial_rotary_factor = {part})")
+    return strange
+
+
+def _rope(said: dict[str, Any]) -> dict[str, Any]:
+    """With `rope_type` and `rope_theta`, whichever version wrote it."""
+    rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = rope.get("rope_theta", said.get("rope_theta", 10_000.0))
+    return {**rope, "rope_type": kind, "rope_theta": theta}
+
+
+def _config(said: dict[str, Any], family: Family) -> ModelConfig:
+    """Raises KeyError, TypeError, ValueError."""
+    rope, scaling = _rope(said), None
+    positions = int(said["max_position_embeddings"])
+    if rope["rope_type"] == STRETCHED:
+        scaling = RopeScaling(
+            float(rope["factor"]),
+            float(rope["low_freq_factor"]),
+            float(rope["high_freq_factor"]),
+            int(rope.get("original_max_position_embeddings") or positions),
+        )
+    heads, dim = int(said["num_attention_heads"]), int(said["hidden_size"])
+    width = said.get("head_dim") or (128 if family == "qwen3" else None)
+    # Mistral's own default, where config.json doesn't say.
+    window = said.get("sliding_window", 4096) if family == "mistral" else None
+    return ModelConfig(
+        vocabulary=int(said["vocab_size"]),
+        dim=dim,
+        heads=heads,
+        kv_heads=int(said.get("num_key_value_heads") or heads),
+        layers=int(said["num_hidden_layers"]),
+        stages=1,
+        context=min(positions, window or positions),
+        hidden=int(said["intermediate_size"]),
+        rope_theta=float(rope["rope_theta"]),
+        norm_eps=float(said.get("rms_norm_eps", 1e-6)),
+        learning_rate=1.0,
+        family=family,
+        tied=bool(said.get("tie_word_embeddings", False)),
+        width_of_head=None if width in (None, dim / heads) else int(width),
+        positions=positions,
+        window=window,
+        rope_scaling=scaling,
+    )
 
 
 def read_end(folder: Path) -> int | None:
@@ -100,4 +188,6 @@ def read_end(folder: Path) -> int | None:
         end = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
     except (OSError, ValueError) as error:
         raise UnsupportedModelError(f"{path} can't be read: {error}") from error
+    if isinstance(end, list) and end:  # the first is the one that documents end with
+        end = end[0]
     return end if isinstance(end, int) else None

@@ -11,8 +11,8 @@ from planaria.node.stage.shape import ModelConfig
 
 
 class Weight(NamedTuple):
-    """A tensor of `LlamaForCausalLM`, which is `size` values of a stage's flat weights, from the
-    `first` one on, in row-major order."""
+    """A tensor of `LlamaForCausalLM` or its kin, which is `size` values of a stage's flat weights,
+    from the `first` one on, in row-major order."""
 
     name: str  # as transformers has it
     stage: int

@@ -1,12 +1,14 @@
-"""LLaMA, cut into stages.
+"""LLaMA, cut into stages, and the models that are like it but for biases, norms and RoPE.
 
-Stage 0 holds both ends of the model: token embedding, final norm and LM head. Body stages 1..L hold
-the same number of transformer blocks each, under the same names. Weights map one to one to Hugging
-Face's `LlamaForCausalLM` (node/hugging_face/layout.py).
+Stage 0 holds both ends of the model: token embedding, final norm and LM head, which is the
+embedding once more where they are tied. Body stages 1..L hold the same number of transformer blocks
+each, under the same names. Weights map one to one to those of Hugging Face's `LlamaForCausalLM` and
+its kin (node/hugging_face/layout.py).
 """
 
 from __future__ import annotations
 
+import math
 import struct
 
 import torch
@@ -24,7 +26,12 @@ def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
     with torch.device("cpu"):
         halves = torch.arange(0, config.head_dim, 2).float() / config.head_dim
         positions = torch.arange(config.context).float()
-        angles = torch.outer(positions, config.rope_theta**-halves).repeat(1, 2)
+        speeds = config.rope_theta**-halves  # radians a position
+        if (scaling := config.rope_scaling) is not None:
+            turns = scaling.positions * speeds / (2 * math.pi)
+            kept = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+            speeds = speeds * (kept + (1 - kept) / scaling.factor)
+        angles = torch.outer(positions, speeds).repeat(1, 2)
         return angles.cos(), angles.sin()
 
 
@@ -38,19 +45,25 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim, self.grouped = config.head_dim, config.kv_heads < config.heads
-        kv_dim = config.kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
-        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
-        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
-        self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
+        q_dim, kv_dim = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.dim, q_dim, bias=config.qkv_biases)
+        self.k_proj = nn.Linear(config.dim, kv_dim, bias=config.qkv_biases)
+        self.v_proj = nn.Linear(config.dim, kv_dim, bias=config.qkv_biases)
+        self.o_proj = nn.Linear(q_dim, config.dim, bias=False)
+        self.q_norm: nn.RMSNorm | None = None
+        self.k_norm: nn.RMSNorm | None = None
+        if config.qk_norms:
+            self.q_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
+            self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         def heads(projected: Tensor) -> Tensor:  # [B, T, n * head_dim] -> [B, n, T, head_dim]
             return projected.view(*projected.shape[:2], -1, self.head_dim).transpose(1, 2)
 
-        q = rotate(heads(self.q_proj(x)), cos, sin)
-        k = rotate(heads(self.k_proj(x)), cos, sin)
-        v = heads(self.v_proj(x))
+        q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
         out: Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
         return out
@@ -115,7 +128,9 @@ class EmbeddingStage(nn.Module):
         weights = torch.empty(config.vocabulary, config.dim)
         self.embed_tokens = nn.Embedding(config.vocabulary, config.dim, _weight=weights)
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.lm_head = nn.Linear(config.dim, config.vocabulary, bias=False)
+        self.lm_head: nn.Linear | None = None
+        if not config.tied:
+            self.lm_head = nn.Linear(config.dim, config.vocabulary, bias=False)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """int64 [B, T] to float [B, T, dim]."""
@@ -123,7 +138,8 @@ class EmbeddingStage(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Float [B, T, dim] to [B, T, vocabulary]."""
-        return F.linear(self.norm(x), self.lm_head.weight)
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return F.linear(self.norm(x), head.weight)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Sum of the tokens' losses in nats, float32 scalar; x [B, T, dim], targets int64 [B, T].
@@ -167,8 +183,8 @@ def build_stage(config: ModelConfig, stage: int, seed: int) -> Stage:
     """A stage on the CPU in float32; its initial weights follow from (seed, stage, layer).
 
     Normal(0, 0.02), the two projections into the residual stream by 1/sqrt(2 layers) smaller
-    (GPT-2, section 2.3). Every replica makes the same ones; the global random state is neither
-    used nor changed. Raises ValueError for a stage that isn't there.
+    (GPT-2, section 2.3); norms start at 1, biases at 0. Every replica makes the same ones; the
+    global random state is neither used nor changed. Raises ValueError for a stage that isn't there.
     """
     if not 0 <= stage <= config.stages:
         raise ValueError(f"no stage {stage}: the model has stages 0 to {config.stages}")
@@ -179,7 +195,9 @@ def build_stage(config: ModelConfig, stage: int, seed: int) -> Stage:
         key = struct.pack("<QQQ", seed, stage, layer)
         generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(key))
         for name, parameter in part.named_parameters():
-            if parameter.dim() == 1:  # the weight of a norm, which starts at one
+            if parameter.dim() == 1:  # the weight of a norm, which starts at one, or a bias
+                if name.endswith(".bias"):
+                    parameter.data.zero_()
                 continue
             residual = name.endswith(("o_proj.weight", "down_proj.weight"))
             std = 0.02 / (2 * config.layers) ** 0.5 if residual else 0.02

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from planaria.node.run_file import ModelSection
@@ -36,6 +36,25 @@ SEAT_BYTES = 1.5 * 16
 again for what is computed of them."""
 
 
+Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+"""As Hugging Face's `model_type` has it. qwen2's q, k and v have biases, qwen3's q and k norms."""
+FINE_TUNING: Final = 2e-5
+"""Peak learning rate for a model that was trained before, when the run file has none."""
+LONGEST: Final = 4096
+"""Tokens a sample at most, for such a model, when the run file doesn't say how many."""
+
+
+class RopeScaling(NamedTuple):
+    """RoPE as LLaMA 3.1 stretches it. Pairs of features that turn less than `low` times in
+    `positions` turn `factor` times slower, those that turn more than `high` times as ever, those
+    between by shares."""
+
+    factor: float
+    low: float
+    high: float
+    positions: int
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape of the whole model. Raises ValueError if it can't be built."""
@@ -51,18 +70,33 @@ class ModelConfig:
     rope_theta: float
     norm_eps: float
     learning_rate: float  # peak
+    family: Family = "llama"
+    tied: bool = False  # the head's weights are the embedding's
+    width_of_head: int | None = None  # None: dim / heads
+    positions: int | None = None  # that the model knows; None: no more than the context
+    window: int | None = None  # tokens that attention looks back over; None: all
+    rope_scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value <= 0:
+            if isinstance(value, int | float) and name != "tied" and value <= 0:
                 raise ValueError(f"model: {name} = {value} must be greater than 0")
-        for whole, part in (("layers", "stages"), ("dim", "heads"), ("heads", "kv_heads")):
+        own = self.width_of_head is not None
+        wholes = (("layers", "stages"), ("heads", "kv_heads"), *([] if own else [("dim", "heads")]))
+        for whole, part in wholes:
             a, b = getattr(self, whole), getattr(self, part)
             if a % b:
                 raise ValueError(f"model: {whole} = {a} must be a multiple of {part} = {b}")
         if self.head_dim % 2:
+            what = "head_dim" if own else "dim / heads"
             raise ValueError(
-                f"model: dim / heads = {self.head_dim} must be even: RoPE turns pairs of features"
+                f"model: {what} = {self.head_dim} must be even: RoPE turns pairs of features"
+            )
+        most = min(self.window or self.context, self.positions or self.context)
+        if self.context > most:
+            raise ValueError(
+                f"model: context = {self.context}, and the model looks back over {most} tokens: "
+                f"give context = {most} or less"
             )
 
     @property
@@ -71,14 +105,25 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        return self.dim // self.heads
+        return self.width_of_head or self.dim // self.heads
+
+    @property
+    def qkv_biases(self) -> bool:
+        return self.family == "qwen2"
+
+    @property
+    def qk_norms(self) -> bool:
+        return self.family == "qwen3"
 
     @property
     def parameters(self) -> tuple[int, int]:
         """Of stage 0, and of a body stage."""
-        attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * self.head_dim
+        q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = 2 * self.dim * (q + k)
+        attention += (q + 2 * k) * self.qkv_biases + 2 * self.head_dim * self.qk_norms
         layer = attention + 3 * self.dim * self.hidden + 2 * self.dim
-        return 2 * self.vocabulary * self.dim + self.dim, self.layers_per_stage * layer
+        ends = (1 if self.tied else 2) * self.vocabulary * self.dim + self.dim
+        return ends, self.layers_per_stage * layer
 
 
 def model_config(section: ModelSection, vocabulary: int) -> ModelConfig:
@@ -110,6 +155,12 @@ def model_config(section: ModelSection, vocabulary: int) -> ModelConfig:
         context=section.context or preset.context,
         hidden=section.hidden or -(-8 * dim // (3 * 256)) * 256,
         rope_theta=section.rope_theta,
-        norm_eps=1e-5,
+        norm_eps=section.norm_eps or 1e-5,
         learning_rate=preset.learning_rate,
+        family=section.family or "llama",
+        tied=section.tied or False,
+        width_of_head=section.head_dim,
+        positions=section.positions,
+        window=section.window,
+        rope_scaling=section.rope_scaling and RopeScaling(*section.rope_scaling.figures),
     )

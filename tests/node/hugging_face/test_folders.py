@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,10 @@ from planaria.node.hugging_face.layout import Weight, weights
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.stage.model import build_stage
 from planaria.node.stage.shape import ModelConfig
-from tests.node.stage.shapes import GROUPED, MULTI_HEAD
+from tests.node.stage.shapes import FAMILIES, GROUPED
 
 CPU = torch.device("cpu")
-CONFIGS = pytest.mark.parametrize(
-    "config", [MULTI_HEAD, GROUPED], ids=["multi-head", "grouped-query"]
-)
+CONFIGS = pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 FILE = 100_000
 """Bytes of a shard: there are several."""
 
@@ -60,25 +59,43 @@ def some_tokens(config: ModelConfig, length: int) -> torch.Tensor:
 
 
 def transformers_model(config: ModelConfig) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM  # five seconds, at every worker
+    from transformers import AutoConfig, AutoModelForCausalLM  # five seconds, at every worker
 
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if (scaling := config.rope_scaling) is not None:
+        rope |= {"rope_type": "llama3", "factor": scaling.factor}
+        rope |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
+        rope["original_max_position_embeddings"] = scaling.positions
+    of_family: dict[str, Any] = {
+        "llama": {},
+        "mistral": {"sliding_window": config.window},
+        "qwen2": {"max_window_layers": config.layers},
+        "qwen3": {"max_window_layers": config.layers, "head_dim": config.head_dim},
+    }[config.family]
     torch.manual_seed(1)
-    return LlamaForCausalLM(
-        LlamaConfig(
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(
+            config.family,
             vocab_size=config.vocabulary,
             hidden_size=config.dim,
             intermediate_size=config.hidden,
             num_hidden_layers=config.layers,
             num_attention_heads=config.heads,
             num_key_value_heads=config.kv_heads,
-            max_position_embeddings=config.context,
+            max_position_embeddings=config.positions or config.context,
             rms_norm_eps=config.norm_eps,
-            rope_theta=config.rope_theta,
+            rope_parameters=rope,
+            tie_word_embeddings=config.tied,
             bos_token_id=None,
             eos_token_id=None,
             initializer_range=0.2,
+            **of_family,
         )
-    ).eval()
+    )
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.uniform_(0.5, 1.5)
+    return model.eval()
 
 
 @CONFIGS
@@ -93,6 +110,7 @@ def test_what_is_exported_gives_the_same_logits_in_transformers(tmp_path, config
     assert not any(told.values()), told
     with torch.no_grad():
         wanted = loaded.eval()(tokens).logits
+    assert type(loaded).__name__.lower() == f"{config.family}forcausallm"
     assert loaded.dtype == torch.float32
     assert wanted.std() > 0.5
     got = WholeModel.load(tmp_path / "out", CPU).logits(tokens)
@@ -129,6 +147,9 @@ def test_a_model_of_transformers_gives_its_logits_and_loss_here(tmp_path, config
     with torch.no_grad():
         wanted = reference(tokens, labels=tokens)
     model = WholeModel.load(tmp_path, CPU)
+    assert replace(config, stages=1, context=24, learning_rate=1.0) == replace(
+        model.config, context=24, positions=config.positions
+    )
     torch.testing.assert_close(model.logits(tokens), wanted.logits, rtol=0, atol=1e-4)
     assert model.loss(tokens) / (2 * 23) == pytest.approx(wanted.loss.item(), abs=1e-4)
 
@@ -204,8 +225,14 @@ def test_what_fails_half_way_leaves_nothing(tmp_path) -> None:
     [
         ({"model_type": "gpt2"}, 'model_type = "gpt2"'),
         ({"attention_bias": True}, "attention_bias = true"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "RoPE scaled .llama3."),
-        ({"head_dim": 16}, "head_dim = 16, not 48 / 6"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "RoPE scaled .yarn."),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "KeyError: 'factor'"),
+        ({"partial_rotary_factor": 0.5}, "RoPE of a part of each head"),
+        ({"num_local_experts": 8}, "num_local_experts = 8; supported are llama"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config = "),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layers with a sliding window"),
+        ({"head_dim": 16}, r"has shape \[48, 48\] instead of \[96, 48\]"),
+        ({"model_type": "qwen3"}, "contain tensor"),
         ({"vocab_size": None}, "is no model's"),
         ({"num_hidden_layers": 7}, r"contain tensor model\.layers\.6\."),
         ({"vocab_size": 98}, r"has shape \[97, 48\] instead of \[98, 48\]"),

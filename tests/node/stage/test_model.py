@@ -15,7 +15,7 @@ from planaria.node.run_file import ModelSection
 from planaria.node.stage import model, shape
 from planaria.node.stage.model import BodyStage, EmbeddingStage
 from planaria.node.stage.shape import ModelConfig
-from tests.node.stage.shapes import GROUPED, MULTI_HEAD
+from tests.node.stage.shapes import FAMILIES, GROUPED, QWEN2, QWEN3
 
 
 def build(config: ModelConfig, seed: int = 0) -> tuple[EmbeddingStage, list[BodyStage]]:
@@ -58,6 +58,27 @@ def test_a_token_sees_only_those_before_it() -> None:
         a, b = hidden(ends, bodies, tokens), hidden(ends, bodies, changed)
     torch.testing.assert_close(a[:, :6], b[:, :6])
     assert not torch.allclose(a[:, 6:], b[:, 6:])
+
+
+def test_biases_start_at_zero_and_norms_at_one() -> None:
+    for config, name in ((QWEN2, "q_proj.bias"), (QWEN3, "q_norm.weight")):
+        state = model.build_stage(config, 1, seed=0).state_dict()
+        found = state[f"layers.1.self_attn.{name}"]
+        assert torch.equal(found, torch.full_like(found, float(name == "q_norm.weight")))
+
+
+def test_a_tied_head_is_one_tensor_with_the_gradient_of_both_ends() -> None:
+    untied, tied = (replace(GROUPED, tied=tied) for tied in (False, True))
+    tokens = some_tokens(GROUPED, 12)
+    (two, bodies), (one, _) = build(untied), build(tied)
+    assert two.lm_head is not None
+    two.lm_head.weight.data.copy_(two.embed_tokens.weight.data)
+    assert list(model.named_shapes(tied, 0)) == ["model.embed_tokens.weight", "model.norm.weight"]
+    for ends in (one, two):
+        ends.loss(hidden(ends, bodies, tokens), tokens).backward()
+    wanted, head = two.embed_tokens.weight.grad, two.lm_head.weight.grad
+    assert wanted is not None and head is not None
+    torch.testing.assert_close(one.embed_tokens.weight.grad, wanted + head)
 
 
 def test_losses_of_microbatches_add_up() -> None:
@@ -211,6 +232,9 @@ def test_overrides_carry_along_what_follows_from_them() -> None:
         ({"heads": 3}, "dim = 64 must be a multiple of heads = 3"),
         ({"kv_heads": 3}, "heads = 4 must be a multiple of kv_heads = 3"),
         ({"dim": 60}, "dim / heads = 15 must be even"),
+        ({"head_dim": 9}, "head_dim = 9 must be even"),
+        ({"window": 32}, "context = 64, and the model looks back over 32 tokens"),
+        ({"positions": 48}, "context = 64, and the model looks back over 48 tokens"),
     ],
 )
 def test_impossible_models_are_refused(section: dict[str, Any], message: str) -> None:
@@ -218,7 +242,7 @@ def test_impossible_models_are_refused(section: dict[str, Any], message: str) ->
         shape.model_config(ModelSection(**section), 100)
 
 
-@pytest.mark.parametrize("config", [GROUPED, MULTI_HEAD])
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 def test_parameters_are_counted_without_making_them(config: ModelConfig) -> None:
     made = [sum(map(math.prod, model.parameter_shapes(config, stage))) for stage in (0, 1)]
     assert list(config.parameters) == made
