@@ -74,7 +74,7 @@ from planaria.node.wire.exchange import ComplaintError, Exchange, PeerLostError
 from planaria.node.wire.frames import Descriptor, Frame, WireError
 from planaria.node.wire.measuring import LARGEST
 from planaria.node.wire.outbox import NodeOutbox
-from planaria.recovery.decide import Kind
+from planaria.recovery.decide import ORIGIN, Kind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,6 +131,9 @@ class Agent:
         self.driver = self._new_driver()
         self.member = self._new_member()
         self.member.digest = self.learned.digest
+        self.member.weightless = self.arithmetic.weightless
+        self.member.origin = self.arithmetic.origin
+        self.origins: dict[int, StageState] = {}  # what stages begin with, for those without it
         self.holdings = make_holdings(self)
         self.member.holdings = self.holdings.listed
         self.member.recording = self.record.recording
@@ -201,7 +204,7 @@ class Agent:
         elif body in TO_MEMBER:
             self._carry_out(self.member.received(peer, message))
         elif body in ("state_request", "shard_request"):
-            self.state_server.on_message(peer, message)
+            self._serve_state(peer, message)
         elif body == "pin_request":
             self._pin(peer, message.pin_request)
         elif body in ("state_manifest", "shard_refusal"):
@@ -568,6 +571,7 @@ class Agent:
         keep = self.pins.keep(fetched, before)
         take = self.taken.keep(before, commit.step, self.exchanges.now)
         self.gradients.forget(Ballot.of(commit.ballot))
+        self.origins.clear()
 
         def apply() -> Learned:
             keep()
@@ -643,10 +647,30 @@ class Agent:
             optimizer_step=self.learned.optimizer_step,
         )
 
+    def _serve_state(self, peer: str, message: pb.Message) -> None:
+        request = getattr(message, message.WhichOneof("body"))
+        unread = request.kind == ORIGIN and request.stage not in self.origins
+        if unread and self.member.origin and request.stage <= self.config.stages:
+            self.exchanges.start(self._serve_origin(peer, message, request.stage))
+        else:
+            self.state_server.on_message(peer, message)
+
+    async def _serve_origin(self, peer: str, message: pb.Message, stage: int) -> None:
+        """Out of the checkpoint, which is kept in memory until the first step is committed."""
+        try:
+            if self.member.committed == 0:
+                read = partial(self.arithmetic.initial, stage, 0)
+                self.origins[stage] = await self.exchanges.compute(read)
+        except ComplaintError as error:
+            log.warning("%s", error)
+        self.state_server.on_message(peer, message)
+
     def _served(self, kind: str, stage: int, step: int) -> StageState | None:
         """The state that a joiner asks for; None: it isn't here."""
         if kind == PIN:
             return self.taken.get(step, None if self.member.hang else self.own_state())
+        if kind == ORIGIN:
+            return self.origins.get(stage)
         if kind:
             return None if self.member.hang else self.holdings.served(kind, stage)
         if self.member.hang and not self.is_readable():

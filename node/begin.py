@@ -42,6 +42,7 @@ class Options:
     seats: int | None  # that it can hold; None: as its memory allows
     standby: bool
     data: Path | None
+    model: Path | None  # the checkpoint that the run begins from
     out: Path | None
     threads: int | None
     save_dir: Path | None  # None: one of its own, where its event log is

@@ -653,15 +653,17 @@ def _plan_run(run: RunFile, out: Path | None, save_dir: Path | None, device: str
 def _prepare_shipped_text(run: RunFile) -> None:
     """Makes the default data of a run that says nothing else."""
     from planaria.node.data.prepare import Recipe, prepare
+    from planaria.node.hugging_face.checkpoint import TOKENIZER
     from planaria.node.resolve import text_to_prepare
 
     text = text_to_prepare(run)
     if text is not None:
+        tokenizer = Path(run.model.origin) / TOKENIZER if run.model.origin else None
         path = Path(run.data.path)
         message = f"there is no prepared data at {path}; preparing the prose in {text}"
         console.print(message, soft_wrap=True)
         with tracking("documents") as track:
-            prepare(Recipe([str(text)]), path, track=track)
+            prepare(Recipe([str(text)], tokenizer), path, track=track)
 
 
 class ExportDtype(enum.StrEnum):
@@ -1099,6 +1101,13 @@ def node_command(
             rich_help_panel=FILES,
         ),
     ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="The checkpoint that the run begins from, if not where its run file says.",
+            rich_help_panel=FILES,
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -1194,6 +1203,7 @@ def node_command(
             dials_only=dials_only,
             device=device,
             data=data,
+            model=model,
             out=out,
             threads=threads,
             save_dir=folder,

@@ -29,6 +29,7 @@ from planaria.bootstrap.membership import PROTOCOL, to_link
 from planaria.node.agent import Agent, frame_bytes, held_bytes
 from planaria.node.data.corpus import Corpus
 from planaria.node.data.windows import Windows
+from planaria.node.hugging_face.checkpoint import Checkpoint
 from planaria.node.hugging_face.living_run import from_inside
 from planaria.node.hugging_face.samples import Sampler
 from planaria.node.naming import node_of, seat_id
@@ -119,6 +120,7 @@ class NodePlace:
     saved: bool = False  # the stage is that of its saves
     room: int = 1  # seats that it can hold
     standby: bool = False  # wants none before one is vacant
+    checkpoint: Checkpoint | None = None  # that the run begins from
 
 
 class Registry(Protocol):
@@ -409,11 +411,13 @@ class Node:
                 on_loop=self.loop.call_soon_threadsafe,
                 contents=Contents.of(config, stage),
             )
-            twin = make_twin(seat, place.device) if run.recovery.policy == "redundant" else None
+            twin = None
+            if run.recovery.policy == "redundant":
+                twin = make_twin(seat, place.device, place.checkpoint)
             return Holdings(seat, twin, partial(layout_of, config), open_disk, place.save_dir)
 
         def build() -> Agent:
-            arithmetic = TorchStage(own, stage, run, config, place.device, corpus)
+            arithmetic = TorchStage(own, stage, run, config, place.device, corpus, place.checkpoint)
             net, compute = SeatNet(self.seats, name), SeatCompute(self.seats, name, self.compute)
             ports = Ports(net, exchanges, compute, tensors, arithmetic, record)
             return Agent(own, stage, run, config, ports, make_holdings)

@@ -212,13 +212,24 @@ class Arithmetic(Protocol):
         """The reduced gradient, with `lr` before the stage's scale; the gradient is zero then."""
         ...
 
-    def initial(self, lineage: int) -> StageState:
-        """What the stage was before the first step."""
+    @property
+    def weightless(self) -> bool:
+        """It was made without the weights that the run begins with, and needs some."""
+        ...
+
+    @property
+    def origin(self) -> bool:
+        """The checkpoint that the run begins from is here, so that `initial` has any stage."""
+        ...
+
+    def initial(self, stage: int, lineage: int) -> StageState:
+        """What that stage was before the first step. Raises ComplaintError when it isn't here."""
         ...
 
     def put_in_place(self, sync: pb.Sync, states: Sequence[StageState]) -> Learned:
         """What `sync` makes of the states of its source stages, in their order. What guesses the
-        weights starts Adam afresh, as published."""
+        weights starts Adam afresh, as published. Raises ComplaintError for weights that aren't
+        those which the run begins with."""
         ...
 
     def lesson(self, fetched: Fetched, lost: Collection[int]) -> Lesson:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from planaria.bootstrap.membership import MembershipRules
 from planaria.node.data.corpus import CorpusError, read_index
+from planaria.node.hugging_face.taking_in import check_tokenizer, take_in
 from planaria.node.run_file import DataSection, RunFile, RunFileError, override
 from planaria.node.stage.shape import model_config
 
@@ -21,16 +22,19 @@ def text_to_prepare(run: RunFile) -> Path | None:
 
 
 def resolve(run: RunFile) -> RunFile:
-    """Fills in `data.content`, `model.vocabulary`, `model.stages` and `recovery.policy`, and makes
-    `data.path` absolute, so that any node finds everything in it.
+    """Fills in `data.content`, `model.vocabulary`, `model.stages` and `recovery.policy`, and the
+    shape of the model that `model.from` names; makes `data.path` absolute, so that any node finds
+    everything in it.
 
     Data that is not on this machine is no error as long as the run file says `model.vocabulary`.
     Raises RunFileError and CorpusError.
     """
+    run = take_in(run)
     path = Path(run.data.path).absolute()
     content, vocabulary = run.data.content, run.model.vocabulary
     if vocabulary is None or path.exists():
         index = read_index(path)
+        check_tokenizer(run, index)
         if problem := index.misfit(content, vocabulary):
             raise CorpusError(f"{path} {problem}")
         content, vocabulary = index.content, vocabulary or index.vocabulary

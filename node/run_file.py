@@ -44,7 +44,9 @@ class RunFileError(ValueError):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, serialize_by_alias=True
+    )
 
 
 class RopeScalingSection(Section):
@@ -71,8 +73,14 @@ class RopeScalingSection(Section):
 
 
 class ModelSection(Section):
-    """A preset, with any of its figures overridden."""
+    """A preset, with any of its figures overridden, or the model of a checkpoint."""
 
+    origin: FolderName | None = Field(
+        default=None, alias="from", min_length=1, description="checkpoint that the run begins from"
+    )
+    content: tuple[Annotated[str, Field(max_length=64)], ...] | None = Field(
+        default=None, max_length=1025, description="digests of the stages' weights in it"
+    )
     preset: str = Field(default="tiny", max_length=64)
     stages: int | None = Field(default=None, ge=1, le=1024, description="body stages, L")
     dim: int | None = Field(default=None, ge=8, le=2**17)
@@ -372,7 +380,7 @@ def _unknown(location: Sequence[str | int]) -> str:
 
 def _keys(section: type[Section], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for name, field in section.model_fields.items():
-        yield (*path, name)
+        yield (*path, field.alias or name)
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield from _keys(field.annotation, (*path, name))
 

@@ -30,6 +30,8 @@ from planaria.node.advertised import (
 from planaria.node.begin import NodeCrashed, NodeError, Options, check_writable
 from planaria.node.daemon import Node, NodePlace, measure_speed, memory_of
 from planaria.node.data.corpus import Corpus, CorpusError
+from planaria.node.hugging_face.checkpoint import Checkpoint
+from planaria.node.hugging_face.config import UnsupportedModelError
 from planaria.node.instance import Instance, find_instance, release
 from planaria.node.notices import Aws, Notice, Watch, ask
 from planaria.node.report.ledger import LedgerError
@@ -98,7 +100,12 @@ async def serve(
         config = model_config(run.model, vocabulary)
         room = options.seats or room_on(device, config)
         log.info("this node has room for %d seat%s", room, "" if room == 1 else "s")
-        place = replace(await find_place(options, device), instance=instance.id, room=room)
+        place = replace(
+            await find_place(options, device),
+            instance=instance.id,
+            room=room,
+            checkpoint=find_checkpoint(run, options.model),
+        )
         log.info("on SIGTERM this node leaves within %g s", options.grace)
         speed = measure_speed(device)
 
@@ -143,6 +150,28 @@ async def serve(
     finally:
         if instance is not None:
             release(instance)
+
+
+def find_checkpoint(run: RunFile, folder: Path | None) -> Checkpoint | None:
+    """That which the run begins from, where it says or --model does, if it is there; a node
+    without it gets its weights from others. Raises NodeError when it is needed."""
+    if run.model.origin is None:
+        if folder is not None:
+            raise NodeError(f"--model {folder}: this run begins from no checkpoint; leave it out")
+        return None
+    path = folder or Path(run.model.origin)
+    try:
+        return Checkpoint.open(path)
+    except UnsupportedModelError as error:
+        if folder is not None:
+            raise NodeError(f"--model: {error}") from error
+        if (policy := run.recovery.policy) in ("redundant", "checkpoint"):
+            raise NodeError(
+                f"with recovery.policy = {policy} each node needs the checkpoint that the run "
+                f"begins from, and {error} (--model DIR says where it is)"
+            ) from error
+        log.info("not on this machine: %s, from which the run begins", path)
+        return None
 
 
 def collect_often() -> None:

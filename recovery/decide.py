@@ -22,6 +22,8 @@ INEXACT = ("checkfree", "checkfree+", "interpolate")
 """Methods that guess the weights from other stages'; what relearning helps."""
 OWN = ("save", "memory")
 """Methods by which a node goes on from what it has itself, in a file or in memory."""
+ORIGIN = "origin"
+"""The method by which a stage gets the weights that it begins with: those of a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Left:
     held: Sequence[Held] = ()
     untrained: frozenset[int] = field(default_factory=frozenset)  # survivors guessed at this step
     made: Made = UNKNOWN  # the step
+    origin: Sequence[str] = ()  # nodes that have the checkpoint which the run begins from
 
     def nodes(self, stage: int) -> tuple[Source, ...]:
         nodes = sorted(self.survivors.get(stage, ()))
@@ -119,13 +122,18 @@ Decision = Rebuild | RollBack | Stop
 def decide(stage: int, left: Left, policy: Policy, strict: bool = False) -> Decision:
     """How does a node of `stage` get its state?
 
-    A replica is always the first choice, then this very step from before the run went back, then a
+    A replica is always the first choice, before the first step the checkpoint that the run begins
+    from, then this very step from before the run went back, then a
     save of it, then what the policy holds ready, then, unless `strict`, the best guess that what is
     left allows.
     """
     if replicas := left.nodes(stage):
         reason = f"stage {stage} lives on at {len(replicas)} of its nodes: copied from there"
         return Rebuild(stage, "replica", replicas, exact=True, reason=reason)
+    if (left.lineage, left.step) == (0, 0) and left.origin:
+        sources = tuple(Source(node, stage, 0) for node in sorted(left.origin))
+        reason = f"stage {stage} begins from the checkpoint that {len(sources)} nodes have"
+        return Rebuild(stage, ORIGIN, sources, exact=True, reason=reason)
     if there := _of_this_step("memory", stage, left):
         reason = f"stage {stage} has this very step from before the run went back"
         return Rebuild(stage, "memory", there, exact=True, reason=reason)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -20,7 +21,9 @@ from torch import Tensor
 
 from planaria.node.data.corpus import Corpus
 from planaria.node.data.windows import Windows, microbatch_ids
+from planaria.node.hugging_face.checkpoint import Checkpoint
 from planaria.node.run_file import RunFile, Section
+from planaria.node.stage.initial import Beginning
 from planaria.node.stage.learning_rate import boost, scheduled
 from planaria.node.stage.model import BodyStage, EmbeddingStage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
@@ -173,6 +176,9 @@ class TrainingSwarm:
         self.config: ModelConfig = model_config(run.model, self.corpus.vocabulary)
         self.policy = run.recovery.policy
         self.swapped = self.policy == "checkfree+"
+        origin = run.model.origin
+        checkpoint = None if origin is None else Checkpoint.open(Path(origin))
+        self.beginning = Beginning(run, self.config, checkpoint)
         self.stages = [self._new(stage) for stage in range(self.config.stages + 1)]
         count = self.corpus.count("train", self.config.context)
         self.windows = Windows(run.seed, count, run.training.batch)
@@ -188,7 +194,10 @@ class TrainingSwarm:
             self.snapshots = {stage: self._new_snapshot(stage) for stage in everyone}
 
     def _new(self, stage: int, seed: int | None = None) -> Stage:
-        module = build_stage(self.config, stage, self.run.seed if seed is None else seed)
+        if seed is None:
+            module = self.beginning.stage(stage)
+        else:
+            module = build_stage(self.config, stage, seed)
         return Stage(module, StageOptimizer(module, self.device))
 
     # --- training

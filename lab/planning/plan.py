@@ -179,13 +179,14 @@ def _asked(
 ) -> tuple[RunFile, float]:
     """What is trained, and on how many tokens. Raises RunFileError, PlanError, ValueError."""
     from planaria.lab.planning.planner import PlanError
+    from planaria.node.hugging_face.taking_in import take_in
     from planaria.node.run_file import RunFile, load, override
     from planaria.node.stage.shape import PRESETS, model_config
 
     if (run_file is None) == (preset is None):
         raise PlanError("give a run file or else a --preset: that is what is planned for")
     if run_file is not None:
-        run = override(load(run_file), training__batch=batch)
+        run = override(take_in(load(run_file)), training__batch=batch)
     else:
         assert preset is not None
         if preset not in PRESETS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from planaria.node.run_file import RunFile
@@ -45,6 +46,8 @@ def model_card(
         "layers": f"{config.layers}, of width {config.dim}, {config.heads} heads",
         "seed": str(run.seed),
     }
+    if run.model.origin is not None:
+        rows["began from"] = Path(run.model.origin).name
     losses = summary.get("loss", {})
     for name, what in (("last", "loss, last step"), ("validation", "loss, validation")):
         if losses.get(name) is not None:

@@ -62,7 +62,7 @@ def to_config(config: ModelConfig, dtype: str, end_of_document: int | None) -> d
             "rope_type": STRETCHED,
         }
         rope |= scaling
-    said = {
+    said: dict[str, Any] = {
         "bos_token_id": None,
         "dtype": dtype,
         "eos_token_id": end_of_document,
@@ -178,6 +178,12 @@ def _config(said: dict[str, Any], family: Family) -> ModelConfig:
         window=window,
         rope_scaling=scaling,
     )
+
+
+def special_tokens(folder: Path) -> dict[str, Any]:
+    """What its config.json says of them. Raises OSError."""
+    said = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    return {key: said.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 def read_end(folder: Path) -> int | None:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from planaria.node.data.corpus import SPLITS, Corpus, CorpusError, file_checksum
-from planaria.node.hugging_face.export import TOKENIZER
+from planaria.node.hugging_face.checkpoint import TOKENIZER
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.report.progress import Track, untracked
+from planaria.node.stage.shape import LONGEST
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,10 @@ def evaluate(
     batch: int = 8,
     track: Track = untracked,
 ) -> Evaluation:
-    """On that portion, whose samples are as long as the model's context. `folder`: the model's.
-    Raises CorpusError when the data can't be used, or was made with another tokenizer."""
-    portion = Portion(data, split, model.config.context, samples)
+    """On that portion, whose samples are as long as the model's context, LONGEST tokens at most.
+    `folder`: the model's. Raises CorpusError when the data can't be used, or was made with another
+    tokenizer."""
+    portion = Portion(data, split, min(model.config.context, LONGEST), samples)
     if file_checksum(folder / TOKENIZER) != portion.corpus.index.tokenizer:
         raise CorpusError(
             f"{data} was prepared with another tokenizer than the model's: prepare the text with "

@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from planaria.node.data.corpus import load_tokenizer
-from planaria.node.hugging_face.config import CONFIG, to_config
+from planaria.node.hugging_face.checkpoint import INDEX, ONE_FILE, TOKENIZER
+from planaria.node.hugging_face.config import CONFIG, special_tokens, to_config
 from planaria.node.hugging_face.layout import Weight, weights
 from planaria.node.report.progress import Track, untracked
 from planaria.node.stage.shape import ModelConfig
@@ -27,9 +28,12 @@ from planaria.node.stage.shape import ModelConfig
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SHARD: Final = 256 << 20
 """Bytes of a file of weights, at most, unless one tensor alone is larger."""
-ONE_FILE: Final = "model.safetensors"
-INDEX: Final = "model.safetensors.index.json"
-TOKENIZER: Final = "tokenizer.json"
+
+OF_ORIGIN: Final = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json"),
+)
+"""What a model keeps of the checkpoint that it began from, besides its tokenizer."""
 
 Read: TypeAlias = Callable[[int, int, int], Tensor]
 """(stage, first, count) -> so many of the stage's flat weights, float32 [count]."""
@@ -45,6 +49,7 @@ class Vocabulary:
 
     file: Path  # tokenizer.json
     end_of_document: int
+    origin: Path | None = None  # of the checkpoint that the run began from: what it has goes along
 
 
 def export(
@@ -69,10 +74,14 @@ def export(
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         end = vocabulary.end_of_document if vocabulary else None
-        _write_json(unfinished / CONFIG, to_config(config, _name(dtype), end))
+        origin = vocabulary.origin if vocabulary else None
+        said = to_config(config, _name(dtype), end) | (special_tokens(origin) if origin else {})
+        _write_json(unfinished / CONFIG, said)
         _write_json(unfinished / "generation_config.json", {"eos_token_id": end, "do_sample": True})
         if vocabulary is not None:
             _write_tokenizer(unfinished, vocabulary, config.context)
+        if origin is not None:
+            _copy(origin, unfinished)
         (unfinished / "README.md").write_text(card, encoding="utf-8")
         _write_weights(unfinished, weights(config), read, dtype, track, most)
         if out.exists():
@@ -138,6 +147,12 @@ def _write_tokenizer(folder: Path, vocabulary: Vocabulary, context: int) -> None
     }
     _write_json(folder / "tokenizer_config.json", config)
     _write_json(folder / "special_tokens_map.json", {"eos_token": end})
+
+
+def _copy(origin: Path, folder: Path) -> None:
+    for name in OF_ORIGIN:
+        if (origin / name).is_file():
+            shutil.copyfile(origin / name, folder / name)
 
 
 def _name(dtype: str) -> str:

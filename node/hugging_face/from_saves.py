@@ -15,7 +15,9 @@ from torch import Tensor
 
 from planaria.node.data.corpus import CorpusError, read_index
 from planaria.node.hugging_face.card import model_card
-from planaria.node.hugging_face.export import TOKENIZER, ExportError, Vocabulary, export
+from planaria.node.hugging_face.checkpoint import TOKENIZER
+from planaria.node.hugging_face.config import read_end
+from planaria.node.hugging_face.export import ExportError, Vocabulary, export
 from planaria.node.report.progress import Track
 from planaria.node.run_file import RunFile
 from planaria.node.stage.shape import ModelConfig, model_config
@@ -94,7 +96,8 @@ def summary_in(folder: Path) -> dict[str, Any]:
 
 def vocabulary_of(run: RunFile, data: Path | None) -> Vocabulary | None:
     """Raises CorpusError when `data` is not what the run was trained on."""
-    path = data or Path(run.data.path)
+    path, origin = data or Path(run.data.path), Path(run.model.origin or "")
+    there = run.model.origin is not None and (origin / TOKENIZER).exists()
     try:
         index = read_index(path)
         if problem := index.misfit(run.data.content, run.model.vocabulary):
@@ -102,6 +105,8 @@ def vocabulary_of(run: RunFile, data: Path | None) -> Vocabulary | None:
     except CorpusError as error:
         if data is not None:
             raise
+        if there and (end := read_end(origin)) is not None:
+            return Vocabulary(origin / TOKENIZER, end, origin)
         log.warning("without a tokenizer: %s (--data DIR says where the data is)", error)
         return None
-    return Vocabulary(path / TOKENIZER, index.end_of_document)
+    return Vocabulary(path / TOKENIZER, index.end_of_document, origin if there else None)

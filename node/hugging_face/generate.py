@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from planaria.node.data.corpus import load_tokenizer
+from planaria.node.hugging_face.checkpoint import TOKENIZER
 from planaria.node.hugging_face.config import read_end
-from planaria.node.hugging_face.export import TOKENIZER
 from planaria.node.hugging_face.whole_model import WholeModel
 
 

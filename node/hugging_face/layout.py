@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from planaria.node.stage.model import named_shapes
-from planaria.node.stage.shape import ModelConfig
+from planaria.node.stage.shape import ModelConfig, named_shapes
 
 
 class Weight(NamedTuple):
@@ -34,6 +33,6 @@ def weights(config: ModelConfig) -> list[Weight]:
 def _of_stage(stage: int, config: ModelConfig) -> Iterator[Weight]:
     at = 0
     for name, shape in named_shapes(config, stage).items():
-        weight = Weight(name, stage, at, tuple(shape))
+        weight = Weight(name, stage, at, shape)
         yield weight
         at += weight.size

@@ -22,8 +22,9 @@ from torch import Tensor
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.credentials import Credentials
 from planaria.node.data.corpus import CorpusError, load_tokenizer, read_index
+from planaria.node.hugging_face.checkpoint import TOKENIZER
 from planaria.node.hugging_face.evaluate import Evaluation, Portion
-from planaria.node.hugging_face.export import TOKENIZER, ExportError
+from planaria.node.hugging_face.export import ExportError
 from planaria.node.hugging_face.from_saves import vocabulary_of
 from planaria.node.hugging_face.generate import Sampling, Speaker, texts
 from planaria.node.hugging_face.living_run import Access, LivingRun, from_outside

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from planaria.node.hugging_face.config import UnsupportedModelError, read_config
-from planaria.node.hugging_face.export import INDEX, ONE_FILE
-from planaria.node.hugging_face.layout import Weight, weights
+from planaria.node.hugging_face.checkpoint import Checkpoint
+from planaria.node.hugging_face.config import UnsupportedModelError
 from planaria.node.stage.model import BodyStage, EmbeddingStage, rope_tables
 from planaria.node.stage.shape import ModelConfig
 
@@ -32,21 +28,16 @@ class WholeModel:
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> WholeModel:
         """Raises UnsupportedModelError when the folder doesn't hold such a model."""
-        try:
-            model = cls(read_config(folder), device)
-            for weight, tensor in _read(folder, weights(model.config)):
-                if tuple(tensor.shape) != weight.shape:
-                    raise UnsupportedModelError(
-                        f"{folder}: {weight.name} has shape {list(tensor.shape)} instead of "
-                        f"{list(weight.shape)}"
-                    )
-                module: nn.Module = model._body if weight.stage else model._ends
-                module.get_parameter(weight.name.removeprefix("model.")).data.copy_(tensor)
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise UnsupportedModelError(
-                f"{folder} holds no model that can be read: {error}. Name a folder that `planaria "
-                "export` has written"
-            ) from error
+        checkpoint = Checkpoint.open(folder)
+        model = cls(checkpoint.config, device)
+        for name in checkpoint.places:
+            module: nn.Module = model._body if ".layers." in name else model._ends
+            parameter = module.get_parameter(name.removeprefix("model."))
+            try:
+                values = torch.from_numpy(checkpoint.read(name))
+            except OSError as error:
+                raise UnsupportedModelError(f"{folder} can't be read: {error}") from error
+            parameter.data.copy_(values.view_as(parameter))
         return model
 
     @torch.inference_mode()
@@ -62,16 +53,3 @@ class WholeModel:
         tokens = tokens.to(self.device)
         x = self._body(self._ends.embed(tokens[:, :-1]))
         return float(self._ends.loss(x, tokens[:, 1:]))
-
-
-def _read(folder: Path, those: list[Weight]) -> Iterator[tuple[Weight, Tensor]]:
-    """Raises OSError, KeyError, SafetensorError, ValueError."""
-    if (folder / INDEX).exists():
-        where = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-    else:
-        where = dict.fromkeys((weight.name for weight in those), ONE_FILE)
-    for name in sorted({where[weight.name] for weight in those}):
-        with safe_open(folder / name, framework="pt") as file:
-            for weight in those:
-                if where[weight.name] == name:
-                    yield weight, file.get_tensor(weight.name)

@@ -46,7 +46,7 @@ from planaria.node.report.events import (
 from planaria.node.report.ledger import Audit, Line
 from planaria.node.report.wall_clock import PARTS
 from planaria.node.run_file import RunFile
-from planaria.recovery.decide import OWN
+from planaria.recovery.decide import ORIGIN, OWN
 
 NOTICED_LATE = 1.0
 """Seconds by which the time of an `exited` event may be behind the process's end."""
@@ -196,6 +196,8 @@ def rebuilds(events: Iterable[Entry]) -> list[dict[str, Any]]:
                     exact = event.exact if isinstance(event, Resuming) else True
                     back = Back(back.lost if back else committed, to, exact)
                     committed, there = to, set()
+                case StageRebuilt(node=node, method=method) if method == ORIGIN:
+                    holding.add(node)  # nothing was lost: the run begins
                 case StageRebuilt(node=node, stage=stage) as rebuilt:
                     if node in ordered or back is None:
                         rows.append(_row(rebuilt, entry.time, ordered.pop(node, None), part))
@@ -256,7 +258,7 @@ def noticed_at(rebuilt: StageRebuilt, at: float, events: Sequence[Entry]) -> flo
 def stall_seconds(rebuilt: StageRebuilt, at: float, events: Sequence[Entry]) -> float:
     """For how long nothing was trained; a driver that is new itself has seen only the end of it.
     `at`: when it was rebuilt, Unix seconds."""
-    if rebuilt.method == "replica":
+    if rebuilt.method in ("replica", ORIGIN):
         return rebuilt.stall_seconds
     return max(rebuilt.stall_seconds, at - noticed_at(rebuilt, at, events))
 

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from planaria.node.data.corpus import Corpus
+from planaria.node.hugging_face.checkpoint import Checkpoint, digest
 from planaria.node.ports import Learned
 from planaria.node.run_file import RunFile
+from planaria.node.stage.initial import Beginning, NotHereError
 from planaria.node.stage.lesson import StageLesson, boundary_tensor
 from planaria.node.stage.model import (
     BodyStage,
     EmbeddingStage,
     Stage,
-    build_stage,
     parameter_shapes,
     with_weights,
 )
@@ -31,15 +32,16 @@ from planaria.node.state.twin import Twin, next_stage
 from planaria.node.transaction.effects import NEVER
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
-from planaria.node.wire.exchange import Exchanges
+from planaria.node.wire.exchange import ComplaintError, Exchanges
 from planaria.node.wire.frames import Frame
 from planaria.recovery import checkfree
-from planaria.recovery.decide import INEXACT
+from planaria.recovery.decide import INEXACT, ORIGIN
 from planaria.recovery.snapshot import Layout
 
 
 class TorchStage:
-    """One stage on `device`, as it is before the first step. Stage 0 needs the `corpus`.
+    """One stage on `device`, as it is before the first step. Stage 0 needs the `corpus`, a run that
+    begins from a checkpoint the `checkpoint`: without it the stage is `weightless`.
 
     Made in the compute thread, which all of it belongs to, but for the sizes of its tensors.
     """
@@ -52,10 +54,14 @@ class TorchStage:
         config: ModelConfig,
         device: torch.device,
         corpus: Corpus | None,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         self.stage, self.run, self.config = stage, run, config
         self._device = device
-        self._module = build_stage(config, stage, run.seed).to(device)
+        self._beginning = Beginning(run, config, checkpoint)
+        module, self.weightless = self._beginning.stage_or_zeros(stage)
+        self.origin = checkpoint is not None and not self.weightless
+        self._module = module.to(device)
         if isinstance(self._module, BodyStage):
             self._module.recompute = run.training.recompute
         self.optimizer = StageOptimizer(self._module, device)
@@ -87,15 +93,20 @@ class TorchStage:
     def _learned(self) -> Learned:
         return Learned(self.digest(), self._omega, self.optimizer.steps)
 
-    def initial(self, lineage: int) -> StageState:
-        module = build_stage(self.config, self.stage, self.run.seed)
+    def initial(self, stage: int, lineage: int) -> StageState:
+        try:
+            module = self._beginning.stage(stage)
+        except NotHereError as error:
+            raise ComplaintError(str(error)) from error
         tensors = dict(StageOptimizer(module, torch.device("cpu")).state(optimizer=True))
-        made = StateId(self.stage, lineage, step=0, made=NEVER)
+        made = StateId(stage, lineage, step=0, made=NEVER)
         return StageState(made, tensors, 0.0, 0, pb.Commit(), 0)
 
     def put_in_place(self, sync: pb.Sync, states: Sequence[StageState]) -> Learned:
         if sync.method not in INEXACT:
             (state,) = states
+            if sync.method == ORIGIN:
+                self._check_origin(state.tensors["weights"])
             self.optimizer.load(state.tensors.items(), state.optimizer_step)
             self._omega = state.omega
             return self._learned()
@@ -107,6 +118,15 @@ class TorchStage:
         weights, self._omega = checkfree.guess(self.stage, sync.method, sources)
         self.optimizer.load([("weights", weights)], 0)
         return self._learned()
+
+    def _check_origin(self, weights: Tensor) -> None:
+        """They are those that the run begins with. Raises ComplaintError."""
+        content = self.run.model.content or ()
+        if self.stage >= len(content) or digest([weights.cpu().numpy()]) != content[self.stage]:
+            raise ComplaintError(
+                f"what came for stage {self.stage} isn't what is in the checkpoint that the run "
+                "begins from"
+            )
 
     def lesson(self, fetched: Fetched, lost: Collection[int]) -> StageLesson:
         assert isinstance(self._module, BodyStage), "stage 0 is not guessed"
@@ -176,11 +196,12 @@ class Seat(Protocol):
     def send(self, peer: str, item: Frame) -> bool: ...
 
 
-def make_twin(seat: Seat, device: torch.device) -> Twin:
-    """A twin of the stage behind the seat's own, as it is at step 0. Called in the compute
-    thread."""
+def make_twin(seat: Seat, device: torch.device, checkpoint: Checkpoint | None = None) -> Twin:
+    """A twin of the stage behind the seat's own, as it is at step 0. Called in the compute thread.
+    Raises NotHereError."""
     behind = next_stage(seat.stage, seat.config.stages)
-    optimizer, forward = build_next_stage(behind, seat.config, seat.run, device)
+    beginning = Beginning(seat.run, seat.config, checkpoint)
+    optimizer, forward = build_next_stage(behind, beginning, device)
     return Twin(
         node=seat.node,
         stage=seat.stage,

@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from planaria.node.stage.shape import ModelConfig
+from planaria.node.stage.shape import ModelConfig, named_shapes
 
 
 def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
@@ -153,30 +153,26 @@ class EmbeddingStage(nn.Module):
 Stage = EmbeddingStage | BodyStage
 
 
-def named_shapes(config: ModelConfig, stage: int) -> dict[str, torch.Size]:
-    """The stage's parameters as Hugging Face calls them, and their shapes, in the order in which
-    they lie in its flat tensors; nothing is computed."""
-    with torch.device("meta"):  # arithmetic there would load torch's compiler, which takes seconds
-        parameters = _stage(config, stage).named_parameters()
-        return {_full_name(config, stage, name): p.shape for name, p in parameters}
-
-
 def parameter_shapes(config: ModelConfig, stage: int) -> list[torch.Size]:
     """The shapes of the stage's parameters, in their order; nothing is computed."""
-    return list(named_shapes(config, stage).values())
-
-
-def _full_name(config: ModelConfig, stage: int, name: str) -> str:
-    """What Hugging Face calls the parameter of that name in the stage."""
-    if stage == 0:
-        return name if name.startswith("lm_head.") else f"model.{name}"
-    _, local, rest = name.split(".", 2)
-    return f"model.layers.{(stage - 1) * config.layers_per_stage + int(local)}.{rest}"
+    return [torch.Size(shape) for shape in named_shapes(config, stage).values()]
 
 
 def _stage(config: ModelConfig, stage: int) -> Stage:
     """A stage whose weights are not initialised."""
     return EmbeddingStage(config) if stage == 0 else BodyStage(config)
+
+
+def empty_stage(config: ModelConfig, stage: int) -> Stage:
+    """A stage on the CPU in float32, all of whose weights are 0. Raises ValueError for a stage that
+    isn't there."""
+    if not 0 <= stage <= config.stages:
+        raise ValueError(f"no stage {stage}: the model has stages 0 to {config.stages}")
+    with torch.random.fork_rng(devices=[]):  # torch's own layers draw initial weights of theirs
+        module = _stage(config, stage)
+    for parameter in module.parameters():
+        parameter.data.zero_()
+    return module
 
 
 def build_stage(config: ModelConfig, stage: int, seed: int) -> Stage:

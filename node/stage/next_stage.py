@@ -8,23 +8,21 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from planaria.node.run_file import RunFile
-from planaria.node.stage.model import EmbeddingStage, build_stage
+from planaria.node.stage.initial import Beginning
+from planaria.node.stage.model import EmbeddingStage
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.stage.shape import ModelConfig
 
 Forward: TypeAlias = Callable[[Tensor], Tensor]
 
 
-def build(
-    stage: int, config: ModelConfig, run: RunFile, device: torch.device
-) -> tuple[StageOptimizer, Forward]:
+def build(stage: int, beginning: Beginning, device: torch.device) -> tuple[StageOptimizer, Forward]:
     """`stage` as it is at step 0, and its forward pass: float [B, T, dim] to the same, or to
-    the logits, float [B, T, vocabulary], of stage 0. For the compute thread."""
-    module = build_stage(config, stage, run.seed).to(device)
+    the logits, float [B, T, vocabulary], of stage 0. For the compute thread. Raises
+    NotHereError."""
+    module = beginning.stage(stage).to(device)
     optimizer = StageOptimizer(module, device)
     compute: Forward = module.logits if isinstance(module, EmbeddingStage) else module
-    if run.training.compile:
+    if beginning.run.training.compile:
         compute = torch.compile(compute)
 
     @torch.no_grad()

@@ -41,7 +41,7 @@ Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 FINE_TUNING: Final = 2e-5
 """Peak learning rate for a model that was trained before, when the run file has none."""
 LONGEST: Final = 4096
-"""Tokens a sample at most, for such a model, when the run file doesn't say how many."""
+"""Tokens a sample at most, for such a model, where nobody says how many."""
 
 
 class RopeScaling(NamedTuple):
@@ -126,6 +126,34 @@ class ModelConfig:
         return ends, self.layers_per_stage * layer
 
 
+def named_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]]:
+    """The stage's parameters as Hugging Face calls them, and their shapes, in the order in which
+    they lie in its flat tensors, which is that of its module (model.py)."""
+    dim, hidden, width = config.dim, config.hidden, config.head_dim
+    table = (config.vocabulary, dim)
+    if stage == 0:
+        ends: dict[str, tuple[int, ...]] = {"embed_tokens.weight": table, "norm.weight": (dim,)}
+        head = {} if config.tied else {"lm_head.weight": table}
+        return {f"model.{name}": shape for name, shape in ends.items()} | head
+    block: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (dim,)}
+    for name, heads in (("q", config.heads), ("k", config.kv_heads), ("v", config.kv_heads)):
+        block[f"self_attn.{name}_proj.weight"] = (heads * width, dim)
+        if config.qkv_biases:
+            block[f"self_attn.{name}_proj.bias"] = (heads * width,)
+    block["self_attn.o_proj.weight"] = (dim, config.heads * width)
+    if config.qk_norms:
+        block |= {"self_attn.q_norm.weight": (width,), "self_attn.k_norm.weight": (width,)}
+    block["post_attention_layernorm.weight"] = (dim,)
+    block |= {"mlp.gate_proj.weight": (hidden, dim), "mlp.up_proj.weight": (hidden, dim)}
+    block["mlp.down_proj.weight"] = (dim, hidden)
+    first = (stage - 1) * config.layers_per_stage
+    return {
+        f"model.layers.{layer}.{name}": shape
+        for layer in range(first, first + config.layers_per_stage)
+        for name, shape in block.items()
+    }
+
+
 def model_config(section: ModelSection, vocabulary: int) -> ModelConfig:
     """The preset with the section's overrides, for data with `vocabulary` token ids.
 
@@ -156,11 +184,11 @@ def model_config(section: ModelSection, vocabulary: int) -> ModelConfig:
         hidden=section.hidden or -(-8 * dim // (3 * 256)) * 256,
         rope_theta=section.rope_theta,
         norm_eps=section.norm_eps or 1e-5,
-        learning_rate=preset.learning_rate,
+        learning_rate=FINE_TUNING if section.origin else preset.learning_rate,
         family=section.family or "llama",
         tied=section.tied or False,
         width_of_head=section.head_dim,
         positions=section.positions,
         window=section.window,
-        rope_scaling=section.rope_scaling and RopeScaling(*section.rope_scaling.figures),
+        rope_scaling=RopeScaling(*section.rope_scaling.figures) if section.rope_scaling else None,
     )

@@ -20,7 +20,7 @@ from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges
-from planaria.recovery.decide import INEXACT
+from planaria.recovery.decide import INEXACT, ORIGIN
 from planaria.recovery.relearning import passes, peak
 
 if TYPE_CHECKING:
@@ -28,7 +28,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("planaria")
 
-HELD: Final = {"stage0-copy": "copy", "snapshot": "snapshot", "redundant": "redundant"}
+HELD: Final = {
+    "stage0-copy": "copy",
+    "snapshot": "snapshot",
+    "redundant": "redundant",
+    ORIGIN: ORIGIN,
+}
 """Methods that fetch what a node holds of another stage, and the kind of that holding."""
 FROM_FILES: Final = ("save", "checkpoint")
 TELL_AGAIN: Final = 0.2  # seconds
@@ -122,7 +127,7 @@ class Rebuilding:
         if sync.method not in FROM_FILES:
             return await self._fetch_from_peers(ballot, sync)
         if sync.step == 0:
-            initial = partial(self.arithmetic.initial, sync.lineage)
+            initial = partial(self.arithmetic.initial, self.stage, sync.lineage)
             return [Delivery(await self.exchanges.compute(initial), bytes=0)]
         own = next(source for source in sync.sources if source.stage == self.stage)
         state = await self.holdings.load(own, sync.method)
@@ -160,7 +165,7 @@ class Rebuilding:
                     Age(sources[0].lineage, sources[0].step),
                     [source.node for source in sources],
                     due,
-                    optimizer=sync.method not in INEXACT,
+                    optimizer=sync.method not in (*INEXACT, ORIGIN),
                     deadline=self.run.swarm.progress,
                     on_progress=partial(told, stage),
                     ballot=ballot,

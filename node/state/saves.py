@@ -48,8 +48,7 @@ from xxhash import xxh3_64, xxh3_64_hexdigest
 from planaria.node.hugging_face.config import to_config
 from planaria.node.ports import OpenDisk
 from planaria.node.stage.compute import waiting_for_disk
-from planaria.node.stage.model import named_shapes
-from planaria.node.stage.shape import ModelConfig
+from planaria.node.stage.shape import ModelConfig, named_shapes
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
 

@@ -392,6 +392,8 @@ class Driver:
             return effects + self._wait_for_state(gathering, syncs, now)
         if vacant and not self.finished:
             return effects + self._wait_for_nodes(vacant)
+        if weightless := gathering.weightless():
+            return effects + self._wait_for_origin(sorted(weightless))
         if node := self.hanging.to_replace(self.members, gathering.having(), now):
             return effects + self._replace(node, now)
         over, paused = self._is_over(), self.unrecorded
@@ -424,6 +426,14 @@ class Driver:
         why = f"waiting for a node to join stage {stages}: planaria node --join ..."
         self.current = Resting(DriverPhase.WAITING, why)
         return [Waiting(stages=tuple(vacant), reason=why)]
+
+    def _wait_for_origin(self, stages: Sequence[int]) -> list[Effect]:
+        why = (
+            "waiting for a node that has the checkpoint which the run begins from, for stage "
+            f"{', '.join(map(str, stages))}: planaria node --join ... --model DIR"
+        )
+        self.current = Resting(DriverPhase.WAITING, why)
+        return [Waiting(stages=tuple(stages), reason=why)]
 
     def _roll_back(self, gathering: Gathering, to: RollBack, now: float) -> list[Effect]:
         """All stages go back, as the checkpoint policy has it."""
@@ -753,7 +763,7 @@ class Driver:
         assert attempt.takeover is not None
         takeover, at = attempt.takeover, self.standing
         match message.WhichOneof("body"):
-            case "status" if (at.lineage, at.committed) == (0, 0):
+            case "status" if (at.lineage, at.committed) == (0, 0) and not message.status.weightless:
                 return self._taken_over(attempt, now)  # it has initial weights, as all have
             case "status" if not takeover.ordered:
                 return self._hand_over(attempt, takeover)

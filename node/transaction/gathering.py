@@ -109,7 +109,11 @@ class Gathering:
         """The answers of those who have the newest state. What a joiner has isn't that if nobody of
         its stage who trains has it: the stage was rebuilt while it followed."""
         age, there = _age(self.newest), self.statuses.items()
-        newest = {n: s for n, s in there if _age(s) == age and n not in self.distrusted}
+        newest = {
+            n: s
+            for n, s in there
+            if _age(s) == age and n not in self.distrusted and not s.weightless
+        }
         trained: dict[int, set[bytes]] = {}
         for node, status in newest.items():
             if not status.following:
@@ -205,7 +209,18 @@ class Gathering:
             self.held(),
             untrained=frozenset(survivors.keys() - trained),
             made=Ballot.of(newest.last.ballot),
+            origin=[n for n, s in self.statuses.items() if s.origin and n not in self.distrusted],
         )
+
+    def weightless(self) -> dict[int, list[str]]:
+        """By stage, who lacks the weights that the run begins with, at its beginning."""
+        if _age(self.newest) != (0, 0):
+            return {}
+        found: dict[int, list[str]] = {}
+        for node, status in sorted(self.statuses.items()):
+            if status.weightless:
+                found.setdefault(self.members[node], []).append(node)
+        return found
 
     def twins(self, stage: int) -> dict[str, bytes]:
         """The digests of twins of the stage that are of the newest step, by who keeps them."""

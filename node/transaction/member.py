@@ -71,6 +71,8 @@ class MemberSide:
         self.digest = b""
         self.changing = False  # the weights are, so nothing is said of them
         self.void = False  # the weights are fit for nothing, not even for a start
+        self.weightless = False  # what the run begins with isn't here
+        self.origin = False  # the checkpoint that it begins from is
         self.sync = pb.Sync()
         self.following: Following | None = None
         self.holdings: Callable[[], Sequence[pb.Holding]] = lambda: ()
@@ -169,7 +171,7 @@ class MemberSide:
     def fetched(self, synced: pb.Synced, last: pb.Commit, boosted_at: int) -> list[Effect]:
         """The state of `synced.step` is in place; `last` is the commit that made it."""
         self.lineage, self.committed = self.sync.lineage, synced.step
-        self.void = False
+        self.void = self.weightless = False
         self.last = last
         self.boosted_at = boosted_at
         answer = self._changed(synced.digest)
@@ -315,6 +317,8 @@ class MemberSide:
             following_lineage=self.sync.lineage,
             heard=self.following.heard if self.following is not None else 0,
             recording=self.recording(),
+            weightless=self.weightless,
+            origin=self.origin,
         )
         return [Send(peer, pb.Message(ballot=ballot.message(), status=status))]
 

@@ -111,7 +111,11 @@ def decide_each(gathering: Gathering, rules: TransactionRules) -> dict[int, Deci
     """About the stages of which nobody has the newest state, or not every node."""
     left = gathering.left()
     if (left.lineage, left.step) == (0, 0) and not gathering.distrusted:
-        return {}
+        return {
+            stage: decide(stage, left, rules.policy, rules.strict)
+            for stage in gathering.weightless()
+            if left.origin or left.survivors.get(stage)
+        }
     having = {stage: len(left.survivors.get(stage, ())) for stage in range(rules.stages + 1)}
     return {
         stage: decide(stage, left, rules.policy, rules.strict)

@@ -47,6 +47,7 @@ def options(
         seats=None,
         standby=False,
         data=None,
+        model=None,
         out=None,
         threads=None,
         save_dir=None,

@@ -45,6 +45,14 @@ def test_a_stage_that_lives_on_is_copied_from_all_its_nodes(policy):
     assert (decision.method, nodes(decision), decision.exact) == ("replica", ["b", "c"], True)
 
 
+def test_before_the_first_step_a_stage_is_that_of_the_checkpoint_and_never_later():
+    lost = Left(3, 0, {0: ["a"], 1: ["b"], 3: ["d"]}, origin=["d", "a"])
+    decision = rebuild(2, lost, "checkfree")
+    assert (decision.method, nodes(decision), decision.exact) == ("origin", ["a", "d"], True)
+    for later in (replace(lost, step=1), replace(lost, lineage=1)):
+        assert rebuild(2, later, "checkfree").method == "checkfree"
+
+
 def test_checkfree_averages_the_neighbours():
     decision = rebuild(2, without(2), "checkfree")
     assert (decision.method, nodes(decision)) == ("checkfree", ["n1", "n3"])

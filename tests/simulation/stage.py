@@ -163,6 +163,7 @@ class Stage:
     """The stage of one seat, as the compute thread has it."""
 
     seat: Seat
+    weightless = origin = False
 
     def __init__(self, node: Node, name: str, stage: int) -> None:
         self.name, self.stage = name, stage
@@ -220,9 +221,9 @@ class Stage:
     def _learned(self) -> Learned:
         return Learned(self.digest(), self._omega, self.optimizer.steps)
 
-    def initial(self, lineage: int) -> StageState:
-        made = StateId(self.stage, lineage, step=0, made=NEVER)
-        tensors = dict(row(self.stage).state(optimizer=True))
+    def initial(self, stage: int, lineage: int) -> StageState:
+        made = StateId(stage, lineage, step=0, made=NEVER)
+        tensors = dict(row(stage).state(optimizer=True))
         return StageState(made, tensors, 0.0, 0, pb.Commit(), 0)
 
     def put_in_place(self, sync: pb.Sync, states: Sequence[StageState]) -> Learned:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from planaria.bootstrap.membership import (
 from planaria.node.agent import Agent
 from planaria.node.daemon import Node, NodePlace
 from planaria.node.data.corpus import Corpus
+from planaria.node.hugging_face.checkpoint import Checkpoint
 from planaria.node.run_file import RunFile
 from planaria.node.stage.shape import model_config
 from planaria.node.state.holdings import Holdings
@@ -163,9 +165,10 @@ class LocalSwarm:
         saves: Path | None = None,
         after_view: int = 0,
         room: int = 1,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         """`after_view`: the newest one of the processes that this swarm goes on from. `room`: seats
-        that a node can hold."""
+        that a node can hold. `checkpoint`: that the run begins from, which stage 0 has."""
         self.run, self.corpus, self.out, self.saves = run, corpus, out, saves
         self.lines = Lines(out)
         self.config = model_config(run.model, corpus.vocabulary)
@@ -180,7 +183,7 @@ class LocalSwarm:
                 policy=run.recovery.policy,
             )
         )
-        self.after_view, self.room = after_view, room
+        self.after_view, self.room, self.checkpoint = after_view, room, checkpoint
         self.nodes: dict[tuple[int, int], tuple[OneSeat, asyncio.Task[str]]] = {}
 
     async def __aenter__(self) -> LocalSwarm:
@@ -212,6 +215,8 @@ class LocalSwarm:
         saves = self.saves and self.saves / f"{stage}.{replica}"
         cpu, listens = torch.device("cpu"), listen if advertise else None
         place = NodePlace(stage, listens, advertise, cpu, self.out, "here", saves, room=self.room)
+        if stage == 0:
+            place = replace(place, checkpoint=self.checkpoint)
         client = LocalClient(self.registry)
         corpus = self.corpus if self.room > 1 or not stage else None
         node = of(place, "run", self.run, self.config, corpus, client, 1.0)

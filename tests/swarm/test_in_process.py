@@ -8,6 +8,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache, reduce
 from itertools import islice, pairwise
 from pathlib import Path
@@ -20,17 +21,19 @@ from planaria.bootstrap.credentials import PLAIN
 from planaria.bootstrap.registry_pb2 import SILENT, Description
 from planaria.lab.convergence.training import Ablation, State, TrainingSwarm, train
 from planaria.node.data.corpus import Corpus
+from planaria.node.hugging_face.checkpoint import Checkpoint
 from planaria.node.hugging_face.export import export
 from planaria.node.hugging_face.from_swarm import LivingModel
 from planaria.node.hugging_face.generate import Sampling, Speaker, texts
 from planaria.node.hugging_face.living_run import from_outside
+from planaria.node.hugging_face.taking_in import take_in
 from planaria.node.hugging_face.through_swarm import LivingStages
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.naming import node_of
 from planaria.node.report import line_file
 from planaria.node.report.ledger import audit, merge
 from planaria.node.report.line_file import LineFile
-from planaria.node.run_file import RunFile, dumps, override
+from planaria.node.run_file import RunFile, dumps, from_fields, override
 from planaria.node.stage.model import with_weights
 from planaria.node.state.saves import Saves, find_saves
 from planaria.node.state.stage_state import StageState
@@ -38,6 +41,8 @@ from planaria.node.state.twin import Twin
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
 from planaria.recovery.relearning import passes
+from tests.node.hugging_face.test_folders import exported
+from tests.node.stage.shapes import QWEN3
 from tests.swarm.in_process import LocalSwarm
 from tests.swarm.small import small
 
@@ -635,3 +640,35 @@ async def test_nothing_is_left_of_a_node_that_joins_anew(corpus, tmp_path):
         client.on_view = client.on_evicted = lambda _: None
         gc.collect()
         assert [ref() for ref in left] == [None] * 5
+
+
+async def test_a_run_begins_from_a_checkpoint_that_only_stage_0_has(corpus, tmp_path):
+    """A stage is lost later, and what comes out is of the family that went in."""
+    shape = replace(QWEN3, vocabulary=corpus.vocabulary + 3, tied=True, layers=3)
+    folder = tmp_path / "model"
+    exported(folder, shape)
+    others = small(steps=12).model_dump(exclude_none=True, exclude={"model"})
+    run = take_in(from_fields({**others, "model": {"from": str(folder), "stages": 3}}))
+    out = tmp_path / "out"
+    out.mkdir()
+    async with LocalSwarm(run, corpus, out, checkpoint=Checkpoint.open(folder)) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 6)
+        await swarm.kill(2, 0)
+        swarm.start(2, 0)
+        await swarm.until(swarm.finished)
+        flat = {
+            stage: node.seat.arithmetic.tensors["weights"]
+            for (stage, _), (node, _) in swarm.nodes.items()
+        }
+        export(
+            tmp_path / "again",
+            swarm.config,
+            lambda of, first, n: flat[of][first : first + n],
+            None,
+            "",
+        )
+    begun = [e["method"] for e in swarm.lines.events("rebuilt") if e["step"] == 0]
+    assert begun == ["origin"] * 3
+    assert losses(out)[:6] == pytest.approx(undisturbed(run, corpus, 6), rel=1e-5)
+    assert audit(out).exact
+    assert Checkpoint.open(tmp_path / "again").config == Checkpoint.open(folder).config

@@ -26,16 +26,18 @@ BASE = small(stages=4, model__vocabulary=512, saves__keep=6)
 
 def keys(section: Section, path: str = "") -> Iterator[tuple[str, Any]]:
     """Each key that is no table, and its value."""
-    for name in type(section).model_fields:
+    for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, Section):
             yield from keys(value, f"{path}{name}.")
         else:
-            yield f"{path}{name}", value
+            yield f"{path}{field.alias or name}", value
 
 
 CHANGED = {
     "name": "other",
+    "model.from": "elsewhere",
+    "model.content": ["0" * 32],
     "model.preset": "mini",
     "model.heads": 2,
     "model.kv_heads": 1,
@@ -82,7 +84,8 @@ USED = {
         *("training.sampling.temperature", "training.sampling.top_p", "training.sampling.seed"),
     ],
     "node/resolve.py": ["data.path"],
-    "node/stage/arithmetic.py": ["seed", "training.precision", "training.recompute"],
+    "node/stage/arithmetic.py": ["training.precision", "training.recompute"],
+    "node/stage/initial.py": ["seed", "model.content"],
     "node/stage/work.py": ["training.compile", "wire.activations", "wire.gradients"],
     "node/state/copies.py": [
         *("recovery.snapshot.fraction", "recovery.snapshot.period", "recovery.snapshot.codec"),

@@ -232,9 +232,10 @@ def test_what_fails_half_way_leaves_nothing(tmp_path) -> None:
         ({"quantization_config": {"bits": 4}}, "quantization_config = "),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layers with a sliding window"),
         ({"head_dim": 16}, r"has shape \[48, 48\] instead of \[96, 48\]"),
-        ({"model_type": "qwen3"}, "contain tensor"),
+        ({"model_type": "qwen3"}, r"lacks model\.layers\.0\.self_attn\.k_norm\.weight, "),
         ({"vocab_size": None}, "is no model's"),
-        ({"num_hidden_layers": 7}, r"contain tensor model\.layers\.6\."),
+        ({"num_hidden_layers": 7}, r"lacks model\.layers\.6\..* and 6 more"),
+        ({"num_hidden_layers": 5}, r"it has model\.layers\.5\..* which models of its config"),
         ({"vocab_size": 98}, r"has shape \[97, 48\] instead of \[98, 48\]"),
     ],
 )

@@ -73,7 +73,7 @@ def test_a_tied_head_is_one_tensor_with_the_gradient_of_both_ends() -> None:
     (two, bodies), (one, _) = build(untied), build(tied)
     assert two.lm_head is not None
     two.lm_head.weight.data.copy_(two.embed_tokens.weight.data)
-    assert list(model.named_shapes(tied, 0)) == ["model.embed_tokens.weight", "model.norm.weight"]
+    assert list(shape.named_shapes(tied, 0)) == ["model.embed_tokens.weight", "model.norm.weight"]
     for ends in (one, two):
         ends.loss(hidden(ends, bodies, tokens), tokens).backward()
     wanted, head = two.embed_tokens.weight.grad, two.lm_head.weight.grad
@@ -246,6 +246,19 @@ def test_impossible_models_are_refused(section: dict[str, Any], message: str) ->
 def test_parameters_are_counted_without_making_them(config: ModelConfig) -> None:
     made = [sum(map(math.prod, model.parameter_shapes(config, stage))) for stage in (0, 1)]
     assert list(config.parameters) == made
+
+
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+def test_parameters_lie_in_the_order_of_the_module(config: ModelConfig) -> None:
+    ends, bodies = build(config)
+    for stage, module in enumerate([ends, *bodies]):
+        told = shape.named_shapes(config, stage)
+        found = dict(module.named_parameters())
+        assert list(told.values()) == [parameter.shape for parameter in found.values()]
+        for name, own in zip(told, found, strict=True):
+            assert name.endswith(own.split(".", 2)[2] if stage else own)
+    blocks = [name.split(".")[2] for name in shape.named_shapes(config, 2)]
+    assert sorted(set(blocks)) == ["2", "3"]
 
 
 def test_figures_must_be_positive() -> None:

@@ -122,8 +122,8 @@ class World:
         self.asked.append(("put", [state.id.stage for state in states]))
         return Learned(b"placed", 2.0, 4)
 
-    def initial(self, lineage: int) -> StageState:
-        return state(STAGE, 0, lineage)
+    def initial(self, stage: int, lineage: int) -> StageState:
+        return state(stage, 0, lineage)
 
     def digest(self) -> bytes:
         return b"now"

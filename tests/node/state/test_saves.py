@@ -124,8 +124,12 @@ def test_the_format_stays(tmp_path: Path) -> None:
     assert saves.id_of(Age(2, 40)) == which
 
 
-def test_any_reader_finds_parameters_as_hugging_face_has_them(tmp_path: Path) -> None:
-    config = model_config(ModelSection(dim=8, heads=2, hidden=8, layers=4, stages=2), vocabulary=9)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_any_reader_finds_parameters_as_hugging_face_has_them(tmp_path: Path, family: Any) -> None:
+    section = ModelSection(
+        dim=8, heads=2, hidden=8, layers=4, stages=2, family=family, tied=family != "llama"
+    )
+    config = model_config(section, vocabulary=9)
     modules = {stage: build_stage(config, stage, seed=1) for stage in range(3)}
     found: dict[str, torch.Tensor] = {}
     for stage, built in modules.items():

@@ -481,6 +481,39 @@ def test_a_vacant_stage_is_waited_for():
     assert sent(told.views(SWARM), "query").keys() == SWARM.keys()
 
 
+WEIGHTLESS, ORIGIN = pb.Status(weightless=True), pb.Status(origin=True)
+
+
+def test_who_lacks_what_the_run_begins_with_gets_it_from_who_has_the_checkpoint() -> None:
+    told = Told(members={**SWARM, "b2": 1, "c2": 2})
+    told.views()
+    lacking = dict.fromkeys(("b", "b2", "c2", "d", "e"), WEIGHTLESS)
+    syncs = sent(told.statuses(a=ORIGIN, c=ORIGIN, **lacking), "sync")
+    methods = {node: message.sync.method for node, message in syncs.items()}
+    assert methods == {"b": "origin", "c2": "replica", "d": "origin", "e": "origin"}
+    assert [source.node for source in syncs["b"].sync.sources] == ["a", "c"]
+    for node in syncs:
+        told.hears(node, synced=pb.Synced(method=methods[node]))
+    syncs = sent(told.statuses(a=ORIGIN, c=ORIGIN, b2=WEIGHTLESS), "sync")
+    assert {node: message.sync.method for node, message in syncs.items()} == {"b2": "replica"}
+    assert sent(told.hears("b2", synced=pb.Synced(method="replica")), "query")
+    assert sent(told.statuses(a=ORIGIN, c=ORIGIN), "step")
+
+
+def test_a_run_begins_when_somebody_has_the_checkpoint() -> None:
+    told = Told()
+    told.views()
+    effects = told.statuses(**dict.fromkeys(SWARM, WEIGHTLESS))
+    assert not sent(effects, "step")
+    (waiting,) = events(effects, Waiting)
+    assert "waiting for a node that has the checkpoint" in waiting.reason
+    assert "--model DIR" in told.driver.explain()
+    assert sent(told.views({**SWARM, "z": 1}), "query")
+    effects = told.statuses(**dict.fromkeys(SWARM, WEIGHTLESS), z=ORIGIN)
+    methods = {node: message.sync.method for node, message in sent(effects, "sync").items()}
+    assert methods == {"a": "origin", "b": "replica", "c": "origin", "d": "origin", "e": "origin"}
+
+
 def test_a_joiner_waits_for_the_end_of_the_step():
     told = Told()
     told.begins()

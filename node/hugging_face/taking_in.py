@@ -1,0 +1,149 @@
+"""A run that begins from a checkpoint: its run file says so, and what follows from it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any, Final
+
+from planaria.node.data.corpus import CorpusError, Index, file_checksum
+from planaria.node.hugging_face.checkpoint import TOKENIZER, Checkpoint
+from planaria.node.hugging_face.config import UnsupportedModelError
+from planaria.node.run_file import ModelSection, RunFile, RunFileError, override
+from planaria.node.stage.shape import LONGEST, ModelConfig, model_config
+
+log = logging.getLogger("planaria")
+
+HUB_NAME: Final = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+PARTS: Final = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
+"""Of a repository on the hub."""
+OWN: Final = {"origin", "content", "preset", "stages", "context"}
+"""Keys of [model] that its run file may say of such a model."""
+STAGES: Final = 4
+"""Body stages at most, where the run file doesn't say how many."""
+
+
+def take_in(run: RunFile) -> RunFile:
+    """With all that follows from `model.from`: the shape of its model, and what its weights are.
+
+    A folder that isn't on this machine is no error when the run file says all that. Raises
+    RunFileError.
+    """
+    if run.model.origin is None:
+        return run
+    try:
+        folder = find(run.model.origin)
+        if folder is None:
+            stages = len(run.model.content or ()) - 1
+            if run.model.vocabulary is None or stages != run.model.stages:
+                raise RunFileError(f"model.from = {run.model.origin}: there is no such folder")
+            return run
+        checkpoint = Checkpoint.open(folder)
+        stages = run.model.stages or stages_for(checkpoint.config.layers)
+        figures = figures_of(checkpoint.config)
+        _check(run.model, figures, folder)
+        context = run.model.context or min(checkpoint.config.context, LONGEST)
+        fields = {"from": str(folder), "stages": stages, "context": context, **figures}
+        known = run.model.content if len(run.model.content or ()) == stages + 1 else None
+        run = override(run, **{f"model__{key}": value for key, value in fields.items()})
+        if known is None:
+            log.info("reading %s, from which the run begins", folder)
+            known = contents(checkpoint, model_config(run.model, checkpoint.config.vocabulary))
+        return override(run, model__content=known)
+    except (UnsupportedModelError, OSError) as error:
+        raise RunFileError(f"model.from = {run.model.origin}: {error}") from error
+    except ValueError as error:
+        if isinstance(error, RunFileError):
+            raise
+        raise RunFileError(f"the run file can't be used: {error}") from error
+
+
+def find(origin: str) -> Path | None:
+    """Its folder, downloaded from the hub if it is a name there; None: there is no such folder.
+    Raises OSError when it can't be downloaded."""
+    path = Path(origin).absolute()
+    if path.is_dir():
+        return path
+    if Path(origin).is_absolute() or path.exists() or not HUB_NAME.fullmatch(origin):
+        return None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    log.info("%s is no folder here: looking for it on the Hugging Face hub", origin)
+    try:
+        return Path(snapshot_download(origin, allow_patterns=PARTS)).absolute()
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        why = str(error).strip().splitlines()[0]
+        raise OSError(
+            f"there is no such folder, and it can't be had from the Hugging Face hub: {why} Where "
+            f"there is a network, `hf download {origin} --local-dir FOLDER` gets it: name that"
+        ) from error
+
+
+def stages_for(layers: int) -> int:
+    """As many body stages as can have the same number of layers, up to STAGES."""
+    return max(stages for stages in range(1, STAGES + 1) if layers % stages == 0)
+
+
+def figures_of(config: ModelConfig) -> dict[str, Any]:
+    """The keys of [model] that make the model what it is."""
+    figures: dict[str, Any] = {
+        "vocabulary": config.vocabulary,
+        "dim": config.dim,
+        "heads": config.heads,
+        "kv_heads": config.kv_heads,
+        "layers": config.layers,
+        "hidden": config.hidden,
+        "rope_theta": config.rope_theta,
+        "family": config.family,
+        "head_dim": config.width_of_head,
+        "norm_eps": config.norm_eps,
+        "tied": config.tied,
+        "positions": config.positions,
+        "window": config.window,
+    }
+    if (scaling := config.rope_scaling) is not None:
+        figures["rope_scaling"] = {
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low,
+            "high_freq_factor": scaling.high,
+            "original_max_position_embeddings": scaling.positions,
+        }
+    return figures
+
+
+def _check(said: ModelSection, figures: dict[str, Any], folder: Path) -> None:
+    """The run file doesn't say otherwise. Raises RunFileError."""
+    told = said.model_dump()
+    for key in sorted(ModelSection.model_fields.keys() - OWN):
+        if told[key] not in (ModelSection.model_fields[key].default, figures.get(key)):
+            raise RunFileError(
+                f"model.{key} = {told[key]}: the model in {folder}, from which the run begins, has "
+                f"{figures.get(key)}; leave model.{key} out"
+            )
+
+
+def contents(checkpoint: Checkpoint, config: ModelConfig) -> tuple[str, ...]:
+    """A digest of each stage's weights, from stage 0 on. Raises OSError."""
+    return tuple(checkpoint.digest(config, stage) for stage in range(config.stages + 1))
+
+
+def check_tokenizer(run: RunFile, index: Index) -> None:
+    """The data was prepared for the model that the run begins from, as far as that can be seen
+    here. Raises CorpusError."""
+    folder = Path(run.model.origin or "")
+    if run.model.origin is None or not folder.is_dir():
+        return
+    tokenizer = folder / TOKENIZER
+    if not tokenizer.exists():
+        raise CorpusError(
+            f"{folder} has no {TOKENIZER}, so nobody knows which text its tokens stand for: "
+            "transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes one"
+        )
+    if file_checksum(tokenizer) != index.tokenizer:
+        raise CorpusError(
+            f"{run.data.path} was prepared with another tokenizer than that of {folder}, from "
+            "which the run begins: prepare the text anew with `planaria data prepare TEXT --out "
+            f"DIR --tokenizer {tokenizer}`"
+        )

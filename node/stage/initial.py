@@ -1,0 +1,61 @@
+"""What the stages are before the first step: they follow from the run's seed, or are those of the
+checkpoint that the run begins from, on machines that have it."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import torch
+
+from planaria.node.hugging_face.checkpoint import Checkpoint
+from planaria.node.run_file import RunFile
+from planaria.node.stage.model import Stage, build_stage, empty_stage
+from planaria.node.stage.shape import ModelConfig
+
+log = logging.getLogger("planaria")
+
+
+class NotHereError(ValueError):
+    """The weights that a stage begins with can't be had on this machine; the message says why."""
+
+
+class Beginning(NamedTuple):
+    """What a machine knows of it. `checkpoint`: where it has that of `model.from`; None: it
+    hasn't, or the run begins from no checkpoint."""
+
+    run: RunFile
+    config: ModelConfig
+    checkpoint: Checkpoint | None = None
+
+    def stage(self, stage: int) -> Stage:
+        """Float32 on the CPU. Raises NotHereError."""
+        origin, content = self.run.model.origin, self.run.model.content
+        if origin is None:
+            return build_stage(self.config, stage, self.run.seed)
+        if self.checkpoint is None or content is None:
+            raise NotHereError(f"{origin} is not on this machine")
+        folder, wanted = self.checkpoint.folder, content[stage]
+        try:
+            if (found := self.checkpoint.digest(self.config, stage)) != wanted:
+                raise NotHereError(
+                    f"{folder} is another checkpoint than the one that the run begins from: the "
+                    f"digest of stage {stage} is {found}, and not {wanted}"
+                )
+            module = empty_stage(self.config, stage)
+            names = self.checkpoint.of_stage(self.config, stage)
+            for name, parameter in zip(names, module.parameters(), strict=True):
+                values = torch.from_numpy(self.checkpoint.read(name))
+                parameter.data.copy_(values.view_as(parameter))
+        except OSError as error:
+            raise NotHereError(f"{folder} can't be read: {error}") from error
+        return module
+
+    def stage_or_zeros(self, stage: int) -> tuple[Stage, bool]:
+        """And whether these are zeros, since it can't be had here."""
+        try:
+            return self.stage(stage), False
+        except NotHereError as error:
+            level = logging.INFO if self.checkpoint is None else logging.WARNING
+            log.log(level, "%s: a node that has it gives this one its weights", error)
+            return empty_stage(self.config, stage), True

@@ -1,0 +1,201 @@
+"""Runs that begin from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from planaria.node.data.corpus import Corpus, CorpusError
+from planaria.node.hugging_face.checkpoint import Checkpoint
+from planaria.node.hugging_face.config import UnsupportedModelError
+from planaria.node.hugging_face.taking_in import stages_for, take_in
+from planaria.node.resolve import resolve
+from planaria.node.run_file import RunFile, RunFileError, dumps, from_fields, loads
+from planaria.node.stage.arithmetic import TorchStage
+from planaria.node.stage.initial import Beginning, NotHereError
+from planaria.node.stage.shape import FINE_TUNING, ModelConfig, model_config
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.exchange import ComplaintError
+from tests.node.hugging_face.test_folders import exported
+from tests.node.stage.shapes import FAMILIES, GROUPED, QWEN2
+
+CONFIGS = pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+
+
+def run_from(folder: Path, **model: Any) -> RunFile:
+    return from_fields({"model": {"from": str(folder), **model}})
+
+
+def of(run: RunFile) -> ModelConfig:
+    assert run.model.vocabulary is not None
+    return model_config(run.model, run.model.vocabulary)
+
+
+@CONFIGS
+def test_a_run_has_the_shape_and_each_stage_the_weights_of_the_checkpoint(tmp_path, config) -> None:
+    flat = exported(tmp_path / "out", config, most=100_000)
+    run = take_in(run_from(tmp_path / "out", stages=3, context=24))
+    positions = config.positions or config.context
+    assert of(run) == replace(config, positions=positions, learning_rate=FINE_TUNING)
+    assert loads(dumps(run)) == take_in(run) == run
+    beginning = Beginning(run, of(run), Checkpoint.open(tmp_path / "out"))
+    for stage, wanted in flat.items():
+        found = [p.detach().flatten() for p in beginning.stage(stage).parameters()]
+        assert torch.equal(torch.cat(found), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_two_bytes_are_read_as_they_are(tmp_path, dtype) -> None:
+    exported(tmp_path, QWEN2)
+    file = tmp_path / "model.safetensors"
+    halves = {name: tensor.to(dtype) for name, tensor in load_file(file).items()}
+    save_file(halves, file)
+    checkpoint = Checkpoint.open(tmp_path)
+    for name, tensor in halves.items():
+        found = torch.from_numpy(checkpoint.read(name)).view(tensor.shape)
+        assert torch.equal(found, tensor.float())
+
+
+def test_what_a_stage_begins_with_is_what_the_run_began_from(tmp_path) -> None:
+    exported(tmp_path, GROUPED)
+    run = take_in(run_from(tmp_path, stages=3, context=24))
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.2.mlp.up_proj.weight"][3, 4] += 1e-3
+    save_file(tensors, file)
+    beginning = Beginning(run, of(run), Checkpoint.open(tmp_path))
+    beginning.stage(1)
+    with pytest.raises(NotHereError, match="another checkpoint than the one that the run begins"):
+        beginning.stage(2)
+    with pytest.raises(NotHereError, match="is not on this machine"):
+        Beginning(run, of(run)).stage(1)
+    module, weightless = Beginning(run, of(run)).stage_or_zeros(1)
+    assert weightless
+    assert not any(parameter.any() for parameter in module.parameters())
+
+
+def test_weights_that_a_peer_gives_are_those_of_the_checkpoint(tmp_path) -> None:
+    exported(tmp_path, GROUPED)
+    run = take_in(run_from(tmp_path, stages=3, context=24))
+    cpu = torch.device("cpu")
+    giver = TorchStage("a", 0, run, of(run), cpu, None, Checkpoint.open(tmp_path))
+    taker = TorchStage("b", 2, run, of(run), cpu, None)
+    assert (giver.origin, giver.weightless, taker.origin, taker.weightless) == (1, 0, 0, 1)
+    state = giver.initial(2, 0)
+    sync = pb.Sync(method="origin")
+    taker.put_in_place(sync, [state])
+    there = TorchStage("c", 2, run, of(run), cpu, None, Checkpoint.open(tmp_path))
+    assert taker.digest() == there.digest()
+    state.tensors["weights"][7] += 1e-3
+    with pytest.raises(ComplaintError, match="what came for stage 2 isn't what is in the"):
+        taker.put_in_place(sync, [state])
+    assert taker.digest() == there.digest()
+    with pytest.raises(ComplaintError, match="is not on this machine"):
+        taker.initial(2, 0)
+
+
+def test_stages_and_context_follow_from_the_model_unless_they_are_said(tmp_path) -> None:
+    exported(tmp_path, GROUPED)
+    run = take_in(run_from(tmp_path))
+    assert (run.model.stages, run.model.context) == (3, 24)
+    assert [stages_for(layers) for layers in (32, 30, 22, 13, 1)] == [4, 3, 2, 1, 1]
+    with pytest.raises(RunFileError, match="layers = 6 must be a multiple of stages = 4"):
+        take_in(run_from(tmp_path, stages=4))
+    with pytest.raises(RunFileError, match="context = 25, and the model looks back over 24"):
+        take_in(run_from(tmp_path, context=25))
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        ({"dim": 64}, "model.dim = 64: the model in .* has 48; leave model.dim out"),
+        ({"family": "qwen2"}, "model.family = qwen2: the model in .* has llama"),
+        ({"vocabulary": 512}, "model.vocabulary = 512: .* has 97"),
+    ],
+)
+def test_a_run_file_does_not_contradict_its_checkpoint(tmp_path, model, why) -> None:
+    exported(tmp_path, GROUPED)
+    with pytest.raises(RunFileError, match=why):
+        take_in(run_from(tmp_path, **model))
+
+
+def test_a_folder_that_is_elsewhere_is_no_error_once_it_is_known_what_it_holds(tmp_path) -> None:
+    exported(tmp_path / "out", GROUPED)
+    run = take_in(run_from(tmp_path / "out"))
+    shutil.rmtree(tmp_path / "out")
+    assert take_in(run) == run
+    with pytest.raises(RunFileError, match="there is no such folder"):
+        take_in(run_from(tmp_path / "out"))
+
+
+def test_a_name_on_the_hub_that_cannot_be_had_says_how_to_download_it(monkeypatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(RunFileError, match="hf download some/model --local-dir FOLDER"):
+        take_in(from_fields({"model": {"from": "some/model"}}))
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"model.layers.0.block_sparse_moe.gate.weight": torch.ones(2)}, "it has model.layers.0.b"),
+        ({"model.norm.weight": torch.ones(48, dtype=torch.float64)}, "model.norm.weight is of F64"),
+        ({"model.norm.weight": torch.ones(47)}, r"shape \[47\] instead of \[48\]"),
+    ],
+)
+def test_a_checkpoint_with_other_tensors_is_refused(tmp_path, changed, why) -> None:
+    exported(tmp_path, GROUPED)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | changed, file)
+    with pytest.raises(UnsupportedModelError, match=why):
+        Checkpoint.open(tmp_path)
+
+
+def test_what_has_no_use_is_no_obstacle(tmp_path) -> None:
+    exported(tmp_path, QWEN2)
+    file = tmp_path / "model.safetensors"
+    more = {"lm_head.weight": torch.ones(97, 48), "model.rotary_emb.inv_freq": torch.ones(4)}
+    save_file(load_file(file) | more, file)
+    assert "lm_head.weight" not in Checkpoint.open(tmp_path).places
+
+
+@pytest.mark.parametrize("length", [4, 100, 200_000])
+def test_a_checkpoint_that_is_cut_off_is_refused(tmp_path, length) -> None:
+    exported(tmp_path, GROUPED)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(UnsupportedModelError, match="holds no model that can be read"):
+        Checkpoint.open(tmp_path)
+
+
+def test_pickled_weights_are_refused(tmp_path) -> None:
+    exported(tmp_path, GROUPED)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(UnsupportedModelError, match=r"pickled.* save it with save_pretrained"):
+        Checkpoint.open(tmp_path)
+
+
+def test_the_data_has_to_be_prepared_with_its_tokenizer(data, tmp_path) -> None:
+    model = tmp_path / "model"
+    corpus = Corpus.open(data)
+    config = replace(GROUPED, vocabulary=corpus.vocabulary + 7)
+    exported(model, config)
+    run = from_fields({"model": {"from": str(model)}, "data": {"path": str(data)}})
+    with pytest.raises(CorpusError, match=r"has no tokenizer\.json.*save_pretrained"):
+        resolve(run)
+    shutil.copy(data / "tokenizer.json", model)
+    resolved = resolve(run)
+    assert resolved.model.vocabulary == corpus.vocabulary + 7
+    assert resolve(resolved) == resolved
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer, indent=3))
+    with pytest.raises(CorpusError, match=r"another tokenizer than that of .* --tokenizer"):
+        resolve(run)

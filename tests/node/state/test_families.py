@@ -1,0 +1,71 @@
+"""Recovery of stages with tensors that LLaMA 2 lacks: biases, norms of q and k, tied heads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from planaria.node.run_file import RunFile
+from planaria.node.stage.arithmetic import layout_of
+from planaria.node.stage.initial import Beginning
+from planaria.node.stage.model import EmbeddingStage, Stage, build_stage
+from planaria.node.stage.next_stage import build as build_next_stage
+from planaria.node.stage.optimizer import StageOptimizer
+from planaria.node.stage.shape import ModelConfig
+from planaria.recovery import checkfree
+from planaria.recovery.snapshot import HeldSnapshot, SentSnapshot, decode
+from tests.node.stage.shapes import LLAMA3, QWEN2, QWEN3
+
+CPU = torch.device("cpu")
+NEW = pytest.mark.parametrize("config", [LLAMA3, QWEN2, QWEN3], ids=["llama3", "qwen2", "qwen3"])
+
+
+def trained(config: ModelConfig, stage: int) -> tuple[Stage, StageOptimizer]:
+    """Every value is another than at the start."""
+    module = build_stage(config, stage, seed=0)
+    optimizer = StageOptimizer(module, CPU)
+    generator = torch.Generator().manual_seed(stage)
+    optimizer.gradient.normal_(generator=generator)
+    optimizer.step(0.1)
+    return module, optimizer
+
+
+@NEW
+def test_checkfree_averages_each_tensor_with_its_like(config: ModelConfig) -> None:
+    (before, first), (after, second) = (trained(config, stage) for stage in (1, 3))
+    sources = [checkfree.Trained(1, first.weights, 3.0), checkfree.Trained(3, second.weights, 1.0)]
+    weights, _ = checkfree.guess(2, "checkfree", sources)
+    module, optimizer = trained(config, 2)
+    optimizer.load([("weights", weights)], 0)
+    like = dict(before.named_parameters()), dict(after.named_parameters())
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter, 0.75 * like[0][name] + 0.25 * like[1][name])
+
+
+@NEW
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_running_snapshot_has_all_of_it(config: ModelConfig, stage: int) -> None:
+    _, optimizer = trained(config, stage)
+    layout = layout_of(config, stage)
+    assert layout.values == len(optimizer.weights) == config.parameters[bool(stage)]
+    flats = [tensor for _, tensor in optimizer.state(optimizer=True)]
+    sent, held = SentSnapshot(layout, "round", 0.25, "none", True, (1,)), HeldSnapshot(layout, 3)
+    for step in range(1, 5):
+        update = sent.take((0, step), flats)
+        args = update.payload, update.blocks, update.tensors, update.codec
+        held.overlay(step, *decode(layout, *args))
+    assert all(map(torch.equal, held.tensors, flats))
+
+
+@NEW
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_twin_is_updated_and_computes_as_the_stage_does(config: ModelConfig, stage: int) -> None:
+    module, optimizer = trained(config, stage)
+    twin, forward = build_next_stage(stage, Beginning(RunFile(), config), CPU)
+    twin.gradient.copy_(optimizer.gradient)
+    twin.step(0.1)
+    assert twin.digest() == optimizer.digest()
+    x = torch.randn(2, 5, config.dim, generator=torch.Generator().manual_seed(9))
+    with torch.no_grad():
+        own = module.logits(x) if isinstance(module, EmbeddingStage) else module(x)
+    assert torch.equal(forward(x), own)
