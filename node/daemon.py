@@ -624,6 +624,7 @@ class Node:
                 )
                 for one in self.samples.values()
             ],
+            rebuilds=self.rebuilds,
         )
         self.client.report(report)
 
