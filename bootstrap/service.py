@@ -167,6 +167,11 @@ class RegistryServer(RegistryServicer):
         return description
 
     @property
+    def run(self) -> str:
+        """What it is called."""
+        return self._machine.rules.run
+
+    @property
     def members(self) -> int:
         """How many there are."""
         return len(self._machine.view.members)

@@ -16,6 +16,7 @@ from planaria.bootstrap.address import Address
 if TYPE_CHECKING:
     from planaria.bootstrap.credentials import Credentials
     from planaria.node.data.corpus import Corpus
+    from planaria.node.page.serving import Place
     from planaria.node.run_file import RunFile
 
 log = logging.getLogger("planaria")
@@ -51,6 +52,7 @@ class Options:
     cloud: str  # whose notices to listen to: auto, none, or one of CLOUDS
     credentials: Credentials
     insecure: bool
+    metrics: Place | None = None  # where Prometheus finds its figures
 
 
 async def begin(options: Options) -> int:

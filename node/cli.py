@@ -463,10 +463,16 @@ Price = Annotated[
 ]
 
 
-def parse_page(
-    http: str, token: str, certificate: Path | None, key: Path | None, insecure: bool
+def parse_place(
+    http: str,
+    token: str,
+    certificate: Path | None,
+    key: Path | None,
+    insecure: bool,
+    option: str = "--http",
 ) -> Place | None:
-    """None: there is to be no page. Raises AddressError, CredentialsError."""
+    """Where `option` has something served; None: nowhere. Raises AddressError,
+    CredentialsError."""
     from planaria.bootstrap.address import Address
     from planaria.node.page.http_server import Keys
     from planaria.node.page.serving import Place
@@ -474,7 +480,7 @@ def parse_page(
     if http == "none":
         return None
     keys = Keys(certificate, key) if certificate is not None and key is not None else None
-    place = Place(Address.parse(http), token, keys, insecure)
+    place = Place(Address.parse(http), token, keys, insecure, option)
     place.check()
     return place
 
@@ -623,7 +629,7 @@ def up_command(
                 save_dir,
                 device,
             )
-        parse_page(http, "", None, None, insecure=False)
+        parse_place(http, "", None, None, insecure=False)
         plan = plan._replace(http=http, price=price)
         kills = [parse_kill(text, plan.run) for text in kill or []]
         losses = choose_losses(plan.run, loss_rate, trace, speedup)
@@ -975,7 +981,7 @@ def bootstrap_command(
         text = dumps(resolve(load(run_file)))
         rules = registry_rules(loads(text), text)
         credentials = Credentials.load(ca, certificate, key, token)
-        page = parse_page(http, token, certificate, key, insecure)
+        page = parse_place(http, token, certificate, key, insecure)
         if after is not None and journal is None:
             raise ValueError(f"--after {after}: give this run a --journal of its own, too")
         log = Journal(journal, rules.run, text) if journal is not None else None
@@ -1023,7 +1029,7 @@ def page_command(
 
     kinds = (ReplayError, LedgerError, RunFileError, CredentialsError, OSError, ValueError)
     with refusing(*kinds), suppress(KeyboardInterrupt):
-        place = parse_page(http, token, certificate, key, insecure)
+        place = parse_place(http, token, certificate, key, insecure)
         if place is None:
             raise ValueError("--http none: a page that is shown nowhere is none")
         with errors.status("reading"):
@@ -1155,6 +1161,14 @@ def node_command(
             rich_help_panel=ENDING,
         ),
     ] = Restart.ALWAYS,
+    metrics: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT|none",
+            help="Where Prometheus finds this node's figures; port 0: any.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = "none",
     insecure: Insecure = False,
     ca: Ca = None,
     certificate: Certificate = None,
@@ -1176,7 +1190,8 @@ def node_command(
         told = None if advertise is None or dials_only else Address.to_dial(advertise)
         check_reachable(addresses, listens, told, dials_only)
         folder = None if save_dir == Path("none") else save_dir
-        nodes = one_each(device.split(","), listens, told, folder)
+        shown = None if metrics == "none" else Address.parse(metrics)
+        nodes = one_each(device.split(","), listens, told, folder, shown)
     if not is_watched():
         _check_there(addresses, [Answer.UNKNOWN], TRY_AGAIN)
         if restart is Restart.ALWAYS or len(nodes) > 1:
@@ -1212,6 +1227,7 @@ def node_command(
             cloud=cloud.value,
             credentials=Credentials.load(ca, certificate, key, token),
             insecure=insecure,
+            metrics=parse_place(metrics, token, certificate, key, insecure, "--metrics"),
         )
         status = _run(begin(options))
     raise typer.Exit(status)

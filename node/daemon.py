@@ -604,9 +604,13 @@ class Node:
         return doing or ("send" if self.links.unacknowledged else "idle")
 
     def report(self) -> None:
-        """Reports to the registry: of the machine, and of what its seats are at."""
+        """Reports to the registry."""
+        self.client.report(self.state_of_things())
+
+    def state_of_things(self) -> registry.Report:
+        """Of the machine, and of what its seats are at."""
         number, links = self.measured
-        report = registry.Report(
+        return registry.Report(
             seats=[seat.report() for seat in self.seats.agents.values()],
             bytes_in=self.links.bytes_in,
             bytes_out=self.links.bytes_out,
@@ -626,7 +630,6 @@ class Node:
             ],
             rebuilds=self.rebuilds,
         )
-        self.client.report(report)
 
 
 class SeatRecord:

@@ -8,11 +8,14 @@ import logging
 import os
 import signal
 import socket
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -40,6 +43,9 @@ from planaria.node.run_file import RunFile
 from planaria.node.stage.shape import SEAT_BYTES, ModelConfig, model_config
 from planaria.node.state.saves import newest_saved_stage
 from planaria.node.supervisor import Pauses
+
+if TYPE_CHECKING:
+    from planaria.node.page.serving import Place
 
 log = logging.getLogger("planaria")
 
@@ -85,7 +91,8 @@ async def serve(
     device = pick_device(options.device)
     if options.threads:
         torch.set_num_threads(options.threads)
-    instance = None
+    instance, living = None, list[Node]()
+    stack = AsyncExitStack()
     try:
         folder = (options.out or Path("out")) / run_id(run, description.run_file)
         if options.out is None:
@@ -116,10 +123,13 @@ async def serve(
             loop.add_signal_handler(number, departure.tell, options.grace, name)
         if options.cloud != "none":
             listen_to_cloud(options, departure)
+        if options.metrics is not None:
+            await stack.enter_async_context(serve_metrics(options.metrics, description.run, living))
         pauses = Pauses(1.0, 30.0)
         collect_often()
         while not departure.told.is_set():
             node = Node(place, description.run, run, config, corpus, client, speed)
+            living[:] = [node]
             began = loop.time()
             try:
                 why = await _live_until(node, departure)
@@ -142,12 +152,14 @@ async def serve(
                     "look after the device if it happens again"
                 )
             log.warning("%s; joining again as a new node", why)
+            living.clear()
             del node
             gc.collect()  # else its stage would wait, beside the next one, for Python to look
             with suppress(TimeoutError):
                 await asyncio.wait_for(departure.told.wait(), pauses.after(loop.time() - began))
         return 0
     finally:
+        await stack.aclose()
         if instance is not None:
             release(instance)
 
@@ -172,6 +184,20 @@ def find_checkpoint(run: RunFile, folder: Path | None) -> Checkpoint | None:
             ) from error
         log.info("not on this machine: %s, from which the run begins", path)
         return None
+
+
+def serve_metrics(
+    place: Place, run: str, living: Sequence[Node]
+) -> AbstractAsyncContextManager[None]:
+    """Of the node that is living meanwhile. Raises OSError."""
+    from planaria.node.page.metrics import exposition, of_node
+    from planaria.node.page.serving import metrics_beside
+
+    def figures() -> bytes:
+        found = (of_node(one.node, one.state_of_things(), one.wall.report()) for one in living)
+        return exposition(run, chain.from_iterable(found))
+
+    return metrics_beside(place, figures)
 
 
 def collect_often() -> None:

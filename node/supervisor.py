@@ -76,7 +76,11 @@ def same_again() -> list[str]:
 
 
 def one_each(
-    devices: Sequence[str], listen: Address, advertise: Address | None, save_dir: Path | None
+    devices: Sequence[str],
+    listen: Address,
+    advertise: Address | None,
+    save_dir: Path | None,
+    metrics: Address | None = None,
 ) -> dict[str, list[str]]:
     """The command line of a node on each of the devices, by what to call it: that of this process
     but for what they can't share. Ports are counted up from the given ones, which 0 is none of; in
@@ -87,7 +91,8 @@ def one_each(
     commands = {}
     for place, device in enumerate(devices):
         own = ["--device", device]
-        for option, address in (("--listen", listen), ("--advertise", advertise)):
+        addresses = ("--listen", listen), ("--advertise", advertise), ("--metrics", metrics)
+        for option, address in addresses:
             if address is not None and address.port:
                 counted_up = str(address._replace(port=address.port + place))
                 own += [option, str(Address.parse(counted_up))]

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from prometheus_client import CONTENT_TYPE_LATEST as CONTENT_TYPE
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -85,9 +86,19 @@ def joined(parts: Mapping[str, str]) -> str:
     return "{" + ",".join(f'"{key}":{text}' for key, text in parts.items()) + "}"
 
 
-def make_app(shown: Shown, over: asyncio.Event, token: str = "", local: bool = True) -> Starlette:
+Figures = Callable[[], bytes]
+"""What Prometheus is told."""
+
+
+def make_app(
+    shown: Shown,
+    over: asyncio.Event,
+    token: str = "",
+    local: bool = True,
+    figures: Figures | None = None,
+) -> Starlette:
     """Until it is `over`. Who doesn't show the `token` is refused, if there is one; `local`: it is
-    for this machine alone."""
+    for this machine alone. `figures`: of what lives."""
     parts = Parts(shown, lambda: asyncio.get_running_loop().time())
 
     async def state(request: Request) -> Response:
@@ -110,6 +121,24 @@ def make_app(shown: Shown, over: asyncio.Event, token: str = "", local: bool = T
 
     routes = [Route(path, _file(*file)) for path, file in FILES.items()]
     routes += [Route("/state", state), Route("/events", stream), Route("/span", span)]
+    if figures is not None:
+        routes.append(_metrics(figures))
+    return _guarded(routes, token, local)
+
+
+def metrics_app(figures: Figures, token: str = "", local: bool = True) -> Starlette:
+    """For Prometheus alone."""
+    return _guarded([_metrics(figures)], token, local)
+
+
+def _metrics(figures: Figures) -> Route:
+    async def told(request: Request) -> Response:
+        return Response(figures(), headers={"Content-Type": CONTENT_TYPE})
+
+    return Route("/metrics", told)
+
+
+def _guarded(routes: list[Route], token: str, local: bool) -> Starlette:
     guards = [Middleware(_Headers)]
     if local:
         guards.append(Middleware(TrustedHostMiddleware, allowed_hosts=LOCAL))

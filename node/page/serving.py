@@ -9,14 +9,18 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+from starlette.applications import Starlette
 
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.credentials import CredentialsError
 from planaria.bootstrap.service import RegistryServer
-from planaria.node.page.app import REFRESH, make_app
+from planaria.node.page.app import REFRESH, make_app, metrics_app
 from planaria.node.page.history import History
 from planaria.node.page.http_server import Keys, bind, listening
+from planaria.node.page.metrics import exposition, of_registry
 from planaria.node.page.replay import Replay
 from planaria.node.page.state import Moment, page_state
 from planaria.node.run_file import RunFile
@@ -32,14 +36,15 @@ class Place:
     token: str = ""
     keys: Keys | None = None  # None: in plain text
     insecure: bool = False
+    option: str = "--http"  # by which it was named
 
     def check(self) -> None:
         """Raises CredentialsError for a page that anybody could read, unless `insecure`."""
         if self.listen.is_loopback or self.insecure or (self.token and self.keys):
             return
         raise CredentialsError(
-            f"--http {self.listen} can be reached from other machines: give --token and TLS, serve "
-            "the page on 127.0.0.1, or accept that others may read it with --insecure"
+            f"{self.option} {self.listen} can be reached from other machines: give --token and "
+            "TLS, serve it on 127.0.0.1, or accept that others may read it with --insecure"
         )
 
     @property
@@ -76,6 +81,12 @@ class Living:
     def at(self, moment: float) -> dict[str, Any]:
         return self.now()
 
+    def figures(self) -> bytes:
+        """For Prometheus."""
+        self.look()
+        found = of_registry(self._registry.describe(), self._history, self._run)
+        return exposition(self._registry.run, found)
+
 
 class Finished:
     """What the page shows of a folder's run."""
@@ -102,8 +113,9 @@ async def page_beside(
     to do about it."""
     living = Living(registry, run, price)
     counting = asyncio.get_running_loop().create_task(_counting(living))
+    app = partial(make_app, living, figures=living.figures)
     try:
-        async with _served(living, place) as url:
+        async with _served(app, place) as url:
             registry.page = url
             log.info("watch the run at %s", url)
             yield
@@ -123,17 +135,31 @@ async def show(
 ) -> None:
     """Serves the page of a run that left files, until `end`; `say` is told the URL once it listens.
     Raises OSError."""
-    async with _served(Finished(replay), place) as url:
+    async with _served(partial(make_app, Finished(replay)), place) as url:
         say(url)
         await end
 
 
 @asynccontextmanager
-async def _served(shown: Living | Finished, place: Place) -> AsyncIterator[str]:
+async def metrics_beside(place: Place, figures: Callable[[], bytes]) -> AsyncIterator[None]:
+    """Serves what Prometheus asks for meanwhile. Raises OSError."""
+
+    def app(over: asyncio.Event, token: str, local: bool) -> Starlette:
+        return metrics_app(figures, token, local)
+
+    async with _served(app, place) as url:
+        log.info("Prometheus finds this node's figures at %smetrics", url)
+        yield
+
+
+@asynccontextmanager
+async def _served(
+    make: Callable[[asyncio.Event, str, bool], Starlette], place: Place
+) -> AsyncIterator[str]:
     """Gives the URL to open."""
     over = asyncio.Event()
-    app = make_app(shown, over, place.asked_for, place.listen.is_loopback)
-    bound = bind(place.listen, "--http")
+    app = make(over, place.asked_for, place.listen.is_loopback)
+    bound = bind(place.listen, place.option)
     port = bound.getsockname()[1]
     async with listening(app, bound, over, place.keys):
         host = socket.gethostname() if place.listen.is_any else place.listen.host

@@ -40,7 +40,7 @@ def page_state(
     """All that the page shows; times in Unix seconds. `run` says `model.stages`. The value of each
     key stands for itself, so that only those that have changed need be sent."""
     seats = [seat for one in description.members for seat in one.report.seats]
-    committed = _committed(description, seats, history)
+    committed = committed_of(description, history)
     stages = [_stage(description, at) for at in range((run.model.stages or 0) + 1)]
     standbys = [one for one in description.members if not one.member.seats]
     word, sentence = _condition(description, seats, stages, history)
@@ -81,12 +81,11 @@ def page_state(
     }
 
 
-def _committed(
-    description: Description, seats: Sequence[SeatReport], history: History
-) -> tuple[int, float]:
+def committed_of(description: Description, history: History) -> tuple[int, float]:
     """The newest committed step, and its loss. A run that has gone back to files stands at an older
     step, of a newer lineage."""
     view = description.view
+    seats = [seat for one in description.members for seat in one.report.seats]
     newest = max(seats, key=lambda seat: (seat.lineage, seat.committed), default=None)
     told = (newest.lineage, newest.committed) if newest else (0, 0)
     _, step = max(told, (view.lineage, view.committed))

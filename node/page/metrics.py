@@ -1,0 +1,161 @@
+"""Figures for Prometheus, of a registry's run and of a node: pure functions of what both know.
+
+All begin with `planaria_`, are in base units, and have the label `run`. docs/metrics.md has them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from planaria.bootstrap.registry_pb2 import Description, MemberDescription, Report
+from planaria.node.page.history import History
+from planaria.node.page.state import committed_of
+from planaria.node.report.live_view import seats_of
+from planaria.node.run_file import RunFile
+
+MOST_NODES = 1000
+"""Of which a registry has figures for each; of the others only those of stage and run."""
+MOST_LINKED = 50
+"""Nodes; where there are more, a registry has no figures of the links between them."""
+
+
+class Kind(NamedTuple):
+    """What a figure is."""
+
+    type: type[CounterMetricFamily] | type[GaugeMetricFamily]
+    labels: tuple[str, ...]  # beside `run`
+    meaning: str
+
+
+COUNTER, GAUGE = CounterMetricFamily, GaugeMetricFamily
+SEAT, NODE = ("stage", "node"), ("node",)
+OF_NODE = {
+    "planaria_seat_committed_steps_total": Kind(COUNTER, SEAT, "newest step in a seat's weights"),
+    "planaria_seat_microbatches_total": Kind(COUNTER, SEAT, "microbatches that a seat computed"),
+    "planaria_node_receive_bytes_total": Kind(COUNTER, NODE, "bytes from other nodes"),
+    "planaria_node_transmit_bytes_total": Kind(COUNTER, NODE, "bytes to other nodes"),
+    "planaria_node_memory_bytes": Kind(GAUGE, NODE, "memory of its device, in all"),
+    "planaria_node_stalled_seconds": Kind(
+        GAUGE, NODE, "since its compute made progress; 0: it does, or has nothing to do"
+    ),
+    "planaria_node_links_missing": Kind(GAUGE, NODE, "nodes that it needs, and has no link to"),
+    "planaria_link_round_trip_seconds": Kind(
+        GAUGE, ("node", "peer"), "until a byte was acknowledged, as planaria probe found"
+    ),
+    "planaria_link_bytes_per_second": Kind(
+        GAUGE, ("node", "peer"), "that could be sent, as planaria probe found"
+    ),
+}
+"""At nodes, and for each node at the registry."""
+AT_NODE = {
+    "planaria_node_time_seconds_total": Kind(
+        COUNTER, ("node", "part"), "where a node's time went: compute, average, rebuild, send, idle"
+    ),
+}
+AT_REGISTRY = {
+    "planaria_committed_steps_total": Kind(COUNTER, (), "newest committed step"),
+    "planaria_steps": Kind(GAUGE, (), "steps that the run is to have"),
+    "planaria_trained_tokens_total": Kind(COUNTER, (), "tokens in committed steps"),
+    "planaria_loss": Kind(GAUGE, (), "loss of the newest step, nats a token"),
+    "planaria_validation_loss": Kind(GAUGE, (), "newest loss of held-out text, nats a token"),
+    "planaria_view": Kind(GAUGE, (), "number of the view"),
+    "planaria_nodes": Kind(GAUGE, ("stage",), "nodes with a seat there; of stage standby: none"),
+    "planaria_node_silence_seconds": Kind(GAUGE, NODE, "since the registry last heard of it"),
+    "planaria_node_work_per_second": Kind(GAUGE, NODE, "GFLOP/s, measured when it started"),
+    "planaria_rebuilds_total": Kind(COUNTER, ("stage", "method"), "stages that got their state"),
+    "planaria_node_seconds_total": Kind(COUNTER, (), "of all nodes together: what one pays for"),
+    "planaria_quarantined_nodes": Kind(GAUGE, (), "nodes that were evicted for cause and are out"),
+    "planaria_cut_links": Kind(GAUGE, (), "pairs of nodes that can't reach each other directly"),
+}
+ALL = AT_REGISTRY | OF_NODE | AT_NODE
+
+
+class Found(NamedTuple):
+    """A figure; `labels` without `run`."""
+
+    name: str
+    labels: tuple[str, ...]
+    value: float
+
+
+def exposition(run: str, found: Iterable[Found]) -> bytes:
+    """As Prometheus reads it; figures that aren't finite are left out."""
+    families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+    for name, labels, value in found:
+        if math.isfinite(value):
+            kind = ALL[name]
+            if name not in families:
+                families[name] = kind.type(name, kind.meaning, labels=("run", *kind.labels))
+            families[name].add_metric((run, *labels), value)
+    return generate_latest(_Collected(families.values()))
+
+
+class _Collected(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def of_registry(description: Description, history: History, run: RunFile) -> Iterator[Found]:
+    step, loss = committed_of(description, history)
+    samples = step * run.training.batch
+    yield Found("planaria_committed_steps_total", (), step)
+    yield Found("planaria_steps", (), run.steps)
+    yield Found("planaria_trained_tokens_total", (), samples * run.model.config.context)
+    yield Found("planaria_loss", (), loss)
+    for point in history.validation.points[-1:]:
+        yield Found("planaria_validation_loss", (), point[1] if point else math.nan)
+    yield Found("planaria_view", (), description.view.number)
+    yield from _counted(description.members, run.model.stages or 0)
+    for (stage, method), count in history.rebuilt.items():
+        yield Found("planaria_rebuilds_total", (str(stage), method), count)
+    yield Found("planaria_node_seconds_total", (), history.node_seconds)
+    out = sum(one.seconds > 0 for one in description.quarantined)
+    yield Found("planaria_quarantined_nodes", (), out)
+    yield Found("planaria_cut_links", (), len(description.cuts))
+    for one in description.members[:MOST_NODES]:
+        node = one.member.node
+        yield Found("planaria_node_silence_seconds", (node,), one.since_renewal)
+        yield Found("planaria_node_work_per_second", (node,), one.member.speed)
+        yield from _of_report(node, one.report, len(description.members) <= MOST_LINKED)
+
+
+def _counted(members: Iterable[MemberDescription], stages: int) -> Iterator[Found]:
+    count: dict[int | None, int] = {**dict.fromkeys(range(stages + 1), 0), None: 0}
+    for one in members:
+        for stage in seats_of(one.member):
+            count[stage] = count.get(stage, 0) + 1
+    for stage, nodes in count.items():
+        yield Found("planaria_nodes", ("standby" if stage is None else str(stage),), nodes)
+
+
+def of_node(node: str, report: Report, seconds: Mapping[str, float]) -> Iterator[Found]:
+    """`seconds` of its time, by what they went to."""
+    yield from _of_report(node, report)
+    for part, spent in seconds.items():
+        if part != "total":
+            yield Found("planaria_node_time_seconds_total", (node, part), spent)
+
+
+def _of_report(node: str, report: Report, links: bool = True) -> Iterator[Found]:
+    for seat in report.seats:
+        at = str(seat.stage), node
+        yield Found("planaria_seat_committed_steps_total", at, seat.committed)
+        yield Found("planaria_seat_microbatches_total", at, seat.microbatches)
+    yield Found("planaria_node_receive_bytes_total", (node,), report.bytes_in)
+    yield Found("planaria_node_transmit_bytes_total", (node,), report.bytes_out)
+    yield Found("planaria_node_memory_bytes", (node,), report.memory)
+    yield Found("planaria_node_stalled_seconds", (node,), report.stalled_seconds)
+    missing = len(report.complaints) + report.unlisted
+    yield Found("planaria_node_links_missing", (node,), missing)
+    for link in report.links if links else ():
+        yield Found("planaria_link_round_trip_seconds", (node, link.peer), link.rtt_ms / 1e3)
+        yield Found("planaria_link_bytes_per_second", (node, link.peer), link.mbps * 1e6 / 8)

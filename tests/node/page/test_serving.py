@@ -1,0 +1,60 @@
+"""A registry with its page, and a node that tells it what happens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+
+from planaria.bootstrap.address import Address
+from planaria.bootstrap.client import RegistryClient
+from planaria.bootstrap.membership import PROTOCOL, MembershipRules
+from planaria.bootstrap.registry_pb2 import JoinRequest, Report, SeatReport
+from planaria.bootstrap.service import RegistryServer
+from planaria.node.page.serving import Place, metrics_beside, page_beside
+from planaria.node.report.events import Committed, line
+from planaria.node.run_file import RunFile, override
+
+DEADLINE = 120.0  # seconds; only a hanging test gets there
+RUN = override(RunFile(), model__stages=1, model__vocabulary=300, steps=50)
+HERE = Address.parse("127.0.0.1:0")
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=DEADLINE) as answer:
+        return str(answer.read().decode())
+
+
+async def test_what_a_node_tells_is_on_its_registrys_page() -> None:
+    registry = RegistryServer(MembershipRules(run="prose-1", stages=1, lease=0.5), "")
+    port = await registry.start("127.0.0.1:0")
+    client = RegistryClient([f"127.0.0.1:{port}"])
+    async with asyncio.timeout(DEADLINE), page_beside(registry, RUN, Place(HERE), price=0.5):
+        url = (await client.describe()).page
+        assert url.startswith("http://127.0.0.1:")
+        reply = await client.join(JoinRequest(protocol=PROTOCOL, node="00aa", stage=0, room=1))
+        ignored = lambda told: None  # noqa: E731
+        member = client.keep_membership("00aa", reply, ignored, ignored)
+        keeping = asyncio.create_task(member)
+        client.report(Report(seats=[SeatReport(committed=3, phase="running")], bytes_in=5))
+        client.tell(json.dumps(line(Committed(step=3, loss=6.5), "00aa/0", 0.0)))
+        shown: dict = {}
+        while not shown or not shown["loss"]["training"]:
+            shown = json.loads(await asyncio.to_thread(get, f"{url}state"))
+        assert shown["loss"]["training"] == [[3, 6.5]]
+        assert (shown["progress"]["step"], shown["progress"]["loss"]) == (3, 6.5)
+        assert shown["stages"][0]["nodes"][0]["node"] == "00aa"
+        figures = await asyncio.to_thread(get, f"{url}metrics")
+        assert 'planaria_node_receive_bytes_total{node="00aa",run="prose-1"} 5.0' in figures
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+    assert not registry.page
+    await client.close()
+    await registry.stop()
+
+
+async def test_figures_of_a_node_are_served_where_it_says(caplog) -> None:
+    caplog.set_level("INFO")
+    async with asyncio.timeout(DEADLINE), metrics_beside(Place(HERE), lambda: b"figures\n"):
+        [url] = [record.args[0] for record in caplog.records if record.args]
+        assert await asyncio.to_thread(get, f"{url}metrics") == "figures\n"
