@@ -136,21 +136,22 @@ def _blocks(rows: Mapping[str, Row]) -> int:
 
 
 class Compared(NamedTuple):
-    """A variant in a suite, block by block; times and goodputs are shares of those of the swarm
-    that never saves."""
+    """A variant in a suite, block by block; goodputs are shares of those of the swarm that never
+    saves."""
 
     suite: Suite
     variant: str
     goodput: list[float]  # steps by the wall clock, downtime included, as ECRL has it
-    own: list[float]  # the run's own: without the time in which nothing ran
-    parts: dict[str, float]  # of the wall clock, medians
+    own: list[float]  # the run's own: without the time in which no registry ran
+    parts: dict[str, list[float]]  # shares of its own wall clock
+    down: list[float]  # seconds
     lost: list[int]
     saves: list[int]
     equal: int  # swarms with the very losses of the first that never saved
     apart: float  # largest difference of a loss
 
 
-PARTS: Final = ("compute, and all else", "copied", "blocked", "down", "again")
+PARTS: Final = ("compute and all else", "copied", "blocked", "down", "again")
 
 
 def compared(rows: Sequence[Row]) -> list[Compared]:
@@ -181,10 +182,10 @@ def _compared(
     suite: Suite, variant: str, pairs: Sequence[tuple[Row, Row]], losses: Sequence[float]
 ) -> Compared:
     parts: dict[str, list[float]] = {part: [] for part in PARTS}
-    for row, plain in pairs:
+    for row, _ in pairs:
         rest = row["wall"] - sum(row[part] for part in PARTS[1:])
         for part in PARTS:
-            parts[part].append(row.get(part, rest) / plain["wall"])
+            parts[part].append(row.get(part, rest) / row["wall"])
     apart = [
         max(abs(a - b) for a, b in zip(row["losses"], losses, strict=True)) for row, _ in pairs
     ]
@@ -193,7 +194,8 @@ def _compared(
         variant=variant,
         goodput=[plain["wall"] / row["wall"] for row, plain in pairs],
         own=[row["goodput"] / plain["goodput"] for row, plain in pairs],
-        parts={part: statistics.median(shares) for part, shares in parts.items()},
+        parts=parts,
+        down=[row["down"] for row, _ in pairs],
         lost=[row["lost"] for row, _ in pairs],
         saves=[row["saves"] for row, _ in pairs],
         equal=apart.count(0.0),
@@ -202,7 +204,8 @@ def _compared(
 
 
 def table(rows: Sequence[Row]) -> str:
-    """As Markdown: medians over the blocks, with the least and the most."""
+    """As Markdown: medians over the blocks, with the least and the most; of the parts of the wall
+    clock, which add up, means."""
     found = compared(rows)
     by_name = {(one.suite, one.variant): one for one in found}
     loads = [row["load"] for row in rows]
@@ -212,18 +215,20 @@ def table(rows: Sequence[Row]) -> str:
         f"{min(loads):.0f} to {max(loads):.0f} ({machines}).",
         "",
         "| suite | saves | goodput, of none's | own goodput, of none's | "
-        + " | ".join(PARTS)
-        + " | steps made again | losses equal |",
-        "| --- | --- | ---: | ---: |" + " ---: |" * (len(PARTS) + 2),
+        + " | ".join(f"{part}, %" for part in PARTS)
+        + " | down, s | steps made again | losses equal |",
+        "| --- | --- | ---: | ---: |" + " ---: |" * (len(PARTS) + 3),
     ]
     for one in found:
-        parts = " | ".join(f"{one.parts[part]:.3f}" for part in PARTS)
-        lost = _range(one.lost, 0) if "killed" in one.variant else "-"
+        parts = " | ".join(f"{100 * statistics.fmean(one.parts[part]):.1f}" for part in PARTS)
+        down, lost = "-", "-"
+        if VARIANTS[one.variant][2]:
+            down, lost = _range(one.down, 1), _range(one.lost, 0)
         apart = f", others {one.apart:.0e} at most" if one.apart else ""
         equal = f"{one.equal} of {len(one.lost)}{apart}"
         lines.append(
             f"| {one.suite} | {one.variant} | {_range(one.goodput)} | {_range(one.own)} | {parts} "
-            f"| {lost} | {equal} |"
+            f"| {down} | {lost} | {equal} |"
         )
     lines += ["", "| suite | " + " | ".join(f"{a} / {b}" for a, b in PAIRS) + " |"]
     lines += ["| --- |" + " ---: |" * len(PAIRS)]
@@ -258,17 +263,19 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         left.plot(one.goodput, [place] * len(one.goodput), "o", color=COLORS[0], markersize=4)
     begun = [0.0] * len(found)
     for color, part in zip(COLORS, PARTS, strict=False):
-        shares = [one.parts[part] for one in found]
+        shares = [statistics.fmean(one.parts[part]) for one in found]
         right.barh(places, shares, left=begun, color=color, height=0.7, label=part)
         begun = [a + b for a, b in zip(begun, shares, strict=True)]
     names = [f"{one.suite}: {NONE}" if one.variant == NONE else one.variant for one in found]
     left.set_yticks(places, names)
     left.invert_yaxis()
     left.set_xlabel("steps by the wall clock, of those without saves")
-    right.set_xlabel("wall clock, of that without saves")
-    right.legend(frameon=False, fontsize=9, loc="lower right")
+    right.set_xlabel("where the wall clock went (shares, means)")
+    figure.legend(
+        *right.get_legend_handles_labels(), frameon=False, ncols=5, loc="outside upper right"
+    )
+    left.axvline(1, color="#404040", linewidth=0.8)
     for axes in (left, right):
-        axes.axvline(1, color="#404040", linewidth=0.8)
         axes.grid(axis="x", color="#e6e6e6")
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)

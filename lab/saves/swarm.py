@@ -93,12 +93,14 @@ def measure(run: RunFile, saving: Saving, out: Path) -> Measured:
     timed.mkdir()
     slots = [f"{stage}.0" for stage in range((run.model.stages or 0) + 1)]
     killed = 0.0
+    before: list[dict[str, Any]] = []
     if saving.killed_at:
         with _life(plan, slots, saving) as processes:
             _until(plan, saving.killed_at, processes)
-            killed = time.time()
             for pid in processes.running().values():
                 os.kill(pid, signal.SIGKILL)
+            killed = time.time()
+        before = _commits(plan)
         go_on(plan, plan, slots)
     with _life(plan, slots, saving) as processes:
         _until(plan, run.steps, processes)
@@ -109,7 +111,8 @@ def measure(run: RunFile, saving: Saving, out: Path) -> Measured:
         raise SavesError(f"{out} isn't whole:\n{told.file.getvalue()}")  # type: ignore[attr-defined]
     lines = [line for path in sorted(timed.glob("*.jsonl")) for line in _lines(path)]
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-    return of_lines(_commits(plan), lines, killed, summary["goodput"])
+    after = [line for line in _commits(plan) if line not in before]
+    return of_lines(before, after, lines, killed, summary["goodput"])
 
 
 # --- processes
@@ -183,20 +186,24 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def of_lines(
-    commits: Sequence[Mapping[str, Any]],
+    before: Sequence[Mapping[str, Any]],
+    after: Sequence[Mapping[str, Any]],
     timed: Sequence[Mapping[str, Any]],
     killed: float,
     goodput: float,
 ) -> Measured:
-    """By the lines of the ledgers, in the order of time, and those of saving_node.py; `killed`:
-    Unix seconds, 0 if nobody was."""
-    before = [line for line in commits if not killed or line["time"] < killed]
-    after = [line for line in commits if killed and line["time"] >= killed]
-    begun = next(line["time"] for line in before if line["step"] == FIRST)
-    newest = max(line["step"] for line in before)
-    down = after[0]["time"] - killed if after else 0.0
-    lost = newest - after[0]["step"] + 1 if after else 0
-    reached = [line["time"] for line in after if line["step"] == newest]
+    """By the ledgers' lines `before` and `after` a kill, in the order of time, and those of
+    saving_node.py; `killed`: Unix seconds. Where nobody was killed all are `after`."""
+    commits = [*before, *after]
+    begun = next(line["time"] for line in commits if line["step"] == FIRST)
+    down = again = 0.0
+    lost = 0
+    if before:
+        newest = max(line["step"] for line in before)
+        down = after[0]["time"] - killed
+        lost = newest - after[0]["step"] + 1
+        reached = [line["time"] for line in after if line["step"] == newest]
+        again = reached[0] - after[0]["time"] if reached else 0.0
     losses = {line["step"]: line["loss"] for line in commits}
     counted = [line for line in timed if line["step"] > FIRST]
     blocked, critical = _slowest(counted, "waited"), _slowest(counted, "critical")
@@ -208,7 +215,7 @@ def of_lines(
         written=_slowest(counted, "write"),
         saves=sum("write" in line for line in counted),
         down=down,
-        again=reached[0] - after[0]["time"] if reached else 0.0,
+        again=again,
         lost=lost,
         goodput=goodput,
         losses=[losses[step] for step in sorted(losses)],

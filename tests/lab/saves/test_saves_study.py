@@ -37,8 +37,8 @@ def save(stage: int, step: int, **seconds: float) -> dict[str, Any]:
 
 def test_where_the_time_went():
     """Killed at 15.2 s after step 6, with step 4 on disk: steps 5 and 6 are made again."""
-    commits = [commit(step, 10.0 + step - 1) for step in range(1, 7)]
-    commits += [commit(step, 18.0 + step - 5) for step in range(5, 9)]
+    before = [commit(step, 10.0 + step - 1) for step in range(1, 7)]
+    after = [commit(step, 18.0 + step - 5) for step in range(5, 9)]
     timed = [
         save(1, 2, critical=9.0, waited=9.0),  # before FIRST
         save(1, 4, critical=0.5, waited=0.2),
@@ -48,7 +48,7 @@ def test_where_the_time_went():
         save(1, 6, critical=0.1, waited=0.0),
         save(1, 6, critical=0.2, waited=0.0),  # when it was made again
     ]
-    found = of_lines(commits, timed, killed=15.2, goodput=0.8)
+    found = of_lines(before, after, timed, killed=15.2, goodput=0.8)
     assert found.wall == pytest.approx(21.0 - 12.0)
     assert (found.steps, found.lost, found.saves) == (8 - FIRST, 2, 2)
     assert (found.down, found.again) == (pytest.approx(2.8), pytest.approx(1.0))
@@ -59,7 +59,7 @@ def test_where_the_time_went():
 
 
 def test_without_a_kill_nothing_is_made_again():
-    found = of_lines([commit(step, float(step)) for step in range(1, 9)], [], 0.0, 1.0)
+    found = of_lines([], [commit(step, float(step)) for step in range(1, 9)], [], 0.0, 1.0)
     assert (found.down, found.again, found.lost, found.wall) == (0.0, 0.0, 0, 5.0)
 
 
@@ -132,8 +132,9 @@ def test_a_swarm_is_compared_with_that_of_its_block_that_never_saves():
     assert none.goodput == [1.0, 1.0]
     assert blocking.goodput == [0.5, 0.75]
     assert overlapped.goodput == [0.8, 1.0]
-    assert blocking.parts["blocked"] == pytest.approx((0.8 + 0.2) / 2)
-    assert sum(blocking.parts[part] for part in PARTS) == pytest.approx((2 + 4 / 3) / 2)
+    assert blocking.parts["blocked"] == pytest.approx([0.4, 0.15])
+    assert [sum(shares) for shares in zip(*blocking.parts.values(), strict=True)] == [1.0, 1.0]
+    assert [*blocking.parts] == [*PARTS]
     assert (none.equal, blocking.equal, blocking.apart) == (2, 1, 0.25)
     with pytest.raises(SavesError, match="no swarm without saves"):
         compared(ROWS[1:3])
