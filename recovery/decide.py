@@ -132,7 +132,7 @@ def decide(stage: int, left: Left, policy: Policy, strict: bool = False) -> Deci
         return Rebuild(stage, "replica", replicas, exact=True, reason=reason)
     if (left.lineage, left.step) == (0, 0) and left.origin:
         sources = tuple(Source(node, stage, 0) for node in sorted(left.origin))
-        reason = f"stage {stage} begins from the checkpoint that {len(sources)} nodes have"
+        reason = f"stage {stage} begins from the checkpoint, which {_nodes(len(sources))}"
         return Rebuild(stage, ORIGIN, sources, exact=True, reason=reason)
     if there := _of_this_step("memory", stage, left):
         reason = f"stage {stage} has this very step from before the run went back"
@@ -280,6 +280,10 @@ def nearest(stage: int, left: Left) -> list[int]:
     before = [of for of in usable if of < stage]
     after = [of for of in usable if of > stage]
     return before[-1:] + after[:1]
+
+
+def _nodes(count: int) -> str:
+    return "1 node has" if count == 1 else f"{count} nodes have"
 
 
 def _trained(stage: int, left: Left) -> bool:
