@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 import zipfile
 from pathlib import Path, PurePosixPath
@@ -15,6 +16,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from planaria.bootstrap import registry_pb2 as pb
+from planaria.node.data.corpus import FORMAT, SPLITS, Index, Split
 from planaria.node.report.status_page import as_text
 
 ROOT = Path(__file__).parent.parent
@@ -115,6 +117,49 @@ def test_what_the_dockerfile_copies_is_let_in() -> None:
     assert [path for path in needed if ignored(PurePosixPath(path))] == []
     assert ignored(PurePosixPath(".git/HEAD"))
     assert ignored(PurePosixPath("planaria/node/__pycache__"))
+
+
+WITHOUT = """
+import sys
+
+sys.modules.update(dict.fromkeys(sys.argv.pop(1).split("|")))  # as if they were not installed
+from planaria.node.cli import main
+
+main()
+"""
+
+
+def test_the_registrys_image_lacks_only_what_a_registry_does_without(tmp_path: Path) -> None:
+    """A registry that looks at prepared data, and is asked how its run is."""
+    [lacking] = re.findall(
+        r"grep -vE '\^\((torch\|[\w|]+)\)", (ROOT / "docker/Dockerfile").read_text()
+    )
+    split = Split(documents=1, text_bytes=1, shards=[])
+    index = Index(
+        format=FORMAT,
+        vocabulary=300,
+        dtype="uint16",
+        end_of_document=0,
+        tokenizer="",
+        splits=dict.fromkeys(SPLITS, split),
+    )
+    index.content = index.content_hash()
+    (tmp_path / "index.json").write_text(index.model_dump_json())
+    (tmp_path / "run.toml").write_text(f"[data]\npath = {str(tmp_path)!r}\n")
+    address = tmp_path / "address"
+    planaria = [sys.executable, "-c", WITHOUT, lacking]
+    where = ["--run", tmp_path / "run.toml", "--journal", tmp_path / "journal"]
+    listen = ["--listen", "127.0.0.1:0", "--address-file", address]
+    registry = subprocess.Popen([*planaria, "bootstrap", *where, *listen], cwd=ROOT)
+    try:
+        while not address.exists():
+            assert registry.poll() is None
+            time.sleep(0.02)
+        status = run(*planaria, "status", "--join", address.read_text().strip(), "--json", cwd=ROOT)
+    finally:
+        registry.terminate()
+        registry.wait()
+    assert "vocabulary = 300" in json.loads(status)["run_file"]
 
 
 def asked_by_the_check(command: str) -> list[str]:

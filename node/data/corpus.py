@@ -7,6 +7,8 @@ documents, cut into samples without regard to where documents or shards end.
 No sample is taken from a shard that isn't what the index says of it, and the index is what nodes
 compare and ledgers record (`Index.content`). Shards are read, not mapped: one that somebody cuts
 short is an error then, and not the end of the process.
+
+A registry reads the index, and has neither numpy nor tokenizers: they are loaded where samples are.
 """
 
 from __future__ import annotations
@@ -15,15 +17,19 @@ import json
 import logging
 import os
 import threading
+from bisect import bisect_right
 from collections.abc import Iterable
+from itertools import accumulate
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
-from tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from tokenizers import Tokenizer
 
 log = logging.getLogger("planaria")
 
@@ -93,6 +99,8 @@ class _ShardFile:
     """A shard, read where it lies. Whoever reads it first verifies it, or waits for who does."""
 
     def __init__(self, file: Path, shard: TokenShard, index: Index, remedy: str) -> None:
+        import numpy as np
+
         self.file, self.shard, self._remedy = file, shard, remedy
         self._dtype = np.dtype(index.dtype).newbyteorder("<")
         self._vocabulary = index.vocabulary
@@ -102,6 +110,8 @@ class _ShardFile:
 
     def tokens(self, offset: int, count: int) -> NDArray[np.unsignedinteger]:
         """At most `count`, as far as the shard goes. Raises CorpusError."""
+        import numpy as np
+
         try:
             if self._descriptor is None:
                 self._descriptor = self._opened()
@@ -128,6 +138,8 @@ class _ShardFile:
 
     def _verify(self, descriptor: int) -> None:
         """Raises CorpusError, OSError."""
+        import numpy as np
+
         with self._verifying:
             stamp = _stamp(descriptor)
             if stamp == self._verified:
@@ -216,7 +228,7 @@ class Corpus:
         self._open: list[_ShardFile] = []  # the oldest first
         self._verifier: threading.Thread | None = None
         self._starts = {
-            name: np.cumsum([0, *(shard.tokens for shard in split.shards)])
+            name: list(accumulate((shard.tokens for shard in split.shards), initial=0))
             for name, split in index.splits.items()
         }
 
@@ -274,14 +286,16 @@ class Corpus:
 
     def sample(self, split: str, context: int, index: int) -> NDArray[np.int64]:
         """The `context` + 1 tokens of a sample, int64. Raises IndexError, CorpusError."""
+        import numpy as np
+
         if not 0 <= index < self.count(split, context):
             raise IndexError(f"the {split} split has no sample {index} of context {context}")
         out = np.empty(context + 1, np.int64)
         starts, position, filled = self._starts[split], index * context, 0
-        number = int(np.searchsorted(starts, position, side="right")) - 1
+        number = bisect_right(starts, position) - 1
         while filled < out.size:  # a sample may go on in the next shard
             offset = position + filled - starts[number]
-            part = self._tokens(self._shards[split][number], int(offset), out.size - filled)
+            part = self._tokens(self._shards[split][number], offset, out.size - filled)
             out[filled : filled + part.size] = part
             filled += part.size
             number += 1
@@ -300,6 +314,8 @@ class Corpus:
         self, split: str, context: int, indices: Iterable[int] | NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """The samples `indices`, int64 [n, context + 1]. Raises IndexError, CorpusError."""
+        import numpy as np
+
         rows = [self.sample(split, context, int(index)) for index in indices]
         return np.stack(rows) if rows else np.empty((0, context + 1), np.int64)
 
@@ -351,6 +367,8 @@ def file_checksum(file: Path) -> str:
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """A `tokenizer.json`, without truncation and padding. Raises CorpusError."""
+    from tokenizers import Tokenizer
+
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no other kind

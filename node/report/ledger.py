@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Generic, Literal, NamedTuple, NotRequired, Self, TypeVar
 
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
 from pydantic import (
     ConfigDict,
     Field,
@@ -28,7 +26,6 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
-from planaria.node.data.windows import Windows, microbatch_ids, samples_hash
 from planaria.node.report.line_file import LineFile
 from planaria.node.wire import stage_pb2
 
@@ -438,17 +435,24 @@ class Wrong(NamedTuple):
 
 def _comparing(header: LedgerHeader) -> Callable[[Line], Wrong]:
     """What is wrong with a line. Raises LedgerError for a header without windows."""
+    from planaria.node.data.windows import Windows, microbatch_ids, samples_hash  # with numpy
+
     try:
         windows = Windows(header["seed"], header["samples"], header["batch"])
     except ValueError as error:
         raise LedgerError(f"the ledger's header is damaged: {error}") from error
-    return lambda line: _compare(line, windows.ids(line["step"]), header["microbatch"])
+
+    def compare(line: Line) -> Wrong:
+        ids, size = windows.ids(line["step"]), header["microbatch"]
+        parts = [microbatch_ids(ids, number, size) for number in range(-(-len(ids) // size))]
+        return _compare(line, [(len(part), samples_hash(part).hex()) for part in parts])
+
+    return compare
 
 
-def _compare(line: Line, ids: NDArray[np.int64], size: int) -> Wrong:
-    """Of one step."""
-    planned = {number: microbatch_ids(ids, number, size) for number in range(-(-len(ids) // size))}
-    expected = {number: (len(part), samples_hash(part).hex()) for number, part in planned.items()}
+def _compare(line: Line, planned: Sequence[tuple[int, str]]) -> Wrong:
+    """Of one step, whose microbatches have so many samples, with this hash."""
+    expected = dict(enumerate(planned))
     found: set[int] = set()
     duplicates = extra = 0
     for number, count, digest in line["microbatches"]:
