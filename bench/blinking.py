@@ -59,6 +59,7 @@ def blinking(replicas: int, spell: float, out: Path) -> Figures:
         loads(RUN),
         data__path=str(out / "data"),
         model__stages=shape.stages,
+        model__layers=shape.stages,
         swarm__replicas=replicas,
     )
 

@@ -30,6 +30,7 @@ steps = 40
 [model]
 preset = "mini"
 stages = 2
+layers = 4
 [training]
 batch = 32
 microbatch = 4

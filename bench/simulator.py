@@ -58,6 +58,7 @@ def lane() -> Swarm:
 [model]
 preset = "tiny"
 stages = 6
+layers = 6
 [training]
 batch = {2 * MICROBATCHES}
 [recovery]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
@@ -48,6 +49,7 @@ BY_USE = (
     "probe",
     "audit",
     "data",
+    "presets",
     "export",
     "generate",
     "evaluate",
@@ -324,6 +326,60 @@ def _print_corpus(corpus: Corpus) -> None:
     console.print(f"content:   {corpus.content}", highlight=False)
 
 
+@app.command("presets")
+def presets_command(
+    vocabulary: Annotated[
+        int, typer.Option(min=2, help="Tokens of the tokenizer; 2048: what `data prepare` makes.")
+    ] = 2048,
+) -> None:
+    """List the sizes of models that model.preset names."""
+    from planaria.node.run_file import ModelSection
+    from planaria.node.stage.shape import PRESETS, divisors, model_config
+
+    table = Table(
+        Column("preset", no_wrap=True),
+        *(
+            Column(name, justify="right", no_wrap=True)
+            for name in ("parameters", "layers", "width", "heads", "context", "rate", "memory")
+        ),
+        "stages",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for name, preset in PRESETS.items():
+        config = model_config(ModelSection(preset=name), vocabulary)
+        first, body = config.parameters
+        others = [n for n in divisors(preset.layers) if n != preset.stages]
+        table.add_row(
+            name,
+            _counted(first + preset.stages * body),
+            f"{preset.layers}",
+            f"{preset.dim}",
+            f"{preset.heads}",
+            f"{preset.context}",
+            f"{preset.learning_rate:g}",
+            f"{config.seat_bytes / 2**20:,.0f} MiB",
+            f"{preset.stages}, or {', '.join(map(str, others))}",
+        )
+    console.print(table)
+    console.print(
+        f"Parameters are those with a vocabulary of {vocabulary:,} tokens. Memory is what a node "
+        "takes that serves the largest stage, in the first number of stages: weights, gradient, "
+        "Adam's moments and half as much again.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _counted(parameters: int) -> str:
+    """In thousands, millions or billions, three figures."""
+    for unit, name in ((10**9, "B"), (10**6, "M")):
+        if parameters >= unit:
+            return f"{parameters / unit:.3g}{name}"
+    return f"{parameters / 1000:.3g}k"
+
+
 @app.command("audit")
 def audit_command(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that a run wrote.")],
@@ -503,7 +559,13 @@ def up_command(
     run_file: Annotated[
         Path | None, typer.Argument(metavar="[RUN.toml]", help="Without one: the defaults.")
     ] = None,
-    stages: Annotated[int | None, typer.Option(help="Body stages.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Size of the model, as `planaria presets` lists them.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Blocks in the model.")] = None,
+    stages: Annotated[
+        int | None, typer.Option(help="Body stages; the model's layers are divided among them.")
+    ] = None,
     replicas: Annotated[int | None, typer.Option(help="Nodes a stage.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps to train.")] = None,
     policy: Annotated[
@@ -592,6 +654,14 @@ def up_command(
     seats: Seats = None,
     http: Http = LOOPBACK,
     price: Price = None,
+    oversubscribe: Annotated[
+        bool,
+        typer.Option(
+            "--oversubscribe",
+            help="Start more nodes than this machine has memory or cores for.",
+            rich_help_panel=MACHINE,
+        ),
+    ] = False,
 ) -> None:
     """Train with a whole swarm on this machine."""
     import asyncio
@@ -604,7 +674,7 @@ def up_command(
 
     with refusing(RunFileError, CorpusError, CredentialsError, SwarmError, ResumeError, ValueError):
         if resume is not None:
-            trained = (run_file, steps, policy, strict, masking, seed)
+            trained = (run_file, preset, layers, steps, policy, strict, masking, seed)
             if any(option is not None for option in (*trained, out, save_dir)):
                 raise SwarmError(
                     "--resume goes on with the run as it was started: of the other options only "
@@ -617,6 +687,8 @@ def up_command(
             plan = _plan_run(
                 override(
                     RunFile() if run_file is None else load(run_file),
+                    model__preset=preset,
+                    model__layers=layers,
                     model__stages=stages,
                     swarm__replicas=replicas,
                     steps=steps,
@@ -633,7 +705,9 @@ def up_command(
         plan = plan._replace(http=http, price=price)
         kills = [parse_kill(text, plan.run) for text in kill or []]
         losses = choose_losses(plan.run, loss_rate, trace, speedup)
-        status = asyncio.run(up(plan, kills, console, resumed, replace, losses, seats))
+        status = asyncio.run(
+            up(plan, kills, console, resumed, replace, losses, seats, oversubscribe)
+        )
     raise typer.Exit(status)
 
 

@@ -9,7 +9,6 @@ from planaria.bootstrap.membership import MembershipRules
 from planaria.node.data.corpus import CorpusError, read_index
 from planaria.node.hugging_face.taking_in import check_tokenizer, take_in
 from planaria.node.run_file import DataSection, RunFile, RunFileError, override
-from planaria.node.stage.shape import model_config
 
 SHIPPED = Path(__file__).resolve().parents[1] / "corpus" / "austen"
 """Prose that comes with the package."""
@@ -22,8 +21,8 @@ def text_to_prepare(run: RunFile) -> Path | None:
 
 
 def resolve(run: RunFile) -> RunFile:
-    """Fills in `data.content`, `model.vocabulary`, `model.stages` and `recovery.policy`, and the
-    shape of the model that `model.from` names; makes `data.path` absolute, so that any node finds
+    """Fills in `data.content`, `model.vocabulary`, `model.stages`, `model.layers`, and the shape of
+    the model that `model.from` names; makes `data.path` absolute, so that any node finds
     everything in it.
 
     Data that is not on this machine is no error as long as the run file says `model.vocabulary`.
@@ -39,7 +38,8 @@ def resolve(run: RunFile) -> RunFile:
             raise CorpusError(f"{path} {problem}")
         content, vocabulary = index.content, vocabulary or index.vocabulary
     run = override(run, data__path=str(path), data__content=content, model__vocabulary=vocabulary)
-    run = override(run, model__stages=_stages(run))
+    config = run.model.config
+    run = override(run, model__stages=config.stages, model__layers=config.layers)
     _check_policy(run)
     return run
 
@@ -56,16 +56,6 @@ def _check_policy(run: RunFile) -> None:
             "recovery.policy = checkpoint needs recovery.checkpoint.dir, a folder that all nodes "
             "share"
         )
-
-
-def _stages(run: RunFile) -> int:
-    if run.model.stages is not None:
-        return run.model.stages
-    assert run.model.vocabulary is not None
-    try:
-        return model_config(run.model, run.model.vocabulary).stages
-    except ValueError as error:
-        raise RunFileError(f"the run file can't be used: {error}") from error
 
 
 def run_id(run: RunFile, text: str) -> str:

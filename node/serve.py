@@ -40,7 +40,7 @@ from planaria.node.notices import Aws, Notice, Watch, ask
 from planaria.node.report.ledger import LedgerError
 from planaria.node.resolve import run_id
 from planaria.node.run_file import RunFile
-from planaria.node.stage.shape import SEAT_BYTES, ModelConfig, model_config
+from planaria.node.stage.shape import ModelConfig, model_config
 from planaria.node.state.saves import newest_saved_stage
 from planaria.node.supervisor import Pauses
 
@@ -283,8 +283,7 @@ def pick_device(name: str) -> torch.device:
 def room_on(device: torch.device, config: ModelConfig) -> int:
     """Seats that fit into half of the device's memory, at most one a stage and at least one; each
     as large as that of the largest stage."""
-    seat = SEAT_BYTES * max(config.parameters)
-    return max(1, min(config.stages + 1, int(memory_of(device) / 2 / seat)))
+    return max(1, min(config.stages + 1, int(memory_of(device) / 2 / config.seat_bytes)))
 
 
 async def find_place(options: Options, device: torch.device) -> NodePlace:

@@ -27,7 +27,7 @@ def chaos(
     ] = 1,
     out: Annotated[Path, typer.Option(help="Gets a JSON file for each run.")] = PLACE,
     logs: Annotated[Path, typer.Option(help="Gets a folder of logs for each run.")] = PLACE,
-    stages: Annotated[int, typer.Option(min=1, help="Of the body.")] = 2,
+    stages: Annotated[int, typer.Option(min=1, help="Of the body; a layer each.")] = 2,
     replicas: Annotated[int, typer.Option(min=1, help="Nodes a stage.")] = 2,
     kind: Annotated[
         list[str] | None, typer.Option(help="Of fault; repeatable. Default: all.")
@@ -99,6 +99,7 @@ def _small_run(run_file: Path | None, shape: Shape, out: Path) -> RunFile:
     run = override(
         load(run_file) if run_file else loads(RUN),
         model__stages=shape.stages,
+        model__layers=None if run_file else shape.stages,
         swarm__replicas=shape.replicas,
     )
     text = text_to_prepare(run)

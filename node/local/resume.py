@@ -26,6 +26,7 @@ from planaria.bootstrap.registry_pb2 import View
 from planaria.node.local.losses import stage_of
 from planaria.node.resolve import resolve, run_id
 from planaria.node.run_file import RunFile, dumps, override
+from planaria.node.stage.shape import divisors
 from planaria.node.state.stage_state import SaveError
 from planaria.recovery.decide import Resume
 
@@ -101,7 +102,7 @@ def changed(run: RunFile, stages: int | None, replicas: int | None) -> RunFile:
     config = run.model.config
     stages = None if stages == config.stages else stages
     if stages is not None and (stages < 1 or config.layers % stages):
-        fit = [str(n) for n in range(1, config.layers + 1) if config.layers % n == 0]
+        fit = map(str, divisors(config.layers))
         raise ResumeError(
             f"--stages {stages}: the model has {config.layers} layers, and each stage has the same "
             f"number of them: choose {', '.join(fit)}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import math
 import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,6 +59,8 @@ from planaria.node.report.samples import SamplesFile
 from planaria.node.report.summary import draw_loss, summarize, tell
 from planaria.node.resolve import registry_rules
 from planaria.node.run_file import ADAM_BYTES, RunFile, RunFileError, dumps, load
+from planaria.node.stage.shape import PRESETS
+from planaria.node.supervisor import FINAL
 
 PLAN, ADDRESS = "up.json", "registry.address"
 SAVING_GRACE = 30.0
@@ -74,6 +77,10 @@ PATIENCE = 5
 """How often `swarm.progress` may go by without a committed step."""
 MOST_RESTARTS = 3
 """How often a slot's process may end by itself."""
+NODES_A_CORE = 16
+"""With more, who waits for a core is silent for longer than a lease."""
+NODE_BYTES = 120 * 2**20
+"""Memory of a node beside what its stage takes: what it doesn't share with the others."""
 
 NOTHING = Audit(expected=0, duplicates=0, missing=0, extra=0, steps=0, superseded=0)
 
@@ -179,19 +186,23 @@ async def up(
     replacing: bool = True,
     losses: Losses | None = None,
     seats: int | None = None,
+    oversubscribed: bool = False,
 ) -> int:
     """Train a resolved run (see `resolve`) with a swarm of processes; the folder `out` gets what it
     came to. It goes on from what it has saved as the run of `resumed`; without `replacing` a node
     that is gone stays gone; `losses` come besides `kills`; a node has at most so many `seats`, or
-    as it has room for. Returns the exit status: 0 only if every step is committed, the
+    as it has room for; `oversubscribed`, the machine isn't asked whether it can do with so many
+    processes. Returns the exit status: 0 only if every step is committed, the
     audit is all zero and replicas are identical. Raises SwarmError when it can't be started."""
     run, out = plan.run, plan.out
     losses = losses or choose_losses(run)
+    check_gpu(plan.device, gpus_of_this_machine)
+    if not oversubscribed:
+        check_processes(plan, Machine.this())
     if resumed is not None:
         for sentence in go_on(plan, resumed, losses.first()):
             console.print(sentence, markup=False, highlight=False, soft_wrap=True)
     else:
-        check_memory(plan, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         claim(plan)
         write_plan(plan)
     stop = stop_signals()
@@ -206,21 +217,66 @@ async def up(
     return wrap_up(run, out, console, ending)
 
 
-def check_memory(plan: SwarmPlan, there: int) -> None:
-    """Of `there` bytes of this machine: where nodes compute on its processors, their weights,
-    gradients and moments are in it. Raises SwarmError when these alone can't be."""
-    on_gpu = plan.device.startswith("cuda") or Path("/proc/driver/nvidia").exists()
-    if on_gpu and plan.device != "cpu":
-        return
-    first, body = plan.run.model.config.parameters
-    stages, replicas = plan.run.model.config.stages, plan.run.swarm.replicas
-    needed = ADAM_BYTES * replicas * (first + stages * body)
-    if needed > there:
+class Machine(NamedTuple):
+    """What all the processes of a swarm share."""
+
+    memory: int  # bytes
+    cores: int
+
+    @classmethod
+    def this(cls) -> Machine:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return cls(memory, len(os.sched_getaffinity(0)))
+
+
+def check_processes(plan: SwarmPlan, machine: Machine) -> None:
+    """That the machine has cores and memory for all the nodes; where they compute on its
+    processors, their weights, gradients and moments are in it, too. Raises SwarmError."""
+    config, replicas = plan.run.model.config, plan.run.swarm.replicas
+    nodes = (config.stages + 1) * replicas
+    what = f"{config.stages + 1} stages with swarm.replicas = {replicas} are {nodes} nodes"
+    remedy = "choose fewer --stages or --replicas, or try all the same with --oversubscribe"
+    if nodes > NODES_A_CORE * machine.cores:
         raise SwarmError(
-            f"the model doesn't fit this machine: {stages + 1} stages with swarm.replicas = "
-            f"{replicas} take {needed / 2**30:.1f} GiB for weights, gradients and moments alone, "
-            f"and there are {there / 2**30:.1f} GiB: choose a smaller model, or more machines"
+            f"{what}, and with {machine.cores} core{'s' * (machine.cores > 1)} this machine can "
+            f"keep some {NODES_A_CORE * machine.cores} in time, {NODES_A_CORE} a core: {remedy}"
         )
+    first, body = config.parameters
+    on_gpu = plan.device.startswith("cuda") or Path("/proc/driver/nvidia").exists()
+    on_cpu = not on_gpu or plan.device == "cpu"
+    states = ADAM_BYTES * replicas * (first + config.stages * body) if on_cpu else 0
+    needed = nodes * NODE_BYTES + states
+    if needed > machine.memory:
+        raise SwarmError(
+            f"{what}, which take {needed / 2**30:.1f} GiB, {states / 2**30:.1f} GiB of it for "
+            f"weights, gradients and moments alone, and this machine has "
+            f"{machine.memory / 2**30:.1f} GiB: choose a smaller model, or more machines; {remedy}"
+        )
+
+
+def check_gpu(device: str, count: Callable[[], int]) -> None:
+    """That there is such a device, as far as that can be said before PyTorch is loaded; `count`
+    says how many GPUs there are. Raises SwarmError."""
+    if not device.startswith("cuda"):
+        return
+    number, there = int(device.partition(":")[2] or 0), count()
+    if number >= there:
+        numbers = "none" if not there else "cuda:0" if there == 1 else f"cuda:0 to cuda:{there - 1}"
+        raise SwarmError(
+            f"--device {device}: this machine has {numbers}, as far as NVIDIA's driver says; "
+            "check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu"
+        )
+
+
+def gpus_of_this_machine() -> int:
+    """NVIDIA's, without those that CUDA_VISIBLE_DEVICES hides; 0 without a driver."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    works = cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
+    return count.value if works else 0
 
 
 def claim(plan: SwarmPlan) -> None:
@@ -277,6 +333,13 @@ def read_plan(folder: Path) -> SwarmPlan:
             f"there is no run in {folder}: {PLAN} there, or the run file that it names, can't be "
             f"read ({error}). Name the folder that `planaria up` wrote (--out), or its --save-dir"
         ) from error
+    model = run.model
+    if model.layers is None and model.stages not in (None, PRESETS[model.preset].stages):
+        raise SwarmError(
+            f"an older planaria wrote the run file in {out}, for which a model grew with its "
+            f"stages: model.stages = {model.stages} doesn't say how many layers it has. Go on with "
+            "that planaria"
+        )
     plan = SwarmPlan(run, out, None if saves is None else Path(saves), device)
     if saves is None and not run.recovery.checkpoint.dir:
         raise SwarmError(
@@ -294,7 +357,6 @@ def go_on(plan: SwarmPlan, before: SwarmPlan, slots: Sequence[str]) -> list[str]
             told = put_in_place(plan.kept, slots)
             empty_registry(plan)
             return told
-        check_memory(plan, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         at = take_over(before.kept, plan.kept, slots)
         empty_registry(plan)
     except ResumeError as error:
@@ -627,7 +689,8 @@ class _Swarm:
                 self._check_somebody_is_left()
                 continue
             self.restarts[slot] += 1
-            if self.restarts[slot] > MOST_RESTARTS:
+            hopeless = not self.training and ended.status in FINAL - {0}  # others would end alike
+            if hopeless or self.restarts[slot] > MOST_RESTARTS:
                 raise SwarmError(self._failure(ended))
             self.screen.say(f"the log {log} ends:\n{end_of(log, 4)}")
             self._start(slot)

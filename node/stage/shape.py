@@ -55,6 +55,11 @@ class RopeScaling(NamedTuple):
     positions: int
 
 
+def divisors(whole: int) -> list[int]:
+    """The numbers that divide it, 1 and itself among them, the smallest first."""
+    return [part for part in range(1, whole + 1) if whole % part == 0]
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape of the whole model. Raises ValueError if it can't be built."""
@@ -86,7 +91,11 @@ class ModelConfig:
         for whole, part in wholes:
             a, b = getattr(self, whole), getattr(self, part)
             if a % b:
-                raise ValueError(f"model: {whole} = {a} must be a multiple of {part} = {b}")
+                fit = ", ".join(map(str, divisors(a)))
+                raise ValueError(
+                    f"model: {whole} = {a} must be a multiple of {part} = {b}: choose {part} out "
+                    f"of {fit}, or other {whole}"
+                )
         if self.head_dim % 2:
             what = "head_dim" if own else "dim / heads"
             raise ValueError(
@@ -125,6 +134,11 @@ class ModelConfig:
         ends = (1 if self.tied else 2) * self.vocabulary * self.dim + self.dim
         return ends, self.layers_per_stage * layer
 
+    @property
+    def seat_bytes(self) -> float:
+        """Memory of a node that serves the largest stage."""
+        return SEAT_BYTES * max(self.parameters)
+
 
 def named_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]]:
     """The stage's parameters as Hugging Face calls them, and their shapes, in the order in which
@@ -157,9 +171,9 @@ def named_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]]:
 def model_config(section: ModelSection, vocabulary: int) -> ModelConfig:
     """The preset with the section's overrides, for data with `vocabulary` token ids.
 
-    What follows from an overridden figure follows it: `layers` keeps the preset's layers a stage,
-    `kv_heads` the number of heads, `hidden` is 8/3 dim rounded up to 256s (LLaMA's rule).
-    Raises ValueError.
+    What follows from an overridden figure follows it: `kv_heads` is the number of heads, `hidden`
+    8/3 dim rounded up to 256s (LLaMA's rule). Other `stages` divide the same layers. Raises
+    ValueError.
     """
     if section.preset not in PRESETS:
         raise ValueError(
@@ -172,14 +186,13 @@ def model_config(section: ModelSection, vocabulary: int) -> ModelConfig:
     preset = PRESETS[section.preset]
     dim = section.dim or preset.dim
     heads = section.heads or preset.heads
-    stages = section.stages or preset.stages
     return ModelConfig(
         vocabulary=section.vocabulary or vocabulary,
         dim=dim,
         heads=heads,
         kv_heads=section.kv_heads or heads,
-        layers=section.layers or stages * (preset.layers // preset.stages),
-        stages=stages,
+        layers=section.layers or preset.layers,
+        stages=section.stages or preset.stages,
         context=section.context or preset.context,
         hidden=section.hidden or -(-8 * dim // (3 * 256)) * 256,
         rope_theta=section.rope_theta,

@@ -219,6 +219,17 @@ def test_a_vocabulary_that_the_text_has_not_enough_for_is_said(tmp_path: Path) -
     assert "has only enough" not in listed(*prepare, str(tmp_path / "b"), "--vocabulary", "257")
 
 
+def test_presets_are_listed_with_the_stages_that_divide_them() -> None:
+    shown = CliRunner().invoke(app, ["presets"], env={"COLUMNS": "120"}).output
+    rows = {line.split()[0]: " ".join(line.split()) for line in shown.splitlines() if line.strip()}
+    assert rows["tiny"] == "tiny 525k 4 64 4 64 0.001 6 MiB 4, or 1, 2"
+    assert (
+        rows["large"] == "large 1.24B 24 2048 16 4096 0.0003 4,704 MiB 6, or 1, 2, 3, 4, 8, 12, 24"
+    )
+    larger = CliRunner().invoke(app, ["presets", "--vocabulary", "50257"]).output
+    assert "92.4M" in larger
+
+
 def test_up_says_at_once_that_it_lacks_the_data(tmp_path: Path) -> None:
     run = tmp_path / "run.toml"
     run.write_text('[model]\nvocabulary = 300\n[data]\npath = "nowhere"\n')

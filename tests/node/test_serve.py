@@ -62,7 +62,10 @@ def options(
 def test_a_node_has_room_for_what_fits_into_half_of_its_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config, cpu = model_config(loads("[model]\nstages = 3").model, 64), torch.device("cpu")
+    config, cpu = (
+        model_config(loads("[model]\nstages = 3\nlayers = 3").model, 64),
+        torch.device("cpu"),
+    )
     seat = 1.5 * 16 * max(config.parameters)
     for memory, room in ((0.0, 1), (3.9, 1), (4.1, 2), (1e6, 4)):
         size = int(memory * seat)

@@ -21,5 +21,6 @@ validation_microbatches = 2
 
 
 def small(stages: int = 2, replicas: int = 1, **changes: Any) -> RunFile:
-    """`changes` as `planaria.node.run_file.override` takes them."""
+    """A layer a stage; `changes` as `planaria.node.run_file.override` takes them."""
+    changes = {"model__layers": stages} | changes
     return override(SMALL, model__stages=stages, swarm__replicas=replicas, **changes)

@@ -184,7 +184,7 @@ def test_each_policy_makes_a_run_of_its_own(policy, tmp_path):
 
 
 def test_neighbouring_stages_are_at_different_sites():
-    nodes = machines(loads("[model]\nstages = 3\n[swarm]\nreplicas = 2"))
+    nodes = machines(loads("[model]\nstages = 3\nlayers = 3\n[swarm]\nreplicas = 2"))
     assert nodes == ["registry", "0.0", "1.0", "2.0", "3.0", "0.1", "1.1", "2.1", "3.1"]
     network = at_sites(nodes, ["Iowa", "LA", "Oregon"], read_links(WAN_LINKS), 50)
     assert [network.sites[node] for node in nodes[:5]] == ["Iowa", "Iowa", "LA", "Oregon", "Iowa"]

@@ -51,6 +51,7 @@ def swarm(
         loads("[training]\nmicrobatch = 1"),
         training__batch=microbatches,
         model__stages=stages,
+        model__layers=stages,
         recovery__policy=policy,
         **changes,
     )

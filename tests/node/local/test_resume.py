@@ -146,7 +146,7 @@ def test_a_run_file_that_was_changed_by_hand_is_told(tmp_path: Path) -> None:
 def test_the_model_stays_whatever_the_number_of_stages() -> None:
     preset = override(RUN, model__layers=None)
     preset = loads(dumps(preset).replace("layers = 4\n", ""))
-    assert preset.model.config.layers == 2  # one a stage, as the preset has it
+    assert preset.model.config.layers == 4  # as the preset has it
     new = changed(preset, stages=1, replicas=3)
     assert new.model.config == replace(preset.model.config, stages=1)
     assert new.swarm.replicas == 3

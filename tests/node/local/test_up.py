@@ -21,9 +21,11 @@ from planaria.node.local.processes import stop_signals
 from planaria.node.local.swarm import (
     Ending,
     Kill,
+    Machine,
     SwarmError,
     SwarmPlan,
-    check_memory,
+    check_gpu,
+    check_processes,
     claim,
     parse_kill,
     read_events,
@@ -78,10 +80,38 @@ def test_a_folder_with_a_run_in_it_is_refused(tmp_path, name):
 
 def test_a_model_larger_than_this_machine_is_refused(tmp_path):
     run = loads("[model]\npreset = 'large'\nvocabulary = 65000")
-    with pytest.raises(SwarmError, match=r"7 stages with .* take 22.\d GiB .* there are 16.0 GiB"):
-        check_memory(SwarmPlan(run, tmp_path, None, "cpu"), 16 * 2**30)
-    check_memory(SwarmPlan(run, tmp_path, None, "cpu"), 24 * 2**30)
-    check_memory(SwarmPlan(run, tmp_path, None, "cuda:0"), 2**30)
+    says = r"7 stages with .* take 23.\d GiB, 22.\d GiB .* this machine has 16.0 GiB: .*--oversub"
+    with pytest.raises(SwarmError, match=says):
+        check_processes(SwarmPlan(run, tmp_path, None, "cpu"), Machine(16 * 2**30, 2))
+    check_processes(SwarmPlan(run, tmp_path, None, "cpu"), Machine(24 * 2**30, 2))
+    check_processes(SwarmPlan(run, tmp_path, None, "cuda:0"), Machine(2**30, 2))
+
+
+def test_more_nodes_than_a_machine_can_have_are_refused(tmp_path):
+    run = loads("[model]\nstages = 100\nlayers = 100\nvocabulary = 512")
+    plan = SwarmPlan(run, tmp_path, None, "cpu")
+    with pytest.raises(SwarmError, match=r"are 101 nodes, .* 2 cores .* some 32 .*--oversubscribe"):
+        check_processes(plan, Machine(2**40, 2))
+    with pytest.raises(SwarmError, match=r"101 nodes, which take 1\d.\d GiB, .* has 8.0 GiB"):
+        check_processes(plan, Machine(2**33, 8))
+    check_processes(plan, Machine(2**34, 8))
+
+
+@pytest.mark.parametrize(("there", "says"), [(0, "none"), (1, "cuda:0,"), (7, "cuda:0 to cuda:6")])
+def test_a_gpu_that_is_not_there_is_missed_at_once(there, says):
+    with pytest.raises(SwarmError, match=f"--device cuda:7: this machine has {says}"):
+        check_gpu("cuda:7", lambda: there)
+    check_gpu("cpu", lambda: 0)
+    check_gpu("cuda", lambda: 1)
+    check_gpu("cuda:7", lambda: 8)
+
+
+def test_a_run_whose_model_grew_with_its_stages_is_left_to_the_planaria_that_began_it(tmp_path):
+    plan = SwarmPlan(loads("[model]\nstages = 2"), tmp_path / "out", tmp_path / "saves", "cpu")
+    claim(plan)
+    write_plan(plan)
+    with pytest.raises(SwarmError, match=r"older planaria .* model.stages = 2 doesn't say"):
+        read_plan(tmp_path / "out")
 
 
 def test_a_folder_with_saves_of_another_run_is_refused(tmp_path):
@@ -241,7 +271,10 @@ def test_the_shipped_prose_is_for_runs_that_say_nothing_else(tmp_path, monkeypat
     [
         (["--replicas", "0"], "swarm.replicas"),
         (["--policy", "prayer"], "recovery.policy"),
-        (["--stages", "3", "--kill", "7@3"], "no stage 7, choose 0 to 3"),
+        (["--stages", "2", "--kill", "7@3"], "no stage 7, choose 0 to 2"),
+        (["--stages", "3"], "layers = 4 must be a multiple of stages = 3: choose stages out of 1,"),
+        (["--stages", "200", "--layers", "200"], "are 201 nodes"),
+        (["--device", "cuda:99"], "--device cuda:99: this machine has "),
         (["no-such.toml"], "can't read the run file no-such.toml"),
     ],
 )
@@ -249,6 +282,7 @@ def test_up_refuses_nonsense_before_it_starts_anything(
     data, tmp_path, monkeypatch, arguments, says
 ):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Machine, "this", lambda: Machine(2**36, 2))
     result = CliRunner().invoke(app, ["up", *arguments, "--out", "out"])
     assert result.exit_code == 1
     assert says in result.output

@@ -443,7 +443,7 @@ STATUS = described(
     member(OLD, 0, committed=4, loss=5.5, phase="running", tokens_per_second=900.0),
     member(NEW, 2, committed=4, phase="idle", message="step 5: 3 of 8 home"),
     decisions=["view 5: 77aa joined: stage 2 was vacant"],
-    run_file="steps = 40\n[model]\nstages = 3",
+    run_file="steps = 40\n[model]\nstages = 3\nlayers = 3",
     uptime=3725.0,
 )
 
@@ -519,7 +519,7 @@ def test_after_going_back_the_older_step_counts():
     back = described(
         member(OLD, 0, committed=30, lineage=1),
         member(NEW, 2, committed=37),  # has not heard
-        run_file="steps = 40\n[model]\nstages = 3",
+        run_file="steps = 40\n[model]\nstages = 3\nlayers = 3",
     )
     assert "step 30 of 40" in text_of(page(back))
 
@@ -548,7 +548,8 @@ def test_the_status_page_tells_who_has_no_link_who_is_out_and_who_was_evicted():
 
 def test_the_status_page_tells_what_a_notice_is_good_for():
     """For stages of which one node is left, over the slowest link that it has measured."""
-    run = "[model]\npreset = 'small'\nstages = 2\nvocabulary = 32000\n[training]\nbatch = 4"
+    model = "preset = 'small'\nstages = 2\nlayers = 6\nvocabulary = 32000"
+    run = f"[model]\n{model}\n[training]\nbatch = 4"
     fast = LinkReport(peer="x", rtt_ms=1, mbps=10_000)
     slow = LinkReport(peer="y", rtt_ms=80, mbps=30)
     members = [

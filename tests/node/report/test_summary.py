@@ -23,7 +23,7 @@ from planaria.node.report.summary import (
 )
 from planaria.node.run_file import loads
 
-RUN = loads("steps = 4\nseed = 7\n[model]\nstages = 3\n[swarm]\nreplicas = 2")
+RUN = loads("steps = 4\nseed = 7\n[model]\nstages = 3\nlayers = 3\n[swarm]\nreplicas = 2")
 AUDIT = Audit(expected=64, duplicates=0, missing=0, extra=0, steps=4, superseded=0)
 
 

@@ -214,8 +214,8 @@ def test_presets_are_table_4_of_the_paper() -> None:
 
 
 def test_overrides_carry_along_what_follows_from_them() -> None:
-    config = shape.model_config(ModelSection(preset="mini", stages=3, heads=8, dim=64), 500)
-    assert (config.layers, config.layers_per_stage) == (6, 2)
+    config = shape.model_config(ModelSection(preset="mini", stages=2, heads=8, dim=64), 500)
+    assert (config.layers, config.layers_per_stage) == (8, 4)
     assert (config.kv_heads, config.hidden) == (8, 256)
     section = ModelSection(preset="mini", layers=4, kv_heads=2, hidden=100, vocabulary=512)
     config = shape.model_config(section, 500)
@@ -228,7 +228,14 @@ def test_overrides_carry_along_what_follows_from_them() -> None:
     [
         ({"preset": "huge"}, "no preset 'huge'; there are large, medium, midi, mini"),
         ({"vocabulary": 99}, "vocabulary = 99 is less than the 100 of the data"),
-        ({"layers": 6}, "layers = 6 must be a multiple of stages = 4"),
+        (
+            {"layers": 6},
+            "layers = 6 must be a multiple of stages = 4: choose stages out of 1, 2, 3,",
+        ),
+        (
+            {"stages": 3},
+            "layers = 4 must be a multiple of stages = 3: choose stages out of 1, 2, 4,",
+        ),
         ({"heads": 3}, "dim = 64 must be a multiple of heads = 3"),
         ({"kv_heads": 3}, "heads = 4 must be a multiple of kv_heads = 3"),
         ({"dim": 60}, "dim / heads = 15 must be even"),

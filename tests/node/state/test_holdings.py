@@ -35,6 +35,7 @@ heads = 2
 hidden = 8
 context = 8
 stages = 3
+layers = 3
 [saves]
 every = 2
 """

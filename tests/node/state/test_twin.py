@@ -46,7 +46,9 @@ def small_pieces() -> Iterator[None]:
 
 
 def config_of(stages: int) -> ModelConfig:
-    return model_config(override(RUN, model__stages=stages).model, vocabulary=16)
+    return model_config(
+        override(RUN, model__stages=stages, model__layers=stages).model, vocabulary=16
+    )
 
 
 def places(*replicas: int) -> list[pb.Place]:
