@@ -555,11 +555,8 @@ class Agent:
     # --- commits and state
 
     async def _apply(self, commit: pb.Commit) -> None:
-        member, stage, run = self.member, self.stage, self.run
-        peak = run.training.lr or self.config.learning_rate
-        lr = learning_rate.scheduled(
-            commit.step, run.steps, peak, run.training.warmup, run.training.lr_floor
-        )
+        member, stage = self.member, self.stage
+        lr = learning_rate.of_run(commit.step, self.run, self.config)
         begin = self.attempt.begin if self.attempt else pb.Begin()  # a joiner has none
         replicas = [place.node for place in begin.members if place.stage == stage]
         first = self.node == min(replicas, default="")

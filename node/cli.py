@@ -1365,7 +1365,7 @@ def regroup_command(
             contents = Contents.of(config, stage)
             return Saves(out, described.run, stage, run.saves.keep, contents)
 
-        at = regroup(found, config, open_folder)
+        at = regroup(found, config, open_folder, run.training.betas)
         console.print(
             f"step {at.step} of {found[0].run} is in {out} for {described.run}: stage-0 to "
             f"stage-{config.stages}, each for the --save-dir of a node of that stage",

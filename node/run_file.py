@@ -11,10 +11,12 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from planaria.node.stage.shape import Family, ModelConfig, model_config
+from planaria.node.stage.learning_rate import Schedule
+from planaria.node.stage.shape import BETAS, Family, ModelConfig, model_config
 from planaria.recovery.decide import Masking, Policy
 
 Codec = Literal["none", "bf16", "fp16", "int8"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 HEARTBEAT = 0.5
@@ -142,7 +144,13 @@ class TrainingSection(Section):
     microbatch: int = Field(default=2, ge=1, le=2**16, description="samples a microbatch")
     lr: float | None = Field(default=None, gt=0, le=100, description="the preset's when left out")
     warmup: int = Field(default=20, ge=0, le=10**9, description="steps")
+    schedule: Schedule = Field(default="cosine", description="of the rate, behind the warm-up")
     lr_floor: float = Field(default=0.1, ge=0, le=1, description="share of lr left at the end")
+    decay_share: float = Field(
+        default=0.2, gt=0, le=1, description="wsd: share of the steps in which lr falls"
+    )
+    betas: tuple[Beta, Beta] = Field(default=BETAS, description="what a step leaves of moments")
+    weight_decay: float = Field(default=0.0, ge=0, le=100, description="not of norms and biases")
     clip: float = Field(default=1.0, ge=1e-6, le=1e6)
     precision: Literal["float32", "bf16"] = "float32"
     recompute: bool = False
@@ -292,6 +300,25 @@ class RunFile(Section):
             raise ValueError(
                 f"recovery.relearn.seconds = {relearn:g} is more than half of swarm.progress = "
                 f"{progress:g}, after which the driver takes a rebuild for stuck"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def scheduled(self) -> RunFile:
+        """What becomes of the rate, and of the weights by it, in so many steps."""
+        training, falls = self.training, self.training.decay_share * self.steps
+        if training.schedule == "wsd" and training.warmup + falls > self.steps:
+            raise ValueError(
+                f"training.warmup = {training.warmup} steps and training.decay_share = "
+                f"{training.decay_share:g} of steps = {self.steps} are more than there are: with "
+                "schedule = wsd they follow each other"
+            )
+        rate = (training.lr or self.model.config.learning_rate) * self.recovery.lr_boost
+        if rate * training.weight_decay >= 1:
+            raise ValueError(
+                f"training.weight_decay = {training.weight_decay:g}: a step takes weight_decay x "
+                f"lr of each weight, with recovery.lr_boost {rate * training.weight_decay:g} of "
+                "it, and that must be less than 1"
             )
         return self
 

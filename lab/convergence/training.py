@@ -24,7 +24,7 @@ from planaria.node.data.windows import Windows, microbatch_ids
 from planaria.node.hugging_face.checkpoint import Checkpoint
 from planaria.node.run_file import RunFile, Section
 from planaria.node.stage.initial import Beginning
-from planaria.node.stage.learning_rate import boost, scheduled
+from planaria.node.stage.learning_rate import boost, of_run
 from planaria.node.stage.model import BodyStage, EmbeddingStage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.shape import ModelConfig, model_config
@@ -198,7 +198,7 @@ class TrainingSwarm:
             module = self.beginning.stage(stage)
         else:
             module = build_stage(self.config, stage, seed)
-        return Stage(module, StageOptimizer(module, self.device))
+        return Stage(module, StageOptimizer.of_run(module, self.device, self.run))
 
     # --- training
 
@@ -276,8 +276,7 @@ class TrainingSwarm:
         each = [math.sqrt(stage.omega) for stage in self.stages]
         whole = math.sqrt(math.fsum(stage.omega for stage in self.stages))
         norms = [whole] * len(each) if self.ablation.clip_scope == "global" else each
-        peak = training.lr or self.config.learning_rate
-        lr = scheduled(step, self.run.steps, peak, training.warmup, training.lr_floor)
+        lr = of_run(step, self.run, self.config)
         until, alone = self.alone
         for number, (stage, norm) in enumerate(zip(self.stages, norms, strict=True)):
             scale = boost(step, stage.boosted_at, recovery.lr_boost, recovery.lr_boost_steps)

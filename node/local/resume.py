@@ -161,7 +161,7 @@ def take_over(before: Kept, kept: Kept, slots: Sequence[str]) -> Resume:
         def open_folder(stage: int) -> Saves:
             return _open(kept, _homes(kept, folder, stage, slots)[0], stage)
 
-        at = regroup(found, kept.run.model.config, open_folder)
+        at = regroup(found, kept.run.model.config, open_folder, kept.run.training.betas)
         own = kept.out / "logs" / f"{kept.id}.journal"
         with Journal(own, kept.id, dumps(kept.run)) as views:
             reason = f"the run {before.id} goes on in other numbers"

@@ -64,7 +64,7 @@ class TorchStage:
         self._module = module.to(device)
         if isinstance(self._module, BodyStage):
             self._module.recompute = run.training.recompute
-        self.optimizer = StageOptimizer(self._module, device)
+        self.optimizer = StageOptimizer.of_run(self._module, device, run)
         self.tensors = dict(self.optimizer.state(optimizer=True))
         self.gradient = self.optimizer.gradient
         self.work = TorchWork(node, self._module, self.optimizer, run, config, device, corpus)

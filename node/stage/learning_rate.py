@@ -3,19 +3,58 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from planaria.node.run_file import RunFile
+    from planaria.node.stage.shape import ModelConfig
+
+Schedule = Literal["cosine", "linear", "constant", "wsd"]
 
 
-def scheduled(step: int, steps: int, peak: float, warmup: int, floor: float) -> float:
-    """Rate of step `step` of `steps`, counted from 1: linear warm-up, then cosine.
+def of_run(step: int, run: RunFile, config: ModelConfig) -> float:
+    """The run's rate of a step, the same for all stages."""
+    training = run.training
+    return scheduled(
+        step,
+        run.steps,
+        training.lr or config.learning_rate,
+        training.warmup,
+        training.lr_floor,
+        training.schedule,
+        training.decay_share,
+    )
 
-    The first step gets peak / warmup, step `warmup` the peak, step `steps` and any later one
-    floor x peak. Raises ValueError for a step before 1.
+
+def scheduled(
+    step: int,
+    steps: int,
+    peak: float,
+    warmup: int,
+    floor: float,
+    schedule: Schedule = "cosine",
+    decay_share: float = 1.0,
+) -> float:
+    """Rate of step `step` of `steps`, counted from 1: linear warm-up, then what `schedule` says.
+
+    The first step gets peak / warmup, step `warmup` the peak. `cosine` and `linear` fall from there
+    on; `wsd` (warm-up, stable, decay: arXiv 2404.06395) keeps the peak but for the last
+    decay_share x steps, in which it falls in a line. Step `steps` and any later one get
+    floor x peak. `constant` keeps the peak. Raises ValueError for a step before 1.
     """
     if step < 1:
         raise ValueError(f"steps count from 1: there is no step {step}")
     if step <= warmup:
         return peak * step / warmup
-    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    if schedule == "constant":
+        return peak
+    if schedule == "wsd":
+        falls = decay_share * steps
+        progress = min(1.0, max(0.0, 1 - (steps - step) / falls))
+    else:
+        progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    if schedule != "cosine":
+        return peak * (floor + (1 - floor) * (1 - progress))
     return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 

@@ -20,7 +20,7 @@ def build(stage: int, beginning: Beginning, device: torch.device) -> tuple[Stage
     the logits, float [B, T, vocabulary], of stage 0. For the compute thread. Raises
     NotHereError."""
     module = beginning.stage(stage).to(device)
-    optimizer = StageOptimizer(module, device)
+    optimizer = StageOptimizer.of_run(module, device, beginning.run)
     compute: Forward = module.logits if isinstance(module, EmbeddingStage) else module
     if beginning.run.training.compile:
         compute = torch.compile(compute)

@@ -1,4 +1,4 @@
-"""Adam over one flat view of a stage.
+"""AdamW over one flat view of a stage.
 
 A stage's weights, gradient and moments are four flat float32 tensors: what is averaged, hashed,
 sent and rebuilt is one tensor, and equal layouts make body stages interchangeable.
@@ -14,12 +14,18 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
 from torch import Tensor, nn
 
-BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
+from planaria.node.stage.shape import BETAS
+
+if TYPE_CHECKING:
+    from planaria.node.run_file import RunFile
+
+EPSILON = 1e-8
 # Elements worked on at a time: scratch stays small, and in a CPU's cache. A power of two.
 BLOCK = 1 << 19
 SUMMED = 1 << 11
@@ -46,16 +52,23 @@ def digest(*flats: Tensor, steps: int = 0) -> bytes:
 
 
 class StageOptimizer:
-    """Adam (arXiv 1412.6980) for a module whose parameters are all float32.
+    """AdamW (arXiv 1711.05101) for a module whose parameters are all float32.
 
     `weights`, `gradient`, `first_moment` and `second_moment` are flat float32 tensors on `device`,
     in the order of `module.named_parameters()`. The module is moved there; its parameters and their
     `.grad` become views, so backward adds into `gradient`. `steps` is Adam's own count: a rebuilt
-    stage starts at 0 again. `seconds`: spent in `step`. Raises ValueError for a module without
-    parameters or of other dtypes.
+    stage starts at 0 again. `seconds`: spent in `step`. Weights decay that are matrices; norms and
+    biases, which are vectors, don't. Raises ValueError for a module without parameters or of other
+    dtypes.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        betas: tuple[float, float] = BETAS,
+        weight_decay: float = 0.0,
+    ) -> None:
         parameters = dict(module.to(device).named_parameters())
         if not parameters:
             raise ValueError(f"{type(module).__name__} has no parameters to optimize")
@@ -68,10 +81,18 @@ class StageOptimizer:
         self.second_moment = torch.zeros_like(self.weights)
         self.steps = 0
         self.seconds = 0.0
+        self._betas, self._weight_decay = betas, weight_decay
         self._parameters = list(parameters.values())
         for parameter, weights in self._split(self.weights):
             parameter.data = weights.view_as(parameter)
         self._accumulate_into(self.gradient)
+        split = self._split(self.weights) if weight_decay else ()
+        self._decaying = [weights for parameter, weights in split if parameter.dim() > 1]
+
+    @classmethod
+    def of_run(cls, module: nn.Module, device: torch.device, run: RunFile) -> StageOptimizer:
+        """As the run file has it."""
+        return cls(module, device, run.training.betas, run.training.weight_decay)
 
     def _split(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         parts = torch.split(flat, [parameter.numel() for parameter in self._parameters])
@@ -98,16 +119,19 @@ class StageOptimizer:
         """One update with `clip_scale` x gradient; the gradient itself stays as it is."""
         started = time.perf_counter()
         self.steps += 1
-        step_size = lr / (1 - BETA1**self.steps)
-        second_scale = (1 - BETA2**self.steps) ** -0.5
-        first_share, second_share = (1 - BETA1) * clip_scale, (1 - BETA2) ** 0.5 * clip_scale
+        beta1, beta2 = self._betas
+        step_size = lr / (1 - beta1**self.steps)
+        second_scale = (1 - beta2**self.steps) ** -0.5
+        first_share, second_share = (1 - beta1) * clip_scale, (1 - beta2) ** 0.5 * clip_scale
+        for weights in self._decaying:
+            weights.mul_(1 - lr * self._weight_decay)
         scratch = torch.empty_like(self.weights[:BLOCK])
         flats = (self.weights, self.gradient, self.first_moment, self.second_moment)
         for w, g, m, v in zip(*(torch.split(flat, BLOCK) for flat in flats), strict=True):
             t = scratch[: len(w)]
-            m.mul_(BETA1).add_(torch.mul(g, first_share, out=t))
+            m.mul_(beta1).add_(torch.mul(g, first_share, out=t))
             torch.mul(g, second_share, out=t)
-            v.mul_(BETA2).add_(t.mul_(t))
+            v.mul_(beta2).add_(t.mul_(t))
             torch.sqrt(v, out=t).mul_(second_scale).add_(EPSILON)
             w.sub_(torch.div(m, t, out=t).mul_(step_size))
         self.seconds += time.perf_counter() - started

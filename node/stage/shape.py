@@ -31,6 +31,10 @@ PRESETS = {
 }
 
 
+BETAS = (0.9, 0.999)
+"""Adam's, if the run says nothing else: what an update leaves of its first and second moments."""
+
+
 SEAT_BYTES = 1.5 * 16
 """That a seat takes for each parameter: weight, gradient and moments in float32, and half as much
 again for what is computed of them."""

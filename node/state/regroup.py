@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planaria.node.stage.optimizer import BETA1, BETA2
-from planaria.node.stage.shape import ModelConfig
+from planaria.node.stage.shape import BETAS, ModelConfig
 from planaria.node.state.saves import Bytes, SaveFile, Saves, Values
 from planaria.node.state.stage_state import SaveError, StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
@@ -24,8 +23,7 @@ from planaria.recovery.decide import Held, Resume, Source, resume
 
 log = logging.getLogger(__name__)
 
-DECAYS = {"first_moment": BETA1, "second_moment": BETA2}
-"""By tensor: what a step leaves of a moment."""
+MOMENTS = ("first_moment", "second_moment")
 
 
 class RegroupError(Exception):
@@ -142,10 +140,14 @@ def choose(saves: Sequence[SaveFile], stages: int) -> tuple[Resume, dict[int, li
 
 
 def regroup(
-    saves: Sequence[SaveFile], config: ModelConfig, open_folder: Callable[[int], Saves]
+    saves: Sequence[SaveFile],
+    config: ModelConfig,
+    open_folder: Callable[[int], Saves],
+    betas: tuple[float, float] = BETAS,
 ) -> Resume:
     """Writes the saves of one run anew, for the stages of `config`, each into what `open_folder`
-    has for it. Returns what they were made of. Raises RegroupError, SaveError, OSError."""
+    has for it; `betas` are the run's. Returns what they were made of. Raises RegroupError,
+    SaveError, OSError."""
     had = stages_of(saves, config)
     found, chosen = choose(saves, had)
     if not found.exact and had != config.stages:
@@ -157,7 +159,7 @@ def regroup(
         parts = pieces(stage, config.layers, had, config.stages)
         if all(piece.stage in chosen for piece in parts):
             made_of = [(piece, chosen[piece.stage][0]) for piece in parts]
-            _write(open_folder(stage), regrouped(stage, config.stages, made_of), made_of)
+            _write(open_folder(stage), regrouped(stage, config.stages, made_of), made_of, betas)
     return found
 
 
@@ -180,25 +182,36 @@ def of_one_run(saves: Sequence[SaveFile], but: str = "") -> list[SaveFile]:
     return found
 
 
-def _write(folder: Saves, state: StageState, parts: Sequence[tuple[Piece, SaveFile]]) -> None:
+def _write(
+    folder: Saves,
+    state: StageState,
+    parts: Sequence[tuple[Piece, SaveFile]],
+    betas: tuple[float, float],
+) -> None:
     saves = [save for _, save in parts]
     names = [name for name in saves[0].tensors if all(name in save.tensors for save in saves)]
     if names == ["weights"]:  # nobody knows the moments of some
         state = replace(state, optimizer_step=0)
-    tensors = {name: _joined(name, parts, state.optimizer_step) for name in names}
+    decays = dict(zip(MOMENTS, betas, strict=True))
+    tensors = {name: _joined(name, parts, state.optimizer_step, decays.get(name)) for name in names}
     folder.write_pieces(state, tensors)
 
 
-def _joined(name: str, parts: Sequence[tuple[Piece, SaveFile]], optimizer_step: int) -> Values:
-    """The tensor of a new stage."""
+def _joined(
+    name: str,
+    parts: Sequence[tuple[Piece, SaveFile]],
+    optimizer_step: int,
+    decay: float | None,
+) -> Values:
+    """The tensor of a new stage; of a moment, `decay` is what an update leaves."""
     sizes = [save.tensors[name] // piece.of for piece, save in parts]  # values in a layer
     counts = [size * piece.layers for size, (piece, _) in zip(sizes, parts, strict=True)]
 
     def made() -> Iterator[Bytes]:
         for size, count, (piece, save) in zip(sizes, counts, parts, strict=True):
             scale, had = 1.0, save.state.optimizer_step
-            if name in DECAYS and had != optimizer_step:
-                scale = moment_scale(DECAYS[name], had, optimizer_step)
+            if decay is not None and had != optimizer_step:
+                scale = moment_scale(decay, had, optimizer_step)
             for chunk in save.values(name, size * piece.first, count):
                 if scale != 1.0:
                     chunk.view(np.float32)[:] *= np.float32(scale)

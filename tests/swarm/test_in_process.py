@@ -65,12 +65,21 @@ def losses(directory) -> list[float]:
     return [line["loss"] for line in merge(directory.glob("ledger-*.jsonl")).lines]
 
 
+OTHER_OPTIMIZER = {
+    "training__betas": (0.8, 0.95),
+    "training__weight_decay": 10.0,
+    "training__schedule": "wsd",
+    "training__warmup": 2,
+}
+
+
 @pytest.mark.parametrize(
     ("stages", "replicas", "changes"),
     [
         (1, 1, {}),
         (3, 1, {}),
         (2, 2, {}),
+        (2, 1, OTHER_OPTIMIZER),
         (5, 1, {"recovery__policy": "checkfree+"}),
         (4, 1, {"recovery__policy": "checkfree+", "training__microbatch": 4}),
     ],
@@ -254,7 +263,8 @@ async def test_twins_equal_the_next_stage_after_each_commit(
         forwards.setdefault(twin, []).append(twin.forwards)
 
     monkeypatch.setattr(Twin, "apply", noted)
-    run = small(stages=stages, replicas=replicas, recovery__policy="redundant")
+    changes = {"recovery__policy": "redundant", **OTHER_OPTIMIZER}
+    run = small(stages=stages, replicas=replicas, **changes)
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(swarm.finished)
         stage_of = {node.node: node.stage for node, _ in swarm.nodes.values()}

@@ -62,6 +62,9 @@ CHANGED = {
     "training.lr": 0.5,
     "training.lr_floor": 0.5,
     "training.sampling.top_p": 0.5,
+    "training.schedule": "linear",
+    "training.betas": (0.8, 0.9),
+    "training.weight_decay": 0.5,
     "recovery.policy": "snapshot",
     "recovery.relearn.seconds": 30.0,
     "recovery.masking": "abort",
@@ -75,10 +78,7 @@ CHANGED = {
 """Where the double, or the opposite, won't do."""
 
 USED = {
-    "node/agent.py": [
-        *("training.lr", "training.warmup", "training.lr_floor", "training.in_flight"),
-        "wire.averaging",
-    ],
+    "node/agent.py": ["training.in_flight", "wire.averaging"],
     "node/daemon.py": ["name", "saves.in_flight", "swarm.silence"],
     "node/hugging_face/samples.py": [
         *("training.sample_every", "training.prompts", "training.sampling.tokens"),
@@ -87,6 +87,11 @@ USED = {
     "node/resolve.py": ["data.path"],
     "node/stage/arithmetic.py": ["training.precision", "training.recompute"],
     "node/stage/initial.py": ["seed", "model.content"],
+    "node/stage/learning_rate.py": [
+        *("training.lr", "training.warmup", "training.schedule", "training.lr_floor"),
+        "training.decay_share",
+    ],
+    "node/stage/optimizer.py": ["training.betas", "training.weight_decay"],
     "node/stage/work.py": ["training.compile", "wire.activations", "wire.gradients"],
     "node/state/copies.py": [
         *("recovery.snapshot.fraction", "recovery.snapshot.period", "recovery.snapshot.codec"),

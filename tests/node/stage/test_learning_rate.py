@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.node.stage.learning_rate import boost, scheduled
+from planaria.node.stage.learning_rate import Schedule, boost, scheduled
 
 
 def test_rate_warms_up_and_follows_a_cosine() -> None:
@@ -17,13 +19,38 @@ def test_rate_warms_up_and_follows_a_cosine() -> None:
     assert rates[100:] == [pytest.approx(0.2)] * 20
 
 
+def test_other_schedules_fall_in_a_line_late_or_not_at_all() -> None:
+    def rates(schedule: Schedule) -> list[float]:
+        return [scheduled(step, 100, 2.0, 20, 0.1, schedule, 0.2) for step in range(1, 121)]
+
+    linear, constant, wsd = rates("linear"), rates("constant"), rates("wsd")
+    assert linear[:20] == constant[:20] == wsd[:20] == rates("cosine")[:20]
+    assert constant[19:] == [2.0] * 101
+    assert [linear[at] for at in (19, 59, 99)] == pytest.approx([2.0, 2.0 * 0.55, 0.2])
+    assert wsd[19:80] == [2.0] * 61
+    assert [wsd[at] for at in (89, 99)] == pytest.approx([2.0 * 0.55, 0.2])
+    assert linear[100:] == wsd[100:] == [pytest.approx(0.2)] * 20
+
+
 @given(
-    st.integers(1, 400), st.integers(1, 300), st.integers(0, 300), st.floats(0, 1), st.floats(0, 9)
+    st.integers(1, 400),
+    st.integers(1, 300),
+    st.integers(0, 300),
+    st.floats(0, 1),
+    st.floats(0, 9),
+    st.sampled_from(get_args(Schedule)),
+    st.floats(0.001, 1),
 )
 def test_rate_stays_between_nothing_and_its_peak(
-    step: int, steps: int, warmup: int, floor: float, peak: float
+    step: int,
+    steps: int,
+    warmup: int,
+    floor: float,
+    peak: float,
+    schedule: Schedule,
+    share: float,
 ) -> None:
-    rate = scheduled(step, steps, peak, warmup, floor)
+    rate = scheduled(step, steps, peak, warmup, floor, schedule, share)
     assert 0 <= rate <= peak * (1 + 1e-12)
     if step > warmup:
         assert rate >= floor * peak * (1 - 1e-12)

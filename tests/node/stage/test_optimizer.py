@@ -25,9 +25,19 @@ def backward(module: nn.Module, seed: int) -> None:
     module(torch.randint(11, (4, 7), generator=generator)).square().sum().backward()
 
 
-def test_updates_are_those_of_torch() -> None:
+@pytest.mark.parametrize(("betas", "decay"), [((0.9, 0.999), 0.0), ((0.8, 0.95), 0.3)])
+def test_updates_are_those_of_torch(betas: tuple[float, float], decay: float) -> None:
     mine, theirs = network(), network()
-    ours, adam = StageOptimizer(mine, CPU), torch.optim.Adam(theirs.parameters(), eps=1e-8)
+    ours = StageOptimizer(mine, CPU, betas, decay)
+    adam = torch.optim.AdamW(
+        [
+            {"params": [p for p in theirs.parameters() if (p.dim() > 1) == decays]}
+            | {"weight_decay": decay if decays else 0.0}
+            for decays in (True, False)
+        ],
+        betas=betas,
+        eps=1e-8,
+    )
     for step in range(1, 31):
         lr, clip = 1e-2 / step, 1 / (1 + step % 3)
         for group in adam.param_groups:

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planaria.node.stage.model import build_stage
-from planaria.node.stage.optimizer import BETA1, StageOptimizer
-from planaria.node.stage.shape import ModelConfig
+from planaria.node.stage.optimizer import StageOptimizer
+from planaria.node.stage.shape import BETAS, ModelConfig
 from planaria.node.state import saves as module
 from planaria.node.state.regroup import (
     RegroupError,
@@ -140,8 +140,11 @@ def test_adams_counts_that_differ_become_the_least_and_averages_stay(tmp_path: P
         Saves(tmp_path / "old", "old", one.id.stage, 9).write(one)
     _, found = regrouped(find_saves(tmp_path / "old"), new, tmp_path / "new")
     assert found.optimizer_step == 3
-    moment = found.tensors["first_moment"] / (1 - BETA1**3)
-    both = state(old, 1).tensors["first_moment"] / (1 - BETA1**8), young.tensors["first_moment"]
+    moment = found.tensors["first_moment"] / (1 - BETAS[0] ** 3)
+    both = (
+        state(old, 1).tensors["first_moment"] / (1 - BETAS[0] ** 8),
+        young.tensors["first_moment"],
+    )
     half = len(moment) // 2
     torch.testing.assert_close(moment[:half], both[0])
     assert torch.equal(found.tensors["first_moment"][half:], both[1])
@@ -157,8 +160,8 @@ def test_with_a_stage_that_has_no_moments_adam_begins_afresh(tmp_path: Path) -> 
     _, found = regrouped(find_saves(tmp_path / "old"), new, tmp_path / "new")
     assert list(found.tensors) == ["weights"]
     assert found.optimizer_step == 0
-    assert moment_scale(BETA1, 0, 0) == 1.0
-    assert moment_scale(BETA1, 5, 0) == 0.0
+    assert moment_scale(BETAS[0], 0, 0) == 1.0
+    assert moment_scale(BETAS[0], 5, 0) == 0.0
 
 
 # Which saves
