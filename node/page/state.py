@@ -90,6 +90,8 @@ def committed_of(description: Description, history: History) -> tuple[int, float
     told = (newest.lineage, newest.committed) if newest else (0, 0)
     _, step = max(told, (view.lineage, view.committed))
     story = history.story
+    if not max(step, story.committed):
+        return 0, math.nan
     if not seats or (step, math.isfinite(story.loss)) == (story.committed, True):
         return max(step, story.committed), story.loss
     return step, newest.loss if newest is not None and newest.committed == step else math.nan

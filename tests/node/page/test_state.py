@@ -111,6 +111,12 @@ def test_before_anybody_has_joined() -> None:
     assert shown["progress"]["loss"] is None and shown["progress"]["step"] == 0
 
 
+def test_before_the_first_commit_there_is_no_loss() -> None:
+    description = described(*whole(committed=0, loss=0.0))
+    description.view.committed = 0
+    assert state(description)["progress"]["loss"] is None
+
+
 def test_a_run_that_cannot_go_on_says_why() -> None:
     shown = state(described(*whole(stopped=True, message="the policy can't serve")))
     assert shown["condition"] == {"word": "stopped", "sentence": "the policy can't serve"}
