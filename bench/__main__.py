@@ -8,6 +8,7 @@ from bench import (
     join,
     link,
     masking,
+    onlooking,
     pipeline,
     recovery,
     registry,
@@ -28,6 +29,7 @@ def main() -> None:
         ("The stall when a replica joins", join.main),
         ("Two nodes, one four times as fast, against each alone", unequal.main),
         ("The loss of a replica in the middle of a step", replica_loss.main),
+        ("Who is looked on against who isn't", onlooking.main),
         ("Who computes what when 400 of 1000 groups are lost", masking.main),
         ("100,000 nodes in simulated time", simulator.main),
     ):
