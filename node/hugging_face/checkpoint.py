@@ -8,15 +8,17 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
 from xxhash import xxh3_128
 
 from planaria.node.hugging_face.config import UnsupportedModelError, read_config
 from planaria.node.hugging_face.layout import weights
 from planaria.node.stage.shape import ModelConfig, named_shapes
+
+if TYPE_CHECKING:  # loaded where tensors are: a registry has no numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 log = logging.getLogger("planaria")
 
@@ -102,6 +104,8 @@ class Checkpoint:
 
     def read(self, name: str) -> NDArray[np.float32]:
         """All values of the tensor, float32, in row-major order. Raises OSError."""
+        import numpy as np
+
         values = np.empty(self.places[name].size, np.float32)
         at = 0
         for piece in self._pieces(self.places[name]):
@@ -116,6 +120,8 @@ class Checkpoint:
 
     def _pieces(self, place: Place) -> Iterator[NDArray[np.float32]]:
         """Its values, end to end. Raises OSError."""
+        import numpy as np
+
         kind = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[place.kind]
         with place.file.open("rb") as file:
             file.seek(place.first)
