@@ -53,7 +53,7 @@ from planaria.node.report.events import (
 from planaria.node.run_file import RunFile, loads, override
 from planaria.node.stage.model import BodyStage, EmbeddingStage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.stage.shape import ModelConfig, model_config
+from planaria.node.stage.shape import PRESETS, ModelConfig, model_config
 from planaria.recovery.learner import Learner, learn
 
 SAMPLES, TABLE = "check.jsonl", "check.md"
@@ -84,12 +84,14 @@ class LiveCase:
 
     def run(self) -> RunFile:
         """Not resolved, without a policy. Raises RunFileError."""
+        preset = PRESETS[self.preset]
         text = 'name = "check"\n[training]\nmicrobatch = 2\nvalidation_microbatches = 0\n'
         return override(
             loads(text),
             steps=STEPS,
             model__preset=self.preset,
             model__stages=self.stages,
+            model__layers=preset.layers // preset.stages * self.stages,
             training__batch=self.batch,
             swarm__replicas=self.replicas,
             wire__activations=self.codec,

@@ -190,12 +190,15 @@ def model_config(section: ModelSection, vocabulary: int) -> ModelConfig:
     preset = PRESETS[section.preset]
     dim = section.dim or preset.dim
     heads = section.heads or preset.heads
+    layers = section.layers or preset.layers
+    if section.origin is not None and section.layers is None:
+        layers = section.stages or preset.stages  # until the checkpoint says how many it has
     return ModelConfig(
         vocabulary=section.vocabulary or vocabulary,
         dim=dim,
         heads=heads,
         kv_heads=section.kv_heads or heads,
-        layers=section.layers or preset.layers,
+        layers=layers,
         stages=section.stages or preset.stages,
         context=section.context or preset.context,
         hidden=section.hidden or -(-8 * dim // (3 * 256)) * 256,

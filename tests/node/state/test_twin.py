@@ -18,6 +18,7 @@ from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.node.ports import Priority
 from planaria.node.run_file import RunFile, loads, override
 from planaria.node.stage.compute import ComputeThread
+from planaria.node.stage.initial import Beginning
 from planaria.node.stage.model import EmbeddingStage, build_stage
 from planaria.node.stage.next_stage import build
 from planaria.node.stage.optimizer import StageOptimizer
@@ -68,7 +69,7 @@ def twin_of(
     send: Callable[[str, Frame], bool] = lambda peer, frame: True,
     run: RunFile = RUN,
 ) -> Twin:
-    optimizer, forward = build(next_stage(stage, config.stages), config, run, CPU)
+    optimizer, forward = build(next_stage(stage, config.stages), Beginning(run, config), CPU)
     return Twin(node, stage, config.stages, optimizer, forward, exchanges, send, tensors)
 
 
