@@ -229,9 +229,11 @@ class Saves:
         temporary = self.folder / f".{name}.{token_hex(8)}.tmp"
         try:
             with temporary.open("xb", buffering=0) as file:
-                # Says that its writer lives. A process that opens the folder in the moment before
-                # removes the file; then `replace` fails, and the next save is another try.
-                fcntl.flock(file, fcntl.LOCK_EX)
+                fcntl.flock(file, fcntl.LOCK_EX)  # says that its writer lives
+                if not os.fstat(file.fileno()).st_nlink:
+                    # A process that opened the folder just before took it for a dead one's.
+                    self._put(name, parts)
+                    return
                 for part in parts:
                     while part.size:
                         part = part[file.write(part.data) :]

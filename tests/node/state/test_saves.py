@@ -1,6 +1,7 @@
 """Run as a script, this file forks writers and kills them (see `main`)."""
 
 import asyncio
+import fcntl
 import json
 import os
 import resource
@@ -748,6 +749,26 @@ def test_replicas_that_save_into_one_folder_don_t_harm_each_other(tmp_path: Path
     saves = opened(tmp_path, keep=3)
     assert saves.sound() == [Age(0, 30), Age(0, 29), Age(0, 28)]
     assert all(same(saves.load(save), state(save.step)) for save in saves.listed())
+
+
+def test_a_file_that_is_taken_for_a_dead_writers_is_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its making and its lock another process has opened the folder."""
+    lock, taken = fcntl.flock, []
+
+    def late(file: Any, how: int) -> None:
+        if not taken:
+            taken.append(file.name)
+            Path(file.name).unlink()
+        lock(file, how)
+
+    saves = opened(tmp_path)
+    monkeypatch.setattr(fcntl, "flock", late)
+    saves.write(state(1))
+    assert taken
+    assert saves.sound() == [Age(0, 1)]
+    assert not temporaries(saves)
 
 
 def forked(work: Callable[[], None]) -> int:
