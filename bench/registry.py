@@ -67,7 +67,7 @@ def renewals_per_second_per_core() -> RegistryLoad:
     """Raises RuntimeError when a process ends early, TimeoutError when one hangs."""
     with tempfile.TemporaryDirectory() as folder:
         journal = Path(folder) / "journal"
-        with Journal(journal, RULES.run, "") as file:
+        with Journal(journal, RULES.run) as file:
             file.append(_members())
         registry, to_registry = _start(_serve, journal)
         clients = []
@@ -154,7 +154,7 @@ def _serve(journal: Path, connection: Connection) -> None:
     logging.basicConfig(level=logging.WARNING)
 
     async def serve() -> None:
-        with Journal(journal, RULES.run, "") as file:
+        with Journal(journal, RULES.run) as file:
             registry = RegistryServer(RULES, "", file)
             port = await registry.start("127.0.0.1:0")
             asyncio.get_running_loop().add_reader(

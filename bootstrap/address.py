@@ -32,7 +32,7 @@ class Address(NamedTuple):
         if {"[", "]"} & set(host):
             if not (host[0] + host[-1] == "[]" and _is_ipv6(host[1:-1])):
                 raise _wrong(text, "has no IPv6 address in its brackets")
-        elif "/" in host or any(c.isspace() for c in host):
+        elif "/" in host or not host.isprintable() or any(c.isspace() for c in host):
             raise _wrong(text, "is more than HOST:PORT: leave out what is before or after it")
         elif ":" in host:
             raise _wrong(text, "has colons in its host: give an IPv6 address as [ADDRESS]:PORT")

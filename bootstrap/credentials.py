@@ -80,10 +80,12 @@ PLAIN = Credentials()
 def channel(
     address: str, credentials: Credentials, options: Sequence[tuple[str, str | int]] = ()
 ) -> grpc.aio.Channel:
-    """A channel to HOST:PORT, with TLS when the credentials have it."""
+    """A channel to HOST:PORT, with TLS when the credentials have it. gRPC takes `unix:80` for a
+    file, unless it is told that it is a name."""
+    target = f"dns:///{address}"
     if credentials.channel is None:
-        return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, credentials.channel, options=options)
+        return grpc.aio.insecure_channel(target, options=options)
+    return grpc.aio.secure_channel(target, credentials.channel, options=options)
 
 
 def add_port(

@@ -21,7 +21,6 @@ import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from hashlib import sha256
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -55,12 +54,12 @@ class Journal:
     """Open for one registry at a time. `view` is the newest one; None: no view was issued yet.
     `damage` says what was wrong with the file that was found; empty: nothing."""
 
-    def __init__(self, path: Path, run: str, run_file: str) -> None:
+    def __init__(self, path: Path, run: str) -> None:
         """Opens or creates the file, compacted to its newest view; a damaged one is kept as
         NAME.damaged-1, -2, ... Raises JournalError when it belongs to another run or registry, is
         no journal, or can't be read or written."""
         self.path = path
-        self._header = {"run": run, "run_file": sha256(run_file.encode()).hexdigest()}
+        self._run = run
         self._file: BinaryIO | None = None
         self._behind = False  # the file lacks `view`, and may end with half a record
         try:
@@ -108,7 +107,7 @@ class Journal:
         newest = max(last.number, self.view.number if self.view else 0)
         self.append(
             View(
-                run=self._header["run"],
+                run=self._run,
                 number=newest + (VIEWS_UNREAD if damage else 1),
                 reason=reason,
                 committed=last.committed,
@@ -162,7 +161,7 @@ class Journal:
         return found.view, ""
 
     def _check_run(self, found: _Found) -> None:
-        header, expected = found.header, {"format": FORMAT, **self._header}
+        header, expected = found.header, {"format": FORMAT, "run": self._run}
         if header is None:  # what a view says of its run is all there is to go by
             header = {} if found.view is None else {"run": found.view.run}
             expected = {key: expected[key] for key in header}
@@ -202,7 +201,7 @@ class Journal:
         """Replaces the file by one with its header and newest view, at once or not at all."""
         new = self.path.with_name(self.path.name + ".new")
         number = 0 if self.view is None else self.view.number
-        header = {"journal": KIND, "format": FORMAT, **self._header, "view": number}
+        header = {"journal": KIND, "format": FORMAT, "run": self._run, "view": number}
         records = [json.dumps(header).encode()]
         if self.view is not None:
             records.append(self.view.SerializeToString())

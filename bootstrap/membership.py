@@ -35,6 +35,7 @@ from planaria.bootstrap.registry_pb2 import (
     View,
 )
 from planaria.bootstrap.seating import Sitter, Taken, assign
+from planaria.bootstrap.spelling import make_readable, misspelt, readable
 from planaria.recovery.decide import Policy
 
 PROTOCOL = 5
@@ -428,7 +429,7 @@ class Membership:
         node = self._nodes.get(name)
         if node is None:
             return []
-        self._doom(name, node, f"left: {why or 'no reason given'}")
+        self._doom(name, node, f"left: {readable(why) or 'no reason given'}")
         return self.tick(now)
 
     def tick(self, now: float) -> list[Effect]:
@@ -523,7 +524,7 @@ class Membership:
 
     def describe(self, now: float) -> Description:
         """Everything known, for people. The shell adds run file and uptime."""
-        return Description(
+        description = Description(
             run=self.rules.run,
             view=self.view,
             members=[
@@ -547,6 +548,11 @@ class Membership:
             ],
             rebuilds=[rebuild for _, rebuild in sorted(self._rebuilds.items())],
         )
+        for one in description.members:
+            make_readable(one.report)
+        for rebuild in description.rebuilds:
+            rebuild.method = readable(rebuild.method)
+        return description
 
     def validate_state(self) -> None:
         """Asserts what must hold after each event; called by tests."""
@@ -580,9 +586,7 @@ class Membership:
                 f"the node speaks protocol {request.protocol}, the registry {PROTOCOL}; "
                 f"install the same version of planaria on both (the {older}'s is the older)",
             )
-        if not request.node:
-            raise Refused("INVALID_ARGUMENT", "the node id is empty; choose a random one")
-        if problem := _misspelt(request.address):
+        if problem := _misspelt(request):
             raise Refused("INVALID_ARGUMENT", problem)
         if not (math.isfinite(request.speed) and request.speed >= 0):
             raise Refused(
@@ -1194,7 +1198,7 @@ def _age(seat: SeatReport) -> tuple[int, int]:
 
 
 def _evidence(suspicion: Suspicion) -> str:
-    why = suspicion.why[:WHY_LENGTH] or "no reason given"
+    why = readable(suspicion.why[:WHY_LENGTH]) or "no reason given"
     if suspicion.cause == SILENT:
         return why
     known = suspicion.cause in Cause.values()
@@ -1207,14 +1211,19 @@ def place_of(member: Member) -> str:
     return f"stage{many} {', '.join(map(str, stages))}" if stages else "standby"
 
 
-def _misspelt(address: str) -> str:
-    """What is wrong with a member's address; empty: nothing, as with none."""
+def _misspelt(member: Member | JoinRequest) -> str:
+    """What is wrong with how it calls itself; empty: nothing."""
     try:
-        if address:
-            Address.to_dial(address)
+        if member.address:
+            Address.to_dial(member.address)
     except AddressError as error:
         return str(error)
-    return ""
+    wrong = misspelt("node id", member.node)
+    wrong = wrong or (member.instance and misspelt("instance", member.instance))
+    wrong = wrong or (member.data and misspelt("content of data", member.data))
+    for what, text in (("host", member.host), ("device", member.device)):
+        wrong = wrong or ("" if text.isprintable() else f"the {what} {text[:40]!r} isn't printable")
+    return wrong
 
 
 def _related(rules: MembershipRules, some: Iterable[int], others: Iterable[int]) -> bool:
@@ -1230,13 +1239,15 @@ def _problem(view: View, rules: MembershipRules) -> str:
     joined = [m.joined for m in members]
     if view.run != rules.run:
         return f"it is of run {view.run}, not {rules.run}"
+    if not view.reason.isprintable():
+        return f"its reason isn't printable: {view.reason[:40]!r}"
     if not 0 < view.number < 2**62:
         return f"its number is {view.number}"
     if len(members) > rules.max_nodes:
         return f"it has {len(members)} nodes, more than {rules.max_nodes}"
-    if not all(m.node for m in members) or len({m.node for m in members}) < len(members):
-        return "a node is listed twice, or without an id"
-    if problem := "".join(filter(None, map(_misspelt, addresses))):
+    if len({m.node for m in members}) < len(members):
+        return "a node is listed twice"
+    if problem := "".join(map(_misspelt, members)):
         return problem
     if len(set(addresses)) < len(addresses):
         return "an address is listed twice"

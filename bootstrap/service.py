@@ -51,6 +51,7 @@ from planaria.bootstrap.registry_pb2 import (
     WatchRequest,
 )
 from planaria.bootstrap.registry_pb2_grpc import RegistryServicer, add_RegistryServicer_to_server
+from planaria.bootstrap.spelling import readable
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +185,8 @@ class RegistryServer(RegistryServicer):
         try:
             reply, effects = self._machine.join(request, self._loop.time())
         except Refused as refused:
-            log.info("%s at %s is refused: %s", request.node, context.peer(), refused.reason)
+            who = readable(request.node)
+            log.info("%s at %s is refused: %s", who, context.peer(), readable(refused.reason))
             await _refuse(context, refused)
         self._carry_out(effects)
         reply.run_file = self._run_file

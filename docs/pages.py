@@ -18,7 +18,7 @@ PAGES = (
     "examples/README.md",
     "results/*/README.md",
 )
-LINK = re.compile(r"\]\(([^)#\s]+)")
+LINK = re.compile(r"(?:\]\(|<img src=\")([^)#\s\"]+)")
 IN_A_LIST = re.compile(r"^   (?=\S)", re.M)
 
 

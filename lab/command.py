@@ -90,7 +90,7 @@ def _prepare(asked: Study, wanted: Sequence[Job]) -> None:
     """Makes the data of these runs where it is not there yet. Raises CorpusError."""
     from planaria.node.data.prepare import Recipe, prepare
 
-    for path in sorted({Path(job.run.data.path) for job in wanted}):
+    for path in sorted({path for job in wanted for path in job.run.data.folders}):
         if not path.exists():
             console.print(f"there is no prepared data at {path}; preparing {asked.text}")
             with cli.tracking("documents") as track:

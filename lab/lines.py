@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 COLORS = ("#20507a", "#b0402f", "#2e8b57", "#8a5fa8", "#c98a1b", "#4aa5b8", "#7a7a7a", "#d3739b")
@@ -32,3 +34,51 @@ def told_apart(place: int, count: int, points: int = 0) -> dict[str, Any]:
         style["markerfacecolor"] = "white"
         style["markeredgewidth"] = 1.2
     return style
+
+
+def name_at_the_ends(axes: Any, size: float = 9.0) -> None:
+    """Writes the label of each line of matplotlib's axes beside its right end, in its color, in the
+    place of a legend. Limits and size of the axes must be final."""
+    to_axes = axes.transData + axes.transAxes.inverted()
+    named, ends = [], []
+    for line in axes.get_lines():
+        known = [point for point in line.get_xydata() if math.isfinite(point[1])]
+        if known and not line.get_label().startswith("_"):
+            named.append(line)
+            ends.append(float(to_axes.transform(known[-1])[1]))
+    height = axes.get_position().height * axes.figure.get_size_inches()[1] * 72  # points
+    for line, end, place in zip(named, ends, moved_apart(ends, 1.35 * size / height), strict=True):
+        color = line.get_color()
+        axes.plot(
+            *([1.0, 1.025], [end, place]),
+            **{"transform": axes.transAxes, "clip_on": False, "color": color, "linewidth": 0.8},
+        )
+        axes.text(
+            *(1.03, place, line.get_label()),
+            **{"transform": axes.transAxes, "color": color, "fontsize": size, "va": "center"},
+        )
+
+
+def moved_apart(places: Sequence[float], gap: float) -> list[float]:
+    """Those nearest to them, in the same order, that are `gap` from each other at least: of those
+    that are closer each group keeps its mean."""
+    order = sorted(range(len(places)), key=places.__getitem__)
+    groups: list[list[int]] = []
+
+    def middle(group: list[int]) -> float:
+        return sum(places[one] for one in group) / len(group)
+
+    for one in order:
+        groups.append([one])
+        while len(groups) > 1:
+            lower, upper = groups[-2:]
+            room = gap * (len(lower) + len(upper)) / 2
+            if middle(upper) - middle(lower) >= room:
+                break
+            groups[-2:] = [lower + upper]
+    moved = {
+        one: middle(group) + gap * (number - (len(group) - 1) / 2)
+        for group in groups
+        for number, one in enumerate(group)
+    }
+    return [moved[one] for one in range(len(places))]

@@ -89,6 +89,8 @@ TO_DRIVER = frozenset(["status", "synced", "home", "ready", "failed", "cut", "ac
 TO_MEMBER = frozenset(["query", "sync", "step", "reduce", "halt"])
 NOTING = 0.02
 """Seconds between two looks whether the ledger is written."""
+ASKED_AGAIN = 30.0
+"""Seconds in which who fetches a stage of the checkpoint asks for the next part of it."""
 LOOKING = 4
 """Onlookers whose tensors wait to be computed with."""
 OF_AN_ATTEMPT = frozenset(["activation", "gradient", "average", "twin"])
@@ -115,7 +117,7 @@ class Agent:
         self.outbox = NodeOutbox(ports.net, self._undelivered, held_bytes(run, config))
         self.held: list[tuple[str, Frame]] = []  # frames of a coming attempt
         self.crossing = crossing_bytes(run, config)
-        self.passing = 4 * run.training.microbatch * config.context * config.dim
+        self.passing = 4 * run.training.microbatch * config.context * config.crossing
         """Most bytes of a microbatch at a boundary."""
         self.holding = Budget(self.crossing)  # of those frames
         self.flooding: set[str] = set()  # peers that have sent too many of them
@@ -133,7 +135,8 @@ class Agent:
         self.member.digest = self.learned.digest
         self.member.weightless = self.arithmetic.weightless
         self.member.origin = self.arithmetic.origin
-        self.origins: dict[int, StageState] = {}  # what stages begin with, for those without it
+        self.origins: dict[int, StageState] = {}  # stages of the checkpoint, for those without it
+        self.origins_asked = 0.0  # when one was asked for
         self.holdings = make_holdings(self)
         self.member.holdings = self.holdings.listed
         self.member.recording = self.record.recording
@@ -317,6 +320,8 @@ class Agent:
         self.exchanges.at(now)
         self._carry_out(self.driver.tick(now))
         self.taken.expire(now)
+        if now - self.origins_asked > ASKED_AGAIN:
+            self.origins.clear()
         self.outbox.tick(now)
 
     # --- sending
@@ -568,7 +573,8 @@ class Agent:
         keep = self.pins.keep(fetched, before)
         take = self.taken.keep(before, commit.step, self.exchanges.now)
         self.gradients.forget(Ballot.of(commit.ballot))
-        self.origins.clear()
+        if self.run.training.lora is None:
+            self.origins.clear()
 
         def apply() -> Learned:
             keep()
@@ -646,18 +652,27 @@ class Agent:
 
     def _serve_state(self, peer: str, message: pb.Message) -> None:
         request = getattr(message, message.WhichOneof("body"))
+        if request.kind == ORIGIN:
+            self.origins_asked = self.exchanges.now
         unread = request.kind == ORIGIN and request.stage not in self.origins
-        if unread and self.member.origin and request.stage <= self.config.stages:
+        if unread and self._has_origin(request.stage):
             self.exchanges.start(self._serve_origin(peer, message, request.stage))
         else:
             self.state_server.on_message(peer, message)
 
+    def _has_origin(self, stage: int) -> bool:
+        """Adapters are of no use without the rest, so that it may be wanted at any time."""
+        adapters = self.run.training.lora is not None
+        own = adapters and stage == self.stage and not self.member.weightless
+        here = own or (self.member.origin and stage <= self.config.stages)
+        return here and (adapters or self.member.committed == 0)
+
     async def _serve_origin(self, peer: str, message: pb.Message, stage: int) -> None:
-        """Out of the checkpoint, which is kept in memory until the first step is committed."""
+        """Out of the checkpoint. It stays in memory until the first step is committed or, where
+        only adapters are trained, nobody has asked for it for a while."""
         try:
-            if self.member.committed == 0:
-                read = partial(self.arithmetic.initial, stage, 0)
-                self.origins[stage] = await self.exchanges.compute(read)
+            read = partial(self.arithmetic.of_checkpoint, stage)
+            self.origins[stage] = await self.exchanges.compute(read)
         except ComplaintError as error:
             log.warning("%s", error)
         self.state_server.on_message(peer, message)
@@ -754,8 +769,10 @@ class Agent:
 
     async def save_now(self) -> None:
         """Whatever step it is."""
+        while self.member.changing:
+            await self.exchanges.compute(lambda: None)  # behind the update, whose figures come then
         state = self.own_state()
-        if state is not None and state.id.step > 0:  # a commit in progress is posted before this
+        if state is not None and state.id.step > 0:
             save = partial(self.holdings.save, state, first=False, always=True)
             await self.exchanges.compute(save)
 
@@ -831,18 +848,18 @@ def crossing_bytes(run: RunFile, config: ModelConfig) -> int:
     tensors of two windows, in float32, and some more."""
     training = run.training
     count = max(training.microbatches, training.validation_microbatches)
-    return 8 * count * training.microbatch * config.context * config.dim + SLACK
+    return 8 * count * training.microbatch * config.context * config.crossing + SLACK
 
 
 def frame_bytes(run: RunFile, config: ModelConfig) -> int:
     """Most bytes of a frame that a node of this run may send."""
-    return max(crossing_bytes(run, config), 4 * max(config.parameters), LARGEST)
+    return max(crossing_bytes(run, config), 4 * max(config.trained), LARGEST)
 
 
 def held_bytes(run: RunFile, config: ModelConfig) -> int:
     """Most bytes that may wait here for one peer to take them: what crosses a boundary, what
     follows, and as much for all that is averaged, copied and fetched."""
-    return crossing_bytes(run, config) + 2 * max(UNSENT, FEWEST * 4 * max(config.parameters))
+    return crossing_bytes(run, config) + 2 * max(UNSENT, FEWEST * 4 * max(config.trained))
 
 
 def rules(run: RunFile, config: ModelConfig) -> TransactionRules:
@@ -859,6 +876,7 @@ def rules(run: RunFile, config: ModelConfig) -> TransactionRules:
         strict=recovery.strict,
         masking=recovery.masking,
         relearn=recovery.relearn.passes > 0,
+        adapters=training.lora is not None,
         relearn_seconds=recovery.relearn.seconds,
         progress=run.swarm.progress,
         tokens=training.microbatch * config.context,

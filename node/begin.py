@@ -15,8 +15,9 @@ from planaria.bootstrap.address import Address
 
 if TYPE_CHECKING:
     from planaria.bootstrap.credentials import Credentials
-    from planaria.node.data.corpus import Corpus
-    from planaria.node.page.serving import Place
+    from planaria.node.data.mixture import Data
+    from planaria.node.page.place import Place
+    from planaria.node.report.log_stream import LastLines
     from planaria.node.run_file import RunFile
 
 log = logging.getLogger("planaria")
@@ -52,7 +53,11 @@ class Options:
     cloud: str  # whose notices to listen to: auto, none, or one of CLOUDS
     credentials: Credentials
     insecure: bool
+    name: str = ""  # with which its identities begin
+    track: str | None = None  # where the run is kept, too, of experiment.KINDS
+    log: LastLines | None = None  # its last lines, for others to read; None: not for others
     metrics: Place | None = None  # where Prometheus finds its figures
+    allow_module: str | None = None  # code of a run's architecture that may be loaded
 
 
 async def begin(options: Options) -> int:
@@ -73,6 +78,7 @@ async def begin(options: Options) -> int:
         description = await client.describe()
         run = loads(description.run_file, "the registry's run file")
         check_stage(options.stage, run)
+        check_module(run, options.allow_module)
         corpus = find_corpus(run, options)
 
         from planaria.node.serve import serve
@@ -89,6 +95,18 @@ def check_stage(stage: int | None, run: RunFile) -> None:
         raise NodeError(
             f"--stage {stage}: this run has stages 0 to {stages}; choose one of them, or leave "
             "--stage out"
+        )
+
+
+def check_module(run: RunFile, allowed: str | None) -> None:
+    """Raises NodeError for a run whose architecture is code, unless that is what may be loaded."""
+    module = run.model.module
+    if module is not None and module != allowed:
+        but = f" (and not --allow-module {allowed})" if allowed is not None else ""
+        raise NodeError(
+            f"this run's model is code, {module}, and a node loads no code because a registry says "
+            "so: if you trust whoever runs this, install that code, or put it in the folder that "
+            f"the node is started in, and start the node with --allow-module {module}{but}"
         )
 
 
@@ -129,25 +147,26 @@ def check_writable(option: str, folder: Path) -> None:
         ) from error
 
 
-def find_corpus(run: RunFile, options: Options) -> Corpus | None:
+def find_corpus(run: RunFile, options: Options) -> Data | None:
     """The prepared data, where the run file or --data says; needed at stage 0 only.
 
     Raises NodeError when stage 0 was asked for, or --data was given, and it can't be used.
     """
-    from planaria.node.data.corpus import Corpus, CorpusError
+    from planaria.node.data.corpus import CorpusError
+    from planaria.node.data.mixture import open_data
 
-    path = options.data or Path(run.data.path)
     needed = options.stage == 0 or options.data is not None
-    if not path.exists() and not needed:
+    if not needed and not all(path.exists() for path in run.data.folders):
         return None
     try:
-        corpus = Corpus.open(path)
+        corpus = open_data(run.data, options.data)
     except CorpusError as error:
         if needed:
             raise NodeError(f"{error} (--data DIR says where the prepared data is)") from error
         log.warning("not fit for stage 0: %s", error)
         return None
     if problem := corpus.index.misfit(run.data.content, run.model.vocabulary):
+        path = options.data or run.data.where
         if needed:
             raise NodeError(f"{path} {problem}")
         log.warning("not fit for stage 0: %s %s", path, problem)

@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from importlib.metadata import entry_points, version
 from pathlib import Path
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from planaria.bootstrap.knock import Answer
     from planaria.bootstrap.service import RegistryServer
     from planaria.node.data.corpus import Corpus
-    from planaria.node.local.swarm import SwarmPlan
-    from planaria.node.page.serving import Place
+    from planaria.node.page.place import Place
     from planaria.node.report.progress import Track
     from planaria.node.run_file import RunFile
+    from planaria.node.wire.asking import Converse
 
 T = TypeVar("T")
 
@@ -44,6 +44,7 @@ BY_USE = (
     "node",
     "bootstrap",
     "status",
+    "logs",
     "page",
     "doctor",
     "probe",
@@ -85,7 +86,8 @@ app = typer.Typer(
     help="Train large language models on machines that come and go.",
     epilog="Each option has an environment variable: PLANARIA_NODE_SAVE_DIR is --save-dir of "
     "planaria node. PLANARIA_JOIN, PLANARIA_TOKEN, PLANARIA_TLS_CA, PLANARIA_TLS_CERT, "
-    "PLANARIA_TLS_KEY and PLANARIA_INSECURE are for all commands that need these options.",
+    "PLANARIA_TLS_KEY, PLANARIA_INSECURE, PLANARIA_LOG_LEVEL and PLANARIA_LOG_FORMAT are for all "
+    "commands that have these options.",
 )
 data_app = typer.Typer(no_args_is_help=True, help="Prepare data for training, and look at it.")
 app.add_typer(data_app, name="data")
@@ -232,14 +234,24 @@ def data_prepare(
             "out, a lookahead (?=...) keeps it. Default: chapter headings, else some 200 lines.",
         ),
     ] = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="For records with messages: Jinja that makes them text; default: the tokenizer's.",
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace other prepared data.")] = False,
 ) -> None:
-    """Turn text into tokens that training reads."""
+    """Turn text, or conversations, into tokens that training reads."""
     from planaria.node.data.corpus import CorpusError
     from planaria.node.data.prepare import Recipe, prepare
 
     with refusing(CorpusError):
-        recipe = Recipe(inputs, tokenizer, vocabulary, validation, text_field, document_separator)
+        recipe = Recipe(
+            *(inputs, tokenizer, vocabulary, validation, text_field, document_separator),
+            chat_template,
+        )
         with tracking("documents") as track:
             corpus, written = prepare(recipe, out, force=force, track=track)
         if not written:
@@ -285,32 +297,89 @@ def tracking(what: str) -> Iterator[Track]:
 
 @data_app.command("inspect")
 def data_inspect(
-    path: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of prepared data.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="DIR|RUN.toml", help="Folder of prepared data, or a run file.")
+    ],
     verify: Annotated[bool, typer.Option("--verify", help="Read all, check checksums.")] = False,
     context: Annotated[int, typer.Option(min=1, help="Tokens of the sample to show.")] = 128,
 ) -> None:
-    """Show what prepared data holds, and its first sample."""
+    """Show what prepared data holds, and its first sample; or what a run makes of its data."""
     from planaria.node.data.corpus import TRAIN, Corpus, CorpusError
+    from planaria.node.run_file import RunFileError
 
-    with refusing(CorpusError):
+    with refusing(CorpusError, RunFileError):
+        if path.is_file():
+            _print_data_of_run(path)
+            return
         corpus = Corpus.open(path, verify)
         _print_corpus(corpus)
         if verify:
             console.print("checksums: all right")
-        sample = corpus.sample(TRAIN, context, 0).tolist()
-        text = corpus.tokenizer().decode(sample, skip_special_tokens=False)
+        text = _first_sample(corpus, context)
     console.print(
-        f"\nfirst of {corpus.count(TRAIN, context)} training samples of {context} tokens:"
+        f"\nfirst of {corpus.count(TRAIN, context)} training samples of {context} tokens"
+        + (", what is scored in \u27e6\u27e7:" if corpus.masked else ":")
     )
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+def _first_sample(corpus: Corpus, context: int) -> str:
+    """As text. Raises CorpusError."""
+    from itertools import groupby
+
+    from planaria.node.data.corpus import TRAIN
+
+    tokenizer, sample = corpus.tokenizer(), corpus.sample(TRAIN, context, 0).tolist()
+    if not corpus.masked:
+        return str(tokenizer.decode(sample, skip_special_tokens=False))
+    scored = [False, *corpus.scored(TRAIN, context, 0).tolist()]
+    text = ""
+    for is_scored, run in groupby(zip(scored, sample, strict=True), lambda pair: pair[0]):
+        part = tokenizer.decode([token for _, token in run], skip_special_tokens=False)
+        text += f"\u27e6{part}\u27e7" if is_scored else part
+    return text
+
+
+def _print_data_of_run(file: Path) -> None:
+    """Raises RunFileError, CorpusError."""
+    from planaria.node.data.mixture import folders_of, open_data
+    from planaria.node.resolve import resolve
+    from planaria.node.run_file import load
+
+    run = resolve(load(file))
+    data, config = open_data(run.data), run.model.config
+    table = Table(
+        "corpus",
+        *(Column(name, justify="right") for name in ("share", "samples", "trained on", "epochs")),
+    )
+    shares = data.shares(config.context)
+    turns = sum(share.turns for share in shares)
+    for path, share in zip(folders_of(run.data), shares, strict=True):
+        trained = run.steps * run.training.batch * share.turns / turns
+        table.add_row(
+            str(path),
+            f"{share.turns / turns:.1%}",
+            f"{share.samples:,}",
+            f"{trained:,.0f}",
+            f"{trained / share.samples:.2f}",
+        )
+    console.print(table)
+    console.print(
+        f"samples of {config.context} tokens, in {run.steps:,} steps of {run.training.batch}; the "
+        f"shares are exact in any {turns:,} samples in a row",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(f"content: {data.content}", highlight=False)
+
+
 def _print_corpus(corpus: Corpus) -> None:
+    scored = ["scored"] if corpus.masked else []
     table = Table(
         "split",
         *(
             Column(name, justify="right")
-            for name in ("documents", "tokens", "bytes/token", "shards")
+            for name in ("documents", "tokens", *scored, "bytes/token", "shards")
         ),
     )
     for name, split in corpus.index.splits.items():
@@ -318,6 +387,7 @@ def _print_corpus(corpus: Corpus) -> None:
             name,
             f"{split.documents:,}",
             f"{split.tokens:,}",
+            *([f"{split.scored:,}"] if scored else []),
             f"{split.text_bytes / split.tokens:.2f}",
             f"{len(split.shards)}",
         )
@@ -473,6 +543,15 @@ def parse_devices(text: str) -> str:
     return text
 
 
+def parse_name(text: str) -> str:
+    """Raises BadParameter."""
+    from planaria.bootstrap.spelling import misspelt
+
+    if problem := misspelt("name", text):
+        raise typer.BadParameter(problem)
+    return text
+
+
 MACHINE = "This machine"
 OneDevice = Annotated[
     str,
@@ -530,8 +609,7 @@ def parse_place(
     """Where `option` has something served; None: nowhere. Raises AddressError,
     CredentialsError."""
     from planaria.bootstrap.address import Address
-    from planaria.node.page.http_server import Keys
-    from planaria.node.page.serving import Place
+    from planaria.node.page.place import Keys, Place
 
     if http == "none":
         return None
@@ -551,7 +629,61 @@ Join = Annotated[
 ]
 
 
+class LogLevel(enum.StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogFormat(enum.StrEnum):
+    TEXT = "text"
+    JSON = "json"
+
+
+LOG = "Log"
+Level = Annotated[
+    LogLevel,
+    typer.Option(
+        "--log-level",
+        envvar="PLANARIA_LOG_LEVEL",
+        help="What the log has: this, and what is graver.",
+        rich_help_panel=LOG,
+    ),
+]
+Format = Annotated[
+    LogFormat,
+    typer.Option(
+        "--log-format",
+        envvar="PLANARIA_LOG_FORMAT",
+        help="Lines for people, or JSON for what collects logs.",
+        rich_help_panel=LOG,
+    ),
+]
+
+
+class Tracker(enum.StrEnum):
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    MLFLOW = "mlflow"
+
+
+Tracked = Annotated[
+    Tracker | None,
+    typer.Option(
+        "--track",
+        help="Keep the run there, too: losses, rates, recoveries, samples, the run file.",
+    ),
+]
 LOSSES, FILES = "Losses", "Files"
+AllowModule = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PACKAGE.MODULE:BUILD",
+        help="Code that a node here may load if the run's model is an architecture of its own.",
+        rich_help_panel=FILES,
+    ),
+]
 
 
 @app.command("up")
@@ -662,6 +794,9 @@ def up_command(
             rich_help_panel=MACHINE,
         ),
     ] = False,
+    track: Tracked = None,
+    log_level: Level = LogLevel.INFO,
+    log_format: Format = LogFormat.TEXT,
 ) -> None:
     """Train with a whole swarm on this machine."""
     import asyncio
@@ -669,9 +804,19 @@ def up_command(
     from planaria.bootstrap.credentials import CredentialsError
     from planaria.node.data.corpus import CorpusError
     from planaria.node.local.resume import ResumeError, changed
-    from planaria.node.local.swarm import SwarmError, choose_losses, parse_kill, read_plan, up
+    from planaria.node.local.swarm import (
+        SwarmError,
+        choose_losses,
+        parse_kill,
+        plan_run,
+        read_plan,
+        up,
+    )
+    from planaria.node.report.progress import untracked
+    from planaria.node.resolve import text_to_prepare
     from planaria.node.run_file import RunFile, RunFileError, load, override
 
+    _check_tracker(track)
     with refusing(RunFileError, CorpusError, CredentialsError, SwarmError, ResumeError, ValueError):
         if resume is not None:
             trained = (run_file, preset, layers, steps, policy, strict, masking, seed)
@@ -684,66 +829,39 @@ def up_command(
             plan = resumed._replace(run=changed(resumed.run, stages, replicas))
         else:
             resumed = None
-            plan = _plan_run(
-                override(
-                    RunFile() if run_file is None else load(run_file),
-                    model__preset=preset,
-                    model__layers=layers,
-                    model__stages=stages,
-                    swarm__replicas=replicas,
-                    steps=steps,
-                    recovery__policy=policy,
-                    recovery__strict=strict,
-                    recovery__masking=masking,
-                    seed=seed,
-                ),
-                out,
-                save_dir,
-                device,
+            run = override(
+                RunFile() if run_file is None else load(run_file),
+                model__preset=preset,
+                model__layers=layers,
+                model__stages=stages,
+                swarm__replicas=replicas,
+                steps=steps,
+                recovery__policy=policy,
+                recovery__strict=strict,
+                recovery__masking=masking,
+                seed=seed,
             )
+            shown = tracking("documents") if text_to_prepare(run) else nullcontext(untracked)
+            say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+            with shown as progress:
+                plan = plan_run(run, out, save_dir, device, say, progress)
         parse_place(http, "", None, None, insecure=False)
-        plan = plan._replace(http=http, price=price)
+        plan = plan._replace(http=http, price=price, log=(log_level.value, log_format.value))
+        plan = plan._replace(track=track and track.value)
         kills = [parse_kill(text, plan.run) for text in kill or []]
         losses = choose_losses(plan.run, loss_rate, trace, speedup)
-        status = asyncio.run(
+        ending = asyncio.run(
             up(plan, kills, console, resumed, replace, losses, seats, oversubscribe)
         )
-    raise typer.Exit(status)
+    raise typer.Exit(ending.status)
 
 
-def _plan_run(run: RunFile, out: Path | None, save_dir: Path | None, device: str) -> SwarmPlan:
-    """Fills in what the run file leaves open. Raises RunFileError, CorpusError."""
-    from datetime import datetime
+def _check_tracker(track: Tracker | None) -> None:
+    """Raises ModuleNotFoundError, which says what is missing."""
+    from planaria.node import extras
 
-    from planaria.node.data.corpus import read_index
-    from planaria.node.local.swarm import SwarmPlan
-    from planaria.node.resolve import resolve
-    from planaria.node.run_file import override
-
-    _prepare_shipped_text(run)
-    folder = out or Path("out") / f"{run.name}-{datetime.now():%Y%m%d-%H%M%S}"
-    if run.recovery.policy == "checkpoint" and not run.recovery.checkpoint.dir:
-        shared = str((folder / "checkpoints").absolute())
-        run = override(run, recovery__checkpoint__dir=shared)
-    run = resolve(run)
-    read_index(Path(run.data.path))  # the nodes of stage 0 are on this machine
-    return SwarmPlan(run, folder, save_dir or folder / "saves", device)
-
-
-def _prepare_shipped_text(run: RunFile) -> None:
-    """Makes the default data of a run that says nothing else."""
-    from planaria.node.data.prepare import Recipe, prepare
-    from planaria.node.hugging_face.checkpoint import TOKENIZER
-    from planaria.node.resolve import text_to_prepare
-
-    text = text_to_prepare(run)
-    if text is not None:
-        tokenizer = Path(run.model.origin) / TOKENIZER if run.model.origin else None
-        path = Path(run.data.path)
-        message = f"there is no prepared data at {path}; preparing the prose in {text}"
-        console.print(message, soft_wrap=True)
-        with tracking("documents") as track:
-            prepare(Recipe([str(text)], tokenizer), path, track=track)
+    if track is not None:
+        extras.check(track.value)
 
 
 class ExportDtype(enum.StrEnum):
@@ -788,13 +906,24 @@ def export_command(
         typer.Option(help="Prepared data, whose tokenizer goes along, if not the run's."),
     ] = None,
     dtype: Annotated[ExportDtype, typer.Option(help="Of the weights.")] = ExportDtype.FP32,
+    merged: Annotated[
+        bool,
+        typer.Option(
+            "--merged", help="LoRA: a model with the adapters in its weights, not these apart."
+        ),
+    ] = False,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="With --merged: the model that the run began from, if not there."),
+    ] = None,
     wait: Wait = 120.0,
     ca: Ca = None,
     certificate: Certificate = None,
     key: Key = None,
     token: Token = "",
 ) -> None:
-    """Write a run's model as a folder that Hugging Face's transformers reads."""
+    """Write a run's model as a folder that Hugging Face's transformers reads; where adapters were
+    trained (LoRA), these, as peft has them."""
     if join is not None and folders:
         _end("with --join the model is that of a living run, not of a folder")
     if join is not None:
@@ -807,10 +936,12 @@ def export_command(
 
     from planaria.bootstrap.credentials import Credentials, CredentialsError
     from planaria.node.data.corpus import CorpusError
+    from planaria.node.hugging_face.adapters import begun_from, what
     from planaria.node.hugging_face.export import ExportError
-    from planaria.node.hugging_face.from_saves import export_saves, summary_in
+    from planaria.node.hugging_face.from_saves import export_saves
     from planaria.node.local.resume import ResumeError
     from planaria.node.local.swarm import PLAN, SwarmError, read_plan
+    from planaria.node.report.summary import read_summary
     from planaria.node.resolve import resolve
     from planaria.node.run_file import RunFileError, load
     from planaria.node.state.saves import find_saves
@@ -820,7 +951,8 @@ def export_command(
     with refusing(*kinds, CredentialsError, ValueError):
         if join is not None:
             _export_living(
-                join, Credentials.load(ca, certificate, key, token), out, data, dtype, wait
+                *(join, Credentials.load(ca, certificate, key, token), out, data, dtype, wait),
+                *(merged, model),
             )
             return
         assert folders
@@ -831,25 +963,35 @@ def export_command(
             run, saves, summary = resolve(load(run_file)), find_saves(*folders), {}
         elif len(folders) == 1:
             plan = read_plan(folders[0])
-            run, saves, summary = plan.run, plan.kept.find(), summary_in(plan.out)
+            run, saves, summary = plan.run, plan.kept.find(), read_summary(plan.out)
         else:
             raise ExportError("with several folders, say by --run whose saves are in them")
+        run = begun_from(run, model)
         with tracking("tensors") as track:
-            model = export_saves(run, saves, summary, out, data, dtype.value, track)
-    if model.doubt:
-        console.print(model.doubt, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"{out} has the model of step {model.step}", soft_wrap=True)
+            saved = export_saves(run, saves, summary, out, data, dtype.value, track, merged)
+    if saved.doubt:
+        console.print(saved.doubt, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{out} has the {what(run, merged)} of step {saved.step}", soft_wrap=True)
 
 
 def _export_living(
-    join: str, credentials: Credentials, out: Path, data: Path | None, dtype: str, wait: float
+    join: str,
+    credentials: Credentials,
+    out: Path,
+    data: Path | None,
+    dtype: str,
+    wait: float,
+    merged: bool,
+    model: Path | None,
 ) -> None:
     from planaria.node.hugging_face.from_swarm import export_swarm
 
     async def take(client: RegistryClient) -> None:
         with tracking("tensors") as track:
-            step = await export_swarm(client, credentials, out, data, dtype, track, wait)
-        console.print(f"{out} has the model of step {step}", soft_wrap=True)
+            what, step = await export_swarm(
+                *(client, credentials, out, data, dtype, track, wait, merged, model)
+            )
+        console.print(f"{out} has the {what} of step {step}", soft_wrap=True)
 
     _ask(join, credentials, take)
 
@@ -924,8 +1066,10 @@ def generate_command(
 
 def _check_model(folder: Path) -> None:
     """Ends at once, before torch is loaded, where no model was exported to."""
-    from planaria.node.hugging_face.config import CONFIG
+    from planaria.node.hugging_face.config import CONFIG, UnsupportedModelError, check_not_adapters
 
+    with refusing(UnsupportedModelError):
+        check_not_adapters(folder)
     if not (folder / CONFIG).is_file():
         _end(f"{folder} holds no model: name a folder that `planaria export` has written")
 
@@ -1034,6 +1178,8 @@ def bootstrap_command(
     ] = None,
     http: Http = LOOPBACK,
     price: Price = None,
+    log_level: Level = LogLevel.INFO,
+    log_format: Format = LogFormat.TEXT,
     insecure: Insecure = False,
     ca: Ca = None,
     certificate: Certificate = None,
@@ -1046,19 +1192,20 @@ def bootstrap_command(
     from planaria.bootstrap.journal import Journal, JournalError, read_view
     from planaria.bootstrap.service import RegistryServer, serve
     from planaria.node.data.corpus import CorpusError
+    from planaria.node.report.log_stream import begin_log
     from planaria.node.resolve import registry_rules, resolve
     from planaria.node.run_file import RunFileError, dumps, load, loads
 
-    _begin_service()
+    begin_log(log_level.value, log_format.value, "registry")
     with refusing(RunFileError, CorpusError, CredentialsError, JournalError, OSError, ValueError):
         address = str(Address.parse(listen))
         text = dumps(resolve(load(run_file)))
-        rules = registry_rules(loads(text), text)
+        rules = registry_rules(loads(text))
         credentials = Credentials.load(ca, certificate, key, token)
         page = parse_place(http, token, certificate, key, insecure)
         if after is not None and journal is None:
             raise ValueError(f"--after {after}: give this run a --journal of its own, too")
-        log = Journal(journal, rules.run, text) if journal is not None else None
+        log = Journal(journal, rules.run) if journal is not None else None
         try:
             if after is not None and log is not None and log.view is None:
                 last, damage = read_view(after)
@@ -1188,6 +1335,7 @@ def node_command(
             rich_help_panel=FILES,
         ),
     ] = None,
+    allow_module: AllowModule = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -1243,6 +1391,26 @@ def node_command(
             rich_help_panel=NETWORK,
         ),
     ] = "none",
+    name: Annotated[
+        str | None,
+        typer.Option(
+            parser=parse_name,
+            metavar="NAME",
+            help="With which all begins by which logs, status and page call this node. Default: "
+            "its host's.",
+        ),
+    ] = None,
+    log_level: Level = LogLevel.INFO,
+    log_format: Format = LogFormat.TEXT,
+    track: Tracked = None,
+    share_log: Annotated[
+        bool,
+        typer.Option(
+            "--share-log/--no-share-log",
+            help="Whether those of the run may read this node's log by `planaria logs`.",
+            rich_help_panel=LOG,
+        ),
+    ] = True,
     insecure: Insecure = False,
     ca: Ca = None,
     certificate: Certificate = None,
@@ -1251,13 +1419,18 @@ def node_command(
 ) -> None:
     """Join a run, and serve a stage of its model."""
     import asyncio
+    import socket
 
     from planaria.bootstrap.address import Address
     from planaria.bootstrap.knock import Answer
     from planaria.node.begin import NodeError, check_reachable
+    from planaria.node.naming import name_of_host
+    from planaria.node.report.log_stream import begin_log
     from planaria.node.supervisor import TRY_AGAIN, is_watched, one_each, supervise
 
-    _begin_service()
+    called = name or name_of_host(socket.gethostname())
+    _check_tracker(track)
+    lines = begin_log(log_level.value, log_format.value, called)
     addresses, dials_only = _split(join), advertise == "none"
     with refusing(NodeError, ValueError):
         listens = Address.parse(listen)
@@ -1293,6 +1466,7 @@ def node_command(
             device=device,
             data=data,
             model=model,
+            allow_module=allow_module,
             out=out,
             threads=threads,
             save_dir=folder,
@@ -1302,6 +1476,9 @@ def node_command(
             credentials=Credentials.load(ca, certificate, key, token),
             insecure=insecure,
             metrics=parse_place(metrics, token, certificate, key, insecure, "--metrics"),
+            name=called,
+            log=lines if share_log else None,
+            track=track and track.value,
         )
         status = _run(begin(options))
     raise typer.Exit(status)
@@ -1350,6 +1527,7 @@ def regroup_command(
     """Write a run's saves anew for the run of a registry, which has the same model, but another
     run file: in more or fewer stages, for one."""
     from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.node.report.log_stream import begin_log
     from planaria.node.run_file import RunFileError, loads
     from planaria.node.state.regroup import RegroupError, of_one_run, regroup
     from planaria.node.state.saves import Contents, Saves, find_saves
@@ -1373,7 +1551,7 @@ def regroup_command(
             soft_wrap=True,
         )
 
-    _begin_service()
+    begin_log()
     with refusing(CredentialsError, RunFileError, RegroupError, SaveError, ValueError, OSError):
         _ask(join, Credentials.load(ca, certificate, key, token), write)
 
@@ -1402,6 +1580,42 @@ def status_command(
         _ask(join, credentials, lambda client: status(client, console, watch, as_json))
 
 
+@app.command("logs")
+def logs_command(
+    node: Annotated[
+        str,
+        typer.Argument(
+            metavar="NODE", help="As status calls it, or its name or ending alone: node-2.0-7f3a1c."
+        ),
+    ],
+    join: Join,
+    lines: Annotated[int, typer.Option(min=1, help="The last so many.")] = 100,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="And what comes next, until Ctrl-C.")
+    ] = False,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    token: Token = "",
+) -> None:
+    """Show the last lines of a node's log."""
+    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.node.report.logs import LogsError, logs
+    from planaria.node.wire.asking import over_streams
+
+    with refusing(CredentialsError, LogsError, ValueError):
+        credentials = Credentials.load(ca, certificate, key, token)
+
+        async def show(client: RegistryClient) -> None:
+            def converse(run: str) -> Converse:
+                return over_streams(run, credentials)
+
+            say = partial(console.out, highlight=False)
+            await logs(client, converse, node, lines, follow, say)
+
+        _ask(join, credentials, show)
+
+
 @app.command("doctor")
 def doctor_command(
     join: Join,
@@ -1427,6 +1641,7 @@ def doctor_command(
         Path | None,
         typer.Option(help="Prepared data, if not the run's.", rich_help_panel=FILES),
     ] = None,
+    allow_module: AllowModule = None,
     save_dir: Annotated[
         Path, typer.Option(help="Where it would save.", rich_help_panel=FILES)
     ] = Path("out"),
@@ -1460,6 +1675,7 @@ def doctor_command(
             saves=save_dir,
             credentials=Credentials.load(ca, certificate, key, token),
             insecure=insecure,
+            allow_module=allow_module,
         )
         with errors.status("looking, for 15 seconds at most"):
             found = findings(_run(examine(asked, version("planaria"), time.monotonic() - BEGAN)))
@@ -1539,14 +1755,3 @@ def _run(work: Coroutine[object, object, T]) -> T:
     import uvloop
 
     return uvloop.run(work)
-
-
-def _begin_service() -> None:
-    """What every process of a swarm does first."""
-    import logging
-
-    from planaria.node.report.log_stream import LogStream
-
-    if not logging.root.handlers:
-        format = "%(asctime)s %(levelname)s %(message)s"
-        logging.basicConfig(level=logging.INFO, format=format, handlers=[LogStream()])

@@ -11,10 +11,9 @@ import asyncio
 import json
 import logging
 import os
-import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,13 +25,14 @@ from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.credentials import PLAIN, Credentials
 from planaria.bootstrap.membership import PROTOCOL, to_link
+from planaria.bootstrap.spelling import readable
 from planaria.node.agent import Agent, frame_bytes, held_bytes
-from planaria.node.data.corpus import Corpus
-from planaria.node.data.windows import Windows
+from planaria.node.data.mixture import Data
+from planaria.node.data.windows import AnyWindows
 from planaria.node.hugging_face.checkpoint import Checkpoint
 from planaria.node.hugging_face.living_run import from_inside
 from planaria.node.hugging_face.samples import Sampler
-from planaria.node.naming import node_of, seat_id
+from planaria.node.naming import new_identity, node_of, seat_id
 from planaria.node.ports import Ports
 from planaria.node.report.event_log import EventLog
 from planaria.node.report.events import (
@@ -59,18 +59,22 @@ from planaria.node.report.events import (
     is_for_all,
 )
 from planaria.node.report.events import line as event_line
-from planaria.node.report.ledger import Ledger, LedgerHeader, line, recording
+from planaria.node.report.experiment import ExperimentPipe
+from planaria.node.report.ledger import Ledger, LedgerHeader, line, recording, windows_in
 from planaria.node.report.line_file import BackgroundLineFile, LineFile
+from planaria.node.report.log_stream import LastLines
 from planaria.node.report.samples import SamplesFile
 from planaria.node.report.wall_clock import WallClock
 from planaria.node.run_file import RunFile
 from planaria.node.seats import SeatCompute, SeatNet, Seats
+from planaria.node.stage.architecture import Architecture
 from planaria.node.stage.arithmetic import TorchStage, layout_of, make_twin
 from planaria.node.stage.compute import ComputeThread
+from planaria.node.stage.device import memory_of
 from planaria.node.stage.shape import ModelConfig
 from planaria.node.stage.watch import COMPILING, FLOOR, Hang, Watch
 from planaria.node.state.handover import FAREWELL
-from planaria.node.state.holdings import Holdings
+from planaria.node.state.holdings import CLOSE, Holdings
 from planaria.node.state.saves import Contents, saves_on_disk
 from planaria.node.transaction.effects import (
     NEVER,
@@ -93,8 +97,6 @@ TICK = 0.05
 """Seconds between two looks at the clock."""
 LOOK_AT_FILES = 1.0
 """Seconds between two looks whether the disk takes what is written."""
-SPEED_TAKES = 0.1
-"""Seconds of one try to find out how fast this machine is: the period of a quota of Linux."""
 MOST_MEASURED = 200
 """Links that a node measures: what it says of them goes into each of its renewals."""
 REBUILDS_TOLD = 20
@@ -121,6 +123,10 @@ class NodePlace:
     room: int = 1  # seats that it can hold
     standby: bool = False  # wants none before one is vacant
     checkpoint: Checkpoint | None = None  # that the run begins from
+    name: str = ""  # by its owner; each identity begins with it
+    experiment: ExperimentPipe | None = None  # where the run is kept, too
+    log: LastLines | None = None  # for onlookers; None: it is nobody else's business
+    own: Architecture | None = None  # what the code of a run with one of its own builds
 
 
 class Registry(Protocol):
@@ -150,11 +156,11 @@ class Node:
         run_id: str,
         run: RunFile,
         config: ModelConfig,
-        corpus: Corpus | None,
+        corpus: Data | None,
         client: Registry,
         speed: float,
     ) -> None:
-        self.node = secrets.token_hex(6)
+        self.node = new_identity(place.name)
         self.place, self.run_id, self.run, self.config = place, run_id, run, config
         self.corpus, self.client, self.speed = corpus, client, speed
         self.loop = asyncio.get_running_loop()
@@ -181,6 +187,8 @@ class Node:
         )
         self.events = EventLog(place.out, self.node, BackgroundLineFile)
         self.files = [] if self.events.file is None else [self.events.file]
+        if place.experiment is not None:
+            self.files.append(place.experiment)
         self.ledgers: dict[str, LineFile] = {}  # of those, by seat
         self.ordered: dict[str, bool] = {}  # by seat: whether its newest rebuild is exact
         self.rebuilds: deque[registry.Rebuild] = deque(maxlen=REBUILDS_TOLD)
@@ -195,10 +203,11 @@ class Node:
         self.needed: list[str] = []  # members with which it needs a link
         self.missing = Missing()
         self.carriers: dict[str, str] = {}  # who carries the links that aren't direct, by peer
-        self.seats: Seats[Agent] = Seats(self.node, self.links, self.onlookers.tell)
+        self.seats: Seats[Agent] = Seats(self.node, self.links, self.onlookers.tell, self.read_log)
         self.exchanges: dict[str, LoopedExchanges] = {}  # of each seat
         self.memory = memory_of(place.device)
         self.leaving = self.retiring = False
+        self.leaves_by = 0.0  # on the loop's clock; 0: it wasn't told to go
         self.measuring: asyncio.Task[None] | None = None
         self.asked = 0  # number of the newest measurement that was asked for
         self.measured: tuple[int, list[registry.LinkReport]] = (0, [])
@@ -251,37 +260,38 @@ class Node:
         """Save, let an heir take over where there is one, and leave, all within `grace` seconds:
         what a spot instance does when it is told that its time is over. `why`: by whom."""
         self.tell(Preempted(grace=grace, reason=why))
-        try:
-            async with asyncio.timeout(max(0.0, grace - FAREWELL)):
-                await self._prepare_to_leave(self.loop.time() + grace - FAREWELL)
-        except TimeoutError:
-            log.warning("what this node had to save isn't saved: %s", self.hang or "it is slow")
+        self.leaves_by = self.loop.time() + grace - FAREWELL
+        await self._prepare_to_leave()
         await self.leave("stopped by its owner")
 
-    async def _prepare_to_leave(self, deadline: float) -> None:
+    async def _prepare_to_leave(self) -> None:
         """Of a run that is over nobody needs anything but the saves, nor of one that has not
-        begun."""
+        begun. What is being written when the node has left is waited for as it ends."""
         seats = {} if self.hang else dict(self.seats.agents)
         needed = [s for s in seats.values() if s.member.halt is None and s.member.committed > 0]
         leaving = Leaving(self.node, self.view, self.loop.time())
         self.leaving = self.retiring = True
         self.report()
+        try:
+            async with asyncio.timeout_at(self.leaves_by):
+                await self._save_now(seats)
+        except TimeoutError:
+            log.warning("what this node had to save isn't saved: %s", self.hang or "it is slow")
+        for seat in needed:
+            await self._hand_over(seat, leaving)
+
+    async def _save_now(self, seats: Mapping[str, Agent]) -> None:
         for name, seat in seats.items():
             if name in self.exchanges:  # it wasn't given back since then
                 try:
                     await self.exchanges[name].outcome(seat.save_now())
                 except ClosedError as closed:
                     log.info("stage %s is not saved: %s", seat.stage, closed)
-        for seat in needed:
-            await self._hand_over(seat, leaving, deadline)
-        for seat in seats.values():
-            left = max(0.0, deadline - self.loop.time())
-            await asyncio.to_thread(seat.holdings.finish_saves, left)
 
-    async def _hand_over(self, seat: Agent, leaving: Leaving, deadline: float) -> None:
+    async def _hand_over(self, seat: Agent, leaving: Leaving) -> None:
         """Where it is its stage's last; a stage with replicas that stay lives on."""
         stage, now = seat.stage, self.loop.time()
-        while now < deadline and leaving.waits(stage, self.view, seat.members, now):
+        while now < self.leaves_by and leaving.waits(stage, self.view, seat.members, now):
             await asyncio.sleep(TICK)
             now = self.loop.time()
         if heir := leaving.heir(stage, self.view, seat.members):
@@ -317,9 +327,10 @@ class Node:
                 await asyncio.to_thread(seat.save_beside)
         self.tell(Wall(**self.wall.report()))
         for seat in self.seats.agents.values():
-            await asyncio.to_thread(seat.holdings.finish_saves)
+            await self._finish_saves(seat)
         self._tell_costs()
-        await asyncio.gather(*(asyncio.to_thread(file.close) for file in self.files))
+        own = [file for file in self.files if file is not self.place.experiment]
+        await asyncio.gather(*(asyncio.to_thread(file.close) for file in own))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self.loop.create_task(work)
@@ -392,7 +403,12 @@ class Node:
             self.files.remove(ledger)
             self.failing.discard(ledger)
             await asyncio.to_thread(ledger.close)
-        await asyncio.to_thread(seat.holdings.finish_saves)
+        await self._finish_saves(seat)
+
+    async def _finish_saves(self, seat: Agent) -> None:
+        """They have CLOSE seconds, or all that is left to a node that was told to go."""
+        left = max(CLOSE, self.leaves_by - self.loop.time())
+        await asyncio.to_thread(seat.holdings.finish_saves, left)
 
     async def _take_seat(self, name: str, stage: int) -> None:
         corpus = self.corpus if stage == 0 else None
@@ -413,11 +429,13 @@ class Node:
             )
             twin = None
             if run.recovery.policy == "redundant":
-                twin = make_twin(seat, place.device, place.checkpoint)
+                twin = make_twin(seat, place.device, place.checkpoint, place.own)
             return Holdings(seat, twin, partial(layout_of, config), open_disk, place.save_dir)
 
         def build() -> Agent:
-            arithmetic = TorchStage(own, stage, run, config, place.device, corpus, place.checkpoint)
+            arithmetic = TorchStage(
+                own, stage, run, config, place.device, corpus, place.checkpoint, place.own
+            )
             net, compute = SeatNet(self.seats, name), SeatCompute(self.seats, name, self.compute)
             ports = Ports(net, exchanges, compute, tensors, arithmetic, record)
             return Agent(own, stage, run, config, ports, make_holdings)
@@ -428,30 +446,33 @@ class Node:
         if not self.seats.built(name, seat, self.loop.time()):
             await self._close_seat(name, seat)
 
-    def _open_ledger(self, corpus: Corpus | None, name: str) -> tuple[Ledger, Windows] | None:
+    def _open_ledger(self, corpus: Data | None, name: str) -> tuple[Ledger, AnyWindows] | None:
         """At stage 0, which has the corpus; and the windows that its lines are of."""
         if corpus is None or self.place.out is None:
             return None
         header = self._ledger_header(corpus)
         path = self.place.out / f"ledger-{self.node}-{name}.jsonl"
-        windows = Windows(header["seed"], header["samples"], header["batch"])
         ledger = Ledger(path, header, self._open_file)
+        windows = windows_in(header)
         self.ledgers[name] = ledger.file
         return ledger, windows
 
-    def _ledger_header(self, corpus: Corpus) -> LedgerHeader:
-        training = self.run.training
-        return {
+    def _ledger_header(self, corpus: Data) -> LedgerHeader:
+        training, shares = self.run.training, corpus.shares(self.config.context)
+        header: LedgerHeader = {
             "ledger": 1,
             "run": self.run.name,
             "seed": self.run.seed,
-            "samples": corpus.count("train", self.config.context),
+            "samples": sum(share.samples for share in shares),
             "batch": training.batch,
             "microbatch": training.microbatch,
             "context": self.config.context,
             "content": corpus.content,
             "steps": self.run.steps,
         }
+        if len(shares) > 1:
+            header["mixture"] = [(share.samples, share.turns) for share in shares]
+        return header
 
     # --- samples
 
@@ -491,6 +512,13 @@ class Node:
     def on_gone(self, onlooker: str) -> None:
         self.seats.on_gone(onlooker)
 
+    def read_log(self, request: pb.LogRequest) -> pb.LogLines:
+        """For an onlooker."""
+        if self.place.log is None:
+            return pb.LogLines(error="its owner shows it to nobody (--no-share-log)")
+        lines, last = self.place.log.after(request.after, request.lines)
+        return pb.LogLines(lines=map(readable, lines), last=last)
+
     def on_shown(self, onlooker: str, frame: Frame) -> None:
         self.seats.on_shown(onlooker, frame, self.loop.time())
 
@@ -518,13 +546,20 @@ class Node:
         now = time.time()
         self.events.write(event, by, now)
         if is_for_all(event):
-            self.client.tell(json.dumps(event_line(event, by or self.node, now)))
+            told = event_line(event, by or self.node, now)
+            self.client.tell(json.dumps(told))
+            self.keep(told)
         if isinstance(event, RebuildOrdered):
             self.ordered[event.node] = event.exact
         if isinstance(event, StageRebuilt) and event.method not in (*OWN, "replica"):
             rebuilt = registry.Rebuild(stage=event.stage, step=event.step, method=event.method)
             rebuilt.exact = self.ordered.pop(event.node, False)
             self.rebuilds.append(rebuilt)
+
+    def keep(self, told: Mapping[str, Any]) -> None:
+        """A line of the event log or the ledger, where the run is kept, too."""
+        if self.place.experiment is not None:
+            self.place.experiment.tell(told)
 
     # --- the clock
 
@@ -635,7 +670,7 @@ class Node:
 class SeatRecord:
     """Where the seat at a stage tells what happens: the port `Record`."""
 
-    def __init__(self, node: Node, seat: str, ledger: tuple[Ledger, Windows] | None) -> None:
+    def __init__(self, node: Node, seat: str, ledger: tuple[Ledger, AnyWindows] | None) -> None:
         self._node, self._seat, self._ledger = node, seat, ledger
 
     def tell(self, event: Event) -> None:
@@ -644,7 +679,11 @@ class SeatRecord:
     def committed(self, commit: pb.Commit) -> None:
         if self._ledger is not None and commit.step > 0:
             ledger, windows = self._ledger
-            ledger.append(line(commit, windows.epoch(commit.step), time.time()))
+            told = line(commit, windows.epoch(commit.step), time.time())
+            ledger.append(told)
+            self._node.keep(told)
+        elif self._node.place.experiment is not None and commit.step > 0:
+            self._node.keep(line(commit, 0, time.time()))  # which epoch it is only stage 0 knows
         self._node.committed(commit.step)
 
     def recording(self) -> pb.Recording:
@@ -678,25 +717,3 @@ class SeatRecord:
 
 def _peers(view: registry.View) -> list[Peer]:
     return [Peer(member.node, member.address) for member in view.members]
-
-
-def measure_speed(device: torch.device) -> float:
-    """Relative work per second: GFLOP/s of a float32 matrix product, the better of two tries. Each
-    takes so long that a machine which may use its cores in turns only, as a container with a quota,
-    has had both."""
-    a = torch.ones(384, 384, device=device)
-    best = 0.0
-    for _ in range(2):
-        products, started = 0, time.perf_counter()
-        while (seconds := time.perf_counter() - started) < SPEED_TAKES or not products:
-            (a @ a).sum().item()
-            products += 1
-        best = max(best, 2 * 384**3 * products / seconds / 1e9)
-    return best
-
-
-def memory_of(device: torch.device) -> int:
-    """Bytes that it has in all."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

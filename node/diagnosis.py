@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from planaria.bootstrap.address import Address
+from planaria.node.begin import NodeError, check_module
 from planaria.node.run_file import RunFile
-from planaria.node.stage.shape import SEAT_BYTES
+from planaria.node.stage.shape import COMPUTED
 from planaria.node.state.handover import VALUE
 from planaria.node.wire.frames import encoded_size
 
@@ -107,6 +108,7 @@ class Facts:
     stage: int | None  # that was asked for
     device: Device | Missing
     wanted: str  # auto, or the device that was asked for
+    allow_module: str | None = None  # code of a run's architecture that may be loaded
 
 
 def findings(facts: Facts) -> list[Finding]:
@@ -120,6 +122,7 @@ def findings(facts: Facts) -> list[Finding]:
         _bandwidth(facts),
         _disk(facts),
         _data(facts),
+        *_code(facts),
         _device(facts),
         _memory(facts),
     ]
@@ -279,14 +282,14 @@ def bytes_a_step(run: RunFile) -> float:
     """That the node of a body stage sends while a step is computed, with as many replicas as the
     run begins with: what crosses its two boundaries, and its part of the stage's gradient, which
     each replica sends twice."""
-    config, training, replicas = run.model.config, run.training, run.swarm.replicas
+    config, training, replicas = run.config, run.training, run.swarm.replicas
     crossing = round(training.batch / replicas * config.context * config.dim)
     passes = sum(
         encoded_size(crossing, "float32", codec)
         for codec in (run.wire.activations, run.wire.gradients)
     )
     share = 2 * (replicas - 1) / replicas
-    return passes + share * encoded_size(max(config.parameters), "float32", run.wire.averaging)
+    return passes + share * encoded_size(max(config.trained), "float32", run.wire.averaging)
 
 
 def _disk(facts: Facts) -> Finding:
@@ -305,7 +308,7 @@ def _disk(facts: Facts) -> Finding:
         return _unknown(about, Missing(f"{_gib(free)} are free; what saves take can't be said"))
     run = facts.run
     saves = run.saves.keep + run.saves.in_flight
-    needed = saves * 3 * VALUE * _parameters(facts, run)
+    needed = saves * 3 * VALUE * _of_stage(facts, run.config.trained)
     what = f"{_gib(free)} free in {folder}, and {saves} saves of a stage take {_gib(needed)}"
     remedy = "free space, name another disk with --save-dir, or keep fewer (saves.keep)"
     if free < needed:
@@ -325,6 +328,18 @@ def _data(facts: Facts) -> Finding:
         verdict = Verdict.PROBLEM if facts.stage == 0 else Verdict.WARNING
         return Finding(about, verdict, problem, "--data DIR names the run's prepared data")
     return Finding(about, Verdict.OK, f"none at {path}: it is needed at stage 0 only")
+
+
+def _code(facts: Facts) -> Iterator[Finding]:
+    """Of a run whose architecture is its own."""
+    if isinstance(facts.run, Missing) or facts.run.model.module is None:
+        return
+    try:
+        check_module(facts.run, facts.allow_module)
+    except NodeError as error:
+        yield Finding("code", Verdict.PROBLEM, str(error))
+    else:
+        yield Finding("code", Verdict.OK, f"{facts.allow_module} may be loaded; it was not tried")
 
 
 def _device(facts: Facts) -> Finding:
@@ -360,7 +375,7 @@ def _memory(facts: Facts) -> Finding:
         return _unknown(about, Missing("there is no device"))
     if isinstance(facts.run, Missing):
         return _unknown(about, Missing("the run's model isn't known"))
-    needed = SEAT_BYTES * _parameters(facts, facts.run)
+    needed = COMPUTED * _of_stage(facts, facts.run.config.stage_bytes)
     what = f"{_gib(facts.device.memory)} on {facts.device.name}, and a stage takes {_gib(needed)}"
     remedy = "use a machine with more, or have the model divided into more stages (model.stages)"
     if needed > facts.device.memory:
@@ -370,9 +385,9 @@ def _memory(facts: Facts) -> Finding:
     return Finding(about, Verdict.OK, what)
 
 
-def _parameters(facts: Facts, run: RunFile) -> int:
-    """Of the stage that was asked for, else of the largest."""
-    first, body = run.model.config.parameters
+def _of_stage(facts: Facts, figures: tuple[int, int]) -> int:
+    """Of stage 0 and a body stage, that of the stage that was asked for, else the largest."""
+    first, body = figures
     return max(first, body) if facts.stage is None else body if facts.stage else first
 
 

@@ -29,7 +29,8 @@ from planaria.bootstrap.knock import Answer, dead_end, knock_at_all
 from planaria.bootstrap.membership import PROTOCOL
 from planaria.bootstrap.registry_pb2 import Description, ExamineRequest
 from planaria.node.begin import NodeError, check_reachable
-from planaria.node.data.corpus import CorpusError, read_index
+from planaria.node.data.corpus import CorpusError
+from planaria.node.data.mixture import index_of
 from planaria.node.diagnosis import (
     Clock,
     Data,
@@ -55,16 +56,14 @@ QUICK: Final = 0.5
 QUESTIONS = 4  # whose quickest answer tells the time and the delay
 
 SEE_DEVICE = """
-import json, os, sys, torch
+import json, sys, torch
+from planaria.node.stage.device import memory_of
 
 wanted, gpus = sys.argv[1], torch.cuda.device_count()
 number = int(wanted.partition(":")[2] or 0)
 device = torch.device(f"cuda:{number}" if wanted != "cpu" and number < gpus else "cpu")
-memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-if device.type == "cuda":
-    memory = torch.cuda.get_device_properties(device).total_memory
 made_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
-print(json.dumps([str(device), memory, f"{torch.__version__} for {made_for}", gpus]))
+print(json.dumps([str(device), memory_of(device), f"{torch.__version__} for {made_for}", gpus]))
 """
 """In a process of its own: torch takes seconds to load, and a sick driver may never answer."""
 
@@ -84,6 +83,7 @@ class Asked(NamedTuple):
     saves: Path  # the folder for saves, which needn't be there
     credentials: Credentials
     insecure: bool
+    allow_module: str | None = None  # code of a run's architecture that may be loaded
 
 
 class Port(NamedTuple):
@@ -115,8 +115,7 @@ async def examine(asked: Asked, version: str, gone: float = 0.0) -> Facts:
                 )
         data: Data | Missing = Missing("what the run trains on isn't known")
         if isinstance(run, RunFile):
-            path = asked.data or Path(run.data.path)
-            data = await _in_time("the data", LOOK, _in_thread(_data_at, path, run))
+            data = await _in_time("the data", LOOK, _in_thread(_data_at, asked.data, run))
         return Facts(
             version=version,
             protocol=PROTOCOL,
@@ -135,6 +134,7 @@ async def examine(asked: Asked, version: str, gone: float = 0.0) -> Facts:
             stage=asked.stage,
             device=await looking,
             wanted=asked.device,
+            allow_module=asked.allow_module,
         )
     finally:
         for task in (looking, writing):
@@ -309,12 +309,14 @@ def _look_at(folder: Path) -> Disk:
     return Disk(str(folder), shutil.disk_usage(there).free, unwritable)
 
 
-def _data_at(path: Path, run: RunFile) -> Data:
+def _data_at(folder: Path | None, run: RunFile) -> Data:
+    folders = run.data.folders if folder is None else [folder]
+    where = str(folder or run.data.where)
     try:
-        problem = read_index(path).misfit(run.data.content, run.model.vocabulary)
+        problem = index_of(run.data, folder).misfit(run.data.content, run.model.vocabulary)
     except CorpusError as error:
-        return Data(str(path), str(error), path.exists())
-    return Data(str(path), problem and f"{path} {problem}", True)
+        return Data(where, str(error), all(path.exists() for path in folders))
+    return Data(where, problem and f"{where} {problem}", True)
 
 
 async def _see_device(wanted: str) -> Device | Missing:

@@ -7,10 +7,13 @@ from importlib.util import find_spec
 EXTRAS = {
     "datasets": "data",
     "matplotlib": "plots",
+    "mlflow": "mlflow",
     "pyarrow": "data",
     "scipy": "lab",
     "simpy": "lab",
     "sklearn": "lab",
+    "tensorboardX": "tensorboard",
+    "wandb": "wandb",
 }
 """By the name that is imported, the optional dependencies in pyproject.toml that bring it."""
 
@@ -18,6 +21,13 @@ EXTRAS = {
 def installed(extra: str) -> bool:
     """Whether all that only this extra brings is there."""
     return all(find_spec(library) for library, brings in EXTRAS.items() if brings == extra)
+
+
+def check(extra: str) -> None:
+    """Raises ModuleNotFoundError when something is missing that only this extra brings."""
+    for library, brings in EXTRAS.items():
+        if brings == extra and find_spec(library) is None:
+            raise ModuleNotFoundError(f"No module named {library!r}", name=library)
 
 
 def remedy(error: ModuleNotFoundError) -> str:

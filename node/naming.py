@@ -8,8 +8,23 @@ again is another one, which has nothing of what the former had.
 from __future__ import annotations
 
 import itertools
+import re
+import secrets
 
 from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.spelling import misspelt
+
+
+def new_identity(name: str) -> str:
+    """What a node is called in all that is said of it: by its owner's `name`, if it has one, and
+    what tells it from others of that name, and from itself before it was started anew."""
+    return f"{name}-{secrets.token_hex(3)}" if name else secrets.token_hex(6)
+
+
+def name_of_host(host: str) -> str:
+    """A name for a node there; empty: none can be made of it."""
+    label = re.sub(r"[^A-Za-z0-9_-]+", "-", host.partition(".")[0]).strip("-_")[:40]
+    return "" if misspelt("name", label) else label
 
 
 def seat_name(seat: registry.Seat) -> str:

@@ -219,11 +219,28 @@ class Arithmetic(Protocol):
 
     @property
     def origin(self) -> bool:
-        """The checkpoint that the run begins from is here, so that `initial` has any stage."""
+        """The checkpoint that the run begins from is here: `of_checkpoint` has any stage."""
         ...
 
     def initial(self, stage: int, lineage: int) -> StageState:
-        """What that stage was before the first step. Raises ComplaintError when it isn't here."""
+        """What that stage trains, as it was before the first step. Raises ComplaintError when it
+        isn't here."""
+        ...
+
+    def of_checkpoint(self, stage: int) -> StageState:
+        """The stage's weights in the checkpoint that the run begins from, and no more. Raises
+        ComplaintError when they aren't here."""
+        ...
+
+    @property
+    def lacking(self) -> int:
+        """Values of the stage's weights that aren't trained and aren't here, so that what is
+        trained is of no use yet; 0: all are here."""
+        ...
+
+    def take_in(self, weights: Tensor, giver: str) -> None:
+        """These. Raises ComplaintError, which accuses `giver`, for others than the checkpoint
+        has."""
         ...
 
     def put_in_place(self, sync: pb.Sync, states: Sequence[StageState]) -> Learned:

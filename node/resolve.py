@@ -3,45 +3,95 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import subprocess
 from pathlib import Path
 
 from planaria.bootstrap.membership import MembershipRules
 from planaria.node.data.corpus import CorpusError, read_index
+from planaria.node.data.mixture import index_of
 from planaria.node.hugging_face.taking_in import check_tokenizer, take_in
-from planaria.node.run_file import DataSection, RunFile, RunFileError, override
+from planaria.node.local.processes import describe_status
+from planaria.node.run_file import (
+    DATA,
+    DataSection,
+    RunFile,
+    RunFileError,
+    dumps,
+    loads,
+    override,
+)
+from planaria.node.stage.shape import matrix_names
+from planaria.node.supervisor import calling
 
 SHIPPED = Path(__file__).resolve().parents[1] / "corpus" / "austen"
 """Prose that comes with the package."""
+LOOKING = 300.0
+"""Seconds that the code of an architecture has to be loaded and tried."""
 
 
 def text_to_prepare(run: RunFile) -> Path | None:
     """The shipped prose, when the run leaves its data to the default and nothing is there yet."""
-    wanted = run.data.path == DataSection().path and not run.data.content
+    wanted = run.data.path == DATA and not run.data.content
     return SHIPPED if wanted and not Path(run.data.path).exists() and SHIPPED.is_dir() else None
 
 
 def resolve(run: RunFile) -> RunFile:
     """Fills in `data.content`, `model.vocabulary`, `model.stages`, `model.layers`, and the shape of
-    the model that `model.from` names; makes `data.path` absolute, so that any node finds
-    everything in it.
+    the model that `model.from` names or `model.module` builds; makes the data's paths absolute, so
+    that any node finds everything in it.
 
     Data that is not on this machine is no error as long as the run file says `model.vocabulary`.
     Raises RunFileError and CorpusError.
     """
     run = take_in(run)
-    path = Path(run.data.path).absolute()
-    content, vocabulary = run.data.content, run.model.vocabulary
-    if vocabulary is None or path.exists():
-        index = read_index(path)
+    vocabulary, data = run.model.vocabulary, _absolute(run.data)
+    if vocabulary is None or all(path.exists() for path in data.folders):
+        index = index_of(data)
         check_tokenizer(run, index)
-        if problem := index.misfit(content, vocabulary):
-            raise CorpusError(f"{path} {problem}")
-        content, vocabulary = index.content, vocabulary or index.vocabulary
-    run = override(run, data__path=str(path), data__content=content, model__vocabulary=vocabulary)
+        if problem := index.misfit(data.content, vocabulary):
+            raise CorpusError(f"{data.where} {problem}")
+        each = [
+            one.model_copy(update={"content": read_index(path).content})
+            for one, path in zip(data.corpora, data.folders, strict=False)
+        ]
+        data = data.model_copy(update={"content": index.content, "corpora": tuple(each)})
+        vocabulary = vocabulary or index.vocabulary
+    run = override(run, data=data.model_dump(), model__vocabulary=vocabulary)
+    if run.model.module is not None and run.model.parts is None:
+        run = _with_parts(run)
     config = run.model.config
     run = override(run, model__stages=config.stages, model__layers=config.layers)
     _check_policy(run)
+    _check_lora(run)
     return run
+
+
+def _with_parts(run: RunFile) -> RunFile:
+    """What the code of `model.module` builds is found out by another process: who resolves a run
+    file needs neither torch nor that code. Raises RunFileError."""
+    command = calling("planaria.node.stage.own_code")
+    try:
+        done = subprocess.run(
+            command, input=dumps(run), capture_output=True, text=True, timeout=LOOKING, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RunFileError(
+            f"model.module = {run.model.module}: it took longer than {LOOKING:.0f} s to build"
+        ) from error
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or [describe_status(done.returncode)])[-1]
+        raise RunFileError(
+            f"model.module: {why}. A run file in which model.parts says what the code builds needs "
+            "none here: docs/own-architecture.md says how to make one"
+        )
+    return loads(done.stdout)
+
+
+def _absolute(data: DataSection) -> DataSection:
+    each = [one.model_copy(update={"path": str(Path(one.path).absolute())}) for one in data.corpora]
+    path = data.path if each else str(Path(data.path).absolute())
+    return data.model_copy(update={"path": path, "corpora": tuple(each)})
 
 
 def _check_policy(run: RunFile) -> None:
@@ -58,18 +108,44 @@ def _check_policy(run: RunFile) -> None:
         )
 
 
-def run_id(run: RunFile, text: str) -> str:
-    """What the run is called, by itself and its file's text; fit for a folder's name."""
-    return f"{run.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+def _check_lora(run: RunFile) -> None:
+    if (lora := run.training.lora) is None:
+        return
+    if run.model.origin is None:
+        raise RunFileError(
+            "training.lora trains adapters of a model that was trained before: name its folder by "
+            "model.from, or leave training.lora out to train a new model"
+        )
+    if run.recovery.policy == "checkfree+":
+        raise RunFileError(
+            "recovery.policy = checkfree+ trains stages in each other's places, and with "
+            "training.lora they stay what they are in the model: use checkfree or snapshot"
+        )
+    names = matrix_names(run.config)
+    if strange := [name for name in lora.targets if name not in names]:
+        raise RunFileError(
+            f"training.lora.targets: no matrix of a layer is called {', '.join(strange)}; there "
+            f"are {', '.join(names)}"
+        )
 
 
-def registry_rules(run: RunFile, text: str) -> MembershipRules:
-    """What the registry of a resolved run decides by; `text` is the run file it hands out. A
-    registry that is started again with the same text serves the same run."""
+def run_id(run: RunFile) -> str:
+    """What the run is called, by itself and all that it says; fit for a folder's name.
+
+    What is as it would be unsaid doesn't count: a run keeps its name when a newer planaria, which
+    has keys that its file lacks, goes on with it.
+    """
+    said = run.model_dump(mode="json", exclude_defaults=True)
+    return f"{run.name}-{hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:8]}"
+
+
+def registry_rules(run: RunFile) -> MembershipRules:
+    """What the registry of a resolved run decides by. One that is started again with the same run
+    serves the same run."""
     if run.model.stages is None:
         raise RunFileError("the run file doesn't say model.stages: resolve it first")
     return MembershipRules(
-        run=run_id(run, text),
+        run=run_id(run),
         stages=run.model.stages,
         replicas=run.swarm.replicas,
         # A node more than there are microbatches would have nothing to do.

@@ -11,8 +11,17 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from planaria.node.data.turns import turns_of
 from planaria.node.stage.learning_rate import Schedule
-from planaria.node.stage.shape import BETAS, Family, ModelConfig, model_config
+from planaria.node.stage.shape import (
+    ADAM_BYTES,
+    BETAS,
+    AttentionMask,
+    Family,
+    ModelConfig,
+    Own,
+    model_config,
+)
 from planaria.recovery.decide import Masking, Policy
 
 Codec = Literal["none", "bf16", "fp16", "int8"]
@@ -27,8 +36,6 @@ LEASE = 1.0
 """Seconds: a node that loads a library, or whose processor is shared, is silent for nearly that."""
 
 
-ADAM_BYTES = 16
-"""For each parameter: weight, gradient and two moments, all float32."""
 MOST_PARAMETERS = 2**36
 """In a stage: 1 TiB at ADAM_BYTES each. No machine that serves one stage has more."""
 MOST_PAYLOAD = 4 * 2**30
@@ -38,6 +45,7 @@ MOST_NODES = 10_000
 MOST_VISITS = 2**19
 """Of a step's microbatches to stages: each is named in what begins the step, in one message."""
 
+DATA = "data/prose"
 FolderName = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")]
 
 
@@ -74,8 +82,35 @@ class RopeScalingSection(Section):
         return self.factor, self.low_freq_factor, self.high_freq_factor, old
 
 
+ParameterName = Annotated[str, Field(max_length=200, pattern=r"^[\w.]+$")]
+Shape = Annotated[
+    tuple[Annotated[int, Field(ge=1, le=2**32)], ...], Field(min_length=1, max_length=8)
+]
+NamedShapes = Annotated[
+    tuple[tuple[ParameterName, Shape], ...], Field(min_length=1, max_length=1000)
+]
+
+
+class PartsSection(Section):
+    """What the code of `model.module` builds: for those who don't load it, and for those who do to
+    see whether theirs is the same."""
+
+    source: str = Field(max_length=64, description="digest of the code")
+    ends: NamedShapes = Field(description="parameters of stage 0")
+    block: NamedShapes = Field(description="parameters of each layer")
+
+
 class ModelSection(Section):
-    """A preset, with any of its figures overridden, or the model of a checkpoint."""
+    """A preset, with any of its figures overridden, the model of a checkpoint, or one that code
+    builds."""
+
+    module: str | None = Field(
+        default=None,
+        max_length=200,
+        pattern=r"^[^\W\d][\w.]*:[^\W\d]\w*$",
+        description="code of an architecture, package.module:build",
+    )
+    parts: PartsSection | None = Field(default=None, description="what that builds")
 
     origin: FolderName | None = Field(
         default=None, alias="from", min_length=1, description="checkpoint that the run begins from"
@@ -99,9 +134,27 @@ class ModelSection(Section):
     tied: bool | None = Field(default=None, description="the head's weights are the embedding's")
     positions: int | None = Field(default=None, ge=2, le=2**30, description="else the context")
     window: int | None = Field(default=None, ge=2, le=2**30, description="of attention")
+    attn_mask_type: AttentionMask = Field(
+        default="causal", description="block_causal: only to tokens of the same document"
+    )
     vocabulary: int | None = Field(
         default=None, ge=2, le=2**24, description="from the data when left out"
     )
+
+    @property
+    def own(self) -> Own | None:
+        """The architecture, if it is none of ours."""
+        if self.parts is None:
+            return Own(self.module) if self.module else None
+        return Own(self.module or "", self.parts.source, self.parts.ends, self.parts.block)
+
+    @model_validator(mode="after")
+    def one_model(self) -> ModelSection:
+        if self.module is not None and self.origin is not None:
+            raise ValueError(
+                f"module = {self.module} and from = {self.origin} are two models: leave one out"
+            )
+        return self
 
     @property
     def config(self) -> ModelConfig:
@@ -122,9 +175,50 @@ class ModelSection(Section):
         return self
 
 
-class DataSection(Section):
-    path: FolderName = "data/prose"
+class CorpusSection(Section):
+    """One of several corpora."""
+
+    path: FolderName
+    share: float = Field(default=1.0, gt=0, le=10**6, description="of the samples, to the others'")
     content: str = Field(default="", max_length=64, description="content hash of the prepared data")
+
+
+class DataSection(Section):
+    """One corpus, or several."""
+
+    path: FolderName = DATA
+    content: str = Field(default="", max_length=64, description="content hash of the prepared data")
+    corpora: tuple[CorpusSection, ...] = Field(default=(), max_length=256)
+
+    @property
+    def folders(self) -> list[Path]:
+        return [Path(one.path) for one in self.corpora] or [Path(self.path)]
+
+    @property
+    def where(self) -> str:
+        return " with ".join(map(str, self.folders))
+
+    @property
+    def turns(self) -> list[int]:
+        """Of each corpus in a cycle of samples. Raises ValueError."""
+        return turns_of([one.share for one in self.corpora] or [1.0])
+
+    @model_validator(mode="before")
+    @classmethod
+    def one_or_several(cls, fields: Any) -> Any:
+        """Where there are several corpora, `path` is empty."""
+        if isinstance(fields, dict) and fields.get("corpora"):
+            if fields.get("path"):
+                raise ValueError("has a path, and corpora with paths of their own: choose one")
+            return {**fields, "path": ""}
+        return fields
+
+    @model_validator(mode="after")
+    def plannable(self) -> DataSection:
+        if len(set(self.folders)) < len(self.corpora):
+            raise ValueError("two of the corpora have the same path: add up their shares")
+        assert self.turns
+        return self
 
 
 class SamplingSection(Section):
@@ -137,6 +231,24 @@ class SamplingSection(Section):
 
 
 Prompt = Annotated[str, Field(max_length=1000)]
+
+
+TargetName = Annotated[str, Field(max_length=64, pattern=r"^\w+$")]
+
+
+class LoraSection(Section):
+    """Low-rank adapters are trained, and the weights of the checkpoint stay as they are."""
+
+    rank: int = Field(default=8, ge=1, le=2**12)
+    alpha: float = Field(
+        default=16.0, gt=0, le=1e6, description="what they add is times alpha / rank"
+    )
+    targets: tuple[TargetName, ...] = Field(
+        default=("q_proj", "v_proj"),
+        min_length=1,
+        max_length=64,
+        description="names of the matrices that have one, in each layer",
+    )
 
 
 class TrainingSection(Section):
@@ -163,6 +275,7 @@ class TrainingSection(Section):
         default=("",), min_length=1, max_length=8, description="that samples go on from"
     )
     sampling: SamplingSection = SamplingSection()
+    lora: LoraSection | None = Field(default=None, description="all weights, when left out")
 
     @model_validator(mode="after")
     def divisible(self) -> TrainingSection:
@@ -292,6 +405,15 @@ class RunFile(Section):
     swarm: SwarmSection = SwarmSection()
     wire: WireSection = WireSection()
 
+    def config_for(self, vocabulary: int) -> ModelConfig:
+        """For data with so many token ids. Raises ValueError."""
+        return model_config(self.model, vocabulary, self.training.lora)
+
+    @property
+    def config(self) -> ModelConfig:
+        """For data with `model.vocabulary`, or with next to none. Raises ValueError."""
+        return self.config_for(self.model.vocabulary or 2)
+
     @model_validator(mode="after")
     def patient(self) -> RunFile:
         """Relearning counts as progress only when it is over."""
@@ -313,7 +435,7 @@ class RunFile(Section):
                 f"{training.decay_share:g} of steps = {self.steps} are more than there are: with "
                 "schedule = wsd they follow each other"
             )
-        rate = (training.lr or self.model.config.learning_rate) * self.recovery.lr_boost
+        rate = (training.lr or self.config.learning_rate) * self.recovery.lr_boost
         if rate * training.weight_decay >= 1:
             raise ValueError(
                 f"training.weight_decay = {training.weight_decay:g}: a step takes weight_decay x "
@@ -326,12 +448,17 @@ class RunFile(Section):
     def carriable(self) -> RunFile:
         """What a step needs of registry and wire."""
         config, training, replicas = self.model.config, self.training, self.swarm.replicas
-        boundary = 4 * training.microbatch * config.context * config.dim
+        boundary = 4 * training.microbatch * config.context * config.crossing
         if boundary > MOST_PAYLOAD:
             raise ValueError(
                 f"training.microbatch = {training.microbatch}: with model.context = "
                 f"{config.context} and model.dim = {config.dim} a microbatch is {boundary} bytes "
                 f"between two stages, and {MOST_PAYLOAD} can be sent: choose a smaller microbatch"
+            )
+        if config.block_causal and self.wire.activations == "int8":
+            raise ValueError(
+                "wire.activations = int8 rounds where documents begin, which stages have to know "
+                "with model.attn_mask_type = block_causal: use bf16"
             )
         nodes = (config.stages + 1) * replicas
         if nodes > MOST_NODES:

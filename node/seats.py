@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 ONLOOKER = "?"
 """What the name of an onlooker begins with, which stands where those of seats do."""
-ASKED: Final = frozenset(["pin_request", "state_request", "shard_request"])
+ASKED: Final = frozenset(["pin_request", "state_request", "shard_request", "log_request"])
 """What an onlooker may say."""
 
 
@@ -41,9 +41,12 @@ class Seats(Generic[A]):
         node: str,
         links: Net,
         tell_onlooker: Callable[[str, pb.Message | Frame], None] = lambda _, __: None,
+        log: Callable[[pb.LogRequest], pb.LogLines] = lambda _: pb.LogLines(),
     ) -> None:
-        """`tell_onlooker` gets what is for one that this node has, by its name."""
+        """`tell_onlooker` gets what is for one that this node has, by its name; `log` says what the
+        node has logged."""
         self.node, self.links, self._tell_onlooker = node, links, tell_onlooker
+        self._log = log
         self.agents: dict[str, A] = {}  # by name
         self.view = registry.View()  # as they see it
         self._building: set[str] = set()
@@ -108,6 +111,11 @@ class Seats(Generic[A]):
         if name.startswith(ONLOOKER):
             message.sender = sender
             self._tell_onlooker(name, message)
+        elif message.WhichOneof("body") == "log_request":
+            node, _, asker = sender.partition("/")
+            if asker.startswith(ONLOOKER):
+                said = self._log(message.log_request)
+                self.links.send(node, pb.Message(seat=asker, log_lines=said))
         elif (agent := self.agents.get(name)) is not None:
             agent.on_message(sender, message, now)
         elif (
@@ -151,7 +159,10 @@ class Seats(Generic[A]):
         if body not in ASKED or getattr(getattr(message, body), "kind", PIN) != PIN:
             return
         message.seat, message.sender = name, onlooker
-        if node == self.node and self.has(name):
+        if body == "log_request" and node == self.node:
+            said = self._log(message.log_request)
+            self._tell_onlooker(onlooker, pb.Message(sender=to, log_lines=said))
+        elif node == self.node and self.has(name):
             self._hear(seat_id(node, onlooker), name, message, now)
         elif node == self.node or not self.links.send(node, message):
             there = "no such seat here" if node == self.node else f"no link from {self.node} to it"
@@ -159,6 +170,9 @@ class Seats(Generic[A]):
             told = pb.Pinned(transfer=asked.transfer, error=f"there is {there}", unheard=True)
             if body == "pin_request":
                 self._tell_onlooker(onlooker, pb.Message(sender=to, pinned=told))
+            elif body == "log_request":
+                said = pb.LogLines(error=told.error)
+                self._tell_onlooker(onlooker, pb.Message(sender=to, log_lines=said))
             self.links.demand(node)
 
     def on_link_up(self, peer: str, now: float) -> None:

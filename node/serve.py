@@ -31,21 +31,26 @@ from planaria.node.advertised import (
     unforwarded,
 )
 from planaria.node.begin import NodeCrashed, NodeError, Options, check_writable
-from planaria.node.daemon import Node, NodePlace, measure_speed, memory_of
-from planaria.node.data.corpus import Corpus, CorpusError
+from planaria.node.daemon import Node, NodePlace
+from planaria.node.data.corpus import CorpusError
+from planaria.node.data.mixture import Data
 from planaria.node.hugging_face.checkpoint import Checkpoint
 from planaria.node.hugging_face.config import UnsupportedModelError
 from planaria.node.instance import Instance, find_instance, release
 from planaria.node.notices import Aws, Notice, Watch, ask
 from planaria.node.report.ledger import LedgerError
 from planaria.node.resolve import run_id
-from planaria.node.run_file import RunFile
-from planaria.node.stage.shape import ModelConfig, model_config
+from planaria.node.run_file import RunFile, dumps
+from planaria.node.stage.architecture import Architecture
+from planaria.node.stage.device import measure_speed, memory_of
+from planaria.node.stage.own_code import OwnCodeError, load_as_said
+from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.saves import newest_saved_stage
 from planaria.node.supervisor import Pauses
 
 if TYPE_CHECKING:
-    from planaria.node.page.serving import Place
+    from planaria.node.page.place import Place
+    from planaria.node.report.experiment import ExperimentPipe
 
 log = logging.getLogger("planaria")
 
@@ -84,17 +89,17 @@ async def serve(
     client: RegistryClient,
     description: Description,
     run: RunFile,
-    corpus: Corpus | None,
+    corpus: Data | None,
 ) -> int:
     """Serves the run of that description; see `begin`. Returns the exit status. Raises NodeError,
     NodeCrashed, RegistryUnreachable, JoinRefused."""
     device = pick_device(options.device)
     if options.threads:
         torch.set_num_threads(options.threads)
-    instance, living = None, list[Node]()
+    instance, living, place = None, list[Node](), None
     stack = AsyncExitStack()
     try:
-        folder = (options.out or Path("out")) / run_id(run, description.run_file)
+        folder = (options.out or Path("out")) / run_id(run)
         if options.out is None:
             options = replace(options, out=default_out(folder))
         instance = find_instance(options.save_dir or options.out)
@@ -104,7 +109,8 @@ async def serve(
         vocabulary = run.model.vocabulary or (corpus.vocabulary if corpus else None)
         if vocabulary is None:
             raise NodeError("the run file doesn't say model.vocabulary; the registry should add it")
-        config = model_config(run.model, vocabulary)
+        config = run.config_for(vocabulary)
+        own = find_own_code(run, config)
         room = options.seats or room_on(device, config)
         log.info("this node has room for %d seat%s", room, "" if room == 1 else "s")
         place = replace(
@@ -112,6 +118,7 @@ async def serve(
             instance=instance.id,
             room=room,
             checkpoint=find_checkpoint(run, options.model),
+            own=own,
         )
         log.info("on SIGTERM this node leaves within %g s", options.grace)
         speed = measure_speed(device)
@@ -123,6 +130,8 @@ async def serve(
             loop.add_signal_handler(number, departure.tell, options.grace, name)
         if options.cloud != "none":
             listen_to_cloud(options, departure)
+        if options.track is not None:
+            place = replace(place, experiment=experiment_of(options, run, description))
         if options.metrics is not None:
             await stack.enter_async_context(serve_metrics(options.metrics, description.run, living))
         pauses = Pauses(1.0, 30.0)
@@ -160,6 +169,8 @@ async def serve(
         return 0
     finally:
         await stack.aclose()
+        if place is not None and place.experiment is not None:
+            await asyncio.to_thread(place.experiment.close)
         if instance is not None:
             release(instance)
 
@@ -177,13 +188,35 @@ def find_checkpoint(run: RunFile, folder: Path | None) -> Checkpoint | None:
     except UnsupportedModelError as error:
         if folder is not None:
             raise NodeError(f"--model: {error}") from error
-        if (policy := run.recovery.policy) in ("redundant", "checkpoint"):
+        policy = run.recovery.policy  # adapters begin anew without it
+        if policy == "redundant" or (policy == "checkpoint" and run.training.lora is None):
             raise NodeError(
                 f"with recovery.policy = {policy} each node needs the checkpoint that the run "
                 f"begins from, and {error} (--model DIR says where it is)"
             ) from error
         log.info("not on this machine: %s, from which the run begins", path)
         return None
+
+
+def find_own_code(run: RunFile, config: ModelConfig) -> Architecture | None:
+    """What the code of a run's own architecture builds here; `begin` has seen to it that it may be
+    loaded. Raises NodeError when it can't be, or isn't what the others have."""
+    if config.own is None:
+        return None
+    try:
+        return load_as_said(run, config)
+    except OwnCodeError as error:
+        raise NodeError(f"model.module: {error}") from error
+
+
+def experiment_of(options: Options, run: RunFile, description: Description) -> ExperimentPipe:
+    """Where the run is kept, too; beside its event log."""
+    from planaria.node.report.experiment import ExperimentPipe, Opening
+
+    name = options.name or "node"
+    folder = str(options.out or Path("out"))
+    opening = Opening(options.track or "", name, description.run, dumps(run), folder)
+    return ExperimentPipe(opening)
 
 
 def serve_metrics(
@@ -301,6 +334,8 @@ async def find_place(options: Options, device: torch.device) -> NodePlace:
         device=device,
         out=options.out,
         host=socket.gethostname(),
+        name=options.name,
+        log=options.log,
         save_dir=options.save_dir,
         credentials=options.credentials,
         insecure=options.insecure,

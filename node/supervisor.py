@@ -70,6 +70,13 @@ def python() -> list[str]:
     return [sys.executable, *([] if found_here else ["-P"])]
 
 
+def calling(module: str) -> list[str]:
+    """The command line of another Python that calls `main` of that module, and finds whatever this
+    one finds."""
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; main()"
+    return [sys.executable, "-c", code]
+
+
 def same_again() -> list[str]:
     """The command line of this process."""
     return [*python(), "-m", "planaria", *sys.argv[1:]]

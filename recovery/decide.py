@@ -18,8 +18,11 @@ Made = tuple[int, int]
 """View and attempt of the commit that made a step. One that only those knew who are gone now never
 happened, and the step was made again: of the same number, but not the same."""
 UNKNOWN: Made = (0, 0)
-INEXACT = ("checkfree", "checkfree+", "interpolate")
-"""Methods that guess the weights from other stages'; what relearning helps."""
+ANEW = "adapters-anew"
+"""The method by which a stage's adapters begin once more as they were before the first step."""
+INEXACT = ("checkfree", "checkfree+", "interpolate", ANEW)
+"""Methods that don't know what a stage had learned: they guess its weights from other stages', or
+begin anew; what relearning helps."""
 OWN = ("save", "memory")
 """Methods by which a node goes on from what it has itself, in a file or in memory."""
 ORIGIN = "origin"
@@ -63,6 +66,7 @@ class Left:
     untrained: frozenset[int] = field(default_factory=frozenset)  # survivors guessed at this step
     made: Made = UNKNOWN  # the step
     origin: Sequence[str] = ()  # nodes that have the checkpoint which the run begins from
+    adapters: bool = False  # are all that is trained, beside the weights of the checkpoint
 
     def nodes(self, stage: int) -> tuple[Source, ...]:
         nodes = sorted(self.survivors.get(stage, ()))
@@ -125,15 +129,19 @@ def decide(stage: int, left: Left, policy: Policy, strict: bool = False) -> Deci
     A replica is always the first choice, before the first step the checkpoint that the run begins
     from, then this very step from before the run went back, then a
     save of it, then what the policy holds ready, then, unless `strict`, the best guess that what is
-    left allows.
+    left allows. Of adapters no other stage's say anything, so nobody guesses: policies that would
+    take the last save, or begin anew.
     """
     if replicas := left.nodes(stage):
         reason = f"stage {stage} lives on at {len(replicas)} of its nodes: copied from there"
         return Rebuild(stage, "replica", replicas, exact=True, reason=reason)
     if (left.lineage, left.step) == (0, 0) and left.origin:
-        sources = tuple(Source(node, stage, 0) for node in sorted(left.origin))
-        reason = f"stage {stage} begins from the checkpoint, which {_nodes(len(sources))}"
-        return Rebuild(stage, ORIGIN, sources, exact=True, reason=reason)
+        source = Source(giver(stage, left.origin), stage, 0)
+        reason = f"stage {stage} begins from the checkpoint, which {_nodes(len(left.origin))}"
+        return Rebuild(stage, ORIGIN, (source,), exact=True, reason=reason)
+    if left.adapters and stage == 0:
+        reason = "nothing of stage 0 is trained: it is as in the checkpoint"
+        return Rebuild(stage, ORIGIN, (), exact=True, reason=reason)
     if there := _of_this_step("memory", stage, left):
         reason = f"stage {stage} has this very step from before the run went back"
         return Rebuild(stage, "memory", there, exact=True, reason=reason)
@@ -155,6 +163,8 @@ _Answer = tuple[Rebuild | RollBack | None, str]
 def _checkfree(stage: int, left: Left) -> _Answer:
     """CheckFree, Algorithm 1: for 1 < stage < L only, the others lack a second body neighbour.
     Stage 0 as CheckFree+ has it: its copies don't need swapped orders."""
+    if left.adapters:
+        return _begin_anew(stage, left, f"stage {stage} has no replica left"), ""
     if stage == 0:
         return _stage0_copy(left)
     if not 1 < stage < left.stages:
@@ -168,6 +178,15 @@ def _checkfree(stage: int, left: Left) -> _Answer:
     )
     sources = left.nodes(stage - 1) + left.nodes(stage + 1)
     return Rebuild(stage, "checkfree", sources, exact=False, reason=reason), ""
+
+
+def _begin_anew(stage: int, left: Left, loss: str, fallback: bool = False) -> Rebuild:
+    """What there is for adapters, whatever the policy."""
+    if saves := _newest_saves(stage, left):
+        reason = f"{loss}: its adapters' save of step {saves[0].step} is used"
+        return Rebuild(stage, "save", saves, exact=False, reason=reason, fallback=fallback)
+    reason = f"{loss}: its adapters begin anew, since those of other stages say nothing of them"
+    return Rebuild(stage, ANEW, (), exact=False, reason=reason, fallback=fallback)
 
 
 def _checkfree_plus(stage: int, left: Left) -> _Answer:
@@ -231,6 +250,8 @@ _BY_POLICY = {
 def _fall_back(stage: int, left: Left, lacking: str) -> Rebuild | Stop:
     """The best guess: its last save, else the neighbours, else what lies between the nearest."""
     loss = f"stage {stage} is lost and {lacking}"
+    if left.adapters:
+        return _begin_anew(stage, left, loss, fallback=True)
     saves = _newest_saves(stage, left)
     if saves:
         other = (saves[0].lineage, saves[0].step) == (left.lineage, left.step)
@@ -280,6 +301,12 @@ def nearest(stage: int, left: Left) -> list[int]:
     before = [of for of in usable if of < stage]
     after = [of for of in usable if of > stage]
     return before[-1:] + after[:1]
+
+
+def giver(stage: int, nodes: Sequence[str]) -> str:
+    """Of those that have the checkpoint, the one that gives this stage's weights: a single one, so
+    that it is known who gave what isn't in the checkpoint."""
+    return sorted(nodes)[stage % len(nodes)]
 
 
 def _nodes(count: int) -> str:

@@ -41,7 +41,7 @@ class Muon:
 
     def __init__(self, stage: nn.Module, pull: float = 0.0) -> None:
         self._pull = pull
-        matrices = [p for p in stage.parameters() if p.dim() == 2]
+        matrices = [p for p in stage.parameters() if p.dim() == 2 and p.requires_grad]
         self._matrices = [
             (p, p.detach().clone() if pull else None, torch.zeros_like(p)) for p in matrices
         ]

@@ -269,8 +269,7 @@ class Swarm:
         }
         self.lost: set[str] = set()
         self.given_up: set[tuple[int, str]] = set()  # microbatch, node
-        self.relieving: set[int] = set()  # stages of which a node is asked what it gives up
-        self.number = 1
+        self.began, self.number = BEGAN, 1
         self.served = {
             (microbatch, stage): f"{stage}.{microbatch % replicas}"
             for microbatch in range(MICROBATCHES)
@@ -300,7 +299,7 @@ class Swarm:
         stages = {node.stage for name, node in self.left().items() if name not in names}
         if len(stages) <= STAGES:
             return False
-        if any(self.nodes[name].stage in self.relieving for name in names) or any(
+        if any(
             not self._heirs(microbatch, stage, {*names, *self.lost})
             for (microbatch, stage), name in self.served.items()
             if name in names
@@ -331,26 +330,38 @@ class Swarm:
 
     def _plans_anew(self) -> None:
         begin = self.begin()
-        begin.since.CopyFrom(BEGAN.message())
+        begin.since.CopyFrom(self.began.message())
         self.plans += [(name, Ballot(1, self.number), begin) for name in self.left()]
 
     def relieves(self, name: str) -> None:
-        """Others of its stage get what this node hasn't begun by the time that it hears of it."""
-        stage = self.nodes[name].stage
+        """Others of its stage get what this node hasn't begun by the time that it hears of it; if
+        they are lost by then, all begin anew."""
+        stage, began = self.nodes[name].stage, self.began
 
         def given(microbatches: list[int]) -> None:
-            self.relieving.discard(stage)
+            assert began == self.began, "that attempt is over"
             self.given_up.update((microbatch, name) for microbatch in microbatches)
             self.number += 1
             for microbatch in microbatches:
-                if self.served[microbatch, stage] == name:
-                    others = self._heirs(microbatch, stage, self.lost)
-                    self.served[microbatch, stage] = others[microbatch % len(others)]
+                if not (others := self._heirs(microbatch, stage, self.lost)):
+                    self._begins_anew()
+                    return
+                self.served[microbatch, stage] = others[microbatch % len(others)]
             self._plans_anew()
 
         if any(n.stage == stage for other, n in self.left().items() if other != name):
-            self.relieving.add(stage)
             self.nodes[name].attempt.give_up(given)
+
+    def _begins_anew(self) -> None:
+        self.began = Ballot(1, self.number)
+        self.given_up.clear()
+        self.plans.clear()
+        self.under_way.clear()
+        for node in self.left().values():
+            node.homes.clear()
+            node.attempt.end()
+            node.reducing.cancel()
+            node.starts(self.began, self.begin())
 
     def goes_on(self, name: str) -> None:
         number = next(i for i, plan in enumerate(self.plans) if plan[0] == name)

@@ -24,6 +24,7 @@ settings.register_profile("untimed", deadline=None)  # no test asserts how long 
 settings.load_profile("untimed")
 
 CORPUS = Path(__file__).parent.parent / "corpus" / "austen"
+CONVERSATIONS = Path(__file__).parent / "conversations.jsonl"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -56,3 +57,22 @@ def data(shared: Path) -> Path:
         if not path.exists():
             prepare(Recipe([str(CORPUS)], vocabulary=512), path)
     return path
+
+
+@pytest.fixture(scope="session")
+def conversations(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared with the tokenizer of `data`; only what the assistant says is scored."""
+    from planaria.node.data.prepare import Recipe, prepare
+
+    path = tmp_path_factory.mktemp("conversations")
+    template = path / "template.jinja"
+    template.write_text(
+        "{% for message in messages %}{{ message.role }}: {% if message.role == 'assistant' %}"
+        "{% generation %}{{ message.content }}{% endgeneration %}{% else %}{{ message.content }}"
+        "{% endif %}; {% endfor %}"
+    )
+    recipe = Recipe(
+        [str(CONVERSATIONS)], data / "tokenizer.json", validation=0.3, chat_template=template
+    )
+    prepare(recipe, path / "data")
+    return path / "data"

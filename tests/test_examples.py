@@ -67,7 +67,7 @@ def started_by_containers() -> Iterator[tuple[str, Started]]:
     yield "vast.ai", (vast["args_str"].split(), variables_of(words))
     pod = json.loads((EXAMPLES / "runpod/template.json").read_text())
     yield "RunPod", (pod["dockerStartCmd"], pod["env"])
-    for page in (EXAMPLES / "README.md", ROOT / "README.md"):
+    for page in (EXAMPLES / "README.md", ROOT / "README.md", ROOT / "docs/several-machines.md"):
         for line in commands(page):
             if line.startswith("docker run "):
                 words = shlex.split(line)

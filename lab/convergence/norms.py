@@ -12,7 +12,7 @@ from typing import NamedTuple
 from planaria.lab.convergence.runner import machine
 from planaria.lab.convergence.study import Job, Study
 from planaria.lab.convergence.training import TrainingSwarm
-from planaria.node.data.corpus import Corpus
+from planaria.node.data.mixture import open_data
 from planaria.recovery.checkfree import weights_of
 
 NORMS = "norms.jsonl"
@@ -30,7 +30,7 @@ class Norms(NamedTuple):
 
 
 def measure(job: Job) -> Norms:
-    swarm = TrainingSwarm(job.run, Corpus.open(Path(job.run.data.path)), job.ablation)
+    swarm = TrainingSwarm(job.run, open_data(job.run.data), job.ablation)
     squared = []
     while swarm.committed < job.run.steps:
         swarm.step()

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from planaria.lab.convergence.compare import CostOfLosses, Spread, cost, curve_of, loss_at
 from planaria.lab.convergence.study import Study
-from planaria.lab.lines import COLORS, told_apart
+from planaria.lab.lines import COLORS, name_at_the_ends, told_apart
 
 matplotlib.use("agg")
 
@@ -126,8 +126,9 @@ def _reached(row: VariantRow) -> str:
 def plot_curves(study: Study, made: Sequence[VariantRow], path: Path) -> None:
     """Validation loss against iterations, and below, how far it is above the baseline's of the same
     seed: the mean of the seeds with their range. Ticks mark the losses of the first seed."""
-    figure = Figure(figsize=(9, 8), layout="constrained")
+    figure = Figure(figsize=(11, 8))
     upper, lower = figure.subplots(2, 1, sharex=True)
+    figure.subplots_adjust(left=0.07, right=0.76, top=0.95, bottom=0.1, hspace=0.1)
     shown = [row for row in made if row.runs and row.name in (study.plotted or [row.name])]
     for place, row in enumerate(shown):
         at = [iteration for iteration, _ in curve_of(row.others[0])]
@@ -137,21 +138,26 @@ def plot_curves(study: Study, made: Sequence[VariantRow], path: Path) -> None:
             [a - b for a, b in zip(*pair, strict=True)] for pair in zip(losses, others, strict=True)
         ]
         style = told_apart(place, len(shown), len(at))
-        _draw(upper, at, losses, style, row.name)
-        _draw(lower, at, above, style, row.name)
-    last = [loss for line in upper.get_lines() for loss in line.get_ydata()[len(at) // 6 :]]
-    upper.set_ylim(min(last) - 0.03 * (max(last) - min(last)), max(last))
+        label = study.labels.get(row.name, row.name)
+        upper.plot(at, [sum(v) / len(v) for v in losses], label=label, **style)
+        _draw(lower, at, above, style, label)
     upper.set_xlim(0, at[-1])
+    for axes in (upper, lower):  # as high and low as after the first sixth
+        late = [value for line in axes.get_lines() for value in line.get_ydata()[len(at) // 6 :]]
+        room = 0.06 * (max(late) - min(late))
+        axes.set_ylim(min(late) - room, max(late) + room)
     upper.set_ylabel("validation loss, nats a token")
     upper.set_title(study.title, loc="left")
-    upper.legend(frameon=False, fontsize=9)
-    lower.set_ylabel(f"above '{study.baseline}'")
-    lower.set_xlabel("iteration")
+    lower.set_ylabel(f"nats above '{study.labels.get(study.baseline, study.baseline)}'")
+    seeds = max(len(row.runs) for row in shown)
+    over = f"lines: mean of {seeds} seeds, shaded: lowest to highest; " if seeds > 1 else ""
+    lower.set_xlabel(f"iteration\n{over}ticks: a stage is lost, with the first seed")
     for axes in (upper, lower):
         _mark_losses(axes, shown)
         axes.grid(color="#e6e6e6")
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
+        name_at_the_ends(axes)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
 def _draw(
@@ -182,11 +188,16 @@ def plot_costs(study: Study, made: Sequence[VariantRow], path: Path) -> None:
         axes.barh(place, sum(values) / len(values), color=COLORS[0], alpha=0.3, height=0.62)
         axes.plot(values, [place] * len(values), "o", color=COLORS[0], markersize=4)
     axes.margins(y=0.01)
-    axes.set_yticks(range(len(shown)), [row.name for row in shown])
+    names = [study.labels.get(row.name, row.name) for row in shown]
+    axes.set_yticks(range(len(shown)), names)
     axes.invert_yaxis()
     axes.axvline(0, color="#404040", linewidth=0.8)
-    axes.set_xlabel(f"validation loss at the end, above '{study.baseline}' (nats a token)")
-    axes.set_title(study.title, loc="left")
+    baseline = study.labels.get(study.baseline, study.baseline)
+    axes.set_xlabel(
+        f"validation loss at the end, nats a token above '{baseline}'\n"
+        "dot: a seed, bar: their mean; further to the right is worse"
+    )
+    figure.suptitle(study.title, x=0.01, ha="left")
     axes.grid(axis="x", color="#e6e6e6")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)

@@ -20,7 +20,7 @@ import torch
 from planaria.lab.convergence.schedule import schedule
 from planaria.lab.convergence.study import Job, StudyError, append_result
 from planaria.lab.convergence.training import LostError, TrainingSwarm
-from planaria.node.data.corpus import Corpus
+from planaria.node.data.mixture import open_data
 from planaria.node.resolve import resolve
 from planaria.node.run_file import override
 
@@ -98,7 +98,7 @@ def run_one(key: str, job: Job, device: str) -> dict[str, Any]:
     """One line of the results. Raises StudyError."""
     started = time.perf_counter()
     run = job.run
-    corpus = Corpus.open(Path(run.data.path))
+    corpus = open_data(run.data)
     swarm = TrainingSwarm(run, corpus, job.ablation, torch.device(device))
     curve: list[tuple[int, int, float]] = [(0, 0, swarm.validate())]
     rebuilds: list[dict[str, Any]] = []

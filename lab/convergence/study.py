@@ -49,6 +49,9 @@ class Study(Section):
     reference: str = Field(default="", description="the variant whose cost counts as 1")
     target: int = Field(ge=1, description="step whose loss, without failures, is to be reached")
     plotted: list[str] = Field(default_factory=list, description="variants; all when empty")
+    labels: dict[str, str] = Field(
+        default_factory=dict, description="what plots call a variant, if not by its name"
+    )
     texts: dict[str, str] = Field(
         default_factory=dict, description="folders of other text to be tried at the end, by name"
     )
@@ -100,7 +103,7 @@ def load(path: Path) -> Study:
         ]
         raise StudyError(f"{path} is not a valid study:\n" + "\n".join(lines)) from error
     names = [variant.name for variant in study.variants]
-    for wanted in filter(None, [study.baseline, study.reference, *study.plotted]):
+    for wanted in filter(None, [study.baseline, study.reference, *study.plotted, *study.labels]):
         if wanted not in names:
             raise StudyError(f"{path}: no variant is named {wanted!r}; there are {names}")
     if len(set(names)) < len(names):

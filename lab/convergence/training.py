@@ -16,18 +16,21 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import model_validator
 from torch import Tensor
 
-from planaria.node.data.corpus import Corpus
-from planaria.node.data.windows import Windows, microbatch_ids
+from planaria.node.data.corpus import TRAIN, UNSCORED, VALIDATION
+from planaria.node.data.mixture import Data, beginnings, count_scored, inputs_and_targets, windows
+from planaria.node.data.windows import microbatch_ids
 from planaria.node.hugging_face.checkpoint import Checkpoint
 from planaria.node.run_file import RunFile, Section
 from planaria.node.stage.initial import Beginning
 from planaria.node.stage.learning_rate import boost, of_run
 from planaria.node.stage.model import BodyStage, EmbeddingStage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.stage.shape import ModelConfig, model_config
+from planaria.node.stage.own_code import load_as_said
+from planaria.node.stage.shape import ModelConfig, trained_shapes
 from planaria.node.wire.tensors import decode, encode
 from planaria.recovery import relearning
 from planaria.recovery.checkfree import Omega, Trained, guess
@@ -167,21 +170,22 @@ class TrainingSwarm:
     """Trains step after step; `lose` takes stages away, and rebuilds them."""
 
     run: RunFile  # resolved
-    corpus: Corpus
+    corpus: Data
     ablation: Ablation = field(default_factory=Ablation)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
         run = self.run
-        self.config: ModelConfig = model_config(run.model, self.corpus.vocabulary)
+        self.config: ModelConfig = run.config_for(self.corpus.vocabulary)
         self.policy = run.recovery.policy
         self.swapped = self.policy == "checkfree+"
         origin = run.model.origin
         checkpoint = None if origin is None else Checkpoint.open(Path(origin))
-        self.beginning = Beginning(run, self.config, checkpoint)
+        own = None if self.config.own is None else load_as_said(run, self.config)
+        self.beginning = Beginning(run, self.config, checkpoint, own)
         self.stages = [self._new(stage) for stage in range(self.config.stages + 1)]
-        count = self.corpus.count("train", self.config.context)
-        self.windows = Windows(run.seed, count, run.training.batch)
+        context, batch = self.config.context, run.training.batch
+        self.windows = windows(self.corpus, run.seed, context, batch)
         self.committed = 0
         self.lineage = 0
         self.alone: tuple[int, frozenset[int]] = (0, frozenset())  # until which step, which stages
@@ -190,14 +194,14 @@ class TrainingSwarm:
         self.checkpoints: dict[tuple[int, int], list[State]] = {}
         self.snapshots: dict[int, Running] = {}
         if self.policy == "snapshot":
-            everyone = range(len(self.stages))
-            self.snapshots = {stage: self._new_snapshot(stage) for stage in everyone}
+            learning = [of for of, stage in enumerate(self.stages) if len(stage.optimizer.weights)]
+            self.snapshots = {stage: self._new_snapshot(stage) for stage in learning}
 
     def _new(self, stage: int, seed: int | None = None) -> Stage:
         if seed is None:
             module = self.beginning.stage(stage)
         else:
-            module = build_stage(self.config, stage, seed)
+            module = build_stage(self.config, stage, seed, self.beginning.own)
         return Stage(module, StageOptimizer.of_run(module, self.device, self.run))
 
     # --- training
@@ -208,18 +212,19 @@ class TrainingSwarm:
         step = self.committed + 1
         ids = self.windows.ids(step)
         losses, crossed = [], []
+        scored = max(1, count_scored(self.corpus, TRAIN, self.config.context, ids))
         orders = window_orders(step, training.microbatches, self.config.stages, self.swapped)
         for microbatch, visits in enumerate(orders):
             chosen = microbatch_ids(ids, microbatch, training.microbatch)
-            loss, tensors = self._forward(self._samples("train", chosen), visits)
-            (loss / self.window_tokens).backward()  # type: ignore[no-untyped-call]
+            loss, tensors = self._forward(visits, *self._samples(TRAIN, chosen))
+            (loss / scored).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.item())
             crossed.append(Crossings(visits, tensors))
         self._commit(step)
         if self.relearns:
             self.boundary.append((step, crossed))
         self._keep_ready()
-        return math.fsum(losses) / self.window_tokens
+        return math.fsum(losses) / scored
 
     @property
     def window_tokens(self) -> int:
@@ -236,22 +241,32 @@ class TrainingSwarm:
     def relearns(self) -> bool:
         return self.run.recovery.relearn.passes > 0
 
-    def _samples(self, split: str, ids: Iterable[int]) -> Tensor:
-        samples = self.corpus.samples(split, self.config.context, ids)
-        return torch.from_numpy(samples).to(self.device)
+    def _samples(self, split: str, ids: NDArray[np.int64]) -> list[Tensor]:
+        """Inputs and targets, and where documents begin, if attention is to know."""
+        context = self.config.context
+        given: list[NDArray[Any]] = [*inputs_and_targets(self.corpus, split, context, ids)]
+        if self.config.block_causal:
+            given.append(beginnings(self.corpus, split, context, ids))
+        return [torch.from_numpy(each).to(self.device) for each in given]
 
-    def _forward(self, tokens: Tensor, visits: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+    def _forward(
+        self,
+        visits: Sequence[int],
+        inputs: Tensor,
+        targets: Tensor,
+        begins: Tensor | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
         """The sum of the tokens' losses, and what crossed from stage to stage."""
         ends = self.stages[0].module
         assert isinstance(ends, EmbeddingStage)
         crossed = []
         with self._precision():
-            x = ends.embed(tokens[:, :-1])
+            x = ends.embed(inputs, begins)
             for stage in visits:
                 crossed.append(self._packed(x))
                 x = self.stages[stage].module(x)
             crossed.append(self._packed(x))
-            return ends.loss(x, tokens[:, 1:]), crossed
+            return ends.loss(x, targets), crossed
 
     def _packed(self, x: Tensor) -> Tensor:
         if not self.relearns or not torch.is_grad_enabled():
@@ -291,13 +306,15 @@ class TrainingSwarm:
         or of these samples, int64 [n, context + 1]."""
         if samples is None:
             training = self.run.training
-            count = self.corpus.count("validation", self.config.context)
-            wanted = training.validation_microbatches * training.microbatch
-            samples = self._samples("validation", [i % count for i in range(wanted)])
+            wanted = range(training.validation_microbatches * training.microbatch)
+            held_out = self.corpus.held_out(self.config.context, wanted)
+            given = self._samples(VALIDATION, held_out)
+        else:
+            given = [samples[:, :-1].to(self.device), samples[:, 1:].to(self.device)]
         natural = order(0, self.config.stages, swapped=False)
-        parts = torch.split(samples, 64)
-        losses = [self._forward(part.to(self.device), natural)[0].item() for part in parts]
-        return math.fsum(losses) / samples[:, 1:].numel()
+        parts = zip(*(torch.split(one, 64) for one in given), strict=True)
+        losses = [self._forward(natural, *part)[0].item() for part in parts]
+        return math.fsum(losses) / max(1, int((given[1] != UNSCORED).sum()))
 
     # --- what is kept for the day of a loss
 
@@ -314,7 +331,7 @@ class TrainingSwarm:
 
     def _new_snapshot(self, number: int) -> Running:
         snapshot = self.run.recovery.snapshot
-        layout = Layout(p.shape for p in self.stages[number].module.parameters())
+        layout = Layout(trained_shapes(self.config, number).values())
         sent = SentSnapshot(
             layout,
             self.ablation.snapshot_choice,
@@ -379,6 +396,7 @@ class TrainingSwarm:
             self.lineage,
             self._held(lost),
             frozenset(guessed - lost) if self.committed else frozenset(),
+            adapters=self.config.lora is not None,
         )
         decisions = {
             stage: decide(stage, left, self.policy, self.run.recovery.strict)
@@ -413,6 +431,8 @@ class TrainingSwarm:
         squared, ages = 0.0, []
         whole = drawn.permutation(len(self.stages))[: round(share * len(self.stages))]
         for number, stage in enumerate(self.stages):
+            if number not in self.snapshots:
+                continue
             running, optimizer = self.snapshots[number], stage.optimizer
             layout, taken = running.layout, running.held.taken
             count = round(share * layout.blocks)
@@ -460,8 +480,11 @@ class TrainingSwarm:
             "fallback": decision.fallback,
         }
         match decision.method:
-            case "redundant":
-                pass  # the twin is equal
+            case "redundant" | "origin":
+                pass  # the twin is equal, and nothing of stage 0 is trained beside adapters
+            case "adapters-anew":
+                stage.optimizer.load([("weights", self.beginning.adapters(number))], 0)
+                stage.omega, stage.boosted_at = 0.0, self.committed
             case "stage0-copy":
                 if not self.ablation.stage0_moments:
                     stage.optimizer.load([("weights", stage.optimizer.weights.clone())], 0)
@@ -590,7 +613,7 @@ class TrainingSwarm:
         return found
 
 
-def train(run: RunFile, corpus: Corpus) -> Iterator[float]:
+def train(run: RunFile, corpus: Data) -> Iterator[float]:
     """The losses of a run without failures, step by step."""
     swarm = TrainingSwarm(run, corpus)
     for _ in range(run.steps):

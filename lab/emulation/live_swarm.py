@@ -60,8 +60,7 @@ async def train(
     EmulationError."""
     carried = [_carried(links)]
     plan.out.mkdir(parents=True)
-    told = plan.out / "up.log"
-    with told.open("w", encoding="utf-8") as log:
+    with (plan.out / "up.log").open("w", encoding="utf-8") as log:
         training = asyncio.create_task(up(plan, kills, Console(file=log, width=100)))
         ledgers: dict[Path, Tail] = {}
         while not training.done():
@@ -71,11 +70,10 @@ async def train(
                 ledgers.setdefault(path, Tail(path))
             for line in (line for tail in ledgers.values() for line in tail.lines()):
                 on_step(line.get("step", 0))
-        status = training.result()
+        status, why = training.result()
     if status >= 128:
         raise LiveError("stopped; the same command goes on from here")
     if status:
-        why = told.read_text(encoding="utf-8").rpartition("error: ")[2].strip()
         raise LiveError(f"a swarm in {plan.out} failed: {why}")
     return carried
 

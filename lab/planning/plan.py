@@ -454,30 +454,35 @@ def draw(question: Question, path: Path) -> None:
     OSError."""
     import math
 
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    from planaria.lab.lines import told_apart
+    from planaria.lab.lines import name_at_the_ends, told_apart
 
     drawn = curves(question)
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2))
+    figure = Figure(figsize=(12, 4.6))
+    sheets = figure.subplots(1, 2)
+    figure.subplots_adjust(left=0.06, right=0.9, top=0.82, bottom=0.13, wspace=0.42)
     for place, (policy, points) in enumerate(drawn.items()):
         rates = [100 * rate for rate, _, _ in points]
-        for column, axis in enumerate(axes, 1):
+        for column, axes in enumerate(sheets, 1):
             values = [point[column] for point in points]
             known = [value if math.isfinite(value) else math.nan for value in values]
-            axis.plot(rates, known, label=policy, **told_apart(place, len(drawn), len(points)))
-    for axis, label in zip(axes, ("hours, the fastest plan", "money, the cheapest"), strict=True):
-        axis.set_xlabel("nodes lost, % an hour")
-        axis.set_ylabel(label)
-        axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
-    axes[0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+            axes.plot(rates, known, label=policy, **told_apart(place, len(drawn), len(points)))
+    titles = ("Hours until the fastest plan is done", "Money that the cheapest plan takes")
+    for axes, title in zip(sheets, titles, strict=True):
+        axes.set_title(title, loc="left", fontsize=11)
+        axes.set_xlabel("nodes lost within an hour, %")
+        axes.set_xlim(0, 100 * max(RATES[-1], question.hourly))
+        axes.set_ylim(bottom=0)
+        axes.grid(color="#e6e6e6")
+        axes.spines[["top", "right"]].set_visible(False)
+        name_at_the_ends(axes)
+    figure.suptitle(
+        f"{question.tokens:,.0f} tokens into the preset '{question.run.model.preset}', "
+        f"with up to {len(question.machines)} nodes, by recovery policy",
+        **{"x": 0.06, "ha": "left"},
+    )
+    figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
 def curves(question: Question) -> dict[str, list[tuple[float, float, float]]]:

@@ -53,15 +53,17 @@ def arm(
             yield
         waited += time.perf_counter() - began
 
-    def handed_over(writer: saves.Writer, state: StageState) -> None:
+    def handed_over(writer: saves.Writer, taken: saves.Taken, state: StageState) -> bool:
         nonlocal waited
         began, waited = time.perf_counter(), 0.0
         if blocking:
             with waiting():
-                writer._write(state)
+                writer._over(taken, writer._write(state))
+            handed = True
         else:
-            hand_over(writer, state)
+            handed = hand_over(writer, taken, state)
         tell(state, critical=time.perf_counter() - began, waited=waited)
+        return handed
 
     def slowly(parts: Iterable[saves.Bytes]) -> Iterator[saves.Bytes]:
         for part in parts:

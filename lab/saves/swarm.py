@@ -107,8 +107,8 @@ def measure(run: RunFile, saving: Saving, out: Path) -> Measured:
         log = EventLog(plan.out / "logs", "up")
         log.write(SwarmEnding())
         log.close()
-    if wrap_up(plan.run, plan.out, told := Console(file=io.StringIO()), Ending(0, "")):
-        raise SavesError(f"{out} isn't whole:\n{told.file.getvalue()}")  # type: ignore[attr-defined]
+    if why := wrap_up(plan.run, plan.out, Console(file=io.StringIO()), Ending(0, "")).reason:
+        raise SavesError(f"{out} isn't whole:\n{why}")
     lines = [line for path in sorted(timed.glob("*.jsonl")) for line in _lines(path)]
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     after = [line for line in _commits(plan) if line not in before]

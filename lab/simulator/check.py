@@ -244,7 +244,7 @@ def _time_tasks(run: RunFile, config: ModelConfig, stage: int) -> Seconds:
     optimizer = StageOptimizer(module, torch.device("cpu"))
     shape = (run.training.microbatch, config.context)
     tokens = torch.zeros(shape, dtype=torch.int64)
-    given = torch.zeros(*shape, config.dim)
+    given = torch.zeros(*shape, config.crossing)
     gradient = optimizer.gradient.clone()
 
     def apply() -> None:
@@ -273,7 +273,7 @@ def _time_tasks(run: RunFile, config: ModelConfig, stage: int) -> Seconds:
     forward = _median(lambda: module(crossing()))
     backward = _back(lambda: module(crossing()), given)
     chain = [Learner(module, 1e-9, run.training.precision == "bf16")]
-    some = torch.randn(relearned_at_a_time(run), config.context, config.dim)
+    some = torch.randn(relearned_at_a_time(run), config.context, config.crossing)
     relearn = _median(lambda: learn(chain, some, 2 * some))
     return Seconds(forward, backward, relearn=relearn, **rest)
 

@@ -206,7 +206,7 @@ def parameters(config: ModelConfig, stage: int) -> int:
 
 def values_sent(run: RunFile, config: ModelConfig) -> int:
     """Values of the tensor that crosses a stage's boundary for a microbatch."""
-    return run.training.microbatch * config.context * config.dim
+    return run.training.microbatch * config.context * config.crossing
 
 
 def frame_bytes(run: RunFile, config: ModelConfig, kind: str) -> int:
@@ -237,6 +237,16 @@ def seconds_at(
     eighth of the moments: 37 bytes a parameter. Relearning passes forward and backward, and
     orthogonalizes. Raises SwarmFiguresError.
     """
+    if config.own is not None:
+        raise SwarmFiguresError(
+            f"what a stage of {config.own.module} takes isn't known here, only what LLaMA's do: "
+            "choose a preset of about its size"
+        )
+    if run.training.lora is not None:
+        raise SwarmFiguresError(
+            "what training.lora leaves of a step isn't known here: leave it out, to plan for the "
+            "training of all weights, which takes more"
+        )
     if not (flops > 0 and memory > 0):
         raise SwarmFiguresError(
             f"{flops:g} FLOP/s and {memory:g} bytes/s: both must be more than 0"

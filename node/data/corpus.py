@@ -2,7 +2,9 @@
 
 A prepared folder holds `index.json`, `tokenizer.json` and, for each split, shards of little-endian
 tokens. Every document ends with the end-of-document token, and a split is the concatenation of its
-documents, cut into samples without regard to where documents or shards end.
+documents, cut into samples without regard to where documents or shards end. Data that is scored in
+parts, as conversations are, has masks beside the tokens: shards of one byte for each token, SCORED
+and BEGINS.
 
 No sample is taken from a shard that isn't what the index says of it, and the index is what nodes
 compare and ledgers record (`Index.content`). Shards are read, not mapped: one that somebody cuts
@@ -18,13 +20,15 @@ import logging
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import xxhash
 from pydantic import BaseModel, ValidationError
+
+from planaria.node.data.turns import Share
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,7 +37,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("planaria")
 
-FORMAT = 1
+FORMAT, MASKED = FORMATS = 1, 2
+"""Without masks, and with them."""
+SCORED, BEGINS = 1, 2
+"""Of a mask's byte: its token is scored; a document begins with it."""
+UNSCORED = -100
+"""A target that isn't scored, as cross-entropy in torch has it."""
 BLOCK = 1 << 20
 """Bytes that are read at a time to verify a shard."""
 MOST_OPEN = 64
@@ -55,6 +64,8 @@ class Split(BaseModel):
     documents: int
     text_bytes: int
     shards: list[TokenShard]
+    masks: list[TokenShard] | None = None  # None: all tokens are scored
+    scored: int | None = None  # tokens
 
     @property
     def tokens(self) -> int:
@@ -73,10 +84,18 @@ class Index(BaseModel):
     content: str = ""
 
     def content_hash(self) -> str:
-        """A hash of what training depends on: the tokens and the vocabulary."""
+        """A hash of what training depends on: tokens, masks and vocabulary."""
         shards = {name: [shard.checksum for shard in self.splits[name].shards] for name in SPLITS}
-        fields = [self.format, self.vocabulary, self.dtype, self.end_of_document, shards]
+        figures = self.format, self.vocabulary, self.dtype, self.end_of_document
+        fields: list[object] = [*figures, shards]
+        if self.masked:
+            masks = (self.splits[name].masks or [] for name in SPLITS)
+            fields.append([[mask.checksum for mask in found] for found in masks])
         return xxhash.xxh3_128_hexdigest(json.dumps(fields).encode())
+
+    @property
+    def masked(self) -> bool:
+        return self.format == MASKED
 
     def misfit(self, content: str, vocabulary: int | None) -> str:
         """Why a run that says this of its data and its model can't train on it, and what to do;
@@ -98,15 +117,19 @@ class Index(BaseModel):
 class _ShardFile:
     """A shard, read where it lies. Whoever reads it first verifies it, or waits for who does."""
 
-    def __init__(self, file: Path, shard: TokenShard, index: Index, remedy: str) -> None:
+    _close = staticmethod(os.close)  # `os` may be gone before a shard when the interpreter ends
+    _descriptor: int | None = None
+
+    def __init__(
+        self, file: Path, shard: TokenShard, dtype: str, vocabulary: int, remedy: str
+    ) -> None:
         import numpy as np
 
         self.file, self.shard, self._remedy = file, shard, remedy
-        self._dtype = np.dtype(index.dtype).newbyteorder("<")
-        self._vocabulary = index.vocabulary
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._vocabulary = vocabulary
         self._verifying = threading.Lock()
         self._verified: _Stamp | None = None  # of the file whose content is the index's
-        self._descriptor: int | None = None
 
     def tokens(self, offset: int, count: int) -> NDArray[np.unsignedinteger]:
         """At most `count`, as far as the shard goes. Raises CorpusError."""
@@ -182,7 +205,7 @@ class _ShardFile:
 
     def close(self) -> None:
         if self._descriptor is not None:
-            os.close(self._descriptor)
+            self._close(self._descriptor)
             self._descriptor = None
 
     def _opened(self) -> int:
@@ -220,9 +243,16 @@ class Corpus:
         self.content = index.content
         self.vocabulary = index.vocabulary
         remedy = _remedy(path)
+
+        def files(shards: list[TokenShard], dtype: str, vocabulary: int) -> list[_ShardFile]:
+            return [_ShardFile(path / one.name, one, dtype, vocabulary, remedy) for one in shards]
+
         self._shards = {
-            name: [_ShardFile(path / shard.name, shard, index, remedy) for shard in split.shards]
+            name: files(split.shards, index.dtype, index.vocabulary)
             for name, split in index.splits.items()
+        }
+        self._masks = {
+            name: files(split.masks or [], "uint8", 256) for name, split in index.splits.items()
         }
         self._reading = threading.Lock()
         self._open: list[_ShardFile] = []  # the oldest first
@@ -268,7 +298,8 @@ class Corpus:
             shard.verify()
 
     def _all(self) -> list[_ShardFile]:
-        return [shard for shards in self._shards.values() for shard in shards]
+        files = [*self._shards.values(), *self._masks.values()]
+        return [shard for shards in files for shard in shards]
 
     def tokenizer(self) -> Tokenizer:
         """Raises CorpusError."""
@@ -284,8 +315,25 @@ class Corpus:
             )
         return (tokens - 1) // context
 
+    def shares(self, context: int) -> list[Share]:
+        """What the windows of training follow from. Raises CorpusError."""
+        return [Share(self.count(TRAIN, context), turns=1)]
+
+    def held_out(self, context: int, positions: Iterable[int]) -> NDArray[np.int64]:
+        """Ids of the validation samples at these positions, int64: they come one after the other,
+        again and again. Raises CorpusError."""
+        import numpy as np
+
+        count = self.count(VALIDATION, context)
+        return np.fromiter(positions, np.int64) % count
+
     def sample(self, split: str, context: int, index: int) -> NDArray[np.int64]:
         """The `context` + 1 tokens of a sample, int64. Raises IndexError, CorpusError."""
+        return self._sample(self._shards[split], split, context, index)
+
+    def _sample(
+        self, shards: Sequence[_ShardFile], split: str, context: int, index: int
+    ) -> NDArray[np.int64]:
         import numpy as np
 
         if not 0 <= index < self.count(split, context):
@@ -295,11 +343,36 @@ class Corpus:
         number = bisect_right(starts, position) - 1
         while filled < out.size:  # a sample may go on in the next shard
             offset = position + filled - starts[number]
-            part = self._tokens(self._shards[split][number], offset, out.size - filled)
+            part = self._tokens(shards[number], offset, out.size - filled)
             out[filled : filled + part.size] = part
             filled += part.size
             number += 1
         return out
+
+    @property
+    def masked(self) -> bool:
+        return self.index.masked
+
+    def scored(self, split: str, context: int, index: int) -> NDArray[np.bool_]:
+        """Which of a sample's `context` targets, its tokens but the first, are scored. Raises
+        IndexError, CorpusError."""
+        import numpy as np
+
+        if not self.masked:
+            return np.ones(context, np.bool_)
+        marks = self._sample(self._masks[split], split, context, index)
+        return (marks[1:] & SCORED).astype(np.bool_)
+
+    def begins(self, split: str, context: int, index: int) -> NDArray[np.bool_]:
+        """Which of a sample's `context` inputs, its tokens but the last, begin a document; of the
+        first one it isn't known. Raises IndexError, CorpusError."""
+        import numpy as np
+
+        if self.masked:  # there, the token may stand within a document, too
+            marks = self._sample(self._masks[split], split, context, index)
+            return (marks[:-1] & BEGINS).astype(np.bool_)
+        tokens = self.sample(split, context, index)[:-1]
+        return np.concatenate(([False], tokens[:-1] == self.index.end_of_document))
 
     def _tokens(self, shard: _ShardFile, offset: int, count: int) -> NDArray[np.unsignedinteger]:
         """As `_ShardFile.tokens`, with no more than MOST_OPEN files open."""
@@ -326,10 +399,10 @@ def read_index(path: Path) -> Index:
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
         found = fields["format"]
-        if found != FORMAT:
+        if found not in FORMATS:
             raise CorpusError(
-                f"{path} was prepared in format {found}, this planaria reads format {FORMAT}: "
-                f"{_remedy(path)}"
+                f"{path} was prepared in format {found}, this planaria reads formats "
+                f"{' and '.join(map(str, FORMATS))}: {_remedy(path)}"
             )
         index = Index.model_validate(fields)
     except FileNotFoundError as error:
@@ -344,9 +417,16 @@ def read_index(path: Path) -> Index:
         TypeError,
     ) as error:
         raise CorpusError(f"{file} is damaged ({error}): {_remedy(path)}") from error
-    if set(index.splits) != set(SPLITS) or index.content != index.content_hash():
+    damaged = set(index.splits) != set(SPLITS) or index.content != index.content_hash()
+    if damaged or not all(_has_its_masks(split, index.masked) for split in index.splits.values()):
         raise CorpusError(f"{file} is damaged, its content hash is wrong: {_remedy(path)}")
     return index
+
+
+def _has_its_masks(split: Split, masked: bool) -> bool:
+    if not masked:
+        return split.masks is None
+    return [mask.tokens for mask in split.masks or []] == [one.tokens for one in split.shards]
 
 
 def _remedy(path: Path) -> str:

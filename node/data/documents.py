@@ -1,4 +1,7 @@
-"""Documents, one after the other, from text files, JSONL, Parquet, folders and `datasets`."""
+"""Documents, one after the other, from text files, JSONL, Parquet, folders and `datasets`.
+
+They are texts, or conversations, of records with `messages`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from planaria.node.data.chat import Conversation, conversation
 from planaria.node.data.corpus import CorpusError
 from planaria.node.extras import remedy
 
@@ -23,7 +27,7 @@ LINES_AT_MOST = 2000
 
 def documents(
     source: str, text_field: str = "text", separator: re.Pattern[str] | None = None
-) -> Iterator[str]:
+) -> Iterator[str | Conversation]:
     """The documents of a file, of a folder's files in the order of their paths, or of a dataset
     `hf:NAME[:CONFIG][@SPLIT]`; none of them blank. Memory holds one at a time. Raises CorpusError.
 
@@ -31,12 +35,12 @@ def documents(
     """
     if source.startswith("hf:"):
         texts = _from_records(_dataset_records(source), text_field)
-        yield from (text for text in texts if text.strip())
+        yield from (text for text in texts if not _blank(text))
         return
     for file in _files(Path(source)):
         try:
             for text in _file_documents(file, text_field, separator):
-                if text.strip():
+                if not _blank(text):
                     yield text
         except UnicodeDecodeError as error:
             raise CorpusError(
@@ -44,6 +48,10 @@ def documents(
             ) from error
         except OSError as error:
             raise CorpusError(f"can't read {file}: {error}") from error
+
+
+def _blank(document: str | Conversation) -> bool:
+    return isinstance(document, str) and not document.strip()
 
 
 def lines_to_documents(
@@ -86,7 +94,7 @@ def _files(path: Path) -> list[Path]:
 
 def _file_documents(
     file: Path, text_field: str, separator: re.Pattern[str] | None
-) -> Iterator[str]:
+) -> Iterator[str | Conversation]:
     suffix = file.suffix.lower()
     if suffix in TEXT_SUFFIXES:
         with file.open(encoding="utf-8-sig") as lines:
@@ -101,8 +109,11 @@ def _file_documents(
 Record = tuple[str, Any]
 
 
-def _from_records(records: Iterable[Record], text_field: str) -> Iterator[str]:
+def _from_records(records: Iterable[Record], text_field: str) -> Iterator[str | Conversation]:
     for place, record in records:
+        if isinstance(record, dict) and text_field not in record and "messages" in record:
+            yield conversation(place, record)
+            continue
         if not isinstance(record, dict) or text_field not in record:
             fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
             raise CorpusError(

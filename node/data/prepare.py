@@ -9,15 +9,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from planaria.node.data.chat import ChatTemplate, Conversation, template_of
 from planaria.node.data.corpus import (
+    BEGINS,
     FORMAT,
+    MASKED,
+    SCORED,
     SPLITS,
     TRAIN,
     VALIDATION,
@@ -50,6 +54,7 @@ class Recipe:
     validation: float = 0.05  # share of the documents to hold out
     text_field: str = "text"
     separator: str | None = None  # see documents.lines_to_documents
+    chat_template: Path | None = None  # None: the tokenizer's
 
     def __post_init__(self) -> None:
         if not 0 < self.validation < 1:
@@ -65,7 +70,7 @@ class Recipe:
         if not self.inputs:
             raise CorpusError("nothing to prepare: name a text file, a folder or a dataset")
 
-    def documents(self) -> Iterator[str]:
+    def documents(self) -> Iterator[str | Conversation]:
         try:
             separator = None if self.separator is None else re.compile(self.separator)
         except re.error as error:
@@ -74,6 +79,41 @@ class Recipe:
             ) from error
         for source in self.inputs:
             yield from documents(source, self.text_field, separator)
+
+    def template(self) -> ChatTemplate | None:
+        """By which conversations become text; None when there are texts. Raises CorpusError."""
+        if not isinstance(next(self.documents(), None), Conversation):
+            if self.chat_template is not None:
+                raise CorpusError(
+                    f"--chat-template {self.chat_template} is for records with messages, and the "
+                    "first document is a text"
+                )
+            return None
+        if self.tokenizer is None:
+            raise CorpusError(
+                "records with messages need the tokenizer of the model that is to learn from them: "
+                "give its tokenizer.json with --tokenizer; the chat template is found beside it"
+            )
+        return template_of(self.tokenizer, self.chat_template)
+
+
+class Document(NamedTuple):
+    text: str
+    scored: list[tuple[int, int]] | None = None  # characters; None: all
+
+
+def _documents(recipe: Recipe, template: ChatTemplate | None) -> Iterator[Document]:
+    """Raises CorpusError."""
+    for one in recipe.documents():
+        if isinstance(one, str) and template is None:
+            yield Document(one)
+        elif isinstance(one, Conversation) and template is not None:
+            yield Document(*template.render(one))
+        else:
+            raise CorpusError(
+                "there are texts and records with messages: prepare them apart, and train on both "
+                "with [[data.corpora]]"
+            )
 
 
 def held_out_rank(ordinal: int, text: str) -> float:
@@ -96,6 +136,7 @@ def prepare(
     temporary = out.absolute().parent / f".{out.name}.{os.getpid()}.tmp"
     replaced = temporary.with_suffix(".old")
     shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process that had our number
+    template = recipe.template()
     try:
         temporary.mkdir(parents=True)
         count: int | None = None
@@ -105,9 +146,10 @@ def prepare(
         else:
             tokenizer = load_tokenizer(recipe.tokenizer)
             shutil.copyfile(recipe.tokenizer, temporary / "tokenizer.json")
-        texts = track(recipe.documents(), "writing tokens", count)
-        index = _write_splits(texts, tokenizer, recipe.validation, temporary)
-        (temporary / "index.json").write_text(index.model_dump_json(indent=1) + "\n")
+        texts = track(_documents(recipe, template), "writing tokens", count)
+        index = _write_splits(texts, tokenizer, recipe.validation, temporary, template is not None)
+        written = index.model_dump_json(indent=1, exclude_none=True)
+        (temporary / "index.json").write_text(written + "\n")
         if existing is not None and existing.content == index.content:
             return Corpus.open(out), False
         if existing is not None and not force:
@@ -144,7 +186,7 @@ def _train_tokenizer(recipe: Recipe, track: Track) -> tuple[Tokenizer, int | Non
 
     def training_texts() -> Iterator[str]:
         nonlocal seen, characters
-        for text in track(recipe.documents(), "training the tokenizer", None):
+        for text, _ in track(_documents(recipe, None), "training the tokenizer", None):
             if characters >= TRAINING_CHARACTERS:
                 return
             if held_out_rank(seen, text) >= recipe.validation:
@@ -176,26 +218,33 @@ def _end_of_document(tokenizer: Tokenizer) -> int:
 
 
 def _write_splits(
-    texts: Iterable[str], tokenizer: Tokenizer, validation: float, folder: Path
+    texts: Iterable[Document], tokenizer: Tokenizer, validation: float, folder: Path, masked: bool
 ) -> Index:
-    tokenizer.encode_special_tokens = True  # "<|endoftext|>" within a text is text
+    # "<|endoftext|>" within a text is text; what a chat template makes has special tokens
+    tokenizer.encode_special_tokens = not masked
     end = _end_of_document(tokenizer)
     vocabulary = max(tokenizer.get_vocab().values()) + 1
     dtype: Literal["uint16", "uint32"] = "uint16" if vocabulary <= 1 << 16 else "uint32"
     nearest = 1.0
     with ExitStack() as stack:
-        writers = {s: stack.enter_context(SplitWriter(folder, s, dtype)) for s in SPLITS}
+        writers = {s: stack.enter_context(SplitWriter(folder, s, dtype, masked)) for s in SPLITS}
         for ordinal, batch in _batches(texts):
-            encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-            for i, (text, encoding) in enumerate(zip(batch, encodings, strict=True), ordinal):
-                rank = held_out_rank(i, text)
+            encode = tokenizer.encode_batch if masked else tokenizer.encode_batch_fast
+            encodings = encode([one.text for one in batch], add_special_tokens=False)
+            for i, (document, encoding) in enumerate(zip(batch, encodings, strict=True), ordinal):
+                rank = held_out_rank(i, document.text)
                 nearest = min(nearest, rank)
                 split = VALIDATION if rank < validation else TRAIN
-                writers[split].write(np.array([*encoding.ids, end]), len(text.encode()))
+                tokens = np.array([*encoding.ids, end])
+                mask = None if document.scored is None else _mask(encoding, document.scored)
+                if mask is not None and encoding.ids[-1:] == [end]:
+                    tokens = tokens[:-1]
+                writers[split].write(tokens, mask, len(document.text.encode()))
     splits = {name: writer.split() for name, writer in writers.items()}
     _check_both_sides(splits, nearest)
+    _check_scored(splits)
     index = Index(
-        format=FORMAT,
+        format=MASKED if masked else FORMAT,
         vocabulary=vocabulary,
         dtype=dtype,
         end_of_document=end,
@@ -205,12 +254,23 @@ def _write_splits(
     return index.model_copy(update={"content": index.content_hash()})
 
 
-def _batches(texts: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+def _mask(encoding: Encoding, scored: Iterable[tuple[int, int]]) -> NDArray[np.uint8]:
+    """1 for each token with a character of these, uint8 [tokens]; 0 for others."""
+    starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+    mask = np.zeros(len(starts), np.uint8)
+    for begin, end in scored:
+        (touched,) = np.nonzero((starts < end) & (ends > begin))
+        if touched.size:
+            mask[touched[0] : touched[-1] + 1] = 1
+    return mask
+
+
+def _batches(texts: Iterable[Document]) -> Iterator[tuple[int, list[Document]]]:
     """Batches of about BATCH_CHARACTERS, each with the ordinal of its first document."""
     ordinal, batch, characters = 0, [], 0
-    for text in texts:
-        batch.append(text)
-        characters += len(text)
+    for document in texts:
+        batch.append(document)
+        characters += len(document.text)
         if characters >= BATCH_CHARACTERS:
             yield ordinal, batch
             ordinal, batch, characters = ordinal + len(batch), [], 0
@@ -234,51 +294,88 @@ def _check_both_sides(splits: dict[str, Split], nearest: float) -> None:
         raise CorpusError(f"all {held_out} documents were held out: lower --validation")
 
 
-class SplitWriter:
-    """Shards of one split, each closed and on disk before the next begins."""
+def _check_scored(splits: dict[str, Split]) -> None:
+    for name, split in splits.items():
+        if split.scored == 0:
+            raise CorpusError(
+                f"in the {split.documents} conversations for {name} the assistant says nothing, "
+                "and only that is learned from: are there messages with the role assistant?"
+            )
 
-    def __init__(self, folder: Path, name: str, dtype: str) -> None:
-        self._folder, self._name = folder, name
+
+class SplitWriter:
+    """Shards of one split, and with `masked` their masks."""
+
+    def __init__(self, folder: Path, name: str, dtype: str, masked: bool = False) -> None:
+        self._tokens = ShardWriter(folder, name, ".bin", dtype)
+        self._masks = ShardWriter(folder, name, ".mask", "uint8") if masked else None
+        self._documents, self._text_bytes, self._scored = 0, 0, 0
+
+    def write(
+        self, document: NDArray[np.int64], mask: NDArray[np.uint8] | None, text_bytes: int
+    ) -> None:
+        """`mask`: of its first tokens; those behind them are not scored."""
+        self._documents += 1
+        self._text_bytes += text_bytes
+        self._tokens.write(document)
+        if self._masks is not None and mask is not None:
+            marks = np.zeros(len(document), np.int64)
+            marks[: len(mask)] = SCORED * mask
+            marks[:1] |= BEGINS
+            self._masks.write(marks)
+            self._scored += int(mask.sum())
+
+    def __enter__(self) -> SplitWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tokens.close()
+        if self._masks is not None:
+            self._masks.close()
+
+    def split(self) -> Split:
+        return Split(
+            documents=self._documents,
+            text_bytes=self._text_bytes,
+            shards=self._tokens.shards,
+            masks=None if self._masks is None else self._masks.shards,
+            scored=None if self._masks is None else self._scored,
+        )
+
+
+class ShardWriter:
+    """Shards, each closed and on disk before the next begins."""
+
+    def __init__(self, folder: Path, name: str, suffix: str, dtype: str) -> None:
+        self._folder, self._name, self._suffix = folder, name, suffix
         self._dtype = np.dtype(dtype).newbyteorder("<")
-        self._shards: list[TokenShard] = []
+        self.shards: list[TokenShard] = []
         self._file: BinaryIO | None = None
         self._hash = xxhash.xxh3_128()
         self._tokens = 0  # in the open shard
-        self._documents, self._text_bytes = 0, 0
 
-    def write(self, document: NDArray[np.int64], text_bytes: int) -> None:
-        self._documents += 1
-        self._text_bytes += text_bytes
+    def write(self, document: NDArray[np.int64]) -> None:
         while document.size:
             if self._file is None:
-                path = self._folder / f"{self._name}-{len(self._shards):05d}.bin"
-                self._file = path.open("wb")
+                name = f"{self._name}-{len(self.shards):05d}{self._suffix}"
+                self._file = (self._folder / name).open("wb")
             head, document = np.split(document, [SHARD_TOKENS - self._tokens])
             data = head.astype(self._dtype).tobytes()
             self._file.write(data)
             self._hash.update(data)
             self._tokens += head.size
             if self._tokens == SHARD_TOKENS:
-                self._close()
+                self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
         if self._file is None:
             return
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         name = Path(self._file.name).name
-        self._shards.append(
+        self.shards.append(
             TokenShard(name=name, tokens=self._tokens, checksum=self._hash.hexdigest())
         )
         self._file, self._tokens = None, 0
         self._hash.reset()
-
-    def __enter__(self) -> SplitWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close()
-
-    def split(self) -> Split:
-        return Split(documents=self._documents, text_bytes=self._text_bytes, shards=self._shards)

@@ -4,15 +4,23 @@ Each epoch visits all samples once in an order of its own, a permutation that is
 by position: a balanced Feistel network permutes the numbers of 2·h bits, and a position whose image
 is no sample is sent through again until it is one (cycle walking), which permutes exactly the
 samples. See J. Black and P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002.
+
+Several corpora take turns in a cycle of positions that is the same all along, so each has its own
+stream of positions, and its own epochs, which again follow from the position alone.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import TypeAlias
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+
+from planaria.node.data.turns import Share
 
 ROUNDS = 6
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # odd: spreads the epochs over the keys
@@ -41,11 +49,15 @@ class Windows:
 
     def epoch(self, step: int) -> int:
         """Epoch of the step's first position, from 0."""
-        return self._first(step) // self.samples
+        return _first(step, self.batch) // self.samples
 
     def ids(self, step: int) -> NDArray[np.int64]:
         """Sample ids of `step` >= 1, int64 [batch]. They repeat only where an epoch ends."""
-        positions = np.uint64(self._first(step)) + np.arange(self.batch, dtype=np.uint64)
+        first = np.uint64(_first(step, self.batch))
+        return self.at(first + np.arange(self.batch, dtype=np.uint64))
+
+    def at(self, positions: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Sample ids at these positions of the epochs laid end to end."""
         epochs = positions // np.uint64(self.samples)
         numbers = positions % np.uint64(self.samples)
         keys = _mix(self._keys[:, None] + epochs * GOLDEN)  # [ROUNDS, batch]
@@ -54,17 +66,96 @@ class Windows:
             images[outside] = self._feistel(images[outside], keys[:, outside])
         return images.astype(np.int64)
 
-    def _first(self, step: int) -> int:
-        if step < 1:
-            raise ValueError(f"steps count from 1, there is no window of step {step}")
-        return (step - 1) * self.batch
-
     def _feistel(self, numbers: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
         half = np.uint64(self._half)
         left, right = numbers >> half, numbers & np.uint64((1 << self._half) - 1)
         for key in keys:
             left, right = right, left ^ (_mix(right ^ key) >> (np.uint64(64) - half))
         return (left << half) | right
+
+
+class Turns:
+    """Whose turn it is at each position, when corpora have so many `turns` each in a cycle.
+
+    The k-th of a corpus's w turns, from 0, comes when the share (k + 1/2) / w of the cycle is over;
+    of turns at once, that of the first corpus is first. So turns are spread evenly, and as many
+    positions in a row as there are turns in a cycle have of each corpus exactly its turns.
+    """
+
+    def __init__(self, turns: Sequence[int]) -> None:
+        due = [(Fraction(2 * k + 1, 2 * w), of) for of, w in enumerate(turns) for k in range(w)]
+        self.whose = np.array([of for _, of in sorted(due)], np.int64)
+        self.turns = np.array(turns, np.uint64)
+        self.before = np.zeros(len(due), np.uint64)  # of the same corpus in the cycle
+        for of in range(len(turns)):
+            own = self.whose == of
+            self.before[own] = np.arange(own.sum(), dtype=np.uint64)
+
+    def at(self, positions: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+        """Whose turns these are, and how many the same corpus has had before each."""
+        cycles, places = np.divmod(positions, np.uint64(len(self.whose)))
+        whose = self.whose[places]
+        return whose, cycles * self.turns[whose] + self.before[places]
+
+
+class MixedWindows:
+    """The window of each step, of several corpora: `batch` sample ids.
+
+    Step t takes positions [(t-1)·batch, t·batch). At its n-th turn, from 0, a corpus gives the
+    sample at position n of its own epochs' permutations laid end to end: so each of its samples
+    comes once in each of its epochs. Their seeds are `seed` for the first corpus, and for corpus
+    c > 0 the xxh3_64 of (seed, c). Ids count on from one corpus to the next. Raises ValueError for
+    figures below one, or a seed outside [0, 2^64).
+    """
+
+    def __init__(self, seed: int, shares: Sequence[Share], batch: int) -> None:
+        if min((share.turns for share in shares), default=0) < 1:
+            raise ValueError(f"no windows of the shares {shares}: each corpus has 1 turn or more")
+        self.batch = batch
+        self._turns = Turns([share.turns for share in shares])
+        self._first = np.cumsum([0, *(share.samples for share in shares)])
+        self._own = [
+            Windows(_seed_of(seed, of), share.samples, batch) for of, share in enumerate(shares)
+        ]
+
+    def epoch(self, step: int) -> int:
+        """Epochs that all corpora have behind them before the step."""
+        first = _first(step, self.batch)
+        cycles, place = divmod(first, len(self._turns.whose))
+        begun = np.bincount(self._turns.whose[:place], minlength=len(self._own))
+        had = [cycles * int(turns) + int(begun[of]) for of, turns in enumerate(self._turns.turns)]
+        return min(count // own.samples for count, own in zip(had, self._own, strict=True))
+
+    def ids(self, step: int) -> NDArray[np.int64]:
+        """Sample ids of `step` >= 1, int64 [batch]."""
+        first = np.uint64(_first(step, self.batch))
+        whose, turns = self._turns.at(first + np.arange(self.batch, dtype=np.uint64))
+        ids = np.empty(self.batch, np.int64)
+        for of, own in enumerate(self._own):
+            mine = whose == of
+            ids[mine] = self._first[of] + own.at(turns[mine])
+        return ids
+
+
+def windows_of(seed: int, shares: Sequence[Share], batch: int) -> AnyWindows:
+    """Of one corpus, or of several. Raises ValueError."""
+    if len(shares) == 1:
+        return Windows(seed, shares[0].samples, batch)
+    return MixedWindows(seed, shares, batch)
+
+
+AnyWindows: TypeAlias = Windows | MixedWindows
+
+
+def _seed_of(seed: int, corpus: int) -> int:
+    return xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed, corpus)) if corpus else seed
+
+
+def _first(step: int, batch: int) -> int:
+    """Position of the step's first sample."""
+    if step < 1:
+        raise ValueError(f"steps count from 1, there is no window of step {step}")
+    return (step - 1) * batch
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

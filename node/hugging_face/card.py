@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from planaria.node.hugging_face.taking_in import name_of
 from planaria.node.run_file import RunFile
 from planaria.node.stage.shape import ModelConfig
 
@@ -29,12 +29,55 @@ model = AutoModelForCausalLM.from_pretrained("FOLDER")
 ```
 """
 
+OWN_HEAD = """\
+---
+tags:
+- planaria
+---
+
+# {name}
+
+A language model of {parameters:,} parameters, trained with planaria. Its architecture is code of
+its own, which has to be there; its tensors are in `model*.safetensors`: those of a block as
+`layers.N.` and the name that the code has for them, those of the ends under their own names.
+"""
+
+
+ADAPTERS = """\
+---
+base_model: {base}
+library_name: peft
+pipeline_tag: text-generation
+tags:
+- lora
+- planaria
+---
+
+# {name}
+
+Adapters of {parameters:,} parameters for {base}, trained with planaria.
+The package `peft` adds them to the model:
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+model = AutoModelForCausalLM.from_pretrained("FOLDER")
+```
+"""
+
 
 def model_card(
-    run: RunFile, config: ModelConfig, step: int, doubt: str, summary: Mapping[str, Any]
+    run: RunFile,
+    config: ModelConfig,
+    step: int,
+    doubt: str,
+    summary: Mapping[str, Any],
+    merged: bool = False,
 ) -> str:
     """`doubt`: why it isn't the model as it was at the step, empty when it is; `summary`: what
-    `summary.json` of the run says, empty where there is none."""
+    `summary.json` of the run says, empty where there is none; `merged`: adapters that were trained
+    are in the weights, not apart."""
     first, body = config.parameters
     training = run.training
     rows = {
@@ -46,13 +89,26 @@ def model_card(
         "layers": f"{config.layers}, of width {config.dim}, {config.heads} heads",
         "seed": str(run.seed),
     }
+    if config.own is not None:
+        rows["code"] = f"{config.own.module}, of the digest {config.own.source}"
     if run.model.origin is not None:
-        rows["began from"] = Path(run.model.origin).name
+        rows["began from"] = name_of(run.model.origin)
+    if (lora := config.lora) is not None:
+        rows["adapters"] = (
+            f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.targets)}"
+        )
     losses = summary.get("loss", {})
     for name, what in (("last", "loss, last step"), ("validation", "loss, validation")):
         if losses.get(name) is not None:
             rows[what] = f"{losses[name]:.4f} nats a token"
-    text = HEAD.format(name=run.name, parameters=first + config.stages * body)
+    head, counted = HEAD if config.own is None else OWN_HEAD, (first, body)
+    if lora is not None and not merged:
+        head, counted = ADAPTERS, config.trained
+    text = head.format(
+        base=name_of(run.model.origin or ""),
+        name=run.name,
+        parameters=counted[0] + config.stages * counted[1],
+    )
     text += "\n| | |\n| --- | --- |\n"
     text += "".join(f"| {name} | {value} |\n" for name, value in rows.items())
     return text + _recoveries(summary.get("rebuilds", []))

@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from xxhash import xxh3_128
 
-from planaria.node.hugging_face.config import UnsupportedModelError, read_config
+from planaria.node.hugging_face.config import (
+    UnsupportedModelError,
+    check_not_adapters,
+    read_config,
+)
 from planaria.node.hugging_face.layout import weights
 from planaria.node.stage.shape import ModelConfig, named_shapes
 
@@ -60,6 +64,7 @@ class Checkpoint:
     def open(cls, folder: Path) -> Checkpoint:
         """Raises UnsupportedModelError when a model of its config isn't all that is in it, or not
         whole."""
+        check_not_adapters(folder)
         try:
             config = read_config(folder)
             found = {name: place for file in _files(folder) for name, place in _header(file)}

@@ -9,6 +9,7 @@ from typing import Any, Final, get_args
 from planaria.node.stage.shape import Family, ModelConfig, RopeScaling
 
 CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 ALWAYS: Final[dict[str, Any]] = {
     "attention_dropout": 0.0,
     "hidden_act": "silu",
@@ -48,9 +49,23 @@ class UnsupportedModelError(Exception):
     """A checkpoint that can't be used here; the message says what it has that we don't."""
 
 
+def check_not_adapters(folder: Path) -> None:
+    """Raises UnsupportedModelError."""
+    if (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file():
+        raise UnsupportedModelError(
+            f"{folder} holds adapters, and no model: `planaria export --merged` writes a model "
+            "with them in its weights"
+        )
+
+
 def to_config(config: ModelConfig, dtype: str, end_of_document: int | None) -> dict[str, Any]:
     """What `config.json` says; `dtype`: float32 or bfloat16. Transformers reads the names of its
-    version 5 (dtype, rope_parameters), others those before (torch_dtype, rope_theta)."""
+    version 5 (dtype, rope_parameters), others those before (torch_dtype, rope_theta). Of an
+    architecture of the run's own nobody but its code reads it."""
+    if config.own is not None:
+        figures = ("vocabulary", "dim", "heads", "kv_heads", "layers", "hidden", "context")
+        code = {"planaria_module": config.own.module, "source": config.own.source}
+        return {**code, "dtype": dtype, **{name: getattr(config, name) for name in figures}}
     rope: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
     scaling = None
     if (stretched := config.rope_scaling) is not None:
@@ -101,6 +116,11 @@ def read_config(folder: Path) -> ModelConfig:
     path = folder / CONFIG
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
+        if module := said.get("planaria_module"):
+            raise UnsupportedModelError(
+                f"{path}: this model is built by code of its own, {module}, and only that reads "
+                "it: docs/own-architecture.md says how; a living swarm is asked with --join"
+            )
         family = said.get("model_type")
         if family not in get_args(Family):
             raise UnsupportedModelError(

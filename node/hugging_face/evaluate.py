@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from planaria.node.data.corpus import SPLITS, Corpus, CorpusError, file_checksum
+from planaria.node.data.corpus import SPLITS, UNSCORED, Corpus, CorpusError, file_checksum
+from planaria.node.data.mixture import inputs_and_targets
 from planaria.node.hugging_face.checkpoint import TOKENIZER
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.report.progress import Track, untracked
@@ -20,24 +21,28 @@ from planaria.node.stage.shape import LONGEST
 class Evaluation:
     loss: float  # nats a token
     tokens: int
-    bytes_per_token: float
+    bytes_per_token: float | None  # None: not all text is scored
 
     @property
     def perplexity(self) -> float:
         return math.exp(self.loss)
 
     @property
-    def bits_per_byte(self) -> float:
+    def bits_per_byte(self) -> float | None:
         """Comparable between tokenizers."""
+        if self.bytes_per_token is None:
+            return None
         return self.loss / math.log(2) / self.bytes_per_token
 
     def rows(self) -> dict[str, str]:
-        return {
+        rows = {
             "tokens": f"{self.tokens:,}",
             "loss": f"{self.loss:.4f} nats a token",
             "perplexity": f"{self.perplexity:,.2f}",
-            "bits per byte": f"{self.bits_per_byte:.4f}",
         }
+        if self.bits_per_byte is not None:
+            rows["bits per byte"] = f"{self.bits_per_byte:.4f}"
+        return rows
 
 
 class Portion:
@@ -54,17 +59,27 @@ class Portion:
                 f"--split {split} of {data} has no {context} tokens, which a sample is"
             )
         self.count = min(samples or there, there)
+        self._scored = 0
 
-    def rows(self, first: int, most: int) -> Tensor:
-        """At most so many from the first on: int64 [B, context + 1]. Raises CorpusError."""
+    def rows(self, first: int, most: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of at most so many from the first on: int64 [B, context] each. Raises
+        CorpusError."""
         rows = range(first, min(first + most, self.count))
-        return torch.from_numpy(self.corpus.samples(self._split, self._context, rows))
+        inputs, targets = inputs_and_targets(self.corpus, self._split, self._context, rows)
+        self._scored += int((targets != UNSCORED).sum())
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
 
     def evaluation(self, total: float) -> Evaluation:
-        """`total`: the sum of all their tokens' losses."""
-        tokens = self.count * self._context
+        """`total`: the sum of the losses of all that `rows` has given and that is scored. Raises
+        CorpusError."""
+        if not self._scored:
+            raise CorpusError(
+                f"none of the tokens in {self.count} samples of {self.corpus.path} is scored: name "
+                "more --samples"
+            )
         told = self.corpus.index.splits[self._split]
-        return Evaluation(total / tokens, tokens, told.text_bytes / told.tokens)
+        whole = None if self.corpus.masked else told.text_bytes / told.tokens
+        return Evaluation(total / self._scored, self._scored, whole)
 
 
 def evaluate(
@@ -86,7 +101,7 @@ def evaluate(
             f"--tokenizer {folder / TOKENIZER}"
         )
     starts = range(0, portion.count, batch)
-    total = sum(
-        model.loss(portion.rows(first, batch)) for first in track(starts, "evaluating", len(starts))
-    )
+    total = 0.0
+    for first in track(starts, "evaluating", len(starts)):
+        total += model.loss(*portion.rows(first, batch))
     return portion.evaluation(total)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -67,23 +68,27 @@ def export(
     Raises ExportError when it is taken or can't be written, CorpusError for a tokenizer that can't
     be used, and what `read` raises.
     """
+    with whole_or_not(out) as folder:
+        end = vocabulary.end_of_document if vocabulary else None
+        origin = vocabulary.origin if vocabulary else None
+        said = to_config(config, _name(dtype), end) | (special_tokens(origin) if origin else {})
+        write_json(folder / CONFIG, said)
+        write_json(folder / "generation_config.json", {"eos_token_id": end, "do_sample": True})
+        write_vocabulary(folder, vocabulary, config.context)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        _write_weights(folder, weights(config), read, dtype, track, most)
+
+
+@contextmanager
+def whole_or_not(out: Path) -> Iterator[Path]:
+    """A folder beside `out`, which becomes it in the end. Raises ExportError."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ExportError(f"{out} is there already: choose another folder, or remove it")
     unfinished = out.with_name(out.name + ".unfinished")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        end = vocabulary.end_of_document if vocabulary else None
-        origin = vocabulary.origin if vocabulary else None
-        said = to_config(config, _name(dtype), end) | (special_tokens(origin) if origin else {})
-        _write_json(unfinished / CONFIG, said)
-        _write_json(unfinished / "generation_config.json", {"eos_token_id": end, "do_sample": True})
-        if vocabulary is not None:
-            _write_tokenizer(unfinished, vocabulary, config.context)
-        if origin is not None:
-            _copy(origin, unfinished)
-        (unfinished / "README.md").write_text(card, encoding="utf-8")
-        _write_weights(unfinished, weights(config), read, dtype, track, most)
+        yield unfinished
         if out.exists():
             out.rmdir()
         unfinished.rename(out)
@@ -120,20 +125,27 @@ def _write_weights(
         )
         number = of[weight.name]
         if weight == files[number][-1]:
-            save_file(waiting, folder / names[number], metadata={"format": "pt"})
-            _finish(folder / names[number])
+            write_tensors(folder / names[number], waiting)
             waiting.clear()
     if len(files) > 1:
         count = sum(weight.size for weight in those)
         total = {"total_parameters": count, "total_size": kind.itemsize * count}
         where = {name: names[number] for name, number in sorted(of.items())}
-        _write_json(folder / INDEX, {"metadata": total, "weight_map": where})
+        write_json(folder / INDEX, {"metadata": total, "weight_map": where})
 
 
 def _file_names(count: int) -> list[str]:
     if count == 1:
         return [ONE_FILE]
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def write_vocabulary(folder: Path, vocabulary: Vocabulary | None, context: int) -> None:
+    """Raises CorpusError for a tokenizer that can't be used."""
+    if vocabulary is not None:
+        _write_tokenizer(folder, vocabulary, context)
+        if vocabulary.origin is not None:
+            _copy(vocabulary.origin, folder)
 
 
 def _write_tokenizer(folder: Path, vocabulary: Vocabulary, context: int) -> None:
@@ -145,8 +157,8 @@ def _write_tokenizer(folder: Path, vocabulary: Vocabulary, context: int) -> None
         "model_max_length": context,
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
-    _write_json(folder / "tokenizer_config.json", config)
-    _write_json(folder / "special_tokens_map.json", {"eos_token": end})
+    write_json(folder / "tokenizer_config.json", config)
+    write_json(folder / "special_tokens_map.json", {"eos_token": end})
 
 
 def _copy(origin: Path, folder: Path) -> None:
@@ -159,13 +171,14 @@ def _name(dtype: str) -> str:
     return str(DTYPES[dtype]).removeprefix("torch.")
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _finish(path: Path) -> None:
-    """On disk, and to be read by those who may read the rest; it was for its owner only."""
-    path.chmod((path.parent / CONFIG).stat().st_mode)
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """On disk, and to be read by those who may read the page; else it is for its owner only."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod((path.parent / "README.md").stat().st_mode)
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

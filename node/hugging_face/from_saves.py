@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,14 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planaria.node.data.corpus import CorpusError, read_index
+from planaria.node.data.corpus import CorpusError
+from planaria.node.data.mixture import folders_of, index_of
+from planaria.node.hugging_face.adapters import way_out
 from planaria.node.hugging_face.card import model_card
 from planaria.node.hugging_face.checkpoint import TOKENIZER
 from planaria.node.hugging_face.config import read_end
-from planaria.node.hugging_face.export import ExportError, Vocabulary, export
+from planaria.node.hugging_face.export import ExportError, Vocabulary
 from planaria.node.report.progress import Track
 from planaria.node.run_file import RunFile
-from planaria.node.stage.shape import ModelConfig, model_config
+from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.regroup import RegroupError, choose, of_one_run, stages_of
 from planaria.node.state.saves import SaveFile
 
@@ -45,7 +46,7 @@ class SavedModel:
 def saved_model(run: RunFile, saves: Sequence[SaveFile]) -> SavedModel:
     """Of a resolved run, in as many stages as its saves are of. Reads all that it takes once, for
     the checksums. Raises ExportError when a stage has none, or saves are of several runs."""
-    config = model_config(run.model, run.model.vocabulary or 0)
+    config = run.config_for(run.model.vocabulary or 0)
     try:
         saves = of_one_run(saves)
         stages = stages_of(saves, config)
@@ -75,31 +76,24 @@ def export_saves(
     data: Path | None,
     dtype: str,
     track: Track,
+    merged: bool = False,
 ) -> SavedModel:
     """Writes the folder `out`. `summary`: what `summary.json` says, empty where there is none;
-    `data`: a prepared folder, with the tokenizer, if not where the run file says. Raises
-    ExportError, CorpusError, SaveError."""
+    `data`: a prepared folder, with the tokenizer, if not where the run file says; `merged`: as in
+    `way_out`. Raises ExportError, CorpusError, SaveError."""
     model = saved_model(run, saves)
-    card = model_card(run, model.config, model.step, model.doubt, summary)
-    export(out, model.config, model.read, vocabulary_of(run, data), card, dtype, track)
+    write = way_out(run, model.config, merged)
+    card = model_card(run, model.config, model.step, model.doubt, summary, merged)
+    write(out, model.config, model.read, vocabulary_of(run, data), card, dtype, track)
     return model
-
-
-def summary_in(folder: Path) -> dict[str, Any]:
-    """What a run of `planaria up` came to; empty while it isn't over."""
-    try:
-        found: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found
 
 
 def vocabulary_of(run: RunFile, data: Path | None) -> Vocabulary | None:
     """Raises CorpusError when `data` is not what the run was trained on."""
-    path, origin = data or Path(run.data.path), Path(run.model.origin or "")
+    origin = Path(run.model.origin or "")
     there = run.model.origin is not None and (origin / TOKENIZER).exists()
     try:
-        index = read_index(path)
+        path, index = folders_of(run.data, data)[0], index_of(run.data, data)
         if problem := index.misfit(run.data.content, run.model.vocabulary):
             raise CorpusError(f"{path} {problem}")
     except CorpusError as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -17,8 +16,9 @@ from torch import Tensor
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.credentials import Credentials
 from planaria.bootstrap.registry_pb2 import Cause
+from planaria.node.hugging_face.adapters import begun_from, way_out, what
 from planaria.node.hugging_face.card import model_card
-from planaria.node.hugging_face.export import ExportError, export
+from planaria.node.hugging_face.export import ExportError
 from planaria.node.hugging_face.from_saves import vocabulary_of
 from planaria.node.hugging_face.living_run import Access, LivingRun, from_outside
 from planaria.node.ports import Priority
@@ -80,7 +80,7 @@ class LivingModel(LivingRun):
 
     async def read(self, stage: int, first: int, count: int) -> Tensor:
         """So many of the stage's flat weights, float32 [count]. Raises ExportError."""
-        due = {WEIGHTS: self.config.parameters[min(stage, 1)]}
+        due = {WEIGHTS: self.config.trained[min(stage, 1)]}
         fetch = self._states.fetch(
             stage,
             Age(self.lineage, self.step),
@@ -132,26 +132,31 @@ async def export_swarm(
     dtype: str,
     track: Track,
     wait: float,
-) -> int:
-    """Writes the folder `out`, and returns the step that it has. `data`: as in `export_saves`.
-    Raises ExportError, CorpusError, RunFileError, and what `client` does."""
+    merged: bool = False,
+    checkpoint: Path | None = None,
+) -> tuple[str, int]:
+    """Writes the folder `out`, and returns what it has, and of which step. `data`, `merged`: as in
+    `export_saves`; `checkpoint`: that the run began from, if not where its run file says. Raises
+    ExportError, CorpusError, RunFileError, and what `client` does."""
     described = await client.describe()
     access = from_outside(described, credentials)
+    access = access._replace(run=begun_from(access.run, checkpoint))
+    write = way_out(access.run, access.run.config, merged)
     async with LivingModel(access, wait) as model:
         loop = asyncio.get_running_loop()
 
         def read(stage: int, first: int, count: int) -> Tensor:
             return asyncio.run_coroutine_threadsafe(model.read(stage, first, count), loop).result()
 
-        await asyncio.to_thread(read, 0, 0, 1)  # tells the step's loss, for the card
+        some = 0 if model.config.trained[0] else 1
+        await asyncio.to_thread(read, some, 0, 1)  # tells the step's loss, for the card
         rebuilds = [
             {"stage": one.stage, "step": one.step, "method": one.method, "exact": one.exact}
             for one in described.rebuilds
             if one.step <= model.step
         ]
         summary = {"loss": {"last": model.loss or None}, "rebuilds": rebuilds}
-        card = model_card(model.run, model.config, model.step, "", summary)
+        card = model_card(model.run, model.config, model.step, "", summary, merged)
         vocabulary = vocabulary_of(model.run, data)
-        write = partial(export, out, model.config, read, vocabulary, card, dtype, track)
-        await asyncio.to_thread(write)
-        return model.step
+        await asyncio.to_thread(write, out, model.config, read, vocabulary, card, dtype, track)
+        return what(access.run, merged), model.step

@@ -19,7 +19,6 @@ from planaria.bootstrap.registry_pb2 import Description, Member, View
 from planaria.node.hugging_face.export import ExportError
 from planaria.node.naming import seat_id, seat_name
 from planaria.node.run_file import RunFile, loads
-from planaria.node.stage.shape import model_config
 from planaria.node.state.taken import LEASE
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.asking import Asking, Converse, NoAnswerError, over_streams
@@ -104,7 +103,7 @@ class LivingRun:
         self.run, self.view, self._ways = access.run, access.view, access.ways
         if self.run.model.vocabulary is None:
             raise ExportError("the registry's run file doesn't say model.vocabulary")
-        self.config = model_config(self.run.model, self.run.model.vocabulary)
+        self.config = self.run.config
         self.loop = asyncio.get_running_loop()
         self.asking = Asking(access.converse, self.answered, self.lost)
         self.seats: dict[int, list[str]] = {}  # by stage

@@ -18,7 +18,7 @@ log = logging.getLogger("planaria")
 HUB_NAME: Final = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 PARTS: Final = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 """Of a repository on the hub."""
-OWN: Final = {"origin", "content", "preset", "stages", "context"}
+OWN: Final = {"origin", "content", "preset", "stages", "context", "attn_mask_type"}
 """Keys of [model] that its run file may say of such a model."""
 STAGES: Final = 4
 """Body stages at most, where the run file doesn't say how many."""
@@ -79,6 +79,13 @@ def find(origin: str) -> Path | None:
             f"there is no such folder, and it can't be had from the Hugging Face hub: {why} Where "
             f"there is a network, `hf download {origin} --local-dir FOLDER` gets it: name that"
         ) from error
+
+
+def name_of(origin: str) -> str:
+    """What others know the checkpoint by: its name on the hub, if it came from there into the
+    folder where Hugging Face's tools keep such, else the folder."""
+    found = re.search(r"models--([\w.-]+?)--([\w.-]+)/snapshots/", origin, re.ASCII)
+    return "/".join(found.groups()) if found else origin
 
 
 def stages_for(layers: int) -> int:
@@ -143,7 +150,7 @@ def check_tokenizer(run: RunFile, index: Index) -> None:
         )
     if file_checksum(tokenizer) != index.tokenizer:
         raise CorpusError(
-            f"{run.data.path} was prepared with another tokenizer than that of {folder}, from "
+            f"{run.data.where} was prepared with another tokenizer than that of {folder}, from "
             "which the run begins: prepare the text anew with `planaria data prepare TEXT --out "
             f"DIR --tokenizer {tokenizer}`"
         )

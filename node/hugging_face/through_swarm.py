@@ -22,6 +22,7 @@ from torch import Tensor
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.credentials import Credentials
 from planaria.node.data.corpus import CorpusError, load_tokenizer, read_index
+from planaria.node.data.mixture import index_of
 from planaria.node.hugging_face.checkpoint import TOKENIZER
 from planaria.node.hugging_face.evaluate import Evaluation, Portion
 from planaria.node.hugging_face.export import ExportError
@@ -61,12 +62,12 @@ class LivingStages(LivingRun):
     @property
     def context(self) -> int:
         """Tokens that the model looks at, as far as what is made of them fits into a frame."""
-        return min(self.config.context, FRAME_LIMIT // (4 * self.config.dim))
+        return min(self.config.context, FRAME_LIMIT // (4 * self.config.crossing))
 
     @property
     def rows(self) -> int:
         """Whole samples that are looked at at a time, as far as these fit; 0: not even one does."""
-        fit = FRAME_LIMIT // (4 * self.config.context * self.config.dim)
+        fit = FRAME_LIMIT // (4 * self.config.context * self.config.crossing)
         return min(self.run.training.microbatch, fit)
 
     async def logits(self, tokens: Tensor) -> Tensor:
@@ -75,19 +76,20 @@ class LivingStages(LivingRun):
         x = await self._look(0, [await self._body(tokens)], head=True)
         return _of(x, (1, 1, self.config.vocabulary), "the head")[0, 0]
 
-    async def loss(self, tokens: Tensor) -> float:
-        """In nats, the sum over all tokens but the first: int64 [B, T + 1], B at most `rows`.
-        Raises ExportError."""
-        x = await self._body(tokens[:, :-1])
-        found = await self._look(0, [x, tokens[:, 1:].contiguous()], head=True)
+    async def loss(self, inputs: Tensor, targets: Tensor) -> float:
+        """In nats, the sum over what is scored: int64 [B, T] each, B at most `rows`. Raises
+        ExportError."""
+        x = await self._body(inputs)
+        found = await self._look(0, [x, targets.contiguous()], head=True)
         return float(_of(found, (1,), "the head"))
 
     async def _body(self, tokens: Tensor) -> Tensor:
-        """What the last stage makes of it: int64 [B, T] to float32 [B, T, dim]."""
+        """What the last stage makes of it: int64 [B, T] to float32 [B, T,
+        crossing]."""
         x = tokens.contiguous()
         for stage in range(self.config.stages + 1):
             seen = await self._look(stage, [x])
-            x = _of(seen, (*tokens.shape, self.config.dim), f"stage {stage}")
+            x = _of(seen, (*tokens.shape, self.config.crossing), f"stage {stage}")
         return x
 
     def speaker(self, tokenizer: Tokenizer, end: int | None) -> Speaker:
@@ -221,7 +223,7 @@ async def evaluate_swarm(
                 if len(losses) > config.stages + 1:  # each stage has something to look at
                     total += await losses.popleft()
                 shown = await asyncio.to_thread(portion.rows, first, rows)
-                losses.append(asyncio.create_task(stages.loss(shown)))
+                losses.append(asyncio.create_task(stages.loss(*shown)))
             for loss in losses:
                 total += await loss
         finally:
@@ -240,12 +242,12 @@ def check_tokenizer(run: RunFile, data: Path) -> None:
     if index.content == run.data.content:
         return
     try:
-        trained = read_index(Path(run.data.path))
+        trained = index_of(run.data)
     except CorpusError as error:
         log.warning("whether %s has the run's tokenizer can't be told here: %s", data, error)
         return
     if trained.content == run.data.content and trained.tokenizer != index.tokenizer:
         raise CorpusError(
             f"{data} was prepared with another tokenizer than the run's: prepare the text with "
-            f"--tokenizer {Path(run.data.path) / TOKENIZER}"
+            f"--tokenizer {run.data.folders[0] / TOKENIZER}"
         )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from planaria.node.hugging_face.checkpoint import Checkpoint
 from planaria.node.hugging_face.config import UnsupportedModelError
-from planaria.node.stage.model import BodyStage, EmbeddingStage, rope_tables
+from planaria.node.stage.model import LlamaBody, LlamaEnds, rope_tables
 from planaria.node.stage.shape import ModelConfig
 
 
@@ -20,7 +20,7 @@ class WholeModel:
         """Its weights are whatever is in memory."""
         self.config, self.device = config, device
         with torch.device("meta"):  # initial weights would only take time
-            ends, body = EmbeddingStage(config), BodyStage(config)
+            ends, body = LlamaEnds(config), LlamaBody(config)
         self._ends, self._body = ends.to_empty(device=device), body.to_empty(device=device)
         cos, sin = rope_tables(config)
         self._body.cos, self._body.sin = nn.Buffer(cos.to(device)), nn.Buffer(sin.to(device))
@@ -48,8 +48,7 @@ class WholeModel:
         return self._ends.logits(x).float()
 
     @torch.inference_mode()
-    def loss(self, tokens: Tensor) -> float:
-        """In nats, the sum over all tokens but the first: int64 [B, T + 1]."""
-        tokens = tokens.to(self.device)
-        x = self._body(self._ends.embed(tokens[:, :-1]))
-        return float(self._ends.loss(x, tokens[:, 1:]))
+    def loss(self, inputs: Tensor, targets: Tensor) -> float:
+        """In nats, the sum over what is scored: int64 [B, T] each."""
+        x = self._body(self._ends.embed(inputs.to(self.device)))
+        return float(self._ends.loss(x, targets.to(self.device)))

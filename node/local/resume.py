@@ -51,7 +51,7 @@ class Kept(NamedTuple):
 
     @property
     def id(self) -> str:
-        return run_id(self.run, dumps(self.run))
+        return run_id(self.run)
 
     @property
     def journal(self) -> Path:
@@ -99,7 +99,7 @@ class Kept(NamedTuple):
 def changed(run: RunFile, stages: int | None, replicas: int | None) -> RunFile:
     """The resolved run with other numbers of stages and nodes; the model stays. Raises ResumeError,
     RunFileError, CorpusError."""
-    config = run.model.config
+    config = run.config
     stages = None if stages == config.stages else stages
     if stages is not None and (stages < 1 or config.layers % stages):
         fit = map(str, divisors(config.layers))
@@ -117,7 +117,7 @@ def changed(run: RunFile, stages: int | None, replicas: int | None) -> RunFile:
         return run
     shared = run.recovery.checkpoint.dir
     if shared:  # nodes of another run don't take what is there
-        numbers = f"-{new.model.config.stages}x{new.swarm.replicas}"
+        numbers = f"-{new.config.stages}x{new.swarm.replicas}"
         shared = re.sub(r"(-\d+x\d+)?$", numbers, shared, count=1)
     return resolve(override(new, recovery__checkpoint__dir=shared))
 
@@ -132,8 +132,8 @@ def put_in_place(kept: Kept, slots: Sequence[str]) -> list[str]:
     if not found:
         return ["nothing was saved before the run ended: it begins anew"]
     told = []
-    with _refusing(), Journal(kept.journal, kept.id, dumps(kept.run)):  # nobody else uses it
-        _, chosen = choose(found, kept.run.model.config.stages)
+    with _refusing(), Journal(kept.journal, kept.id):  # nobody else uses it
+        _, chosen = choose(found, kept.run.config.stages)
         for stage, saves in sorted(chosen.items()):
             homes = _homes(kept, kept.saves, stage, slots)
             if all(save.path.parent.parent not in homes for save in saves):
@@ -153,7 +153,7 @@ def take_over(before: Kept, kept: Kept, slots: Sequence[str]) -> Resume:
             f"there is no save of the run under {before.checkpoints or before.saves}: it can't go "
             "on in other numbers, only begin anew"
         )
-    with _refusing(), Journal(before.journal, before.id, dumps(before.run)) as journal:
+    with _refusing(), Journal(before.journal, before.id) as journal:
         folder = None if kept.save_dir is None else kept.save_dir / kept.id
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -161,9 +161,9 @@ def take_over(before: Kept, kept: Kept, slots: Sequence[str]) -> Resume:
         def open_folder(stage: int) -> Saves:
             return _open(kept, _homes(kept, folder, stage, slots)[0], stage)
 
-        at = regroup(found, kept.run.model.config, open_folder, kept.run.training.betas)
+        at = regroup(found, kept.run.config, open_folder, kept.run.training.betas)
         own = kept.out / "logs" / f"{kept.id}.journal"
-        with Journal(own, kept.id, dumps(kept.run)) as views:
+        with Journal(own, kept.id) as views:
             reason = f"the run {before.id} goes on in other numbers"
             views.go_on_from(journal.view or View(), journal.damage, reason)
         _replace(kept.out / RUN_FILE, dumps(kept.run))
@@ -173,7 +173,7 @@ def take_over(before: Kept, kept: Kept, slots: Sequence[str]) -> Resume:
 def _open(kept: Kept, folder: Path, stage: int) -> Saves:
     from planaria.node.state.saves import Contents, Saves
 
-    return Saves(folder, kept.id, stage, ALL, Contents.of(kept.run.model.config, stage))
+    return Saves(folder, kept.id, stage, ALL, Contents.of(kept.run.config, stage))
 
 
 def _homes(kept: Kept, folder: Path | None, stage: int, slots: Sequence[str]) -> list[Path]:

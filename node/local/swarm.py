@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,9 @@ from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnrea
 from planaria.bootstrap.journal import Journal, JournalError
 from planaria.bootstrap.membership import stages_of
 from planaria.bootstrap.registry_pb2 import Description, View
+from planaria.node.data.mixture import index_of
 from planaria.node.extras import remedy
+from planaria.node.hugging_face.checkpoint import TOKENIZER
 from planaria.node.local.losses import (
     DrawnLosses,
     Losses,
@@ -48,17 +51,20 @@ from planaria.node.report.events import (
     Exited,
     Killed,
     Sampled,
+    Severity,
     Started,
     SwarmEnding,
     entries,
     parse,
 )
+from planaria.node.report.experiment import ExperimentPipe, Opening
 from planaria.node.report.ledger import MERGED, Audit, Ledger, LedgerError, Line, check, merge
 from planaria.node.report.live_view import Screen, Story
+from planaria.node.report.progress import Track
 from planaria.node.report.samples import SamplesFile
 from planaria.node.report.summary import draw_loss, summarize, tell
-from planaria.node.resolve import registry_rules
-from planaria.node.run_file import ADAM_BYTES, RunFile, RunFileError, dumps, load
+from planaria.node.resolve import resolve, text_to_prepare
+from planaria.node.run_file import RunFile, RunFileError, dumps, load, override
 from planaria.node.stage.shape import PRESETS
 from planaria.node.supervisor import FINAL
 
@@ -149,7 +155,7 @@ def choose_losses(
 
 
 class Ending(NamedTuple):
-    status: int
+    status: int  # as that of `planaria up`
     reason: str  # empty: the run is finished
 
 
@@ -172,6 +178,8 @@ class SwarmPlan(NamedTuple):
     ] = {}  # slot -> home: of all, and `up` runs where it reaches them
     http: str = "none"  # where a browser shows it: HOST:PORT
     price: float | None = None  # of a node hour
+    track: str | None = None  # where the run is kept, too, of experiment.KINDS
+    log: tuple[str, str] = ("info", "text")  # of its processes: from which level on, in which form
 
     @property
     def kept(self) -> Kept:
@@ -187,12 +195,12 @@ async def up(
     losses: Losses | None = None,
     seats: int | None = None,
     oversubscribed: bool = False,
-) -> int:
+) -> Ending:
     """Train a resolved run (see `resolve`) with a swarm of processes; the folder `out` gets what it
     came to. It goes on from what it has saved as the run of `resumed`; without `replacing` a node
     that is gone stays gone; `losses` come besides `kills`; a node has at most so many `seats`, or
     as it has room for; `oversubscribed`, the machine isn't asked whether it can do with so many
-    processes. Returns the exit status: 0 only if every step is committed, the
+    processes. The status of its end is 0 only if every step is committed, the
     audit is all zero and replicas are identical. Raises SwarmError when it can't be started."""
     run, out = plan.run, plan.out
     losses = losses or choose_losses(run)
@@ -232,7 +240,7 @@ class Machine(NamedTuple):
 def check_processes(plan: SwarmPlan, machine: Machine) -> None:
     """That the machine has cores and memory for all the nodes; where they compute on its
     processors, their weights, gradients and moments are in it, too. Raises SwarmError."""
-    config, replicas = plan.run.model.config, plan.run.swarm.replicas
+    config, replicas = plan.run.config, plan.run.swarm.replicas
     nodes = (config.stages + 1) * replicas
     what = f"{config.stages + 1} stages with swarm.replicas = {replicas} are {nodes} nodes"
     remedy = "choose fewer --stages or --replicas, or try all the same with --oversubscribe"
@@ -241,10 +249,10 @@ def check_processes(plan: SwarmPlan, machine: Machine) -> None:
             f"{what}, and with {machine.cores} core{'s' * (machine.cores > 1)} this machine can "
             f"keep some {NODES_A_CORE * machine.cores} in time, {NODES_A_CORE} a core: {remedy}"
         )
-    first, body = config.parameters
+    first, body = config.stage_bytes
     on_gpu = plan.device.startswith("cuda") or Path("/proc/driver/nvidia").exists()
     on_cpu = not on_gpu or plan.device == "cpu"
-    states = ADAM_BYTES * replicas * (first + config.stages * body) if on_cpu else 0
+    states = replicas * (first + config.stages * body) if on_cpu else 0
     needed = nodes * NODE_BYTES + states
     if needed > machine.memory:
         raise SwarmError(
@@ -317,6 +325,32 @@ def write_plan(plan: SwarmPlan) -> None:
             raise SwarmError(f"can't write in {folder}: {error.strerror}") from error
 
 
+def plan_run(
+    run: RunFile,
+    out: Path | None,
+    save_dir: Path | None,
+    device: str,
+    say: Callable[[str], object],
+    track: Track,
+) -> SwarmPlan:
+    """Fills in what the run file leaves open, and prepares the shipped prose for a run that says
+    nothing else. Raises RunFileError, CorpusError."""
+    text, path = text_to_prepare(run), Path(run.data.path)
+    if text is not None:
+        from planaria.node.data.prepare import Recipe, prepare
+
+        tokenizer = Path(run.model.origin) / TOKENIZER if run.model.origin else None
+        say(f"there is no prepared data at {path}; preparing the prose in {text}")
+        prepare(Recipe([str(text)], tokenizer), path, track=track)
+    folder = out or Path("out") / f"{run.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    if run.recovery.policy == "checkpoint" and not run.recovery.checkpoint.dir:
+        shared = str((folder / "checkpoints").absolute())
+        run = override(run, recovery__checkpoint__dir=shared)
+    run = resolve(run)
+    index_of(run.data)  # the nodes of stage 0 are on this machine
+    return SwarmPlan(run, folder, save_dir or folder / "saves", device)
+
+
 def read_plan(folder: Path) -> SwarmPlan:
     """The plan of the run that wrote `folder`, or whose saves are there. Raises SwarmError."""
     try:
@@ -370,10 +404,8 @@ def go_on(plan: SwarmPlan, before: SwarmPlan, slots: Sequence[str]) -> list[str]
 
 def empty_registry(plan: SwarmPlan) -> None:
     """All the processes are gone: nobody is to wait for them. Raises SwarmError."""
-    text = dumps(plan.run)
-    rules = registry_rules(plan.run, text)
     try:
-        with Journal(plan.kept.journal, rules.run, text) as journal:
+        with Journal(plan.kept.journal, plan.kept.id) as journal:
             journal.go_on_from(journal.view or View(), journal.damage, "the run is resumed")
         (plan.out / ADDRESS).unlink(missing_ok=True)
     except JournalError as error:
@@ -405,6 +437,11 @@ class _Swarm:
         self.processes = Processes(self.logs, environment, PLANARIA)
         self.events = EventLog(self.logs, "up")
         self.samples = SamplesFile(self.out, run.name)
+        self.experiment: ExperimentPipe | None = None
+        if plan.track is not None:
+            opening = Opening(plan.track, run.name, plan.out.name, dumps(run), str(self.out))
+            self.experiment = ExperimentPipe(opening)
+        self.untold = True  # that the experiment has trouble
         self.story = Story(run.steps)
         self.tails: dict[Path, Tail] = {}
         for path in self.logs.glob("*.jsonl"):  # of the run that goes on
@@ -414,6 +451,7 @@ class _Swarm:
         self.at_large: set[str] = set()  # slots whose process goes where it is needed
         self.address = ""  # of the registry
         self.http, self.price = plan.http, plan.price
+        self.log = "--log-level", plan.log[0], "--log-format", plan.log[1]
         self.page = ""  # its URL
         self.description: Description | None = None
         self.describing: asyncio.Task[None] | None = None
@@ -474,6 +512,8 @@ class _Swarm:
             await self.client.close()
         self.events.close()
         self.samples.close()
+        if self.experiment is not None:
+            await asyncio.to_thread(self.experiment.close)
 
     async def _registry_address(self, stop: asyncio.Future[int]) -> str:
         """Where the registry listens, once it does."""
@@ -554,6 +594,7 @@ class _Swarm:
                 self.tails[path] = Tail(path)
         lines = [line for tail in self.tails.values() for line in tail.lines() if "time" in line]
         for line in sorted(lines, key=lambda line: float(line["time"])):
+            self._keep(line)
             if "kind" not in line:
                 self.story.record(line)
             elif entry := parse(line):
@@ -561,6 +602,14 @@ class _Swarm:
                     self.samples.add(entry.event)
                 if news := self.story.hear(entry):
                     self.screen.say(*news)
+
+    def _keep(self, line: Mapping[str, Any]) -> None:
+        """Where the run is kept, too."""
+        if self.experiment is not None:
+            self.experiment.tell(line)
+            if self.untold and self.experiment.trouble:
+                self.untold = False
+                self.screen.say(self.experiment.told(), Severity.ERROR)
 
     # --- processes
 
@@ -584,16 +633,19 @@ class _Swarm:
                 *("--listen", self.address or f"{host}:0"),
                 *("--address-file", str(self.out / ADDRESS)),
                 *("--journal", str(self.journal)),
-                *("--http", self.http),
+                *("--http", self.http, *self.log),
                 *([] if self.price is None else ["--price", str(self.price)]),
             ]
         saves = "none" if self.save_dir is None else str(self.save_dir / slot)
         stage = [] if slot in self.at_large else ["--stage", slot.partition(".")[0]]
+        module = self.run.model.module
+        own_code = [] if module is None else ["--allow-module", module]
         return [
-            *("node", "--join", self.address, *stage),
+            *("node", "--join", self.address, "--name", f"node-{slot}", *stage),
             *("--listen", f"{host}:0", *plain, "--device", self.device, "--cloud", "none"),
             *("--out", str(self.logs), "--threads", str(self.threads), "--save-dir", saves),
-            *("--seats", "auto" if self.seats is None else str(self.seats)),
+            *("--seats", "auto" if self.seats is None else str(self.seats), *self.log),
+            *own_code,
         ]
 
     def _kill_what_is_due(self) -> None:
@@ -709,8 +761,9 @@ async def _pause(stop: asyncio.Future[int], seconds: float) -> None:
 # --- what it came to
 
 
-def wrap_up(run: RunFile, out: Path, console: Console, ending: Ending) -> int:
-    """Write the merged files, the summary and the picture; tell the essence. Returns the status."""
+def wrap_up(run: RunFile, out: Path, console: Console, ending: Ending) -> Ending:
+    """Write the merged files, the summary and the picture; tell the essence. Returns the end, with
+    all that was wrong, a line each."""
     problems = [ending.reason] if ending.reason else []
     told = list(read_events(out / "logs"))
     _write(out / "events.jsonl", "".join(json.dumps(event) + "\n" for event in told), problems)
@@ -734,7 +787,7 @@ def wrap_up(run: RunFile, out: Path, console: Console, ending: Ending) -> int:
     for problem in problems:
         console.print("error:", style="bold red", end=" ")
         console.print(problem, markup=False, highlight=False, soft_wrap=True)
-    return ending.status or (1 if problems else 0)
+    return Ending(ending.status or (1 if problems else 0), "\n".join(problems))
 
 
 def _write(path: Path, text: str, problems: list[str]) -> None:

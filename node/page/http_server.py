@@ -6,14 +6,14 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from planaria.bootstrap.address import Address
+from planaria.node.page.place import Keys
 
 MOST_CONNECTIONS = 64
 """At a time; one more is closed at once."""
@@ -25,13 +25,6 @@ LONGEST_REQUEST = 16 * 2**10
 """Bytes, of its first line and headers."""
 FAREWELL = 1
 """Seconds for answers to end when the server stops."""
-
-
-class Keys(NamedTuple):
-    """PEM files of a server's TLS."""
-
-    certificate: Path
-    key: Path
 
 
 class Connection(H11Protocol):

@@ -169,7 +169,7 @@ class Scene:
         members = []
         for name, node in self.nodes.items():
             own = {seat: at for seat, at in self._seats.items() if node_of(seat) == name}
-            member = Member(node=story.with_names(name), host=node.host, device=node.device)
+            member = Member(node=name, host=node.host, device=node.device)
             member.seats.extend(Seat(stage=at) for at in sorted(set(own.values())))
             reports = [
                 SeatReport(
@@ -182,7 +182,7 @@ class Scene:
             members.append(MemberDescription(member=member, report=Report(seats=reports)))
         return Description(
             run=run,
-            view=View(run=run, driver=story.with_names(self._driver), committed=story.committed),
+            view=View(run=run, driver=self._driver, committed=story.committed),
             members=members,
         )
 

@@ -8,49 +8,23 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
 
 from planaria.bootstrap.address import Address
-from planaria.bootstrap.credentials import CredentialsError
 from planaria.bootstrap.service import RegistryServer
 from planaria.node.page.app import REFRESH, make_app, metrics_app
 from planaria.node.page.history import History
-from planaria.node.page.http_server import Keys, bind, listening
+from planaria.node.page.http_server import bind, listening
 from planaria.node.page.metrics import exposition, of_registry
+from planaria.node.page.place import Place
 from planaria.node.page.replay import Replay
 from planaria.node.page.state import Moment, page_state
 from planaria.node.run_file import RunFile
 
 log = logging.getLogger("planaria")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a page is served, and to whom."""
-
-    listen: Address
-    token: str = ""
-    keys: Keys | None = None  # None: in plain text
-    insecure: bool = False
-    option: str = "--http"  # by which it was named
-
-    def check(self) -> None:
-        """Raises CredentialsError for a page that anybody could read, unless `insecure`."""
-        if self.listen.is_loopback or self.insecure or (self.token and self.keys):
-            return
-        raise CredentialsError(
-            f"{self.option} {self.listen} can be reached from other machines: give --token and "
-            "TLS, serve it on 127.0.0.1, or accept that others may read it with --insecure"
-        )
-
-    @property
-    def asked_for(self) -> str:
-        """The token that a browser has to show; empty: none."""
-        return "" if self.listen.is_loopback else self.token
 
 
 class Living:

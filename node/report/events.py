@@ -21,6 +21,7 @@ from typing import Any, ClassVar, TypeVar
 
 from rich.filesize import decimal
 
+from planaria.bootstrap.spelling import readable
 from planaria.recovery.decide import OWN
 
 Read = TypeVar("Read")
@@ -297,9 +298,9 @@ class AttemptMasked(Event, kind="masked", severity=Severity.NOTICE):
     reason: str
 
     def sentence(self, node: str | None) -> str:
-        count = self.microbatches
-        others = f"others redo {count} microbatches" if count else "nothing was its own"
-        return f"step {self.step} goes on without {', '.join(self.nodes)}: {others}"
+        count = counted(self.microbatches, "microbatch")
+        others = f"others redo {count}" if self.microbatches else "nothing was its own"
+        return f"step {self.step} goes on without {', '.join(self.nodes)}: {others} ({self.reason})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,7 +320,7 @@ class SeatTaken(Event, kind="seat taken", severity=Severity.NOTICE):
         return (
             f"step {self.step} goes on: {self.by} has the seat of {self.lost} at stage "
             f"{self.stage}, after {self.seconds:.1f} s, and redoes that stage's part of "
-            f"{self.microbatches} microbatches"
+            f"{counted(self.microbatches, 'microbatch')}"
         )
 
 
@@ -347,8 +348,8 @@ class Relieved(Event, kind="relieved", severity=Severity.NOTICE):
 
     def sentence(self, node: str | None) -> str:
         return (
-            f"{self.node} of stage {self.stage} is slow: others do {self.microbatches} of its "
-            f"microbatches of step {self.step}"
+            f"{self.node} of stage {self.stage} is slow: others do "
+            f"{counted(self.microbatches, 'microbatch')} of its in step {self.step}"
         )
 
 
@@ -481,7 +482,9 @@ class RebuildOrdered(Event, kind="rebuilding", severity=Severity.NOTICE):
         return Severity.WARNING if self.fallback else Severity.NOTICE
 
     def sentence(self, node: str | None) -> str:
-        told = f"rebuilding stage {self.stage} by {self.method} from {', '.join(self.sources)}"
+        told = f"rebuilding stage {self.stage} by {self.method}"
+        if self.sources:
+            told += f" from {', '.join(self.sources)}"
         return f"fallback: {told}: {self.reason}" if self.fallback else told
 
 
@@ -544,7 +547,8 @@ class RelearningResult:
         after = "-" if math.isnan(self.residual_after) else f"{self.residual_after:.3g}"
         undone = ", which is worse and undone" if self.undone else ""
         return (
-            f"relearned: residual {self.residual_before:.3g} -> {after} in {self.passes} passes, "
+            f"relearned: residual {self.residual_before:.3g} -> {after} in "
+            f"{counted(self.passes, 'pass')}, "
             f"{self.seconds:.1f} s{undone}"
         )
 
@@ -740,17 +744,20 @@ def changed_by_themselves(node: str, stage: int, step: int) -> str:
     return f"{what} have changed by themselves after step {step}"
 
 
+def counted(number: int, what: str) -> str:
+    """`what` is a word that takes -es, as microbatch and pass do."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}es"
+
+
 def figure(loss: float) -> str:
     """A loss in nats a token, for people."""
     return f"{loss:.4f}" if math.isfinite(loss) else "-"
 
 
 def shown(text: str, most: int = 200) -> str:
-    """Text that may hold anything as a line for a terminal: what would move its cursor or change
-    its colours is told instead of done."""
+    """Text that may hold anything as a line for a terminal."""
     line = " ".join(text.split())
-    line = line if len(line) <= most else f"{line[: most - 3]}..."
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return readable(line if len(line) <= most else f"{line[: most - 3]}...")
 
 
 def _rest(stage: int, left: int) -> str:

@@ -13,7 +13,16 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Generic, Literal, NamedTuple, NotRequired, Self, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Generic,
+    Literal,
+    NamedTuple,
+    NotRequired,
+    Self,
+    TypeVar,
+)
 
 import xxhash
 from pydantic import (
@@ -26,8 +35,12 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
+from planaria.node.data.turns import Share
 from planaria.node.report.line_file import LineFile
 from planaria.node.wire import stage_pb2
+
+if TYPE_CHECKING:
+    from planaria.node.data.windows import AnyWindows
 
 MERGED = "ledger.jsonl"
 MOST_LINE = 32 * 2**20
@@ -57,6 +70,8 @@ class LedgerHeader(TypedDict):
     context: int
     content: str
     steps: NotRequired[Count]  # of the whole run
+    mixture: NotRequired[list[tuple[Count, Count]]]
+    """Samples of each corpus, and its turns; where there are several."""
 
 
 @with_config(ConfigDict(strict=True, extra="forbid"))
@@ -264,12 +279,12 @@ def _digest(line: Line) -> bytes:
     return xxhash.xxh3_128_digest(json.dumps({**line, "time": 0}, sort_keys=True).encode())
 
 
-def _difference(one: LedgerHeader, other: LedgerHeader) -> str:
+def _difference(first: LedgerHeader, second: LedgerHeader) -> str:
     """Between the runs that they are of."""
-    ours: dict[str, object] = {**one}
-    theirs: dict[str, object] = {**other}
-    differ = [key for key in ours if key != "steps" and ours[key] != theirs[key]]
-    return ", ".join(f"{key}: {ours[key]!r} and {theirs[key]!r}" for key in differ)
+    ours: dict[str, object] = {**first}
+    theirs: dict[str, object] = {**second}
+    pairs = [(key, ours.get(key), theirs.get(key)) for key in ours | theirs if key != "steps"]
+    return ", ".join(f"{key}: {one!r} and {two!r}" for key, one, two in pairs if one != two)
 
 
 def _read_header(path: Path) -> LedgerHeader:
@@ -435,12 +450,9 @@ class Wrong(NamedTuple):
 
 def _comparing(header: LedgerHeader) -> Callable[[Line], Wrong]:
     """What is wrong with a line. Raises LedgerError for a header without windows."""
-    from planaria.node.data.windows import Windows, microbatch_ids, samples_hash  # with numpy
+    from planaria.node.data.windows import microbatch_ids, samples_hash  # with numpy
 
-    try:
-        windows = Windows(header["seed"], header["samples"], header["batch"])
-    except ValueError as error:
-        raise LedgerError(f"the ledger's header is damaged: {error}") from error
+    windows = windows_in(header)
 
     def compare(line: Line) -> Wrong:
         ids, size = windows.ids(line["step"]), header["microbatch"]
@@ -448,6 +460,19 @@ def _comparing(header: LedgerHeader) -> Callable[[Line], Wrong]:
         return _compare(line, [(len(part), samples_hash(part).hex()) for part in parts])
 
     return compare
+
+
+def windows_in(header: LedgerHeader) -> AnyWindows:
+    """Of the run that a ledger is of. Raises LedgerError for a header that has none."""
+    from planaria.node.data.windows import windows_of  # with numpy
+
+    shares = [Share(*one) for one in header.get("mixture", [(header["samples"], 1)])]
+    try:
+        if sum(share.samples for share in shares) != header["samples"]:
+            raise ValueError(f"its corpora have not {header['samples']} samples together")
+        return windows_of(header["seed"], shares, header["batch"])
+    except ValueError as error:
+        raise LedgerError(f"the ledger's header is damaged: {error}") from error
 
 
 def _compare(line: Line, planned: Sequence[tuple[int, str]]) -> Wrong:

@@ -105,6 +105,8 @@ class LineFile:
     Nothing is raised: a node trains on without its files.
     """
 
+    taker = "its disk"
+
     def __init__(
         self,
         path: Path,
@@ -124,7 +126,7 @@ class LineFile:
         waited = self.waiting.waited(self._clock())
         if self._error or waited < STALLED:
             return self._error
-        return f"can't write {self.path}: its disk has not taken a line for {waited:.0f} s"
+        return f"can't write {self.path}: {self.taker} has not taken a line for {waited:.0f} s"
 
     @property
     def writing(self) -> bool:

@@ -96,9 +96,7 @@ class Story:
         self.samples: dict[str, Sampled] = {}  # the newest, by prompt
         self._holds: dict[str | None, int] = {}  # seat -> newest step in its weights
         self._serving: set[str | None] = set()  # seats
-        self._slots: dict[int, str] = {}  # process id -> slot
         self._nodes: dict[int, str] = {}  # process id -> its newest node
-        self._processes: dict[str, int] = {}  # node -> process id
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=RATE_OVER)
         self._losses: list[Entry] = []  # what `noticed_at` looks at
         self._in_place: dict[str, float] = {}  # node -> when it was last rebuilt, Unix seconds
@@ -110,19 +108,12 @@ class Story:
 
     def hear(self, entry: Entry) -> News | None:
         """Takes note of an entry. Returns what is worth a person's attention."""
-        news = self._take_note(entry)
-        return None if news is None else News(self.with_names(news.sentence), news.severity)
-
-    def _take_note(self, entry: Entry) -> News | None:
         if isinstance(entry.event, _TO_FIND_LOSSES):
             self._losses.append(entry)
         match entry.event:
-            case Started(slot=slot, pid=pid):
-                self._slots[pid] = slot
             case Joined(pid=pid) if entry.node is not None:
                 self._drop_rebuilds(self._nodes.get(pid))
                 self._nodes[pid] = entry.node
-                self._processes[entry.node] = pid
             case Serving():
                 self._serving.add(entry.node)
             case GivenBack():
@@ -235,13 +226,6 @@ class Story:
         if not self._recent or line["step"] > self._recent[-1]["step"]:
             self._recent.append(line)
         self.committed = max(self.committed, line["step"])
-
-    def with_names(self, sentence: str) -> str:
-        """`node-2.0` for a node that this swarm has started."""
-        for node, process in self._processes.items():
-            if process in self._slots:
-                sentence = sentence.replace(node, f"node-{self._slots[process]}")
-        return sentence
 
     def _drop_rebuilds(self, node: str | None) -> None:
         self.rebuilds = {seat: at for seat, at in self.rebuilds.items() if node_of(seat) != node}
@@ -393,8 +377,9 @@ def under_way(story: Story, now: float) -> RenderableType:
     there will be is not known, so the bar only moves."""
     grid = Table.grid(padding=(0, 2))
     for rebuild in story.rebuilds.values():
-        sources = story.with_names(", ".join(rebuild.sources))
-        what = f"rebuilding stage {rebuild.stage} by {rebuild.method} from {sources}"
+        what = f"rebuilding stage {rebuild.stage} by {rebuild.method}"
+        if rebuild.sources:
+            what += f" from {', '.join(rebuild.sources)}"
         far = [f"{max(0.0, now - rebuild.since):.1f} s"]
         if rebuild.residual is not None:
             first, last = rebuild.residual

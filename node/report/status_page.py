@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime, timedelta
+from typing import NoReturn
 
 from google.protobuf.json_format import MessageToJson
 from rich.console import Console, Group, RenderableType
@@ -26,7 +27,7 @@ from planaria.bootstrap.registry_pb2 import (
     Report,
     SeatReport,
 )
-from planaria.node.report.events import Severity
+from planaria.node.report.events import Severity, figure, shown
 from planaria.node.report.live_view import (
     progress,
     sampled,
@@ -45,19 +46,24 @@ REFRESH = 1.0
 """Seconds between two looks with --watch."""
 DECISIONS_SHOWN = 10
 EVICTIONS_SHOWN = 5
+LONGEST_LINE = 1000
+"""Characters of one with --watch, where no terminal is."""
 STANDING_STILL = frozenset(["idle", "syncing"])
 """Phases of a driver's node in which no step is under way."""
 
 
 async def status(client: RegistryClient, console: Console, watch: bool, as_json: bool) -> None:
-    """Prints the status, with `watch` until Ctrl-C, else once. Raises RegistryUnreachable, when
-    watching only if the first look fails, and JoinRefused."""
+    """Prints the status, with `watch` until Ctrl-C, else once: on a terminal a page that changes,
+    elsewhere the page and then a line for each change, as JSON an object a line. Raises
+    RegistryUnreachable, when watching only if the first look fails, and JoinRefused."""
     description = await client.describe(PATIENCE)
+    if as_json:
+        console.out(as_text(description, indent=None if watch else 2), highlight=False)
+    elif not (watch and console.is_terminal):
+        console.print(page(description))
+    if watch and (as_json or not console.is_terminal):
+        await _watch_by_lines(client, console, as_json, description)
     if not watch:
-        if as_json:
-            console.out(as_text(description), highlight=False)
-        else:
-            console.print(page(description))
         return
     with Live(page(description), console=console, auto_refresh=False, screen=False) as live:
         while True:
@@ -70,29 +76,67 @@ async def status(client: RegistryClient, console: Console, watch: bool, as_json:
                 live.update(Group(page(description), stale), refresh=True)
 
 
-def as_text(description: Description) -> str:
-    """The Describe message as JSON, with the names of the .proto file."""
+async def _watch_by_lines(
+    client: RegistryClient, console: Console, as_json: bool, description: Description
+) -> NoReturn:
+    """Where no terminal is, or a program reads."""
+    told, away = set(news_of(description)), ""
+    while True:
+        await asyncio.sleep(REFRESH)
+        try:
+            description = await client.describe(PATIENCE)
+            lines, away = news_of(description), ""
+        except RegistryUnreachable as error:
+            lines, away = ([] if away else [str(error)]), str(error)
+        if as_json and not away:
+            console.out(as_text(description, indent=None), highlight=False)
+        elif not as_json:
+            for line in lines:
+                if line not in told:
+                    console.out(f"{datetime.now():%H:%M:%S}  {line}", highlight=False)
+        if not away:
+            told = set(lines)
+
+
+def news_of(description: Description) -> list[str]:
+    """What somebody wants to hear of when it changes, a line each: decisions, troubles, messages,
+    samples, and how far the run is."""
+    members = description.members
+    lines = [*description.decisions]
+    lines += [f"the registry: {description.trouble}"] if description.trouble else []
+    lines += [f"{_named(m.member)}: {m.report.trouble}" for m in members if m.report.trouble]
+    heard = (_told_by(*news, description.view.driver) for news in _news(description).items())
+    lines += [str(text) for text in heard if text.style]  # else how far a step is
+    lines += map(str, _samples(description))
+    run, newest, committed = _run_file(description), _newest(description), _committed(description)
+    if run is not None and newest is not None and committed:
+        rate = _tokens_per_second(description)
+        loss = figure(newest.loss)
+        lines.append(f"step {committed} of {run.steps}, loss {loss}, {rate:,.0f} tokens/s")
+    return [shown(line, LONGEST_LINE) for line in lines]
+
+
+def as_text(description: Description, indent: int | None = 2) -> str:
+    """The Describe message as JSON, with the names of the .proto file; without `indent` in one
+    line."""
     return MessageToJson(
-        description, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        description,
+        preserving_proto_field_name=True,
+        always_print_fields_with_no_presence=True,
+        indent=indent,
     )
 
 
 def page(description: Description) -> RenderableType:
-    view = description.view
-    seats = [seat for one in description.members for seat in one.report.seats]
-    # A run that has gone back to files stands at an older step, of a newer lineage.
-    newest = max(seats, key=lambda seat: (seat.lineage, seat.committed), default=None)
-    run = _run_file(description)
-    told = (newest.lineage, newest.committed) if newest else (0, 0)
-    _, committed = max(told, (view.lineage, view.committed))
+    newest, run = _newest(description), _run_file(description)
     stages = max([s for one in description.members for s in stages_of(one.member)], default=0)
     if run is not None and run.model.stages is not None:
         stages = run.model.stages
     parts: list[RenderableType] = [_head(description)]
     if run is not None:
         loss = newest.loss if newest and newest.committed else math.nan
-        rate = max((seat.tokens_per_second for seat in seats), default=0.0)
-        parts += [progress(committed, run.steps, loss, rate)]
+        rate = _tokens_per_second(description)
+        parts += [progress(_committed(description), run.steps, loss, rate)]
     parts += [Rule(style="dim"), stage_table(description, stages)]
     parts += [Rule(style="dim"), _members(description)]
     for title, lines in (
@@ -111,6 +155,24 @@ def page(description: Description) -> RenderableType:
         for decision in description.decisions[-DECISIONS_SHOWN:]
     ]
     return Group(*parts)
+
+
+def _newest(description: Description) -> SeatReport | None:
+    """Of a seat that has the newest step. A run that has gone back to files stands at an older
+    step, of a newer lineage."""
+    seats = (seat for one in description.members for seat in one.report.seats)
+    return max(seats, key=lambda seat: (seat.lineage, seat.committed), default=None)
+
+
+def _committed(description: Description) -> int:
+    view, newest = description.view, _newest(description)
+    told = (newest.lineage, newest.committed) if newest else (0, 0)
+    return max(told, (view.lineage, view.committed))[1]
+
+
+def _tokens_per_second(description: Description) -> float:
+    seats = (seat for one in description.members for seat in one.report.seats)
+    return max((seat.tokens_per_second for seat in seats), default=0.0)
 
 
 def _run_file(description: Description) -> RunFile | None:
@@ -219,9 +281,8 @@ def _handovers(description: Description, run: RunFile | None) -> list[Text]:
     measured (`planaria probe`)."""
     if run is None or run.model.vocabulary is None:
         return []
-    config = run.model.config
-    told_by = [seat for one in description.members for seat in one.report.seats]
-    rate = max((seat.tokens_per_second for seat in told_by), default=0.0)
+    config = run.config
+    rate = _tokens_per_second(description)
     step = run.training.batch * config.context / rate if rate else 0.0
     seats = [(stage, one) for one in description.members for stage in stages_of(one.member)]
     count = Counter(stage for stage, _ in seats)
@@ -229,7 +290,7 @@ def _handovers(description: Description, run: RunFile | None) -> list[Text]:
     for stage, one in sorted(seats, key=lambda seat: seat[0]):
         links = one.report.links
         if count[stage] == 1 and links:
-            parameters = config.parameters[min(stage, 1)]
+            parameters = config.trained[min(stage, 1)]
             rtt = max(link.rtt_ms for link in links) / 1e3
             mbps = min(link.mbps for link in links)
             heirs.append(Handover(stage, parameters, step, rtt, mbps))

@@ -6,6 +6,7 @@ the merged ledger, by step. A run that was resumed has all its parts in one fold
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -100,6 +101,15 @@ def summarize(
         "policy": run.recovery.policy,
         "seed": run.seed,
     }
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """What the run came to that was written there; empty while it isn't over."""
+    try:
+        found: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found
 
 
 def parts(events: Iterable[Entry]) -> list[list[Entry]]:

@@ -9,22 +9,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from planaria.node.data.corpus import Corpus
+from planaria.bootstrap.registry_pb2 import CHECKSUM
+from planaria.node.data.corpus import UNSCORED
+from planaria.node.data.mixture import Data
 from planaria.node.hugging_face.checkpoint import Checkpoint, digest
 from planaria.node.ports import Learned
 from planaria.node.run_file import RunFile
+from planaria.node.stage.architecture import Architecture
 from planaria.node.stage.initial import Beginning, NotHereError
 from planaria.node.stage.lesson import StageLesson, boundary_tensor
-from planaria.node.stage.model import (
-    BodyStage,
-    EmbeddingStage,
-    Stage,
-    parameter_shapes,
-    with_weights,
-)
+from planaria.node.stage.lora import frozen, looked_with
+from planaria.node.stage.model import BodyStage, EmbeddingStage, Stage, with_weights
 from planaria.node.stage.next_stage import build as build_next_stage
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.stage.shape import ModelConfig
+from planaria.node.stage.shape import ModelConfig, trained_shapes
 from planaria.node.stage.work import TorchWork
 from planaria.node.state.boundary import Fetched
 from planaria.node.state.stage_state import StageState, StateId
@@ -35,13 +33,14 @@ from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError, Exchanges
 from planaria.node.wire.frames import Frame
 from planaria.recovery import checkfree
-from planaria.recovery.decide import INEXACT, ORIGIN
+from planaria.recovery.decide import ANEW, INEXACT, ORIGIN
 from planaria.recovery.snapshot import Layout
 
 
 class TorchStage:
     """One stage on `device`, as it is before the first step. Stage 0 needs the `corpus`, a run that
-    begins from a checkpoint the `checkpoint`: without it the stage is `weightless`.
+    begins from a checkpoint the `checkpoint`: without it the stage is `weightless`. One with an
+    architecture of its `own` needs that.
 
     Made in the compute thread, which all of it belongs to, but for the sizes of its tensors.
     """
@@ -53,15 +52,17 @@ class TorchStage:
         run: RunFile,
         config: ModelConfig,
         device: torch.device,
-        corpus: Corpus | None,
+        corpus: Data | None,
         checkpoint: Checkpoint | None = None,
+        own: Architecture | None = None,
     ) -> None:
         self.stage, self.run, self.config = stage, run, config
         self._device = device
-        self._beginning = Beginning(run, config, checkpoint)
+        self._beginning = Beginning(run, config, checkpoint, own)
         module, self.weightless = self._beginning.stage_or_zeros(stage)
         self.origin = checkpoint is not None and not self.weightless
         self._module = module.to(device)
+        self._base = None if config.lora is None else frozen(self._module)
         if isinstance(self._module, BodyStage):
             self._module.recompute = run.training.recompute
         self.optimizer = StageOptimizer.of_run(self._module, device, run)
@@ -94,19 +95,40 @@ class TorchStage:
         return Learned(self.digest(), self._omega, self.optimizer.steps)
 
     def initial(self, stage: int, lineage: int) -> StageState:
+        if self._base is None:
+            return _at_first(stage, lineage, self._of_checkpoint(stage))
+        return _at_first(stage, lineage, self._beginning.adapters(stage))
+
+    def of_checkpoint(self, stage: int) -> StageState:
+        weights = self._base if stage == self.stage and not self.weightless else None
+        if weights is None:
+            weights = self._of_checkpoint(stage)
+        return StageState(_before(stage, 0), {"weights": weights}, 0.0, 0, pb.Commit(), 0)
+
+    def _of_checkpoint(self, stage: int) -> Tensor:
+        """Flat, float32 [n] on the CPU. Raises ComplaintError."""
         try:
-            module = self._beginning.stage(stage)
+            module = self._beginning.base(stage)
         except NotHereError as error:
             raise ComplaintError(str(error)) from error
-        tensors = dict(StageOptimizer(module, torch.device("cpu")).state(optimizer=True))
-        made = StateId(stage, lineage, step=0, made=NEVER)
-        return StageState(made, tensors, 0.0, 0, pb.Commit(), 0)
+        return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+    @property
+    def lacking(self) -> int:
+        return self._base.numel() if self._base is not None and self.weightless else 0
+
+    def take_in(self, weights: Tensor, giver: str) -> None:
+        assert self._base is not None
+        self._check_origin(weights, giver)
+        self._base.copy_(weights)
+        self.weightless = False
 
     def put_in_place(self, sync: pb.Sync, states: Sequence[StageState]) -> Learned:
-        if sync.method not in INEXACT:
+        if sync.method not in INEXACT or sync.method == ANEW:
             (state,) = states
-            if sync.method == ORIGIN:
-                self._check_origin(state.tensors["weights"])
+            if sync.method == ORIGIN and self._base is None:
+                (source,) = sync.sources
+                self._check_origin(state.tensors["weights"], source.node)
             self.optimizer.load(state.tensors.items(), state.optimizer_step)
             self._omega = state.omega
             return self._learned()
@@ -119,13 +141,15 @@ class TorchStage:
         self.optimizer.load([("weights", weights)], 0)
         return self._learned()
 
-    def _check_origin(self, weights: Tensor) -> None:
+    def _check_origin(self, weights: Tensor, giver: str) -> None:
         """They are those that the run begins with. Raises ComplaintError."""
         content = self.run.model.content or ()
         if self.stage >= len(content) or digest([weights.cpu().numpy()]) != content[self.stage]:
             raise ComplaintError(
-                f"what came for stage {self.stage} isn't what is in the checkpoint that the run "
-                "begins from"
+                f"what {giver} gave for stage {self.stage} isn't what is in the checkpoint that "
+                "the run begins from",
+                [giver],
+                CHECKSUM,
             )
 
     def lesson(self, fetched: Fetched, lost: Collection[int]) -> StageLesson:
@@ -146,9 +170,9 @@ class TorchStage:
             raise ValueError(f"{length} tokens, not 1 to {self.config.context}")
         if any(x.shape[:2] != (rows, length) for x in shown):
             raise ValueError("targets of another shape than what they are of")
-        for x in shown:
-            wrong = x.dtype == torch.int64 and (x.min() < 0 or x.max() >= self.config.vocabulary)
-            if wrong:
+        for x in (x for x in shown if x.dtype == torch.int64):
+            tokens = x if len(shown) == 1 else x[x != UNSCORED]  # of targets
+            if ((tokens < 0) | (tokens >= self.config.vocabulary)).any():
                 raise ValueError(f"a token that is none of {self.config.vocabulary}")
         try:
             module = self._module if weights is None else self._with(weights)
@@ -164,7 +188,7 @@ class TorchStage:
 
     def _forms(self, losses: bool, head: bool) -> list[tuple[torch.dtype, tuple[int, ...]]]:
         """Of what is looked at: dtypes, and shapes but for rows and tokens."""
-        inner = (torch.float32, (self.config.dim,))
+        inner = (torch.float32, (self.config.crossing,))
         if self.stage == 0 and losses:
             return [inner, (torch.int64, ())]
         return [inner if self.stage > 0 or head else (torch.int64, ())]
@@ -172,7 +196,12 @@ class TorchStage:
     def _with(self, weights: Tensor) -> Stage:
         """The stage with these, float32 [n] as in `tensors`; kept as long as they are there."""
         if self._other is None or self._other[0]() is not weights:
-            made = with_weights(self.config, self.stage, weights.data.to(self._device))
+            there = weights.data.to(self._device)
+            own = self._beginning.own
+            if self._base is None:
+                made = with_weights(self.config, self.stage, there, own)
+            else:
+                made = looked_with(self.config, self.stage, self._base, there, own)
             self._other = weakref.ref(weights, self._drop_other), made
         return self._other[1]
 
@@ -182,6 +211,17 @@ class TorchStage:
 
     def boundary_tensor(self, frame: Frame) -> Tensor:
         return boundary_tensor(frame)
+
+
+def _before(stage: int, lineage: int) -> StateId:
+    """The first step."""
+    return StateId(stage, lineage, step=0, made=NEVER)
+
+
+def _at_first(stage: int, lineage: int, weights: Tensor) -> StageState:
+    moments = {name: torch.zeros_like(weights) for name in ("first_moment", "second_moment")}
+    tensors = {"weights": weights, **moments}
+    return StageState(_before(stage, lineage), tensors, 0.0, 0, pb.Commit(), 0)
 
 
 class Seat(Protocol):
@@ -196,11 +236,16 @@ class Seat(Protocol):
     def send(self, peer: str, item: Frame) -> bool: ...
 
 
-def make_twin(seat: Seat, device: torch.device, checkpoint: Checkpoint | None = None) -> Twin:
+def make_twin(
+    seat: Seat,
+    device: torch.device,
+    checkpoint: Checkpoint | None = None,
+    own: Architecture | None = None,
+) -> Twin:
     """A twin of the stage behind the seat's own, as it is at step 0. Called in the compute thread.
     Raises NotHereError."""
     behind = next_stage(seat.stage, seat.config.stages)
-    beginning = Beginning(seat.run, seat.config, checkpoint)
+    beginning = Beginning(seat.run, seat.config, checkpoint, own)
     optimizer, forward = build_next_stage(behind, beginning, device)
     return Twin(
         node=seat.node,
@@ -215,5 +260,5 @@ def make_twin(seat: Seat, device: torch.device, checkpoint: Checkpoint | None = 
 
 
 def layout_of(config: ModelConfig, stage: int) -> Layout:
-    """How the stage's tensors lie in its flat ones."""
-    return Layout(parameter_shapes(config, stage))
+    """How the stage's tensors lie in its flat ones. Raises ValueError where none is trained."""
+    return Layout(trained_shapes(config, stage).values())

@@ -7,9 +7,12 @@ import logging
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from planaria.node.hugging_face.checkpoint import Checkpoint
 from planaria.node.run_file import RunFile
+from planaria.node.stage.architecture import Architecture
+from planaria.node.stage.lora import adapt, initial_adapters
 from planaria.node.stage.model import Stage, build_stage, empty_stage
 from planaria.node.stage.shape import ModelConfig
 
@@ -22,17 +25,31 @@ class NotHereError(ValueError):
 
 class Beginning(NamedTuple):
     """What a machine knows of it. `checkpoint`: where it has that of `model.from`; None: it
-    hasn't, or the run begins from no checkpoint."""
+    hasn't, or the run begins from no checkpoint. `own`: what the code of `model.module` builds."""
 
     run: RunFile
     config: ModelConfig
     checkpoint: Checkpoint | None = None
+    own: Architecture | None = None
 
     def stage(self, stage: int) -> Stage:
-        """Float32 on the CPU. Raises NotHereError."""
+        """Float32 on the CPU, with its adapters if it has any. Raises NotHereError."""
+        return self._adapted(self.base(stage), stage)
+
+    def _adapted(self, module: Stage, stage: int) -> Stage:
+        if self.config.lora is None:
+            return module
+        return adapt(module, self.config, stage, self.adapters(stage))
+
+    def adapters(self, stage: int) -> Tensor:
+        """Flat, float32 [n]; anybody can make them."""
+        return initial_adapters(self.config, stage, self.run.seed)
+
+    def base(self, stage: int) -> Stage:
+        """Without adapters. Raises NotHereError."""
         origin, content = self.run.model.origin, self.run.model.content
         if origin is None:
-            return build_stage(self.config, stage, self.run.seed)
+            return build_stage(self.config, stage, self.run.seed, self.own)
         if self.checkpoint is None or content is None:
             raise NotHereError(f"{origin} is not on this machine")
         folder, wanted = self.checkpoint.folder, content[stage]
@@ -52,10 +69,10 @@ class Beginning(NamedTuple):
         return module
 
     def stage_or_zeros(self, stage: int) -> tuple[Stage, bool]:
-        """And whether these are zeros, since it can't be had here."""
+        """As `stage`; and whether all but adapters are zeros, since it can't be had here."""
         try:
             return self.stage(stage), False
         except NotHereError as error:
             level = logging.INFO if self.checkpoint is None else logging.WARNING
             log.log(level, "%s: a node that has it gives this one its weights", error)
-            return empty_stage(self.config, stage), True
+            return self._adapted(empty_stage(self.config, stage), stage), True

@@ -1,15 +1,18 @@
-"""LLaMA, cut into stages, and the models that are like it but for biases, norms and RoPE.
+"""A model, cut into stages: LLaMA, those that are like it but for biases, norms and RoPE, and
+architectures of a run's own (architecture.py).
 
 Stage 0 holds both ends of the model: token embedding, final norm and LM head, which is the
 embedding once more where they are tied. Body stages 1..L hold the same number of transformer blocks
-each, under the same names. Weights map one to one to those of Hugging Face's `LlamaForCausalLM` and
-its kin (node/hugging_face/layout.py).
+each, under the same names. LLaMA's weights map one to one to those of Hugging Face's
+`LlamaForCausalLM` and its kin (node/hugging_face/layout.py).
 """
 
 from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +20,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from planaria.node.stage.architecture import Architecture
 from planaria.node.stage.shape import ModelConfig, named_shapes
 
 
@@ -50,13 +54,18 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.dim, kv_dim, bias=config.qkv_biases)
         self.v_proj = nn.Linear(config.dim, kv_dim, bias=config.qkv_biases)
         self.o_proj = nn.Linear(q_dim, config.dim, bias=False)
+        if config.qkv_biases:
+            for projection in (self.q_proj, self.k_proj, self.v_proj):
+                nn.init.zeros_(projection.bias)
         self.q_norm: nn.RMSNorm | None = None
         self.k_norm: nn.RMSNorm | None = None
         if config.qk_norms:
             self.q_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
             self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        """`mask`: bool [B, 1, T, T], what each token attends to; None: all before it, and it."""
+
         def heads(projected: Tensor) -> Tensor:  # [B, T, n * head_dim] -> [B, n, T, head_dim]
             return projected.view(*projected.shape[:2], -1, self.head_dim).transpose(1, 2)
 
@@ -64,7 +73,9 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        y = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, enable_gqa=self.grouped
+        )
         out: Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
         return out
 
@@ -89,42 +100,95 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.dim, config.norm_eps)
         self.mlp = SwiGLU(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
+
+
+def within_documents(begins: Tensor) -> Tensor:
+    """What each token attends to, bool [B, 1, T, T]: those of its document that aren't behind it.
+    `begins` [B, T] isn't 0 where a document begins.
+
+    Positions needn't begin anew: RoPE turns by how far two tokens are from each other.
+    """
+    document = (begins != 0).cumsum(dim=1)
+    return (document[:, None, :, None] == document[:, None, None, :]).tril()
 
 
 class BodyStage(nn.Module):
     """Blocks of one body stage. All body stages have the same names and shapes."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers_per_stage))
+        self.layers = nn.ModuleList(blocks)
         self.recompute = False  # drop the blocks' activations and compute them again in backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Float [B, T, crossing] to the same, T at most the context. Raises ValueError."""
+        return self._through(x, *self.beside(x.shape[1]))
+
+    def _through(self, x: Tensor, *beside: Tensor) -> Tensor:
+        for block in self.layers:
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, *beside, use_reentrant=False)
+            else:
+                x = block(x, *beside)
+        return x.float()  # under autocast an own block's may be of fewer bits
+
+    def beside(self, length: int) -> tuple[Tensor, ...]:
+        """What blocks get beside x for so many tokens. Raises ValueError."""
+        return ()
+
+
+class LlamaBody(BodyStage):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(Block(config) for _ in range(config.layers_per_stage))
+        self.dim, self.block_causal = config.dim, config.block_causal
         cos, sin = rope_tables(config)
         self.cos = nn.Buffer(cos, persistent=False)
         self.sin = nn.Buffer(sin, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Float [B, T, dim] to the same, T at most the context. Raises ValueError."""
-        length = x.shape[1]
+        if not self.block_causal:
+            return super().forward(x)
+        x, begins = x[..., : self.dim], x[..., self.dim :]
+        mask = within_documents(begins[..., 0])
+        y = self._through(x, *self.beside(x.shape[1]), mask)
+        return torch.cat((y, begins.to(y.dtype)), dim=-1)
+
+    def beside(self, length: int) -> tuple[Tensor, ...]:
         if length > len(self.cos):
             raise ValueError(f"{length} tokens don't fit in the context of {len(self.cos)}")
-        cos, sin = self.cos[:length], self.sin[:length]
-        for block in self.layers:
-            if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, cos, sin, use_reentrant=False)
-            else:
-                x = block(x, cos, sin)
-        return x
+        return self.cos[:length], self.sin[:length]
 
 
 class EmbeddingStage(nn.Module):
     """Stage 0: where a microbatch starts and where its loss is."""
 
+    def embed(self, tokens: Tensor, begins: Tensor | None = None) -> Tensor:
+        """int64 [B, T] to float [B, T, crossing]. `begins`, bool [B, T], says where documents
+        begin; None: all of a row is one."""
+        raise NotImplementedError
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Float [B, T, crossing] to [B, T, vocabulary]."""
+        raise NotImplementedError
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Sum of the tokens' losses in nats, float32 scalar; x [B, T, crossing], targets int64
+        [B, T], -100 where none is scored.
+
+        A sum, so that microbatches of any size add up to the window's.
+        """
+        logits = self.logits(x).float().flatten(0, 1)
+        return F.cross_entropy(logits, targets.flatten(), reduction="sum")
+
+
+class LlamaEnds(EmbeddingStage):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.dim, self.block_causal = config.dim, config.block_causal
         weights = torch.empty(config.vocabulary, config.dim)
         self.embed_tokens = nn.Embedding(config.vocabulary, config.dim, _weight=weights)
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
@@ -132,22 +196,38 @@ class EmbeddingStage(nn.Module):
         if not config.tied:
             self.lm_head = nn.Linear(config.dim, config.vocabulary, bias=False)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """int64 [B, T] to float [B, T, dim]."""
-        return F.embedding(tokens, self.embed_tokens.weight)
+    def embed(self, tokens: Tensor, begins: Tensor | None = None) -> Tensor:
+        x = F.embedding(tokens, self.embed_tokens.weight)
+        if not self.block_causal:
+            return x
+        begins = torch.zeros_like(tokens) if begins is None else begins
+        return torch.cat((x, begins[..., None].to(x.dtype)), dim=-1)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Float [B, T, dim] to [B, T, vocabulary]."""
+        if self.block_causal:
+            x = x[..., : self.dim]
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         return F.linear(self.norm(x), head.weight)
 
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Sum of the tokens' losses in nats, float32 scalar; x [B, T, dim], targets int64 [B, T].
 
-        A sum, so that microbatches of any size add up to the window's.
-        """
-        logits = self.logits(x).float().flatten(0, 1)
-        return F.cross_entropy(logits, targets.flatten(), reduction="sum")
+class OwnEnds(EmbeddingStage):
+    """Those of an architecture of the run's own."""
+
+    def __init__(self, ends: nn.Module) -> None:
+        super().__init__()
+        self.ends = ends
+
+    def embed(self, tokens: Tensor, begins: Tensor | None = None) -> Tensor:
+        x: Tensor = self.ends.embed(tokens)  # type: ignore[operator]
+        return x.float()
+
+    def logits(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.ends.logits(x)  # type: ignore[operator]
+        return logits
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        own = getattr(self.ends, "loss", None)
+        return super().loss(x, targets) if own is None else own(x, targets)
 
 
 Stage = EmbeddingStage | BodyStage
@@ -158,45 +238,50 @@ def parameter_shapes(config: ModelConfig, stage: int) -> list[torch.Size]:
     return [torch.Size(shape) for shape in named_shapes(config, stage).values()]
 
 
-def _stage(config: ModelConfig, stage: int) -> Stage:
-    """A stage whose weights are not initialised."""
-    return EmbeddingStage(config) if stage == 0 else BodyStage(config)
-
-
-def empty_stage(config: ModelConfig, stage: int) -> Stage:
-    """A stage on the CPU in float32, all of whose weights are 0. Raises ValueError for a stage that
-    isn't there."""
+def _stage(config: ModelConfig, stage: int, own: Architecture | None) -> Stage:
+    """A stage whose weights are not initialised. Raises ValueError."""
     if not 0 <= stage <= config.stages:
         raise ValueError(f"no stage {stage}: the model has stages 0 to {config.stages}")
-    with torch.random.fork_rng(devices=[]):  # torch's own layers draw initial weights of theirs
-        module = _stage(config, stage)
+    if config.own is None:
+        return LlamaEnds(config) if stage == 0 else LlamaBody(config)
+    if own is None:
+        raise ValueError(f"the code of the model, {config.own.module}, isn't loaded here")
+    if stage == 0:
+        return OwnEnds(own.ends())
+    first = (stage - 1) * config.layers_per_stage
+    return BodyStage(own.block(first + layer) for layer in range(config.layers_per_stage))
+
+
+def empty_stage(config: ModelConfig, stage: int, own: Architecture | None = None) -> Stage:
+    """A stage on the CPU in float32, all of whose weights are 0; `own`: the loaded architecture of
+    a run that has one of its own. Raises ValueError for a stage that isn't there."""
+    with torch.random.fork_rng(devices=[]):  # layers draw initial weights of theirs
+        module = _stage(config, stage, own)
     for parameter in module.parameters():
         parameter.data.zero_()
     return module
 
 
-def build_stage(config: ModelConfig, stage: int, seed: int) -> Stage:
+def build_stage(
+    config: ModelConfig, stage: int, seed: int, own: Architecture | None = None
+) -> Stage:
     """A stage on the CPU in float32; its initial weights follow from (seed, stage, layer).
 
-    Normal(0, 0.02), the two projections into the residual stream by 1/sqrt(2 layers) smaller
-    (GPT-2, section 2.3); norms start at 1, biases at 0. Every replica makes the same ones; the
-    global random state is neither used nor changed. Raises ValueError for a stage that isn't there.
+    Normal, with LLaMA's deviations or those of the run's `own` architecture; where that is 0 they
+    are as the module's constructor has made them. Every replica makes the same ones; the global
+    random state is neither used nor changed. Raises ValueError for a stage that isn't there.
     """
-    if not 0 <= stage <= config.stages:
-        raise ValueError(f"no stage {stage}: the model has stages 0 to {config.stages}")
-    with torch.random.fork_rng(devices=[]):  # torch's own layers draw initial weights of theirs
-        module = _stage(config, stage)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(_seed(seed, stage, config.layers))
+        module = _stage(config, stage, own)
+    deviation = partial(_deviation, config) if own is None else own.deviation
     parts = module.layers if isinstance(module, BodyStage) else [module]
     for layer, part in enumerate(parts):
-        key = struct.pack("<QQQ", seed, stage, layer)
-        generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(key))
+        generator = torch.Generator().manual_seed(_seed(seed, stage, layer))
         for name, parameter in part.named_parameters():
-            if parameter.dim() == 1:  # the weight of a norm, which starts at one, or a bias
-                if name.endswith(".bias"):
-                    parameter.data.zero_()
+            std = deviation(name.removeprefix("ends."), tuple(parameter.shape))
+            if std == 0:
                 continue
-            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-            std = 0.02 / (2 * config.layers) ** 0.5 if residual else 0.02
             # float32 normals differ from one instruction set to the next; float64 ones, rounded,
             # agree but for rare last bits
             drawn = torch.empty(parameter.shape, dtype=torch.float64)
@@ -204,18 +289,39 @@ def build_stage(config: ModelConfig, stage: int, seed: int) -> Stage:
     return module
 
 
-def with_weights(config: ModelConfig, stage: int, weights: Tensor) -> Stage:
+def _seed(seed: int, stage: int, layer: int) -> int:
+    return xxhash.xxh3_64_intdigest(struct.pack("<QQQ", seed, stage, layer))
+
+
+def _deviation(config: ModelConfig, name: str, shape: tuple[int, ...]) -> float:
+    """LLaMA's: 0.02, of the two projections into the residual stream less by 1/sqrt(2 layers)
+    (GPT-2, section 2.3); norms start at 1, biases at 0."""
+    if len(shape) == 1:
+        return 0.0
+    residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    return 0.02 / (2 * config.layers) ** 0.5 if residual else 0.02
+
+
+def with_weights(
+    config: ModelConfig, stage: int, weights: Tensor, own: Architecture | None = None
+) -> Stage:
     """A stage whose parameters are views of `weights`, its flat ones, float32 [n]; for looking at
     what it makes of something, not for training."""
+    if own is not None:  # it may have buffers
+        module = empty_stage(config, stage, own).to(weights.device)
+        split = torch.split(weights, [parameter.numel() for parameter in module.parameters()])
+        for parameter, part in zip(module.parameters(), split, strict=True):
+            parameter.data = part.view(parameter.shape)
+        return module.requires_grad_(False)
     with torch.device("meta"):
-        module = _stage(config, stage)
+        module = _stage(config, stage, None)
     at = 0
     for name, parameter in list(module.named_parameters()):
         owner, _, local = name.rpartition(".")
         part = weights[at : at + parameter.numel()].view(parameter.shape)
         setattr(module.get_submodule(owner), local, nn.Parameter(part, requires_grad=False))
         at += parameter.numel()
-    if isinstance(module, BodyStage):
+    if isinstance(module, LlamaBody):
         cos, sin = rope_tables(config)
         module.cos, module.sin = (
             nn.Buffer(cos.to(weights.device)),

@@ -52,7 +52,8 @@ def digest(*flats: Tensor, steps: int = 0) -> bytes:
 
 
 class StageOptimizer:
-    """AdamW (arXiv 1711.05101) for a module whose parameters are all float32.
+    """AdamW (arXiv 1711.05101) for a module whose parameters are all float32; those that require
+    no gradient stay as they are.
 
     `weights`, `gradient`, `first_moment` and `second_moment` are flat float32 tensors on `device`,
     in the order of `module.named_parameters()`. The module is moved there; its parameters and their
@@ -69,13 +70,15 @@ class StageOptimizer:
         betas: tuple[float, float] = BETAS,
         weight_decay: float = 0.0,
     ) -> None:
-        parameters = dict(module.to(device).named_parameters())
-        if not parameters:
+        there = dict(module.to(device).named_parameters())
+        if not there:
             raise ValueError(f"{type(module).__name__} has no parameters to optimize")
+        parameters = {name: one for name, one in there.items() if one.requires_grad}
         for name, parameter in parameters.items():
             if parameter.dtype != torch.float32:
                 raise ValueError(f"{name} is {parameter.dtype}, only torch.float32 is optimized")
-        self.weights = torch.cat([p.detach().flatten() for p in parameters.values()])
+        flat = [parameter.detach().flatten() for parameter in parameters.values()]
+        self.weights = torch.cat([torch.empty(0, device=device), *flat])
         self.gradient = torch.zeros_like(self.weights)
         self.first_moment = torch.zeros_like(self.weights)
         self.second_moment = torch.zeros_like(self.weights)

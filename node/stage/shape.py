@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from planaria.node.run_file import ModelSection
+    from planaria.node.run_file import LoraSection, ModelSection
 
 
 class Preset(NamedTuple):
@@ -35,15 +36,23 @@ BETAS = (0.9, 0.999)
 """Adam's, if the run says nothing else: what an update leaves of its first and second moments."""
 
 
-SEAT_BYTES = 1.5 * 16
-"""That a seat takes for each parameter: weight, gradient and moments in float32, and half as much
-again for what is computed of them."""
+ADAM_BYTES = 16
+"""For each parameter that is trained: weight, gradient and two moments, all float32."""
+FROZEN_BYTES = 4
+"""For each that isn't: float32."""
+COMPUTED: Final = 1.5
+"""Of that, what a seat takes with what is computed of it."""
 
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 """As Hugging Face's `model_type` has it. qwen2's q, k and v have biases, qwen3's q and k norms."""
+AttentionMask = Literal["causal", "block_causal"]
+"""What a token attends to: all before it in its sample, or those of its document. As torchtitan
+calls it."""
 FINE_TUNING: Final = 2e-5
 """Peak learning rate for a model that was trained before, when the run file has none."""
+FOR_ADAPTERS: Final = 2e-4
+"""The same, when adapters are trained: of LoRA's paper for its largest model (Table 12)."""
 LONGEST: Final = 4096
 """Tokens a sample at most, for such a model, where nobody says how many."""
 
@@ -57,6 +66,34 @@ class RopeScaling(NamedTuple):
     low: float
     high: float
     positions: int
+
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+"""Of parameters, by name, in their order."""
+
+
+class Own(NamedTuple):
+    """An architecture of the run's own (architecture.py), as far as it is known without its code;
+    where that hasn't been looked at yet, it has no parameters."""
+
+    module: str  # package.module:build
+    source: str = ""  # digest of its code
+    ends: Shapes = ()  # of stage 0
+    block: Shapes = ()  # of each of the layers
+
+
+class Lora(NamedTuple):
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685), which are trained in place of the
+    weights: a matrix W of the body [out, in] computes as W + alpha / rank B A, with A [rank, in]
+    and B [out, rank]."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]  # the last part of the names of the modules whose W these are
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
 
 
 def divisors(whole: int) -> list[int]:
@@ -85,13 +122,18 @@ class ModelConfig:
     positions: int | None = None  # that the model knows; None: no more than the context
     window: int | None = None  # tokens that attention looks back over; None: all
     rope_scaling: RopeScaling | None = None
+    own: Own | None = None  # what there is in place of LLaMA
+    lora: Lora | None = None  # all that is trained, if not all weights are
+    attn_mask_type: AttentionMask = "causal"
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, int | float) and name != "tied" and value <= 0:
                 raise ValueError(f"model: {name} = {value} must be greater than 0")
-        own = self.width_of_head is not None
-        wholes = (("layers", "stages"), ("heads", "kv_heads"), *([] if own else [("dim", "heads")]))
+        wide = self.width_of_head is not None
+        wholes = [("layers", "stages")]
+        if self.own is None:
+            wholes += [("heads", "kv_heads"), *([] if wide else [("dim", "heads")])]
         for whole, part in wholes:
             a, b = getattr(self, whole), getattr(self, part)
             if a % b:
@@ -100,10 +142,15 @@ class ModelConfig:
                     f"model: {whole} = {a} must be a multiple of {part} = {b}: choose {part} out "
                     f"of {fit}, or other {whole}"
                 )
-        if self.head_dim % 2:
-            what = "head_dim" if own else "dim / heads"
+        if self.own is None and self.head_dim % 2:
+            what = "head_dim" if wide else "dim / heads"
             raise ValueError(
                 f"model: {what} = {self.head_dim} must be even: RoPE turns pairs of features"
+            )
+        if self.own is not None and self.block_causal:
+            raise ValueError(
+                f"model: attn_mask_type = block_causal is LLaMA's, and {self.own.module} sees a "
+                "sample as one document: leave it out"
             )
         most = min(self.window or self.context, self.positions or self.context)
         if self.context > most:
@@ -121,6 +168,17 @@ class ModelConfig:
         return self.width_of_head or self.dim // self.heads
 
     @property
+    def block_causal(self) -> bool:
+        """Whether a token attends to those of its own document only."""
+        return self.attn_mask_type == "block_causal"
+
+    @property
+    def crossing(self) -> int:
+        """Features of a token between two stages; with block-causal attention the last one is 1
+        where a document begins, and else 0."""
+        return self.dim + self.block_causal
+
+    @property
     def qkv_biases(self) -> bool:
         return self.family == "qwen2"
 
@@ -131,6 +189,10 @@ class ModelConfig:
     @property
     def parameters(self) -> tuple[int, int]:
         """Of stage 0, and of a body stage."""
+        if self.own is not None:
+            own = (sum(math.prod(shape) for _, shape in of) for of in self.own[2:])
+            ends, block = own
+            return ends, self.layers_per_stage * block
         q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = 2 * self.dim * (q + k)
         attention += (q + 2 * k) * self.qkv_biases + 2 * self.head_dim * self.qk_norms
@@ -139,14 +201,84 @@ class ModelConfig:
         return ends, self.layers_per_stage * layer
 
     @property
+    def trained(self) -> tuple[int, int]:
+        """Parameters that are, of stage 0, and of a body stage."""
+        if self.lora is None:
+            return self.parameters
+        of = [trained_shapes(self, stage).values() for stage in (0, 1)]
+        first, body = (sum(map(math.prod, shapes)) for shapes in of)
+        return first, body
+
+    @property
+    def stage_bytes(self) -> tuple[int, int]:
+        """Memory of weights and of what they are trained by: stage 0, and a body stage."""
+        frozen = 0 if self.lora is None else FROZEN_BYTES
+        first, body = (
+            ADAM_BYTES * trained + frozen * parameters
+            for trained, parameters in zip(self.trained, self.parameters, strict=True)
+        )
+        return first, body
+
+    @property
     def seat_bytes(self) -> float:
         """Memory of a node that serves the largest stage."""
-        return SEAT_BYTES * max(self.parameters)
+        return COMPUTED * max(self.stage_bytes)
+
+
+def trained_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]]:
+    """The parameters that are trained, which lie in the stage's flat tensors in this order, and
+    their shapes: all that the stage has, or its adapters, as peft calls them."""
+    shapes, lora = named_shapes(config, stage), config.lora
+    if lora is None:
+        return shapes
+    found: dict[str, tuple[int, ...]] = {}
+    for module, (rows, columns) in adapted(config, stage).items():
+        found[f"{module}.lora_A.weight"] = (lora.rank, columns)
+        found[f"{module}.lora_B.weight"] = (rows, lora.rank)
+    return found
+
+
+def adapted(config: ModelConfig, stage: int) -> dict[str, tuple[int, int]]:
+    """The modules of the stage that have adapters, and the shapes of their weights. Embedding and
+    head have none."""
+    targets = config.lora.targets if config.lora is not None and stage > 0 else ()
+    return {
+        module: shape
+        for module, shape in matrices(config, stage).items()
+        if _last(module) in targets
+    }
+
+
+def matrices(config: ModelConfig, stage: int) -> dict[str, tuple[int, int]]:
+    """The modules of the stage whose weight is a matrix, and its shape."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, shape in named_shapes(config, stage).items():
+        module, _, what = name.rpartition(".")
+        if what == "weight" and len(shape) == 2:
+            rows, columns = shape
+            found[module] = rows, columns
+    return found
+
+
+def matrix_names(config: ModelConfig) -> list[str]:
+    """What adapters can be trained of, as `Lora.targets` has it."""
+    return list(dict.fromkeys(map(_last, matrices(config, 1))))
+
+
+def _last(module: str) -> str:
+    return module.rpartition(".")[2]
 
 
 def named_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]]:
-    """The stage's parameters as Hugging Face calls them, and their shapes, in the order in which
-    they lie in its flat tensors, which is that of its module (model.py)."""
+    """The stage's parameters as Hugging Face calls them, and their shapes, in the order of
+    its module (model.py); of an architecture of the
+    run's own as that calls them, and `layers.N.` before those of a block."""
+    first = (stage - 1) * config.layers_per_stage
+    if config.own is not None:
+        layers = range(first, first + config.layers_per_stage) if stage else ()
+        return dict(config.own.ends if not stage else ()) | {
+            f"layers.{layer}.{name}": shape for layer in layers for name, shape in config.own.block
+        }
     dim, hidden, width = config.dim, config.hidden, config.head_dim
     table = (config.vocabulary, dim)
     if stage == 0:
@@ -164,7 +296,6 @@ def named_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]]:
     block["post_attention_layernorm.weight"] = (dim,)
     block |= {"mlp.gate_proj.weight": (hidden, dim), "mlp.up_proj.weight": (hidden, dim)}
     block["mlp.down_proj.weight"] = (dim, hidden)
-    first = (stage - 1) * config.layers_per_stage
     return {
         f"model.layers.{layer}.{name}": shape
         for layer in range(first, first + config.layers_per_stage)
@@ -172,8 +303,11 @@ def named_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def model_config(section: ModelSection, vocabulary: int) -> ModelConfig:
-    """The preset with the section's overrides, for data with `vocabulary` token ids.
+def model_config(
+    section: ModelSection, vocabulary: int, lora: LoraSection | None = None
+) -> ModelConfig:
+    """The preset with the section's overrides, for data with `vocabulary` token ids, and what of it
+    is trained.
 
     What follows from an overridden figure follows it: `kv_heads` is the number of heads, `hidden`
     8/3 dim rounded up to 256s (LLaMA's rule). Other `stages` divide the same layers. Raises
@@ -193,6 +327,7 @@ def model_config(section: ModelSection, vocabulary: int) -> ModelConfig:
     layers = section.layers or preset.layers
     if section.origin is not None and section.layers is None:
         layers = section.stages or preset.stages  # until the checkpoint says how many it has
+    trained_before = FINE_TUNING if lora is None else FOR_ADAPTERS
     return ModelConfig(
         vocabulary=section.vocabulary or vocabulary,
         dim=dim,
@@ -204,11 +339,14 @@ def model_config(section: ModelSection, vocabulary: int) -> ModelConfig:
         hidden=section.hidden or -(-8 * dim // (3 * 256)) * 256,
         rope_theta=section.rope_theta,
         norm_eps=section.norm_eps or 1e-5,
-        learning_rate=FINE_TUNING if section.origin else preset.learning_rate,
+        learning_rate=trained_before if section.origin else preset.learning_rate,
         family=section.family or "llama",
         tied=section.tied or False,
         width_of_head=section.head_dim,
         positions=section.positions,
         window=section.window,
         rope_scaling=RopeScaling(*section.rope_scaling.figures) if section.rope_scaling else None,
+        own=section.own,
+        lora=None if lora is None else Lora(lora.rank, lora.alpha, lora.targets),
+        attn_mask_type=section.attn_mask_type,
     )

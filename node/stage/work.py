@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planaria.node.data.corpus import Corpus
-from planaria.node.data.windows import Windows, microbatch_ids, samples_hash
+from planaria.node.data.corpus import TRAIN, UNSCORED, VALIDATION
+from planaria.node.data.mixture import Data, beginnings, count_scored, inputs_and_targets, windows
+from planaria.node.data.windows import microbatch_ids, samples_hash
 from planaria.node.run_file import RunFile
 from planaria.node.stage.compute import waiting_for_disk
 from planaria.node.stage.model import BodyStage, EmbeddingStage
@@ -29,7 +30,14 @@ from planaria.node.transaction.attempt import Done, Visit
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
-from planaria.node.wire.frames import Form, Frame, NonFiniteError, WireError, check_forms
+from planaria.node.wire.frames import (
+    FiguresError,
+    Form,
+    Frame,
+    NonFiniteError,
+    WireError,
+    check_forms,
+)
 from planaria.node.wire.tensors import decode, encode, finite
 
 
@@ -40,7 +48,8 @@ class _Begun:
     ballot: Ballot
     begin: pb.Begin
     saved: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Input and output, by microbatch and position: what the backward pass needs."""
+    """Input and output, by microbatch and position: what the backward pass needs; at position 0
+    targets and output."""
     homes: dict[int, pb.Home] = field(default_factory=dict)
     """Of the microbatches that are out, as far as they are known."""
     spent: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -55,6 +64,8 @@ class _Begun:
     """Microbatches of which something was done here."""
     given_up: set[int] = field(default_factory=set)
     """Those of which nothing was, nor will be."""
+    scored: int | None = None
+    """Tokens of the whole window that are scored, once they have been counted."""
 
 
 class TorchWork:
@@ -68,13 +79,13 @@ class TorchWork:
         run: RunFile,
         config: ModelConfig,
         device: torch.device,
-        corpus: Corpus | None = None,
+        corpus: Data | None = None,
         twin: Twin | None = None,
     ) -> None:
         self.node, self.optimizer = node, optimizer
         self.run, self.config, self.device = run, config, device
         self.corpus, self.twin = corpus, twin
-        shape = run.training.microbatch, config.context, config.dim
+        shape = run.training.microbatch, config.context, config.crossing
         self._forms = {
             "activation": Form("float32", shape, run.wire.activations),
             "gradient": Form("float32", shape, run.wire.gradients),
@@ -86,8 +97,7 @@ class TorchWork:
         else:
             self._blocks: Callable[[Tensor], Tensor] = compiled(module)
         if corpus is not None:
-            samples = corpus.count("train", config.context)
-            self._windows = Windows(run.seed, samples, run.training.batch)
+            self._windows = windows(corpus, run.seed, config.context, run.training.batch)
 
     def begin(self, ballot: Ballot, begin: pb.Begin) -> None:
         self._begun = _Begun(ballot, begin)
@@ -116,13 +126,13 @@ class TorchWork:
         if not self._takes_up(ballot, visit):
             return None
         started = time.perf_counter()
-        ids, tokens = self._samples(visit.microbatch)
+        ids, targets, inputs = self._samples(visit.microbatch)
         self._begun.homes[visit.microbatch] = pb.Home(
             microbatch=visit.microbatch, samples=len(ids), samples_hash=samples_hash(ids)
         )
         with self._mode():
-            x = self._embed(tokens[:, :-1])
-        self._save(visit, tokens, x)
+            x = self._embed(*inputs)
+        self._save(visit, targets, x)
         return self._onward("activation", visit, x, started)
 
     def forward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
@@ -144,7 +154,8 @@ class TorchWork:
         started = time.perf_counter()
         into, out = self._begun.saved.pop((visit.microbatch, visit.position))
         with self._into_gradient_of(visit):
-            out.backward(gradient)  # type: ignore[no-untyped-call]
+            if out.requires_grad:  # else the embedding isn't trained
+                out.backward(gradient)  # type: ignore[no-untyped-call]
         if visit.position == 0:
             self._spend(visit, started)
             done = Done(home=self._begun.homes.pop(visit.microbatch), kept=self._kept)
@@ -154,36 +165,49 @@ class TorchWork:
         return done._replace(seconds=self._begun.spent.pop(visit.microbatch))
 
     def _head(self, visit: Visit, x: Tensor) -> Done:
+        scored = 0 if self._evaluating else self._scored_in_window()
         started = time.perf_counter()
-        tokens, _ = self._begun.saved[visit.microbatch, 0]
-        targets = tokens[:, 1:]
+        targets, _ = self._begun.saved[visit.microbatch, 0]
         with self._mode():
             loss = self._loss(x.requires_grad_(not self._evaluating), targets)
         home = self._begun.homes[visit.microbatch]
-        home.loss, home.tokens = loss.item(), targets.numel()
+        home.loss, home.tokens = loss.item(), int((targets != UNSCORED).sum())
         if self._evaluating:
             del self._begun.saved[visit.microbatch, 0]
             return Done(home=self._begun.homes.pop(visit.microbatch))
-        # Each token weighs the same in the window, whoever computes it: gradients simply add up.
-        window = self.run.training.batch * self.config.context
+        # Each scored token weighs the same in the window, whoever computes it: gradients simply add
+        # up.
         with self._into_gradient_of(visit):
-            (loss / window).backward()
+            (loss / max(1, scored)).backward()
         assert x.grad is not None
         return self._onward("gradient", visit, x.grad, started)
 
-    def _samples(self, microbatch: int) -> tuple[np.ndarray[Any, Any], Tensor]:
+    def _scored_in_window(self) -> int:
+        """The same wherever it is counted: it follows from the step and the data."""
+        assert self.corpus is not None
+        if self._begun.scored is None:
+            ids = self._windows.ids(self._begun.begin.step)
+            with waiting_for_disk():
+                self._begun.scored = count_scored(self.corpus, TRAIN, self.config.context, ids)
+        return self._begun.scored
+
+    def _samples(self, microbatch: int) -> tuple[np.ndarray[Any, Any], Tensor, list[Tensor]]:
+        """Ids, targets and inputs, and where documents begin in these, if attention is to know."""
         assert self.corpus is not None
         size = self.run.training.microbatch
         if self._evaluating:
-            split = "validation"
-            count = self.corpus.count(split, self.config.context)
-            ids = (np.arange(microbatch * size, (microbatch + 1) * size)) % count
+            split, positions = VALIDATION, range(microbatch * size, (microbatch + 1) * size)
+            ids = self.corpus.held_out(self.config.context, positions)
         else:
-            split = "train"
+            split = TRAIN
             ids = microbatch_ids(self._windows.ids(self._begun.begin.step), microbatch, size)
         with waiting_for_disk():
-            tokens = self.corpus.samples(split, self.config.context, ids)
-        return ids, torch.from_numpy(tokens).to(self.device)
+            inputs, targets = inputs_and_targets(self.corpus, split, self.config.context, ids)
+            given: list[np.ndarray[Any, Any]] = [targets, inputs]
+            if self.config.block_causal:
+                given.append(beginnings(self.corpus, split, self.config.context, ids))
+        y, *x = (torch.from_numpy(each).to(self.device) for each in given)
+        return ids, y, x
 
     def _decoded(self, visit: Visit, peer: str, frame: Frame) -> Tensor:
         """Raises ComplaintError."""
@@ -192,6 +216,10 @@ class TorchWork:
             (tensor,) = decode(frame.descriptors, frame.payload, self.device)
             if not (self._begun.begin.non_finite or finite(tensor)):
                 raise NonFiniteError("it is not finite")
+            if self.config.block_causal and frame.kind == "activation":
+                begins = tensor[..., -1]
+                if not ((begins == 0) | (begins == 1)).all():
+                    raise FiguresError("where documents begin is neither 0 nor 1")
         except WireError as error:
             reason = f"{frame.kind} of microbatch {visit.microbatch} from {peer}: {error}"
             raise ComplaintError(reason, [peer], error.cause) from error

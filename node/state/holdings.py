@@ -115,11 +115,12 @@ class Holdings:
         if self.policy not in ("snapshot", "checkfree", "checkfree+"):
             return
         host, stages = self.host, self.config.stages
-        sent = range(stages + 1) if kind == "snapshot" else [0]
+        sent = [0] if kind == "copy" else list(range(stages + 1))
+        sent = [of for of in sent if self.config.trained[min(of, 1)]]
         layouts = {(kind, of): layout(of) for of in sent if of != self.stage}
         if layouts:
             self.holder = Holder(host.exchanges, layouts, host.send, host.accuse)
-        if kind == "snapshot" or self.stage == 0:
+        if self.stage in sent:
             own = layout(self.stage)
             if kind == "copy":
                 outgoing = Outgoing.copies(own)
@@ -281,7 +282,7 @@ class Holdings:
         return found
 
     def finish_saves(self, seconds: float = CLOSE) -> None:
-        """Waits, blocking, for the writes in flight; nothing is saved afterwards."""
+        """Waits, blocking, so long for the writes in flight; nothing is saved afterwards."""
         self._closed = True
         for files in self.files:
             files.disk.finish(seconds)

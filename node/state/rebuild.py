@@ -15,12 +15,12 @@ from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.boundary import BoundaryClient, Wanted
 from planaria.node.state.relearn import Relearning, RelearningBlock, Terms
 from planaria.node.state.stage_state import Age, StageState, StateId
-from planaria.node.state.transfer import Delivery, StateClient
+from planaria.node.state.transfer import WEIGHTS, Delivery, StateClient
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges
-from planaria.recovery.decide import INEXACT, ORIGIN
+from planaria.recovery.decide import ANEW, INEXACT, ORIGIN
 from planaria.recovery.relearning import passes, peak
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class Rebuilding:
         Raises ComplaintError when it can't be done; then the driver has to be told.
         """
         compute, started = self.exchanges.compute, self.exchanges.now
+        taken_in = await self._take_in(ballot, sync)
         deliveries = await self._fetch(ballot, sync)
         states = [delivery.state for delivery in deliveries]
         put_in_place = partial(self.arithmetic.put_in_place, sync, states)
@@ -86,7 +87,7 @@ class Rebuilding:
             step=sync.step,
             method=sync.method,
             sources=sync.sources,
-            fetched_bytes=sum(delivery.bytes for delivery in deliveries),
+            fetched_bytes=taken_in + sum(delivery.bytes for delivery in deliveries),
             seconds=self.exchanges.now - started,
             digest=learned.digest,
             relearned=relearned,
@@ -120,13 +121,40 @@ class Rebuilding:
 
     # --- from where
 
+    async def _take_in(self, ballot: Ballot, sync: pb.Sync) -> int:
+        """The stage's weights that aren't trained, if they are lacking; their bytes."""
+        lacking = self.arithmetic.lacking
+        if not lacking:
+            return 0
+        (delivery,) = await self.exchanges.together(
+            [
+                self.states.fetch(
+                    self.stage,
+                    Age(0, 0),
+                    [sync.giver],
+                    {WEIGHTS: lacking},
+                    optimizer=False,
+                    deadline=self.run.swarm.progress,
+                    on_progress=self._fetching(sync),
+                    ballot=ballot,
+                    kind=ORIGIN,
+                )
+            ]
+        )
+        weights = delivery.state.tensors[WEIGHTS]
+        await self.exchanges.compute(partial(self.arithmetic.take_in, weights, sync.giver))
+        return delivery.bytes
+
     async def _fetch(self, ballot: Ballot, sync: pb.Sync) -> list[Delivery]:
         """The states to make the new one of: of each source stage, in their order."""
         if sync.method == "memory":
             return [Delivery(self._kept(sync), bytes=0)]
-        if sync.method not in FROM_FILES:
+        adapters = self.run.training.lora is not None
+        from_checkpoint = sync.method == ORIGIN and not adapters
+        anew = sync.method in (ANEW, ORIGIN) or (sync.method in FROM_FILES and sync.step == 0)
+        if from_checkpoint or not (anew or sync.method in FROM_FILES):
             return await self._fetch_from_peers(ballot, sync)
-        if sync.step == 0:
+        if anew:
             initial = partial(self.arithmetic.initial, self.stage, sync.lineage)
             return [Delivery(await self.exchanges.compute(initial), bytes=0)]
         own = next(source for source in sync.sources if source.stage == self.stage)
@@ -209,7 +237,7 @@ class Rebuilding:
             stage=self.stage,
             lost=frozenset(joiners),
             microbatches=training.microbatches,
-            shape=(training.microbatch, self.config.context, self.config.dim),
+            shape=(training.microbatch, self.config.context, self.config.crossing),
         )
         neighbours = [place.node for place in sync.neighbours]
         fetched = await self.boundary.fetch(ballot, wanted, neighbours, BOUNDARY_PATIENCE)

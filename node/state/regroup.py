@@ -90,12 +90,12 @@ def moment_scale(decay: float, before: int, after: int) -> float:
 def stages_of(saves: Iterable[SaveFile], config: ModelConfig) -> int:
     """Of how many body stages saves of one run are. Raises RegroupError where they are of another
     model than `config`."""
-    first, body = config.parameters
+    first, body = config.trained
     layer = body // config.layers_per_stage
     had = set()
     for save in saves:
         values, stage = save.tensors.get("weights", 0), save.state.id.stage
-        if not values or (values != first if stage == 0 else values % layer):
+        if (values != first) if stage == 0 else (not values or values % layer):
             wanted = f"{first} of its stage 0" if stage == 0 else f"{layer} of each of its layers"
             raise RegroupError(
                 f"{save.path} is of another model: it has {values} weights, and this one {wanted}. "

@@ -28,7 +28,6 @@ import os
 import re
 import time
 from base64 import b64decode, b64encode
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +35,7 @@ from itertools import chain, takewhile
 from pathlib import Path
 from queue import Empty, Queue
 from secrets import token_hex
-from threading import Thread
+from threading import Condition, Thread
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -48,7 +47,7 @@ from xxhash import xxh3_64, xxh3_64_hexdigest
 from planaria.node.hugging_face.config import to_config
 from planaria.node.ports import OpenDisk
 from planaria.node.stage.compute import waiting_for_disk
-from planaria.node.stage.shape import ModelConfig, named_shapes
+from planaria.node.stage.shape import ModelConfig, trained_shapes
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
 
@@ -92,7 +91,7 @@ class Contents(NamedTuple):
 
     @classmethod
     def of(cls, config: ModelConfig, stage: int) -> Contents:
-        shapes = {name: list(shape) for name, shape in named_shapes(config, stage).items()}
+        shapes = {name: list(shape) for name, shape in trained_shapes(config, stage).items()}
         return cls(shapes, {"stages": config.stages, **to_config(config, "float32", None)})
 
     @property
@@ -356,12 +355,25 @@ def find_saves(*folders: Path) -> list[SaveFile]:
     return found
 
 
+@dataclass(eq=False)
+class Taken:
+    """What a Writer was given to save."""
+
+    state: StageState  # without its tensors
+    since: float  # seconds, of `time.perf_counter`
+
+    @property
+    def save(self) -> Age:
+        return self.state.id.age
+
+
 class Writer:
     """Writes saves for training, which no error of the disk may stop.
 
     `save` belongs to the compute thread, right after a commit was applied. It copies the state to
     host memory, in buffers that are kept and used again (fresh memory costs many times the copy),
     and a thread writes it; `in_flight` of these may not be on disk yet, then `save` waits for one.
+    The same state isn't written again: the end of a run is told more than once.
 
     `on_saved(save)` and `on_error(sentence)` are called from the thread that writes, `on_error`
     also from the compute thread, when a save is given up, and from `close`.
@@ -386,10 +398,13 @@ class Writer:
         self.critical_seconds = 0.0  # that `save` took from the compute thread
         self.bytes_written = 0
         self._saves, self._on_error, self._on_saved = saves, on_error, on_saved
-        self._waiting: deque[Age] = deque()  # not on disk, in the order of their writing
-        self._stuck = self._closed = False
+        self._changed = Condition()  # guards the next three
+        self._waiting: list[Taken] = []  # not on disk, the oldest first
+        self._newest: Taken | None = None  # on disk or waiting
+        self._closed = False
+        self._stuck = False
         self._slots: Queue[dict[str, Tensor]] = Queue()  # buffers by name
-        self._states: Queue[tuple[StageState, dict[str, Tensor]] | None] = Queue()
+        self._states: Queue[tuple[Taken, StageState, dict[str, Tensor]] | None] = Queue()
         for _ in range(in_flight):
             self._slots.put({})
         # A daemon: a hung disk must not keep the process from leaving.
@@ -400,55 +415,82 @@ class Writer:
         """Raises nothing but ValueError, as `Saves.check` does."""
         began = time.perf_counter()
         self._saves.check(state)
-        if self._closed:
-            self._on_error(f"{self._what(state.id.age)} failed: the writer is closed")
-        else:
-            self._hand_over(state)
+        taken = Taken(replace(state, tensors={}), began)
+        with self._changed:
+            known = self._newest is not None and self._newest.state == taken.state
+            closed = self._closed
+            if not (known or closed):
+                self._newest = taken
+                self._waiting.append(taken)
+        if closed and not known:
+            self._on_error(f"{self._what(taken.save)} failed: the writer is closed")
+        elif not known:
+            handed_over = False
+            try:
+                handed_over = self._hand_over(taken, state)
+            finally:
+                if not handed_over:
+                    self._over(taken, written=False)
         self.critical_seconds += time.perf_counter() - began
 
     def close(self, seconds: float) -> list[Age]:
-        """Wait, blocking, for the writes in flight; returns those not on disk in time. What is
-        saved after this is an error."""
-        self._closed = True
+        """Wait, blocking, for the writes in flight, and for those that wait for one of them;
+        returns those not on disk in time. What is saved after this is an error."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._waiting, seconds)
+            missing = list(self._waiting)
         self._states.put(None)
-        self._thread.join(seconds)
-        missing = list(self._waiting)
-        for save in missing:
-            self._on_error(f"{self._what(save)} failed: it was not on disk within {seconds:g} s")
-        return missing
+        for taken in missing:
+            given = time.perf_counter() - taken.since
+            self._on_error(f"{self._what(taken.save)} failed: not on disk after {given:.1f} s")
+        return [taken.save for taken in missing]
 
-    def _hand_over(self, state: StageState) -> None:
+    def _hand_over(self, taken: Taken, state: StageState) -> bool:
+        """False: the disk takes nothing."""
         try:
             # Once the disk has let us wait in vain, training doesn't wait for it at every save.
             with waiting_for_disk():
                 buffers = self._slots.get(timeout=0.0 if self._stuck else PATIENCE)
         except Empty:
             self._stuck = True
-            waiting = ", ".join(str(save.step) for save in list(self._waiting))
+            with self._changed:
+                others = [str(other.save.step) for other in self._waiting if other is not taken]
+            waiting = ", ".join(others)
             self._on_error(
-                f"{self._what(state.id.age)} is given up: the disk has not taken the saves of "
+                f"{self._what(taken.save)} is given up: the disk has not taken the saves of "
                 f"steps {waiting} for {PATIENCE:g} s; check it, or save less often"
             )
-            return
+            return False
         self._stuck = False
         for name, tensor in state.tensors.items():
             if name not in buffers or buffers[name].shape != tensor.shape:
                 buffers[name] = torch.empty(tensor.shape, pin_memory=tensor.is_cuda)
             buffers[name].copy_(tensor.detach())
-        self._waiting.append(state.id.age)
         copies = {name: buffers[name] for name in state.tensors}
-        self._states.put((replace(state, tensors=copies), buffers))
+        self._states.put((taken, replace(state, tensors=copies), buffers))
+        return True
 
     def _write_all(self) -> None:
         while item := self._states.get():
-            state, buffers = item
+            taken, state, buffers = item
+            written = False
             try:
-                self._write(state)
+                written = self._write(state)
             finally:
-                self._waiting.popleft()
+                self._over(taken, written)
                 self._slots.put(buffers)
 
-    def _write(self, state: StageState) -> None:
+    def _over(self, taken: Taken, written: bool) -> None:
+        """Whoever has to hear of it has heard."""
+        with self._changed:
+            if self._newest is taken and not written:
+                self._newest = None
+            self._waiting.remove(taken)
+            self._changed.notify_all()
+
+    def _write(self, state: StageState) -> bool:
+        """False: it failed."""
         try:
             self._saves.write(state)
         except OSError as error:
@@ -456,9 +498,10 @@ class Writer:
                 f"{self._what(state.id.age)} failed: {error.strerror}; {_remedy(error)}. The saves "
                 "before it stay, and the next one is tried"
             )
-        else:
-            self.bytes_written += state.bytes
-            self._on_saved(state.id.age)
+            return False
+        self.bytes_written += state.bytes
+        self._on_saved(state.id.age)
+        return True
 
     def _what(self, save: Age) -> str:
         return f"saving step {save.step} of stage {self._saves.stage} in {self._saves.folder}"

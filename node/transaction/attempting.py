@@ -95,6 +95,8 @@ class Attempting:
     regather: str = ""  # why to gather when it is over
     takeover: Takeover | None = None
     """A stage has nobody: until somebody has the seat, the lost one keeps its place in the plan."""
+    given_up: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """By node: microbatches that it was too slow for, and will never compute in this attempt."""
 
     def explain(self) -> str:
         held_up = "".join(f"; held up by {who}" for who in self._held_up().values())
@@ -140,10 +142,9 @@ class Attempting:
         return len(self.homes) == len(self.begin.plan)
 
     def mean_loss(self) -> float:
-        return math.fsum(home.loss for home in self.homes.values()) / self._tokens()
-
-    def _tokens(self) -> int:
-        return sum(home.tokens for home in self.homes.values())
+        """Over the tokens that are scored; 0 when none is."""
+        scored = sum(home.tokens for home in self.homes.values())
+        return math.fsum(home.loss for home in self.homes.values()) / max(1, scored)
 
     def heard(self, vote: Vote, peer: str, ready: pb.Ready, now: float) -> None:
         if peer not in vote.stages:
@@ -181,7 +182,7 @@ class Attempting:
             clip_scale=[scale] * len(squared),
             lr_scale=self.begin.lr_scale,
             loss=self.mean_loss(),
-            tokens=self._tokens(),
+            tokens=len(self.homes) * rules.tokens,
             gradient_norm=total,
             microbatches=[self.homes[identity] for identity in sorted(self.homes)],
             seconds=now - self.began,
@@ -191,12 +192,18 @@ class Attempting:
     # --- it goes on without lost nodes
 
     def can_do_without(self, nodes: Collection[str], rules: TransactionRules) -> bool:
-        """Whether all of them train, and each of their stages has others that do."""
+        """Whether all of them train, and each of their stages has others that do: for every
+        microbatch one that hasn't given it up."""
         if rules.masking == "abort" or self.begin.kind != pb.Begin.TRAIN:
             return False
         trains = {place.node for place in self.begin.members}
-        left = {place.stage for place in self.begin.members if place.node not in nodes}
-        return trains.issuperset(nodes) and len(left) > rules.stages
+        nobodys: dict[int, frozenset[int]] = {}  # by stage, what all who are left have given up
+        for place in self.begin.members:
+            if place.node not in nodes:
+                given_up = self._given_up_by(place.node)
+                nobodys[place.stage] = nobodys.get(place.stage, given_up) & given_up
+        covered = len(nobodys) > rules.stages and not any(nobodys.values())
+        return trains.issuperset(nodes) and covered
 
     def without(
         self,
@@ -286,11 +293,19 @@ class Attempting:
         rules: TransactionRules,
         seconds: Mapping[str, float],
         apart: Collection[Pair],
-    ) -> tuple[Attempting, int]:
+    ) -> tuple[Attempting, int] | None:
         """The attempt by a plan in which others of its stage have these microbatches of a slow
-        node, and how many those are."""
-        begin, moved = self._plan_without(self.masked, rules, seconds, apart, {node: given_up})
-        return replace(self, begin=begin), moved
+        node, and how many those are. None: one of them is left to nobody, since those others were
+        lost before the node had answered."""
+        of_node = self._given_up_by(node).union(given_up)
+        kept = replace(self, given_up={**self.given_up, node: of_node})
+        if not kept.can_do_without([], rules):
+            return None
+        kept.begin, moved = kept._plan_without(self.masked, rules, seconds, apart)
+        return kept, moved
+
+    def _given_up_by(self, node: str) -> frozenset[int]:
+        return self.given_up.get(node, frozenset())
 
     def _plan_without(
         self,
@@ -298,7 +313,6 @@ class Attempting:
         rules: TransactionRules,
         seconds: Mapping[str, float],
         apart: Collection[Pair],
-        given_up: Mapping[str, Collection[int]] = MappingProxyType({}),
         entering: Mapping[str, int] = MappingProxyType({}),
     ) -> tuple[pb.Begin, int]:
         """`entering`: who has had no part in it so far, and at which stage it has one now."""
@@ -320,21 +334,22 @@ class Attempting:
             lost = [
                 identity
                 for identity, node in enumerate(served)
-                if node in masked or identity in given_up.get(node, ())
+                if node in masked or identity in self._given_up_by(node)
             ]
             owners = [served[identity] for identity in lost]
 
             def detours(identity: int, node: str, stage: int = stage) -> int:
                 way = (0, *begin.plan[identity].order, 0)
+                if identity in self._given_up_by(node):
+                    return len(way)  # more than anybody else can have
                 beside = [b if a == stage else a for a, b in pairwise(way) if stage in (a, b)]
                 return sum(frozenset((node, everywhere[s][identity])) in apart for s in beside)
 
-            left = [node for node in replicas[stage] if node not in given_up] or replicas[stage]
-            successors = share_out(lost, left, pace[stage], detours, busy)
+            successors = share_out(lost, replicas[stage], pace[stage], detours, busy)
             if rules.masking == "spare":  # who has done a part of it ahead, if there is somebody
                 ahead = stand_ins(self.begin.members)
                 successors = [
-                    ahead[owner] if ahead.get(owner) in left else other
+                    ahead[owner] if ahead.get(owner) in replicas[stage] else other
                     for owner, other in zip(owners, successors, strict=True)
                 ]
             for identity, node in zip(lost, successors, strict=True):

@@ -113,10 +113,12 @@ def _home(home: pb.Home, rules: TransactionRules) -> str:
     most = max(rules.microbatches, rules.validation_microbatches)
     if home.microbatch >= most:
         return f"microbatch {home.microbatch} of {most} came home"
-    if not 0 < home.tokens <= rules.tokens:
+    if home.tokens > rules.tokens:
         return f"{home.tokens} tokens came home in a microbatch of {rules.tokens}"
-    if home.samples > home.tokens:
-        return f"{home.samples} samples of {home.tokens} tokens came home"
+    if home.samples > rules.tokens:
+        return f"{home.samples} samples came home in a microbatch of {rules.tokens} tokens"
+    if home.loss and not home.tokens:
+        return f"a loss of {home.loss} of no tokens"
     loss = (
         ""
         if math.isnan(home.loss) or home.loss == math.inf

@@ -58,6 +58,7 @@ from planaria.node.transaction.syncing import (
     Syncing,
     copy_twins,
     decide_each,
+    name_checkpoint,
     rebuild,
     rebuilt,
 )
@@ -342,6 +343,9 @@ class Driver:
             commit = pb.Step(commit=standing.last)
             effects += [self.ballot.send(node, step=commit) for node in behind]
             return effects + self._gather(f"step {standing.committed} is committed by some", now)
+        without = gathering.without_checkpoint() if self.rules.adapters else []
+        if without and not self.finished:
+            return effects + self._wait_for_origin(without)
         if all_lost or at == (0, 0):
             found = resume(gathering.held(), self.rules.stages)
             if found is not None:
@@ -444,7 +448,7 @@ class Driver:
             source = Source(node, stage, to.step, to.lineage)
             sync = self.standing.sync("checkpoint", to.reason, [source])
             effects.append(self.ballot.send(node, sync=sync))
-        return self._wait_for_state(gathering, effects, now)
+        return self._wait_for_state(gathering, self._with_checkpoint(effects, gathering), now)
 
     def _resume(self, gathering: Gathering, found: Resume, why: str, now: float) -> list[Effect]:
         """Nothing is left that the run could go on from but files, and what is behind it: whoever
@@ -458,7 +462,10 @@ class Driver:
             method = "memory" if held.kind == "memory" else "save"
             sync = self.standing.sync(method, reason, [held.source])
             effects.append(self.ballot.send(held.source.node, sync=sync))
-        return self._wait_for_state(gathering, effects, now)
+        return self._wait_for_state(gathering, self._with_checkpoint(effects, gathering), now)
+
+    def _with_checkpoint(self, effects: list[Effect], gathering: Gathering) -> list[Effect]:
+        return name_checkpoint(effects, gathering) if self.rules.adapters else effects
 
     def _open_lineage(self, gathering: Gathering, step: int) -> None:
         """What is committed after `step` from now on is another thing than what was before."""
@@ -837,7 +844,8 @@ class Driver:
         effects = self._to_rest(inquiry=pb.Inquiry())
         if usual and attempt.may_relieve(self.rules):
             for node in attempt.inquest.slow(attempt.begin.members):
-                effects.append(self.ballot.send(node, inquiry=pb.Inquiry(relieve=True)))
+                if attempt.can_do_without([node], self.rules):
+                    effects.append(self.ballot.send(node, inquiry=pb.Inquiry(relieve=True)))
         return effects
 
     def _accounted(
@@ -847,7 +855,7 @@ class Driver:
         attempt.inquest.heard(peer, account, now)
         effects: list[Effect] = []
         if account.given_up and attempt.may_relieve(self.rules):
-            effects += self._relieve(attempt, peer, account.given_up)
+            effects += self._relieve(attempt, peer, account.given_up, now)
         found = self.hanging.still_for_too_long(attempt.inquest.standing_still())
         if account.hang:
             found[peer] = account.hang
@@ -855,13 +863,18 @@ class Driver:
             effects += self._held_up(node, why, now)
         return effects
 
-    def _relieve(self, attempt: Attempting, node: str, given_up: Collection[int]) -> list[Effect]:
-        """Others of its stage do what a slow node has not begun."""
-        self.current, moved = attempt.relieved(
-            node, given_up, self.rules, self.seconds, self._apart()
-        )
-        self.ballot = self.ballot.next()
+    def _relieve(
+        self, attempt: Attempting, node: str, given_up: Collection[int], now: float
+    ) -> list[Effect]:
+        """Others of its stage do what a slow node has not begun. It won't any more, so where there
+        are no such others by now, the step is tried again."""
         step, stage = attempt.begin.step, self.members[node]
+        relieved = attempt.relieved(node, given_up, self.rules, self.seconds, self._apart())
+        if relieved is None:
+            why = f"{node} of stage {stage} is slow, and nobody is left to do what it has given up"
+            return self._gather(why, now)
+        self.current, moved = relieved
+        self.ballot = self.ballot.next()
         told = Relieved(step=step, node=node, stage=stage, microbatches=moved)
         return [told, *self._to_rest(step=pb.Step(begin=self.current.begin))]
 

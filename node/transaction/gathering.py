@@ -222,6 +222,19 @@ class Gathering:
                 found.setdefault(self.members[node], []).append(node)
         return found
 
+    def checkpoint(self, stage: int) -> list[str]:
+        """Who has the stage's weights of the checkpoint, where these stay as they are."""
+        return [
+            node
+            for node, status in sorted(self.statuses.items())
+            if status.origin or (self.members[node] == stage and not status.weightless)
+        ]
+
+    def without_checkpoint(self) -> list[int]:
+        """Stages whose weights of the checkpoint nobody has."""
+        stages = {self.members[n] for n, status in self.statuses.items() if status.weightless}
+        return sorted(stage for stage in stages if not self.checkpoint(stage))
+
     def twins(self, stage: int) -> dict[str, bytes]:
         """The digests of twins of the stage that are of the newest step, by who keeps them."""
         newest = _age(self.newest)

@@ -24,6 +24,7 @@ class TransactionRules:
     relearn: bool  # what was rebuilt inexactly
     progress: float  # seconds without any before an attempt is given up
     lr_scale: Callable[[int, int], float]  # (step, boosted_at) -> factor
+    adapters: bool = False  # are all that is trained, beside the weights of a checkpoint
     relearn_seconds: float = 20.0  # at most, while all others wait
     tokens: int = 1 << 31  # of a microbatch, at most
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from planaria.node.report.events import Origin, RebuildOrdered, RelearningResult, StageRebuilt
-from planaria.node.transaction.effects import Effect
+from planaria.node.transaction.effects import Effect, Send
 from planaria.node.transaction.gathering import Gathering
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
-from planaria.recovery.decide import INEXACT, OWN, Decision, Rebuild, Source, decide
+from planaria.recovery.decide import INEXACT, OWN, Decision, Rebuild, Source, decide, giver
 from planaria.recovery.orders import adjoining, all_orders, blocks
 
 
@@ -109,7 +109,7 @@ def rebuilt(node: str, stage: int, synced: pb.Synced, seconds: float, stall: flo
 
 def decide_each(gathering: Gathering, rules: TransactionRules) -> dict[int, Decision]:
     """About the stages of which nobody has the newest state, or not every node."""
-    left = gathering.left()
+    left = replace(gathering.left(), adapters=rules.adapters)
     if (left.lineage, left.step) == (0, 0) and not gathering.distrusted:
         return {
             stage: decide(stage, left, rules.policy, rules.strict)
@@ -162,6 +162,16 @@ def rebuild(
         for node in joiners[stage]:
             effects.append(_ordered(node, decision))
             effects.append(gathering.ballot.send(node, sync=sync))
+    return name_checkpoint(effects, gathering) if rules.adapters else effects
+
+
+def name_checkpoint(effects: list[Effect], gathering: Gathering) -> list[Effect]:
+    """Adds to each Sync, for a node that lacks them, who gives the weights that adapters are of."""
+    for effect in effects:
+        if not isinstance(effect, Send) or not gathering.statuses[effect.to].weightless:
+            continue
+        stage = gathering.members[effect.to]
+        effect.message.sync.giver = giver(stage, gathering.checkpoint(stage))
     return effects
 
 

@@ -7,10 +7,11 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from planaria.bootstrap.client import RegistryClient, RegistryUnreachable
-from planaria.bootstrap.credentials import PLAIN, Credentials, CredentialsError
+from planaria.bootstrap.credentials import PLAIN, Credentials, CredentialsError, channel
 
 TLS = Path(__file__).parent / "tls"
 CA = TLS / "ca.pem"
@@ -29,6 +30,22 @@ async def test_both_sides_show_a_certificate_of_the_ca(
             with pytest.raises(RegistryUnreachable, match="both sides use TLS or neither"):
                 await client.describe(deadline=0.5)
             await client.close()
+
+
+async def test_a_name_is_dialled_and_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members dial what other members say of themselves."""
+    monkeypatch.chdir(tmp_path)
+    server = grpc.aio.server()
+    server.add_insecure_port("unix:80")
+    await server.start()
+    async with channel("unix:80", PLAIN) as dialled:
+        call = dialled.unary_unary("/any.Service/Any")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(b"")
+    await server.stop(None)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 def test_all_three_files_or_none() -> None:

@@ -21,13 +21,13 @@ def view(number: int) -> View:
 
 
 def write(path: Path, *numbers: int) -> None:
-    with Journal(path, "r", "toml") as journal:
+    with Journal(path, "r") as journal:
         for number in numbers:
             journal.append(view(number))
 
 
 def read(path: Path) -> View | None:
-    with Journal(path, "r", "toml") as journal:
+    with Journal(path, "r") as journal:
         return journal.view
 
 
@@ -65,7 +65,7 @@ def three_views(path: Path) -> tuple[bytes, list[int]]:
     what was written at once, and behind each view that was appended."""
     write(path, 1)
     cuts = []
-    with Journal(path, "r", "toml") as journal:
+    with Journal(path, "r") as journal:
         cuts.append(path.stat().st_size)
         for number in (2, 3):
             journal.append(view(number))
@@ -133,7 +133,7 @@ def test_what_no_crash_leaves_behind_is_damage(tmp_path: Path, alien: bytes) -> 
     path = tmp_path / "journal"
     content, cuts = three_views(path)
     path.write_bytes(content[: cuts[1]] + alien + content[cuts[1] :])
-    with Journal(path, "r", "toml") as journal:
+    with Journal(path, "r") as journal:
         assert journal.view == view(3)
         assert f"damaged at byte {cuts[1]} of {len(content) + len(alien)}" in journal.damage
         assert str(path) + ".damaged-1" in journal.damage
@@ -144,7 +144,7 @@ def test_a_missing_record_is_damage(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     content, cuts = three_views(path)
     path.write_bytes(content[: cuts[0]] + content[cuts[1] :])
-    with Journal(path, "r", "toml") as journal:
+    with Journal(path, "r") as journal:
         assert journal.view == view(3)
         assert f"damaged at byte {cuts[0]}" in journal.damage
 
@@ -184,7 +184,7 @@ def test_a_journal_of_an_older_planaria_is_read(tmp_path: Path) -> None:
     assert read(path) is None
     with pytest.raises(JournalError, match="run = 'r', not 'other'"):
         path.write_bytes(old(HEADER_1))
-        Journal(path, "other", "toml")
+        Journal(path, "other")
 
 
 def test_an_old_journal_that_is_not_whole_is_kept(tmp_path: Path) -> None:
@@ -212,9 +212,7 @@ def test_another_run_is_refused_with_what_differs(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     write(path, 1)
     with pytest.raises(JournalError, match="run = 'r', not 'other'"):
-        Journal(path, "other", "toml")
-    with pytest.raises(JournalError, match=r"another run \(run_file = "):
-        Journal(path, "r", "other toml")
+        Journal(path, "other")
     assert read(path) == view(1), "and left alone"
 
 
@@ -224,17 +222,17 @@ def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         JournalError, match=r"notes.txt is no journal .*beginning with b'do not lose "
     ):
-        Journal(path, "r", "toml")
+        Journal(path, "r")
     assert path.read_text().startswith("do not lose me")
 
 
 def test_one_registry_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     with (
-        Journal(path, "r", "toml"),
+        Journal(path, "r"),
         pytest.raises(JournalError, match="in use by another registry"),
     ):
-        Journal(path, "r", "toml")
+        Journal(path, "r")
     assert read(path) is None
 
 
@@ -247,7 +245,7 @@ def test_once_the_disk_is_full_the_newest_view_is_written_when_it_is_not(
         file.flush()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with Journal(path, "r", "toml") as journal:
+    with Journal(path, "r") as journal:
         journal.append(view(1))
         with monkeypatch.context() as disk:
             disk.setattr(module, "_flush", full)
@@ -263,8 +261,8 @@ def test_once_the_disk_is_full_the_newest_view_is_written_when_it_is_not(
 def test_a_place_that_can_not_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(JournalError, match="can't use the journal"):
-        Journal(tmp_path / "file" / "journal", "r", "toml")
-    journal = Journal(tmp_path / "journal", "r", "toml")
+        Journal(tmp_path / "file" / "journal", "r")
+    journal = Journal(tmp_path / "journal", "r")
     journal.close()
     with pytest.raises(JournalError, match="closed"):
         journal.append(view(1))
@@ -275,7 +273,7 @@ def test_views_go_on_counting_where_another_run_has_ended(tmp_path: Path) -> Non
     write(old, 1, 2, 40)
     last, damage = read_view(old)
     assert (last, damage) == (view(40), "")
-    with Journal(new, "s", "other toml") as journal:
+    with Journal(new, "s") as journal:
         journal.go_on_from(last, damage, "it goes on")
         assert journal.view == View(run="s", number=41, reason="it goes on")
         journal.go_on_from(view(7), "a bit is wrong", "again")

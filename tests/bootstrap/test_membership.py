@@ -24,6 +24,7 @@ from planaria.bootstrap.registry_pb2 import (
     DIVERGENCE,
     HANG,
     NONFINITE,
+    NUMBERS,
     SILENT,
     Cause,
     Complaint,
@@ -1348,6 +1349,54 @@ def test_an_address_that_nobody_can_dial_is_refused() -> None:
     with pytest.raises(Refused, match=r"'a:99999' has port 99999") as caught:
         Swarm().join("a", address="a:99999")
     assert caught.value.code == "INVALID_ARGUMENT"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"node": ""},
+        {"node": "a\n2026-01-01 INFO all is well"},
+        {"node": "a/1"},
+        {"node": "x" * 129},
+        {"node": "\N{CYRILLIC SMALL LETTER A}"},
+        {"instance": "\x1b[2J"},
+        {"data": "no digest"},
+        {"host": "h\rb"},
+        {"device": "GPU\u202e"},
+        {"address": "h\x1b2J:7400"},
+    ],
+)
+def test_who_calls_itself_what_is_no_name_is_refused(said: dict[str, str]) -> None:
+    swarm = Swarm()
+    problem = r"is no name|isn't printable|is more than HOST:PORT"
+    with pytest.raises(Refused, match=problem) as caught:
+        swarm.machine.join(JoinRequest(**{"protocol": PROTOCOL, "node": "a", **said}), swarm.now)
+    assert caught.value.code == "INVALID_ARGUMENT"
+    assert caught.value.reason.isprintable()
+    assert swarm.nodes() == []
+
+
+def test_what_nodes_say_is_told_in_words_that_a_terminal_shows_and_does_not_obey() -> None:
+    swarm = full()
+    evil = "bad\n2026-01-01 INFO all is well\x1b[2J"
+    told = "bad\\n2026-01-01 INFO all is well\\x1b[2J"
+    seat = SeatReport(stage=0, message=evil, phase=evil)
+    swarm.renew("n1", report=Report(seats=[seat], trouble=evil))
+    suspicion = Suspicion(accuser="n0", accused="n2", why=evil, cause=NUMBERS)
+    swarm.after(swarm.machine.suspect(suspicion, swarm.now))
+    swarm.after(swarm.machine.leave("n1", evil, swarm.now))
+    description = swarm.machine.describe(swarm.now)
+    assert told in description.view.reason
+    assert told in "".join(description.decisions)
+    assert told in description.evictions[-1].reason
+    assert all(text.isprintable() for text in (description.view.reason, *description.decisions))
+
+
+def test_reports_are_made_readable() -> None:
+    swarm = full()
+    swarm.renew("n1", report=Report(seats=[SeatReport(message="a\x1b")], trouble="b\n"))
+    report = swarm.machine.describe(swarm.now).members[1].report
+    assert (report.seats[0].message, report.trouble) == ("a\\x1b", "b\\n")
 
 
 def test_describe_tells_everything() -> None:

@@ -30,7 +30,7 @@ from planaria.bootstrap.service import RegistryServer, serve
 logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
 path, listen = Path(sys.argv[1]), sys.argv[2]
 rules = MembershipRules(run="r", stages=1, lease=60, restart_grace=0.5)
-with Journal(path, "r", "toml") as journal:
+with Journal(path, "r") as journal:
     uvloop.run(serve(RegistryServer(rules, "toml", journal), listen))
 """
 

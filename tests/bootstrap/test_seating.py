@@ -150,7 +150,7 @@ def swarms(draw: st.DrawFn) -> list[Sitter]:
 
 
 @given(swarms(), st.sampled_from(["redundant", "snapshot"]))
-@settings(max_examples=1000, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None, derandomize=True)
 def test_no_stage_stays_vacant_no_last_state_is_dropped_and_nobody_moves_twice(
     sitters: list[Sitter], policy: Policy
 ) -> None:
@@ -184,7 +184,7 @@ def test_no_stage_stays_vacant_no_last_state_is_dropped_and_nobody_moves_twice(
 
 
 @given(swarms(), st.sampled_from(["redundant", "snapshot"]))
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 def test_it_settles_while_nobody_gets_any_state(sitters: list[Sitter], policy: Policy) -> None:
     for _ in range(12):
         sitters = after(sitters, assign(sitters, STAGES, policy=policy))
@@ -192,7 +192,7 @@ def test_it_settles_while_nobody_gets_any_state(sitters: list[Sitter], policy: P
 
 
 @given(swarms(), st.sampled_from(["redundant", "snapshot"]))
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 def test_it_settles(sitters: list[Sitter], policy: Policy) -> None:
     """When everybody gets the state of what it has."""
     for _ in range(12):

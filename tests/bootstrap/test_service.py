@@ -324,14 +324,14 @@ async def test_the_swarm_outlives_the_registry(
     serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "planaria.bootstrap.client")
-    with Journal(tmp_path / "journal", "r", "toml") as journal:
+    with Journal(tmp_path / "journal", "r") as journal:
         async with serve(journal=journal) as place:
             a = await place.node("a")
             b = await place.node("b")
             before = (await a.sees(lambda view: "b" in names(view))).number
             nodes, port, place.nodes = place.nodes, place.port, []
     assert not a.evicted.done()
-    with Journal(tmp_path / "journal", "r", "toml") as journal:
+    with Journal(tmp_path / "journal", "r") as journal:
         async with serve(port=port, journal=journal) as place:
             place.nodes = nodes
             c = await place.node("c")
@@ -364,7 +364,7 @@ async def test_a_journal_cut_between_two_views_gets_the_newer_one_from_the_nodes
     serve: Serve, tmp_path: Path
 ) -> None:
     path = tmp_path / "journal"
-    with Journal(path, "r", "toml") as journal:
+    with Journal(path, "r") as journal:
         async with serve(journal=journal) as place:
             a = await place.node("a")
             short = path.read_bytes()
@@ -372,7 +372,7 @@ async def test_a_journal_cut_between_two_views_gets_the_newer_one_from_the_nodes
             before = (await a.sees(lambda view: "b" in names(view))).number
             nodes, port, place.nodes = place.nodes, place.port, []
     path.write_bytes(short)
-    with Journal(path, "r", "toml") as journal:
+    with Journal(path, "r") as journal:
         assert journal.view is not None
         assert journal.view.number < before
         async with serve(port=port, journal=journal) as place:
@@ -382,19 +382,19 @@ async def test_a_journal_cut_between_two_views_gets_the_newer_one_from_the_nodes
             assert c.reply.view.number > before
             await a.sees(lambda view: names(view) == {"a", "b", "c"})
             assert not any(node.evicted.done() for node in nodes)
-    with Journal(path, "r", "toml") as journal:
+    with Journal(path, "r") as journal:
         assert journal.view is not None
         assert journal.view.number > before
 
 
 async def test_a_damaged_journal_is_said_and_the_nodes_go_on(serve: Serve, tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    with Journal(path, "r", "toml") as journal:
+    with Journal(path, "r") as journal:
         async with serve(journal=journal) as place:
             a = await place.node("a")
             nodes, port, place.nodes = place.nodes, place.port, []
     path.write_bytes(b"\0" + path.read_bytes()[:-1])
-    with Journal(path, "r", "toml") as journal:
+    with Journal(path, "r") as journal:
         async with serve(port=port, journal=journal) as place:
             place.nodes = nodes
             found = await until_described(place, lambda d: d.view.number >= a.view.number)
@@ -405,7 +405,7 @@ async def test_an_unwritable_journal_is_said_and_written_later(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "journal"
-    with Journal(path, "r", "toml") as journal:
+    with Journal(path, "r") as journal:
         async with serve(journal=journal) as place:
             with monkeypatch.context() as disk:
                 disk.setattr(os, "fsync", _full)
@@ -419,7 +419,7 @@ async def test_an_unwritable_journal_is_said_and_written_later(
             await until_described(place, lambda d: not d.trouble)
             assert not b.evicted.done()
             number = b.view.number
-    with Journal(path, "r", "toml") as journal:
+    with Journal(path, "r") as journal:
         assert journal.view is not None
         assert journal.view.number >= number
 

@@ -23,7 +23,7 @@ from planaria.node.diagnosis import (
     lines,
     worst,
 )
-from planaria.node.run_file import loads
+from planaria.node.run_file import loads, override
 
 RUN = loads("[model]\npreset = 'small'\nvocabulary = 2048\n")
 FIRST, BODY = RUN.model.config.parameters
@@ -58,6 +58,14 @@ def test_a_machine_that_is_well_has_ten_good_findings() -> None:
     assert [one.verdict for one in all_found] == [Verdict.OK] * 10
     assert worst(all_found) is Verdict.OK
     assert not [one for one in all_found if one.remedy]
+
+
+def test_of_code_it_is_said_whether_it_may_be_loaded() -> None:
+    own = override(RUN, model__module="gpt2:build")
+    refused = found("code", run=own)
+    assert refused.verdict is Verdict.PROBLEM
+    assert "start the node with --allow-module gpt2:build" in refused.what
+    assert found("code", run=own, allow_module="gpt2:build").verdict is Verdict.OK
 
 
 def test_the_exit_status_is_by_the_worst() -> None:

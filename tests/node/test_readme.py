@@ -14,7 +14,17 @@ from planaria.node.cli import app
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
 COMMANDS = [
-    *("up", "bootstrap", "node", "status", "probe", "audit", "data prepare", "data inspect"),
+    *(
+        "up",
+        "bootstrap",
+        "node",
+        "status",
+        "logs",
+        "probe",
+        "audit",
+        "data prepare",
+        "data inspect",
+    ),
     *("export", "generate", "evaluate"),
 ]
 

@@ -128,6 +128,13 @@ OUT_OF_BOUNDS = {
         ("dim = 65536\nlayers = 1024", "model: a body stage has 1.*e.13 parameters, .* TiB .*dim"),
         ("vocabulary = 16000000\ndim = 131072", "model: stage 0 has 4.19e.12 parameters"),
         ("rope_theta = nan", "model.rope_theta: .*finite"),
+        ("module = 'a:b'\nattn_mask_type = 'block_causal'", "is LLaMA's, and a:b sees a sample as"),
+        ("attn_mask_type = 'full'", "model.attn_mask_type: .*'causal' or 'block_causal'"),
+        (
+            "attn_mask_type = 'block_causal'\n[wire]\nactivations = 'int8'",
+            "wire.activations = int8 rounds where documents begin, .*: use bf16",
+        ),
+        ("attn_mask_type = 'block_causal'\n[wire]\nactivations = 'bf16'", None),
     ],
     "training": [
         ("lr = inf", "training.lr: Input should be a finite number .value: inf"),
@@ -277,6 +284,6 @@ def test_whatever_it_says_it_is_bounded_or_refused(fields: dict[str, Any]) -> No
     assert all(math.isfinite(rate) and 0 <= rate < 1e7 for rate in rates)
     swarm = run.swarm
     assert LEASE <= swarm.lease <= swarm.progress <= 86_400
-    rules = registry_rules(loads("[model]\nstages = 2").model_copy(update={"swarm": swarm}), "")
+    rules = registry_rules(loads("[model]\nstages = 2").model_copy(update={"swarm": swarm}))
     assert 0 < rules.grace <= 4000
     LinkSettings(silence=swarm.silence)

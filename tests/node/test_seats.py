@@ -64,7 +64,7 @@ class Machine:
     def __init__(self) -> None:
         self.nodes, self.links = Nodes(), VirtualNet({"b"})
         self.told: list[tuple[str, str, str]] = []  # to onlookers: who, by which seat, what
-        self.seats: Seats[Any] = Seats("a", self.links, self.tell)
+        self.seats: Seats[Any] = Seats("a", self.links, self.tell, self.log)
         self.view = view(1, a=[(0, 0), (1, 0)], b=[(2, 0), (3, 0)])
         new, _ = self.seats.viewed(self.view, 0.0)
         assert list(new) == ["0", "1"]
@@ -73,6 +73,9 @@ class Machine:
     def tell(self, onlooker: str, item: pb.Message | Frame) -> None:
         what = item.kind if isinstance(item, Frame) else str(item.WhichOneof("body"))
         self.told.append((onlooker, item.sender, what))
+
+    def log(self, request: pb.LogRequest) -> pb.LogLines:
+        return pb.LogLines(lines=["what a did"][: request.lines])
 
     def asked(self, seat: str, **body: Any) -> None:
         self.seats.on_asked("?1", pb.Message(seat=seat, **body), 0.0)
@@ -229,6 +232,22 @@ def test_an_onlooker_is_told_when_there_is_no_way_to_a_seat(seat: str) -> None:
     machine.build("0", "1")
     machine.asked(seat, pin_request=pb.PinRequest(step=3))
     assert machine.told == [("?1", seat, "pinned")]
+
+
+def test_a_node_shows_its_log_to_onlookers_of_its_own_and_of_others_and_to_nobody_else() -> None:
+    machine = Machine()  # it needs no seat
+    wanted = pb.LogRequest(lines=5)
+    machine.asked("a/", log_request=wanted)
+    assert machine.told == [("?1", "a/", "log_lines")]
+    machine.asked("b/", log_request=wanted)
+    machine.seats.on_message("b", pb.Message(seat="", sender="?4", log_request=wanted), 0.0)
+    machine.seats.on_message("b", pb.Message(seat="", sender="2", log_request=wanted), 0.0)
+    (_, passed), (to, answer) = machine.links.sent
+    assert (passed.seat, passed.sender) == ("", "?1")
+    assert (to, answer.seat, answer.log_lines.lines) == ("b", "?4", ["what a did"])
+    machine.seats.on_message("b", pb.Message(seat="?1", log_lines=pb.LogLines()), 0.0)
+    machine.asked("c/", log_request=wanted)
+    assert machine.told[1:] == [("?1", "b/", "log_lines"), ("?1", "c/", "log_lines")]
 
 
 def test_an_onlooker_can_ask_but_for_what_is_kept_for_it_and_say_nothing() -> None:

@@ -48,9 +48,39 @@ def test_a_stage_that_lives_on_is_copied_from_all_its_nodes(policy):
 def test_before_the_first_step_a_stage_is_that_of_the_checkpoint_and_never_later():
     lost = Left(3, 0, {0: ["a"], 1: ["b"], 3: ["d"]}, origin=["d", "a"])
     decision = rebuild(2, lost, "checkfree")
-    assert (decision.method, nodes(decision), decision.exact) == ("origin", ["a", "d"], True)
+    assert (decision.method, nodes(decision), decision.exact) == ("origin", ["a"], True)
+    assert nodes(rebuild(3, replace(lost, survivors={0: ["a"]}), "checkfree")) == ["d"]
     for later in (replace(lost, step=1), replace(lost, lineage=1)):
         assert rebuild(2, later, "checkfree").method == "checkfree"
+
+
+def of_adapters(*lost: int, **changes) -> Left:
+    return replace(without(*lost, **changes), adapters=True)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 4])
+def test_adapters_of_other_stages_say_nothing_so_a_stages_own_begin_anew(stage):
+    for strict in (False, True):
+        decision = decide(stage, of_adapters(stage), "checkfree", strict)
+        assert isinstance(decision, Rebuild)
+        assert (decision.method, decision.sources) == ("adapters-anew", ())
+        assert not (decision.exact or decision.fallback)
+        assert "begin anew" in decision.reason
+    lacking = rebuild(stage, of_adapters(stage), "snapshot")
+    assert (lacking.method, lacking.fallback) == ("adapters-anew", True)
+
+
+def test_a_save_of_adapters_however_old_is_better_than_none():
+    saves = [Held("save", Source("x", 2, STEP - 30))]
+    decision = rebuild(2, of_adapters(2, held=saves), "checkfree")
+    assert (decision.method, nodes(decision), decision.fallback) == ("save", ["x"], False)
+    assert f"save of step {STEP - 30}" in decision.reason
+
+
+@pytest.mark.parametrize("policy", ["checkfree", "snapshot", "checkpoint", "redundant"])
+def test_beside_adapters_stage_0_is_always_that_of_the_checkpoint(policy):
+    decision = rebuild(0, of_adapters(0), policy)
+    assert (decision.method, decision.exact) == ("origin", True)
 
 
 def test_checkfree_averages_the_neighbours():

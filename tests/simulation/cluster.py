@@ -53,6 +53,7 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
 from planaria.recovery.decide import (
     INEXACT,
+    ORIGIN,
     UNKNOWN,
     Decision,
     Held,
@@ -128,6 +129,7 @@ class Host:
     dials_only: bool
     saves: bool = False
     room: int = 1  # seats that its node can hold
+    origin: bool = True  # what stages are before the first step can be had on it
     down: bool = False  # no process is started on it
     process: Process | None = None
     node: Node | None = None
@@ -181,6 +183,7 @@ class Cluster:
         self.files, self.machines = files, machines
         files.chance = self.world.chance
         self.hosts = {host.name: host for host in hosts}
+        self.from_checkpoint = not all(host.origin for host in hosts)
         self.state_size = self.world.random.choice([1.0, 4.0, 16.0])
         self.counts: Counter[str] = Counter()
         self.attempts: dict[Ballot, Attempt] = {}
@@ -197,6 +200,7 @@ class Cluster:
         for stage in range(rules.stages + 1):
             self.known[b"", stage] = set(_digests(row(stage)))
         self.fallbacks: set[str] = set()  # reasons of rebuilds that are not said to be exact
+        self.guessed: set[int] = set()  # stages of which nobody could tell which replica is right
         self.traps: list[Trap] = []
         self.guilty: set[str] | None = None
         """Hosts that have done something wrong, where nobody dies; None: some die."""
@@ -260,7 +264,7 @@ class Cluster:
 
     def add_host(self) -> None:
         """What a person does whose run waits for a node."""
-        host = Host(f"h{len(self.hosts)}", None, False)
+        host = Host(f"h{len(self.hosts)}", None, False, origin=not self.from_checkpoint)
         self.hosts[host.name] = host
         self.start(host)
 
@@ -291,7 +295,7 @@ class Cluster:
             and seat.host.name in self.registry.names()
             and seat.process.responsive
         ]
-        having = [s for s in left if s.weights.step >= newest and not s.member.void]
+        having = [s for s in left if s.weights.step >= newest and s.has_state]
         if not having:
             return self.files.newest_common(self.rules.stages) is not None
         decisions = self.decisions(newest, having, left)
@@ -328,7 +332,8 @@ class Cluster:
         made = lasts.pop() if len(lasts) == 1 else UNKNOWN
         trained = {seat.stage for seat in having if seat.member.boosted_at < step}
         guessed = frozenset(survivors.keys() - trained)
-        what = Left(rules.stages, step, survivors, self.lineage, self.held(left), guessed, made)
+        held, givers = self.held(left), [seat.name for seat in left if seat.weights.origin]
+        what = Left(rules.stages, step, survivors, self.lineage, held, guessed, made, givers)
         stages = range(rules.stages + 1)
         return [decide(stage, what, rules.policy, rules.strict) for stage in stages]
 
@@ -363,6 +368,8 @@ class Cluster:
             self.check_kept(kind, fields)
         if fields is not None and kind in ("rolled back", "resuming"):
             self.check_back(seat, kind, fields)
+        if fields is not None and kind == "diverged" and "which is a guess" in fields["reason"]:
+            self.guessed.add(fields["stage"])
         if fields is not None and kind == "rebuilding":
             self.check_fallback(seat, fields)
         for trap in self.traps:
@@ -376,8 +383,9 @@ class Cluster:
             raise InvariantError(f"{invariant}: {what}")
 
     def check_issued(self, before: registry.View, view: registry.View) -> None:
-        if self.guilty is None:
-            return
+        if self.guilty is None or view.number > before.number + 1:
+            return  # a registry that has lost its journal learns of the others; who has joined it
+            # meanwhile has no state, and joins again
         stay = {member.node for member in view.members}
         gone = [member for member in before.members if member.node not in stay]
         left = [member for member in before.members if member.node in stay]
@@ -578,6 +586,14 @@ class Cluster:
             return chain_of(state)  # a driver that is cut off goes back
         return self.commits[Ballot.of(sync.last.ballot)].chain
 
+    def check_saved(self, seat: Seat, state: StageState) -> None:
+        """In the compute thread: what is about to be written says of itself what it is."""
+        weights = seat.weights
+        says = state.id.step, state.omega, state.optimizer_step
+        own = weights.step, weights.omega, weights.optimizer.steps
+        who = f"{seat.name} of stage {seat.stage}"
+        self.demand(says == own, "I5", f"{who} saves {own} and says that it is {says}")
+
     def check_sources(self, seat: Seat, sync: pb.Sync, states: Sequence[StageState]) -> None:
         """What has come from the sources that the driver named, before it is put in place."""
         who = f"{seat.name} of stage {seat.stage} fetches step {sync.step} by {sync.method}"
@@ -591,7 +607,8 @@ class Cluster:
             self.demand(len(set(map(chain_of, states))) == 1, "I2", f"{who}: two histories")
         self.counts[sync.method] += 1
         back = (sync.lineage, sync.step) in self.bases  # all go there, as `check_back` allowed
-        if sync.method != "replica" and not back:
+        guessed = seat.stage in self.guessed  # who had the right one may count as wrong
+        if sync.method not in ("replica", ORIGIN) and not (back or guessed):
             left = [n.name for n in self._holders(sync.step) if n.stage == seat.stage]
             stale = sync.lineage < self.lineage
             self.demand(not left or stale, "I4", f"{who}, but {', '.join(left)} had it")
@@ -634,7 +651,7 @@ class Cluster:
             seat
             for seat in self.seats
             if seat.host.name in self.registry.names()
-            and not seat.member.void
+            and seat.has_state
             and seat.weights.lineage == self.lineage
             and (seat.weights.step == step or seat.name in ready)
         ]

@@ -68,6 +68,11 @@ class Seat(Agent):
         return self.host.process
 
     @property
+    def has_state(self) -> bool:
+        """What is in place is fit to train, or to be copied."""
+        return not (self.member.void or self.member.weightless)
+
+    @property
     def trains(self) -> bool:
         """Whether it has a part in the attempt that is under way, or was last."""
         return self.attempt is not None and not self.member.following
@@ -151,6 +156,8 @@ class Node:
         seats = [s for s in self.seats.agents.values() if s.member.halt is None]
         self.retiring = self.leaving = True
         self.changed()
+        for seat in self.seats.agents.values():
+            seat.exchanges.start(seat.save_now())
         self._leave_in_time(leaving, [seat for seat in seats if seat.member.committed > 0])
 
     def _leave_in_time(self, leaving: Leaving, needed: list[Seat]) -> None:
@@ -249,7 +256,8 @@ class Node:
             kind = folder.name
             owner = self.process.host if kind == "save" else ""
             place = kind, owner, seat.stage
-            return VirtualDisk(self.cluster.files, place, self.process, saved, failed)
+            check = partial(self.cluster.check_saved, seat)
+            return VirtualDisk(self.cluster.files, place, self.process, saved, failed, check)
 
         saves = self.cluster.hosts[self.process.host].saves and self.cluster.files.save_every
         folder = Path("save") if saves else None

@@ -215,9 +215,10 @@ class VirtualDisk:
         process: Process,
         saved: Callable[[Age], None],
         failed: Callable[[str], None],
+        check: Callable[[StageState], None],
     ) -> None:
         self._files, self._folder, self._process = files, folder, process
-        self._saved, self._failed = saved, failed
+        self._saved, self._failed, self._check = saved, failed, check
 
     def listed(self, refused: Collection[Age] = ()) -> list[StateId]:
         there = self._files.of(*self._folder)
@@ -227,6 +228,7 @@ class VirtualDisk:
         return set()
 
     def write(self, state: StageState) -> None:
+        self._check(state)
         copies = {name: tensor.clone() for name, tensor in state.tensors.items()}
         seconds = self._process.world.random.uniform(0.01, 0.5)
         self._process.after(seconds, self._written, replace(state, tensors=copies))

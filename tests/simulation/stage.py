@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -163,12 +164,15 @@ class Stage:
     """The stage of one seat, as the compute thread has it."""
 
     seat: Seat
-    weightless = origin = False
+    lacking = 0
 
     def __init__(self, node: Node, name: str, stage: int) -> None:
         self.name, self.stage = name, stage
         self.cluster, self.host = node.cluster, node.process.host
-        self.optimizer = row(stage)
+        self.optimizer, has = row(stage), self.cluster.hosts[self.host].origin
+        self.weightless, self.origin = not has, has and self.cluster.from_checkpoint
+        if self.weightless:
+            self.optimizer.weights.zero_()
         self.tensors = dict(self.optimizer.state(optimizer=True))
         self.gradient = self.optimizer.gradient
         self.lineage = self.step = 0
@@ -177,7 +181,7 @@ class Stage:
         self.misapplies = False  # the next update
         self.told = b""  # the digest that was taken last
         self.work = Work(self)
-        self._reduced = self._omega = 0.0
+        self._reduced = self.omega = 0.0
 
     @property
     def chain(self) -> bytes:
@@ -205,26 +209,36 @@ class Stage:
 
     def apply(self, commit: pb.Commit, lr: float) -> Learned:
         self.cluster.check_apply(self.seat, commit)
+        chain = self.chain  # an update from wrong moments changes these weights, too
         if not commit.skipped:
             scale = commit.lr_scale[self.stage]
             self.optimizer.step(lr * scale, commit.clip_scale[self.stage])
-            self._omega = self._reduced
+            self.omega = self._reduced
         if self.misapplies and not commit.skipped:
             self.misapplies = False
             self.corrupt()
-        write_chain(self.optimizer.weights, after(self.chain, commit))
+        write_chain(self.optimizer.weights, after(chain, commit))
         self.step = commit.step
         self.optimizer.zero_gradient()
         self.cluster.check_applied(self.seat, commit)
         return self._learned()
 
     def _learned(self) -> Learned:
-        return Learned(self.digest(), self._omega, self.optimizer.steps)
+        return Learned(self.digest(), self.omega, self.optimizer.steps)
 
     def initial(self, stage: int, lineage: int) -> StageState:
+        if not self.cluster.hosts[self.host].origin:
+            raise ComplaintError("the checkpoint that the run begins from is not on this machine")
         made = StateId(stage, lineage, step=0, made=NEVER)
         tensors = dict(row(stage).state(optimizer=True))
         return StageState(made, tensors, 0.0, 0, pb.Commit(), 0)
+
+    def of_checkpoint(self, stage: int) -> StageState:
+        found = self.initial(stage, 0)
+        return replace(found, tensors={"weights": found.tensors["weights"]})
+
+    def take_in(self, weights: torch.Tensor, giver: str) -> None:
+        raise AssertionError("all that is here is trained")
 
     def put_in_place(self, sync: pb.Sync, states: Sequence[StageState]) -> Learned:
         self.cluster.check_sources(self.seat, sync, states)
@@ -234,11 +248,11 @@ class Stage:
                 checkfree.Trained(stage, state.tensors["weights"], state.omega)
                 for stage, state in zip(stages, states, strict=True)
             ]
-            weights, self._omega = checkfree.guess(self.stage, sync.method, sources, "squared")
+            weights, self.omega = checkfree.guess(self.stage, sync.method, sources, "squared")
             self.optimizer.load([("weights", weights)], 0)
         else:
             self.optimizer.load(states[0].tensors.items(), states[0].optimizer_step)
-            self._omega = states[0].omega
+            self.omega = states[0].omega
         write_chain(self.optimizer.weights, self.cluster.chain_at(sync, states[0]))
         self._sync, self._state = sync, states[0]
         self.corrupted = False

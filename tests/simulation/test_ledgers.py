@@ -32,7 +32,7 @@ class Stalling(Scenario):
 
 
 def test_each_step_is_in_a_ledger_whoever_dies_while_its_disk_stalls() -> None:
-    for seed in range(20):
+    for seed in range(8):
         run(seed, kind=Stalling)
 
 

@@ -22,10 +22,10 @@ from planaria.bootstrap.membership import (
 )
 from planaria.node.agent import Agent
 from planaria.node.daemon import Node, NodePlace
-from planaria.node.data.corpus import Corpus
+from planaria.node.data.mixture import Data
 from planaria.node.hugging_face.checkpoint import Checkpoint
 from planaria.node.run_file import RunFile
-from planaria.node.stage.shape import model_config
+from planaria.node.stage.own_code import load_as_said
 from planaria.node.state.holdings import Holdings
 from planaria.node.transaction.member import MemberSide
 from tests.swarm.lines import Lines
@@ -160,7 +160,7 @@ class LocalSwarm:
     def __init__(
         self,
         run: RunFile,
-        corpus: Corpus,
+        corpus: Data,
         out: Path,
         saves: Path | None = None,
         after_view: int = 0,
@@ -171,7 +171,7 @@ class LocalSwarm:
         that a node can hold. `checkpoint`: that the run begins from, which stage 0 has."""
         self.run, self.corpus, self.out, self.saves = run, corpus, out, saves
         self.lines = Lines(out)
-        self.config = model_config(run.model, corpus.vocabulary)
+        self.config = run.config_for(corpus.vocabulary)
         replicas = run.swarm.replicas
         self.registry = LocalRegistry(
             MembershipRules(
@@ -184,6 +184,7 @@ class LocalSwarm:
             )
         )
         self.after_view, self.room, self.checkpoint = after_view, room, checkpoint
+        self.own = None if self.config.own is None else load_as_said(run, self.config)
         self.nodes: dict[tuple[int, int], tuple[OneSeat, asyncio.Task[str]]] = {}
 
     async def __aenter__(self) -> LocalSwarm:
@@ -215,7 +216,8 @@ class LocalSwarm:
         saves = self.saves and self.saves / f"{stage}.{replica}"
         cpu, listens = torch.device("cpu"), listen if advertise else None
         place = NodePlace(stage, listens, advertise, cpu, self.out, "here", saves, room=self.room)
-        if stage == 0:
+        place = replace(place, own=self.own)
+        if stage == 0 or self.run.recovery.policy == "redundant":  # which needs it everywhere
             place = replace(place, checkpoint=self.checkpoint)
         client = LocalClient(self.registry)
         corpus = self.corpus if self.room > 1 or not stage else None

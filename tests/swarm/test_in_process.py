@@ -20,7 +20,8 @@ import torch
 from planaria.bootstrap.credentials import PLAIN
 from planaria.bootstrap.registry_pb2 import SILENT, Description
 from planaria.lab.convergence.training import Ablation, State, TrainingSwarm, train
-from planaria.node.data.corpus import Corpus
+from planaria.node.data.corpus import UNSCORED, Corpus
+from planaria.node.data.mixture import Data, Mixture
 from planaria.node.hugging_face.checkpoint import Checkpoint
 from planaria.node.hugging_face.export import export
 from planaria.node.hugging_face.from_swarm import LivingModel
@@ -35,6 +36,8 @@ from planaria.node.report.ledger import audit, merge
 from planaria.node.report.line_file import LineFile
 from planaria.node.run_file import RunFile, dumps, from_fields, override
 from planaria.node.stage.model import with_weights
+from planaria.node.stage.own_code import fill_in
+from planaria.node.state.holdings import CLOSE, Holdings
 from planaria.node.state.saves import Saves, find_saves
 from planaria.node.state.stage_state import StageState
 from planaria.node.state.twin import Twin
@@ -47,7 +50,7 @@ from tests.swarm.in_process import LocalSwarm
 from tests.swarm.small import small
 
 
-def undisturbed(run: RunFile, corpus: Corpus, steps: int) -> list[float]:
+def undisturbed(run: RunFile, corpus: Data, steps: int) -> list[float]:
     """The first losses that one process has, from which these keys take nothing."""
     keys = ("saves", "swarm", "wire")
     alone = run.model_copy(update={key: getattr(RunFile(), key) for key in keys})
@@ -57,7 +60,7 @@ def undisturbed(run: RunFile, corpus: Corpus, steps: int) -> list[float]:
 
 
 @cache
-def _begun(run: RunFile, corpus: Corpus) -> tuple[list[float], Iterator[float]]:
+def _begun(run: RunFile, corpus: Data) -> tuple[list[float], Iterator[float]]:
     return [], train(run, corpus)
 
 
@@ -93,6 +96,24 @@ async def test_a_swarm_trains_as_one_process_does(corpus, tmp_path, stages, repl
         digests = {(stage, node.member.digest) for (stage, _), (node, _) in swarm.nodes.items()}
         assert len(digests) == stages + 1
     assert losses(tmp_path) == pytest.approx(undisturbed(run, corpus, run.steps), rel=1e-5)
+    assert audit(tmp_path).exact
+
+
+async def test_texts_and_conversations_are_trained_on_as_by_one_process(
+    corpus, conversations, tmp_path
+):
+    """Both sources of a window make their part of it, and a step is made again with the same. The
+    loss is the mean over what is scored, which is more of one microbatch than of another."""
+    run = small(replicas=2)
+    mixture = Mixture([corpus, Corpus.open(conversations)], [1, 3])
+    async with LocalSwarm(run, mixture, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 3)
+        await swarm.kill(0, 1)
+        await swarm.until(swarm.finished)
+    alone = TrainingSwarm(run, mixture)
+    assert losses(tmp_path) == pytest.approx([alone.step() for _ in range(run.steps)], rel=1e-5)
+    (validated,) = swarm.lines.events("validated")
+    assert validated["loss"] == pytest.approx(alone.validate(), rel=1e-5)
     assert audit(tmp_path).exact
 
 
@@ -317,10 +338,17 @@ async def test_a_replica_that_comes_back_gets_the_twin_too(corpus, tmp_path):
         ("checkpoint", [2], {2: "checkpoint"}, 1),
     ],
 )
-async def test_every_loss_is_survived_by_its_policy(corpus, tmp_path, policy, lost, methods, steps):
-    """With `steps` steps' boundary tensors to relearn from. The losses are those of the lab."""
+async def test_every_loss_is_survived_by_its_policy(
+    corpus, conversations, tmp_path, policy, lost, methods, steps
+):
+    """With `steps` steps' boundary tensors to relearn from. The losses are those of the lab. Some
+    are of many short documents that are kept apart."""
+    apart = len(lost) > 1 or policy == "redundant"
+    if apart:
+        corpus = Mixture([corpus, Corpus.open(conversations)], [1, 3])
     run = small(
         stages=4,
+        model__attn_mask_type="block_causal" if apart else "causal",
         recovery__policy=policy,
         recovery__checkpoint__dir=str(tmp_path / "checkpoints"),
         recovery__checkpoint__every=3,
@@ -425,16 +453,25 @@ async def test_a_gradient_for_a_twin_that_is_lost_with_its_link_is_sent_again(co
     assert audit(tmp_path).exact
 
 
-async def test_a_node_that_must_go_saves_and_hands_over_to_a_standby(corpus, tmp_path):
-    run = small(steps=ENDLESS)
+async def test_a_node_that_must_go_saves_and_hands_over_to_a_standby(corpus, tmp_path, monkeypatch):
+    run, finish, given = small(steps=ENDLESS), Holdings.finish_saves, []
+
+    def noted(holdings: Holdings, seconds: float) -> None:
+        given.append((holdings.stage, seconds))
+        finish(holdings, seconds)
+
+    monkeypatch.setattr(Holdings, "finish_saves", noted)
     async with LocalSwarm(run, corpus, tmp_path, tmp_path / "saves") as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
         standby = swarm.start(None, 0)
         leaver, living = swarm.nodes.pop((2, 0))
         await swarm.until(lambda: any(not member.seats for member in leaver.view.members))
-        await leaver.retire(grace=30.0)
+        await leaver.retire(grace=3000.0)
         leaver.stop("stopped by its owner")
         await living
+        [(stage, seconds)] = given  # for what is being written; all that is left
+        assert stage == 2
+        assert seconds > CLOSE
         assert standby.stage == 2
         here = swarm.committed()
         await swarm.until(lambda: swarm.committed() >= here + 3)
@@ -442,6 +479,7 @@ async def test_a_node_that_must_go_saves_and_hands_over_to_a_standby(corpus, tmp
     rebuilt = {(e["stage"], e["method"]) for e in swarm.lines.events("rebuilt")}
     assert rebuilt == {(2, "replica")}
     assert list((tmp_path / "saves/2.0/stage-2").glob("step-*"))
+    assert not swarm.lines.events("save failed")
     assert audit(tmp_path).exact
 
 
@@ -499,7 +537,9 @@ async def test_a_living_model_is_that_of_one_step_wherever_its_stages_are(corpus
         async with LivingStages(access, 60.0) as stages:
             await swarm.until(lambda: swarm.committed() >= stages.step + 2)
             shown = torch.from_numpy(corpus.sample("validation", 32, 0))[None]
-            loss = await stages.loss(shown)
+            inputs, targets = shown[:, :-1], shown[:, 1:].clone()
+            targets[:, 5:9] = UNSCORED
+            loss = await stages.loss(inputs, targets)
         async with LivingModel(access, 60.0) as model:
             there = swarm.committed()
             await swarm.until(lambda: swarm.committed() >= there + 2)
@@ -514,8 +554,8 @@ async def test_a_living_model_is_that_of_one_step_wherever_its_stages_are(corpus
     ]
     weights = [torch.from_numpy(one) for one in saved_weights(tmp_path, run, stages.step)]
     ends, *body = (with_weights(run.model.config, stage, w) for stage, w in enumerate(weights))
-    x = reduce(lambda x, stage: stage(x), body, ends.embed(shown[:, :-1]))
-    assert loss == pytest.approx(float(ends.loss(x, shown[:, 1:])), rel=1e-6)
+    x = reduce(lambda x, stage: stage(x), body, ends.embed(inputs))
+    assert loss == pytest.approx(float(ends.loss(x, targets)), rel=1e-6)
 
 
 def saved_weights(folder: Path, run: RunFile, step: int) -> list[np.ndarray]:
@@ -682,3 +722,29 @@ async def test_a_run_begins_from_a_checkpoint_that_only_stage_0_has(corpus, tmp_
     assert losses(out)[:6] == pytest.approx(undisturbed(run, corpus, 6), rel=1e-5)
     assert audit(out).exact
     assert Checkpoint.open(tmp_path / "again").config == Checkpoint.open(folder).config
+
+
+@pytest.mark.parametrize("policy", ["checkfree", "redundant", "snapshot"])
+async def test_an_architecture_of_the_run_s_own_is_trained_and_healed(corpus, tmp_path, policy):
+    """GPT-2, whose stages nothing else knows."""
+    run = small(
+        stages=3,
+        recovery__policy=policy,
+        recovery__snapshot__fraction=1.0,
+        recovery__snapshot__period=1,
+        model__module="examples.gpt2:build",
+        model__vocabulary=corpus.vocabulary,
+    )
+    run = fill_in(run)
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 4)
+        await swarm.kill(2, 0)
+        swarm.start(2, 0)
+        await swarm.until(swarm.finished)
+        methods = [e["method"] for e in swarm.lines.events("rebuilt") if e["stage"] == 2]
+        assert methods == [policy]
+    exact = run.steps if policy == "redundant" else 4
+    expected = undisturbed(run, corpus, exact)
+    assert losses(tmp_path)[:exact] == pytest.approx(expected, rel=1e-5)
+    assert losses(tmp_path)[-1] < losses(tmp_path)[0]
+    assert audit(tmp_path).exact

@@ -1,4 +1,5 @@
-"""A swarm trains, loses a stage, is ended in the middle; and its model is taken home."""
+"""A swarm trains, loses a stage, and its model is taken home; it is ended in the middle, and
+has its model in its saves."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import re
 import signal
 from pathlib import Path
 
-import pytest
 import torch
 from typer.testing import CliRunner
 
@@ -30,7 +30,7 @@ def transformers_loss(folder: Path, rows: torch.Tensor) -> float:
         return float(model(rows, labels=rows).loss)
 
 
-def test_the_model_of_a_run_is_a_folder_that_transformers_reads(up, data, tmp_path) -> None:
+def test_the_model_of_a_living_run_is_a_folder_that_transformers_reads(up, data, tmp_path) -> None:
     swarm = up(small(steps=100_000, saves__every=4), "--kill", "1@6")
     swarm.wait_until("saves of one step", lambda: swarm.committed() >= 14)
     living = tmp_path / "living"
@@ -51,19 +51,6 @@ def test_the_model_of_a_run_is_a_folder_that_transformers_reads(up, data, tmp_pa
         r"has the model of step (\d+)", planaria("export", swarm.out, "--out", folder)
     )
     assert swarm.committed() - 8 < int(step) <= swarm.committed()
-    evaluated = planaria("evaluate", folder, "--data", data, "--samples", 6, "--batch", 4)
-    (told,) = re.findall(r"([\d.]+) nats a token", evaluated)
     corpus = Corpus.open(data)
     rows = torch.from_numpy(corpus.samples("validation", small().model.context or 64, range(6)))
-    # Transformers leaves out what follows the last token, as we do.
-    assert transformers_loss(folder, rows) == pytest.approx(float(told), abs=1e-3)
-    assert float(told) < math.log(corpus.vocabulary)
     assert transformers_loss(living, rows) < math.log(corpus.vocabulary)
-    text = planaria("generate", folder, "once", "--tokens", 8, "--seed", 1, "--device", "cpu")
-    assert text.startswith("once")
-    assert text == planaria(
-        "generate", folder, "once", "--tokens", 8, "--seed", 1, "--device", "cpu"
-    )
-    again = CliRunner().invoke(app, ["export", str(swarm.out), "--out", str(folder)])
-    assert again.exit_code == 1
-    assert "is there already" in again.output

@@ -38,6 +38,8 @@ CHANGED = {
     "name": "other",
     "model.from": "elsewhere",
     "model.content": ["0" * 32],
+    "model.module": "package.module:build",
+    "model.parts": {"source": "0", "ends": [["w", [512, 64]]], "block": [["w", [64, 64]]]},
     "model.preset": "midi",
     "model.stages": 2,
     "model.heads": 2,
@@ -56,8 +58,10 @@ CHANGED = {
     "model.tied": True,
     "model.positions": 4096,
     "model.window": 4096,
+    "model.attn_mask_type": "block_causal",
     "data.path": "elsewhere",
     "data.content": "0" * 64,
+    "data.corpora": [{"path": "elsewhere"}],
     "training.precision": "bf16",
     "training.lr": 0.5,
     "training.lr_floor": 0.5,
@@ -65,6 +69,7 @@ CHANGED = {
     "training.schedule": "linear",
     "training.betas": (0.8, 0.9),
     "training.weight_decay": 0.5,
+    "training.lora": {"rank": 4},
     "recovery.policy": "snapshot",
     "recovery.relearn.seconds": 30.0,
     "recovery.masking": "abort",
@@ -84,7 +89,7 @@ USED = {
         *("training.sample_every", "training.prompts", "training.sampling.tokens"),
         *("training.sampling.temperature", "training.sampling.top_p", "training.sampling.seed"),
     ],
-    "node/resolve.py": ["data.path"],
+    "node/resolve.py": ["data.path", "data.corpora"],
     "node/stage/arithmetic.py": ["training.precision", "training.recompute"],
     "node/stage/initial.py": ["seed", "model.content"],
     "node/stage/learning_rate.py": [
@@ -113,7 +118,8 @@ def changed(key: str, value: Any) -> RunFile:
         other = CHANGED[key]
     else:
         other = not value if isinstance(value, bool) else 2 * value or 2
-    return override(BASE, **{key.replace(".", "__"): other})
+    together = {"data__path": ""} if key == "data.corpora" else {}
+    return override(BASE, **together, **{key.replace(".", "__"): other})
 
 
 def gone_by(run: RunFile) -> list[object]:
@@ -122,7 +128,7 @@ def gone_by(run: RunFile) -> list[object]:
     by_driver = rules(run, config)
     scales = [by_driver.lr_scale(step, 1) for step in (2, 100, 150)]
     by_driver = replace(by_driver, lr_scale=min)
-    return [replace(registry_rules(run, ""), run="any"), config, by_driver, scales]
+    return [replace(registry_rules(run), run="any"), config, by_driver, scales]
 
 
 def test_every_key_has_an_effect_or_is_listed() -> None:

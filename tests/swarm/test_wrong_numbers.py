@@ -238,10 +238,10 @@ async def test_planaria_up_ends_with_the_sentence_of_a_run_that_paused(
     monkeypatch.setattr(local, "Processes", partial(Processes, work=run_sick))
     run = resolve(override(PAIRS, swarm__replicas=1, data__path=str(data)))
     plan = local.SwarmPlan(run, out, None, "cpu")
-    status = await local.up(plan, [], Console(file=said, width=300))
+    ending = await local.up(plan, [], Console(file=said, width=300))
     summary = json.loads((out / "summary.json").read_text())
     why = "3 steps in a row were skipped, since the gradient of stage "
-    assert status == 1
+    assert ending.status == 1
     assert summary["skipped_steps"] == 3
     assert summary["stopped"].startswith(f"paused: {why}")
     assert f"error: paused: {why}" in said.getvalue()

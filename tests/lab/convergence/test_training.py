@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -16,8 +17,11 @@ import torch
 
 from planaria.lab.convergence.training import Ablation, LostError, TrainingSwarm, train
 from planaria.node.data.corpus import Corpus
-from planaria.node.run_file import RunFile, loads, override
+from planaria.node.hugging_face.taking_in import take_in
+from planaria.node.run_file import RunFile, from_fields, loads, override
 from planaria.recovery.checkfree import Omega, Trained, guess
+from tests.node.hugging_face.test_folders import exported
+from tests.node.stage.shapes import GROUPED
 
 GOLDEN = Path(__file__).with_name("golden.json")
 RUN = """
@@ -189,6 +193,30 @@ def test_with_only_the_guessed_stage_in_training_the_others_stay(corpus: Corpus)
         moved = [of for of, (a, b) in enumerate(zip(before, after, strict=True)) if not a.equal(b)]
         assert moved == expected
         before = after
+
+
+def test_adapters_begin_anew_and_relearn_what_they_did(corpus: Corpus, tmp_path: Path) -> None:
+    """As the daemon has it; the weights beside them stay."""
+    shape = replace(GROUPED, vocabulary=corpus.vocabulary, stages=3, context=32)
+    exported(tmp_path / "model", shape)
+    changes = {"model": {"from": str(tmp_path / "model"), "stages": 3, "context": 32}}
+    fields = run_with().model_dump(exclude_none=True, exclude={"model"}) | changes
+    lora = {"training__lora": {"rank": 4}, "training__lr": 1e-2}
+    swarm = TrainingSwarm(take_in(override(from_fields(fields), **lora)), corpus)
+    base = [p.clone() for p in swarm.stages[2].module.parameters() if not p.requires_grad]
+    for _ in range(15):
+        swarm.step()
+    before = swarm.validate()
+    (line,) = swarm.lose([2])
+    assert (line["method"], line["fallback"]) == ("adapters-anew", False)
+    relearned = swarm.validate()
+    swarm.stages[2].optimizer.load([("weights", swarm.beginning.adapters(2))], 0)
+    anew = swarm.validate()
+    assert abs(relearned - before) < abs(anew - before)
+    (line,) = swarm.lose([0])
+    assert (line["method"], line["perturbation"]) == ("origin", 0)
+    after = [p for p in swarm.stages[2].module.parameters() if not p.requires_grad]
+    assert all(map(torch.equal, after, base))
 
 
 def test_a_snapshot_goes_with_its_holder(corpus: Corpus) -> None:

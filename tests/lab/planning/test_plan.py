@@ -63,7 +63,7 @@ def test_a_plan_is_printed_and_written_as_a_run_file(tmp_path: Path) -> None:
     assert planned.training.batch == 16
     assert planned.steps == 300
     assert loads(dumps(planned)) == planned
-    rules = registry_rules(planned, dumps(planned))
+    rules = registry_rules(planned)
     assert rules.stages == planned.model.stages
     assert parse_kill(f"{planned.model.stages}@2", planned).stage == planned.model.stages
 

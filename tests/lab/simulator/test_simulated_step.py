@@ -32,7 +32,7 @@ from planaria.lab.simulator.swarm import (
     uniform,
 )
 from planaria.node.run_file import loads, override
-from planaria.node.stage.shape import model_config
+from planaria.node.stage.shape import Own, model_config
 
 PLAIN = "checkpoint"
 
@@ -420,6 +420,14 @@ def test_stand_ins_get_all_frames_and_work_when_they_have_nothing_else_to_do() -
         (lambda: Transport(frame=-1), "less than 0"),
         (lambda: replace(swarm(), storage_mbps=0), "storage_mbps = 0 must be more than 0"),
         (lambda: seconds_at(swarm().run, swarm().config, 1, 0, 1), "both must be more than 0"),
+        (
+            lambda: seconds_at(swarm().run, replace(swarm().config, own=Own("a:b")), 1, 1, 1),
+            "what a stage of a:b takes isn't known here",
+        ),
+        (
+            lambda: seconds_at(override(swarm().run, training__lora={}), swarm().config, 1, 1, 1),
+            "what training.lora leaves of a step isn't known here",
+        ),
     ],
 )
 def test_what_is_no_swarm_is_refused(make: Any, said: str) -> None:

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planaria.node.data.prepare
+from planaria.node.data import corpus as module
 from planaria.node.data.corpus import Corpus, CorpusError, file_checksum, read_index
 from planaria.node.data.documents import LINES_PER_DOCUMENT, documents, lines_to_documents
 from planaria.node.data.prepare import Recipe, held_out_rank, prepare
@@ -342,6 +343,20 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpus]:
         yield make(tmp_path_factory.mktemp("sharded") / "data")
 
 
+def test_shards_close_though_the_interpreter_has_forgotten_its_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = make(tmp_path / "data")
+    corpus.samples("train", 4, [0])
+    [shard] = corpus._open
+    descriptor = shard._descriptor
+    assert descriptor is not None
+    monkeypatch.setattr(module, "os", None)
+    shard.__del__()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
 @settings(deadline=None)
 @given(st.data())
 def test_samples_tile_the_split_whatever_its_shards(sharded: Corpus, data: st.DataObject) -> None:
@@ -395,7 +410,7 @@ def test_missing_and_damaged_data_is_named_with_a_remedy(copy: Path, tmp_path: P
     shard.unlink()
     refused(r"train-00000\.bin is missing")
     index.write_text(text.replace('"format": 1', '"format": 9'))
-    refused("prepared in format 9, this planaria reads format 1")
+    refused("prepared in format 9, this planaria reads formats 1 and 2")
     index.write_text(text.replace('"vocabulary": 300', '"vocabulary": 301'))
     refused("its content hash is wrong")
     index.write_text("[]")

@@ -6,7 +6,14 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planaria.node.data.windows import Windows, microbatch_ids, samples_hash
+from planaria.node.data.turns import Share, turns_of
+from planaria.node.data.windows import (
+    MixedWindows,
+    Turns,
+    Windows,
+    microbatch_ids,
+    samples_hash,
+)
 
 seeds = st.integers(0, 2**64 - 1)
 
@@ -107,3 +114,89 @@ def test_figures_that_make_no_windows_are_refused(seed: int, samples: int, batch
 def test_steps_count_from_one() -> None:
     with pytest.raises(ValueError, match="count from 1"):
         Windows(0, 10, 2).ids(0)
+
+
+shares = st.lists(st.builds(Share, st.integers(1, 60), st.integers(1, 9)), min_size=2, max_size=5)
+
+
+def positions(seed: int, mixture: list[Share], batch: int, steps: int) -> np.ndarray:
+    """Sample ids of so many steps, one after the other."""
+    windows = MixedWindows(seed, mixture, batch)
+    return np.concatenate([windows.ids(step) for step in range(1, steps + 1)])
+
+
+def corpus_of(ids: np.ndarray, mixture: list[Share]) -> np.ndarray:
+    ends = np.cumsum([share.samples for share in mixture])
+    return np.searchsorted(ends, ids, side="right")
+
+
+@settings(deadline=None, max_examples=60)
+@given(seeds, shares, st.integers(1, 40), st.integers(0, 60))
+def test_as_many_samples_in_a_row_as_there_are_turns_have_the_shares_exactly(
+    seed: int, mixture: list[Share], batch: int, first: int
+) -> None:
+    """So has each window whose size is a multiple of the turns."""
+    cycle = sum(share.turns for share in mixture)
+    ids = positions(seed, mixture, batch, -(-(first + cycle) // batch))
+    found = np.bincount(corpus_of(ids[first : first + cycle], mixture), minlength=len(mixture))
+    assert found.tolist() == [share.turns for share in mixture]
+
+
+@settings(deadline=None, max_examples=15)
+@given(seeds, shares, st.integers(1, 40))
+def test_each_corpus_gives_each_sample_once_in_each_of_its_epochs(
+    seed: int, mixture: list[Share], batch: int
+) -> None:
+    ids = positions(seed, mixture, batch, 2 + 400 // batch)
+    begins = np.cumsum([0, *(share.samples for share in mixture)])
+    whose = corpus_of(ids, mixture)
+    for of, share in enumerate(mixture):
+        own = ids[whose == of] - begins[of]
+        for epoch in range(len(own) // share.samples):
+            part = own[epoch * share.samples : (epoch + 1) * share.samples]
+            np.testing.assert_array_equal(np.sort(part), np.arange(share.samples))
+
+
+@settings(deadline=None)
+@given(seeds, shares, st.integers(1, 64), st.integers(1, 10**9))
+def test_a_window_of_a_mixture_follows_from_seed_and_step_alone(
+    seed: int, mixture: list[Share], batch: int, step: int
+) -> None:
+    windows = MixedWindows(seed, mixture, batch)
+    ids = windows.ids(step)
+    assert ids.shape == (batch,) and ids.dtype == np.int64
+    assert ids.min() >= 0 and ids.max() < sum(share.samples for share in mixture)
+    assert ids[-1] == MixedWindows(seed, mixture, 1).ids(step * batch)[0]
+    assert windows.epoch(step) <= windows.epoch(step + 1)
+
+
+def test_turns_are_spread_over_the_cycle() -> None:
+    whose, had = Turns([7, 3]).at(np.arange(10, 20, dtype=np.uint64))
+    assert whose.tolist() == [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
+    assert had[whose == 0].tolist() == list(range(7, 14))
+    assert had[whose == 1].tolist() == [3, 4, 5]
+
+
+def test_a_mixture_stays_as_it_is() -> None:
+    """Else runs that go on after an update would repeat and miss samples."""
+    mixture = [Share(1000, 7), Share(50, 3)]
+    windows = MixedWindows(5, mixture, 10)
+    assert windows.ids(1).tolist() == [805, 1039, 168, 775, 272, 1007, 840, 355, 1008, 40]
+    assert [windows.epoch(step) for step in (1, 17, 18, 143, 144)] == [0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("given", "turns"),
+    [([0.7, 0.3], [7, 3]), ([1, 2], [1, 2]), ([0.1, 0.25, 0.65], [2, 5, 13]), ([4.0], [1])],
+)
+def test_shares_are_whole_turns(given: list[float], turns: list[int]) -> None:
+    assert turns_of(given) == turns
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [([1, 0], "1, 0 must all be greater than 0"), ([0.33333, 0.66668], "fewer digits, as in 7")],
+)
+def test_shares_that_are_none_are_refused(given: list[float], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        turns_of(given)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from planaria.bootstrap.registry_pb2 import CHECKSUM
 from planaria.node.data.corpus import Corpus, CorpusError
 from planaria.node.hugging_face.checkpoint import Checkpoint
 from planaria.node.hugging_face.config import UnsupportedModelError
@@ -89,13 +90,14 @@ def test_weights_that_a_peer_gives_are_those_of_the_checkpoint(tmp_path) -> None
     taker = TorchStage("b", 2, run, of(run), cpu, None)
     assert (giver.origin, giver.weightless, taker.origin, taker.weightless) == (1, 0, 0, 1)
     state = giver.initial(2, 0)
-    sync = pb.Sync(method="origin")
+    sync = pb.Sync(method="origin", sources=[pb.Source(node="a", stage=2)])
     taker.put_in_place(sync, [state])
     there = TorchStage("c", 2, run, of(run), cpu, None, Checkpoint.open(tmp_path))
     assert taker.digest() == there.digest()
     state.tensors["weights"][7] += 1e-3
-    with pytest.raises(ComplaintError, match="what came for stage 2 isn't what is in the"):
+    with pytest.raises(ComplaintError, match="what a gave for stage 2 isn't what is in") as caught:
         taker.put_in_place(sync, [state])
+    assert (caught.value.accused, caught.value.cause) == (["a"], CHECKSUM)
     assert taker.digest() == there.digest()
     with pytest.raises(ComplaintError, match="is not on this machine"):
         taker.initial(2, 0)

@@ -34,7 +34,7 @@ from planaria.node.local.swarm import (
     wrap_up,
     write_plan,
 )
-from planaria.node.resolve import registry_rules, resolve, text_to_prepare
+from planaria.node.resolve import registry_rules, resolve, run_id, text_to_prepare
 from planaria.node.run_file import RunFile, dumps, loads, override
 
 RUN = loads("steps = 40\n[model]\nstages = 4\n[swarm]\nreplicas = 2")
@@ -162,7 +162,8 @@ def test_without_matplotlib_a_run_ends_with_a_word_instead_of_a_picture(tmp_path
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     (tmp_path / "logs").mkdir()
     told = io.StringIO()
-    assert wrap_up(RunFile(), tmp_path, Console(file=told, width=60), Ending(3, "enough")) == 3
+    ending = Ending(3, "enough")
+    assert wrap_up(RunFile(), tmp_path, Console(file=told, width=60), ending) == ending
     remedy = "no loss.png: matplotlib is not installed: pip install 'planaria[plots]'\n"
     assert remedy in told.getvalue()
     assert not (tmp_path / "loss.png").exists()
@@ -227,10 +228,18 @@ def test_a_resolved_run_says_all_that_a_node_needs(data):
     assert run.data.content == corpus.content
     assert (run.model.vocabulary, run.model.stages) == (corpus.vocabulary, 4)
     assert resolve(run) == run
-    rules = registry_rules(run, dumps(run))
+    rules = registry_rules(run)
     assert (rules.stages, rules.data) == (4, corpus.content)
-    assert rules.run == registry_rules(run, dumps(run)).run
-    assert rules.run != registry_rules(run, dumps(override(run, seed=1))).run
+    assert rules.run == registry_rules(run).run
+    assert rules.run != registry_rules(override(run, seed=1)).run
+
+
+def test_a_run_keeps_its_name_when_a_later_planaria_has_more_keys():
+    """The names are those of folders, saves and journals that there are."""
+    assert run_id(RunFile()) == "run-44136fa3"
+    assert run_id(loads(dumps(RunFile()))) == "run-44136fa3"
+    said = 'name = "many"\nseed = 3\n[model]\nstages = 4\n[swarm]\nreplicas = 2\n'
+    assert run_id(loads(said)) == run_id(loads(dumps(loads(said)))) == "many-9f074fb5"
 
 
 def test_data_that_is_not_the_runs_is_refused(data):

@@ -15,8 +15,7 @@ from planaria.bootstrap.address import Address
 from planaria.bootstrap.credentials import CredentialsError
 from planaria.node.page import app as page_app
 from planaria.node.page.app import STATIC, Parts, make_app
-from planaria.node.page.http_server import Keys
-from planaria.node.page.serving import Place
+from planaria.node.page.place import Keys, Place
 
 
 class Shown:

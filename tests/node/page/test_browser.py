@@ -48,6 +48,11 @@ def run() -> Replay:
         at = step if step <= 20 else step + 4
         loss = 2.5 + 5.0 * 0.95**step + 0.05 * (step * 7 % 5) / 5
         events.append(event(at, "0aaa/0", "committed", step=step, loss=loss))
+        for stage in range(STAGES + 1):
+            node = f"{stage}{'bbb' if stage == 2 and step > 20 else 'aaa'}"
+            events.append(
+                event(at, f"{node}{HOSTILE if stage == 1 else ''}/{stage}", "applied", step=step)
+            )
         if step % 20 == 0:
             events.append(event(at, "0aaa/0", "validated", step=step, loss=loss + 0.08))
     events += [
@@ -105,7 +110,8 @@ async def test_it_shows_the_run_and_makes_no_markup_of_what_nodes_say(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("name", "at", "width"), [("lost", 21.5 / 64.5, 390), ("after", 1.0, 1440)]
+    ("name", "at", "width"),
+    [("training", 0.25, 1440), ("lost", 21.5 / 64.5, 390), ("after", 1.0, 1440)],
 )
 async def test_a_picture_of_it_is_not_empty(
     name: str, at: float, width: int, tmp_path: Path

@@ -61,10 +61,10 @@ def states(shown: dict[str, Any]) -> list[tuple[str, list[str]]]:
 def test_each_moment_has_the_nodes_of_then() -> None:
     run = replay()
     assert states(run.at(0.5)) == [("vacant", []), ("vacant", [])]
-    assert states(run.at(3.5)) == [("running", ["node-0.0"]), ("running", ["node-1.0"])]
-    assert states(run.at(4.5)) == [("running", ["node-0.0"]), ("vacant", [])]
+    assert states(run.at(3.5)) == [("running", ["aaaa"]), ("running", ["bbbb"])]
+    assert states(run.at(4.5)) == [("running", ["aaaa"]), ("vacant", [])]
     assert run.at(4.5)["condition"]["word"] == "waiting"
-    assert states(run.at(5.5))[1] == ("rebuilding", ["node-1.0"])
+    assert states(run.at(5.5))[1] == ("rebuilding", ["cccc"])
     assert run.at(5.5)["condition"]["word"] == "rebuilding"
 
 

@@ -11,7 +11,8 @@ from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.membership import PROTOCOL, MembershipRules
 from planaria.bootstrap.registry_pb2 import JoinRequest, Report, SeatReport
 from planaria.bootstrap.service import RegistryServer
-from planaria.node.page.serving import Place, metrics_beside, page_beside
+from planaria.node.page.place import Place
+from planaria.node.page.serving import metrics_beside, page_beside
 from planaria.node.report.events import Committed, line
 from planaria.node.run_file import RunFile, override
 

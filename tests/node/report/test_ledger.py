@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from planaria.node.cli import app
-from planaria.node.data.windows import Windows, microbatch_ids, samples_hash
+from planaria.node.data.windows import AnyWindows, Windows, microbatch_ids, samples_hash
 from planaria.node.report import ledger as module
 from planaria.node.report.ledger import (
     Audit,
@@ -23,6 +23,7 @@ from planaria.node.report.ledger import (
     audit,
     line,
     merge,
+    windows_in,
 )
 from planaria.node.wire import stage_pb2
 
@@ -32,8 +33,10 @@ HEADER = LedgerHeader(
 WINDOWS = Windows(seed=3, samples=50, batch=12)
 
 
-def committed(step: int, view: int = 1, attempt: int = 1, time: float = 5.0) -> Line:
-    ids = WINDOWS.ids(step)
+def committed(
+    step: int, view: int = 1, attempt: int = 1, time: float = 5.0, windows: AnyWindows = WINDOWS
+) -> Line:
+    ids = windows.ids(step)
     parts = [(i, microbatch_ids(ids, i, 4)) for i in (2, 0, 1)]  # they come home in any order
     commit = stage_pb2.Commit(
         step=step,
@@ -47,7 +50,7 @@ def committed(step: int, view: int = 1, attempt: int = 1, time: float = 5.0) -> 
             for i, part in parts
         ],
     )
-    return line(commit, WINDOWS.epoch(step), time)
+    return line(commit, windows.epoch(step), time)
 
 
 def changed(original: Line, microbatches: list[tuple[int, int, str]]) -> Line:
@@ -141,6 +144,21 @@ def test_a_merged_ledger_is_audited_alone(tmp_path: Path) -> None:
     write(tmp_path / "ledger-a.jsonl", committed(1))
     write(tmp_path / "ledger.jsonl", committed(1), committed(2))
     assert audit(tmp_path) == Audit(24, 0, 0, 0, steps=2, superseded=0)
+
+
+def test_a_mixture_is_audited_by_its_shares(tmp_path: Path) -> None:
+    mixture = [(20, 2), (30, 1)]
+    header: LedgerHeader = {**HEADER, "mixture": mixture}
+    windows = windows_in(header)
+    lines = [committed(step, windows=windows) for step in range(1, 6)]
+    path = write(tmp_path / "ledger-a.jsonl", *lines, header=header)
+    assert audit(tmp_path).exact
+    text = path.read_text().replace("[[20, 2], [30, 1]]", "[[20, 1], [30, 1]]")
+    path.write_text(text)
+    assert audit(tmp_path).missing
+    path.write_text(text.replace("[[20, 1], [30, 1]]", "[[20, 1], [31, 1]]"))
+    with pytest.raises(LedgerError, match="have not 50 samples together"):
+        audit(tmp_path)
 
 
 def test_different_commits_of_one_attempt_are_an_error(tmp_path: Path) -> None:

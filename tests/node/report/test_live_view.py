@@ -4,11 +4,13 @@ import io
 import json
 import math
 import re
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import virtual_time
 from rich.console import Console
 
+from planaria.bootstrap.client import RegistryClient, RegistryUnreachable
 from planaria.bootstrap.registry_pb2 import (
     Description,
     LinkReport,
@@ -22,7 +24,7 @@ from planaria.bootstrap.registry_pb2 import (
 )
 from planaria.node.report.events import Stopped, parse
 from planaria.node.report.live_view import News, Screen, Story, stage_table, styled, under_way
-from planaria.node.report.status_page import as_text, page
+from planaria.node.report.status_page import as_text, page, status
 
 OLD, NEW = "3fa2b18c0d11", "77aa00bb12cd"
 
@@ -103,7 +105,7 @@ def text_of(renderable: Any) -> str:
         ),
         (
             event("masked", step=7, nodes=[OLD], microbatches=4, reason="x"),
-            f"step 7 goes on without {OLD}: others redo 4 microbatches",
+            f"step 7 goes on without {OLD}: others redo 4 microbatches (x)",
         ),
         (event("lost", OLD, stage=2, reason="x"), f"noticed: no link to {OLD} of stage 2 any more"),
         (
@@ -230,9 +232,9 @@ def test_fetching_is_told_when_it_takes_long_and_then_ever_more_seldom():
         hear(story, fetching(103.0 + tenth / 5, tenth * 400_000, tenth / 5)) for tenth in range(30)
     ]
     assert [sentence for sentence in told if sentence] == [
-        "stage 2 fetches from node-1.0, ccc3: 2.0 MB in 1.0 s, 2.0 MB/s",
-        "stage 2 fetches from node-1.0, ccc3: 4.0 MB in 2.0 s, 2.0 MB/s",
-        "stage 2 fetches from node-1.0, ccc3: 8.0 MB in 4.0 s, 2.0 MB/s",
+        "stage 2 fetches from aaa1, ccc3: 2.0 MB in 1.0 s, 2.0 MB/s",
+        "stage 2 fetches from aaa1, ccc3: 4.0 MB in 2.0 s, 2.0 MB/s",
+        "stage 2 fetches from aaa1, ccc3: 8.0 MB in 4.0 s, 2.0 MB/s",
     ]
 
 
@@ -245,7 +247,7 @@ def test_a_rebuild_under_way_is_a_line_until_it_is_over():
     hear(story, at(103.1, "rebuilding", NEW, stage=2, method="checkfree", sources=["aaa1"]))
     hear(story, fetching(103.4, 12_000_000, 0.3))
     shown = text_of(under_way(story, 103.6))
-    assert "rebuilding stage 2 by checkfree from node-1.0" in shown
+    assert "rebuilding stage 2 by checkfree from aaa1" in shown
     assert "0.5 s; 12.0 MB in 0.3 s, 40.0 MB/s" in shown
     assert hear(story, relearning(104.0, 1, 0.75)) == "stage 2 relearns, residual 0.75 at first"
     assert "0.9 s; relearning: residual 0.75 at first" in text_of(under_way(story, 104.0))
@@ -336,9 +338,9 @@ def test_grave_news_are_coloured_and_shown_whole(told, style):
 def test_a_loss_is_noticed_once_until_the_run_has_gone_on():
     story = swarm_that_lost_stage_2()
     lost = at(100.3, "lost", OLD, stage=2, reason="reset")
-    noticed = "noticed: no link to node-2.0 of stage 2 any more"
+    noticed = f"noticed: no link to {OLD} of stage 2 any more"
     assert [hear(story, lost), hear(story, lost)] == [noticed, None]
-    other = "noticed: no link to node-1.0 of stage 1 any more"
+    other = "noticed: no link to aaa1 of stage 1 any more"
     assert hear(story, at(100.4, "lost", "aaa1", stage=1, reason="reset")) == other
     hear(story, at(105.0, "committed", step=15, loss=2.0))
     assert hear(story, lost | {"time": 200.0}) == noticed, "it was back in between"
@@ -349,12 +351,9 @@ def test_the_registrys_end_is_no_drama():
     assert "training goes on" in (hear(Story(steps=40), told) or "")
 
 
-def test_nodes_that_the_swarm_started_have_names():
+def test_a_process_is_the_node_that_joined_last():
     story = Story(steps=10)
-    hear(story, event("started", slot="1.0", pid=41))
     hear(story, event("joined", OLD, pid=41))
-    told = event("aborted", step=3, reason=f"the link to {OLD} is lost")
-    assert hear(story, told) == "an attempt at step 3 is aborted: the link to node-1.0 is lost"
     assert story.node_of(41) == OLD
     hear(story, event("joined", NEW, pid=41))
     assert story.node_of(41) == NEW
@@ -606,3 +605,46 @@ def test_samples_are_in_the_live_view_in_plain_lines_and_in_status() -> None:
     assert "80  It was\\x1b[1m" in status
     assert "8  Oh" in status
     assert "It is" not in status
+
+
+def test_who_watches_without_a_terminal_hears_what_is_new_in_lines() -> None:
+    class Told:
+        """A registry that says this, one after the other."""
+
+        def __init__(self, *answers: Description | Exception) -> None:
+            self._answers = iter(answers)
+
+        async def describe(self, deadline: float) -> Description:
+            answer = next(self._answers, None)
+            if answer is None:
+                raise LookupError("that was all")
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    def at_step(step: int, *decisions: str) -> Description:
+        view = View(number=5, driver="box-1a2b3c", committed=step)
+        told = member("box-1a2b3c", 0, committed=step, loss=3.25, tokens_per_second=800.0)
+        run = "steps = 40"
+        return Description(run="r", members=[told], view=view, decisions=decisions, run_file=run)
+
+    away = RegistryUnreachable("nobody answers")
+    seen = [at_step(7, "one"), at_step(7, "one"), at_step(8, "one", "two\x1b[2J"), away, away]
+    told = Told(*seen, at_step(9, "one", "two\x1b[2J"))
+    console = Console(file=io.StringIO(), width=140)
+    with pytest.raises(LookupError):
+        virtual_time.run(status(cast(RegistryClient, told), console, watch=True, as_json=False))
+    page, *lines = re.split(r"^\d\d:\d\d:\d\d  ", console.file.getvalue(), flags=re.MULTILINE)
+    assert "step 7 of 40" in page and "one" in page
+    assert lines == [
+        "two\\x1b[2J\n",
+        "step 8 of 40, loss 3.2500, 800 tokens/s\n",
+        "nobody answers\n",
+        "step 9 of 40, loss 3.2500, 800 tokens/s\n",
+    ]
+    as_json = Console(file=io.StringIO(), width=140)
+    with pytest.raises(LookupError):
+        again = cast(RegistryClient, Told(*seen))
+        virtual_time.run(status(again, as_json, watch=True, as_json=True))
+    objects = [json.loads(line) for line in as_json.file.getvalue().splitlines()]
+    assert [one["view"]["committed"] for one in objects] == ["7", "7", "8"]

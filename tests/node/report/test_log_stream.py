@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import re
 import subprocess
@@ -9,12 +11,14 @@ import sys
 
 import pytest
 
+from planaria.node.report.log_stream import LONGEST, JsonLines, LastLines
+
 COUNT = 20_000
 LOGS = f"""
 import logging
-from planaria.node.cli import _begin_service
+from planaria.node.report.log_stream import begin_log
 
-_begin_service()
+begin_log()
 for number in range({COUNT}):
     logging.info("line %d of which nobody reads any %s", number, "x" * 80)
 print("done", flush=True)
@@ -23,7 +27,7 @@ logging.info("the last line")
 logging.shutdown()
 """
 LINE = re.compile(r"INFO line (\d+) of which")
-LOST = re.compile(r"^(\d+) lines of this log are lost", re.MULTILINE)
+LOST = re.compile(r"WARNING (\d+) lines of this log are lost")
 
 
 def logging_to(stderr: int) -> subprocess.Popen[str]:
@@ -47,7 +51,7 @@ def test_who_logs_to_a_pipe_that_nobody_reads_goes_on_and_the_log_says_what_is_l
     assert len(lost) == 1
     assert len(found) + int(lost[0]) == COUNT
     assert said.endswith("INFO the last line\n")
-    assert all(re.match(r"\d{4}-|\d+ lines of", line) for line in said.splitlines())
+    assert all(re.match(r"\d{4}-", line) for line in said.splitlines())
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["nobody reads", "full disk"])
@@ -61,3 +65,57 @@ def test_who_can_not_log_ends_all_the_same(full: bool) -> None:
     finally:
         for file in {reader, writer, stderr}:
             os.close(file)
+
+
+def test_a_line_for_what_collects_logs_is_one_object() -> None:
+    try:
+        raise ValueError("of\ntwo lines")
+    except ValueError:
+        told = sys.exc_info()
+    record = logging.LogRecord("planaria", logging.ERROR, "", 0, "it has %s\n", ("failed",), told)
+    record.created = 1767225600.25
+    (line,) = JsonLines("node-2.0").format(record).splitlines()
+    found = json.loads(line)
+    assert found.pop("traceback").endswith("ValueError: of\ntwo lines")
+    assert found == {
+        "time": "2026-01-01T00:00:00.250+00:00",
+        "level": "error",
+        "name": "node-2.0",
+        "message": "it has failed\n",
+    }
+
+
+def said_at(level: str) -> list[str]:
+    says = (
+        "import logging; from planaria.node.report.log_stream import begin_log; "
+        f"begin_log('{level}'); own = logging.getLogger('planaria.node'); "
+        "logging.getLogger('a_library').debug('its'); own.debug('one'); own.info('two'); "
+        "own.warning('three'); logging.shutdown()"
+    )
+    ran = subprocess.run([sys.executable, "-c", says], capture_output=True, text=True, check=True)
+    return [line.split()[-1] for line in ran.stderr.splitlines()]
+
+
+def test_the_log_has_what_is_as_grave_as_asked_for() -> None:
+    assert said_at("debug") == ["one", "two", "three"]
+    assert said_at("warning") == ["three"]
+
+
+def test_the_last_lines_are_kept_up_to_a_size_and_told_from_a_number_on() -> None:
+    last = LastLines(most=40)
+    assert last.after(0, 10) == ([], 0)
+    last.add("one\ntwo")
+    assert last.after(0, 10) == (["one", "two"], 2)
+    assert last.after(1, 10) == (["two"], 2)
+    assert last.after(2, 10) == last.after(7, 10) == ([], 2)
+    for number in range(3, 100):
+        last.add(f"line {number}")
+    assert last.after(0, 100) == ([f"line {number}" for number in range(95, 100)], 99)
+    assert last.after(0, 2) == (["line 98", "line 99"], 99)
+    for _ in range(100):
+        last.add("")
+    kept, _ = last.after(0, 1000)
+    assert len(kept) == 40
+    large = LastLines()
+    large.add("x" * 10 * LONGEST)
+    assert large.after(0, 1) == (["x" * LONGEST], 1)

@@ -13,7 +13,7 @@ import torch
 
 from planaria.node.run_file import ModelSection
 from planaria.node.stage import model, shape
-from planaria.node.stage.model import BodyStage, EmbeddingStage
+from planaria.node.stage.model import BodyStage, EmbeddingStage, LlamaBody, LlamaEnds
 from planaria.node.stage.shape import ModelConfig
 from tests.node.stage.shapes import FAMILIES, GROUPED, QWEN2, QWEN3
 
@@ -36,6 +36,35 @@ def hidden(ends: EmbeddingStage, bodies: list[BodyStage], tokens: torch.Tensor) 
     return x
 
 
+def test_a_document_is_computed_as_if_it_were_alone() -> None:
+    """Wherever it lies in its sample; and so are gradients."""
+    apart = replace(QWEN3, attn_mask_type="block_causal")
+    tokens, lengths = some_tokens(apart, 24)[:1], [5, 1, 11, 7]
+    begins = torch.zeros(1, 24, dtype=torch.bool)
+    begins[0, [5, 6, 17]] = True
+    ends, bodies = build(apart)
+    found = ends.loss(through(bodies, ends.embed(tokens, begins)), tokens)
+    found.backward()
+    other_ends, others = build(QWEN3)
+    parts = tokens.split(lengths, dim=1)
+    losses = [other_ends.loss(hidden(other_ends, others, part), part) for part in parts]
+    wanted = sum(losses)
+    assert isinstance(wanted, torch.Tensor)
+    wanted.backward()
+    torch.testing.assert_close(found, wanted)
+    for one, other in zip([ends, *bodies], [other_ends, *others], strict=True):
+        for mine, alone in zip(one.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, alone.grad, rtol=1e-4, atol=1e-6)
+    as_one = ends.logits(through(bodies, ends.embed(tokens)))
+    torch.testing.assert_close(as_one, other_ends.logits(hidden(other_ends, others, tokens)))
+
+
+def through(bodies: list[BodyStage], x: torch.Tensor) -> torch.Tensor:
+    for body in bodies:
+        x = body(x)
+    return x
+
+
 def some_tokens(config: ModelConfig, length: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
     return torch.randint(config.vocabulary, (2, length), generator=generator)
@@ -43,7 +72,7 @@ def some_tokens(config: ModelConfig, length: int) -> torch.Tensor:
 
 def parameters(config: ModelConfig) -> int:
     with torch.device("meta"):
-        ends, body = EmbeddingStage(config), BodyStage(config)
+        ends, body = LlamaEnds(config), LlamaBody(config)
     return sum(p.numel() for p in ends.parameters()) + config.stages * sum(
         p.numel() for p in body.parameters()
     )

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from attempt_swarm import BEGAN, STAGES, Swarm, undisturbed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planaria.bootstrap.registry_pb2 import NONFINITE
 from planaria.node.data.corpus import Corpus
+from planaria.node.data.mixture import beginnings, windows
 from planaria.node.run_file import ModelSection, RunFile, TrainingSection
 from planaria.node.stage.compute import ComputeThread
 from planaria.node.stage.model import build_stage
@@ -28,7 +31,7 @@ from planaria.node.transaction.routing import Route
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
 from planaria.node.wire.frames import Frame
-from planaria.node.wire.tensors import encode, finite
+from planaria.node.wire.tensors import decode, encode, finite
 
 CPU = torch.device("cpu")
 SECTION = ModelSection(dim=8, heads=2, stages=STAGES, layers=2, context=4, hidden=8)
@@ -75,6 +78,83 @@ def test_whoever_is_lost_every_microbatch_is_in_each_gradient_once(
     expected = undisturbed(make)
     check_gradients(swarm, expected)
     swarm.check_homes_are_those_of(expected)
+
+
+def test_a_gradient_is_of_the_mean_over_all_that_is_scored_in_the_window(corpus, conversations):
+    """However that is spread over microbatches and nodes; some have nothing that is."""
+    chat = Corpus.open(conversations)
+    swarm = Swarm(2, random.Random(0), make_work=partial(make_work, chat))
+    swarm.starts()
+    swarm.ends()
+    homes = [home for node in swarm.nodes.values() for home in node.homes.values()]
+    assert 0 in {home.tokens for home in homes}
+    batch = RUN.training.batch
+    ids = windows(chat, RUN.seed, SECTION.context, batch).ids(1)
+    tokens = torch.from_numpy(chat.samples("train", SECTION.context, ids))
+    scored = np.stack([chat.scored("train", SECTION.context, int(index)) for index in ids])
+    config = model_config(SECTION, chat.vocabulary)
+    ends, *body = modules = [build_stage(config, stage, 0) for stage in range(STAGES + 1)]
+    x = ends.embed(tokens[:, :-1]).split(RUN.training.microbatch)
+    orders = [body[:: 1 if number % 2 == 0 else -1] for number in range(len(x))]  # as attempts have
+    x = torch.cat(
+        [
+            reduce(lambda x, stage: stage(x), order, part)
+            for part, order in zip(x, orders, strict=True)
+        ]
+    )
+    each = F.cross_entropy(ends.logits(x)[scored], tokens[:, 1:][scored], reduction="none")
+    each.mean().backward()
+    assert sum(home.tokens for home in homes) == len(each) == scored.sum()
+    assert sum(home.loss for home in homes) == pytest.approx(each.sum().item(), rel=1e-5)
+    for found, module in zip(swarm.gradients(), modules, strict=True):
+        wanted = torch.cat([weight.grad.flatten() for weight in module.parameters()])
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
+
+
+def test_where_documents_begin_is_said_and_checked(conversations):
+    """A frame that says something else than yes or no is its sender's fault."""
+    section = SECTION.model_copy(update={"attn_mask_type": "block_causal"})
+    chat = Corpus.open(conversations)
+    config = model_config(section, chat.vocabulary)
+    planned = windows(chat, RUN.seed, 4, RUN.training.batch)
+    begin = {step: beginnings(chat, "train", 4, planned.ids(step)) for step in range(1, 9)}
+    step = next(step for step, begins in begin.items() if begins.any())
+    works = []
+    for stage in (0, 1):
+        module = build_stage(config, stage, 0)
+        data = None if stage else chat
+        works.append(
+            TorchWork("n", module, StageOptimizer(module, CPU), RUN, config, CPU, corpus=data)
+        )
+        works[-1].begin(BEGAN, pb.Begin(step=step))
+    first, second = works
+    route = Route(("0.0", "1.0", "2.0", "0.0"), (0, 1, 2, 0))
+    said = []
+    for microbatch in range(RUN.training.microbatches):
+        frame = first.embed(BEGAN, Visit(microbatch, 0, route)).frame
+        (x,) = decode(frame.descriptors, frame.payload)
+        assert x.shape == (2, 4, section.dim + 1)
+        said.append(x[..., -1])
+    assert torch.cat(said).tolist() == begin[step].astype(float).tolist()
+    onward = second.forward(BEGAN, Visit(4, 1, route), "0.0", frame).frame
+    (y,) = decode(onward.descriptors, onward.payload)
+    assert torch.equal(y[..., -1], x[..., -1])
+    x[0, 2, -1] = 0.5
+    wrong = Frame("activation", BEGAN, frame.fields, *encode([x], "none"))
+    with pytest.raises(ComplaintError, match="neither 0 nor 1") as failure:
+        second.forward(BEGAN, Visit(4, 1, route), "0.0", wrong)
+    assert failure.value.accused == ["0.0"]
+
+
+def test_a_window_without_anything_scored_has_no_gradient_and_no_loss(corpus, conversations):
+    class Mute(Corpus):
+        def scored(self, split, context, index):
+            return np.zeros(context, np.bool_)
+
+    swarm = undisturbed(partial(make_work, Mute.open(conversations)))
+    assert [gradient.abs().max() for gradient in swarm.gradients()] == [0] * (STAGES + 1)
+    homes = [home for node in swarm.nodes.values() for home in node.homes.values()]
+    assert {(home.loss, home.tokens) for home in homes} == {(0, 0)}
 
 
 def test_a_gradient_that_was_reduced_in_vain_is_the_nodes_own_again(corpus):

@@ -1,6 +1,7 @@
 """Run as a script, this file forks writers and kills them (see `main`)."""
 
 import asyncio
+import errno
 import fcntl
 import json
 import os
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -670,16 +671,84 @@ async def test_waiting_for_the_disk_is_no_hang(
     assert compute.stop(60.0)
 
 
-def test_closing_names_what_was_not_written_in_time(gated: GatedSaves) -> None:
+def test_a_state_that_is_saved_or_being_saved_is_not_written_again(
+    gated: GatedSaves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE", 0.0)
+    reports = Reports()
+    writer = reports.writer(gated, in_flight=1)
+    for _ in range(3):
+        writer.save(state(4))
+    gated.gate.set()
+    assert writer.close(60) == []
+    writer.save(state(4))
+    assert reports.saved == [Age(0, 4)]
+    assert reports.errors == []
+
+
+def test_a_state_whose_save_failed_is_saved_again(tmp_path: Path) -> None:
+    class FailsOnce(Saves):
+        failed = threading.Event()
+
+        def write(self, state: StageState) -> None:
+            if not self.failed.is_set():
+                self.failed.set()
+                raise OSError(errno.EIO, "Input/output error")
+            super().write(state)
+
+    reports = Reports()
+    writer = reports.writer(FailsOnce(tmp_path, RUN, STAGE, 9), in_flight=1)
+    writer.save(state(4))
+    slots = writer._slots
+    slots.put(slots.get(timeout=60))  # it is over
+    writer.save(state(4))
+    assert writer.close(60) == []
+    assert reports.saved == [Age(0, 4)]
+    assert len(reports.errors) == 1
+
+
+def test_what_waits_for_another_write_when_the_writer_is_closed_is_written_too(
+    gated: GatedSaves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports, waits = Reports(), threading.Event()
+    writer = reports.writer(gated, in_flight=1)
+    writer.save(state(4))
+    get, wait_for = writer._slots.get, writer._changed.wait_for
+
+    def noted(timeout: float) -> dict[str, torch.Tensor]:
+        waits.set()
+        return get(timeout=timeout)
+
+    def opening(*arguments: Any) -> bool:
+        gated.gate.set()
+        return wait_for(*arguments)
+
+    monkeypatch.setattr(writer._slots, "get", noted)
+    monkeypatch.setattr(writer._changed, "wait_for", opening)
+    training = threading.Thread(target=writer.save, args=[state(8)])
+    training.start()
+    assert waits.wait(60)
+    assert writer.close(60) == []
+    training.join(60)
+    assert reports.saved == [Age(0, 4), Age(0, 8)]
+    assert reports.errors == []
+    assert gated.sound() == [Age(0, 8), Age(0, 4)]
+
+
+def test_closing_names_what_was_not_written_and_how_long_it_had(
+    gated: GatedSaves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     reports = Reports()
     writer = reports.writer(gated)
     writer.save(state(4))
+    now[0] = 110.0
     writer.save(state(8))
+    now[0] = 123.0
     assert writer.close(0.0) == [Age(0, 4), Age(0, 8)]
-    assert [error.split(" of stage")[0] for error in reports.errors] == [
-        "saving step 4",
-        "saving step 8",
-    ]
+    where = f"of stage 3 in {gated.folder} failed: not on disk after"
+    assert reports.errors == [f"saving step 4 {where} 23.0 s", f"saving step 8 {where} 13.0 s"]
     writer.save(state(12))
     assert "step 12" in reports.errors[-1]
     assert "closed" in reports.errors[-1]

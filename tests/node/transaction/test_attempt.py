@@ -71,26 +71,32 @@ def test_whoever_is_lost_every_microbatch_is_in_each_gradient_once(
 @given(
     seed=st.integers(0, 2**32),
     replicas=st.integers(2, 3),
-    events=st.lists(st.tuples(st.integers(0, 100), st.booleans()), max_size=3),
+    events=st.lists(
+        st.tuples(st.integers(0, 100), st.sampled_from(["lost", "slow", "soon alone"])), max_size=3
+    ),
 )
 @settings(max_examples=300)
 def test_what_a_slow_node_has_not_begun_others_do_once(
-    seed: int, replicas: int, events: list[tuple[int, bool]]
+    seed: int, replicas: int, events: list[tuple[int, str]]
 ) -> None:
-    """At whatever moment it is told to give it up, and whoever is lost besides."""
+    """At whatever moment it is told to give it up, and whoever is lost besides, before it answers
+    or afterwards."""
     chance = random.Random(seed)
     swarm = Swarm(replicas, chance, "reassign")
     swarm.starts()
     slow: set[int] = set()  # stages; the driver relieves one node of each
-    for after, lost in events:
+    for after, what in events:
         for _ in range(after):
             swarm.moves()
         name = chance.choice(sorted(swarm.left()))
-        if lost:
+        stage = swarm.nodes[name].stage
+        if what == "lost":
             swarm.loses({name}, mute=False)
-        elif swarm.nodes[name].stage not in slow:
-            slow.add(swarm.nodes[name].stage)
+        elif stage not in slow:
+            slow.add(stage)
             swarm.relieves(name)
+            if what == "soon alone":
+                swarm.loses({n for n, o in swarm.left().items() if o.stage == stage} - {name}, True)
     swarm.ends()
     swarm.check_everything_is_there_once()
     expected = undisturbed()

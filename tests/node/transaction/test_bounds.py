@@ -212,6 +212,7 @@ def test_what_is_usual_is_no_nonsense() -> None:
         pb.Message(status=pb.Status()),
         pb.Message(ready=pb.Ready(squared_norm=math.inf)),
         pb.Message(home=pb.Home(microbatch=1, loss=math.nan, tokens=2, samples=1)),
+        pb.Message(home=pb.Home(microbatch=1, loss=0.0, tokens=0, samples=1)),
         pb.Message(synced=pb.Synced(relearned=pb.Relearned(residual_before=math.nan))),
     ):
         assert told_to_driver(message, PAIRED) == ""

@@ -491,7 +491,7 @@ def test_who_lacks_what_the_run_begins_with_gets_it_from_who_has_the_checkpoint(
     syncs = sent(told.statuses(a=ORIGIN, c=ORIGIN, **lacking), "sync")
     methods = {node: message.sync.method for node, message in syncs.items()}
     assert methods == {"b": "origin", "c2": "replica", "d": "origin", "e": "origin"}
-    assert [source.node for source in syncs["b"].sync.sources] == ["a", "c"]
+    assert [source.node for source in syncs["b"].sync.sources] == ["c"]
     for node in syncs:
         told.hears(node, synced=pb.Synced(method=methods[node]))
     syncs = sent(told.statuses(a=ORIGIN, c=ORIGIN, b2=WEIGHTLESS), "sync")
@@ -512,6 +512,25 @@ def test_a_run_begins_when_somebody_has_the_checkpoint() -> None:
     effects = told.statuses(**dict.fromkeys(SWARM, WEIGHTLESS), z=ORIGIN)
     methods = {node: message.sync.method for node, message in sent(effects, "sync").items()}
     assert methods == {"a": "origin", "b": "replica", "c": "origin", "d": "origin", "e": "origin"}
+
+
+def test_beside_adapters_a_giver_of_the_checkpoint_is_named_to_whoever_lacks_it() -> None:
+    told = Told(replace(RULES, adapters=True))
+    told.begins()
+    last = told.commits()["a"].step.commit
+    told.views({**{n: s for n, s in SWARM.items() if n != "c"}, "new": 2})
+    has = pb.Status(committed=1, last=last)
+    syncs = sent(told.statuses(a=has, b=has, d=has, e=has, new=WEIGHTLESS), "sync")
+    assert not syncs
+    assert "waiting for a node that has the checkpoint" in told.driver.explain()
+    giving = pb.Status(committed=1, last=last, origin=True)
+    told.views({**told.members, "z": 0})
+    given = dict.fromkeys(("a", "b", "d", "e"), has)
+    syncs = sent(
+        told.statuses(**{**given, "d": giving, "new": WEIGHTLESS, "z": WEIGHTLESS}), "sync"
+    )
+    named = {n: (m.sync.method, m.sync.giver) for n, m in syncs.items()}
+    assert named == {"new": ("adapters-anew", "d"), "z": ("replica", "a")}
 
 
 def test_a_joiner_waits_for_the_end_of_the_step():
@@ -1067,6 +1086,66 @@ def test_what_a_slow_node_has_given_up_goes_to_its_replicas():
     begins = sent(effects, "step")
     assert begins.keys() == PAIRED.keys(), "it stays a member"
     assert begins["z"].step.begin.HasField("since")
+
+
+def share(attempt: Attempting, node: str) -> list[int]:
+    """The microbatches that it has by the plan."""
+    return [m for m, route in routes(attempt.begin).items() if node in route.nodes]
+
+
+def test_a_step_is_tried_again_when_who_gives_up_a_microbatch_is_alone_by_then() -> None:
+    """It is asked in the middle of a long pass, and answers after that."""
+    told = late()
+    mine = share(told.attempt, "y")
+    told.driver.link_lost("b", "given back", told.now)
+    assert share(told.attempt, "y") == list(range(6))
+    effects = told.hears("y", account=pb.Account(given_up=mine[-1:], computing=True))
+    assert events(effects, Relieved) == []
+    (aborted,) = events(effects, Aborted)
+    assert aborted.reason.startswith("y of stage 1 is slow, and nobody is left to do")
+    assert told.driver.phase is DriverPhase.GATHERING
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("yvw"), st.booleans(), st.sets(st.integers(0, 5))), max_size=5
+    )
+)
+def test_nobody_gets_again_what_it_has_given_up(
+    happens: list[tuple[str, bool, set[int]]],
+) -> None:
+    """Whoever of its stage is lost before and afterwards: somebody else does it, or the step is
+    tried again."""
+    told = late(members={"a": 0, "y": 1, "v": 1, "w": 1, "c": 2})
+    given_up: set[tuple[str, int]] = set()
+    left = set("yvw")
+    for node, lost, some in happens:
+        if node not in left:
+            continue
+        if lost:
+            left.remove(node)
+            told.driver.link_lost(node, "reset", told.now)
+        else:
+            some &= set(share(told.attempt, node))
+            told.hears(node, account=pb.Account(given_up=some, computing=True))
+            given_up |= {(node, identity) for identity in some}
+        if not all(any((node, m) not in given_up for node in left) for m in range(6)):
+            assert told.driver.phase is DriverPhase.GATHERING
+            return
+        for node in left:
+            assert not {(node, identity) for identity in share(told.attempt, node)} & given_up
+
+
+def test_a_slow_node_is_not_asked_to_give_up_what_only_it_can_do() -> None:
+    told = late()
+    told.hears("z", account=pb.Account(given_up=share(told.attempt, "z"), computing=True))
+    asked: list[str] = []
+    for computed in range(8):  # a has all of it by now, and z waits
+        inquiries = sent(told.waits(ASK), "inquiry")
+        asked += [node for node, message in inquiries.items() if message.inquiry.relieve]
+        for node in inquiries:
+            told.hears(node, account=pb.Account(computed=computed, computing=node in "ab"))
+    assert asked == ["b"]
 
 
 def test_no_attempt_fails_twice_in_a_row_for_one_reason_with_nobody_named():

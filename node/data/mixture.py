@@ -1,0 +1,222 @@
+"""Several corpora as one, by shares.
+
+Samples have one id each: those of the first corpus come first, from 0, then those of the next one.
+Who takes turns when, windows.py says.
+
+A registry looks at the indexes, and has neither numpy nor tokenizers.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import xxhash
+
+from planaria.node.data.corpus import (
+    TRAIN,
+    UNSCORED,
+    VALIDATION,
+    Corpus,
+    CorpusError,
+    Index,
+    read_index,
+)
+from planaria.node.data.turns import Share
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from tokenizers import Tokenizer
+
+    from planaria.node.data.windows import AnyWindows
+    from planaria.node.run_file import DataSection
+
+
+class Mixture:
+    """Corpora that take turns. Any thread may read it.
+
+    They have a tokenizer in common. `content` stands for what they hold, and for their turns.
+    Raises CorpusError when they don't go together.
+    """
+
+    def __init__(self, corpora: Sequence[Corpus], turns: Sequence[int]) -> None:
+        check_tokenizers([(corpus.path, corpus.index) for corpus in corpora])
+        self.corpora, self.turns = list(corpora), list(turns)
+        self.index = _joint([corpus.index for corpus in corpora], turns)
+        self.content, self.vocabulary = self.index.content, self.index.vocabulary
+
+    def tokenizer(self) -> Tokenizer:
+        """Raises CorpusError."""
+        return self.corpora[0].tokenizer()
+
+    def verify_in_background(self) -> None:
+        """As `Corpus.verify_in_background`."""
+        for corpus in self.corpora:
+            corpus.verify_in_background()
+
+    def shares(self, context: int) -> list[Share]:
+        """What the windows of training follow from. Raises CorpusError."""
+        counts = self._counts(TRAIN, context)
+        return [Share(count, turns) for count, turns in zip(counts, self.turns, strict=True)]
+
+    def held_out(self, context: int, positions: Iterable[int]) -> NDArray[np.int64]:
+        """Ids of the validation samples at these positions, int64; corpora take turns, from their
+        first samples on. Raises CorpusError."""
+        import numpy as np
+
+        from planaria.node.data.windows import Turns
+
+        counts = np.array(self._counts(VALIDATION, context), np.int64)
+        whose, turns = Turns(self.turns).at(np.fromiter(positions, np.uint64))
+        firsts: NDArray[np.int64] = np.cumsum([0, *counts])[whose]
+        return firsts + turns.astype(np.int64) % counts[whose]
+
+    def samples(
+        self, split: str, context: int, indices: Iterable[int] | NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """The samples `indices`, int64 [n, context + 1]. Raises IndexError, CorpusError."""
+        import numpy as np
+
+        rows = [
+            corpus.sample(split, context, own)
+            for corpus, own in self._own(split, context, map(int, indices))
+        ]
+        return np.stack(rows) if rows else np.empty((0, context + 1), np.int64)
+
+    @property
+    def masked(self) -> bool:
+        return any(corpus.masked for corpus in self.corpora)
+
+    def scored(self, split: str, context: int, index: int) -> NDArray[np.bool_]:
+        """As `Corpus.scored`."""
+        ((corpus, own),) = self._own(split, context, [index])
+        return corpus.scored(split, context, own)
+
+    def begins(self, split: str, context: int, index: int) -> NDArray[np.bool_]:
+        """As `Corpus.begins`."""
+        ((corpus, own),) = self._own(split, context, [index])
+        return corpus.begins(split, context, own)
+
+    def _own(
+        self, split: str, context: int, indices: Iterable[int]
+    ) -> Iterator[tuple[Corpus, int]]:
+        """Of whom each sample is, and its number there. Raises IndexError, CorpusError."""
+        starts = list(accumulate(self._counts(split, context), initial=0))
+        for index in indices:
+            of = bisect_right(starts, index) - 1
+            if not 0 <= of < len(self.corpora):
+                raise IndexError(f"the {split} splits have no sample {index} of context {context}")
+            yield self.corpora[of], index - starts[of]
+
+    def _counts(self, split: str, context: int) -> list[int]:
+        return [corpus.count(split, context) for corpus in self.corpora]
+
+
+Data: TypeAlias = Corpus | Mixture
+"""What a run trains on."""
+
+
+def windows(data: Data, seed: int, context: int, batch: int) -> AnyWindows:
+    """Those of a run on this data. Raises CorpusError, ValueError."""
+    from planaria.node.data.windows import windows_of
+
+    return windows_of(seed, data.shares(context), batch)
+
+
+def inputs_and_targets(
+    data: Data, split: str, context: int, ids: Sequence[int] | NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of these samples, int64 [n, context] each; a target that isn't scored is UNSCORED. Raises
+    IndexError, CorpusError."""
+    import numpy as np
+
+    tokens = data.samples(split, context, ids)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    if data.masked:
+        scored = [data.scored(split, context, int(index)) for index in ids]
+        targets = np.where(np.stack(scored), targets, UNSCORED)
+    return inputs, targets
+
+
+def beginnings(
+    data: Data, split: str, context: int, ids: Sequence[int] | NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Which inputs of these samples begin a document, bool [n, context]. Raises IndexError,
+    CorpusError."""
+    import numpy as np
+
+    rows = [data.begins(split, context, int(index)) for index in ids]
+    return np.stack(rows) if rows else np.empty((0, context), np.bool_)
+
+
+def count_scored(data: Data, split: str, context: int, ids: NDArray[np.int64]) -> int:
+    """Targets of these samples that are scored. Raises IndexError, CorpusError."""
+    if not data.masked:
+        return len(ids) * context
+    return sum(int(data.scored(split, context, int(index)).sum()) for index in ids)
+
+
+def joint_content(contents: Sequence[str], turns: Sequence[int]) -> str:
+    """Stands for corpora with these contents, and their turns: xxh3_128 in hexadecimal; one's own
+    content when there is one."""
+    if len(contents) == 1:
+        return contents[0]
+    fields = [list(pair) for pair in zip(contents, turns, strict=True)]
+    return xxhash.xxh3_128_hexdigest(json.dumps(fields).encode())
+
+
+def check_tokenizers(indexes: Sequence[tuple[Path, Index]]) -> None:
+    """That all folders were prepared with the same. Raises CorpusError."""
+    (first, one), *others = indexes
+    for path, index in others:
+        if index.tokenizer != one.tokenizer:
+            raise CorpusError(
+                f"{path} was prepared with another tokenizer than {first}: prepare it with "
+                f"--tokenizer {first / 'tokenizer.json'}"
+            )
+
+
+def folders_of(section: DataSection, folder: Path | None = None) -> list[Path]:
+    """Where a run's corpora are; with `folder`, there: it is the only one, or has all of them in
+    it, by whatever names. Raises CorpusError."""
+    if folder is None:
+        return section.folders
+    if not section.corpora:
+        return [folder]
+    there = {}
+    for inside in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if (inside / "index.json").is_file():
+            there[read_index(inside).content] = inside
+    missing = [one for one in section.corpora if one.content not in there]
+    if missing:
+        raise CorpusError(
+            f"{folder} has not all the data of the run: a copy of {missing[0].path} (content "
+            f"{missing[0].content}) is missing; each corpus is a folder of its own in there"
+        )
+    return [there[one.content] for one in section.corpora]
+
+
+def index_of(section: DataSection, folder: Path | None = None) -> Index:
+    """What the run's data is as a whole: the first corpus's index, with the content of all. Raises
+    CorpusError."""
+    folders = folders_of(section, folder)
+    indexes = [read_index(path) for path in folders]
+    check_tokenizers(list(zip(folders, indexes, strict=True)))
+    return _joint(indexes, section.turns)
+
+
+def _joint(indexes: Sequence[Index], turns: Sequence[int]) -> Index:
+    """Of corpora with a tokenizer in common; its splits are the first one's."""
+    content = joint_content([index.content for index in indexes], turns)
+    return indexes[0].model_copy(update={"content": content})
+
+
+def open_data(section: DataSection, folder: Path | None = None) -> Data:
+    """The run's data, where the run file or `folder` says. Raises CorpusError."""
+    corpora = [Corpus.open(path) for path in folders_of(section, folder)]
+    return corpora[0] if len(corpora) == 1 else Mixture(corpora, section.turns)

@@ -1,0 +1,38 @@
+"""How several corpora share a run's samples: each has its turns in a cycle. It needs no numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from math import gcd, lcm
+from typing import Final, NamedTuple
+
+MOST_TURNS: Final = 10_000
+"""Positions after which the turns of several corpora begin anew."""
+
+
+class Share(NamedTuple):
+    """A corpus's part in a mixture."""
+
+    samples: int
+    turns: int  # of those in a cycle
+
+
+def turns_of(shares: Sequence[float]) -> list[int]:
+    """The least whole numbers that are to each other as these. Raises ValueError for shares that
+    aren't greater than 0, or take a cycle of more than MOST_TURNS."""
+    if not all(share > 0 for share in shares):
+        raise ValueError(f"the shares {_listed(shares)} must all be greater than 0")
+    exact = [Fraction(str(share)) for share in shares]
+    whole = [int(share * lcm(*(one.denominator for one in exact))) for share in exact]
+    turns = [number // gcd(*whole) for number in whole]
+    if sum(turns) > MOST_TURNS:
+        raise ValueError(
+            f"the shares {_listed(shares)} come out even only after {sum(turns)} samples, and at "
+            f"most {MOST_TURNS} can be planned: give them with fewer digits, as in 7 and 3"
+        )
+    return turns
+
+
+def _listed(shares: Sequence[float]) -> str:
+    return ", ".join(f"{share:g}" for share in shares)

@@ -1,0 +1,161 @@
+"""Adapters that a run has trained, for others: a folder that peft takes, or in the model's weights.
+
+Hugging Face's peft has a file of tensors and one of figures; the names are those of the modules in
+transformers, behind a prefix of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from planaria.node.hugging_face.checkpoint import Checkpoint
+from planaria.node.hugging_face.config import ADAPTER_CONFIG, UnsupportedModelError
+from planaria.node.hugging_face.export import (
+    DTYPES,
+    ExportError,
+    Read,
+    Vocabulary,
+    export,
+    whole_or_not,
+    write_json,
+    write_tensors,
+    write_vocabulary,
+)
+from planaria.node.hugging_face.layout import adapters, weights
+from planaria.node.hugging_face.taking_in import contents, name_of
+from planaria.node.report.progress import Track
+from planaria.node.run_file import RunFile, override
+from planaria.node.stage.lora import merged
+from planaria.node.stage.shape import Lora, ModelConfig
+
+TENSORS: Final = "adapter_model.safetensors"
+PREFIX: Final = "base_model.model."
+
+
+Write: TypeAlias = Callable[[Path, ModelConfig, Read, Vocabulary | None, str, str, Track], None]
+"""Writes a folder of a run's model, of what `export` takes."""
+
+
+def way_out(run: RunFile, config: ModelConfig, into_weights: bool) -> Write:
+    """How what the run has trained is written: a model or, where adapters are trained, these,
+    unless they are to go into the weights of the model that they are of, which must be here then.
+    Raises ExportError."""
+    if config.lora is None:
+        if into_weights:
+            raise ExportError("--merged: this run trains all weights, so leave it out")
+        return export
+    if not into_weights:
+        return partial(_apart, name_of(run.model.origin or ""))
+    return partial(_merged, _checkpoint(run, config))
+
+
+def what(run: RunFile, into_weights: bool) -> str:
+    """What it writes."""
+    return "adapters" if run.training.lora is not None and not into_weights else "model"
+
+
+def begun_from(run: RunFile, folder: Path | None) -> RunFile:
+    """The same run, that has begun from the checkpoint in this folder. Raises ExportError."""
+    if folder is None:
+        return run
+    if run.model.origin is None:
+        raise ExportError(f"--model {folder}: this run began from no checkpoint; leave it out")
+    return override(run, model__from=str(folder.absolute()))
+
+
+def _checkpoint(run: RunFile, config: ModelConfig) -> Checkpoint:
+    """That which the run began from. Raises ExportError."""
+    folder = Path(run.model.origin or "")
+    remedy = (
+        "name the folder of the model that the run began from by --model, or leave --merged out to "
+        "export the adapters alone"
+    )
+    try:
+        checkpoint = Checkpoint.open(folder)
+        same = {weight.name for weight in weights(config)} == checkpoint.places.keys()
+        there = contents(checkpoint, config) if same else ()
+    except (UnsupportedModelError, OSError) as error:
+        raise ExportError(f"--merged: {error}; {remedy}") from error
+    if there != run.model.content:
+        raise ExportError(f"--merged: {folder} holds another model than that; {remedy}")
+    return checkpoint
+
+
+def _merged(
+    checkpoint: Checkpoint,
+    out: Path,
+    config: ModelConfig,
+    read: Read,
+    vocabulary: Vocabulary | None,
+    card: str,
+    dtype: str,
+    track: Track,
+) -> None:
+    """The checkpoint's model, with the adapters in its weights."""
+    lora = config.lora
+    assert lora is not None
+    at = {(weight.stage, weight.first): weight for weight in weights(config)}
+    there = {weight.name: weight for weight in adapters(config)}
+
+    def read_merged(stage: int, first: int, count: int) -> Tensor:
+        weight = at[stage, first]
+        values = torch.from_numpy(checkpoint.read(weight.name))
+        module = weight.name.removesuffix(".weight")
+        parts = [there.get(f"{module}.lora_{which}.weight") for which in "AB"]
+        a, b = (p and read(p.stage, p.first, p.size).view(p.shape) for p in parts)
+        if a is None or b is None:
+            return values
+        return merged(values.view(weight.shape), a, b, lora.scale).flatten()
+
+    export(out, config, read_merged, vocabulary, card, dtype, track)
+
+
+def _apart(
+    base: str,
+    out: Path,
+    config: ModelConfig,
+    read: Read,
+    vocabulary: Vocabulary | None,
+    card: str,
+    dtype: str,
+    track: Track,
+) -> None:
+    """The adapters, for the model that `base` names."""
+    assert config.lora is not None
+    those = adapters(config)
+    with whole_or_not(out) as folder:
+        write_json(folder / ADAPTER_CONFIG, adapter_config(config.lora, base))
+        write_vocabulary(folder, vocabulary, config.context)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        tensors = {
+            f"{PREFIX}{one.name}": read(one.stage, one.first, one.size)
+            .to(DTYPES[dtype])
+            .reshape(one.shape)
+            for one in track(those, "exporting", len(those))
+        }
+        write_tensors(folder / TENSORS, tensors)
+
+
+def adapter_config(lora: Lora, base: str) -> dict[str, Any]:
+    """What `adapter_config.json` says, of what peft doesn't take for granted."""
+    return {
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "target_modules": list(lora.targets),
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+    }

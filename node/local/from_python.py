@@ -1,0 +1,216 @@
+"""planaria for programs and notebooks: `planaria.load`, `planaria.up` and what comes of it.
+
+The swarm is run by a process between the caller's and the nodes': the caller may have an event loop
+that runs already, threads, handlers of signals, and a script as `__main__`, none of which is for
+registry and nodes to meet. That process has the caller's path for imports and working directory,
+and doesn't outlive it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import cached_property, partial
+from html import escape
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple
+
+from rich.console import Console
+
+from planaria.node.local.processes import describe_status, die_with_parent
+from planaria.node.local.swarm import Ending, SwarmError, parse_kill, plan_run, read_plan
+from planaria.node.local.swarm import up as up_here
+from planaria.node.report.event_log import Tail
+from planaria.node.report.ledger import MERGED
+from planaria.node.report.progress import untracked
+from planaria.node.report.summary import read_summary, tell
+from planaria.node.run_file import RunFile, RunFileError, override
+from planaria.node.run_file import load as load_file
+from planaria.node.supervisor import calling
+
+__all__ = ["Result", "RunFileError", "SwarmError", "load", "up"]
+
+PAGE = "127.0.0.1:0"
+"""Where a browser shows the run: any port of this machine."""
+
+
+def load(path: str | Path | None = None, **changes: Any) -> RunFile:
+    """A run file, or the defaults, with changes: `load("run.toml", steps=40, model__stages=2)`
+    changes `steps` and, in `[model]`, `stages`. Raises RunFileError."""
+    return override(RunFile() if path is None else load_file(Path(path)), **changes)
+
+
+class Result:
+    """What a run of `planaria up` came to, read from the folder that it wrote."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Raises SwarmError when no run has ended there."""
+        self.folder = Path(folder)
+        self.summary: dict[str, Any] = read_summary(self.folder)
+        """As in `summary.json`."""
+        if not self.summary:
+            raise SwarmError(
+                f"no run has ended in {folder}: it has no summary.json that can be read; name the "
+                "folder that planaria up wrote"
+            )
+
+    @cached_property
+    def losses(self) -> list[float]:
+        """Of each committed step, the first one first, in nats a token; nan: it was not finite."""
+        ledger = self.folder / MERGED
+        lines = Tail(ledger).lines() if ledger.exists() else ()  # none: no step was committed
+        losses = [line["loss"] for line in lines if "step" in line]
+        return [math.nan if loss is None else float(loss) for loss in losses]
+
+    @property
+    def validation(self) -> float | None:
+        """The last loss on held-out text, in nats a token."""
+        loss: float | None = self.summary["loss"]["validation"]
+        return loss
+
+    @property
+    def recoveries(self) -> list[dict[str, Any]]:
+        """The rebuilds of stages, each with `stage`, `method`, `step` and how long it took."""
+        rebuilds: list[dict[str, Any]] = self.summary["rebuilds"]
+        return rebuilds
+
+    def export(
+        self,
+        out: str | Path,
+        dtype: Literal["fp32", "bf16"] = "fp32",
+        data: str | Path | None = None,
+        merged: bool = False,
+    ) -> Path:
+        """Writes the model as `planaria export` does, to the folder `out`, which is returned; what
+        is said there of prepared data and of adapters goes for `data` and `merged`. Raises
+        ExportError, SwarmError, ResumeError, SaveError and CorpusError."""
+        from planaria.node.hugging_face.from_saves import export_saves
+
+        plan = read_plan(self.folder)
+        found, folder = plan.kept.find(), None if data is None else Path(data)
+        export_saves(plan.run, found, self.summary, Path(out), folder, dtype, untracked, merged)
+        return Path(out)
+
+    def _lines(self) -> list[str]:
+        files = ", ".join(sorted(path.name for path in self.folder.iterdir()))
+        return [*tell(self.summary), f"{self.folder} has {files}"]
+
+    def __repr__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        text = "".join(f"<p>{escape(line)}</p>" for line in self._lines())
+        picture = self.folder / "loss.png"
+        if not picture.exists():
+            return text
+        image = base64.b64encode(picture.read_bytes()).decode()
+        return f'{text}<img alt="loss by step" width="720" src="data:image/png;base64,{image}">'
+
+
+class _Order(NamedTuple):
+    """What the process between is asked for."""
+
+    run: RunFile
+    out: Path | None
+    kill: Sequence[str]
+    replace: bool
+    device: str
+    oversubscribe: bool
+
+    async def carry_out(self, console: Console) -> tuple[Path, Ending]:
+        """The folder that was written, and how it ended."""
+        say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+        plan = plan_run(self.run, self.out, None, self.device, say, untracked)
+        plan = plan._replace(http=PAGE)
+        kills = [parse_kill(text, plan.run) for text in self.kill]
+        replacing, at_will = self.replace, self.oversubscribe
+        ending = await up_here(plan, kills, console, replacing=replacing, oversubscribed=at_will)
+        return plan.out, ending
+
+
+def up(
+    run: RunFile,
+    *,
+    out: str | Path | None = None,
+    kill: Sequence[str] = (),
+    replace: bool = True,
+    device: str = "auto",
+    oversubscribe: bool = False,
+) -> Result:
+    """Trains `run` with a swarm of processes on this machine, as `planaria up` with options of the
+    same names, and prints what that prints; `kill=["2@15"]` is `--kill 2@15`.
+
+    Raises what keeps the run from its end, in the sentences of the command: RunFileError,
+    CorpusError, SwarmError. KeyboardInterrupt comes when all processes have ended, and saved; a
+    second one doesn't wait for that.
+    """
+    folder = None if out is None else Path(out)
+    order = _Order(run, folder, tuple(kill), replace, device, oversubscribe)
+    with subprocess.Popen(
+        calling(__name__),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # an interrupt is for the caller
+    ) as between:
+        assert between.stdin is not None
+        assert between.stdout is not None
+        assert between.stderr is not None
+        try:
+            with between.stdin as stdin:
+                pickle.dump(order, stdin)
+            interrupted = follow(between, between.stderr)
+            answer = between.stdout.read()
+        finally:
+            between.terminate()  # if it is still there
+    if interrupted and not answer:
+        raise KeyboardInterrupt
+    if not answer:
+        raise SwarmError(f"the process that runs the swarm {describe_status(between.returncode)}")
+    told = pickle.loads(answer)
+    if isinstance(told, Exception):
+        raise told
+    written, ending = told
+    if interrupted:
+        raise KeyboardInterrupt(ending.reason)
+    if ending.status:
+        raise SwarmError(ending.reason)
+    return Result(written)
+
+
+def follow(between: subprocess.Popen[bytes], said: IO[bytes]) -> bool:
+    """Prints what it says until all have ended. Returns whether they had to."""
+    interrupted = False
+    while True:
+        try:
+            for line in said:
+                print(line.decode(errors="replace"), end="", flush=True)
+        except KeyboardInterrupt:
+            between.send_signal(signal.SIGKILL if interrupted else signal.SIGTERM)
+            interrupted = True
+        else:
+            return interrupted
+
+
+def main() -> None:
+    """The process between: takes an order from stdin, answers to stdout, talks to stderr."""
+    die_with_parent()
+    with os.fdopen(os.dup(1), "wb") as answer:
+        os.dup2(2, 1)
+        order: _Order = pickle.load(sys.stdin.buffer)
+        told: object
+        try:
+            # A notebook's kernel says in the environment that it has colours: it is no terminal.
+            lines = Console(file=sys.stderr, force_terminal=False)
+            told = asyncio.run(order.carry_out(lines))
+        except (SwarmError, ValueError) as error:
+            told = error
+        pickle.dump(told, answer)

@@ -1,0 +1,336 @@
+"""`--track`: a run in TensorBoard, Weights & Biases or MLflow, where others keep experiments, too.
+
+These are libraries that may take seconds to load, wait for a network, or fail, so they are in a
+process of their own, `python -m planaria.node.report.experiment`. It gets what event logs and
+ledgers get, as lines of its standard input (`ExperimentPipe` writes them in a thread, and drops the
+oldest when nobody takes them), of which the first is an `Opening`. When no more come, it ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol
+
+from planaria.node.extras import remedy
+from planaria.node.page.history import History
+from planaria.node.report.events import Sampled, Validated, is_sound, parse
+from planaria.node.report.ledger import Line
+from planaria.node.report.line_file import BackgroundLineFile
+from planaria.node.report.samples import markdown
+from planaria.node.run_file import RunFile, loads
+from planaria.node.stage.learning_rate import of_run
+from planaria.node.supervisor import python
+
+log = logging.getLogger(__name__)
+
+MOST_UNREAD: Final = 4 * 2**20
+"""Bytes of lines that wait for the process to take them."""
+LAST_WORDS: Final = 10.0
+"""Seconds that the process has to end once it was told all."""
+LONGEST_PARAMETER: Final = 500
+"""Characters of a value of the run file."""
+
+
+class Opening(NamedTuple):
+    """What the process is told first."""
+
+    kind: str  # tensorboard, wandb or mlflow
+    name: str  # of who tells it: a node, or the run
+    run: str  # its id, or the same
+    run_file: str  # TOML
+    folder: str  # for what is kept here
+
+
+# --- at who tells it
+
+
+class ExperimentPipe(BackgroundLineFile):
+    """What the process is told. Nobody waits for it but this thread: not while it hangs, and no
+    longer than LAST_WORDS at the end."""
+
+    taker = "its process"
+
+    def __init__(self, opening: Opening, command: Sequence[str] | None = None) -> None:
+        folder = Path(opening.folder)
+        self._log = folder / f"{opening.kind}-{opening.name}.log"
+        self._command = command or [*python(), "-m", __name__]
+        self._process: subprocess.Popen[bytes] | None = None
+        super().__init__(folder / opening.kind, MOST_UNREAD)
+        self.append(json.dumps(opening._asdict()).encode() + b"\n")
+
+    def tell(self, line: Mapping[str, Any]) -> None:
+        """A line of an event log or a ledger."""
+        self.append(json.dumps(line).encode() + b"\n")
+
+    def _open(self) -> int:
+        """Once: a process that has ended isn't started again."""
+        if self._process is not None:
+            raise self._ended()
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as out:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,  # Ctrl-C is not for it: it ends when it has been told all
+            )
+        assert self._process.stdin is not None
+        with self._process.stdin as pipe:
+            return os.dup(pipe.fileno())
+
+    def _write(self, file: int, piece: bytes) -> int:
+        try:
+            return super()._write(file, piece)
+        except BrokenPipeError as error:
+            raise self._ended() from error
+
+    def _ended(self) -> OSError:
+        return OSError(errno.EPIPE, f"its process has ended, see {self._log}")
+
+    def close(self) -> None:
+        """Kills the process if it doesn't end."""
+        super().close()
+        if self._process is None:
+            return
+        try:
+            self._process.wait(LAST_WORDS)
+        except subprocess.TimeoutExpired:
+            log.error("%s doesn't end, %g s after it was told all: killed", self.path, LAST_WORDS)
+            self._process.kill()
+            self._process.wait()
+
+
+# --- in the process
+
+
+class Experiment(Protocol):
+    """Where a run is kept. `time` in Unix seconds."""
+
+    def figures(self, step: int, figures: Mapping[str, float], time: float) -> None: ...
+
+    def text(self, about: str, step: int, text: str, time: float) -> None:
+        """Markdown."""
+
+    def close(self) -> None: ...
+
+
+class Telling:
+    """Tells an experiment what lines say: pure, but for that."""
+
+    def __init__(self, experiment: Experiment, run: RunFile) -> None:
+        self._experiment, self._run = experiment, run
+        self._history = History(run.steps)
+        self._step = 0  # the newest that was told
+        self._at: float | None = None  # when it was committed
+        self._rebuilds = 0
+
+    def hear(self, line: Mapping[str, Any]) -> None:
+        """What belongs to no run is passed over."""
+        if "kind" not in line:
+            self._committed(Line(**line))  # type: ignore[typeddict-item]
+        elif (entry := parse(line)) is not None and is_sound(entry.event):
+            before = self._newest_mark()
+            self._history.hear(entry)
+            mark, over = self._newest_mark(), self._history.story.finished is not None
+            if mark is not None and mark is not before and not over:
+                self._marked(mark.kind, mark.sentence, entry.time)
+            match entry.event:
+                case Validated(step=step, loss=loss):
+                    self._figures(step, {"loss/validation": loss}, entry.time)
+                case Sampled(step=step, prompt=prompt) as sample:
+                    about = f"samples/{self._number_of(prompt)}"
+                    self._experiment.text(about, step, markdown(sample), entry.time)
+
+    def _newest_mark(self) -> Any:
+        return self._history.marks[-1] if self._history.marks else None
+
+    def _number_of(self, prompt: str) -> int:
+        """Prompts may hold anything, which not everybody's names may."""
+        prompts = [*self._run.training.prompts, prompt]
+        return prompts.index(prompt)
+
+    def _committed(self, line: Line) -> None:
+        """The other nodes of stage 0 may have told the same."""
+        step, time = line["step"], line["time"]
+        if step <= self._step:
+            return
+        lasted = line["seconds"] if self._at is None else time - self._at
+        self._step, self._at = step, time
+        self._history.record(line)
+        figures = {
+            "loss/training": _or_nan(line["loss"]),
+            "gradient_norm": _or_nan(line["gradient_norm"]),
+            "learning_rate": of_run(step, self._run, self._run.model.config),
+            "seconds_a_step": lasted,
+            "tokens_per_second": line["tokens"] / lasted if lasted > 0 else math.nan,
+        }
+        self._figures(step, figures, time)
+
+    def _marked(self, kind: str, sentence: str, time: float) -> None:
+        """A loss, a recovery, or that the run went back."""
+        step = self._history.story.committed
+        if kind == "back":
+            self._step, self._at = step, None
+        if kind == "rebuilt":
+            self._rebuilds += 1
+            self._figures(step, {"rebuilds": self._rebuilds}, time)
+        self._experiment.text("recovery", step, sentence, time)
+
+    def _figures(self, step: int, figures: Mapping[str, float], time: float) -> None:
+        finite = {name: float(value) for name, value in figures.items() if math.isfinite(value)}
+        self._experiment.figures(step, finite, time)
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def parameters(run_file: str) -> dict[str, str | int | float | bool]:
+    """A run file's keys, with dots between them, and their values."""
+    found: dict[str, str | int | float | bool] = {}
+
+    def add(prefix: str, table: Mapping[str, Any]) -> None:
+        for key, value in table.items():
+            if isinstance(value, Mapping):
+                add(f"{prefix}{key}.", value)
+            elif isinstance(value, str | int | float | bool):
+                found[prefix + key] = value[:LONGEST_PARAMETER] if isinstance(value, str) else value
+            else:
+                found[prefix + key] = str(value)[:LONGEST_PARAMETER]
+
+    add("", tomllib.loads(run_file))
+    return found
+
+
+class TensorBoard:
+    """Files that `tensorboard --logdir FOLDER/tensorboard` reads."""
+
+    def __init__(self, opening: Opening) -> None:
+        from tensorboardX import SummaryWriter
+        from tensorboardX.summary import hparams
+
+        folder = Path(opening.folder) / "tensorboard" / opening.name
+        self._writer = SummaryWriter(str(folder), flush_secs=5)
+        own = parameters(opening.run_file)
+        for summary in hparams(own, {"loss/training": math.nan, "loss/validation": math.nan}):
+            self._writer.file_writer.add_summary(summary)
+        self._writer.add_text("run", f"    {opening.run_file.strip()}".replace("\n", "\n    "))
+
+    def figures(self, step: int, figures: Mapping[str, float], time: float) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step, walltime=time)
+
+    def text(self, about: str, step: int, text: str, time: float) -> None:
+        self._writer.add_text(about, text, step, walltime=time)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of the project `planaria`, or of that of the environment, which says where, too."""
+
+    def __init__(self, opening: Opening) -> None:
+        import wandb
+
+        self._html = wandb.Html
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "planaria"),
+            name=opening.name,
+            group=opening.run,
+            config=parameters(opening.run_file),
+            dir=opening.folder,
+            settings=wandb.Settings(disable_git=True, save_code=False, console="off"),
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def figures(self, step: int, figures: Mapping[str, float], time: float) -> None:
+        self._run.log({"step": step, "time": time, **figures})
+
+    def text(self, about: str, step: int, text: str, time: float) -> None:
+        """In a page, as text that can't be taken for more."""
+        from html import escape
+
+        self._run.log({"step": step, about: self._html(f"<pre>{escape(text)}</pre>")})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """A run of the experiment `planaria`, or of the environment's, at MLFLOW_TRACKING_URI, or in a
+    database of the folder."""
+
+    def __init__(self, opening: Opening) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        folder = Path(opening.folder).absolute()
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        self._client = MlflowClient(tracking_uri=uri or f"sqlite:///{folder / 'mlflow.db'}")
+        self._metric = Metric
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "planaria")
+        known = self._client.get_experiment_by_name(name)
+        artifacts = None if uri else (folder / "mlflow").as_uri()
+        experiment = (
+            known.experiment_id
+            if known
+            else self._client.create_experiment(name, artifact_location=artifacts)
+        )
+        tags = {"planaria.run": opening.run}
+        run = self._client.create_run(experiment, run_name=opening.name, tags=tags)
+        self._id = run.info.run_id
+        own = [Param(key, str(value)) for key, value in parameters(opening.run_file).items()]
+        for first in range(0, len(own), 100):  # that it takes at a time
+            self._client.log_batch(self._id, params=own[first : first + 100])
+        self._texts: dict[str, str] = {}
+
+    def figures(self, step: int, figures: Mapping[str, float], time: float) -> None:
+        when = int(1000 * time)
+        told = [self._metric(name, value, when, step) for name, value in figures.items()]
+        self._client.log_batch(self._id, metrics=told)
+
+    def text(self, about: str, step: int, text: str, time: float) -> None:
+        """What there is about it so far, in a file."""
+        self._texts[about] = f"{self._texts.get(about, '')}step {step}: {text.strip()}\n\n"
+        self._client.log_text(self._id, self._texts[about], f"{about}.md")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+KINDS: Final[Mapping[str, Callable[[Opening], Experiment]]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+}
+
+
+def keep(lines: Iterable[bytes]) -> None:
+    """Until there are no more lines. Raises ModuleNotFoundError, and what the library raises."""
+    told = iter(lines)
+    opening = Opening(**json.loads(next(told)))
+    experiment = KINDS[opening.kind](opening)
+    telling = Telling(experiment, loads(opening.run_file))
+    try:
+        for line in told:
+            telling.hear(json.loads(line))
+    finally:
+        experiment.close()
+
+
+if __name__ == "__main__":
+    try:
+        keep(sys.stdin.buffer)
+    except ModuleNotFoundError as error:
+        raise SystemExit(remedy(error)) from error

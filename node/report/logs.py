@@ -1,0 +1,164 @@
+"""`planaria logs`: the last lines of a node's log; it is asked as by onlookers (asking.py).
+
+What comes is a stranger's text: it is shown up to a size, and moves no terminal's cursor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+from planaria.bootstrap.client import RegistryClient
+from planaria.bootstrap.membership import place_of, stages_of
+from planaria.bootstrap.registry_pb2 import Description, Member
+from planaria.bootstrap.spelling import readable
+from planaria.node.naming import seat_id
+from planaria.node.report.log_stream import LONGEST, MOST_KEPT
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.asking import PATIENCE, Asking, Converse
+from planaria.node.wire.frames import Frame
+
+LOOK: Final = 1.0
+"""Seconds between two looks at what is new."""
+TRIED: Final = 4
+"""Nodes through which one is asked that can't be dialled."""
+
+
+class LogsError(Exception):
+    """There are no lines to show; the message says why and what to do."""
+
+
+class Way(NamedTuple):
+    """To a node: by this one, which is dialled there."""
+
+    node: str
+    address: str
+
+
+def called(said: str, description: Description) -> Member:
+    """The member that somebody means: by all that it is called, by its name, by what follows that,
+    or by how it begins. Raises LogsError."""
+    members = description.members
+    meant: list[Callable[[str], bool]] = [
+        lambda node: node == said,
+        lambda node: node.rpartition("-")[0] == said,
+        lambda node: node.rpartition("-")[2] == said,
+        lambda node: node.startswith(said),
+    ]
+    matches = ([one.member for one in members if fits(one.member.node)] for fits in meant)
+    found = next(filter(None, matches), [])
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise LogsError(f"{said} may be any of {listed(found)}")
+    gone = [one for one in description.evictions if one.member.node.startswith(said)]
+    why = f" any more: {gone[-1].reason}" if gone else ""
+    there = listed([one.member for one in members]) or "none yet"
+    raise LogsError(f"there is no node {readable(said)}{why}. The nodes are {there}")
+
+
+def listed(members: Sequence[Member]) -> str:
+    return ", ".join(f"{member.node} ({place_of(member)})" for member in members)
+
+
+def ways_to(member: Member, members: Sequence[Member]) -> list[Way]:
+    """Those to try: itself, if it can be dialled, else nodes that can be and are likely to have a
+    link to it, the likeliest first."""
+    if member.address:
+        return [Way(member.node, member.address)]
+
+    def distance(other: Member) -> int:
+        own, theirs = stages_of(member) or [0], stages_of(other)
+        return min(abs(a - b) for a in own for b in theirs)
+
+    dialled = [one for one in members if one.address and one.seats]
+    return [Way(one.node, one.address) for one in sorted(dialled, key=distance)[:TRIED]]
+
+
+class Reading:
+    """Of one node's log."""
+
+    def __init__(self, converse: Converse, member: Member, ways: Sequence[Way]) -> None:
+        self._seat, self._ways = seat_id(member.node, ""), list(ways)
+        self._answers: asyncio.Queue[pb.LogLines] = asyncio.Queue()
+        self._asking = Asking(converse, self._answered, self._lost)
+        self._way: Way | None = None
+        self._last = 0  # number of the newest line that was read
+
+    async def lines(self, most: int) -> list[str]:
+        """The newest ones, of those that weren't read yet. Raises LogsError when the node can't be
+        asked."""
+        why = f"{self._seat[:-1]} can't be dialled, nor anybody who has a link to it"
+        while self._way or self._ways:
+            if self._way is None:
+                self._way = self._ways.pop(0)
+                self._asking.reach(self._seat, *self._way)
+            answer = await self._ask(most)
+            if not answer.error:
+                self._last = answer.last
+                return cut(answer.lines, most)
+            why, self._way = readable(answer.error), None
+        raise LogsError(f"no log of {self._seat[:-1]}: {why}")
+
+    async def _ask(self, most: int) -> pb.LogLines:
+        assert self._way is not None
+        request = pb.LogRequest(lines=most, after=self._last)
+        self._answers = asyncio.Queue()
+        if not self._asking.send(self._seat, pb.Message(log_request=request)):
+            return pb.LogLines(error=self._asking.why(self._seat))
+        try:
+            async with asyncio.timeout(PATIENCE):
+                return await self._answers.get()
+        except TimeoutError:
+            node, address = self._way
+            why = f"no answer by {node} at {address} in {PATIENCE:g} s; older planarias give none"
+            return pb.LogLines(error=why)
+
+    def _answered(self, seat: str, item: pb.Message | Frame) -> None:
+        if seat == self._seat and isinstance(item, pb.Message) and item.HasField("log_lines"):
+            self._answers.put_nowait(item.log_lines)
+
+    def _lost(self, seat: str, why: str) -> None:
+        self._answers.put_nowait(pb.LogLines(error=why))
+
+    async def close(self) -> None:
+        await self._asking.close()
+
+
+def cut(lines: Sequence[str], most: int) -> list[str]:
+    """What is shown of what a stranger has sent."""
+    shown, left = list[str](), 2 * MOST_KEPT
+    for line in reversed(lines[-most:]):
+        line = line[: 2 * LONGEST]
+        left -= len(line) + 1
+        if left < 0:
+            break
+        shown.append(readable(line))
+    return shown[::-1]
+
+
+async def logs(
+    client: RegistryClient,
+    converse: Callable[[str], Converse],
+    said: str,
+    most: int,
+    follow: bool,
+    say: Callable[[str], None],
+) -> None:
+    """Says the last lines of the node that is called so, and what follows them, if that is wanted,
+    until Ctrl-C. `converse`: with nodes of a run. Raises LogsError, RegistryUnreachable,
+    JoinRefused."""
+    description = await client.describe(PATIENCE)
+    member = called(said, description)
+    ways = ways_to(member, [one.member for one in description.members])
+    reading = Reading(converse(description.run), member, ways)
+    try:
+        for line in await reading.lines(most):
+            say(line)
+        while follow:
+            await asyncio.sleep(LOOK)
+            for line in await reading.lines(MOST_KEPT):
+                say(line)
+    finally:
+        await reading.close()

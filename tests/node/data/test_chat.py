@@ -1,0 +1,291 @@
+"""Conversations: what becomes of them as text, tokens and masks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from typer.testing import CliRunner
+
+from planaria.node.cli import app
+from planaria.node.data import prepare as module
+from planaria.node.data.chat import ChatTemplate, Conversation, template_of
+from planaria.node.data.corpus import TRAIN, UNSCORED, VALIDATION, Corpus, CorpusError
+from planaria.node.data.mixture import Mixture, beginnings, count_scored, inputs_and_targets
+from planaria.node.data.prepare import Recipe, prepare
+
+CONVERSATIONS = Path(__file__).parents[2] / "conversations.jsonl"
+MARKED = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>\n' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>"]
+
+
+def messages() -> list[list[dict[str, str]]]:
+    return [json.loads(line)["messages"] for line in CONVERSATIONS.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer as a model that one talks with has it."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([CONVERSATIONS.read_text()], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_config(folder, chat_template=MARKED)
+    return folder
+
+
+def write_config(folder: Path, **fields: Any) -> None:
+    config = {"eos_token": "<|im_end|>", "bos_token": {"content": "<s>"}, **fields}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def recipe(folder: Path, *inputs: Path, **fields: Any) -> Recipe:
+    sources = [str(one) for one in inputs or (CONVERSATIONS,)]
+    return Recipe(sources, folder / "tokenizer.json", validation=0.3, **fields)
+
+
+@pytest.fixture(scope="module")
+def chat(folder: Path) -> Corpus:
+    return prepare(recipe(folder), folder / "data")[0]
+
+
+def documents(corpus: Corpus) -> list[tuple[list[int], list[bool]]]:
+    """Tokens and masks of each conversation, in any order."""
+    found = []
+    for split in (TRAIN, VALIDATION):
+        context = corpus.index.splits[split].tokens - 1
+        tokens = corpus.sample(split, context, 0).tolist()
+        scored = [False, *corpus.scored(split, context, 0).tolist()]
+        while tokens:
+            end = tokens.index(corpus.index.end_of_document) + 1
+            found.append((tokens[:end], scored[:end]))
+            tokens, scored = tokens[end:], scored[end:]
+    return found
+
+
+def test_tokens_and_masks_are_those_of_transformers(folder: Path, chat: Corpus) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", chat_template=MARKED
+    )
+    expected = []
+    for conversation in messages():
+        encoded = theirs.apply_chat_template(
+            conversation, return_assistant_tokens_mask=True, return_dict=True
+        )
+        ids, mask = encoded["input_ids"], encoded["assistant_masks"]
+        assert any(mask)
+        expected.append(([*ids, 0], [*map(bool, mask), False]))
+    assert sorted(documents(chat)) == sorted(expected)
+
+
+def test_a_template_without_marks_scores_what_a_message_adds(folder: Path, chat: Corpus) -> None:
+    other = folder / "unmarked"
+    other.mkdir()
+    shutil.copy(folder / "tokenizer.json", other)
+    write_config(other, chat_template=[{"name": "default", "template": UNMARKED}])
+    assert prepare(recipe(other), other / "data")[0].content == chat.content
+    (other / "chat_template.jinja").write_text(MARKED.replace("'\n' }}{% if", "' ' }}{% if"))
+    rendered = template_of(other / "tokenizer.json").render(Conversation("", messages()[3]))
+    assert rendered.text.startswith("<s><|im_start|>user How many legs")
+    assert [rendered.text[begin:end] for begin, end in rendered.scored] == ["Eight.<|im_end|>\n"]
+
+
+def test_what_changes_when_another_message_follows_can_not_be_told(folder: Path) -> None:
+    thinking = UNMARKED.replace(
+        "{{ message['content'] +",
+        "{% if loop.last %}<think></think>{% endif %}{{ message['content'] +",
+        1,
+    )
+    template = ChatTemplate(thinking, "this template", {})
+    template.render(Conversation("file, line 1", messages()[0]))
+    with pytest.raises(CorpusError, match=r"line 3: this template renders message 1 otherwise"):
+        template.render(Conversation("file, line 3", messages()[2]))
+
+
+def test_the_end_of_a_document_is_there_once(folder: Path) -> None:
+    template = folder / "ending.jinja"
+    ended = MARKED.replace("{% if add_generation", "{{ '<|endoftext|>' }}{% if add_generation")
+    template.write_text(ended)
+    corpus, _ = prepare(recipe(folder, chat_template=template), folder / "ending")
+    assert len(documents(corpus)) == len(messages())
+
+
+def test_masks_are_content_and_damage_to_them_is_found(
+    folder: Path, chat: Corpus, tmp_path: Path
+) -> None:
+    whole = tmp_path / "whole.jinja"
+    whole.write_text("{% generation %}" + UNMARKED + "{% endgeneration %}")
+    other, _ = prepare(recipe(folder, chat_template=whole), tmp_path / "data")
+    shards = [one.index.splits[TRAIN].shards[0].checksum for one in (chat, other)]
+    assert shards[0] == shards[1]
+    assert chat.content != other.content
+    scored = [one.index.splits[TRAIN].scored or 0 for one in (chat, other)]
+    assert (
+        0
+        < scored[0]
+        < scored[1]
+        == other.index.splits[TRAIN].tokens
+        - sum(tokens[-1] == 0 for tokens, _ in documents(other))
+        + other.index.splits[VALIDATION].documents
+    )
+    mask = tmp_path / "data" / "train-00000.mask"
+    mask.write_bytes(bytes([0]) + mask.read_bytes()[1:])
+    with pytest.raises(CorpusError, match=r"train-00000\.mask is damaged: its checksum"):
+        Corpus.open(tmp_path / "data").scored(TRAIN, 8, 0)
+    index = tmp_path / "data" / "index.json"
+    index.write_text(index.read_text().replace('"format": 2', '"format": 1'))
+    with pytest.raises(CorpusError, match=r"index\.json is damaged"):
+        Corpus.open(tmp_path / "data")
+
+
+def test_a_target_is_scored_or_is_not(chat: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = np.arange(chat.count(TRAIN, 16))
+    inputs, targets = inputs_and_targets(chat, TRAIN, 16, ids)
+    tokens = chat.samples(TRAIN, 16, ids)
+    np.testing.assert_array_equal(inputs, tokens[:, :-1])
+    scored = targets != UNSCORED
+    np.testing.assert_array_equal(targets[scored], tokens[:, 1:][scored])
+    assert count_scored(chat, TRAIN, 16, ids) == scored.sum() < scored.size
+    assert not scored.any(axis=1).all()  # some samples have nothing to learn from
+
+
+def test_where_documents_begin(folder: Path, chat: Corpus, tmp_path: Path) -> None:
+    """Of texts, behind the token that ends one; of conversations, wherever that token stands."""
+    ending = tmp_path / "ending.jinja"
+    ending.write_text(MARKED.replace("<|im_end|>", "<|endoftext|>"))
+    corpus, _ = prepare(recipe(folder, chat_template=ending), tmp_path / "data")
+    split = corpus.index.splits[TRAIN]
+    whole = corpus.sample(TRAIN, split.tokens - 1, 0)[:-1].tolist()
+    found = np.flatnonzero(corpus.begins(TRAIN, split.tokens - 1, 0)).tolist()
+    assert len(found) == split.documents
+    start = corpus.tokenizer().token_to_id("<s>")
+    assert found == [at for at, token in enumerate(whole) if token == start]
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(f'{{"text": "One {n} two three four."}}\n' for n in range(30)))
+    plain, _ = prepare(recipe(folder, texts), tmp_path / "texts")
+    tokens, begins = plain.sample(TRAIN, 64, 0), plain.begins(TRAIN, 64, 0)
+    assert begins.any()
+    assert not begins[0]
+    np.testing.assert_array_equal(begins[1:], tokens[:-2] == plain.index.end_of_document)
+    both = Mixture([plain, corpus], [1, 1])
+    second = plain.count(TRAIN, 16)
+    rows = beginnings(both, TRAIN, 16, [0, second])
+    np.testing.assert_array_equal(rows[0], plain.begins(TRAIN, 16, 0))
+    np.testing.assert_array_equal(rows[1], corpus.begins(TRAIN, 16, 0))
+
+
+def test_shards_of_masks_go_with_those_of_tokens(
+    folder: Path, chat: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SHARD_TOKENS", 100)
+    small, _ = prepare(recipe(folder), tmp_path / "data")
+    assert len(small.index.splits[TRAIN].masks or []) > 3
+    assert sorted(documents(small)) == sorted(documents(chat))
+
+
+def test_texts_and_conversations_are_a_mixture(folder: Path, chat: Corpus, tmp_path: Path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(f'{{"text": "One {n} two three four."}}\n' for n in range(30)))
+    with pytest.raises(CorpusError, match=r"prepare them apart, and train on both with \[\[data"):
+        prepare(recipe(folder, texts, CONVERSATIONS), tmp_path / "both")
+    plain, _ = prepare(recipe(folder, texts), tmp_path / "texts")
+    both = Mixture([plain, chat], [1, 1])
+    first = plain.count(TRAIN, 16)
+    _, targets = inputs_and_targets(both, TRAIN, 16, [0, first, first + 1])
+    assert (targets[0] != UNSCORED).all()
+    own = inputs_and_targets(chat, TRAIN, 16, [0, 1])[1]
+    np.testing.assert_array_equal(targets[1:], own)
+    ids = np.array([0, first, first + 1])
+    assert count_scored(both, TRAIN, 16, ids) == 16 + (own != UNSCORED).sum()
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"messages": []}, "line 1: 'messages' is no list of messages but \\[\\]"),
+        ({"messages": "hi"}, "line 1: 'messages' is no list of messages but 'hi'"),
+        ({"messages": [{"from": "human"}]}, "line 1: message 0 has no role"),
+        ({"messages": [{"role": "user", "content": "\ufdd0"}]}, "line 1 has U\\+FDD0"),
+        ({"messages": [{"role": "user"}]}, "tokenizer_config.json refuses it: .*content"),
+        ({"messages": [{"role": "user", "content": "?"}]}, "the assistant says nothing"),
+    ],
+)
+def test_what_is_no_conversation(
+    folder: Path, tmp_path: Path, record: dict[str, Any], said: str
+) -> None:
+    file = tmp_path / "records.jsonl"
+    file.write_text(f"{json.dumps(record)}\n" * 40)
+    with pytest.raises(CorpusError, match=said):
+        prepare(recipe(folder, file), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for message in messages %}", "line 1: Unexpected end of template"),
+        ("{{ raise_exception('Roles must alternate') }}", "refuses it: Roles must alternate"),
+        ("{{ ''.__class__.__mro__ }}", "refuses it: .*unsafe"),
+        ("{{ strftime_now('%Y') }}", "refuses it: 'strftime_now' is undefined"),
+    ],
+)
+def test_a_template_that_can_not_be_used(
+    folder: Path, tmp_path: Path, template: str, said: str
+) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text(template)
+    with pytest.raises(CorpusError, match=f"own.jinja,? {said}"):
+        prepare(recipe(folder, chat_template=file), tmp_path / "out")
+
+
+def test_what_is_missing_is_said(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match=r"need the tokenizer of the model .* --tokenizer"):
+        prepare(Recipe([str(CONVERSATIONS)]), tmp_path / "out")
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    with pytest.raises(CorpusError, match=r"has no chat template.* --chat-template FILE"):
+        prepare(recipe(tmp_path), tmp_path / "out")
+    text = tmp_path / "a.txt"
+    text.write_text("CHAPTER 1\nOne.\nCHAPTER 2\nTwo.\n")
+    with pytest.raises(CorpusError, match="first document is a text"):
+        prepare(recipe(folder, text, chat_template=text), tmp_path / "out")
+
+
+def test_tools_reach_the_template() -> None:
+    template = ChatTemplate("{{ tools | tojson }}{{ messages[0].content }}", "it", {})
+    record = Conversation("", [{"role": "user", "content": "<é>"}], [{"name": "weather"}])
+    assert template.render(record).text == '[{"name": "weather"}]<é>'
+
+
+def test_inspect_shows_what_is_scored(folder: Path, chat: Corpus) -> None:
+    shown = CliRunner().invoke(
+        app, ["data", "inspect", str(folder / "data"), "--verify", "--context", "120"]
+    )
+    assert shown.exit_code == 0, shown.output
+    assert "scored" in shown.output
+    sample = shown.output.partition("what is scored in ⟦⟧:\n")[2]
+    assert "<|im_start|>user\n" in sample
+    assert "<|im_start|>assistant\n⟦" in sample

@@ -1,0 +1,159 @@
+"""Adapters that go out, apart or in the weights of their model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from planaria.node.hugging_face.adapters import begun_from, way_out
+from planaria.node.hugging_face.card import model_card
+from planaria.node.hugging_face.checkpoint import Checkpoint
+from planaria.node.hugging_face.config import UnsupportedModelError
+from planaria.node.hugging_face.export import ExportError
+from planaria.node.hugging_face.taking_in import name_of, take_in
+from planaria.node.hugging_face.whole_model import WholeModel
+from planaria.node.report.progress import untracked
+from planaria.node.run_file import RunFile, from_fields
+from planaria.node.stage.initial import Beginning
+from planaria.node.stage.lora import initial_adapters, looked_with
+from planaria.node.stage.model import EmbeddingStage
+from planaria.node.stage.shape import ModelConfig
+from tests.node.hugging_face.test_folders import exported, some_tokens
+from tests.node.stage.shapes import GROUPED, QWEN2
+
+TARGETS = ["q_proj", "k_proj", "down_proj"]
+
+
+def of_model(folder: Path, config: ModelConfig = GROUPED) -> RunFile:
+    exported(folder, config)
+    lora = {"rank": 4, "alpha": 6.0, "targets": TARGETS}
+    return take_in(from_fields({"model": {"from": str(folder)}, "training": {"lora": lora}}))
+
+
+def trained(config: ModelConfig) -> dict[int, torch.Tensor]:
+    """Of each stage, adapters that have learned something."""
+    generator = torch.Generator().manual_seed(7)
+    found = {}
+    for stage in range(config.stages + 1):
+        flat = initial_adapters(config, stage, 0)
+        found[stage] = flat + 0.1 * torch.randn(len(flat), generator=generator)
+    return found
+
+
+def write(out: Path, run: RunFile, into_weights: bool) -> None:
+    flat = trained(run.config)
+    card = model_card(run, run.config, 7, "", {}, into_weights)
+    way_out(run, run.config, into_weights)(
+        out, run.config, lambda of, at, n: flat[of][at : at + n], None, card, "fp32", untracked
+    )
+
+
+def test_they_are_called_as_peft_calls_them(tmp_path) -> None:
+    """As its `save_pretrained` has written them for transformers' LlamaForCausalLM (0.21)."""
+    write(tmp_path / "apart", of_model(tmp_path / "base"), False)
+    shapes = {"self_attn.q_proj": (48, 48), "self_attn.k_proj": (16, 48), "mlp.down_proj": (48, 80)}
+    wanted = {}
+    for layer in range(6):
+        for module, (rows, columns) in shapes.items():
+            name = f"base_model.model.model.layers.{layer}.{module}"
+            wanted[f"{name}.lora_A.weight"] = (4, columns)
+            wanted[f"{name}.lora_B.weight"] = (rows, 4)
+    tensors = load_file(tmp_path / "apart" / "adapter_model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == wanted
+    said = json.loads((tmp_path / "apart" / "adapter_config.json").read_text())
+    figures = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 6.0}
+    assert said | figures == said
+    assert said["base_model_name_or_path"] == str(tmp_path / "base")
+    assert said["target_modules"] == TARGETS
+
+
+def test_a_merged_model_adds_what_the_adapters_do(tmp_path) -> None:
+    run = of_model(tmp_path / "base")
+    write(tmp_path / "merged", run, True)
+    flat, x = trained(run.config), some_tokens(run.config, 20)
+    checkpoint = Checkpoint.open(tmp_path / "base")
+    ends, *body = (
+        looked_with(run.config, of, base_of(run, checkpoint, of), flat[of]) for of in flat
+    )
+    assert isinstance(ends, EmbeddingStage)
+    with torch.inference_mode():
+        found = ends.logits(reduce(lambda x, stage: stage(x), body, ends.embed(x)))
+    merged = WholeModel.load(tmp_path / "merged", torch.device("cpu")).logits(x)
+    before = WholeModel.load(tmp_path / "base", torch.device("cpu")).logits(x)
+    torch.testing.assert_close(found, merged, rtol=1e-4, atol=1e-4)
+    assert (merged - before).abs().max() > 0.1
+
+
+def base_of(run: RunFile, checkpoint: Checkpoint, stage: int) -> torch.Tensor:
+    module = Beginning(run, run.config, checkpoint).base(stage)
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+@pytest.mark.parametrize("config", [GROUPED, QWEN2], ids=["llama", "qwen2"])
+def test_peft_takes_them_and_has_the_logits_of_the_merged_model(tmp_path, config) -> None:
+    """With the extra `lm-eval`, which needs peft; it takes long to import."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    from transformers import AutoModelForCausalLM
+
+    run = of_model(tmp_path / "base", config)
+    write(tmp_path / "apart", run, False)
+    write(tmp_path / "merged", run, True)
+    tokens = some_tokens(config, 20)
+    ours = WholeModel.load(tmp_path / "merged", torch.device("cpu")).logits(tokens)
+    with torch.inference_mode():
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(tokens).logits
+        apart = AutoModelForCausalLM.from_pretrained(tmp_path / "apart")(tokens).logits
+    torch.testing.assert_close(merged, ours, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(apart, ours, rtol=1e-4, atol=1e-4)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(r=4, lora_alpha=6.0, target_modules=TARGETS, task_type="CAUSAL_LM")
+    peft.get_peft_model(model, lora).save_pretrained(tmp_path / "theirs")
+    ours_and_theirs = [
+        {n: t.shape for n, t in load_file(tmp_path / of / "adapter_model.safetensors").items()}
+        for of in ("apart", "theirs")
+    ]
+    assert ours_and_theirs[0] == ours_and_theirs[1]
+
+
+def test_adapters_are_said_to_be_none_of_their_own_model(tmp_path) -> None:
+    run = of_model(tmp_path / "base")
+    write(tmp_path / "apart", run, False)
+    card = (tmp_path / "apart" / "README.md").read_text()
+    assert f"base_model: {tmp_path / 'base'}\nlibrary_name: peft" in card
+    assert "| adapters | LoRA, rank 4, alpha 6, of q_proj, k_proj, down_proj |" in card
+    with pytest.raises(UnsupportedModelError, match="holds adapters, and no model: `planaria exp"):
+        Checkpoint.open(tmp_path / "apart")
+
+
+def test_weights_that_adapters_go_into_have_to_be_those_of_the_run(tmp_path) -> None:
+    run = of_model(tmp_path / "base")
+    exported(tmp_path / "other", QWEN2)
+    with pytest.raises(ExportError, match="holds another model than that; name the folder"):
+        way_out(begun_from(run, tmp_path / "other"), run.config, True)
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(ExportError, match=r"name the folder of the model .* or leave --merged out"):
+        way_out(run, run.config, True)
+    way_out(begun_from(run, tmp_path / "moved"), run.config, True)
+    shutil.rmtree(tmp_path / "moved")
+    write(tmp_path / "apart", run, False)  # needs none of it
+
+
+def test_a_run_without_adapters_has_none_to_merge() -> None:
+    run = from_fields({})
+    with pytest.raises(ExportError, match="this run trains all weights, so leave it out"):
+        way_out(run, run.config, True)
+    with pytest.raises(ExportError, match="this run began from no checkpoint"):
+        begun_from(run, Path("anywhere"))
+
+
+def test_a_model_of_the_hub_is_called_as_there() -> None:
+    cache = "/home/me/.cache/huggingface/hub/models--HuggingFaceTB--SmolLM2-135M/snapshots/93efa2f"
+    assert name_of(cache) == "HuggingFaceTB/SmolLM2-135M"
+    assert name_of("/data/smollm") == "/data/smollm"

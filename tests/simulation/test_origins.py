@@ -1,0 +1,37 @@
+"""Runs that begin from a checkpoint, which some machines have: others are given their weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from planaria.node.transaction.rules import TransactionRules
+from planaria.recovery.decide import Policy
+from simulation.cluster import Host
+from simulation.scenario import Scenario, run
+
+
+class FromCheckpoint(Scenario):
+    """One machine has it, or some. Whatever else happens happens early."""
+
+    def _rules(self, policy: Policy | None) -> TransactionRules:
+        rules = super()._rules(policy)
+        needed = rules.policy in ("redundant", "checkpoint")  # on each machine
+        return replace(rules, policy="checkfree") if needed else rules
+
+    def _hosts(self, rules: TransactionRules) -> list[Host]:
+        hosts = super()._hosts(rules)
+        having = set(self.random.sample(range(len(hosts)), self.random.choice([1, 1, 2])))
+        for number, host in enumerate(hosts):
+            host.origin = number in having
+        return hosts
+
+
+@pytest.mark.parametrize("first", range(0, 8, 4))
+def test_the_weights_that_it_begins_with_are_given_to_who_lacks_them(first: int) -> None:
+    given = 0
+    for seed in range(first, first + 4):
+        result = run(seed, kind=FromCheckpoint)
+        given += result.counts["origin"]
+    assert given

@@ -1,0 +1,161 @@
+"""Swarms that train adapters of a model: what is lost of them, and of the weights beside them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from planaria.bootstrap.credentials import PLAIN
+from planaria.bootstrap.registry_pb2 import Description
+from planaria.node.data.corpus import Corpus
+from planaria.node.hugging_face.adapters import way_out
+from planaria.node.hugging_face.checkpoint import Checkpoint
+from planaria.node.hugging_face.from_swarm import LivingModel
+from planaria.node.hugging_face.living_run import from_outside
+from planaria.node.hugging_face.taking_in import take_in
+from planaria.node.hugging_face.through_swarm import LivingStages
+from planaria.node.hugging_face.whole_model import WholeModel
+from planaria.node.report.ledger import audit
+from planaria.node.report.progress import untracked
+from planaria.node.run_file import RunFile, dumps, from_fields, override
+from planaria.node.state.saves import find_saves
+from tests.node.hugging_face.test_folders import exported
+from tests.node.stage.shapes import QWEN3
+from tests.swarm.in_process import LocalSwarm
+from tests.swarm.small import small
+from tests.swarm.test_in_process import losses, undisturbed
+
+
+@pytest.fixture
+def model(corpus: Corpus, tmp_path: Path) -> Path:
+    shape = replace(QWEN3, vocabulary=corpus.vocabulary + 3, tied=True, layers=3)
+    exported(tmp_path / "model", shape)
+    return tmp_path / "model"
+
+
+def adapting(model: Path, **changes: Any) -> RunFile:
+    """The model in three stages."""
+    others = small(steps=8).model_dump(exclude_none=True, exclude={"model"})
+    run = from_fields({**others, "model": {"from": str(model), "stages": 3}})
+    changes = {"training__lora": {"rank": 4}, "training__lr": 1e-2} | changes
+    return take_in(override(run, **changes))
+
+
+def methods(swarm: LocalSwarm) -> set[tuple[int, str]]:
+    return {(e["stage"], e["method"]) for e in swarm.lines.events("rebuilt") if e["step"] > 0}
+
+
+def joined(swarm: LocalSwarm) -> list[dict[str, Any]]:
+    """What is told of newcomers to stage 0."""
+    rebuilt = swarm.lines.events("rebuilt")
+    return [event for event in rebuilt if event["step"] > 0 and event["stage"] == 0]
+
+
+async def test_adapters_of_a_lost_stage_begin_anew_beside_weights_from_a_peer(
+    corpus, model, tmp_path
+):
+    """Only stage 0 has the folder. What is trained and sent hasn't the model's size; what comes out
+    is what the stages compute."""
+    run = adapting(model)
+    tokens = torch.from_numpy(corpus.sample("validation", 32, 0))[None, :20]
+    async with LocalSwarm(run, corpus, tmp_path, checkpoint=Checkpoint.open(model)) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 4)
+        await swarm.kill(2, 0)
+        swarm.start(2, 0)
+        await swarm.until(swarm.finished)
+        sizes = [node.seat.arithmetic.gradient.numel() for node, _ in swarm.nodes.values()]
+        view = swarm.registry.membership.view
+        told = from_outside(Description(run="run", run_file=dumps(run), view=view), PLAIN)
+        async with LivingStages(told) as stages:
+            at_the_moment = await stages.logits(tokens)
+        async with LivingModel(told, 60.0) as living:
+            loop = asyncio.get_running_loop()
+
+            def read(*of: int) -> torch.Tensor:
+                return asyncio.run_coroutine_threadsafe(living.read(*of), loop).result()
+
+            write = way_out(run, swarm.config, True)
+            how = (swarm.config, read, None, "", "fp32", untracked)
+            await asyncio.to_thread(write, tmp_path / "merged", *how)
+    assert sorted(sizes) == [0, *[swarm.config.trained[1]] * 3]
+    assert swarm.config.trained[1] < swarm.config.parameters[1] / 5
+    assert methods(swarm) == {(2, "adapters-anew")}
+    (rebuilt,) = (e for e in swarm.lines.events("rebuilt") if e["step"] > 0)
+    assert rebuilt["relearned"] is not None
+    assert rebuilt["bytes"] >= 4 * swarm.config.parameters[1]
+    assert losses(tmp_path)[:4] == pytest.approx(undisturbed(run, corpus, 4), rel=1e-5)
+    assert audit(tmp_path).exact
+    whole = WholeModel.load(tmp_path / "merged", torch.device("cpu")).logits(tokens)[0, -1]
+    torch.testing.assert_close(at_the_moment, whole)
+    before = WholeModel.load(model, torch.device("cpu")).logits(tokens)[0, -1]
+    assert (whole - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("policy", "stage", "method"),
+    [
+        ("checkfree", 0, "origin"),
+        ("snapshot", 2, "snapshot"),
+        ("redundant", 2, "redundant"),
+        ("redundant", 0, "origin"),
+        ("checkpoint", 2, None),
+    ],
+)
+async def test_each_policy_has_its_way_with_adapters(
+    corpus, model, tmp_path, policy, stage, method
+):
+    run = adapting(
+        model,
+        recovery__policy=policy,
+        recovery__snapshot={"fraction": 1.0, "period": 1},
+        recovery__checkpoint={"dir": str(tmp_path / "shared"), "every": 2},
+    )
+    async with LocalSwarm(run, corpus, tmp_path, checkpoint=Checkpoint.open(model)) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 4)
+        await swarm.kill(stage, 0)
+        swarm.start(stage, 0)
+        await swarm.until(swarm.finished)
+    if method is None:
+        (back,) = swarm.lines.events("rolled back")
+        assert back["step"] >= 2
+    else:
+        assert methods(swarm) == {(stage, method)}
+    if method in ("origin", "redundant"):
+        assert losses(tmp_path) == pytest.approx(undisturbed(run, corpus, 8), rel=1e-5)
+    assert audit(tmp_path).exact
+
+
+async def test_a_save_of_adapters_is_used_with_weights_from_a_peer(corpus, model, tmp_path):
+    run = adapting(model, saves__every=1)
+    saves, checkpoint = tmp_path / "saves", Checkpoint.open(model)
+    async with LocalSwarm(run, corpus, tmp_path, saves, checkpoint=checkpoint) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 4)
+        await swarm.kill(2, 0)
+        swarm.start(2, 0)
+        await swarm.until(swarm.finished)
+    assert methods(swarm) == {(2, "save")}
+    taken = max(find_saves(saves / "3.0"), key=lambda save: save.state.id.age)
+    assert taken.tensors["weights"] == swarm.config.trained[1]
+
+
+async def test_a_replica_copies_adapters_and_weights_of_its_stage(corpus, model, tmp_path):
+    """The only node with the folder is gone when it comes."""
+    run = override(adapting(model), swarm__replicas=2)
+    async with LocalSwarm(run, corpus, tmp_path, checkpoint=Checkpoint.open(model)) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 3)
+        swarm.checkpoint = None
+        for replica in (0, 1):
+            await swarm.kill(0, replica)
+            swarm.start(0, replica)
+            await swarm.until(lambda of=replica: len(joined(swarm)) > of)
+        await swarm.kill(2, 0)
+        swarm.start(2, 0)
+        await swarm.until(swarm.finished)
+        digests = {(stage, node.member.digest) for (stage, _), (node, _) in swarm.nodes.items()}
+    assert len(digests) == 4
+    assert losses(tmp_path) == pytest.approx(undisturbed(run, corpus, 8), rel=1e-5)
