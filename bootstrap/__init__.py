@@ -5,5 +5,6 @@ that nobody has, cuts.py that about members that can't reach each other, quarant
 those evicted for cause. service.py is the gRPC around it, journal.py what it has on disk, client.py
 the node's side. dial.py finds out whether a silent node is there, knock.py whether anything listens
 at an address; address.py reads HOST:PORT, spelling.py says what others may be called and makes what
-they say fit for a terminal, credentials.py says who may talk to whom.
+they say fit for a terminal, credentials.py says who may talk to whom, identity.py whose word
+something is.
 """

@@ -14,7 +14,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ import torch
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.credentials import PLAIN, Credentials
+from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.membership import PROTOCOL, to_link
 from planaria.bootstrap.spelling import readable
 from planaria.node.agent import Agent, frame_bytes, held_bytes
@@ -118,7 +119,7 @@ class NodePlace:
     save_dir: Path | None = None  # for saves of this node's stage
     credentials: Credentials = PLAIN
     insecure: bool = False
-    instance: str = ""  # what this node is over all its identities
+    identity: Identity = field(default_factory=Identity.generate)  # over all its ids
     saved: bool = False  # the stage is that of its saves
     room: int = 1  # seats that it can hold
     standby: bool = False  # wants none before one is vacant
@@ -231,7 +232,7 @@ class Node:
                     speed=self.speed,
                     host=self.place.host,
                     device=str(self.place.device),
-                    instance=self.place.instance,
+                    instance=self.place.identity.instance,
                     room=self.place.room,
                     standby=self.place.standby,
                     saved=self.place.saved,

@@ -1,7 +1,8 @@
-"""What a node is called over all of its identities: an id in a file of its folder.
+"""What a node is over all of its identities: a key in a file of its folder.
 
-A node joins under a new identity each time, so that nobody takes it for what it was; who was
-evicted for cause is told apart by its instance (bootstrap/quarantine.py).
+A node joins under a new id each time, so that nobody takes it for what it was; by its key, whose
+hash its instance is, others know that it speaks for itself, and that it was evicted for cause
+(bootstrap/quarantine.py).
 """
 
 from __future__ import annotations
@@ -9,34 +10,35 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import secrets
 from itertools import count
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from planaria.bootstrap.identity import Identity
+
 log = logging.getLogger("planaria")
 
-ID_BYTES: Final = 16
+LONGEST: Final = 4096  # bytes of a key's file
 
 
 class Instance(NamedTuple):
-    id: str
-    held: int | None  # descriptor of the locked file; None: the id is that of this process only
+    identity: Identity
+    held: int | None  # descriptor of the locked file; None: the key is that of this process only
     number: int | None = None  # that no other process with this folder has; None as `held`
 
 
 def find_instance(folder: Path | None) -> Instance:
-    """Finds the id in `folder`, or makes one. Processes that share a folder have one each, of the
-    first file that no other one holds. Without a folder, or one that can be written, the id is as
+    """Finds the key in `folder`, or makes one. Processes that share a folder have one each, of the
+    first file that no other one holds. Without a folder, or one that can be written, the key is as
     new as the process."""
     if folder is None:
-        return Instance(secrets.token_hex(ID_BYTES), None)
+        return Instance(Identity.generate(), None)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return next(filter(None, (_take(folder, number) for number in count())))
     except OSError as error:
-        log.warning("%s keeps no id of this node: %s", folder, error.strerror)
-        return Instance(secrets.token_hex(ID_BYTES), None)
+        log.warning("%s keeps no key of this node: %s", folder, error.strerror)
+        return Instance(Identity.generate(), None)
 
 
 def release(instance: Instance) -> None:
@@ -50,15 +52,22 @@ def _take(folder: Path, number: int) -> Instance | None:
     held = os.open(folder / f"instance-{number}", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        found = os.read(held, 4 * ID_BYTES).decode("ascii", errors="replace").strip()
-        if len(found) != 2 * ID_BYTES or not set(found) <= set("0123456789abcdef"):
-            found = secrets.token_hex(ID_BYTES)
-            os.ftruncate(held, 0)
-            os.pwrite(held, f"{found}\n".encode(), 0)
+        os.fchmod(held, 0o600)
+        return Instance(_read_or_make(held), held, number)
     except BlockingIOError:
         os.close(held)
         return None
     except OSError:
         os.close(held)
         raise
-    return Instance(found, held, number)
+
+
+def _read_or_make(held: int) -> Identity:
+    """What is in the file, if that is a key. Raises OSError."""
+    try:
+        return Identity.from_pem(os.read(held, LONGEST))
+    except ValueError:
+        made = Identity.generate()
+        os.ftruncate(held, 0)
+        os.pwrite(held, made.to_pem(), 0)
+        return made

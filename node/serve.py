@@ -115,7 +115,7 @@ async def serve(
         log.info("this node has room for %d seat%s", room, "" if room == 1 else "s")
         place = replace(
             await find_place(options, device),
-            instance=instance.id,
+            identity=instance.identity,
             room=room,
             checkpoint=find_checkpoint(run, options.model),
             own=own,

@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple, Self
 
 import grpc
 
+from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import WatchRequest
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
 from planaria.lab.chaos.proxy import Proxy, Way
@@ -182,7 +183,7 @@ class SickSwarm:
         return [
             path.parent.name
             for path in self.out.glob(f"{NODES}/*/instance-*")
-            if path.read_text().strip() in self.quarantined
+            if Identity.from_pem(path.read_bytes()).instance in self.quarantined
         ]
 
     async def _until(

@@ -1,0 +1,81 @@
+"""Who somebody is: a key, and what is signed with it.
+
+Keys are Ed25519 (RFC 8032). A signature is over a purpose and over parts whose ends are part of it,
+so what was signed for one thing can't be shown for another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+PUBLIC_BYTES: Final = 32
+SIGNATURE_BYTES: Final = 64
+INSTANCE_LETTERS: Final = 32
+"""Hex digits of an instance: 128 bits of a hash, which nobody finds a second key for."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A private key. Its `repr` doesn't show it."""
+
+    key: Ed25519PrivateKey
+
+    @classmethod
+    def generate(cls) -> Identity:
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def from_pem(cls, pem: bytes) -> Identity:
+        """Raises ValueError for anything but an Ed25519 key in PKCS #8, without a password."""
+        try:
+            key = load_pem_private_key(pem, password=None)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+        if not isinstance(key, Ed25519PrivateKey):
+            raise ValueError(f"a {type(key).__name__}, not an Ed25519 key")
+        return cls(key)
+
+    def to_pem(self) -> bytes:
+        return self.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+    @property
+    def public(self) -> bytes:
+        return self.key.public_key().public_bytes_raw()
+
+    @property
+    def instance(self) -> str:
+        return instance_of(self.public)
+
+    def sign(self, purpose: str, *parts: bytes) -> bytes:
+        return self.key.sign(_signed(purpose, parts))
+
+
+def instance_of(public: bytes) -> str:
+    """What a node is called over all of its identities: a hash of its public key."""
+    return hashlib.sha256(public).hexdigest()[:INSTANCE_LETTERS]
+
+
+def is_signed(public: bytes, signature: bytes, purpose: str, *parts: bytes) -> bool:
+    """Whether the holder of the key has signed just this. False for what is no key, too."""
+    try:
+        key = Ed25519PublicKey.from_public_bytes(public)
+        key.verify(signature, _signed(purpose, parts))
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def _signed(purpose: str, parts: tuple[bytes, ...]) -> bytes:
+    whole = [b"planaria", purpose.encode(), *parts]
+    return b"".join(len(part).to_bytes(8, "little") + part for part in whole)
