@@ -1,0 +1,82 @@
+"""What a liar may send is taken or refused; nothing else comes of it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from random import Random
+
+from drawn_messages import BODIES, HUGE, Drawing
+from google.protobuf.message import DecodeError
+
+from planaria.node.transaction.bounds import told_to_driver, told_to_member
+from planaria.node.transaction.rules import TransactionRules
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.frames import Frame, WireError, parse_chunk, seal, unseal
+from planaria.node.wire.session import Hello
+
+RULES = TransactionRules(
+    stages=4,
+    steps=100,
+    microbatches=4,
+    validation_microbatches=2,
+    validate_every=0,
+    clip=1.0,
+    policy="checkfree",
+    strict=True,
+    masking="reassign",
+    relearn=False,
+    progress=60.0,
+    lr_scale=lambda step, boosted_at: 1.0,
+)
+
+
+def test_a_seed_says_what_is_drawn() -> None:
+    drawn = [Drawing(Random(seed), ["n1"], [7]).envelope() for seed in (1, 1, 2)]
+    packed = [message.SerializeToString(deterministic=True) for message in drawn]
+    assert packed[0] == packed[1] != packed[2]
+
+
+def test_figures_of_any_message_are_looked_at() -> None:
+    drawing = Drawing(Random(0), ["n1", "n2"], [1, 2, 3])
+    refused = 0
+    for body in BODIES:
+        for _ in range(40):
+            message = drawing.envelope(body)
+            assert message.WhichOneof("body") == body
+            again = pb.Message.FromString(unseal(seal(message.SerializeToString())))
+            refused += bool(told_to_driver(again, RULES)) + bool(told_to_member(again, 2))
+    assert refused
+
+
+def test_huge_words_and_lists_are_drawn_too() -> None:
+    drawing = Drawing(Random(0), rarely=0.05)
+    sizes = [drawing.envelope().ByteSize() for _ in range(100)]
+    assert max(sizes) > HUGE
+    assert sorted(sizes)[50] < 10_000
+
+
+def test_heads_of_frames_are_read_or_refused() -> None:
+    drawing = Drawing(Random(0))
+    read = 0
+    for _ in range(2000):
+        frame = drawing.frame()
+        assert str(Frame.parse(frame.head(), frame.payload)) == str(frame)  # nan is not nan
+        for head in (drawing.head(), drawing.damaged(frame.head())):
+            with suppress(WireError):
+                Frame.parse(head, frame.payload)
+                read += 1
+    assert 0 < read < 4000
+
+
+def test_damaged_messages_hellos_and_chunks_are_refused() -> None:
+    drawing = Drawing(Random(0))
+    hello = Hello(1, 2, 3, 4, 5, {6: 7}).pack()
+    for _ in range(1000):
+        sealed = seal(drawing.envelope().SerializeToString())
+        for data in (drawing.damaged(sealed), seal(drawing.damaged(sealed))):
+            with suppress(WireError, DecodeError):
+                pb.Message.FromString(unseal(data))
+        with suppress(WireError):
+            Hello.parse(drawing.damaged(hello.encode()).decode("latin-1"))
+        with suppress(WireError):
+            parse_chunk(drawing.damaged(sealed)).verify()
