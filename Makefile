@@ -1,7 +1,7 @@
 # Everything runs in .venv; each target sets up what it needs.
 PYTHON ?= python3
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt
-PROTOS = planaria/bootstrap/registry.proto planaria/node/wire/stage.proto
+PROTOS = planaria/bootstrap/enrolment.proto planaria/bootstrap/registry.proto planaria/node/wire/stage.proto
 LEAST = $(shell sed -n 's/^requires-python = ">=3\.\(.*\)"/\1/p' pyproject.toml)
 CHECK = 'import sys; v = tuple(sys.version_info[:3]); v >= (3, $(LEAST)) or sys.exit( \
 	"%s is Python %d.%d.%d, and planaria needs 3.$(LEAST) or newer. Name another: \

@@ -7,4 +7,7 @@ the node's side. dial.py finds out whether a silent node is there, knock.py whet
 at an address; address.py reads HOST:PORT, spelling.py says what others may be called and makes what
 they say fit for a terminal, credentials.py says who may talk to whom, identity.py whose word
 something is.
+
+authority.py is what certificates say, invites.py who gets one, admission.py both as the registry
+keeps them, in files as secret_files.py writes them.
 """

@@ -1,0 +1,165 @@
+"""Who a run lets in, on disk: its authority's key, and what was decided about invites and bans.
+
+A folder of the registry's that only its owner may read has `authority.pem` (key and certificate)
+and `invites.jsonl`, a record a line, the newest last, in which each is before anybody hears of it. A
+line that a crash has cut off at the end is dropped. Without a folder all is in memory, for as long
+as the process lives.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from planaria.bootstrap.authority import Authority, Pair, Role, Who
+from planaria.bootstrap.enrolment_pb2 import EnrolRequest
+from planaria.bootstrap.identity import instance_of, is_signed
+from planaria.bootstrap.invites import Invite, Invites, NotAdmitted, Record
+from planaria.bootstrap.secret_files import FILE, FOLDER, write_secret
+
+log = logging.getLogger(__name__)
+
+AUTHORITY: Final = "authority.pem"
+INVITES: Final = "invites.jsonl"
+
+
+class AdmissionError(Exception):
+    """The folder can't be used; the message says why and what to do."""
+
+
+class Admission:
+    """For one registry at a time, as its journal."""
+
+    def __init__(
+        self,
+        folder: Path | None,
+        certifies: bool = True,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Opens the folder. With `certifies` there is an authority, which is made if there is none
+        yet. Raises AdmissionError."""
+        self.folder, self._now = folder, clock
+        self.invites = Invites()
+        self._size = 0  # bytes of the file that are whole
+        self.authority: Authority | None = None
+        try:
+            self._read()
+            if certifies:
+                self.authority = self._authority()
+        except OSError as error:
+            raise AdmissionError(
+                f"the folder {folder} can't be used: {error.strerror}; free space, let this user "
+                "write there, or name another"
+            ) from error
+
+    def own_pair(self) -> Pair:
+        """What the registry shows, as new as the call."""
+        assert self.authority is not None
+        return self.authority.own_pair(self._now())
+
+    def enrol(self, request: EnrolRequest) -> tuple[Who, bytes]:
+        """As who somebody comes, and a certificate for it. Raises NotAdmitted, AdmissionError."""
+        assert self.authority is not None
+        if not is_signed(request.public_key, request.signature, "enrol", request.request):
+            raise NotAdmitted("the request is not signed by the key that it names")
+        instance = instance_of(request.public_key)
+        who, record = self.invites.admit(request.secret, instance, self._now())
+        try:
+            certificate = self.authority.issue(request.request, who, self._now())
+        except ValueError as error:
+            raise NotAdmitted(f"the request is none that can be granted: {error}") from error
+        if record is not None:
+            self._decide(record)
+        return who, certificate
+
+    def invite(
+        self, role: Role, uses: int = 0, seconds: float = 0.0, stage: int | None = None
+    ) -> tuple[Invite, bytes]:
+        """And its secret. Raises InviteError, AdmissionError."""
+        record, secret = self.invites.make(role, uses, seconds, stage, self._now())
+        self._decide(record)
+        return self.invites.invites[record["invite"]], secret
+
+    def revoke(self, invite: str) -> None:
+        """Raises InviteError, AdmissionError."""
+        self._decide(self.invites.revoke(invite))
+
+    def ban(self, instance: str) -> None:
+        """Raises InviteError, AdmissionError."""
+        self._decide(self.invites.ban(instance))
+
+    def allow(self, instance: str) -> None:
+        """Raises InviteError, AdmissionError."""
+        self._decide(self.invites.allow(instance))
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _decide(self, record: Record) -> None:
+        """On disk, and then it counts."""
+        if self.folder is not None:
+            try:
+                self._append(json.dumps(record).encode() + b"\n")
+            except OSError as error:
+                raise AdmissionError(
+                    f"{self.folder / INVITES} can't be written: {error.strerror}; free space, or "
+                    "let this user write there"
+                ) from error
+        self.invites.apply(record)
+
+    def _append(self, line: bytes) -> None:
+        assert self.folder is not None
+        self.folder.mkdir(mode=FOLDER, parents=True, exist_ok=True)
+        path = self.folder / INVITES
+        if not path.exists():
+            write_secret(path, b"")
+        descriptor = os.open(path, os.O_RDWR, FILE)
+        with os.fdopen(descriptor, "r+b") as file:
+            file.truncate(self._size)
+            file.seek(self._size)
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        self._size += len(line)
+
+    def _read(self) -> None:
+        if self.folder is None:
+            return
+        path = self.folder / INVITES
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return
+        for number, line in enumerate(content.splitlines(keepends=True), 1):
+            if not line.endswith(b"\n"):
+                log.warning("%s: the last line was cut off, and is dropped", path)
+                break
+            try:
+                self.invites.apply(json.loads(line))
+            except (KeyError, TypeError, ValueError) as error:
+                raise AdmissionError(
+                    f"line {number} of {path} is not what a registry has written: restore the file "
+                    "from a copy, or remove it, and all that have enrolled need new invites"
+                ) from error
+            self._size += len(line)
+
+    def _authority(self) -> Authority:
+        if self.folder is None:
+            return Authority.make(self._now())
+        path = self.folder / AUTHORITY
+        try:
+            return Authority.from_pem(path.read_bytes())
+        except FileNotFoundError:
+            made = Authority.make(self._now())
+            write_secret(path, made.to_pem())
+            log.info("the run's authority is new; its key is in %s", path)
+            return made
+        except ValueError as error:
+            raise AdmissionError(
+                f"{path} is no authority's key ({error}): restore it from a copy, or remove the "
+                f"folder {self.folder}, and all nodes need new invites"
+            ) from error

@@ -1,0 +1,254 @@
+"""The run's certificate authority: what is in a certificate, who gets one, for how long.
+
+An authority is an Ed25519 key and a certificate that it has signed itself. What it issues are P-256
+certificates, since not all TLS libraries take others. By their DNS names these say in which role
+their holder may speak, and as whom: `node.planaria`, `INSTANCE.planaria`, and `stage-K.planaria` of
+who may serve that stage only. Pure: `now` is passed in, seconds since 1970.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from planaria.bootstrap.identity import INSTANCE_LETTERS, Identity
+
+DOMAIN: Final = ".planaria"
+LIFETIME: Final = 48 * 3600.0
+"""Seconds of a certificate, which is renewed at half of them."""
+AUTHORITY_DAYS: Final = 3650
+SLACK: Final = 3600.0
+"""Seconds that a clock may be behind the authority's."""
+REQUEST_BYTES: Final = 4096  # a P-256 request has some 200
+
+
+class Role(StrEnum):
+    """What the holder of a certificate may do."""
+
+    NODE = "node"  # serve a stage
+    READER = "reader"  # look
+    OPERATOR = "operator"  # command
+    REGISTRY = "registry"
+
+
+class Who(NamedTuple):
+    """What a certificate's names say. `role` None: it is of another authority, and says nothing."""
+
+    role: Role | None = None
+    instance: str = ""
+    stage: int | None = None  # the only one that it may serve
+
+    @property
+    def names(self) -> list[str]:
+        said = [self.role, self.instance, None if self.stage is None else f"stage-{self.stage}"]
+        return [f"{one}{DOMAIN}" for one in said if one]
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> Who:
+        """Whatever else the names say is left out."""
+        labels = [name.removesuffix(DOMAIN) for name in names if name.endswith(DOMAIN)]
+        roles = [Role(label) for label in labels if label in list(Role)]
+        instances = [one for one in labels if re.fullmatch(f"[0-9a-f]{{{INSTANCE_LETTERS}}}", one)]
+        stages = [re.fullmatch(r"stage-(\d{1,6})", label) for label in labels]
+        return cls(
+            roles[0] if len(roles) == 1 else None,
+            instances[0] if len(instances) == 1 else "",
+            next((int(found[1]) for found in stages if found), None),
+        )
+
+
+class Pair(NamedTuple):
+    """What its holder shows in a handshake, in PEM. Its `repr` doesn't show the key."""
+
+    key: bytes
+    certificate: bytes
+    authority: bytes  # the certificate that all of the run trust
+
+    def __repr__(self) -> str:
+        return "Pair(...)"
+
+    @property
+    def who(self) -> Who:
+        return who_in(self.certificate)
+
+    @property
+    def ends(self) -> float:
+        """Seconds since 1970."""
+        return _load(self.certificate).not_valid_after_utc.timestamp()
+
+    def is_due(self, now: float) -> bool:
+        """Whether half of its life is over."""
+        return now >= self.ends - LIFETIME / 2
+
+    def is_over(self, now: float) -> bool:
+        return now >= self.ends
+
+
+class Request(NamedTuple):
+    """For a certificate; the key stays with who asks."""
+
+    key: bytes  # PEM
+    request: bytes  # PKCS #10, DER
+    signature: bytes  # of the identity that asks, over the request
+
+    @classmethod
+    def of(cls, identity: Identity) -> Request:
+        key = ec.generate_private_key(ec.SECP256R1())
+        named = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
+        request = named.sign(key, hashes.SHA256()).public_bytes(Encoding.DER)
+        return cls(_private(key), request, identity.sign("enrol", request))
+
+
+@dataclass(frozen=True)
+class Authority:
+    identity: Identity
+    certificate: bytes  # PEM
+
+    @classmethod
+    def make(cls, now: float) -> Authority:
+        identity = Identity.generate()
+        public = identity.key.public_key()
+        name = x509.Name(
+            [x509.NameAttribute(NameOID.COMMON_NAME, "the registry of a planaria run")]
+        )
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(name)
+            .public_key(public)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(_time(now - SLACK))
+            .not_valid_after(_time(now) + timedelta(days=AUTHORITY_DAYS))
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_usage(signs_certificates=True), critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+            .sign(identity.key, None)
+        )
+        return cls(identity, certificate.public_bytes(Encoding.PEM))
+
+    @classmethod
+    def from_pem(cls, pem: bytes) -> Authority:
+        """Raises ValueError for anything but what `to_pem` has written."""
+        identity = Identity.from_pem(pem)
+        certificate = _load(pem)
+        if certificate.public_key() != identity.key.public_key():
+            raise ValueError("the certificate is of another key")
+        return cls(identity, certificate.public_bytes(Encoding.PEM))
+
+    def to_pem(self) -> bytes:
+        return self.identity.to_pem() + self.certificate
+
+    def issue(self, request: bytes, who: Who, now: float) -> bytes:
+        """A certificate in PEM. What the request says of names doesn't count. Raises ValueError."""
+        public = _public_key_of(request)
+        issuer = _load(self.certificate)
+        purposes = [ExtendedKeyUsageOID.CLIENT_AUTH]
+        if who.role in (Role.NODE, Role.REGISTRY):
+            purposes.append(ExtendedKeyUsageOID.SERVER_AUTH)
+        names = x509.SubjectAlternativeName([x509.DNSName(name) for name in who.names])
+        by = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.identity.key.public_key())
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(x509.Name([]))
+            .issuer_name(issuer.subject)
+            .public_key(public)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(_time(now - SLACK))
+            .not_valid_after(_time(now + LIFETIME))
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(signs_certificates=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+            .add_extension(names, critical=True)
+            .add_extension(by, critical=False)
+            .sign(self.identity.key, None)
+        )
+        return certificate.public_bytes(Encoding.PEM)
+
+    def own_pair(self, now: float) -> Pair:
+        """What the registry itself shows."""
+        request = Request.of(self.identity)
+        who = Who(Role.REGISTRY, self.identity.instance)
+        return Pair(request.key, self.issue(request.request, who, now), self.certificate)
+
+
+def who_in(certificate: bytes) -> Who:
+    """Of a certificate in PEM. Raises ValueError for what is none."""
+    try:
+        found = _load(certificate).extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    except x509.ExtensionNotFound:
+        return Who()
+    return Who.of(found.value.get_values_for_type(x509.DNSName))
+
+
+def to_der(certificate: bytes) -> bytes:
+    """Of PEM. Raises ValueError."""
+    return _load(certificate).public_bytes(Encoding.DER)
+
+
+def to_pem(certificate: bytes) -> bytes:
+    """Of DER. Raises ValueError."""
+    return x509.load_der_x509_certificate(certificate).public_bytes(Encoding.PEM)
+
+
+def is_issued_by(certificate: bytes, authority: bytes) -> bool:
+    """Whether this authority, and no other one, has signed it; both in PEM. Raises ValueError."""
+    try:
+        _load(certificate).verify_directly_issued_by(_load(authority))
+    except (InvalidSignature, TypeError, ValueError):
+        return False
+    return True
+
+
+def _public_key_of(request: bytes) -> ec.EllipticCurvePublicKey:
+    """Raises ValueError for what is no request, or not signed by its own key, or of a key that TLS
+    would not take."""
+    if len(request) > REQUEST_BYTES:
+        raise ValueError(f"a request of {len(request)} bytes; {REQUEST_BYTES} are allowed")
+    asked = x509.load_der_x509_csr(request)
+    public = asked.public_key()
+    if not isinstance(public, ec.EllipticCurvePublicKey) or public.curve.name != "secp256r1":
+        raise ValueError("the request is not for a P-256 key")
+    if not asked.is_signature_valid:
+        raise ValueError("the request is not signed by the key that it is for")
+    return public
+
+
+def _load(pem: bytes) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(pem)
+
+
+def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _time(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+def _usage(signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=False,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )

@@ -1,0 +1,31 @@
+"""Files that only their owner may read, written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+FOLDER, FILE = 0o700, 0o600
+
+
+def write_secret(path: Path, content: bytes) -> None:
+    """On disk, and with its folder, when this returns. Raises OSError."""
+    path.parent.mkdir(mode=FOLDER, parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    new.unlink(missing_ok=True)
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+    flush_folder(path.parent)
+
+
+def flush_folder(folder: Path) -> None:
+    """Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
