@@ -19,7 +19,7 @@ from planaria.lab.saves import command as saves
 from planaria.lab.scar import command as scar
 from planaria.lab.simulator import simulate
 from planaria.lab.spare import command as spare
-from planaria.node import cli
+from planaria.node.commands import terminal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,7 +59,7 @@ def lab_run(
     from planaria.node.data.corpus import CorpusError
     from planaria.node.run_file import RunFileError
 
-    with cli.refusing(study.StudyError, ScheduleError, RunFileError, CorpusError):
+    with terminal.refusing(study.StudyError, ScheduleError, RunFileError, CorpusError):
         asked = study.load(study_file)
         wanted = [
             job
@@ -93,7 +93,7 @@ def _prepare(asked: Study, wanted: Sequence[Job]) -> None:
     for path in sorted({path for job in wanted for path in job.run.data.folders}):
         if not path.exists():
             console.print(f"there is no prepared data at {path}; preparing {asked.text}")
-            with cli.tracking("documents") as track:
+            with terminal.tracking("documents") as track:
                 prepare(Recipe([asked.text], vocabulary=asked.vocabulary), path, track=track)
 
 
@@ -109,7 +109,7 @@ def lab_norms(
     from planaria.node.data.corpus import CorpusError
     from planaria.node.run_file import RunFileError
 
-    with cli.refusing(study.StudyError, RunFileError, CorpusError):
+    with terminal.refusing(study.StudyError, RunFileError, CorpusError):
         asked = study.load(study_file)
         wanted = [
             job
@@ -144,7 +144,7 @@ def lab_times(
     from planaria.lab.convergence.study import RESULTS, StudyError
     from planaria.lab.emulation.live_study import FIGURES
 
-    with cli.refusing(StudyError, OSError):
+    with terminal.refusing(StudyError, OSError):
         live = times.read_live(swarms / FIGURES)
         text = times.table(times.read_runs(study.with_name(RESULTS)), live)
         (swarms / "times.md").write_text(text, encoding="utf-8")
@@ -172,7 +172,7 @@ def _progress(iterations: int, runs: int) -> Iterator[Callable[[int, int], None]
         TimeRemainingColumn(),
         TextColumn("to go"),
     )
-    with Progress(*columns, console=cli.errors) as progress:
+    with Progress(*columns, console=terminal.errors) as progress:
         task = progress.add_task(f"0 of {runs} runs", total=iterations)
 
         def tell(done: int, finished: int) -> None:
@@ -188,7 +188,7 @@ def lab_report(study_file: StudyFile) -> None:
     from planaria.node.data.corpus import CorpusError
     from planaria.node.run_file import RunFileError
 
-    with cli.refusing(study.StudyError, RunFileError, CorpusError):
+    with terminal.refusing(study.StudyError, RunFileError, CorpusError):
         asked = study.load(study_file)
         results = study_file.with_name(study.RESULTS)
         there = study.read_results(results)

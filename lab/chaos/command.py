@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planaria.node.cli import console, errors, refusing
+from planaria.node.commands.terminal import console, errors, refusing
 
 if TYPE_CHECKING:
     from planaria.lab.chaos.schedule import Shape

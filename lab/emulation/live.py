@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from planaria.node.cli import console, refusing
+from planaria.node.commands.terminal import console, refusing
 
 app = typer.Typer(help="Measure what each policy costs a real swarm behind emulated links.")
 

@@ -43,7 +43,7 @@ from planaria.lab.emulation.live_swarm import (
     train,
 )
 from planaria.lab.emulation.relay import NETWORK
-from planaria.node.cli import console
+from planaria.node.commands.terminal import console
 from planaria.node.data.prepare import Recipe, prepare
 from planaria.node.local.swarm import SwarmPlan, parse_kill
 from planaria.node.resolve import resolve, text_to_prepare

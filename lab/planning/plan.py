@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from planaria.node.cli import console, errors, refusing
+from planaria.node.commands.terminal import console, errors, refusing
 
 if TYPE_CHECKING:
     from planaria.lab.planning.planner import Answer, Candidate, Question

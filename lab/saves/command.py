@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from planaria.node.cli import console, errors, refusing
+from planaria.node.commands.terminal import console, errors, refusing
 
 app = typer.Typer(help="Measure what blocking and overlapped saves cost a real swarm.")
 

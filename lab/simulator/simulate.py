@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planaria.node.cli import console, refusing
+from planaria.node.commands.terminal import console, refusing
 
 if TYPE_CHECKING:
     from planaria.lab.simulator.churn import LostPlace

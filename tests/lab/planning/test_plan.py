@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from planaria.lab.command import cli
 from planaria.lab.planning.machines import Hardware, probed
 from planaria.lab.planning.plan import curves, figures
 from planaria.lab.planning.planner import Machine, PlanError, Question
 from planaria.lab.simulator.swarm import one_site
+from planaria.node import cli
 from planaria.node.local.losses import TraceRow
 from planaria.node.local.swarm import parse_kill
 from planaria.node.resolve import registry_rules

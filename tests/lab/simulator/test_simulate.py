@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from planaria.lab.command import cli
 from planaria.lab.emulation.links import WAN_LINKS, read_links
 from planaria.lab.emulation.live_study import machine
 from planaria.lab.emulation.live_swarm import LiveError
@@ -19,6 +18,7 @@ from planaria.lab.simulator import check, table2
 from planaria.lab.simulator.run import simulate_run
 from planaria.lab.simulator.step import simulate_step
 from planaria.lab.simulator.swarm import Seconds, Transport
+from planaria.node import cli
 from planaria.node.report.events import entries
 from planaria.node.run_file import RunFile
 from planaria.node.stage.shape import ModelConfig

@@ -14,7 +14,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from planaria.node.cli import app, parse_seats
+from planaria.node.cli import app
+from planaria.node.commands.options import parse_seats
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.prepare import Recipe, prepare
 from planaria.node.local.processes import stop_signals

@@ -1,0 +1,174 @@
+"""Commands for data: prepare, inspect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Column, Table
+
+from planaria.node.commands.terminal import console, refusing, tracking
+
+if TYPE_CHECKING:
+    from planaria.node.data.corpus import Corpus
+
+data_app = typer.Typer(no_args_is_help=True, help="Prepare data for training, and look at it.")
+
+
+@data_app.command("prepare")
+def data_prepare(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUT...",
+            help="Text, JSONL or Parquet files, folders of them, or hf:NAME[:CONFIG]\\[@SPLIT].",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tokenizer.json; without one, a tokenizer is trained.")
+    ] = None,
+    vocabulary: Annotated[int, typer.Option(help="Tokens of the tokenizer to train.")] = 2048,
+    validation: Annotated[float, typer.Option(help="Share of documents to hold out.")] = 0.05,
+    text_field: Annotated[str, typer.Option(help="Field that holds a record's text.")] = "text",
+    document_separator: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REGEX",
+            help="In text files, a line that begins like this begins a document; the match is left "
+            "out, a lookahead (?=...) keeps it. Default: chapter headings, else some 200 lines.",
+        ),
+    ] = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="For records with messages: Jinja that makes them text; default: the tokenizer's.",
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace other prepared data.")] = False,
+) -> None:
+    """Turn text, or conversations, into tokens that training reads."""
+    from planaria.node.data.corpus import CorpusError
+    from planaria.node.data.prepare import Recipe, prepare
+
+    with refusing(CorpusError):
+        recipe = Recipe(
+            *(inputs, tokenizer, vocabulary, validation, text_field, document_separator),
+            chat_template,
+        )
+        with tracking("documents") as track:
+            corpus, written = prepare(recipe, out, force=force, track=track)
+        if not written:
+            console.print(f"{out} holds this very data already")
+        _print_corpus(corpus)
+    if tokenizer is None and corpus.vocabulary < vocabulary:
+        console.print(
+            f"--vocabulary {vocabulary}: this text has only enough for {corpus.vocabulary} tokens; "
+            "models that train on it have so many",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+@data_app.command("inspect")
+def data_inspect(
+    path: Annotated[
+        Path, typer.Argument(metavar="DIR|RUN.toml", help="Folder of prepared data, or a run file.")
+    ],
+    verify: Annotated[bool, typer.Option("--verify", help="Read all, check checksums.")] = False,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of the sample to show.")] = 128,
+) -> None:
+    """Show what prepared data holds, and its first sample; or what a run makes of its data."""
+    from planaria.node.data.corpus import TRAIN, Corpus, CorpusError
+    from planaria.node.run_file import RunFileError
+
+    with refusing(CorpusError, RunFileError):
+        if path.is_file():
+            _print_data_of_run(path)
+            return
+        corpus = Corpus.open(path, verify)
+        _print_corpus(corpus)
+        if verify:
+            console.print("checksums: all right")
+        text = _first_sample(corpus, context)
+    console.print(
+        f"\nfirst of {corpus.count(TRAIN, context)} training samples of {context} tokens"
+        + (", what is scored in \u27e6\u27e7:" if corpus.masked else ":")
+    )
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _first_sample(corpus: Corpus, context: int) -> str:
+    """As text. Raises CorpusError."""
+    from itertools import groupby
+
+    from planaria.node.data.corpus import TRAIN
+
+    tokenizer, sample = corpus.tokenizer(), corpus.sample(TRAIN, context, 0).tolist()
+    if not corpus.masked:
+        return str(tokenizer.decode(sample, skip_special_tokens=False))
+    scored = [False, *corpus.scored(TRAIN, context, 0).tolist()]
+    text = ""
+    for is_scored, run in groupby(zip(scored, sample, strict=True), lambda pair: pair[0]):
+        part = tokenizer.decode([token for _, token in run], skip_special_tokens=False)
+        text += f"\u27e6{part}\u27e7" if is_scored else part
+    return text
+
+
+def _print_data_of_run(file: Path) -> None:
+    """Raises RunFileError, CorpusError."""
+    from planaria.node.data.mixture import folders_of, open_data
+    from planaria.node.resolve import resolve
+    from planaria.node.run_file import load
+
+    run = resolve(load(file))
+    data, config = open_data(run.data), run.model.config
+    table = Table(
+        "corpus",
+        *(Column(name, justify="right") for name in ("share", "samples", "trained on", "epochs")),
+    )
+    shares = data.shares(config.context)
+    turns = sum(share.turns for share in shares)
+    for path, share in zip(folders_of(run.data), shares, strict=True):
+        trained = run.steps * run.training.batch * share.turns / turns
+        table.add_row(
+            str(path),
+            f"{share.turns / turns:.1%}",
+            f"{share.samples:,}",
+            f"{trained:,.0f}",
+            f"{trained / share.samples:.2f}",
+        )
+    console.print(table)
+    console.print(
+        f"samples of {config.context} tokens, in {run.steps:,} steps of {run.training.batch}; the "
+        f"shares are exact in any {turns:,} samples in a row",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(f"content: {data.content}", highlight=False)
+
+
+def _print_corpus(corpus: Corpus) -> None:
+    scored = ["scored"] if corpus.masked else []
+    table = Table(
+        "split",
+        *(
+            Column(name, justify="right")
+            for name in ("documents", "tokens", *scored, "bytes/token", "shards")
+        ),
+    )
+    for name, split in corpus.index.splits.items():
+        table.add_row(
+            name,
+            f"{split.documents:,}",
+            f"{split.tokens:,}",
+            *([f"{split.scored:,}"] if scored else []),
+            f"{split.text_bytes / split.tokens:.2f}",
+            f"{len(split.shards)}",
+        )
+    console.print(table)
+    console.print(f"tokenizer: {corpus.vocabulary} tokens, hash {corpus.index.tokenizer}")
+    console.print(f"content:   {corpus.content}", highlight=False)

@@ -1,0 +1,163 @@
+"""Commands that look at a run: status, logs, probe, page."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from planaria.node.commands.options import (
+    LOOPBACK,
+    Ca,
+    Certificate,
+    Http,
+    Insecure,
+    Join,
+    Key,
+    Price,
+    Token,
+    parse_place,
+)
+from planaria.node.commands.registry import ask_registry
+from planaria.node.commands.terminal import console, errors, refusing
+
+if TYPE_CHECKING:
+    from planaria.bootstrap.client import RegistryClient
+    from planaria.node.wire.asking import Converse
+
+
+def status_command(
+    join: Join,
+    watch: Annotated[bool, typer.Option("--watch", help="Until Ctrl-C.")] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", envvar="PLANARIA_STATUS_JSON", help="The registry's answer as JSON."
+        ),
+    ] = False,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    token: Token = "",
+) -> None:
+    """Show a run: its members, its steps, and why the registry did what."""
+    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.node.report.status_page import status
+
+    with refusing(CredentialsError, ValueError):
+        credentials = Credentials.load(ca, certificate, key, token)
+        ask_registry(join, credentials, lambda client: status(client, console, watch, as_json))
+
+
+def logs_command(
+    node: Annotated[
+        str,
+        typer.Argument(
+            metavar="NODE", help="As status calls it, or its name or ending alone: node-2.0-7f3a1c."
+        ),
+    ],
+    join: Join,
+    lines: Annotated[int, typer.Option(min=1, help="The last so many.")] = 100,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="And what comes next, until Ctrl-C.")
+    ] = False,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    token: Token = "",
+) -> None:
+    """Show the last lines of a node's log."""
+    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.node.report.logs import LogsError, logs
+    from planaria.node.wire.asking import over_streams
+
+    with refusing(CredentialsError, LogsError, ValueError):
+        credentials = Credentials.load(ca, certificate, key, token)
+
+        async def show(client: RegistryClient) -> None:
+            def converse(run: str) -> Converse:
+                return over_streams(run, credentials)
+
+            say = partial(console.out, highlight=False)
+            await logs(client, converse, node, lines, follow, say)
+
+        ask_registry(join, credentials, show)
+
+
+def probe_command(
+    join: Join,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write, for planaria plan --probe.")
+    ] = None,
+    wait: Annotated[float, typer.Option(help="Seconds that nodes have to measure.")] = 120.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", envvar="PLANARIA_PROBE_JSON", help="Print it as JSON.")
+    ] = False,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    token: Token = "",
+) -> None:
+    """Measure the nodes of a swarm and the links between them, while it trains or waits."""
+    import json
+
+    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.node.report.probe import ProbeError, probe, table
+
+    async def look(client: RegistryClient) -> None:
+        found = await probe(client, wait, lambda text: console.print(text, style="dim"))
+        if out is not None:
+            out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        if as_json:
+            console.print_json(data=found)
+        else:
+            for part in table(found):
+                console.print(part)
+
+    with refusing(CredentialsError, ProbeError, ValueError, OSError):
+        ask_registry(join, Credentials.load(ca, certificate, key, token), look)
+
+
+def page_command(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="The --out of `planaria up`, or out/RUN of nodes."),
+    ],
+    http: Http = LOOPBACK,
+    price: Price = None,
+    insecure: Insecure = False,
+    certificate: Certificate = None,
+    key: Key = None,
+    token: Token = "",
+) -> None:
+    """Show a run that has left files in the browser, at any moment of it."""
+    import asyncio
+
+    from planaria.bootstrap.credentials import CredentialsError
+    from planaria.node.page.replay import ReplayError, replay_of
+    from planaria.node.page.serving import show
+    from planaria.node.report.ledger import LedgerError
+    from planaria.node.run_file import RunFileError
+
+    kinds = (ReplayError, LedgerError, RunFileError, CredentialsError, OSError, ValueError)
+    with refusing(*kinds), suppress(KeyboardInterrupt):
+        place = parse_place(http, token, certificate, key, insecure)
+        if place is None:
+            raise ValueError("--http none: a page that is shown nowhere is none")
+        with errors.status("reading"):
+            replay = replay_of(folder, price)
+
+        async def until_interrupted() -> None:
+            say = partial(console.print, highlight=False, soft_wrap=True)
+            await show(replay, place, lambda url: say(f"{folder} is shown at {url}"), _for_ever())
+
+        asyncio.run(until_interrupted())
+
+
+async def _for_ever() -> None:
+    import asyncio
+
+    await asyncio.get_running_loop().create_future()

@@ -1,0 +1,464 @@
+"""Commands that make this machine part of a run, or see whether it could be: bootstrap, node,
+doctor."""
+
+from __future__ import annotations
+
+import enum
+import os
+import time
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from planaria.node.commands.options import (
+    FILES,
+    LOG,
+    LOOPBACK,
+    MACHINE,
+    NETWORK,
+    AllowModule,
+    Ca,
+    Certificate,
+    Format,
+    Http,
+    Insecure,
+    Join,
+    Key,
+    Level,
+    LogFormat,
+    LogLevel,
+    OneDevice,
+    Price,
+    Seats,
+    Token,
+    Tracked,
+    check_tracker,
+    parse_devices,
+    parse_name,
+    parse_place,
+)
+from planaria.node.commands.registry import addresses_of, check_there, run_on_loop
+from planaria.node.commands.terminal import console, errors, refuse, refusing
+
+if TYPE_CHECKING:
+    from planaria.bootstrap.service import RegistryServer
+    from planaria.node.page.place import Place
+    from planaria.node.run_file import RunFile
+
+BEGAN = time.monotonic()
+ENDING = "When it ends"
+
+
+class Restart(enum.StrEnum):
+    NO = "no"
+    ALWAYS = "always"
+
+
+class CloudName(enum.StrEnum):
+    AUTO = "auto"
+    AWS = "aws"
+    GCP = "gcp"
+    AZURE = "azure"
+    NONE = "none"
+
+
+def node_command(
+    join: Join,
+    stage: Annotated[
+        int | None, typer.Option(min=0, help="Default: where a node is needed most.")
+    ] = None,
+    listen: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where peers dial in; port 0: any.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = "127.0.0.1:0",
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT|none",
+            help="What to tell peers, if not --listen; none: this node only dials out.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = None,
+    device: Annotated[
+        str,
+        typer.Option(
+            parser=parse_devices,
+            metavar="auto|cpu|cuda:N[,cuda:M]",
+            help="What to compute with; of several, a node on each: the next one has the next "
+            "port, and a folder of its own in --save-dir.",
+            rich_help_panel=MACHINE,
+        ),
+    ] = "auto",
+    seats: Seats = None,
+    standby: Annotated[
+        bool, typer.Option("--standby", help="Wait until a stage has nobody, then take it.")
+    ] = False,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Prepared data, if not the run's.",
+            rich_help_panel=FILES,
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="The checkpoint that the run begins from, if not where its run file says.",
+            rich_help_panel=FILES,
+        ),
+    ] = None,
+    allow_module: AllowModule = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for event log and ledger. Default: out/RUN, RUN as in status.",
+            rich_help_panel=FILES,
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="That PyTorch computes with on CPUs. Default: its.",
+            rich_help_panel=MACHINE,
+        ),
+    ] = None,
+    save_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR|none",
+            help="Folder for saves of this node's stages; it goes on from what is there. Default: "
+            "one of its own in out/RUN/saves; with --out DIR, in DIR/RUN/saves.",
+            rich_help_panel=FILES,
+        ),
+    ] = None,
+    grace: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Seconds after SIGTERM in which to save, hand over and leave.",
+            rich_help_panel=ENDING,
+        ),
+    ] = 25.0,
+    cloud: Annotated[
+        CloudName,
+        typer.Option(
+            help="Whose notices that this machine will be taken to listen to; auto: find out. What "
+            "they leave of time goes before --grace.",
+            rich_help_panel=ENDING,
+        ),
+    ] = CloudName.AUTO,
+    restart: Annotated[
+        Restart,
+        typer.Option(
+            help="What to do when this node crashes; always: start another, after a pause.",
+            rich_help_panel=ENDING,
+        ),
+    ] = Restart.ALWAYS,
+    metrics: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT|none",
+            help="Where Prometheus finds this node's figures; port 0: any.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = "none",
+    name: Annotated[
+        str | None,
+        typer.Option(
+            parser=parse_name,
+            metavar="NAME",
+            help="With which all begins by which logs, status and page call this node. Default: "
+            "its host's.",
+        ),
+    ] = None,
+    log_level: Level = LogLevel.INFO,
+    log_format: Format = LogFormat.TEXT,
+    track: Tracked = None,
+    share_log: Annotated[
+        bool,
+        typer.Option(
+            "--share-log/--no-share-log",
+            help="Whether those of the run may read this node's log by `planaria logs`.",
+            rich_help_panel=LOG,
+        ),
+    ] = True,
+    insecure: Insecure = False,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    token: Token = "",
+) -> None:
+    """Join a run, and serve a stage of its model."""
+    import asyncio
+    import socket
+
+    from planaria.bootstrap.address import Address
+    from planaria.bootstrap.knock import Answer
+    from planaria.node.begin import NodeError, check_reachable
+    from planaria.node.naming import name_of_host
+    from planaria.node.report.log_stream import begin_log
+    from planaria.node.supervisor import TRY_AGAIN, is_watched, one_each, supervise
+
+    called = name or name_of_host(socket.gethostname())
+    check_tracker(track)
+    lines = begin_log(log_level.value, log_format.value, called)
+    addresses, dials_only = addresses_of(join), advertise == "none"
+    with refusing(NodeError, ValueError):
+        listens = Address.parse(listen)
+        told = None if advertise is None or dials_only else Address.to_dial(advertise)
+        check_reachable(addresses, listens, told, dials_only)
+        folder = None if save_dir == Path("none") else save_dir
+        shown = None if metrics == "none" else Address.parse(metrics)
+        nodes = one_each(device.split(","), listens, told, folder, shown)
+    if not is_watched():
+        check_there(addresses, [Answer.UNKNOWN], TRY_AGAIN)
+        if restart is Restart.ALWAYS or len(nodes) > 1:
+            raise typer.Exit(asyncio.run(supervise(nodes, grace, restart is Restart.ALWAYS)))
+
+    from planaria.bootstrap.client import JoinRefused
+    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.node.begin import Options, begin
+    from planaria.node.data.corpus import CorpusError
+    from planaria.node.report.ledger import LedgerError
+    from planaria.node.run_file import RunFileError
+    from planaria.node.state.stage_state import SaveError
+
+    kinds = (JoinRefused, NodeError, CorpusError, LedgerError, RunFileError)
+    refused = (*kinds, CredentialsError, SaveError, OSError, ValueError)
+    with ending_whatever_hangs(), saying_whether_another_would_do(), refusing(*refused):
+        options = Options(
+            join=addresses,
+            stage=stage,
+            seats=seats,
+            standby=standby,
+            listen=listens,
+            advertise=told,
+            dials_only=dials_only,
+            device=device,
+            data=data,
+            model=model,
+            allow_module=allow_module,
+            out=out,
+            threads=threads,
+            save_dir=folder,
+            saving=save_dir != Path("none"),
+            grace=grace,
+            cloud=cloud.value,
+            credentials=Credentials.load(ca, certificate, key, token),
+            insecure=insecure,
+            metrics=parse_place(metrics, token, certificate, key, insecure, "--metrics"),
+            name=called,
+            log=lines if share_log else None,
+            track=track and track.value,
+        )
+        status = run_on_loop(begin(options))
+    raise typer.Exit(status)
+
+
+@contextmanager
+def ending_whatever_hangs() -> Iterator[None]:
+    """The process ends even if its compute thread doesn't: what that waits for (a device, for
+    one) may hold up the interpreter's own end, too."""
+    import logging
+    import os
+    import sys
+    import threading
+
+    status = 1
+    try:
+        yield
+        status = 0
+    except typer.Exit as end:
+        status = end.exit_code
+        raise
+    finally:
+        if any(thread.name.startswith("compute-") for thread in threading.enumerate()):
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+
+@contextmanager
+def saying_whether_another_would_do() -> Iterator[None]:
+    """A node's end that another process might not come to has an exit status of its own."""
+    import logging
+
+    from planaria.bootstrap.client import RegistryUnreachable
+    from planaria.node.begin import NodeCrashed
+    from planaria.node.supervisor import CRASHED, TRY_AGAIN
+
+    try:
+        yield
+    except (typer.Exit, ModuleNotFoundError):
+        raise
+    except RegistryUnreachable as error:
+        refuse(str(error))
+        raise typer.Exit(TRY_AGAIN) from error
+    except NodeCrashed as crash:
+        logging.error("the node has crashed: %s", crash, exc_info=crash.__cause__)
+        raise typer.Exit(CRASHED) from crash
+    except Exception as error:
+        logging.exception("the node has crashed")
+        raise typer.Exit(CRASHED) from error
+
+
+def bootstrap_command(
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Port 0: any.")],
+    run_file: Annotated[
+        Path,
+        typer.Option("--run", envvar="PLANARIA_BOOTSTRAP_RUN", metavar="RUN.toml", help="The run."),
+    ],
+    journal: Annotated[
+        Path | None,
+        typer.Option(
+            help="File that lets a restarted registry go on.",
+            rich_help_panel=FILES,
+        ),
+    ] = None,
+    after: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="JOURNAL",
+            help="Of the run that this one goes on from, in other numbers: views go on counting.",
+            rich_help_panel=FILES,
+        ),
+    ] = None,
+    address_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File that gets HOST:PORT once the registry listens.",
+            rich_help_panel=FILES,
+        ),
+    ] = None,
+    http: Http = LOOPBACK,
+    price: Price = None,
+    log_level: Level = LogLevel.INFO,
+    log_format: Format = LogFormat.TEXT,
+    insecure: Insecure = False,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    token: Token = "",
+) -> None:
+    """Run the registry: who serves what, and the page on which one watches."""
+    from planaria.bootstrap.address import Address
+    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.bootstrap.journal import Journal, JournalError, read_view
+    from planaria.bootstrap.service import RegistryServer, serve
+    from planaria.node.data.corpus import CorpusError
+    from planaria.node.report.log_stream import begin_log
+    from planaria.node.resolve import registry_rules, resolve
+    from planaria.node.run_file import RunFileError, dumps, load, loads
+
+    begin_log(log_level.value, log_format.value, "registry")
+    with refusing(RunFileError, CorpusError, CredentialsError, JournalError, OSError, ValueError):
+        address = str(Address.parse(listen))
+        text = dumps(resolve(load(run_file)))
+        rules = registry_rules(loads(text))
+        credentials = Credentials.load(ca, certificate, key, token)
+        page = parse_place(http, token, certificate, key, insecure)
+        if after is not None and journal is None:
+            raise ValueError(f"--after {after}: give this run a --journal of its own, too")
+        log = Journal(journal, rules.run) if journal is not None else None
+        try:
+            if after is not None and log is not None and log.view is None:
+                last, damage = read_view(after)
+                log.go_on_from(last, damage, f"the run {last.run} goes on in other numbers")
+            registry = RegistryServer(rules, text, log)
+            beside = None if page is None else partial(_page_beside, page, loads(text), price)
+            run_on_loop(serve(registry, address, credentials, insecure, address_file, beside))
+        finally:
+            if log is not None:
+                log.close()
+
+
+def _page_beside(
+    place: Place, run: RunFile, price: float | None, registry: RegistryServer
+) -> AbstractAsyncContextManager[None]:
+    from planaria.node.page.serving import page_beside
+
+    return page_beside(registry, run, place, price)
+
+
+def doctor_command(
+    join: Join,
+    stage: Annotated[
+        int | None, typer.Option(min=0, help="That a node here would serve. Default: any.")
+    ] = None,
+    listen: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help="Where a node here would listen.", rich_help_panel=NETWORK
+        ),
+    ] = "127.0.0.1:0",
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT|none",
+            help="What it would tell peers; none: it would only dial out.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = None,
+    device: OneDevice = "auto",
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Prepared data, if not the run's.", rich_help_panel=FILES),
+    ] = None,
+    allow_module: AllowModule = None,
+    save_dir: Annotated[
+        Path, typer.Option(help="Where it would save.", rich_help_panel=FILES)
+    ] = Path("out"),
+    insecure: Insecure = False,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    token: Token = "",
+) -> None:
+    """See, in 15 seconds, whether a node with these options could join from this machine; the exit
+    status is 0 if all is well, 1 after a warning, 2 after a problem."""
+    from planaria.bootstrap.address import Address
+    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.node.advertised import forwarded
+    from planaria.node.diagnosis import Verdict, findings, lines, worst
+    from planaria.node.doctor import Asked, examine
+
+    dials_only = advertise == "none"
+    with refusing(CredentialsError, ValueError):
+        listens = Address.parse(listen)
+        rented = forwarded(listens, os.environ) if advertise is None else None
+        told = None if advertise is None or dials_only else Address.to_dial(advertise)
+        asked = Asked(
+            join=addresses_of(join),
+            stage=stage,
+            listen=listens,
+            advertise=rented.address if rented else told,
+            dials_only=dials_only,
+            device=device,
+            data=data,
+            saves=save_dir,
+            credentials=Credentials.load(ca, certificate, key, token),
+            insecure=insecure,
+            allow_module=allow_module,
+        )
+        with errors.status("looking, for 15 seconds at most"):
+            found = findings(
+                run_on_loop(examine(asked, version("planaria"), time.monotonic() - BEGAN))
+            )
+    colours = {"ok": "green", "warning": "yellow", "problem": "red"}
+    for about, verdict, said in lines(found):
+        text = f"[{colours[verdict]}]{verdict:<8}[/] [bold]{about:<10}[/] {escape(said)}"
+        console.print(text, soft_wrap=True, highlight=False, emoji=False)
+    if (status := worst(found)) is not Verdict.OK:
+        raise typer.Exit(int(status))

@@ -1,0 +1,351 @@
+"""Commands for models: presets lists sizes; export, generate and evaluate take one out of a run."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Column, Table
+
+from planaria.node.commands.options import Ca, Certificate, Key, OneDevice, Token
+from planaria.node.commands.registry import ask_registry, check_registry
+from planaria.node.commands.terminal import console, end, refusing, tracking
+
+if TYPE_CHECKING:
+    from planaria.bootstrap.client import RegistryClient
+    from planaria.bootstrap.credentials import Credentials
+
+Living = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT[,HOST:PORT]",
+        help="Instead of a folder: where the registry of a living run listens.",
+    ),
+]
+Wait = Annotated[
+    float,
+    typer.Option(min=1, help="With --join: seconds for a step that all stages have committed."),
+]
+
+
+class ExportDtype(enum.StrEnum):
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+
+def export_command(
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="DIR...",
+            help="The --out or --save-dir of `planaria up`, or out/RUN/saves of a machine's nodes; "
+            "with --run, any folders for saves.",
+        ),
+    ] = None,
+    *,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.")],
+    join: Living = None,
+    run_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--run", envvar="PLANARIA_EXPORT_RUN", metavar="RUN.toml", help="Whose saves these are."
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Prepared data, whose tokenizer goes along, if not the run's."),
+    ] = None,
+    dtype: Annotated[ExportDtype, typer.Option(help="Of the weights.")] = ExportDtype.FP32,
+    merged: Annotated[
+        bool,
+        typer.Option(
+            "--merged", help="LoRA: a model with the adapters in its weights, not these apart."
+        ),
+    ] = False,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="With --merged: the model that the run began from, if not there."),
+    ] = None,
+    wait: Wait = 120.0,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    token: Token = "",
+) -> None:
+    """Write a run's model as a folder that Hugging Face's transformers reads; where adapters were
+    trained (LoRA), these, as peft has them."""
+    if join is not None and folders:
+        end("with --join the model is that of a living run, not of a folder")
+    if join is not None:
+        check_registry(join)
+    elif not folders:
+        end("say what to export: folders with saves, or --join HOST:PORT")
+    for folder in folders or []:
+        if not folder.is_dir():
+            end(f"there is no run in {folder}: it is no folder; name what `planaria up` wrote")
+
+    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.node.data.corpus import CorpusError
+    from planaria.node.hugging_face.adapters import begun_from, what
+    from planaria.node.hugging_face.export import ExportError
+    from planaria.node.hugging_face.from_saves import export_saves
+    from planaria.node.local.resume import ResumeError
+    from planaria.node.local.swarm import PLAN, SwarmError, read_plan
+    from planaria.node.report.summary import read_summary
+    from planaria.node.resolve import resolve
+    from planaria.node.run_file import RunFileError, load
+    from planaria.node.state.saves import find_saves
+    from planaria.node.state.stage_state import SaveError
+
+    kinds = (CorpusError, ExportError, ResumeError, RunFileError, SaveError, SwarmError)
+    with refusing(*kinds, CredentialsError, ValueError):
+        if join is not None:
+            _export_living(
+                *(join, Credentials.load(ca, certificate, key, token), out, data, dtype, wait),
+                *(merged, model),
+            )
+            return
+        assert folders
+        beside = folders[0] / "run.toml"
+        if run_file is None and len(folders) == 1 and not (folders[0] / PLAN).exists():
+            run_file = beside if beside.exists() else None
+        if run_file is not None:
+            run, saves, summary = resolve(load(run_file)), find_saves(*folders), {}
+        elif len(folders) == 1:
+            plan = read_plan(folders[0])
+            run, saves, summary = plan.run, plan.kept.find(), read_summary(plan.out)
+        else:
+            raise ExportError("with several folders, say by --run whose saves are in them")
+        run = begun_from(run, model)
+        with tracking("tensors") as track:
+            saved = export_saves(run, saves, summary, out, data, dtype.value, track, merged)
+    if saved.doubt:
+        console.print(saved.doubt, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{out} has the {what(run, merged)} of step {saved.step}", soft_wrap=True)
+
+
+def _export_living(
+    join: str,
+    credentials: Credentials,
+    out: Path,
+    data: Path | None,
+    dtype: str,
+    wait: float,
+    merged: bool,
+    model: Path | None,
+) -> None:
+    from planaria.node.hugging_face.from_swarm import export_swarm
+
+    async def take(client: RegistryClient) -> None:
+        with tracking("tensors") as track:
+            what, step = await export_swarm(
+                *(client, credentials, out, data, dtype, track, wait, merged, model)
+            )
+        console.print(f"{out} has the {what} of step {step}", soft_wrap=True)
+
+    ask_registry(join, credentials, take)
+
+
+def generate_command(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="DIR [PROMPT]",
+            help="Folder that `planaria export` has written, and the beginning of the text. With "
+            "--join, the latter alone.",
+        ),
+    ] = None,
+    join: Living = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate, at most.")] = 100,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.8,
+    top_p: Annotated[
+        float, typer.Option(help="Choose among the likeliest that have this share together.")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    device: OneDevice = "auto",
+    data: Annotated[
+        Path | None,
+        typer.Option(help="With --join: prepared data, whose tokenizer it is, if not the run's."),
+    ] = None,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    token: Token = "",
+) -> None:
+    """Let an exported model go on with a text, or that of a living run where it is trained."""
+    said = list(words or [])
+    folder = None if join is not None else Path(said.pop(0)) if said else None
+    if len(said) > 1 or (join is None and folder is None):
+        end("say planaria generate DIR [PROMPT], or --join HOST:PORT [PROMPT]")
+    if join is not None:
+        check_registry(join)
+    if folder is not None:
+        _check_model(folder)
+
+    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.node.begin import NodeError
+    from planaria.node.data.corpus import CorpusError
+    from planaria.node.hugging_face.config import UnsupportedModelError
+    from planaria.node.hugging_face.export import ExportError
+    from planaria.node.hugging_face.generate import Sampling, Speaker, texts
+    from planaria.node.hugging_face.through_swarm import speak
+    from planaria.node.hugging_face.whole_model import WholeModel
+    from planaria.node.run_file import RunFileError
+    from planaria.node.serve import pick_device
+
+    kinds = (CorpusError, CredentialsError, ExportError, NodeError, RunFileError)
+    with refusing(*kinds, UnsupportedModelError, ValueError):
+        sampling = Sampling(temperature, top_p, seed)
+        prompt = "".join(said)
+        if join is not None:
+            credentials = Credentials.load(ca, certificate, key, token)
+
+            async def go_on(client: RegistryClient) -> None:
+                _say(prompt)
+                await speak(client, credentials, data, prompt, tokens, sampling, _say)
+
+            ask_registry(join, credentials, go_on)
+        elif folder is not None:
+            speaker = Speaker.of(WholeModel.load(folder, pick_device(device)), folder)
+            _say(prompt)
+            for text in texts(speaker, prompt, tokens, sampling):
+                _say(text)
+        console.print()
+
+
+def _check_model(folder: Path) -> None:
+    """Ends at once, before torch is loaded, where no model was exported to."""
+    from planaria.node.hugging_face.config import CONFIG, UnsupportedModelError, check_not_adapters
+
+    with refusing(UnsupportedModelError):
+        check_not_adapters(folder)
+    if not (folder / CONFIG).is_file():
+        end(f"{folder} holds no model: name a folder that `planaria export` has written")
+
+
+def _say(text: str) -> None:
+    console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+
+
+def evaluate_command(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(metavar="[DIR]", help="Folder that `planaria export` has written."),
+    ] = None,
+    *,
+    data: Annotated[Path, typer.Option(metavar="DIR", help="Prepared data.")],
+    join: Living = None,
+    split: Annotated[str, typer.Option(help="train or validation.")] = "validation",
+    samples: Annotated[int | None, typer.Option(min=1, help="Default: all.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Samples at a time.")] = 8,
+    device: OneDevice = "auto",
+    wait: Wait = 120.0,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    token: Token = "",
+) -> None:
+    """Loss and perplexity, on prepared data, of an exported model, or of one step of a living run,
+    computed where it is trained."""
+    if (folder is None) == (join is None):
+        end("say which model: a folder that `planaria export` has written, or --join HOST:PORT")
+    if folder is not None:
+        _check_model(folder)
+    if join is not None:
+        check_registry(join)
+
+    from planaria.node.data.corpus import CorpusError, read_index
+
+    with refusing(CorpusError):
+        read_index(data)
+
+    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.node.begin import NodeError
+    from planaria.node.hugging_face.config import UnsupportedModelError
+    from planaria.node.hugging_face.evaluate import Evaluation, evaluate
+    from planaria.node.hugging_face.export import ExportError
+    from planaria.node.hugging_face.through_swarm import evaluate_swarm
+    from planaria.node.hugging_face.whole_model import WholeModel
+    from planaria.node.run_file import RunFileError
+    from planaria.node.serve import pick_device
+
+    def show(found: Evaluation) -> None:
+        table = Table("", Column(split, justify="right"))
+        for name, value in found.rows().items():
+            table.add_row(name, value)
+        console.print(table)
+
+    async def ask(client: RegistryClient) -> None:
+        with tracking("batches") as track:
+            step, found = await evaluate_swarm(
+                client, credentials, data, split, samples, batch, track, wait
+            )
+        show(found)
+        console.print(f"of the model of step {step}")
+
+    kinds = (CorpusError, CredentialsError, ExportError, NodeError, RunFileError)
+    with refusing(*kinds, UnsupportedModelError, ValueError):
+        if join is not None:
+            credentials = Credentials.load(ca, certificate, key, token)
+            ask_registry(join, credentials, ask)
+        elif folder is not None:
+            model = WholeModel.load(folder, pick_device(device))
+            with tracking("batches") as track:
+                found = evaluate(model, folder, data, split, samples, batch, track)
+            show(found)
+
+
+def presets_command(
+    vocabulary: Annotated[
+        int, typer.Option(min=2, help="Tokens of the tokenizer; 2048: what `data prepare` makes.")
+    ] = 2048,
+) -> None:
+    """List the sizes of models that model.preset names."""
+    from planaria.node.run_file import ModelSection
+    from planaria.node.stage.shape import PRESETS, divisors, model_config
+
+    table = Table(
+        Column("preset", no_wrap=True),
+        *(
+            Column(name, justify="right", no_wrap=True)
+            for name in ("parameters", "layers", "width", "heads", "context", "rate", "memory")
+        ),
+        "stages",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for name, preset in PRESETS.items():
+        config = model_config(ModelSection(preset=name), vocabulary)
+        first, body = config.parameters
+        others = [n for n in divisors(preset.layers) if n != preset.stages]
+        table.add_row(
+            name,
+            _counted(first + preset.stages * body),
+            f"{preset.layers}",
+            f"{preset.dim}",
+            f"{preset.heads}",
+            f"{preset.context}",
+            f"{preset.learning_rate:g}",
+            f"{config.seat_bytes / 2**20:,.0f} MiB",
+            f"{preset.stages}, or {', '.join(map(str, others))}",
+        )
+    console.print(table)
+    console.print(
+        f"Parameters are those with a vocabulary of {vocabulary:,} tokens. Memory is what a node "
+        "takes that serves the largest stage, in the first number of stages: weights, gradient, "
+        "Adam's moments and half as much again.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _counted(parameters: int) -> str:
+    """In thousands, millions or billions, three figures."""
+    for unit, name in ((10**9, "B"), (10**6, "M")):
+        if parameters >= unit:
+            return f"{parameters / unit:.3g}{name}"
+    return f"{parameters / 1000:.3g}k"

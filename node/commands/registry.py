@@ -1,0 +1,83 @@
+"""How commands ask a registry, and say at once that none is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, TypeVar
+
+import typer
+
+from planaria.node.commands.terminal import refuse, refusing, warn
+
+if TYPE_CHECKING:
+    from planaria.bootstrap.client import RegistryClient
+    from planaria.bootstrap.credentials import Credentials
+    from planaria.bootstrap.knock import Answer
+
+T = TypeVar("T")
+
+KNOCK = 3.0
+"""Seconds to wait for an address to take, or refuse, a connection."""
+
+
+def addresses_of(join: str) -> tuple[str, ...]:
+    """The addresses of --join."""
+    return tuple(address.strip() for address in join.split(","))
+
+
+def check_registry(join: str) -> None:
+    """Ends at once where there is no registry to ask."""
+    from planaria.bootstrap.knock import Answer
+
+    check_there(addresses_of(join), [Answer.UNKNOWN, Answer.REFUSED], 1)
+
+
+def check_there(addresses: Sequence[str], final: Sequence[Answer], status: int) -> None:
+    """Ends with that status where all that the addresses say is final, else says what they do."""
+    import asyncio
+
+    from planaria.bootstrap.knock import Answer, dead_end, knock_at_all
+
+    with refusing(ValueError):
+        answers = asyncio.run(knock_at_all(addresses, KNOCK))
+    if why := dead_end(answers, final):
+        refuse(why)
+        raise typer.Exit(status)
+    if why := dead_end(answers, [Answer.UNKNOWN, Answer.REFUSED, Answer.SILENT]):
+        warn(f"{why}. Trying on")
+
+
+def ask_registry(
+    join: str,
+    credentials: Credentials,
+    question: Callable[[RegistryClient], Coroutine[object, object, None]],
+) -> None:
+    """Asks the registry, until it has answered or Ctrl-C."""
+    from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
+
+    addresses = addresses_of(join)
+    check_registry(join)
+
+    async def ask() -> None:
+        client = RegistryClient(addresses, credentials)
+        try:
+            await client.check_one_run()
+            await question(client)
+        finally:
+            await client.close()
+
+    with refusing(RegistryUnreachable, JoinRefused), suppress(KeyboardInterrupt):
+        run_on_loop(ask())
+
+
+def run_on_loop(work: Coroutine[object, object, T]) -> T:
+    """Runs on the quicker loop, where there is one."""
+    import asyncio
+    import sys
+
+    if sys.platform == "win32":
+        return asyncio.run(work)
+    import uvloop
+
+    return uvloop.run(work)

@@ -1,0 +1,71 @@
+"""What commands say to people: results, progress, and errors as sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+if TYPE_CHECKING:
+    from planaria.node.report.progress import Track
+
+T = TypeVar("T")
+
+console = Console()
+errors = Console(stderr=True)
+
+
+@contextmanager
+def refusing(*kinds: type[Exception]) -> Iterator[None]:
+    """Turns errors that are sentences for the user into a message and exit status 1."""
+    try:
+        yield
+    except kinds as error:
+        refuse(str(error))
+        raise typer.Exit(1) from error
+
+
+def end(why: str) -> NoReturn:
+    refuse(why)
+    raise typer.Exit(1)
+
+
+def warn(what: str) -> None:
+    errors.print(what, style="yellow", markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def refuse(why: str) -> None:
+    text = f"[bold red]error:[/] {escape(why)}"
+    errors.print(text, soft_wrap=True, highlight=False, emoji=False)
+
+
+@contextmanager
+def tracking(what: str) -> Iterator[Track]:
+    """Shows the progress of what goes through these."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(what),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=errors) as progress:
+
+        def track(items: Iterable[T], description: str, total: int | None) -> Iterable[T]:
+            return progress.track(items, total, description=description)
+
+        yield track
