@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
-from typing import NamedTuple
+import re
+import socket
+from collections.abc import Iterable
+from typing import Final, NamedTuple
 
 PORTS = 65535  # the highest
+LONGEST = 300  # characters; no host's name has so many
+IP = ipaddress.IPv4Address | ipaddress.IPv6Address
+METADATA: Final = frozenset(
+    map(ipaddress.ip_address, ("169.254.169.254", "fd00:ec2::254", "100.100.100.200"))
+)
+"""Where clouds tell a machine its own secrets."""
+_NAME: Final = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
+_NUMBER: Final = re.compile(r"\d+|0[xX][0-9a-fA-F]*")
+_THIS_NETWORK: Final = ipaddress.IPv4Network("0.0.0.0/8")
+_NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 class AddressError(ValueError):
@@ -70,6 +84,114 @@ class Address(NamedTuple):
             return False
 
 
+class Reach(NamedTuple):
+    """Which addresses a stranger may name for others to dial, beside those of the whole network: on
+    the own machine and on the own link are things that are for nobody else."""
+
+    loopback: bool = False
+    link_local: bool = False
+
+    @classmethod
+    def of(cls, hosts: Iterable[str]) -> Reach:
+        """Of who has spoken with these: who is on the own machine, or link, may name others there,
+        as IP addresses or names."""
+        hosts = list(hosts)
+        found = [ip for host in hosts if (ip := _ip(host.partition("%")[0])) is not None]
+        here = any(ip.is_loopback for ip in found) or any(map(_is_local_name, hosts))
+        return cls(here, here or any(ip.is_link_local for ip in found))
+
+
+EVERYWHERE: Final = Reach(loopback=True, link_local=True)
+
+
+def not_to_dial(text: str, reach: Reach) -> str:
+    """Why an address that somebody else has named is not to be dialled; empty: it may be. What a
+    name stands for only `resolved_not_to_dial` knows."""
+    try:
+        host, _ = Address.to_dial(text)
+    except AddressError as error:
+        return str(error)
+    ip = _ip(host)
+    if "%" in host:
+        why = "has a zone, which means something on one machine only: leave out what is after %"
+    elif ip is not None:
+        why = _closed(ip, reach)
+    elif _NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]):
+        why = "has a number for a host: give an IP address in full, or a name"
+    elif not _NAME.fullmatch(host):
+        why = "has no name of a host: that has letters, digits, dots and dashes of ASCII"
+    else:
+        why = "" if reach.loopback or not _is_local_name(host) else _OWN_MACHINE
+    return str(_wrong(text, why)) if why else ""
+
+
+async def resolved_not_to_dial(text: str, reach: Reach) -> str:
+    """As `not_to_dial`, for what its name stands for at this moment, too. A name that can't be
+    looked up is for who dials it to find out."""
+    if why := not_to_dial(text, reach):
+        return why
+    for host in await _stands_for(Address.to_dial(text)):
+        ip = _ip(host)
+        if ip is not None and (why := _closed(ip, reach)):
+            return f"the address {text!r} stands for {host}, which {why}"
+    return ""
+
+
+async def reach_by(addresses: Iterable[str]) -> Reach:
+    """Of who speaks with one that is at these, HOST:PORT each. Raises AddressError."""
+    parsed = [Address.parse(address) for address in addresses]
+    found = await asyncio.gather(*map(_stands_for, parsed))
+    return Reach.of([host for hosts in found for host in hosts])
+
+
+async def _stands_for(address: Address) -> list[str]:
+    """IP addresses; a name that can't be looked up stands for none but itself."""
+    host, port = address
+    if _ip(host) is not None:
+        return [host]
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return [host]
+    return [str(place[0]).partition("%")[0] for *_, place in found]
+
+
+_OWN_MACHINE: Final = "is that of a machine's own: give one by which others reach it"
+
+
+def _closed(ip: IP, reach: Reach) -> str:
+    if ip in METADATA:
+        return "is where a cloud tells a machine its secrets: nobody dials it for others"
+    if ip.is_unspecified or ip in _THIS_NETWORK:
+        return "stands for all addresses of a machine: give one by which others reach it"
+    if ip.is_loopback:
+        return "" if reach.loopback else _OWN_MACHINE
+    if ip.is_link_local:
+        local = "is of one link only: others dial it where they reach the registry by such a one"
+        return "" if reach.link_local else local
+    if ip.is_multicast or ip.is_reserved or ip == ipaddress.IPv4Address("255.255.255.255"):
+        return "is no machine's"
+    return ""
+
+
+def _ip(host: str) -> IP | None:
+    """Which a host is, without what it is wrapped in; None: a name."""
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip in _NAT64:
+            return ipaddress.IPv4Address(ip.packed[-4:])
+        return ip.ipv4_mapped or ip.sixtofour or ip
+    return ip
+
+
+def _is_local_name(host: str) -> bool:
+    name = host.rstrip(".").lower()
+    return name == "localhost" or name.endswith(".localhost")
+
+
 def _is_ipv6(text: str) -> bool:
     try:
         ipaddress.IPv6Address(text)
@@ -79,4 +201,4 @@ def _is_ipv6(text: str) -> bool:
 
 
 def _wrong(text: str, what: str) -> AddressError:
-    return AddressError(f"the address {text!r} {what}")
+    return AddressError(f"the address {text[:LONGEST]!r} {what}")

@@ -12,7 +12,7 @@ from typing import NoReturn, TypeVar
 import grpc
 from grpc import StatusCode
 
-from planaria.bootstrap.address import Address
+from planaria.bootstrap.address import Address, Reach, reach_by
 from planaria.bootstrap.credentials import PLAIN, Credentials, channel
 from planaria.bootstrap.dial import is_there
 from planaria.bootstrap.registry_pb2 import (
@@ -237,6 +237,10 @@ class RegistryClient:
             await open_channel.close()
         self._channels.clear()
 
+    async def reach(self) -> Reach:
+        """Where nodes that this registry knows of are dialled."""
+        return await reach_by(self._addresses)
+
     async def check_one_run(self, seconds: float = 3.0) -> None:
         """Asks all the addresses for their runs at once; those that don't answer in time are left
         out. Raises JoinRefused when they are of different runs."""
@@ -273,9 +277,10 @@ class RegistryClient:
 
     async def _dial(self, reply: JoinReply) -> list[str]:
         """Those of whom the registry hears nothing, and who answer here."""
+        reach, seconds = await self.reach(), reply.dial_seconds
         answers = await asyncio.gather(
             *(
-                is_there(one.node, one.address, self._credentials, reply.dial_seconds)
+                is_there(one.node, one.address, self._credentials, seconds, reach)
                 for one in reply.unheard
             )
         )

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import grpc
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from planaria.bootstrap.address import Address
+from planaria.bootstrap.address import EVERYWHERE, Address, Reach, resolved_not_to_dial
 from planaria.bootstrap.credentials import Credentials, channel
+
+log = logging.getLogger(__name__)
 
 PAUSE = 0.25  # seconds between two attempts
 _ANOTHER = (StatusCode.NOT_FOUND, StatusCode.UNIMPLEMENTED)
 
 
 async def is_there(
-    node: str, address: str, credentials: Credentials, seconds: float
+    node: str,
+    address: str,
+    credentials: Credentials,
+    seconds: float,
+    reach: Reach = EVERYWHERE,
 ) -> bool | None:
     """Whether the node answers at HOST:PORT: it serves the health of a service named as itself.
 
     False at once where the machine has nobody at the port, or another node, or something that takes
     connections and ends them (what forwards the port of a container does), twice running. None
-    after `seconds` without any answer, in which a network that was away may have come back.
+    after `seconds` without any answer, in which a network that was away may have come back, and for
+    an address that isn't to be dialled.
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
@@ -30,6 +38,9 @@ async def is_there(
     while (left := end - loop.time()) > 0:
         try:
             async with asyncio.timeout(left):
+                if why := await resolved_not_to_dial(address, reach):
+                    log.warning("%s is not dialled: %s", node, why)
+                    return None
                 await _knock(address)
                 return await _serves(node, address, credentials)
         except ConnectionRefusedError:

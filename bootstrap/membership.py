@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from planaria.bootstrap.address import Address, AddressError
+from planaria.bootstrap.address import EVERYWHERE, not_to_dial
 from planaria.bootstrap.cuts import LOOKS, Cuts, Goes
 from planaria.bootstrap.quarantine import MOST_KEPT, Quarantine
 from planaria.bootstrap.registry_pb2 import (
@@ -1213,12 +1213,8 @@ def place_of(member: Member) -> str:
 
 def _misspelt(member: Member | JoinRequest) -> str:
     """What is wrong with how it calls itself; empty: nothing."""
-    try:
-        if member.address:
-            Address.to_dial(member.address)
-    except AddressError as error:
-        return str(error)
-    wrong = misspelt("node id", member.node)
+    wrong = member.address and not_to_dial(member.address, EVERYWHERE)
+    wrong = wrong or misspelt("node id", member.node)
     wrong = wrong or (member.instance and misspelt("instance", member.instance))
     wrong = wrong or (member.data and misspelt("content of data", member.data))
     for what, text in (("host", member.host), ("device", member.device)):

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from planaria.bootstrap.address import PORTS, Address
+from planaria.bootstrap.address import PORTS, Address, Reach, not_to_dial
 from planaria.bootstrap.credentials import PLAIN, Credentials, add_port
 from planaria.bootstrap.dial import is_there
 from planaria.bootstrap.journal import Journal, JournalError
@@ -120,7 +120,7 @@ class RegistryServer(RegistryServicer):
         CredentialsError, OSError (see credentials.add_port), ValueError (see
         Membership.restore)."""
         loop = self._loop = asyncio.get_running_loop()
-        self._started = loop.time()
+        self._started, self._listen = loop.time(), Address.parse(listen)
         self._failed: asyncio.Future[None] = loop.create_future()
         self._stopping = False
         self._changed = asyncio.Event()
@@ -182,6 +182,9 @@ class RegistryServer(RegistryServicer):
     async def Join(self, request: JoinRequest, context: Context) -> JoinReply:  # noqa: N802
         for name in ("node", "address", "data", "host", "device", "instance"):
             await _check_length(context, name, getattr(request, name), NAME_BYTES)
+        reach = Reach.of([_host_of(context.peer())])
+        if request.address and (wrong := not_to_dial(request.address, reach)):
+            await _abort(context, "INVALID_ARGUMENT", wrong)
         try:
             reply, effects = self._machine.join(request, self._loop.time())
         except Refused as refused:
@@ -389,7 +392,10 @@ class RegistryServer(RegistryServicer):
         self._log_decisions()
 
     async def _dial(self, dial: Dial) -> None:
-        there = await is_there(dial.node, dial.address, self._credentials, dial.seconds)
+        # Who joined from this machine may be at it; a name may not have come to stand for it.
+        hosts = (self._listen.host, Address.parse(dial.address).host)
+        reach = Reach.of(hosts)
+        there = await is_there(dial.node, dial.address, self._credentials, dial.seconds, reach)
         self._machine.dialled(dial.question, dial.node, there)
 
     def _publish(self, view: View) -> None:

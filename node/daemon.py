@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.address import Address
+from planaria.bootstrap.address import EVERYWHERE, Address, Reach
 from planaria.bootstrap.credentials import PLAIN, Credentials
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.membership import PROTOCOL, to_link
@@ -127,6 +127,7 @@ class NodePlace:
     name: str = ""  # by its owner; each identity begins with it
     experiment: ExperimentPipe | None = None  # where the run is kept, too
     log: LastLines | None = None  # for onlookers; None: it is nobody else's business
+    reach: Reach = EVERYWHERE  # where it dials others, who say where they are
     own: Architecture | None = None  # what the code of a run with one of its own builds
 
 
@@ -185,6 +186,7 @@ class Node:
             credentials=place.credentials,
             insecure=place.insecure,
             onlookers=self.onlookers,
+            reach=place.reach,
         )
         self.events = EventLog(place.out, self.node, BackgroundLineFile)
         self.files = [] if self.events.file is None else [self.events.file]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from planaria.bootstrap.address import Address
+from planaria.bootstrap.address import Address, reach_by
 from planaria.bootstrap.client import InQuarantine, RegistryClient
 from planaria.bootstrap.knock import way_out
 from planaria.bootstrap.registry_pb2 import Description
@@ -117,6 +117,7 @@ async def serve(
             await find_place(options, device),
             identity=instance.identity,
             room=room,
+            reach=await reach_by(options.join),
             checkpoint=find_checkpoint(run, options.model),
             own=own,
         )

@@ -78,8 +78,10 @@ def logs_command(
         credentials = Credentials.load(ca, certificate, key, token)
 
         async def show(client: RegistryClient) -> None:
+            reach = await client.reach()
+
             def converse(run: str) -> Converse:
-                return over_streams(run, credentials)
+                return over_streams(run, credentials, reach)
 
             say = partial(console.out, highlight=False)
             await logs(client, converse, node, lines, follow, say)

@@ -139,7 +139,7 @@ async def export_swarm(
     `export_saves`; `checkpoint`: that the run began from, if not where its run file says. Raises
     ExportError, CorpusError, RunFileError, and what `client` does."""
     described = await client.describe()
-    access = from_outside(described, credentials)
+    access = from_outside(described, credentials, await client.reach())
     access = access._replace(run=begun_from(access.run, checkpoint))
     write = way_out(access.run, access.run.config, merged)
     async with LivingModel(access, wait) as model:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple, Self
 
+from planaria.bootstrap.address import EVERYWHERE, Reach
 from planaria.bootstrap.credentials import Credentials
 from planaria.bootstrap.membership import stages_of
 from planaria.bootstrap.registry_pb2 import Description, Member, View
@@ -77,10 +78,12 @@ class Access(NamedTuple):
     ways: Callable[[int], list[Way]]  # to a stage
 
 
-def from_outside(description: Description, credentials: Credentials) -> Access:
-    """As the registry describes it. Raises RunFileError."""
+def from_outside(
+    description: Description, credentials: Credentials, reach: Reach = EVERYWHERE
+) -> Access:
+    """As the registry describes it; `reach`: where its nodes are dialled. Raises RunFileError."""
     run = loads(description.run_file, "the registry's run file")
-    converse = over_streams(description.run, credentials)
+    converse = over_streams(description.run, credentials, reach)
     return Access(run, description.view, converse, partial(ways_to, view=description.view))
 
 

@@ -19,6 +19,7 @@ from urllib.parse import quote
 import grpc
 from google.protobuf.message import DecodeError
 
+from planaria.bootstrap.address import EVERYWHERE, Reach, resolved_not_to_dial
 from planaria.bootstrap.credentials import Credentials, channel
 from planaria.node.naming import node_of
 from planaria.node.wire import stage_pb2 as pb
@@ -63,16 +64,19 @@ Converse: TypeAlias = Callable[[str, str], Conversation]
 """With this node, which is dialled there."""
 
 
-def over_streams(run: str, credentials: Credentials) -> Converse:
-    return partial(Stream, run, credentials)
+def over_streams(run: str, credentials: Credentials, reach: Reach = EVERYWHERE) -> Converse:
+    """`reach`: where nodes are dialled, which say where they are."""
+    return partial(Stream, run, credentials, reach)
 
 
 class Stream:
     """A conversation over gRPC."""
 
-    def __init__(self, run: str, credentials: Credentials, node: str, address: str) -> None:
+    def __init__(
+        self, run: str, credentials: Credentials, reach: Reach, node: str, address: str
+    ) -> None:
         self.node, self.address = node, address
-        self._run, self._credentials = run, credentials
+        self._run, self._credentials, self._reach = run, credentials, reach
         self._channel: grpc.aio.Channel | None = None
         self._call: Any = None
         self._unsent: asyncio.Queue[bytes] = asyncio.Queue()
@@ -82,6 +86,15 @@ class Stream:
     def open(
         self, heard: Callable[[pb.Message], None], ended: Callable[[Conversation], None]
     ) -> None:
+        self._tasks = [asyncio.create_task(self._converse(heard, ended))]
+
+    async def _converse(
+        self, heard: Callable[[pb.Message], None], ended: Callable[[Conversation], None]
+    ) -> None:
+        if why := await resolved_not_to_dial(self.address, self._reach):
+            self.lost = f"{self.node} is not asked: {why}"
+            ended(self)
+            return
         largest = FRAME_LIMIT + FREE
         options = [("grpc.max_receive_message_length", largest), ("grpc.enable_http_proxy", 0)]
         keep = [("grpc.keepalive_time_ms", 5000), ("grpc.keepalive_timeout_ms", 10_000)]
@@ -95,10 +108,8 @@ class Stream:
                 *self._credentials.metadata,
             )
         )
-        self._tasks = [
-            asyncio.create_task(self._speak(ended)),
-            asyncio.create_task(self._listen(heard, ended)),
-        ]
+        self._tasks.append(asyncio.create_task(self._speak(ended)))
+        await self._listen(heard, ended)
 
     def send(self, message: pb.Message) -> bool:
         if not self.lost:

@@ -35,6 +35,7 @@ from google.protobuf.message import DecodeError
 from grpc import StatusCode
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from planaria.bootstrap.address import EVERYWHERE, Reach, resolved_not_to_dial
 from planaria.bootstrap.credentials import PLAIN, Credentials, add_port
 from planaria.bootstrap.credentials import channel as open_channel
 from planaria.bootstrap.dial import is_there
@@ -418,10 +419,12 @@ class Links:
         credentials: Credentials = PLAIN,
         insecure: bool = False,
         onlookers: Onlookers | None = None,
+        reach: Reach = EVERYWHERE,
     ) -> None:
+        """`reach`: where it dials others, who say where they are."""
         self.run, self.node, self.events = run, node, events
         self.settings = settings or LinkSettings()
-        self._credentials, self._insecure = credentials, insecure
+        self._credentials, self._insecure, self._reach = credentials, insecure, reach
         self._onlookers = onlookers  # None: nobody but members is answered
         self.traffic: dict[str, Traffic] = {}  # by peer, of all its links so far
         self._server: Any = None
@@ -678,7 +681,8 @@ class Links:
         link = self._links.get(peer.node)
         if link is None or link.connection is None:
             return True
-        return bool(await is_there(peer.node, peer.address, self._credentials, LOOK))
+        found = is_there(peer.node, peer.address, self._credentials, LOOK, self._reach)
+        return bool(await found)
 
     async def _dial(self, peer: Peer) -> None:
         """Returns when the connection has been up and is over, or at once when there is one by the
@@ -690,6 +694,8 @@ class Links:
             async with self._settling[peer.node]:
                 if not self._is_to_dial(peer.node):
                     return
+                if why := await resolved_not_to_dial(peer.address, self._reach):
+                    raise _Refused(StatusCode.INVALID_ARGUMENT, why)
                 if (link := self._links.get(peer.node)) is not None and link.connection is not None:
                     self._returning.add(peer.node)
                     patience = min(patience, LOOK)

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.bootstrap.address import Address, AddressError
+from planaria.bootstrap.address import (
+    EVERYWHERE,
+    Address,
+    AddressError,
+    Reach,
+    not_to_dial,
+    reach_by,
+    resolved_not_to_dial,
+)
 
 
 @pytest.mark.parametrize(
@@ -80,3 +88,106 @@ def test_whatever_is_read_is_written_so_that_it_is_read_again(text: str) -> None
 def test_who_can_reach_it(text: str, loopback: bool, everywhere: bool) -> None:
     address = Address.parse(text)
     assert (address.is_loopback, address.is_any) == (loopback, everywhere)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "10.0.0.1:5",
+            "[2001:db8::1]:5",
+            "a:1",
+            "n_1:2",
+            "host.example:70",
+            "xn--bcher-kva.org:4",
+        ),
+        "unix:80",  # a host of that name, as `channel` dials it
+    ],
+)
+def test_strangers_may_name_hosts_and_ports(text: str) -> None:
+    assert not_to_dial(text, Reach()) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("unix:/var/run/docker.sock", "for a port"),
+        ("unix:///run/x:1", "leave that out"),
+        ("file:///etc/passwd:1", "leave that out"),
+        ("ipv4:1.2.3.4:5", "colons in its host"),
+        ("a/b:5", "is more than HOST:PORT"),
+        ("a%2fb:5", "has a zone"),
+        ("[fe80::1%eth0]:5", "has a zone"),
+        ("-x:4", "no name of a host"),
+        ("b\u00fccher.org:4", "no name of a host"),
+        ("x\x1b]0;h:5", "no IPv6 address in its brackets"),
+        ("x\n:5", "is more than HOST:PORT"),
+        ("a\u202eb:5", "is more than HOST:PORT"),
+        ("a\0b:5", "is more than HOST:PORT"),
+        (f"{'a' * 2**20}:5", "no name of a host"),
+        ("h:0", "port 0"),
+        ("0.0.0.0:1", "all addresses of a machine"),
+        ("0.1.2.3:1", "all addresses of a machine"),
+        ("[::]:1", "all addresses of a machine"),
+        ("224.0.0.1:5", "no machine's"),
+        ("[ff02::1]:5", "no machine's"),
+        ("255.255.255.255:5", "no machine's"),
+        ("169.254.169.254:80", "tells a machine its secrets"),
+        ("[::ffff:169.254.169.254]:80", "tells a machine its secrets"),
+        ("[fd00:ec2::254]:80", "tells a machine its secrets"),
+        ("127.1:5", "a number for a host"),
+        ("2130706433:5", "a number for a host"),
+        ("0x7f.1:5", "a number for a host"),
+        ("0177.0.0.1:5", "a number for a host"),
+    ],
+)
+def test_what_nobody_dials_for_a_stranger(text: str, why: str) -> None:
+    for reach in (Reach(), EVERYWHERE):
+        said = not_to_dial(text, reach)
+        assert why in said and len(said) < 1500 and said.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed"),
+    [
+        *((text, Reach(loopback=True)) for text in ("127.0.0.1:5", "[::1]:5", "localhost:5")),
+        *((text, Reach(loopback=True)) for text in ("127.9.9.9:5", "a.LocalHost.:5")),
+        *((text, Reach(loopback=True)) for text in ("[::ffff:127.0.0.1]:5", "[64:ff9b::7f00:1]:5")),
+        ("[2002:7f00:1::]:5", Reach(loopback=True)),
+        ("169.254.1.1:5", Reach(link_local=True)),
+        ("[fe80::1]:5", Reach(link_local=True)),
+    ],
+)
+def test_what_is_near_only_those_who_are_near_may_name(text: str, allowed: Reach) -> None:
+    assert not_to_dial(text, allowed) == ""
+    assert not_to_dial(text, Reach()) != ""
+
+
+@pytest.mark.parametrize(
+    ("addresses", "reach"),
+    [
+        (["127.0.0.1:7070"], EVERYWHERE),
+        (["localhost:7070"], EVERYWHERE),
+        (["10.1.2.3:7070"], Reach()),
+        (["[fe80::1%eth0]:7070"], Reach(link_local=True)),
+        (["10.1.2.3:7070", "127.0.0.1:7070"], EVERYWHERE),
+        (["no-such-host.invalid:7070"], Reach()),
+    ],
+)
+async def test_who_is_near_is_known_by_the_way_to_the_registry(
+    addresses: list[str], reach: Reach
+) -> None:
+    assert await reach_by(addresses) == reach
+
+
+async def test_what_a_name_stands_for_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def look_up(address: Address) -> list[str]:
+        return {"evil.example": ["10.0.0.1", "127.0.0.1"], "good.example": ["10.0.0.1"]}[
+            address.host
+        ]
+
+    monkeypatch.setattr("planaria.bootstrap.address._stands_for", look_up)
+    why = await resolved_not_to_dial("evil.example:1", Reach())
+    assert "'evil.example:1' stands for 127.0.0.1, which is that of a machine's own" in why
+    assert await resolved_not_to_dial("good.example:1", Reach()) == ""
+    assert await resolved_not_to_dial("evil.example:1", EVERYWHERE) == ""

@@ -11,6 +11,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from planaria.bootstrap.address import Reach
 from planaria.bootstrap.client import JoinRefused, RegistryClient
 from planaria.bootstrap.credentials import PLAIN
 from planaria.bootstrap.dial import is_there
@@ -111,3 +112,13 @@ async def test_a_lone_node_that_answers_is_not_replaced() -> None:
         with pytest.raises(JoinRefused, match=r"old \(stage 0, .*\) answers who dials it"):
             await join(place, "new", free_address(), deadline=0.5)
         assert [member.node for member in place.registry._machine.view.members] == ["old"]
+
+
+async def test_what_is_near_is_not_dialled_for_who_is_not() -> None:
+    came: list[object] = []
+    server = await asyncio.start_server(lambda *both: came.append(both), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    for host in ("127.0.0.1", "localhost"):
+        assert await is_there("a", f"{host}:{port}", PLAIN, LONG, Reach()) is None
+    server.close()
+    assert not came

@@ -581,3 +581,15 @@ async def test_registries_of_two_runs_are_not_one(serve: Serve) -> None:
 )
 def test_the_host_of_a_peer_is_read(peer: str, host: str) -> None:
     assert service._host_of(peer) == host
+
+
+async def test_who_isnt_on_the_registrys_machine_names_no_address_there(
+    place: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near = await place.node("near", address="127.0.0.1:9")
+    monkeypatch.setattr(service, "_host_of", lambda peer: "192.0.2.7")
+    for address in ("127.0.0.1:10", "localhost:10", "169.254.1.2:10", "unix:/var/run/docker.sock"):
+        with pytest.raises(JoinRefused, match=f"the address '{address}'"):
+            await place.node("far", address=address)
+    await place.node("far", address="192.0.2.7:10")
+    assert names(near.view) <= {"near", "far"}

@@ -14,6 +14,7 @@ import torch
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from planaria.bootstrap.address import Reach
 from planaria.bootstrap.credentials import Credentials
 from planaria.bootstrap.registry_pb2 import CHECKSUM, SHAPE, Cause
 from planaria.node.wire import link
@@ -365,6 +366,20 @@ async def test_half_a_link_is_refused() -> None:
                 metadata=metadata(b, "a")
             )
             assert "only a Bulk stream came" in await farewell(call)
+
+
+async def test_nobody_is_dialled_where_the_registry_is_not_near(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("WARNING", "planaria")
+    a, b = Node("a", reach=Reach()), Node("b", reach=Reach())
+    async with started(a, b):
+        view(1, a, b)
+        async with asyncio.timeout(DEADLINE):
+            while "that of a machine's own" not in caplog.text:  # noqa: ASYNC110  it tells nobody
+                await asyncio.sleep(0.01)
+        assert not a.links.peers and not b.links.peers
+    assert f"can't link to b: the address {b.address!r}" in caplog.text
 
 
 async def test_two_nodes_cannot_share_a_port() -> None:
