@@ -573,7 +573,7 @@ class Node:
                 self.files_told = self.loop.time()
                 self._look_at_files()
             self._mind_compute()
-            if self.missing.look(self.needed, self._is_direct, self.loop.time()):
+            if self.missing.look(self.needed, self.links.carrier, self.loop.time()):
                 self.report()
             self._tell_carriers()
             for seat in list(self.seats.agents.values()):
@@ -594,9 +594,6 @@ class Node:
             via = carriers.get(peer, "")
             if via != before.get(peer, "") and self.links.linked(peer):
                 self.tell(LinkRelayed(peer=peer, via=via))
-
-    def _is_direct(self, peer: str) -> bool:
-        return self.links.carrier(peer) == ""
 
     def _mind_compute(self) -> None:
         """What the compute thread is at for too long is said, and that it goes on."""
@@ -658,7 +655,7 @@ class Node:
             stalled_seconds=0.0 if self.hang is None else self.hang.seconds,
             measured=number,
             links=links,
-            complaints=self.missing.complaints(lambda peer: bool(self.links.carrier(peer))),
+            complaints=self.missing.complaints(),
             unlisted=self.missing.unlisted,
             samples=[
                 registry.Sample(

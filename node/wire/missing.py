@@ -17,21 +17,22 @@ class Missing:
 
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
-        self._told: list[str] = []
+        self._told: dict[str, bool] = {}  # whether another member carries for the two
 
-    def look(self, needed: Iterable[str], direct: Callable[[str], bool], now: float) -> bool:
-        """`needed`: the members to which a link has to be up, `direct`: whether one is that nobody
-        else carries. Returns whether `complaints` are others than before."""
-        self._since = {p: self._since.get(p, now) for p in needed if not direct(p)}
-        before = self._told
-        self._told = [p for p, since in self._since.items() if now - since >= PATIENCE]
+    def look(self, needed: Iterable[str], carrier: Callable[[str], str | None], now: float) -> bool:
+        """`needed`: the members to which a link has to be up; `carrier`: who carries one, empty
+        where it is direct, None where there is none. Returns whether `complaints` are others than
+        before."""
+        self._since = {p: self._since.get(p, now) for p in needed if carrier(p) != ""}
+        before, ripe = self._told, [p for p, at in self._since.items() if now - at >= PATIENCE]
+        self._told = {peer: bool(carrier(peer)) for peer in ripe}
         return self._told != before
 
-    def complaints(self, relayed: Callable[[str], bool]) -> list[Complaint]:
+    def complaints(self) -> list[Complaint]:
         """For a report: those that stand, those that have stood for longest first; more than
-        MOST_COMPLAINTS say no more. `relayed`: whether another member carries for the two."""
+        MOST_COMPLAINTS say no more."""
         longest = sorted(self._told, key=lambda peer: self._since[peer])[:MOST_COMPLAINTS]
-        return [Complaint(peer=peer, relayed=relayed(peer)) for peer in longest]
+        return [Complaint(peer=peer, relayed=self._told[peer]) for peer in longest]
 
     @property
     def unlisted(self) -> int:

@@ -319,7 +319,7 @@ class Node:
     def _tick(self) -> None:
         if self.ended:
             return
-        if self.missing.look(self.needed, self._is_direct, self.world.now):
+        if self.missing.look(self.needed, self.net.carrier, self.world.now):
             self.changed()
         before, self.hang = self.hang, self.compute.watch.look(self.world.now)
         if (before is None) != (self.hang is None):
@@ -342,19 +342,15 @@ class Node:
         for ledger in self.ledgers:
             ledger.flush()
 
-    def _is_direct(self, peer: str) -> bool:
-        return self.net.carrier(peer) == ""
-
     def _validate(self) -> None:
         for seat in () if self.ended else self.seats.agents.values():
             seat.validate_state()
 
     def changed(self) -> None:
-        complaints = self.missing.complaints(lambda peer: bool(self.net.carrier(peer)))
         reports = [seat.report() for seat in self.seats.agents.values()]
         self.report = registry.Report(
             seats=reports,
-            complaints=complaints,
+            complaints=self.missing.complaints(),
             unlisted=self.missing.unlisted,
             leaving=self.leaving,
         )

@@ -131,8 +131,9 @@ class Sick(Scenario):
         if any(self.rested.get(pair, 0.0) > now for pair in pairs):
             return  # together they would take too long
         away = any(self.away.get(host, 0.0) > now for host in (*left, *right))
-        if seconds > SHORT and away and "registry" not in right:
-            return
+        again = any(self.rested.get(pair, -REST) > now - REST for pair in pairs)
+        if away and "registry" not in right and (seconds > SHORT or again):
+            return  # nobody at all could reach who is away
         rest = REST if seconds > SHORT else 0.0
         self.rested |= dict.fromkeys(pairs, now + seconds + rest)
         both_ways, resets = self.random.random() < 0.6, self.random.random() < 0.5
@@ -198,6 +199,9 @@ class Poisoned(Sick):
     def _poison(self) -> float:
         way = self.random.choice(self.ways())
         hosts = sorted(host.name for host in self.cluster.hosts.values() if host.node)
+        if not hosts:  # nobody has started yet
+            self.world.after(1.0, self._strike, self._poison)
+            return 1.0
         one, guilty = self.random.choice(hosts), self.cluster.guilty
         share, seconds = self.random.choice([0.01, 0.1, 1.0]), self.random.choice([5.0, 30.0])
         assert guilty is not None
