@@ -15,8 +15,10 @@ from pathlib import Path
 
 import grpc
 import uvloop
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from bench.rows import keep
+from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.journal import Journal
 from planaria.bootstrap.membership import MembershipRules
 from planaria.bootstrap.registry_pb2 import (
@@ -38,6 +40,7 @@ SECONDS = 10.0  # measured
 STREAMS_A_CONNECTION = 250
 START = 120.0  # seconds; more means that it hangs
 
+KEY = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32)))  # of all nodes
 RULES = MembershipRules(run="bench", stages=49, lease=5.0, restart_grace=10.0)
 
 
@@ -112,6 +115,7 @@ def _members() -> View:
             address=f"10.0.0.0:{i}",
             seats=[Seat(stage=i % stages)],
             joined=i + 1,
+            key=KEY.public,
             speed=1.0,
         )
         for i in range(NODES)
@@ -179,7 +183,9 @@ def _renew(port: int, half: int, connection: Connection) -> None:
         await asyncio.sleep(PERIOD * index / NODES)  # as nodes that started at different times
         due = time.monotonic()
         view = View(run=RULES.run, number=NODES)
-        yield Renewal(node=_name(index), run=RULES.run, view=view)
+        first = Renewal(node=_name(index), run=RULES.run, view=view)
+        KEY.sign_message(first, RULES.run)
+        yield first
         while True:
             due = max(due + PERIOD, time.monotonic())
             await asyncio.sleep(due - time.monotonic())

@@ -15,6 +15,7 @@ from grpc import StatusCode
 from planaria.bootstrap.address import Address, Reach, reach_by
 from planaria.bootstrap.credentials import PLAIN, Credentials, channel
 from planaria.bootstrap.dial import is_there
+from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import (
     SILENT,
     Cause,
@@ -96,15 +97,21 @@ class RegistryClient:
         self._due = asyncio.Event()  # renew at once
         self._tasks: set[asyncio.Task[None]] = set()
         self._node = self._left = ""  # who joined last; who said goodbye last
+        self._run, self._identity = "", Identity.generate()  # of who joined last
 
-    async def join(self, request: JoinRequest, deadline: float = 30.0) -> JoinReply:
-        """Dials the members first if the registry asks for it. Raises JoinRefused, of which
-        InQuarantine is a kind, and RegistryUnreachable after `deadline` seconds."""
+    async def join(
+        self, request: JoinRequest, identity: Identity, deadline: float = 30.0
+    ) -> JoinReply:
+        """Signs this request, and what is said for the node later, with its key. Dials the members
+        first if the registry asks for it. Raises JoinRefused, of which InQuarantine is a kind, and
+        RegistryUnreachable after `deadline` seconds."""
         clock = asyncio.get_running_loop().time
         end = clock() + deadline
         asked = JoinRequest()
         asked.CopyFrom(request)
+        asked.key = identity.public
         while True:
+            identity.sign_message(asked, asked.run)
             reply: JoinReply = await self._retry(
                 lambda stub, timeout: stub.Join(
                     asked, timeout=timeout, metadata=self._credentials.metadata
@@ -118,7 +125,8 @@ class RegistryClient:
             log.info("%s", reply.reason)
             asked.question = reply.question
             asked.answered[:] = await self._dial(reply)
-        self._node, self._report = request.node, Report()
+        self._node, self._run, self._identity = request.node, request.run, identity
+        self._report = Report()
         self._happened.clear()
         return reply
 
@@ -207,6 +215,7 @@ class RegistryClient:
         """Has the registry ask the accused whether it is there, or tells it `why`, the evidence,
         that the accused has to go for `cause`. Does not wait; the answer comes as a view."""
         suspicion = Suspicion(accuser=self._node, accused=accused, why=why, cause=cause)
+        self.sign(suspicion)
         task = asyncio.get_running_loop().create_task(self._suspect(suspicion))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -215,9 +224,11 @@ class RegistryClient:
         """Says goodbye, after which `on_evicted` is not called for it any more. A registry that
         can't be reached notices by itself."""
         self._left = node
+        goodbye = LeaveRequest(node=node, why=why)
+        self.sign(goodbye)
         try:
             await self._stub().Leave(
-                LeaveRequest(node=node, why=why),
+                goodbye,
                 timeout=LEAVE_DEADLINE,
                 metadata=self._credentials.metadata,
             )
@@ -228,6 +239,10 @@ class RegistryClient:
             if task is None or task.cancelling():
                 raise
             log.warning("could not tell %s of leaving: it is away", self._address)
+
+    def sign(self, message: Suspicion | LeaveRequest | Renewal) -> None:
+        """With the key of the node that joined last."""
+        self._identity.sign_message(message, self._run)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -424,13 +439,15 @@ class _Membership:
         return "it ended the stream"
 
     async def _renewals(self) -> AsyncIterator[Renewal]:
-        yield Renewal(
+        first = Renewal(
             node=self.node,
             report=self.client._report,
             run=self.view.run,
             member=next((m for m in self.view.members if m.node == self.node), None),
             view=self.view,
         )
+        self.client.sign(first)
+        yield first
         while True:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.client._due.wait(), self.pause)

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     load_pem_private_key,
 )
+from google.protobuf.message import Message
 
 PUBLIC_BYTES: Final = 32
 SIGNATURE_BYTES: Final = 64
@@ -60,6 +61,12 @@ class Identity:
     def sign(self, purpose: str, *parts: bytes) -> bytes:
         return self.key.sign(_signed(purpose, parts))
 
+    def sign_message(self, message: Message, run: str) -> None:
+        """Fills in the field `signature` of a message, which nothing may change afterwards."""
+        message.ClearField("signature")
+        purpose, content = message.DESCRIPTOR.full_name, _content(message)
+        message.signature = self.sign(purpose, run.encode(), content)  # type: ignore[attr-defined]
+
 
 def instance_of(public: bytes) -> str:
     """What a node is called over all of its identities: a hash of its public key."""
@@ -74,6 +81,21 @@ def is_signed(public: bytes, signature: bytes, purpose: str, *parts: bytes) -> b
     except (InvalidSignature, ValueError):
         return False
     return True
+
+
+def is_message_signed(public: bytes, message: Message, run: str) -> bool:
+    """Whether the holder of the key has signed just this message, for this run, and nothing was
+    added to it since."""
+    unsigned = type(message)()
+    unsigned.CopyFrom(message)
+    unsigned.ClearField("signature")
+    signature: bytes = message.signature  # type: ignore[attr-defined]
+    purpose = message.DESCRIPTOR.full_name
+    return is_signed(public, signature, purpose, run.encode(), _content(unsigned))
+
+
+def _content(message: Message) -> bytes:
+    return message.SerializeToString(deterministic=True)
 
 
 def _signed(purpose: str, parts: tuple[bytes, ...]) -> bytes:

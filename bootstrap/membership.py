@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from planaria.bootstrap.address import EVERYWHERE, not_to_dial
 from planaria.bootstrap.cuts import LOOKS, Cuts, Goes
+from planaria.bootstrap.identity import instance_of
 from planaria.bootstrap.quarantine import MOST_KEPT, Quarantine
 from planaria.bootstrap.registry_pb2 import (
     SILENT,
@@ -38,7 +39,7 @@ from planaria.bootstrap.seating import Sitter, Taken, assign
 from planaria.bootstrap.spelling import make_readable, misspelt, readable
 from planaria.recovery.decide import Policy
 
-PROTOCOL = 5
+PROTOCOL = 6
 DECISIONS_KEPT = 200
 DECISION_LENGTH = 4000  # characters of a decision, or of a view's reason
 EVICTED_KEPT = 10_000
@@ -297,8 +298,9 @@ class Membership:
                 "the registry was away and is waiting for its members to come back; "
                 f"join again in {self._quiet_until - now:.1f} s",
             )
-        if wait := self._quarantine.left(request.instance, now):
-            reason = self._quarantine.sentence(request.instance, now)
+        instance = instance_of(request.key)
+        if wait := self._quarantine.left(instance, now):
+            reason = self._quarantine.sentence(instance, now)
             if wait == math.inf:
                 raise Refused("PERMISSION_DENIED", reason)
             return JoinReply(run=self.rules.run, reason=reason, quarantine=wait), []
@@ -522,6 +524,11 @@ class Membership:
 
     # -- answers ---------------------------------------------------------------------------------
 
+    def key_of(self, name: str) -> bytes | None:
+        """The public key that the member has joined with; None: it is no member."""
+        node = self._nodes.get(name)
+        return None if node is None else node.member.key
+
     def describe(self, now: float) -> Description:
         """Everything known, for people. The shell adds run file and uptime."""
         description = Description(
@@ -595,10 +602,9 @@ class Membership:
             )
 
     def _check_repeated(self, request: JoinRequest, member: Member) -> None:
-        told = (request.address, request.data, request.speed, request.host, request.device)
-        if told != (member.address, member.data, member.speed, member.host, member.device) or (
-            _is_bound(request) and request.stage not in stages_of(member)
-        ):
+        same = ("key", "address", "data", "speed", "host", "device")
+        differs = any(getattr(request, name) != getattr(member, name) for name in same)
+        if differs or (_is_bound(request) and request.stage not in stages_of(member)):
             raise Refused(
                 "ALREADY_EXISTS",
                 f"node {request.node} is a member already, with other particulars "
@@ -696,7 +702,8 @@ class Membership:
             host=request.host,
             device=request.device,
             data=request.data,
-            instance=request.instance,
+            key=request.key,
+            instance=instance_of(request.key),
         )
         node = self._nodes[request.node] = _Node(member, why, now, now)
         self._schedule(request.node, node)
@@ -1215,7 +1222,10 @@ def _misspelt(member: Member | JoinRequest) -> str:
     """What is wrong with how it calls itself; empty: nothing."""
     wrong = member.address and not_to_dial(member.address, EVERYWHERE)
     wrong = wrong or misspelt("node id", member.node)
-    wrong = wrong or (member.instance and misspelt("instance", member.instance))
+    if isinstance(member, Member) and member.instance:
+        wrong = wrong or misspelt("instance", member.instance)
+        if member.key and member.instance != instance_of(member.key):
+            wrong = wrong or f"the instance {member.instance} is not that of its node's key"
     wrong = wrong or (member.data and misspelt("content of data", member.data))
     for what, text in (("host", member.host), ("device", member.device)):
         wrong = wrong or ("" if text.isprintable() else f"the {what} {text[:40]!r} isn't printable")

@@ -33,7 +33,7 @@ class Seat(_message.Message):
     def __init__(self, stage: _Optional[int] = ..., since: _Optional[int] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("node", "address", "joined", "speed", "host", "device", "data", "instance", "seats", "room", "leaving")
+    __slots__ = ("node", "address", "joined", "speed", "host", "device", "data", "instance", "seats", "room", "leaving", "key")
     NODE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     JOINED_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class Member(_message.Message):
     SEATS_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     node: str
     address: str
     joined: int
@@ -56,7 +57,8 @@ class Member(_message.Message):
     seats: _containers.RepeatedCompositeFieldContainer[Seat]
     room: int
     leaving: bool
-    def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ..., joined: _Optional[int] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., data: _Optional[str] = ..., instance: _Optional[str] = ..., seats: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ..., room: _Optional[int] = ..., leaving: _Optional[bool] = ...) -> None: ...
+    key: bytes
+    def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ..., joined: _Optional[int] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., data: _Optional[str] = ..., instance: _Optional[str] = ..., seats: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ..., room: _Optional[int] = ..., leaving: _Optional[bool] = ..., key: _Optional[bytes] = ...) -> None: ...
 
 class View(_message.Message):
     __slots__ = ("run", "number", "members", "driver", "reason", "committed", "lineage", "relays", "quarantined")
@@ -109,7 +111,7 @@ class Quarantined(_message.Message):
     def __init__(self, instance: _Optional[str] = ..., node: _Optional[str] = ..., cause: _Optional[_Union[Cause, str]] = ..., why: _Optional[str] = ..., times: _Optional[int] = ..., divergences: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("protocol", "node", "address", "stage", "data", "speed", "host", "device", "question", "answered", "instance", "room", "standby", "saved")
+    __slots__ = ("protocol", "node", "address", "stage", "data", "speed", "host", "device", "question", "answered", "room", "standby", "saved", "run", "key", "signature")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -120,10 +122,12 @@ class JoinRequest(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     QUESTION_FIELD_NUMBER: _ClassVar[int]
     ANSWERED_FIELD_NUMBER: _ClassVar[int]
-    INSTANCE_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
     STANDBY_FIELD_NUMBER: _ClassVar[int]
     SAVED_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     node: str
     address: str
@@ -134,11 +138,13 @@ class JoinRequest(_message.Message):
     device: str
     question: int
     answered: _containers.RepeatedScalarFieldContainer[str]
-    instance: str
     room: int
     standby: bool
     saved: bool
-    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., stage: _Optional[int] = ..., data: _Optional[str] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., question: _Optional[int] = ..., answered: _Optional[_Iterable[str]] = ..., instance: _Optional[str] = ..., room: _Optional[int] = ..., standby: _Optional[bool] = ..., saved: _Optional[bool] = ...) -> None: ...
+    run: str
+    key: bytes
+    signature: bytes
+    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., stage: _Optional[int] = ..., data: _Optional[str] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., question: _Optional[int] = ..., answered: _Optional[_Iterable[str]] = ..., room: _Optional[int] = ..., standby: _Optional[bool] = ..., saved: _Optional[bool] = ..., run: _Optional[str] = ..., key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("run", "run_file", "view", "reason", "question", "unheard", "dial_seconds", "lease", "quarantine")
@@ -257,7 +263,7 @@ class LinkReport(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., rtt_ms: _Optional[float] = ..., mbps: _Optional[float] = ...) -> None: ...
 
 class Renewal(_message.Message):
-    __slots__ = ("node", "report", "probe", "happened", "run", "member", "view")
+    __slots__ = ("node", "report", "probe", "happened", "run", "member", "view", "signature")
     NODE_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
@@ -265,6 +271,7 @@ class Renewal(_message.Message):
     RUN_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     node: str
     report: Report
     probe: int
@@ -272,7 +279,8 @@ class Renewal(_message.Message):
     run: str
     member: Member
     view: View
-    def __init__(self, node: _Optional[str] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., probe: _Optional[int] = ..., happened: _Optional[_Iterable[str]] = ..., run: _Optional[str] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., view: _Optional[_Union[View, _Mapping]] = ...) -> None: ...
+    signature: bytes
+    def __init__(self, node: _Optional[str] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., probe: _Optional[int] = ..., happened: _Optional[_Iterable[str]] = ..., run: _Optional[str] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., view: _Optional[_Union[View, _Mapping]] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Notice(_message.Message):
     __slots__ = ("probe", "evicted", "view", "measure")
@@ -295,16 +303,18 @@ class WatchRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
 
 class Suspicion(_message.Message):
-    __slots__ = ("accuser", "accused", "why", "cause")
+    __slots__ = ("accuser", "accused", "why", "cause", "signature")
     ACCUSER_FIELD_NUMBER: _ClassVar[int]
     ACCUSED_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     accuser: str
     accused: str
     why: str
     cause: Cause
-    def __init__(self, accuser: _Optional[str] = ..., accused: _Optional[str] = ..., why: _Optional[str] = ..., cause: _Optional[_Union[Cause, str]] = ...) -> None: ...
+    signature: bytes
+    def __init__(self, accuser: _Optional[str] = ..., accused: _Optional[str] = ..., why: _Optional[str] = ..., cause: _Optional[_Union[Cause, str]] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("member", "reason", "view")
@@ -317,12 +327,14 @@ class Verdict(_message.Message):
     def __init__(self, member: _Optional[bool] = ..., reason: _Optional[str] = ..., view: _Optional[int] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("node", "why")
+    __slots__ = ("node", "why", "signature")
     NODE_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     node: str
     why: str
-    def __init__(self, node: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...
+    signature: bytes
+    def __init__(self, node: _Optional[str] = ..., why: _Optional[str] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class LeaveReply(_message.Message):
     __slots__ = ("view",)

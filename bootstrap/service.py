@@ -19,8 +19,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from planaria.bootstrap.address import PORTS, Address, Reach, not_to_dial
 from planaria.bootstrap.credentials import PLAIN, Credentials, add_port
 from planaria.bootstrap.dial import is_there
+from planaria.bootstrap.identity import is_message_signed
 from planaria.bootstrap.journal import Journal, JournalError
 from planaria.bootstrap.membership import (
+    PROTOCOL,
     Dial,
     Effect,
     Evict,
@@ -180,11 +182,13 @@ class RegistryServer(RegistryServicer):
     # -- calls -----------------------------------------------------------------------------------
 
     async def Join(self, request: JoinRequest, context: Context) -> JoinReply:  # noqa: N802
-        for name in ("node", "address", "data", "host", "device", "instance"):
+        for name in ("node", "address", "data", "host", "device", "run"):
             await _check_length(context, name, getattr(request, name), NAME_BYTES)
         reach = Reach.of([_host_of(context.peer())])
         if request.address and (wrong := not_to_dial(request.address, reach)):
             await _abort(context, "INVALID_ARGUMENT", wrong)
+        if request.protocol == PROTOCOL:  # else the machine says so
+            await _abort_if(context, self._unproved_join(request, context.peer()))
         try:
             reply, effects = self._machine.join(request, self._loop.time())
         except Refused as refused:
@@ -202,7 +206,7 @@ class RegistryServer(RegistryServicer):
             await _abort(context, "RESOURCE_EXHAUSTED", "the registry has no stream to spare")
         self._open_streams += 1
         stream = _Stream()
-        hearing = asyncio.create_task(self._hear(requests, stream))
+        hearing = asyncio.create_task(self._hear(requests, stream, context.peer()))
         try:
             while True:
                 notice = await stream.notices.get()
@@ -242,6 +246,7 @@ class RegistryServer(RegistryServicer):
 
     async def Suspect(self, request: Suspicion, context: Context) -> Verdict:  # noqa: N802
         await _check_length(context, "why", request.why, WHY_BYTES)
+        await _abort_if(context, self._unproved(request, request.accuser, context.peer()))
         if sum(map(len, self._verdicts.values())) >= self._limits.suspicions:
             await _abort(context, "RESOURCE_EXHAUSTED", "too many suspicions wait for an answer")
         verdict: asyncio.Future[Verdict] = self._loop.create_future()
@@ -259,6 +264,7 @@ class RegistryServer(RegistryServicer):
 
     async def Leave(self, request: LeaveRequest, context: Context) -> LeaveReply:  # noqa: N802
         await _check_length(context, "why", request.why, WHY_BYTES)
+        await _abort_if(context, self._unproved(request, request.node, context.peer()))
         self._carry_out(self._machine.leave(request.node, request.why, self._loop.time()))
         return LeaveReply(view=self._machine.view.number)
 
@@ -306,7 +312,42 @@ class RegistryServer(RegistryServicer):
 
     # -- events and effects ----------------------------------------------------------------------
 
-    async def _hear(self, requests: AsyncIterator[Renewal], stream: _Stream) -> Refused | None:
+    def _unproved_join(self, request: JoinRequest, caller: str) -> Refused | None:
+        """What is wrong with who wants to join; None: it has the key that it shows."""
+        if request.run != self.run:
+            reason = f"this registry serves run {self.run}, not {request.run!r}; check the address"
+            return Refused("FAILED_PRECONDITION", readable(reason))
+        if is_message_signed(request.key, request, self.run):
+            return None
+        who = readable(request.node)
+        log.warning("a join of %s, from %s, is not signed by the key that it shows", who, caller)
+        return Refused(
+            "PERMISSION_DENIED",
+            f"the join of {who} is not signed by the key that it shows; a node signs what it says "
+            "with the key of its folder",
+        )
+
+    def _unproved(
+        self, message: Renewal | Suspicion | LeaveRequest, who: str, caller: str
+    ) -> Refused | None:
+        """What is wrong with a message in the name of a node; None: its key has signed it. In
+        the name of who is no member anybody may speak: nothing comes of it."""
+        key = self._machine.key_of(who)
+        if key is None and isinstance(message, Renewal):  # whose view may be learned from
+            key = next((m.key for m in message.view.members if m.node == who), None)
+        if key is None or is_message_signed(key, message, self.run):
+            return None
+        what, name = message.DESCRIPTOR.name, readable(who)
+        log.warning("a %s in the name of %s, from %s, is not signed by its key", what, name, caller)
+        return Refused(
+            "PERMISSION_DENIED",
+            f"{caller} sends a {what} in the name of {name}, not signed with the key that {name} "
+            "joined with: a node speaks for itself alone",
+        )
+
+    async def _hear(
+        self, requests: AsyncIterator[Renewal], stream: _Stream, caller: str
+    ) -> Refused | None:
         """Feeds a node's renewals to the machine, until the node ends them or does wrong."""
         try:
             async with asyncio.timeout(FIRST_RENEWAL):
@@ -318,6 +359,8 @@ class RegistryServer(RegistryServicer):
             if (size := first.report.ByteSize()) > RENEWAL_BYTES:
                 reason = f"a report of {size} bytes; {RENEWAL_BYTES} is allowed"
                 return Refused("INVALID_ARGUMENT", reason)
+            if (refused := self._unproved(first, first.node, caller)) is not None:
+                return refused
             self._adopt(stream, first.node)
             self._carry_out(self._machine.stream_opened(first, self._loop.time()))
             stream.notices.put_nowait(Notice(view=self._machine.view.number))

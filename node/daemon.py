@@ -134,7 +134,9 @@ class NodePlace:
 class Registry(Protocol):
     """What a node needs of the registry; `planaria.bootstrap.client` has it over gRPC."""
 
-    async def join(self, request: registry.JoinRequest) -> registry.JoinReply: ...
+    async def join(
+        self, request: registry.JoinRequest, identity: Identity
+    ) -> registry.JoinReply: ...
     async def keep_membership(
         self,
         node: str,
@@ -234,11 +236,12 @@ class Node:
                     speed=self.speed,
                     host=self.place.host,
                     device=str(self.place.device),
-                    instance=self.place.identity.instance,
+                    run=self.run_id,
                     room=self.place.room,
                     standby=self.place.standby,
                     saved=self.place.saved,
-                )
+                ),
+                self.place.identity,
             )
             self.tell(Joined(reason=reply.reason, host=self.place.host, pid=os.getpid()))
             self.spawn(self._tick())

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from google.protobuf.message import Message
 
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.credentials import PLAIN, Credentials
+from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.journal import Journal
 from planaria.bootstrap.membership import PROTOCOL, MembershipRules
 from planaria.bootstrap.registry_pb2 import JoinReply, JoinRequest, View
@@ -20,12 +24,31 @@ from planaria.bootstrap.service import Limits, RegistryServer
 DEADLINE = 120.0  # seconds; only a hanging test gets there
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 RULES = MembershipRules(run="r", stages=2, lease=10, probe_timeout=5, restart_grace=0.2)
 RUN_FILE = 'name = "r"\n'
 
 
 async def soon(what: Awaitable[T]) -> T:
     return await asyncio.wait_for(what, DEADLINE)
+
+
+def identity(name: str) -> Identity:
+    """The key of a node, the same for each of its names."""
+    seed = hashlib.sha256(name.encode()).digest()
+    return Identity(Ed25519PrivateKey.from_private_bytes(seed))
+
+
+def joining(name: str, address: str = "", run: str = RULES.run, **more: Any) -> JoinRequest:
+    """Signed by the key of that name."""
+    request = JoinRequest(protocol=PROTOCOL, run=run, node=name, address=address, **more)
+    request.key = identity(name).public
+    return signed(request, name)
+
+
+def signed(message: M, name: str) -> M:
+    identity(name).sign_message(message, RULES.run)
+    return message
 
 
 class Node:
@@ -84,10 +107,8 @@ class Place:
 
     async def node(self, name: str, stage: int | None = None, address: str = "") -> Node:
         client = self.client()
-        request = JoinRequest(
-            protocol=PROTOCOL, node=name, address=address or f"{name}:1", stage=stage
-        )
-        node = Node(name, client, await client.join(request))
+        request = joining(name, address or f"{name}:1", stage=stage)
+        node = Node(name, client, await client.join(request, identity(name)))
         self.nodes.append(node)
         async with asyncio.timeout(DEADLINE):
             while name not in self.registry._streams:  # noqa: ASYNC110  it tells nobody

@@ -15,9 +15,8 @@ from planaria.bootstrap.address import Reach
 from planaria.bootstrap.client import JoinRefused, RegistryClient
 from planaria.bootstrap.credentials import PLAIN
 from planaria.bootstrap.dial import is_there
-from planaria.bootstrap.membership import PROTOCOL, MembershipRules
-from planaria.bootstrap.registry_pb2 import JoinRequest
-from tests.bootstrap.conftest import Place, serving
+from planaria.bootstrap.membership import MembershipRules
+from tests.bootstrap.conftest import Place, identity, joining, serving
 
 LONG = 60.0  # seconds; only a hanging test gets there
 
@@ -83,8 +82,8 @@ async def join(place: Place, node: str, address: str, deadline: float = LONG) ->
     """Joins and keeps no membership: as one that is not heard. Returns the members."""
     client = RegistryClient([place.address])
     try:
-        request = JoinRequest(protocol=PROTOCOL, node=node, address=address)
-        return [member.node for member in (await client.join(request, deadline)).view.members]
+        reply = await client.join(joining(node, address), identity(node), deadline)
+        return [member.node for member in reply.view.members]
     finally:
         await client.close()
 

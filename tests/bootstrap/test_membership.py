@@ -69,7 +69,7 @@ class Swarm:
         protocol: int = PROTOCOL,
         question: int = 0,
         answered: Sequence[str] = (),
-        instance: str = "",
+        key: str = "",
         room: int = 1,
         standby: bool = False,
         saved: bool = False,
@@ -84,7 +84,7 @@ class Swarm:
             speed=speed,
             question=question,
             answered=answered,
-            instance=instance,
+            key=(key or node).encode(),
             room=room,
             standby=standby,
             saved=saved,
@@ -846,22 +846,22 @@ def test_who_answers_is_not_evicted_however_often_it_is_accused() -> None:
 
 def test_who_was_evicted_for_cause_has_to_wait_and_a_new_registry_knows() -> None:
     swarm = full(lease=100)
-    swarm.join("bad", 1, instance="i")
+    swarm.join("bad", 1, key="i")
     swarm.open("bad")
     swarm.suspect("n0", "bad", HANG, "no microbatch for 31 s")
-    reply = swarm.join("again", 1, instance="i")
+    reply = swarm.join("again", 1, key="i")
     assert (reply.quarantine, reply.HasField("view")) == (30, False)
     assert reply.reason == (
         "this node was evicted for cause as bad (hang: no microbatch for 31 s, says n0, which "
         "drives); it may join again in 30 s"
     )
-    assert swarm.join("other", 1, instance="j").reason == "stage 1 as asked for"
+    assert swarm.join("other", 1, key="j").reason == "stage 1 as asked for"
     late = Swarm(lease=100, restart_grace=0)
     late.machine.restore(swarm.view, 1000)
     late.now = 1010
-    assert late.join("again", 1, instance="i").quarantine == 20
+    assert late.join("again", 1, key="i").quarantine == 20
     late.now = 1030
-    assert late.join("again", 1, instance="i").reason == "stage 1 as asked for"
+    assert late.join("again", 1, key="i").reason == "stage 1 as asked for"
     (told,) = late.machine.describe(late.now).quarantined
     assert (told.node, told.seconds, told.times) == ("bad", 0, 1)
 
@@ -869,26 +869,26 @@ def test_who_was_evicted_for_cause_has_to_wait_and_a_new_registry_knows() -> Non
 def test_who_has_diverged_three_times_is_not_taken_back() -> None:
     swarm = full(lease=1e6)
     for number, seconds in enumerate((30, 60, 0)):
-        swarm.join(f"bad{number}", 1, instance="i")
+        swarm.join(f"bad{number}", 1, key="i")
         swarm.suspect("n0", f"bad{number}", DIVERGENCE, "other weights than n1")
         swarm.now += seconds
     with pytest.raises(Refused, match=r"not taken back: .* 3 times, the last time as bad2") as e:
-        swarm.join("again", 1, instance="i")
+        swarm.join("again", 1, key="i")
     assert e.value.code == "PERMISSION_DENIED"
 
 
 def test_who_leaves_or_dies_is_in_no_quarantine() -> None:
     swarm = full(lease=5)
-    swarm.join("gone", 1, instance="i")
+    swarm.join("gone", 1, key="i")
     swarm.after(swarm.machine.leave("gone", "", swarm.now))
-    swarm.join("silent", 1, instance="i")
+    swarm.join("silent", 1, key="i")
     swarm.suspect("n1", "silent", HANG, "slow")
     swarm.now += 4
     for node in ("n0", "n1", "n2"):
         swarm.miss(node)
     swarm.wait(2)
     assert "silent" not in swarm.nodes()
-    assert swarm.join("back", 1, instance="i").reason == "stage 1 as asked for"
+    assert swarm.join("back", 1, key="i").reason == "stage 1 as asked for"
 
 
 def cut_off(swarm: Swarm, seconds: int, *pairs: tuple[str, str], relayed: bool = False) -> None:
@@ -1359,7 +1359,6 @@ def test_an_address_that_nobody_can_dial_is_refused() -> None:
         {"node": "a/1"},
         {"node": "x" * 129},
         {"node": "\N{CYRILLIC SMALL LETTER A}"},
-        {"instance": "\x1b[2J"},
         {"data": "no digest"},
         {"host": "h\rb"},
         {"device": "GPU\u202e"},

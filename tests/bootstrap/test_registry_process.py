@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from planaria.bootstrap.client import RegistryClient
-from planaria.bootstrap.membership import PROTOCOL
-from planaria.bootstrap.registry_pb2 import JoinRequest, View
+from planaria.bootstrap.registry_pb2 import View
 from planaria.node.run_file import loads
+from tests.bootstrap.conftest import identity, joining
 
 TIMEOUT = 60.0  # seconds; only a hanging test gets there
 
@@ -79,26 +79,22 @@ def port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-def request(node: str) -> JoinRequest:
-    return JoinRequest(protocol=PROTOCOL, node=node, address=f"{node}:1")
-
-
 async def test_killed_and_restarted_view_numbers_grow(tmp_path: Path, port: int) -> None:
     journal = tmp_path / "journal"
     views: asyncio.Queue[View] = asyncio.Queue()
     evicted: list[str] = []
     async with registry(journal, port) as first:
         client = RegistryClient([f"127.0.0.1:{port}"])
-        reply = await client.join(request("a"))
+        reply = await client.join(joining("a", "a:1"), identity("a"))
         keeping = asyncio.create_task(
             client.keep_membership("a", reply, views.put_nowait, evicted.append)
         )
         other = RegistryClient([f"127.0.0.1:{port}"])
-        before = (await other.join(request("b"))).view
+        before = (await other.join(joining("b", "b:1"), identity("b"))).view
         await end(first, signal.SIGKILL)
 
     async with registry(journal, port) as second:
-        after = (await other.join(request("c"))).view
+        after = (await other.join(joining("c", "c:1"), identity("c"))).view
         assert after.number > before.number
         assert [m.node for m in after.members] == ["a", "b", "c"]
         assert after.driver == before.driver == "a"
@@ -132,7 +128,8 @@ async def test_the_command_serves_without_torch_and_extras(tmp_path: Path, port:
     options = ("--listen", f"127.0.0.1:{port}", "--run", str(run_file))
     async with python("-c", BARE, "bootstrap", *options) as process:
         client = RegistryClient([f"127.0.0.1:{port}"])
-        reply = await client.join(request("a"))
+        run = (await client.describe()).run
+        reply = await client.join(joining("a", run=run), identity("a"))
         assert loads(reply.run_file).model.stages == 6
         await client.close()
         assert await end(process, signal.SIGTERM) == 0

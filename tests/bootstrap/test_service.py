@@ -33,7 +33,7 @@ from planaria.bootstrap.registry_pb2 import (
     Complaint,
     ExamineRequest,
     JoinReply,
-    JoinRequest,
+    LeaveRequest,
     LinkReport,
     Renewal,
     Report,
@@ -51,6 +51,7 @@ from planaria.bootstrap.service import (
     Limits,
     RegistryServer,
 )
+from tests.bootstrap.conftest import identity, joining, signed
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 TIMEOUT = 120.0  # seconds; only a hanging test gets there
@@ -134,7 +135,7 @@ async def test_leave_is_told_to_the_others_and_is_no_eviction(place: Any) -> Non
 async def test_the_evicted_are_told_why(place: Any) -> None:
     a = await place.node("a")
     other = place.client()
-    await other.join(JoinRequest(protocol=PROTOCOL, node="new", address="a:1"))
+    await other.join(joining("new", "a:1"), identity("a"))
     await other.close()
     assert "restarted: new joined from a:1" in await asyncio.wait_for(a.evicted, TIMEOUT)
     await asyncio.wait_for(a.keeping, TIMEOUT)
@@ -144,7 +145,9 @@ async def test_suspect_asks_the_accused_which_answers(place: Any) -> None:
     await place.node("a")
     b = await place.node("b")
     channel, stub = raw(place)
-    verdict = await stub.Suspect(Suspicion(accuser="a", accused="b", why="silent"), timeout=TIMEOUT)
+    verdict = await stub.Suspect(
+        signed(Suspicion(accuser="a", accused="b", why="silent"), "a"), timeout=TIMEOUT
+    )
     assert verdict.member
     assert verdict.reason == "b answered the registry's probe"
     b.client.suspect("a", "silent too")
@@ -155,18 +158,18 @@ async def test_suspect_asks_the_accused_which_answers(place: Any) -> None:
 async def test_whom_the_driver_accuses_for_cause_hears_how_long_it_has_to_wait(place: Any) -> None:
     nodes = [await place.node(name, stage=stage) for stage, name in enumerate("abc")]
     client = place.client()
-    request = JoinRequest(protocol=PROTOCOL, node="d", address="d:1", stage=1, instance="i")
-    await client.join(request)
+    request = joining("d", "d:1", stage=1)
+    await client.join(request, identity("d"))
     await nodes[0].sees(lambda view: "d" in names(view))
     nodes[0].client.suspect("d", "NaN in microbatch 3", NONFINITE)
     view = await nodes[0].sees(lambda view: "d" not in names(view))
     assert "nonfinite: NaN in microbatch 3, says a, which drives" in view.reason
     request.node = "e"
     with pytest.raises(InQuarantine, match="evicted for cause as d") as caught:
-        await client.join(request)
+        await client.join(request, identity("d"))
     assert 0 < caught.value.seconds <= 30
     description = await client.describe()
-    assert [one.instance for one in description.quarantined] == ["i"]
+    assert [one.instance for one in description.quarantined] == [identity("d").instance]
     assert [one.member.node for one in description.evictions] == ["d"]
     await client.close()
 
@@ -174,7 +177,7 @@ async def test_whom_the_driver_accuses_for_cause_hears_how_long_it_has_to_wait(p
 async def test_suspecting_strangers_and_by_strangers(place: Any) -> None:
     await place.node("a")
     channel, stub = raw(place)
-    verdict = await stub.Suspect(Suspicion(accuser="a", accused="ghost"))
+    verdict = await stub.Suspect(signed(Suspicion(accuser="a", accused="ghost"), "a"))
     assert not verdict.member
     with pytest.raises(grpc.aio.AioRpcError, match="accuser 'ghost' is no member"):
         await stub.Suspect(Suspicion(accuser="ghost", accused="a"))
@@ -185,11 +188,12 @@ async def test_a_frozen_suspect_is_evicted_long_before_its_lease_ends(serve: Ser
     async with serve(MembershipRules(run="r", stages=2, lease=1000, probe_timeout=0.2)) as place:
         a = await place.node("a")
         channel, stub = raw(place)
-        await stub.Join(JoinRequest(protocol=PROTOCOL, node="frozen", address="f:1"))
+        await stub.Join(joining("frozen", "f:1"))
         call = stub.KeepAlive()
-        await call.write(Renewal(node="frozen", run="r"))
+        await call.write(signed(Renewal(node="frozen", run="r"), "frozen"))
         await call.read()
-        verdict = await stub.Suspect(Suspicion(accuser="a", accused="frozen", why="silent"))
+        suspicion = signed(Suspicion(accuser="a", accused="frozen", why="silent"), "a")
+        verdict = await stub.Suspect(suspicion)
         assert not verdict.member
         assert "no answer to a probe" in verdict.reason
         await a.sees(lambda view: "frozen" not in names(view) and view.number == verdict.view)
@@ -253,15 +257,15 @@ async def test_health_and_reflection(place: Any) -> None:
 
 async def test_input_without_measure_is_refused(place: Any) -> None:
     channel, stub = raw(place)
-    await stub.Join(JoinRequest(protocol=PROTOCOL, node="a", address="a:1"))
+    await stub.Join(joining("a", "a:1"))
     with pytest.raises(grpc.aio.AioRpcError, match=f"host has {NAME_BYTES + 1} bytes"):
-        await stub.Join(JoinRequest(protocol=PROTOCOL, node="x", host="h" * (NAME_BYTES + 1)))
+        await stub.Join(joining("x", host="h" * (NAME_BYTES + 1)))
     for bad, message in (
         (Renewal(node="a", report=Report(trouble="m" * RENEWAL_BYTES)), "a renewal of"),
         (Renewal(node="b"), "a renewal of 'b' on the stream of 'a'"),
     ):
         call = stub.KeepAlive()
-        await call.write(Renewal(node="a", run="r"))
+        await call.write(signed(Renewal(node="a", run="r"), "a"))
         await call.read()
         await call.write(bad)
         with pytest.raises(grpc.aio.AioRpcError, match=message):
@@ -283,13 +287,57 @@ async def test_a_node_with_too_much_to_say_says_what_there_is_room_for(place: An
     assert not a.evicted.done()
 
 
+async def test_a_join_that_is_not_signed_by_the_key_that_it_shows_is_refused(place: Any) -> None:
+    channel, stub = raw(place)
+    unsigned, of_another, changed = joining("x"), joining("x"), joining("x")
+    unsigned.ClearField("signature")
+    of_another.key = identity("y").public
+    changed.address = "y:1"
+    for request in (unsigned, of_another, changed):
+        with pytest.raises(grpc.aio.AioRpcError, match="join of x is not signed by the key"):
+            await stub.Join(request)
+    with pytest.raises(grpc.aio.AioRpcError, match="serves run r, not 'another'"):
+        await stub.Join(signed(joining("x", run="another"), "x"))
+    assert place.registry.members == 0
+    await channel.close()
+
+
+async def test_nobody_speaks_for_another(place: Any, caplog: pytest.LogCaptureFixture) -> None:
+    a, b = await place.node("a"), await place.node("b")
+    channel, stub = raw(place)
+    of_another_run = LeaveRequest(node="a")
+    identity("a").sign_message(of_another_run, "another run")
+    as_another_message = signed(LeaveRequest(node="a", why="b"), "a").signature
+    for call in (
+        lambda: stub.Leave(LeaveRequest(node="a", why="gone")),
+        lambda: stub.Leave(signed(LeaveRequest(node="a", why="gone"), "b")),
+        lambda: stub.Leave(of_another_run),
+        lambda: stub.Suspect(signed(Suspicion(accuser="a", accused="b", why="mad"), "b")),
+        lambda: stub.Suspect(Suspicion(accuser="a", accused="b", signature=as_another_message)),
+        lambda: stub.KeepAlive(iter([signed(Renewal(node="a", run="r"), "b")])).read(),
+        lambda: stub.KeepAlive(iter([Renewal(node="a", run="r", report=Report())])).read(),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match=r"ipv4.* in the name of a, not sig") as e:
+            await call()
+        assert e.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    with pytest.raises(JoinRefused, match="node a is a member already"):
+        await b.client.join(joining("a", "a:1"), identity("b"))
+    description = await until_described(place, lambda d: True)
+    assert names(description.view) == {"a", "b"}
+    assert not [told for told in description.decisions if "suspected" in told]
+    assert not a.evicted.done()
+    said = [r.getMessage() for r in caplog.records if "in the name of a" in r.getMessage()]
+    assert len(said) == 7
+    await channel.close()
+
+
 async def test_streams_and_watchers_are_limited(serve: Serve) -> None:
     async with serve(limits=Limits(streams=1, watchers=1)) as place:
         channel, stub = raw(place)
-        await stub.Join(JoinRequest(protocol=PROTOCOL, node="a", address="a:1"))
+        await stub.Join(joining("a", "a:1"))
         watch, keep_alive = stub.Watch(WatchRequest()), stub.KeepAlive()
         await watch.read()
-        await keep_alive.write(Renewal(node="a", run="r"))
+        await keep_alive.write(signed(Renewal(node="a", run="r"), "a"))
         await keep_alive.read()
         with pytest.raises(grpc.aio.AioRpcError, match="too many who watch"):
             await stub.Watch(WatchRequest()).read()
@@ -312,7 +360,7 @@ async def test_a_newer_stream_takes_the_place_of_an_older_one(place: Any) -> Non
     a = await place.node("a")
     channel, stub = raw(place)
     call = stub.KeepAlive()
-    await call.write(Renewal(node="a", run="r"))
+    await call.write(signed(Renewal(node="a", run="r"), "a"))
     await call.read()
     assert not a.evicted.done()
     description = await until_described(place, lambda d: True)
@@ -449,7 +497,7 @@ async def test_join_token(serve: Serve) -> None:
         for token, message in (("", "asks for a join token"), ("wrong", "is not this run's")):
             client = RegistryClient([place.address], Credentials(token=token))
             with pytest.raises(JoinRefused, match=message):
-                await client.join(JoinRequest(protocol=PROTOCOL, node="b", address="b:1"))
+                await client.join(joining("b", "b:1"), identity("b"))
             await client.close()
         channel, _ = raw(place)
         health = health_pb2_grpc.HealthStub(channel)
@@ -460,13 +508,13 @@ async def test_join_token(serve: Serve) -> None:
 async def test_unreachable_registry_is_named_with_what_to_check() -> None:
     client = RegistryClient(["127.0.0.1:1"])
     with pytest.raises(RegistryUnreachable, match=r"127\.0\.0\.1:1.*UNAVAILABLE.*Check that"):
-        await client.join(JoinRequest(protocol=PROTOCOL, node="a"), deadline=0.1)
+        await client.join(joining("a"), identity("a"), deadline=0.1)
     await client.close()
 
 
 async def test_any_of_the_addresses_will_do(place: Any) -> None:
     client = RegistryClient(["127.0.0.1:1", place.address])
-    reply = await client.join(JoinRequest(protocol=PROTOCOL, node="a", address="a:1"))
+    reply = await client.join(joining("a", "a:1"), identity("a"))
     assert names(reply.view) == {"a"}
     await client.close()
 

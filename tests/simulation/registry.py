@@ -205,7 +205,7 @@ class Client:
             stage=node.wanted,
             saved=node.wanted is not None and node.cluster.hosts[node.process.host].stage is None,
             room=node.room,
-            instance=node.process.host,
+            key=node.process.host.encode(),
             question=self.question,
             answered=self.answered,
         )

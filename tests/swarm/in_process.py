@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.membership import (
     Dial,
     Evict,
@@ -83,8 +84,8 @@ class LocalClient:
     def heard(self) -> bool:
         return self.alive and not self.away
 
-    async def join(self, request: registry.JoinRequest) -> registry.JoinReply:
-        self.node = request.node
+    async def join(self, request: registry.JoinRequest, identity: Identity) -> registry.JoinReply:
+        self.node, request.key = request.node, identity.public
         self.registry.nodes[self.node] = self
         while True:
             try:

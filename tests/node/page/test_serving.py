@@ -8,6 +8,7 @@ import urllib.request
 
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.client import RegistryClient
+from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.membership import PROTOCOL, MembershipRules
 from planaria.bootstrap.registry_pb2 import JoinRequest, Report, SeatReport
 from planaria.bootstrap.service import RegistryServer
@@ -33,7 +34,8 @@ async def test_what_a_node_tells_is_on_its_registrys_page() -> None:
     async with asyncio.timeout(DEADLINE), page_beside(registry, RUN, Place(HERE), price=0.5):
         url = (await client.describe()).page
         assert url.startswith("http://127.0.0.1:")
-        reply = await client.join(JoinRequest(protocol=PROTOCOL, node="00aa", stage=0, room=1))
+        request = JoinRequest(protocol=PROTOCOL, run="prose-1", node="00aa", stage=0, room=1)
+        reply = await client.join(request, Identity.generate())
         ignored = lambda told: None  # noqa: E731
         member = client.keep_membership("00aa", reply, ignored, ignored)
         keeping = asyncio.create_task(member)
