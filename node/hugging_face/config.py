@@ -107,6 +107,8 @@ def to_config(config: ModelConfig, dtype: str, end_of_document: int | None) -> d
             said["sliding_window"] = None
             if config.family == "qwen2":  # which has no such key
                 del said["head_dim"]
+    if config.block_causal:  # ours alone, so only where it says something
+        said["attn_mask_type"] = config.attn_mask_type
     return ALWAYS | OF_FAMILY[config.family] | said
 
 
@@ -197,6 +199,7 @@ def _config(said: dict[str, Any], family: Family) -> ModelConfig:
         positions=positions,
         window=window,
         rope_scaling=scaling,
+        attn_mask_type="block_causal" if said.get("attn_mask_type") == "block_causal" else "causal",
     )
 
 

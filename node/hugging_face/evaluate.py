@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from planaria.node.data.corpus import SPLITS, UNSCORED, Corpus, CorpusError, file_checksum
-from planaria.node.data.mixture import inputs_and_targets
+from planaria.node.data.mixture import beginnings, inputs_and_targets
 from planaria.node.hugging_face.checkpoint import TOKENIZER
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.report.progress import Track, untracked
@@ -46,13 +47,17 @@ class Evaluation:
 
 
 class Portion:
-    """The first `samples` samples of a split of the prepared folder `data`, or all of them."""
+    """The first `samples` samples of a split of the prepared folder `data`, or all of them, for a
+    model that keeps documents `apart` or doesn't."""
 
-    def __init__(self, data: Path, split: str, context: int, samples: int | None) -> None:
+    def __init__(
+        self, data: Path, split: str, context: int, samples: int | None, apart: bool
+    ) -> None:
         """Raises CorpusError."""
         if split not in SPLITS:
             raise CorpusError(f"--split {split}: there are {' and '.join(SPLITS)}")
         self.corpus, self._split, self._context = Corpus.open(data), split, context
+        self._apart = apart
         there = self.corpus.count(split, context)
         if not there:
             raise CorpusError(
@@ -61,13 +66,17 @@ class Portion:
         self.count = min(samples or there, there)
         self._scored = 0
 
-    def rows(self, first: int, most: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of at most so many from the first on: int64 [B, context] each. Raises
-        CorpusError."""
+    def rows(self, first: int, most: int) -> tuple[Tensor, ...]:
+        """Of at most so many from the first on, inputs and targets and, if documents are kept
+        apart, which inputs begin one: int64 [B, context] each. Raises CorpusError."""
         rows = range(first, min(first + most, self.count))
         inputs, targets = inputs_and_targets(self.corpus, self._split, self._context, rows)
         self._scored += int((targets != UNSCORED).sum())
-        return torch.from_numpy(inputs), torch.from_numpy(targets)
+        found = [inputs, targets]
+        if self._apart:
+            begins = beginnings(self.corpus, self._split, self._context, rows)
+            found.append(begins.astype(np.int64))
+        return tuple(torch.from_numpy(each) for each in found)
 
     def evaluation(self, total: float) -> Evaluation:
         """`total`: the sum of the losses of all that `rows` has given and that is scored. Raises
@@ -94,7 +103,8 @@ def evaluate(
     """On that portion, whose samples are as long as the model's context, LONGEST tokens at most.
     `folder`: the model's. Raises CorpusError when the data can't be used, or was made with another
     tokenizer."""
-    portion = Portion(data, split, min(model.config.context, LONGEST), samples)
+    config = model.config
+    portion = Portion(data, split, min(config.context, LONGEST), samples, config.block_causal)
     if file_checksum(folder / TOKENIZER) != portion.corpus.index.tokenizer:
         raise CorpusError(
             f"{data} was prepared with another tokenizer than the model's: prepare the text with "

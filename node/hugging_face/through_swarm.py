@@ -76,21 +76,19 @@ class LivingStages(LivingRun):
         x = await self._look(0, [await self._body(tokens)], head=True)
         return _of(x, (1, 1, self.config.vocabulary), "the head")[0, 0]
 
-    async def loss(self, inputs: Tensor, targets: Tensor) -> float:
-        """In nats, the sum over what is scored: int64 [B, T] each, B at most `rows`. Raises
-        ExportError."""
-        x = await self._body(inputs)
+    async def loss(self, inputs: Tensor, targets: Tensor, *begins: Tensor) -> float:
+        """As `WholeModel.loss`, B at most `rows`. Raises ExportError."""
+        x = await self._body(inputs, *begins)
         found = await self._look(0, [x, targets.contiguous()], head=True)
         return float(_of(found, (1,), "the head"))
 
-    async def _body(self, tokens: Tensor) -> Tensor:
-        """What the last stage makes of it: int64 [B, T] to float32 [B, T,
-        crossing]."""
-        x = tokens.contiguous()
+    async def _body(self, *inputs: Tensor) -> Tensor:
+        """What the last stage makes of these: int64 [B, T] each to float32 [B, T, crossing]."""
+        shown = [each.contiguous() for each in inputs]
         for stage in range(self.config.stages + 1):
-            seen = await self._look(stage, [x])
-            x = _of(seen, (*tokens.shape, self.config.crossing), f"stage {stage}")
-        return x
+            seen = await self._look(stage, shown)
+            shown = [_of(seen, (*inputs[0].shape, self.config.crossing), f"stage {stage}")]
+        return shown[0]
 
     def speaker(self, tokenizer: Tokenizer, end: int | None) -> Speaker:
         """For a thread that isn't the event loop's."""
@@ -215,7 +213,7 @@ async def evaluate_swarm(
                 f"can be shown to a stage at a time: `planaria export --join` the model, and "
                 "evaluate that"
             )
-        portion = Portion(data, split, config.context, samples)
+        portion = Portion(data, split, config.context, samples, config.block_causal)
         losses: deque[asyncio.Task[float]] = deque()
         total = 0.0
         try:

@@ -48,7 +48,8 @@ class WholeModel:
         return self._ends.logits(x).float()
 
     @torch.inference_mode()
-    def loss(self, inputs: Tensor, targets: Tensor) -> float:
-        """In nats, the sum over what is scored: int64 [B, T] each."""
-        x = self._body(self._ends.embed(inputs.to(self.device)))
+    def loss(self, inputs: Tensor, targets: Tensor, *begins: Tensor) -> float:
+        """In nats, the sum over what is scored: int64 [B, T] each. `begins`: which inputs begin a
+        document, where the model keeps these apart."""
+        x = self._body(self._ends.embed(*(each.to(self.device) for each in (inputs, *begins))))
         return float(self._ends.loss(x, targets.to(self.device)))

@@ -159,7 +159,7 @@ class TorchStage:
 
     @torch.no_grad()
     def look(self, shown: Sequence[Tensor], head: bool, weights: Tensor | None = None) -> Tensor:
-        forms = self._forms(head and len(shown) > 1, head)
+        forms = self._forms(head, len(shown))
         if [(x.dtype, x.shape[2:]) for x in shown] != forms or any(x.dim() < 2 for x in shown):
             what = " and ".join(f"{x.dtype} {list(x.shape)}" for x in shown)
             raise ValueError(f"stage {self.stage} makes nothing of {what}")
@@ -169,29 +169,31 @@ class TorchStage:
         if not 0 < length <= self.config.context:
             raise ValueError(f"{length} tokens, not 1 to {self.config.context}")
         if any(x.shape[:2] != (rows, length) for x in shown):
-            raise ValueError("targets of another shape than what they are of")
-        for x in (x for x in shown if x.dtype == torch.int64):
-            tokens = x if len(shown) == 1 else x[x != UNSCORED]  # of targets
+            raise ValueError("what is beside it is of another shape")
+        for x in (shown[1:] if head else shown[:1]) if self.stage == 0 else ():
+            tokens = x[x != UNSCORED] if head else x  # of targets
             if ((tokens < 0) | (tokens >= self.config.vocabulary)).any():
                 raise ValueError(f"a token that is none of {self.config.vocabulary}")
         try:
             module = self._module if weights is None else self._with(weights)
-            x, *targets = (one.to(self._device) for one in shown)
+            x, *beside = (one.to(self._device) for one in shown)
             if not isinstance(module, EmbeddingStage):
                 y: Tensor = module(x)
                 return y
-            if targets:
-                return module.loss(x, targets[0]).reshape(1)
-            return module.logits(x[:, -1:]) if head else module.embed(x)
+            if not head:
+                return module.embed(x, *(begins != 0 for begins in beside))
+            return module.loss(x, *beside).reshape(1) if beside else module.logits(x[:, -1:])
         except RuntimeError as error:  # there is no memory for it, for one
             raise ValueError(f"stage {self.stage} can't look at it: {error}") from error
 
-    def _forms(self, losses: bool, head: bool) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-        """Of what is looked at: dtypes, and shapes but for rows and tokens."""
-        inner = (torch.float32, (self.config.crossing,))
-        if self.stage == 0 and losses:
-            return [inner, (torch.int64, ())]
-        return [inner if self.stage > 0 or head else (torch.int64, ())]
+    def _forms(self, head: bool, count: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        """Of what is looked at: dtypes, and shapes but for rows and tokens. Beside it are targets
+        for the head, or where documents begin, if attention is to know."""
+        inner: tuple[torch.dtype, tuple[int, ...]] = (torch.float32, (self.config.crossing,))
+        tokens: tuple[torch.dtype, tuple[int, ...]] = (torch.int64, ())
+        seen = inner if self.stage > 0 or head else tokens
+        beside = self.stage == 0 and count > 1 and (head or self.config.block_causal)
+        return [seen, tokens] if beside else [seen]
 
     def _with(self, weights: Tensor) -> Stage:
         """The stage with these, float32 [n] as in `tensors`; kept as long as they are there."""

@@ -31,7 +31,8 @@ def transformers_loss(folder: Path, rows: torch.Tensor) -> float:
 
 
 def test_the_model_of_a_living_run_is_a_folder_that_transformers_reads(up, data, tmp_path) -> None:
-    swarm = up(small(steps=100_000, saves__every=4), "--kill", "1@6")
+    run = small(steps=100_000, saves__every=4, model__attn_mask_type="block_causal")
+    swarm = up(run, "--kill", "1@6")
     swarm.wait_until("saves of one step", lambda: swarm.committed() >= 14)
     living = tmp_path / "living"
     join = (swarm.out / "registry.address").read_text().strip()

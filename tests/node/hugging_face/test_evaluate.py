@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import math
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from planaria.node.data.corpus import UNSCORED, CorpusError
-from planaria.node.hugging_face.evaluate import Portion
+from planaria.node.hugging_face.evaluate import Portion, evaluate
+from planaria.node.hugging_face.whole_model import WholeModel
+from planaria.node.run_file import RunFile, override
+from planaria.node.stage.arithmetic import TorchStage
+from tests.node.hugging_face.test_folders import exported
+from tests.node.stage.shapes import GROUPED
+
+CPU = torch.device("cpu")
 
 
 def test_all_of_a_text_is_scored(data: Path) -> None:
-    portion = Portion(data, "validation", 16, samples=5)
+    portion = Portion(data, "validation", 16, samples=5, apart=False)
     inputs, targets = portion.rows(0, 3)
     assert inputs.shape == targets.shape == (3, 16)
     assert (targets[:, :-1] == inputs[:, 1:]).all()
@@ -24,7 +35,7 @@ def test_all_of_a_text_is_scored(data: Path) -> None:
 
 
 def test_of_conversations_what_the_assistant_says(conversations: Path) -> None:
-    portion = Portion(conversations, "train", 16, samples=None)
+    portion = Portion(conversations, "train", 16, samples=None, apart=False)
     _, targets = portion.rows(0, portion.count)
     scored = int((targets != UNSCORED).sum())
     assert 0 < scored < targets.numel()
@@ -32,7 +43,54 @@ def test_of_conversations_what_the_assistant_says(conversations: Path) -> None:
     assert (found.tokens, found.loss) == (scored, 3.0)
     assert found.perplexity == math.exp(3.0)
     assert list(found.rows()) == ["tokens", "loss", "perplexity"]
-    mute = Portion(conversations, "train", 2, samples=1)  # its words are a role, and nobody's
+    mute = Portion(
+        conversations, "train", 2, samples=1, apart=False
+    )  # its words are a role, and nobody's
     assert (mute.rows(0, 1)[1] == UNSCORED).all()
     with pytest.raises(CorpusError, match=r"none of the tokens in 1 samples .* is scored"):
         mute.evaluation(0.0)
+
+
+def in_transformers(folder: Path, *rows: torch.Tensor) -> float:
+    """The mean loss of inputs, targets, beginnings: of each document it sees nothing but that."""
+    from transformers import AutoModelForCausalLM
+
+    model, total = AutoModelForCausalLM.from_pretrained(folder).eval(), 0.0
+    for inputs, targets, begins in zip(*rows, strict=True):
+        for at in np.split(np.arange(len(inputs)), np.flatnonzero(begins[1:]) + 1):
+            with torch.inference_mode():
+                logits = model(inputs[None, at]).logits[0]
+            total += float(torch.nn.functional.cross_entropy(logits, targets[at], reduction="sum"))
+    return total / int((rows[1] != UNSCORED).sum())
+
+
+def test_documents_are_kept_apart_for_a_model_that_was_trained_so(
+    conversations: Path, tmp_path: Path
+) -> None:
+    """By the folder that was exported, and by the stages of a swarm."""
+    run = override(RunFile(), training__batch=64, training__microbatch=64)
+    apart = replace(GROUPED, vocabulary=512, attn_mask_type="block_causal")
+    losses, flat = {}, {}
+    for config in (replace(apart, attn_mask_type="causal"), apart):
+        folder = tmp_path / config.attn_mask_type
+        flat = exported(folder, config)
+        shutil.copy(conversations / "tokenizer.json", folder)
+        model = WholeModel.load(folder, CPU)
+        losses[config.attn_mask_type] = evaluate(model, folder, conversations, "train", 40).loss
+    portion = Portion(conversations, "train", apart.context, 40, apart=True)
+    inputs, targets, begins = portion.rows(0, portion.count)
+    assert begins[:, 1:].any()
+    wanted = in_transformers(tmp_path / "block_causal", inputs, targets, begins)
+    assert losses["block_causal"] == pytest.approx(wanted, abs=1e-4)
+    assert abs(losses["causal"] - wanted) > 1e-3
+    stages = [
+        TorchStage("a", stage, run, apart, CPU, corpus=None) for stage in range(apart.stages + 1)
+    ]
+    x = stages[0].look([inputs, begins], head=False, weights=flat[0])
+    for stage in stages[1:]:
+        x = stage.look([x], head=False, weights=flat[stage.stage])
+    seen = stages[0].look([x, targets], head=True, weights=flat[0])
+    scored = int((targets != UNSCORED).sum())
+    assert float(seen) / scored == pytest.approx(losses["block_causal"], abs=1e-4)
+    with pytest.raises(ValueError, match="a token that is none of 512"):
+        stages[0].look([targets.clamp(max=-1), begins], head=False)
