@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import re
 import socket
@@ -139,6 +138,8 @@ async def resolved_not_to_dial(text: str, reach: Reach) -> str:
 
 async def reach_by(addresses: Iterable[str]) -> Reach:
     """Of who speaks with one that is at these, HOST:PORT each. Raises AddressError."""
+    import asyncio  # not above: agents know addresses, and no loop
+
     parsed = [Address.parse(address) for address in addresses]
     found = await asyncio.gather(*map(_stands_for, parsed))
     return Reach.of([host for hosts in found for host in hosts])
@@ -146,6 +147,8 @@ async def reach_by(addresses: Iterable[str]) -> Reach:
 
 async def _stands_for(address: Address) -> list[str]:
     """IP addresses; a name that can't be looked up stands for none but itself."""
+    import asyncio
+
     host, port = address
     if _ip(host) is not None:
         return [host]
