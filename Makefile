@@ -9,7 +9,7 @@ CHECK = 'import sys; v = tuple(sys.version_info[:3]); v >= (3, $(LEAST)) or sys.
 # Tests of live swarms mostly wait.
 WORKERS = 'import os; print(3 * len(os.sched_getaffinity(0)) // 2 or 1)'
 
-.PHONY: demo test bench lint proto docs dist clean
+.PHONY: demo test fuzz bench lint proto docs dist clean
 
 demo: .venv/installed
 	rm -rf out/demo
@@ -17,6 +17,12 @@ demo: .venv/installed
 
 test: .venv/installed-dev
 	.venv/bin/pytest -n $$(.venv/bin/python -c $(WORKERS)) --dist worksteal
+
+# What reads bytes from outside, each for so many seconds; `TARGETS="frames journals"` for some.
+fuzz: SECONDS = 600
+fuzz: .venv/installed-dev
+	$(PIP_INSTALL) -e '.[fuzz]'
+	PYTHONPATH=.:tests .venv/bin/python -m tests.fuzz --seconds $(SECONDS) $(TARGETS)
 
 bench: .venv/installed-dev
 	.venv/bin/python -m bench

@@ -51,7 +51,7 @@ class Address(NamedTuple):
             raise _wrong(text, "has colons in its host: give an IPv6 address as [ADDRESS]:PORT")
         if not (port.isascii() and port.isdecimal()):
             raise _wrong(text, f"has {port!r} for a port: give a number from 0 to {PORTS}")
-        if int(port) > PORTS:
+        if len(port) > len(str(PORTS)) or int(port) > PORTS:
             raise _wrong(text, f"has port {port}: a port is at most {PORTS}")
         return cls(host.strip("[]"), int(port))
 

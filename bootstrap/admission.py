@@ -1,9 +1,9 @@
 """Who a run lets in, on disk: its authority's key, and what was decided about invites and bans.
 
 A folder of the registry's that only its owner may read has `authority.pem` (key and certificate)
-and `invites.jsonl`, a record a line, the newest last, in which each is before anybody hears of it. A
-line that a crash has cut off at the end is dropped. Without a folder all is in memory, for as long
-as the process lives.
+and `invites.jsonl`, a record a line, the newest last, in which each is before anybody hears of it.
+A line that a crash has cut off at the end is dropped. Without a folder all is in memory, for as
+long as the process lives.
 """
 
 from __future__ import annotations

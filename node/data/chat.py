@@ -27,6 +27,18 @@ BEGIN, END = "\ufdd0", "\ufdd1"
 MARKED: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 SPECIAL: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
+_FAILURES: Final = (
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    SyntaxError,  # Python finds it in what Jinja has made of the template
+    RuntimeError,  # RecursionError among them
+    MemoryError,
+)
+"""What a template may raise, which is a program of whoever wrote it."""
+
 
 class Conversation(NamedTuple):
     """One that is there in messages."""
@@ -70,6 +82,8 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise CorpusError(f"{name}, line {error.lineno}: {error.message}") from error
+        except _FAILURES as error:
+            raise CorpusError(f"{name} is no template: {error!r}") from error
 
     def render(self, conversation: Conversation) -> Rendered:
         """Raises CorpusError."""
@@ -105,8 +119,9 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._special,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
-            raise CorpusError(f"{conversation.place}: {self._name} refuses it: {error}") from error
+        except (jinja2.TemplateError, *_FAILURES) as error:
+            why = str(error) or type(error).__name__
+            raise CorpusError(f"{conversation.place}: {self._name} refuses it: {why}") from error
 
 
 def template_of(tokenizer: Path, file: Path | None = None) -> ChatTemplate:

@@ -415,6 +415,7 @@ def read_index(path: Path) -> Index:
         UnicodeDecodeError,
         KeyError,
         TypeError,
+        RecursionError,
     ) as error:
         raise CorpusError(f"{file} is damaged ({error}): {_remedy(path)}") from error
     damaged = set(index.splits) != set(SPLITS) or index.content != index.content_hash()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from xxhash import xxh3_128
 
 from planaria.node.hugging_face.config import (
+    NO_SENSE,
     UnsupportedModelError,
     check_not_adapters,
     read_config,
@@ -68,7 +69,7 @@ class Checkpoint:
         try:
             config = read_config(folder)
             found = {name: place for file in _files(folder) for name, place in _header(file)}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, *NO_SENSE) as error:
             raise UnsupportedModelError(
                 f"{folder} holds no model that can be read: {error}. Name a folder as "
                 "`save_pretrained` of transformers and `planaria export` write them"

@@ -44,6 +44,16 @@ SUPPORTED: Final = (
 STRETCHED: Final = "llama3"
 """The type of RoPE that shape.RopeScaling is."""
 
+NO_SENSE: Final = (
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What reading JSON raises that isn't what it should be, with figures like Infinity or 0."""
+
 
 class UnsupportedModelError(Exception):
     """A checkpoint that can't be used here; the message says what it has that we don't."""
@@ -133,7 +143,7 @@ def read_config(folder: Path) -> ModelConfig:
                 f"{path}: not supported here: {'; '.join(strange)}; {SUPPORTED}"
             )
         return _config(said, family)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except NO_SENSE as error:
         raise UnsupportedModelError(
             f"{path} is no model's: {type(error).__name__}: {error}"
         ) from error

@@ -362,7 +362,7 @@ def read_plan(folder: Path) -> SwarmPlan:
             f"the run in {folder} can't be used: {error}\nA run goes on with the very run file "
             "that it began with. If an older planaria wrote this one, go on with that planaria"
         ) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise SwarmError(
             f"there is no run in {folder}: {PLAN} there, or the run file that it names, can't be "
             f"read ({error}). Name the folder that `planaria up` wrote (--out), or its --save-dir"

@@ -40,6 +40,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_64, xxh3_64_hexdigest
@@ -69,6 +70,17 @@ _REMEDIES: Final = {
     errno.EPERM: "let this user write there",
     errno.EROFS: "mount it writable",
 }
+
+_NO_SENSE: Final = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    DecodeError,
+)
+"""What reading a header raises when it isn't what is written here."""
 
 Fields: TypeAlias = dict[str, str]
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -297,7 +309,7 @@ class SaveFile:
         try:
             with path.open("rb", buffering=0) as file:
                 fields = _read_header(path, file)
-                sizes = {name: values for name, values, _ in json.loads(fields["tensors"])}
+                sizes = {name: values for name, values, _ in _listed(fields)}
                 return cls(path, fields["run"], _state(fields), sizes, file.tell())
         except OSError as error:
             raise SaveError(f"{path} can't be read: {error.strerror}") from error
@@ -649,6 +661,17 @@ def _state(fields: Fields) -> StageState:
     )
 
 
+def _listed(fields: Fields) -> list[Listed]:
+    """Raises one of `_NO_SENSE`."""
+    listed: list[Listed] = json.loads(fields["tensors"])
+    for name, values, checksum in listed:
+        if not (isinstance(name, str) and isinstance(checksum, str)):
+            raise ValueError(f"a tensor is named {name!r}, with the checksum {checksum!r}")
+        if type(values) is not int or values < 0:
+            raise ValueError(f"{name} has {values!r} values")
+    return listed
+
+
 def _encode(fields: Fields) -> Bytes:
     header: dict[str, object] = {METADATA: {**fields, "xxh3": _checksum(fields)}}
     at = 0
@@ -664,7 +687,7 @@ def _encode(fields: Fields) -> Bytes:
 def _entries(fields: Fields) -> Iterator[tuple[str, list[int]]]:
     """The tensors that other readers find, end to end, and their shapes."""
     parameters = json.loads(fields["parameters"]) if "parameters" in fields else None
-    for tensor, values, _ in json.loads(fields["tensors"]):
+    for tensor, values, _ in _listed(fields):
         if parameters is None:
             yield tensor, [values]
         else:
@@ -689,16 +712,20 @@ def _read_header(path: Path, file: io.FileIO) -> Fields:
     try:
         fields: Fields = json.loads(text.tobytes())[METADATA]
         checksum = fields.pop("xxh3")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except _NO_SENSE as error:
         raise SaveError(f"{path} is damaged, or no save: its header can't be read") from error
     if checksum != _checksum(fields):
         raise SaveError(f"{path} is damaged: its header's checksum is not {checksum}")
     if fields.get("format") not in FORMATS:
         known = " and ".join(FORMATS)
         raise SaveError(f"{path} is in the format {fields.get('format')}; {known} are read here")
-    if not np.array_equal(_encode(fields)[8:], text):
+    try:
+        whole = np.array_equal(_encode(fields)[8:], text) and bool(_state(fields))
+        expected = 8 + length + VALUE * sum(values for _, values, _ in _listed(fields))
+    except _NO_SENSE as error:
+        raise SaveError(f"{path} is damaged: its header makes no sense ({error!r})") from error
+    if not whole or not isinstance(fields.get("run"), str):
         raise SaveError(f"{path} is damaged: its header contradicts itself")
-    expected = 8 + length + VALUE * sum(values for _, values, _ in json.loads(fields["tensors"]))
     if size != expected:
         raise SaveError(f"{path} is damaged: it has {size} bytes instead of {expected}")
     return fields
@@ -709,7 +736,7 @@ def _tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Each with the right checksum; none at all if not `keep`. Raises SaveError, OSError."""
     scratch = np.empty(CHUNK, np.uint8)
-    for name, values, checksum in json.loads(fields["tensors"]):
+    for name, values, checksum in _listed(fields):
         size = VALUE * values
         tensor = torch.empty(values if keep else 0)
         digest = xxh3_64()

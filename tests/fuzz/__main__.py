@@ -1,0 +1,100 @@
+"""Coverage-guided fuzz of the targets, one process each, by atheris; `make fuzz` runs it.
+
+What a target raises, and what takes too long or too much memory, is named with its traceback, kept
+in OUT/TARGET/found, and ends in exit status 1; it is to be copied to `found` beside this, where
+each test run reads it. What leads to new code is kept in OUT/TARGET/corpus for the next time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import atheris
+
+SECONDS_EACH = 10
+"""That an input may take."""
+MEMORY = 2048
+"""MiB that a target's process may have."""
+
+
+def fuzz(name: str, seconds: int, out: Path) -> None:
+    """Never returns: libFuzzer ends the process."""
+    with atheris.instrument_imports(include=["planaria"]):
+        from tests.fuzz.seeds import seeds
+        from tests.fuzz.targets import TARGETS
+    logging.disable()
+    corpus, found = out / name / "corpus", out / name / "found"
+    for folder in (corpus, found):
+        folder.mkdir(parents=True, exist_ok=True)
+    for data in seeds(name):
+        (corpus / hashlib.sha1(data).hexdigest()).write_bytes(data)
+    known: set[str] = set()
+
+    def target(data: bytes) -> None:
+        try:
+            TARGETS[name](data)
+        except Exception as error:  # noqa: BLE001 (it is what is looked for)
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"{type(error).__name__} at {last.filename}:{last.lineno}"
+            if what not in known:  # others come, too
+                known.add(what)
+                path = found / hashlib.sha1(what.encode()).hexdigest()[:12]
+                path.write_bytes(data)
+                print(f"FOUND by {name}: {path}", flush=True)
+                traceback.print_exc()
+
+    atheris.Setup(
+        [
+            sys.argv[0],
+            str(corpus),
+            f"-max_total_time={seconds}",
+            f"-timeout={SECONDS_EACH}",
+            f"-rss_limit_mb={MEMORY}",
+            "-max_len=4096",
+            "-print_final_stats=1",
+            f"-artifact_prefix={found}/",
+        ],
+        target,
+    )
+    atheris.Fuzz()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("targets", nargs="*", help="default: all")
+    parser.add_argument("--seconds", type=int, default=600, help="for each target")
+    parser.add_argument("--out", type=Path, default=Path("out/fuzz"))
+    parser.add_argument("--here", action="store_true", help="in this process; one target")
+    told = parser.parse_args()
+    if told.here:
+        fuzz(*told.targets, told.seconds, told.out)
+    from tests.fuzz.targets import TARGETS
+
+    if unknown := set(told.targets) - TARGETS.keys():
+        parser.error(f"{', '.join(unknown)}: no target; there are {', '.join(TARGETS)}")
+    failed = []
+    for name in told.targets or TARGETS:
+        print(f"{name}, for {told.seconds} s", flush=True)
+        command = [sys.executable, "-m", "tests.fuzz", name, "--here"]
+        command += ["--seconds", str(told.seconds), "--out", str(told.out)]
+        log = told.out / name / "log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as file:
+            done = subprocess.run(command, stdout=file, stderr=file, env=os.environ, check=False)
+        found = sorted((told.out / name / "found").glob("*"))
+        if done.returncode or found:
+            failed.append(name)
+            print(f"  exit status {done.returncode}, found {', '.join(map(str, found))}: see {log}")
+    print(f"found something: {', '.join(failed)}" if failed else "found nothing")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

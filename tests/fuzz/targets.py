@@ -1,0 +1,283 @@
+"""What reads bytes from outside, each as a function of bytes.
+
+A target returns, or what it reads is refused by the error that it documents; whatever else it
+raises is a bug. Where a checksum would hide all that is behind it, the target puts the right one
+there: a liar can, too. What is read is bounded, as it is where it comes in.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from xxhash import xxh3_64_hexdigest
+
+from planaria.bootstrap.address import Address, AddressError
+from planaria.bootstrap.identity import PUBLIC_BYTES, Identity, is_signed
+from planaria.bootstrap.journal import Journal, JournalError, _record, read_view
+from planaria.node.data.chat import ChatTemplate, Conversation
+from planaria.node.data.corpus import CorpusError, Index, read_index
+from planaria.node.hugging_face.checkpoint import ONE_FILE, Checkpoint
+from planaria.node.hugging_face.config import CONFIG, UnsupportedModelError, read_config, to_config
+from planaria.node.local.swarm import PLAN, SwarmError, read_plan
+from planaria.node.report.ledger import LedgerError, audit, check, merge
+from planaria.node.run_file import RunFileError, dumps, loads
+from planaria.node.stage.shape import ModelConfig
+from planaria.node.state.saves import METADATA, SaveError, SaveFile, _checksum, _encode
+from planaria.node.state.transfer import _parse_tensors
+from planaria.node.transaction.bounds import told_to_driver, told_to_member
+from planaria.node.transaction.rules import TransactionRules
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.chunks import Inbox, Outbox
+from planaria.node.wire.frames import HEAD_LIMIT, Frame, WireError, parse_chunk, seal, unseal
+from planaria.node.wire.session import Begun, Bounds, Forgotten, Hello, Outdated, Session
+from planaria.node.wire.tensors import decode
+
+RULES: Final = TransactionRules(
+    stages=4,
+    steps=100,
+    microbatches=4,
+    validation_microbatches=2,
+    validate_every=0,
+    clip=1.0,
+    policy="checkfree",
+    strict=True,
+    masking="reassign",
+    relearn=False,
+    progress=60.0,
+    lr_scale=lambda step, boosted_at: 1.0,
+)
+SMALL: Final = ModelConfig(
+    vocabulary=8,
+    dim=4,
+    heads=2,
+    kv_heads=2,
+    layers=1,
+    stages=1,
+    context=4,
+    hidden=4,
+    rope_theta=10_000.0,
+    norm_eps=1e-5,
+    learning_rate=1e-3,
+)
+BOUNDS: Final = Bounds(chunk=64, window=256, payload=1 << 16, messages=1 << 16, held=1 << 17)
+MESSAGES: Final = [
+    {"role": "user", "content": "What is a planarian?"},
+    {"role": "assistant", "content": "A flatworm."},
+]
+NOTHING: Final = memoryview(b"")
+
+
+@contextmanager
+def folder_with(**files: bytes) -> Iterator[Path]:
+    """Named by its file's names, with dots for double underscores."""
+    with tempfile.TemporaryDirectory(prefix="planaria-fuzz-") as made:
+        folder = Path(made)
+        for name, content in files.items():
+            (folder / name.replace("__", ".")).write_bytes(content)
+        yield folder
+
+
+def pieces(data: bytes) -> Iterator[bytes]:
+    """Each begins with its length, in two bytes."""
+    while data:
+        length = int.from_bytes(data[:2], "little")
+        yield data[2 : 2 + length]
+        data = data[2 + length :]
+
+
+def text_of(data: bytes) -> str:
+    return data.decode("utf-8", errors="replace")
+
+
+# --- links
+
+
+def chunks(data: bytes) -> None:
+    """Of a link whose peer sends what it likes, with checksums that are right."""
+    inbox, outbox = Inbox(BOUNDS.payload), Outbox(BOUNDS.chunk, BOUNDS.window)
+    outbox.push(Frame("state", (1, 1), {}, [], bytes(500)))
+    with suppress(WireError):
+        for piece in pieces(data):
+            outbox.next()
+            chunk = parse_chunk(piece)
+            with suppress(WireError):
+                chunk.verify()
+            if chunk.acknowledged:
+                outbox.acknowledge(chunk.frame, chunk.acknowledged - 1)
+            else:
+                inbox.receive(chunk)
+            inbox.acknowledgement()
+
+
+def frames(data: bytes) -> None:
+    """A head, and a payload behind it, which are taken for tensors if they say that they are."""
+    head, payload = data[2 : 2 + int.from_bytes(data[:2], "little")], data[2:]
+    payload = payload[len(head) :]
+    with suppress(WireError):
+        frame = Frame.parse(head, payload, BOUNDS.payload)
+        assert len(head) <= HEAD_LIMIT
+        decode(frame.descriptors, bytearray(payload))
+        packed = frame.head() if frame.fields else head
+        assert str(Frame.parse(packed, payload).fields) == str(frame.fields)
+
+
+def messages(data: bytes) -> None:
+    with suppress(WireError):
+        unseal(data)
+    with suppress(DecodeError):
+        message = pb.Message.FromString(unseal(seal(data)))
+        told_to_driver(message, RULES)
+        told_to_member(message, 2)
+        if message.WhichOneof("body") == "carried":
+            with suppress(WireError):
+                Frame.parse(message.carried.head, message.carried.payload)
+
+
+def hellos(data: bytes) -> None:
+    session = Session(7, BOUNDS)
+    session.send(b"message")
+    session.next_message()
+    session.send_frame(Frame("call", (1, 1), {}, [], b"payload"))
+    session.outbox.next()
+    for line in text_of(data).split("\n"):
+        for hello in (line, f"{line} {xxh3_64_hexdigest(line.encode())}"):
+            with suppress(WireError, Outdated, Begun, Forgotten):
+                session.resume(Hello.parse(hello))
+
+
+def manifests(data: bytes) -> None:
+    with suppress(WireError):
+        _parse_tensors(data)
+
+
+# --- files
+
+
+def journals(data: bytes) -> None:
+    """As they lie there, and as the records of one."""
+    records = b"".join(_record(n, piece) for n, piece in enumerate(pieces(data)))
+    for content in (data, records):
+        with folder_with(journal=content) as folder, suppress(JournalError):
+            read_view(folder / "journal")
+            Journal(folder / "journal", "r").close()
+
+
+def ledgers(data: bytes) -> None:
+    with folder_with(**{"ledger__jsonl": data}) as folder, suppress(LedgerError):
+        merged = merge([folder / "ledger.jsonl"])
+        if merged.header.get("steps", 0) <= 100 and merged.header["batch"] <= 64:
+            check(merged)
+            audit(folder)
+
+
+def saves(data: bytes) -> None:
+    """As they lie there, and with the fields of the header and the tensors from these."""
+    contents = [data]
+    with suppress(ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
+        length = int.from_bytes(data[:8], "little")
+        fields = json.loads(data[8 : 8 + length])[METADATA]
+        fields.pop("xxh3", None)
+        contents.append(bytes(_encode(fields)) + data[8 + length :])
+        said = json.dumps({METADATA: {**fields, "xxh3": _checksum(fields)}}).encode()
+        contents.append(len(said).to_bytes(8, "little") + said + data[8 + length :])
+    for content in contents:
+        with folder_with(save=content) as folder, suppress(SaveError):
+            SaveFile.open(folder / "save").check()
+
+
+def run_files(data: bytes) -> None:
+    with suppress(RunFileError):
+        run = loads(text_of(data))
+        assert loads(dumps(run)) == run
+
+
+def plans(data: bytes) -> None:
+    """Of a run that `planaria up` goes on with."""
+    with folder_with(**{PLAN.replace(".", "__"): data}) as folder, suppress(SwarmError):
+        read_plan(folder)
+
+
+def corpora(data: bytes) -> None:
+    """Indexes, with a content hash that is right, too."""
+    contents = [data]
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        fields = json.loads(data)
+        index = Index.model_validate(fields)
+        contents.append(json.dumps({**fields, "content": index.content_hash()}).encode())
+    for content in contents:
+        with folder_with(**{"index__json": content}) as folder, suppress(CorpusError):
+            read_index(folder)
+
+
+def checkpoints(data: bytes) -> None:
+    """What lies beside a config.json that is right."""
+    config = json.dumps(to_config(SMALL, "float32", None)).encode()
+    files = {CONFIG: config, ONE_FILE: data}
+    with (
+        folder_with(**{name.replace(".", "__"): file for name, file in files.items()}) as folder,
+        suppress(UnsupportedModelError),
+    ):
+        checkpoint = Checkpoint.open(folder)
+        for name in checkpoint.places:
+            assert checkpoint.read(name).dtype == np.float32
+
+
+def configs(data: bytes) -> None:
+    with (
+        folder_with(**{CONFIG.replace(".", "__"): data}) as folder,
+        suppress(UnsupportedModelError),
+    ):
+        read_config(folder)
+
+
+def templates(data: bytes) -> None:
+    with suppress(CorpusError):
+        template = ChatTemplate(text_of(data), "the template", {"eos_token": "</s>"})
+        template.render(Conversation("here", MESSAGES))
+
+
+# --- who somebody is
+
+
+def keys(data: bytes) -> None:
+    with suppress(ValueError):
+        Identity.from_pem(data)
+    public, signature = data[:PUBLIC_BYTES], data[PUBLIC_BYTES:]
+    assert not is_signed(public, signature, "fuzz", data)
+
+
+def addresses(data: bytes) -> None:
+    with suppress(AddressError):
+        address = Address.parse(text_of(data))
+        assert Address.parse(str(address)) == address
+        assert address.is_loopback + address.is_any < 2
+
+
+TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
+    target.__name__: target
+    for target in (
+        chunks,
+        frames,
+        messages,
+        hellos,
+        manifests,
+        journals,
+        ledgers,
+        saves,
+        run_files,
+        plans,
+        corpora,
+        checkpoints,
+        configs,
+        templates,
+        keys,
+        addresses,
+    )
+}
