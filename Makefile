@@ -7,7 +7,7 @@ CHECK = 'import sys; v = tuple(sys.version_info[:3]); v >= (3, $(LEAST)) or sys.
 	"%s is Python %d.%d.%d, and planaria needs 3.$(LEAST) or newer. Name another: \
 	rm -rf .venv; make PYTHON=python3.12 $(MAKECMDGOALS)" % ((sys.argv[1],) + v))'
 # Tests of live swarms mostly wait.
-WORKERS = 'import os; print(3 * len(os.sched_getaffinity(0)) // 2 or 1)'
+WORKERS = 'import os; print(2 * len(os.sched_getaffinity(0)))'
 
 .PHONY: demo test fuzz bench lint proto docs dist clean
 
