@@ -9,5 +9,6 @@ they say fit for a terminal, credentials.py says who may talk to whom, identity.
 something is.
 
 authority.py is what certificates say, invites.py who gets one, admission.py both as the registry
-keeps them, in files as secret_files.py writes them.
+keeps them, in files as secret_files.py writes them. gate.py says who may call what, enrolment.py
+are the services that let strangers in and obey operators, enrolling.py is a stranger's side.
 """

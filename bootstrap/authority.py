@@ -157,9 +157,7 @@ class Authority:
         """A certificate in PEM. What the request says of names doesn't count. Raises ValueError."""
         public = _public_key_of(request)
         issuer = _load(self.certificate)
-        purposes = [ExtendedKeyUsageOID.CLIENT_AUTH]
-        if who.role in (Role.NODE, Role.REGISTRY):
-            purposes.append(ExtendedKeyUsageOID.SERVER_AUTH)
+        purposes = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
         names = x509.SubjectAlternativeName([x509.DNSName(name) for name in who.names])
         by = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.identity.key.public_key())
         certificate = (

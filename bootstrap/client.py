@@ -13,6 +13,7 @@ import grpc
 from grpc import StatusCode
 
 from planaria.bootstrap.address import Address, Reach, reach_by
+from planaria.bootstrap.authority import Role
 from planaria.bootstrap.credentials import PLAIN, Credentials, channel
 from planaria.bootstrap.dial import is_there
 from planaria.bootstrap.identity import Identity
@@ -317,7 +318,9 @@ class RegistryClient:
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
-            self._channels[address] = channel(address, self._credentials, _OPTIONS)
+            self._channels[address] = channel(
+                address, self._credentials, _OPTIONS, whom=Role.REGISTRY
+            )
         return self._channels[address]
 
     async def _next_address(self) -> None:

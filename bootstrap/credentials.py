@@ -5,13 +5,15 @@ from __future__ import annotations
 import hmac
 import logging
 import socket
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
 from planaria.bootstrap.address import Address
+from planaria.bootstrap.authority import DOMAIN, Pair, Role
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +24,47 @@ class CredentialsError(Exception):
     """The credentials can't be used; the message names the file or address, and the remedy."""
 
 
+class Certified:
+    """What the run's authority has certified of this process, in the newest of its certificates:
+    connections that are made later show a later one."""
+
+    def __init__(
+        self,
+        pair: Pair,
+        issue: Callable[[], Pair] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`issue`: where the next one comes from when half of a certificate's life is over; without
+        it, `renew` is told."""
+        self._issue, self._now = issue, clock
+        self.renew(pair)
+
+    def renew(self, pair: Pair) -> None:
+        self._pair = pair
+        self._channel = grpc.ssl_channel_credentials(pair.authority, pair.key, pair.certificate)
+
+    @property
+    def pair(self) -> Pair:
+        if self._issue is not None and self._pair.is_due(self._now()):
+            self.renew(self._issue())
+        return self._pair
+
+    @property
+    def channel(self) -> grpc.ChannelCredentials:
+        _ = self.pair  # which may be a new one
+        return self._channel
+
+    def server(self, asks: bool = True) -> grpc.ServerCredentials:
+        """`asks`: whoever connects has to show a certificate, too."""
+
+        def newest() -> grpc.ServerCertificateConfiguration:
+            pair = self.pair
+            shown = [(pair.key, pair.certificate)]
+            return grpc.ssl_server_certificate_configuration(shown, pair.authority)
+
+        return grpc.dynamic_ssl_server_credentials(newest(), newest, asks)
+
+
 @dataclass(frozen=True)
 class Credentials:
     """What both ends of a connection show each other; by default nothing, in plain text."""
@@ -29,6 +72,7 @@ class Credentials:
     server: grpc.ServerCredentials | None = None
     channel: grpc.ChannelCredentials | None = None
     token: str = ""
+    certified: Certified | None = None  # None: the certificates, if any, are of another authority
 
     def __post_init__(self) -> None:
         if not (self.token.isascii() and self.token.isprintable()):
@@ -59,6 +103,10 @@ class Credentials:
             token=token,
         )
 
+    @classmethod
+    def of(cls, certified: Certified, token: str = "") -> Credentials:
+        return cls(certified.server(), certified.channel, token, certified)
+
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What a client adds to each call."""
@@ -78,11 +126,18 @@ PLAIN = Credentials()
 
 
 def channel(
-    address: str, credentials: Credentials, options: Sequence[tuple[str, str | int]] = ()
+    address: str,
+    credentials: Credentials,
+    options: Sequence[tuple[str, str | int]] = (),
+    whom: str = Role.NODE,
 ) -> grpc.aio.Channel:
     """A channel to HOST:PORT, with TLS when the credentials have it. gRPC takes `unix:80` for a
-    file, unless it is told that it is a name."""
+    file, unless it is told that it is a name. `whom`: a role, or an instance, that the other side
+    has to be certified as; certificates of another authority are for hosts instead."""
     target = f"dns:///{address}"
+    if credentials.certified is not None:
+        named = (*options, ("grpc.ssl_target_name_override", whom + DOMAIN))
+        return grpc.aio.secure_channel(target, credentials.certified.channel, options=named)
     if credentials.channel is None:
         return grpc.aio.insecure_channel(target, options=options)
     return grpc.aio.secure_channel(target, credentials.channel, options=options)

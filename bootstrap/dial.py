@@ -10,6 +10,7 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from planaria.bootstrap.address import EVERYWHERE, Address, Reach, resolved_not_to_dial
+from planaria.bootstrap.authority import Role
 from planaria.bootstrap.credentials import Credentials, channel
 
 log = logging.getLogger(__name__)
@@ -24,8 +25,10 @@ async def is_there(
     credentials: Credentials,
     seconds: float,
     reach: Reach = EVERYWHERE,
+    whom: str = Role.NODE,
 ) -> bool | None:
     """Whether the node answers at HOST:PORT: it serves the health of a service named as itself.
+    `whom`: as what it has to be certified, see `channel`.
 
     False at once where the machine has nobody at the port, or another node, or something that takes
     connections and ends them (what forwards the port of a container does), twice running. None
@@ -42,7 +45,7 @@ async def is_there(
                     log.warning("%s is not dialled: %s", node, why)
                     return None
                 await _knock(address)
-                return await _serves(node, address, credentials)
+                return await _serves(node, address, credentials, whom)
         except ConnectionRefusedError:
             return False
         except grpc.aio.AioRpcError as error:
@@ -62,8 +65,9 @@ async def _knock(address: str) -> None:
     writer.close()
 
 
-async def _serves(node: str, address: str, credentials: Credentials) -> bool:
-    async with channel(address, credentials, (("grpc.enable_http_proxy", 0),)) as open_channel:
+async def _serves(node: str, address: str, credentials: Credentials, whom: str) -> bool:
+    options = (("grpc.enable_http_proxy", 0),)
+    async with channel(address, credentials, options, whom) as open_channel:
         stub = health_pb2_grpc.HealthStub(open_channel)
         request = health_pb2.HealthCheckRequest(service=node)
         answer = await stub.Check(request)  # type: ignore[attr-defined]

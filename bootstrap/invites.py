@@ -25,6 +25,7 @@ from planaria.bootstrap.address import Address
 from planaria.bootstrap.authority import Role, Who, to_der, to_pem
 from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.identity import INSTANCE_LETTERS
+from planaria.bootstrap.spelling import misspelt
 
 MARK: Final = "planaria1."
 LONGEST: Final = 16_384
@@ -53,7 +54,11 @@ def is_invite(text: str) -> bool:
 def encode(invitation: Invitation) -> str:
     content = invitation.SerializeToString(deterministic=True)
     whole = content + crc32(content).to_bytes(4, "little")
-    return MARK + urlsafe_b64encode(whole).decode().rstrip("=")
+    return MARK + _written(whole)
+
+
+def _written(whole: bytes) -> str:
+    return urlsafe_b64encode(whole).decode().rstrip("=")
 
 
 def decode(text: str) -> Invitation:
@@ -67,7 +72,7 @@ def decode(text: str) -> Invitation:
     try:
         whole = urlsafe_b64decode(body + "=" * (-len(body) % 4))
         content, checksum = whole[:-4], whole[-4:]
-        if crc32(content).to_bytes(4, "little") != checksum:
+        if _written(whole) != body or crc32(content).to_bytes(4, "little") != checksum:
             raise DecodeError
         invitation = Invitation.FromString(content)
     except (binascii.Error, DecodeError, ValueError) as error:
@@ -82,6 +87,8 @@ def _check(invitation: Invitation) -> None:
     """Raises InviteError for what no planaria has written."""
     try:
         role = Role(invitation.role)
+        if problem := misspelt("run", invitation.run):  # it becomes a folder's name
+            raise ValueError(problem)
         to_pem(invitation.authority)
         for address in (*invitation.registries, *invitation.enrolments):
             Address.to_dial(address)

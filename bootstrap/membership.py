@@ -434,6 +434,14 @@ class Membership:
         self._doom(name, node, f"left: {readable(why) or 'no reason given'}")
         return self.tick(now)
 
+    def evict(self, name: str, why: str, now: float) -> list[Effect]:
+        """Somebody who may has said so. Of who is no member any more, without effect."""
+        node = self._nodes.get(name)
+        if node is None:
+            return []
+        self._evict(node, why, now)
+        return self._finish(now)
+
     def tick(self, now: float) -> list[Effect]:
         """Evicts whoever's time is over, and names the first driver when the waiting is over."""
         if now < self._quiet_until:

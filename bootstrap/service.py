@@ -6,19 +6,23 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
-from urllib.parse import unquote
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from planaria.bootstrap.address import PORTS, Address, Reach, not_to_dial
+from planaria.bootstrap.admission import Admission
+from planaria.bootstrap.authority import Role
 from planaria.bootstrap.credentials import PLAIN, Credentials, add_port
 from planaria.bootstrap.dial import is_there
+from planaria.bootstrap.enrolment import OperatorServer
+from planaria.bootstrap.enrolment_pb2_grpc import add_OperatorServicer_to_server
+from planaria.bootstrap.gate import Gate, host_of, who_calls
 from planaria.bootstrap.identity import is_message_signed
 from planaria.bootstrap.journal import Journal, JournalError
 from planaria.bootstrap.membership import (
@@ -96,11 +100,14 @@ class RegistryServer(RegistryServicer):
         run_file: str,
         journal: Journal | None = None,
         limits: Limits = Limits(),
+        admission: Admission | None = None,
     ) -> None:
-        """`run_file`: the run's TOML, handed to joiners. The caller closes the journal, after
-        `stop`. Raises ValueError when the journal's view can't be one of this run."""
+        """`run_file`: the run's TOML, handed to joiners. `admission`: without one, bans are kept in
+        memory, and nobody is invited. The caller closes the journal, after `stop`. Raises
+        ValueError when the journal's view can't be one of this run."""
         self._machine = Membership(rules)
         self._run_file, self._journal, self._limits = run_file, journal, limits
+        self._admission = admission or Admission(None, certifies=False)
         self._streams: dict[str, _Stream] = {}  # newest of each node
         self._open_streams = self._watchers = self._logged = 0
         self._examinations = 0
@@ -129,9 +136,12 @@ class RegistryServer(RegistryServicer):
         if self._journal is not None and self._journal.view is not None:
             self._machine.restore(self._journal.view, loop.time())
         self._credentials = credentials
-        self._server = grpc.aio.server(interceptors=[_Gate(credentials)], options=_OPTIONS)
+        self._gate = Gate(credentials, self._admission.invites.banned.__contains__)
+        self._server = grpc.aio.server(interceptors=[self._gate], options=_OPTIONS)
         port = add_port(self._server, listen, credentials, insecure)
         add_RegistryServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        operator = OperatorServer(self._admission, self)
+        add_OperatorServicer_to_server(operator, self._server)  # type: ignore[no-untyped-call]
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         _reflect(self._server)
@@ -179,12 +189,29 @@ class RegistryServer(RegistryServicer):
         """How many there are."""
         return len(self._machine.view.members)
 
+    # -- operators' commands ---------------------------------------------------------------------
+
+    def instance_of(self, node: str) -> str | None:
+        """Of a member; None: it is none."""
+        return next((m.instance for m in self._machine.view.members if m.node == node), None)
+
+    def evict(self, node: str, why: str) -> None:
+        """It hears of it at once, and the others by the next view."""
+        self._carry_out(self._machine.evict(node, why, self._loop.time()))
+
+    def cut(self, instance: str, why: str) -> None:
+        """Evicts whatever the instance is a member as, and ends its calls."""
+        for member in list(self._machine.view.members):
+            if member.instance == instance:
+                self.evict(member.node, why)
+        self._loop.call_later(FAREWELL, self._gate.cut, instance)
+
     # -- calls -----------------------------------------------------------------------------------
 
     async def Join(self, request: JoinRequest, context: Context) -> JoinReply:  # noqa: N802
         for name in ("node", "address", "data", "host", "device", "run"):
             await _check_length(context, name, getattr(request, name), NAME_BYTES)
-        reach = Reach.of([_host_of(context.peer())])
+        reach = Reach.of([host_of(context.peer())])
         if request.address and (wrong := not_to_dial(request.address, reach)):
             await _abort(context, "INVALID_ARGUMENT", wrong)
         if request.protocol == PROTOCOL:  # else the machine says so
@@ -297,12 +324,15 @@ class RegistryServer(RegistryServicer):
             await _abort(context, "INVALID_ARGUMENT", reason)
         if self._examinations >= self._limits.examinations:
             await _abort(context, "RESOURCE_EXHAUSTED", "too many are being examined; ask again")
-        reply = ExamineReply(time=time.time(), host=_host_of(context.peer()))
+        reply = ExamineReply(time=time.time(), host=host_of(context.peer()))
         self._examinations += 1
         try:
             if request.port and reply.host:
                 address = str(Address(reply.host, request.port))
-                there = await is_there(request.name, address, self._credentials, DIAL_BACK)
+                whom = who_calls(context).instance or Role.NODE
+                there = await is_there(
+                    request.name, address, self._credentials, DIAL_BACK, whom=whom
+                )
                 if there is not None:
                     reply.there = there
         finally:
@@ -437,8 +467,10 @@ class RegistryServer(RegistryServicer):
     async def _dial(self, dial: Dial) -> None:
         # Who joined from this machine may be at it; a name may not have come to stand for it.
         hosts = (self._listen.host, Address.parse(dial.address).host)
-        reach = Reach.of(hosts)
-        there = await is_there(dial.node, dial.address, self._credentials, dial.seconds, reach)
+        reach, whom = Reach.of(hosts), self.instance_of(dial.node) or Role.NODE
+        there = await is_there(
+            dial.node, dial.address, self._credentials, dial.seconds, reach, whom
+        )
         self._machine.dialled(dial.question, dial.node, there)
 
     def _publish(self, view: View) -> None:
@@ -494,28 +526,6 @@ def _reflect(server: grpc.aio.Server) -> None:
     reflection.enable_server_reflection(names, server)
 
 
-class _Gate(grpc.aio.ServerInterceptor):
-    """Lets in who shows the join token. Health is open to all: probes of containers have none."""
-
-    def __init__(self, credentials: Credentials) -> None:
-        self._credentials = credentials
-
-    async def intercept_service(  # type: ignore[override]
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
-        details: grpc.HandlerCallDetails,
-    ) -> Handler:
-        metadata = details.invocation_metadata or ()
-        why = self._credentials.check({k: v for k, v in metadata if isinstance(v, str)})
-        if why is None or details.method.startswith(f"/{health.SERVICE_NAME}/"):
-            return await continuation(details)
-
-        async def deny(requests: AsyncIterator[object], context: Context) -> None:
-            await _abort(context, "UNAUTHENTICATED", why)
-
-        return grpc.stream_stream_rpc_method_handler(deny)
-
-
 _OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     ("grpc.max_send_message_length", MESSAGE_BYTES),
@@ -526,12 +536,6 @@ _OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),  # a node that was starved pings in bursts
 )
-
-
-def _host_of(peer: str) -> str:
-    """Of what gRPC calls a peer, ipv4:1.2.3.4:567 or ipv6:[::1]:567; empty for other kinds."""
-    kind, _, place = unquote(peer).partition(":")
-    return Address.parse(place).host if kind in ("ipv4", "ipv6") else ""
 
 
 def _problem(renewal: Renewal, node: str) -> str:

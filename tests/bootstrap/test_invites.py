@@ -78,6 +78,7 @@ def test_texts_that_are_none():
     for field, value in (
         ("role", "registry"),
         ("role", "king"),
+        ("run", "../../etc"),
         ("enrolments", ["unix:/var/run/docker.sock"]),
         ("enrolments", []),
         ("registries", ["host:0"]),

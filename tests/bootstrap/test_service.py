@@ -26,6 +26,7 @@ from planaria.bootstrap.client import (
     _Membership,
 )
 from planaria.bootstrap.credentials import Credentials, CredentialsError
+from planaria.bootstrap.gate import host_of
 from planaria.bootstrap.journal import Journal
 from planaria.bootstrap.membership import PROTOCOL, MembershipRules
 from planaria.bootstrap.registry_pb2 import (
@@ -559,7 +560,7 @@ async def test_who_is_examined_is_dialled_at_its_own_address_only(
 ) -> None:
     dialled: list[tuple[str, str]] = []
 
-    async def is_there(node: str, address: str, *_: object) -> bool | None:
+    async def is_there(node: str, address: str, *_: object, whom: str) -> bool | None:
         dialled.append((node, address))
         return {"7401": True, "7402": False}.get(address.rpartition(":")[2])
 
@@ -579,7 +580,7 @@ async def test_who_is_examined_is_dialled_at_its_own_address_only(
 async def test_an_examination_is_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, answer = asyncio.Event(), asyncio.Event()
 
-    async def is_there(*_: object) -> bool:
+    async def is_there(*_: object, whom: str) -> bool:
         asked.set()
         await answer.wait()
         return True
@@ -628,14 +629,14 @@ async def test_registries_of_two_runs_are_not_one(serve: Serve) -> None:
     ],
 )
 def test_the_host_of_a_peer_is_read(peer: str, host: str) -> None:
-    assert service._host_of(peer) == host
+    assert host_of(peer) == host
 
 
 async def test_who_isnt_on_the_registrys_machine_names_no_address_there(
     place: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near = await place.node("near", address="127.0.0.1:9")
-    monkeypatch.setattr(service, "_host_of", lambda peer: "192.0.2.7")
+    monkeypatch.setattr(service, "host_of", lambda peer: "192.0.2.7")
     for address in ("127.0.0.1:10", "localhost:10", "169.254.1.2:10", "unix:/var/run/docker.sock"):
         with pytest.raises(JoinRefused, match=f"the address '{address}'"):
             await place.node("far", address=address)

@@ -1,0 +1,167 @@
+"""A stranger's side of enrolment: a certificate by an invite, and the next one before that is over.
+
+What is kept, in a file: the key, its certificate and the authority's, in PEM. Whoever has enrolled
+needs the invite's secret no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from planaria.bootstrap.authority import (
+    DOMAIN,
+    LIFETIME,
+    Pair,
+    Request,
+    Role,
+    is_issued_by,
+    to_pem,
+    who_in,
+)
+from planaria.bootstrap.credentials import Certified
+from planaria.bootstrap.enrolment_pb2 import EnrolReply, EnrolRequest, Invitation
+from planaria.bootstrap.enrolment_pb2_grpc import EnrolmentStub
+from planaria.bootstrap.identity import Identity
+from planaria.bootstrap.invites import NotAdmitted
+from planaria.bootstrap.secret_files import write_secret
+
+log = logging.getLogger(__name__)
+
+ATTEMPT: Final = 5.0  # seconds that one address has
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 2.0  # seconds between two attempts
+LATER: Final = 600.0  # seconds until a renewal that failed is tried again
+SOONEST: Final = 1.0  # seconds between two renewals
+
+_MARK: Final = b"-----BEGIN "
+
+
+class EnrolmentUnreachable(Exception):  # noqa: N818  what it says
+    """No answer before the deadline; the message says from where, what happened, what to check."""
+
+
+class Enrolment:
+    """Of one identity in one run. Raises as `come` does, nothing before."""
+
+    def __init__(
+        self,
+        invitation: Invitation,
+        identity: Identity,
+        file: Path | None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._invitation, self._identity = invitation, identity
+        self._file, self._now = file, clock
+        self._authority = to_pem(invitation.authority)
+
+    async def come(self, deadline: float = 30.0) -> Certified:
+        """By what is in the file, if that is of this run, role and identity, else by the invite.
+        Raises NotAdmitted, EnrolmentUnreachable after `deadline` seconds, and OSError."""
+        kept = self._read()
+        if kept is not None and not kept.is_due(self._now()):
+            return Certified(kept)
+        secrets = [b"", self._invitation.secret] if kept else [self._invitation.secret]
+        for secret in secrets:
+            try:
+                return Certified(await self._ask(secret, deadline))
+            except (NotAdmitted, EnrolmentUnreachable) as error:
+                if kept is not None and not kept.is_over(self._now()):
+                    log.warning("the certificate is not renewed yet: %s", error)
+                    return Certified(kept)
+                if isinstance(error, EnrolmentUnreachable) or secret == secrets[-1]:
+                    raise
+        raise AssertionError("the last one raises")
+
+    async def keep_renewed(self, certified: Certified) -> None:
+        """For as long as the process lives."""
+        while True:
+            wait = certified.pair.ends - LIFETIME / 2 - self._now()
+            await asyncio.sleep(max(SOONEST, wait))
+            try:
+                certified.renew(await self._ask(b"", ATTEMPT * 2))
+                log.info("the certificate is renewed, for %g hours", LIFETIME / 3600)
+            except (NotAdmitted, EnrolmentUnreachable, OSError) as error:
+                log.warning("the certificate is not renewed: %s", error)
+                await asyncio.sleep(LATER)
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _read(self) -> Pair | None:
+        """None: there is none that is of use."""
+        try:
+            content = b"" if self._file is None else self._file.read_bytes()
+        except OSError:
+            return None
+        parts = [_MARK + part for part in content.split(_MARK)[1:]]
+        if len(parts) != 3:
+            return None
+        pair = Pair(*parts)
+        try:
+            who = pair.who
+            known = is_issued_by(pair.certificate, self._authority)
+        except ValueError:
+            return None
+        mine = (who.instance, who.role) == (self._identity.instance, self._invitation.role)
+        return pair if known and mine and pair.authority == self._authority else None
+
+    async def _ask(self, secret: bytes, deadline: float) -> Pair:
+        """At one address after the other, until one answers or refuses. Raises NotAdmitted,
+        EnrolmentUnreachable, OSError."""
+        made = Request.of(self._identity)
+        request = EnrolRequest(
+            secret=secret,
+            public_key=self._identity.public,
+            request=made.request,
+            signature=made.signature,
+        )
+        clock, pause = asyncio.get_running_loop().time, FIRST_PAUSE
+        end, why = clock() + deadline, ""
+        while True:
+            for address in self._invitation.enrolments:
+                try:
+                    reply = await self._ask_at(address, request, min(ATTEMPT, deadline))
+                except grpc.aio.AioRpcError as error:
+                    why = f"{address} said: {error.details() or error.code().name}"
+                    if error.code() is grpc.StatusCode.PERMISSION_DENIED:
+                        raise NotAdmitted(error.details() or "refused") from error
+                else:
+                    return self._take(Pair(made.key, reply.certificate, self._authority))
+            if clock() + pause >= end:
+                places = " or ".join(self._invitation.enrolments)
+                raise EnrolmentUnreachable(
+                    f"nobody at {places} takes invites, tried for {deadline:g} s; {why}. Check "
+                    "that the registry runs (`planaria bootstrap`), and that a firewall lets this "
+                    "port through, too"
+                )
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def _ask_at(self, address: str, request: EnrolRequest, seconds: float) -> EnrolReply:
+        trusted = grpc.ssl_channel_credentials(self._authority)
+        options = (
+            ("grpc.ssl_target_name_override", Role.REGISTRY + DOMAIN),
+            ("grpc.enable_http_proxy", 0),
+            ("grpc.use_local_subchannel_pool", 1),
+        )
+        async with grpc.aio.secure_channel(f"dns:///{address}", trusted, options) as channel:
+            stub = EnrolmentStub(channel)  # type: ignore[no-untyped-call]
+            reply: EnrolReply = await stub.Enrol(request, timeout=seconds)
+            return reply
+
+    def _take(self, pair: Pair) -> Pair:
+        """Raises NotAdmitted for what isn't what was asked for, and OSError."""
+        try:
+            mine = who_in(pair.certificate).instance == self._identity.instance
+            if not (mine and is_issued_by(pair.certificate, self._authority)):
+                raise ValueError("it is somebody else's")
+        except ValueError as error:
+            raise NotAdmitted(f"the registry sent no certificate of use: {error}") from error
+        if self._file is not None:
+            write_secret(self._file, b"".join(pair))
+        return pair

@@ -1,0 +1,202 @@
+"""Where strangers become known: the services by which invites are made and used."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
+
+import grpc
+
+from planaria.bootstrap.admission import Admission, AdmissionError
+from planaria.bootstrap.authority import REQUEST_BYTES, Role
+from planaria.bootstrap.credentials import Certified, Credentials, add_port
+from planaria.bootstrap.enrolment_pb2 import (
+    AllowRequest,
+    BanRequest,
+    Done,
+    EnrolledReply,
+    EnrolReply,
+    EnrolRequest,
+    EvictRequest,
+    Invited,
+    InviteRequest,
+    Invites,
+    ListEnrolledRequest,
+    ListInvitesRequest,
+    RevokeRequest,
+)
+from planaria.bootstrap.enrolment_pb2_grpc import (
+    EnrolmentServicer,
+    OperatorServicer,
+    add_EnrolmentServicer_to_server,
+)
+from planaria.bootstrap.gate import host_of
+from planaria.bootstrap.invites import Attempts, InviteError, NotAdmitted
+from planaria.bootstrap.spelling import readable
+
+if TYPE_CHECKING:  # generic in its stub only
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+AT_ONCE: Final = 64  # calls
+FAREWELL: Final = 1.0  # seconds for calls to end when the registry stops
+
+
+class EnrolmentServer(EnrolmentServicer):
+    """On a port of its own, on which only the registry shows a certificate."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission, self._attempts = admission, Attempts()
+
+    async def start(self, listen: str, certified: Certified) -> int:
+        """Serves on HOST:PORT and returns the port. Raises what `add_port` does."""
+        self._now = asyncio.get_running_loop().time
+        self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=AT_ONCE)
+        port = add_port(self._server, listen, Credentials(server=certified.server(asks=False)))
+        add_EnrolmentServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        await self._server.start()
+        return port
+
+    async def stop(self) -> None:
+        await self._server.stop(FAREWELL)
+
+    async def Enrol(self, request: EnrolRequest, context: Context) -> EnrolReply:  # noqa: N802
+        host = host_of(context.peer())
+        if self._attempts.are_too_many(host, self._now()):
+            why = "too many requests from this address were refused; ask again in a minute"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
+        try:
+            who, certificate = self._admission.enrol(request)
+        except NotAdmitted as refused:
+            self._attempts.failed(host)
+            log.info("%s gets no certificate: %s", host, refused)
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(refused))
+        except AdmissionError as error:
+            log.error("nobody can be let in: %s", error)
+            why = "the registry can't write down whom it lets in; its operator has to see to it"
+            await context.abort(grpc.StatusCode.UNAVAILABLE, why)
+        again = "" if request.secret else ", again"
+        log.info("%s %s, at %s, has its certificate%s", who.role, who.instance, host, again)
+        return EnrolReply(certificate=certificate)
+
+
+class Members(Protocol):
+    """What operators' commands need of a registry."""
+
+    def instance_of(self, node: str) -> str | None:
+        """None: it is no member."""
+
+    def evict(self, node: str, why: str) -> None:
+        """Of a member."""
+
+    def cut(self, instance: str, why: str) -> None:
+        """Evicts whatever it is a member as, and ends its calls."""
+
+
+class OperatorServer(OperatorServicer):
+    """Who calls it is an operator: gate.py sees to that."""
+
+    def __init__(self, admission: Admission, members: Members) -> None:
+        self._admission, self._members = admission, members
+
+    async def Invite(self, request: InviteRequest, context: Context) -> Invited:  # noqa: N802
+        if self._admission.authority is None:
+            why = (
+                "this registry has no authority, so there is nothing to invite to: start it "
+                "without --insecure and without certificates of your own"
+            )
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
+        stage = request.stage if request.HasField("stage") else None
+
+        def decide() -> Invited:
+            role = Role(request.role)
+            made, secret = self._admission.invite(role, request.uses, request.seconds, stage)
+            return Invited(id=made.id, secret=secret)
+
+        return await _decided(context, decide)
+
+    async def ListInvites(  # noqa: N802
+        self, request: ListInvitesRequest, context: Context
+    ) -> Invites:
+        known, listed = self._admission.invites, Invites()
+        for one in known.invites.values():
+            listed.invites.add(
+                id=one.id,
+                role=one.role,
+                uses=one.uses,
+                used=known.used[one.id],
+                ends=one.ends,
+                stage=one.stage,
+                revoked=one.id in known.revoked,
+            )
+        return listed
+
+    async def Revoke(self, request: RevokeRequest, context: Context) -> Done:  # noqa: N802
+        def decide() -> Done:
+            self._admission.revoke(request.id)
+            return Done(what=f"nobody comes by invite {request.id} any more; who came by it stays")
+
+        return await _decided(context, decide)
+
+    async def ListEnrolled(  # noqa: N802
+        self, request: ListEnrolledRequest, context: Context
+    ) -> EnrolledReply:
+        known = self._admission.invites
+        reply = EnrolledReply(banned=sorted(known.banned))
+        for instance, one in known.enrolled.items():
+            reply.enrolled.add(
+                instance=instance, role=one.who.role, invite=one.invite, stage=one.who.stage
+            )
+        return reply
+
+    async def Evict(self, request: EvictRequest, context: Context) -> Done:  # noqa: N802
+        if self._members.instance_of(request.node) is None:
+            why = f"{readable(request.node[:80])} is no member: `planaria members` lists them"
+            await context.abort(grpc.StatusCode.NOT_FOUND, why)
+        self._members.evict(request.node, "evicted by the run's operator")
+        return Done(what=f"{request.node} is evicted; it may come back as another one")
+
+    async def Ban(self, request: BanRequest, context: Context) -> Done:  # noqa: N802
+        instance = self._members.instance_of(request.who) or request.who
+
+        def decide() -> Done:
+            self._admission.ban(instance)
+            self._members.cut(instance, "banned by the run's operator")
+            return Done(what=f"{instance} is banned: `planaria allow {instance}` ends that")
+
+        return await _decided(context, decide)
+
+    async def Allow(self, request: AllowRequest, context: Context) -> Done:  # noqa: N802
+        def decide() -> Done:
+            self._admission.allow(request.instance)
+            return Done(what=f"{request.instance} may come back")
+
+        return await _decided(context, decide)
+
+
+async def _decided(context: Context, decide: Callable[[], T]) -> T:
+    try:
+        return decide()
+    except AdmissionError as error:
+        await _abort(context, grpc.StatusCode.UNAVAILABLE, str(error))
+    except (InviteError, ValueError) as error:
+        await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, readable(str(error)))
+
+
+async def _abort(context: Context, code: grpc.StatusCode, why: str) -> NoReturn:
+    await context.abort(code, why)
+    raise AssertionError("abort raises")
+
+
+_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", 2 * REQUEST_BYTES),
+    ("grpc.so_reuseport", 0),  # else two registries share a port and nobody notices
+    ("grpc.max_connection_idle_ms", 10_000),
+    ("grpc.max_connection_age_ms", 60_000),
+    ("grpc.max_concurrent_streams", 4),
+)

@@ -1,0 +1,178 @@
+"""What who calls the registry may do: by the join token, and by what their certificate says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import unquote
+
+import grpc
+from grpc_health.v1 import health
+
+from planaria.bootstrap.address import Address
+from planaria.bootstrap.authority import Role, Who
+from planaria.bootstrap.credentials import Credentials
+from planaria.bootstrap.enrolment_pb2 import DESCRIPTOR as ENROLMENT
+from planaria.bootstrap.identity import instance_of
+from planaria.bootstrap.registry_pb2 import DESCRIPTOR as REGISTRY
+from planaria.bootstrap.registry_pb2 import JoinRequest
+
+if TYPE_CHECKING:  # generic in their stubs only
+    Context = grpc.aio.ServicerContext[Any, Any]
+    Handler = grpc.RpcMethodHandler[Any, Any]
+
+_REGISTRY: Final = REGISTRY.services_by_name["Registry"].full_name
+OPERATOR: Final = ENROLMENT.services_by_name["Operator"].full_name
+
+NODES, LOOKS, COMMANDS = {Role.NODE}, {Role.NODE, Role.READER, Role.OPERATOR}, {Role.OPERATOR}
+RIGHTS: Final = {
+    "Join": NODES,
+    "KeepAlive": NODES,
+    "Suspect": NODES,
+    "Leave": NODES,
+    "Watch": LOOKS,
+    "Describe": LOOKS,
+    "Examine": LOOKS,
+    "Measure": COMMANDS,  # it loads every link
+}
+"""Of the registry's methods. Those of `Operator` are for operators."""
+
+
+class Gate(grpc.aio.ServerInterceptor):
+    """Before all calls. Health is open to all: probes of containers have neither token nor name."""
+
+    def __init__(self, credentials: Credentials, is_banned: Callable[[str], bool]) -> None:
+        self._credentials, self._is_banned = credentials, is_banned
+        self._streams: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)  # by instance
+
+    def cut(self, instance: str) -> None:
+        """Ends what it has open."""
+        for task in self._streams.pop(instance, ()):
+            task.cancel()
+
+    async def intercept_service(  # type: ignore[override]
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        if details.method.startswith(f"/{health.SERVICE_NAME}/"):
+            return await continuation(details)
+        metadata = details.invocation_metadata or ()
+        why = self._credentials.check({k: v for k, v in metadata if isinstance(v, str)})
+        if why is not None:
+            return _denying(why)
+        handler = await continuation(details)
+        return handler and self._guarded(handler, details.method)
+
+    def _guarded(self, handler: Handler, path: str) -> Handler:
+        _, service, method = path.split("/")
+        if service not in (_REGISTRY, OPERATOR):
+            return handler
+        call: Any = handler.unary_unary or handler.unary_stream or handler.stream_stream
+        rights = COMMANDS if service == OPERATOR else RIGHTS[method]
+
+        async def check(context: Context, request: object = None) -> Who:
+            who = who_calls(context)
+            why = self._refusal(who, rights, service, context)
+            if not why and isinstance(request, JoinRequest):
+                why = self._banned(instance_of(request.key)) or _other(who, request)
+            if why:
+                await context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
+            return who
+
+        async def unary(request: object, context: Context) -> object:
+            await check(context, request)
+            return await call(request, context)
+
+        async def one_to_many(request: object, context: Context) -> AsyncIterator[object]:
+            with self._open(await check(context, request)):
+                async with aclosing(call(request, context)) as answers:
+                    async for answer in answers:
+                        yield answer
+
+        async def many_to_many(requests: object, context: Context) -> AsyncIterator[object]:
+            with self._open(await check(context)):
+                async with aclosing(call(requests, context)) as answers:
+                    async for answer in answers:
+                        yield answer
+
+        how = handler.request_deserializer, handler.response_serializer
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(unary, *how)
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(one_to_many, *how)
+        return grpc.stream_stream_rpc_method_handler(many_to_many, *how)
+
+    def _refusal(self, who: Who, rights: set[Role], service: str, context: Context) -> str:
+        """Why this caller may not; empty: it may."""
+        if why := self._banned(who.instance):
+            return why
+        if self._credentials.certified is None and service != OPERATOR:
+            return ""
+        if self._credentials.channel is None:  # in plain text: nobody shows who they are
+            if is_of_this_machine(context.peer()):
+                return ""
+            return "a registry in plain text takes commands only from its own machine"
+        if who.role in rights:
+            return ""
+        needed = " or ".join(sorted(rights))
+        return (
+            f"this needs the certificate of {needed}, and yours is of "
+            f"{who.role or 'another kind'}: ask the run's operator for an invite for it"
+        )
+
+    def _banned(self, instance: str) -> str:
+        if not self._is_banned(instance):
+            return ""
+        return "the run's operator has banned this node; ask them to allow it again"
+
+    @contextmanager
+    def _open(self, who: Who) -> Iterator[None]:
+        task = asyncio.current_task()
+        if not who.instance or task is None:
+            yield
+            return
+        self._streams[who.instance].add(task)
+        try:
+            yield
+        finally:
+            if tasks := self._streams.get(who.instance):
+                tasks.discard(task)
+                if not tasks:
+                    del self._streams[who.instance]
+
+
+def who_calls(context: Context) -> Who:
+    """By the certificate that the caller has shown; nobody in plain text."""
+    shown = context.auth_context().get("x509_subject_alternative_name", ())
+    return Who.of(name.decode(errors="replace") for name in shown)
+
+
+def host_of(peer: str) -> str:
+    """Of what gRPC calls a peer, ipv4:1.2.3.4:567 or ipv6:[::1]:567; empty for other kinds."""
+    kind, _, place = unquote(peer).partition(":")
+    return Address.parse(place).host if kind in ("ipv4", "ipv6") else ""
+
+
+def is_of_this_machine(peer: str) -> bool:
+    host = host_of(peer)
+    return bool(host) and Address(host, 0).is_loopback
+
+
+def _other(who: Who, request: JoinRequest) -> str:
+    """Why a join is not one of whoever shows the certificate; empty: it is."""
+    if who.stage is not None and not (request.HasField("stage") and request.stage == who.stage):
+        return f"you were invited for stage {who.stage}: join with --stage {who.stage}"
+    if who.instance and instance_of(request.key) != who.instance:
+        return "the certificate is of another node's key than the join; name the folder of its own"
+    return ""
+
+
+def _denying(why: str) -> Handler:
+    async def deny(requests: AsyncIterator[object], context: Context) -> None:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
+
+    return grpc.stream_stream_rpc_method_handler(deny)
