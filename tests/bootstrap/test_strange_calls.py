@@ -1,0 +1,203 @@
+"""Whatever is said to a registry is answered or refused, and who is honest stays."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from random import Random
+from typing import Any
+
+import grpc
+import pytest
+from drawn_messages import Drawing
+
+from planaria.bootstrap.membership import (
+    PROTOCOL,
+    Dial,
+    Effect,
+    Membership,
+    MembershipRules,
+    Probe,
+    Refused,
+)
+from planaria.bootstrap.registry_pb2 import (
+    DescribeRequest,
+    ExamineRequest,
+    JoinRequest,
+    LeaveRequest,
+    MeasureRequest,
+    Renewal,
+    Suspicion,
+    WatchRequest,
+)
+from planaria.bootstrap.registry_pb2_grpc import RegistryStub
+from tests.bootstrap.conftest import RUN_FILE, identity, joining, signed, soon
+
+HONEST = ("a", "b", "c")
+EACH = 20
+"""Things that are said until another liar comes: who was evicted comes back under another name."""
+RULES = MembershipRules(run="r", stages=2, lease=10, probe_timeout=5, joins_per_second=1000)
+NUMBERS = (0, 1, 2, 3, PROTOCOL)
+DESCRIBED = 2 << 20  # bytes
+
+
+class Lying(Drawing):
+    """Two liars at a time: more would be most of the others, whose word evicts."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(Random(seed), numbers=NUMBERS)
+        self._said = 0
+
+    def next_liar(self) -> str:
+        self._said += 1
+        liars = [f"liar-{self._said // EACH + n}" for n in range(2)]
+        self.names = (*HONEST, *liars)
+        return self.random.choice(liars)
+
+
+def a_join(drawing: Drawing, liar: str) -> JoinRequest:
+    """By a liar's key, under any name; half of the time there is nothing else wrong with it."""
+    request = drawing.message(JoinRequest)
+    if drawing.random.random() < 0.5:
+        request = joining(liar, "127.0.0.1:1", stage=drawing.whole(0, 4))
+    request.protocol, request.run = PROTOCOL, RULES.run
+    if drawing.random.random() < 0.3:
+        request.node = liar
+    request.key = identity(liar).public
+    return signed(request, liar)
+
+
+def a_renewal(drawing: Drawing, liar: str) -> Renewal:
+    renewal = drawing.message(Renewal)
+    renewal.node = liar
+    if drawing.random.random() < 0.7:
+        renewal.ClearField("view")
+    return signed(renewal, liar)
+
+
+def a_suspicion(drawing: Drawing, liar: str) -> Suspicion:
+    suspicion = drawing.message(Suspicion)
+    suspicion.accuser = liar
+    return signed(suspicion, liar)
+
+
+class Machine:
+    """A membership machine whose honest members renew, and answer what they are asked."""
+
+    def __init__(self) -> None:
+        self.machine, self.now = Membership(RULES), 0.0
+        for name in HONEST:
+            self.do(self.machine.join(joining(name, f"{name}:1"), self.now)[1])
+            self.do(self.machine.stream_opened(Renewal(node=name), self.now))
+
+    def do(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Probe(name, number) if name in HONEST:
+                    self.do(self.machine.renewed(Renewal(node=name, probe=number), self.now))
+                case Dial(question=question, node=name):
+                    self.machine.dialled(question, name, name in HONEST)
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        for name in HONEST:
+            self.do(self.machine.renewed(Renewal(node=name), self.now))
+        self.do(self.machine.tick(self.now))
+
+    def say(self, drawing: Lying) -> None:
+        machine, liar = self.machine, drawing.next_liar()
+        match drawing.random.randrange(6):
+            case 0 | 1:
+                self.do(machine.join(a_join(drawing, liar), self.now)[1])
+            case 2:
+                self.do(machine.stream_opened(a_renewal(drawing, liar), self.now))
+            case 3:
+                self.do(machine.renewed(a_renewal(drawing, liar), self.now))
+            case 4:
+                self.do(machine.suspect(a_suspicion(drawing, liar), self.now))
+            case _:
+                name = drawing.random.choice((liar, drawing.word()))
+                if name not in HONEST:
+                    self.do(machine.leave(name, drawing.word(), self.now))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_liars_make_no_machine_raise_and_evict_nobody(seed: int) -> None:
+    drawing = Lying(seed)
+    swarm = Machine()
+    refused = 0
+    for _ in range(600):
+        try:
+            swarm.say(drawing)
+        except Refused:
+            refused += 1
+        swarm.machine.validate_state()
+        swarm.pass_time(drawing.random.choice((0.0, 0.05, 0.5, 3.0)))
+        assert set(HONEST) <= {member.node for member in swarm.machine.view.members}
+    assert 0 < refused < 600
+    assert swarm.machine.describe(swarm.now).ByteSize() < DESCRIBED
+
+
+async def _streamed(stub: RegistryStub, drawing: Drawing, liar: str) -> None:
+    renewals = [a_renewal(drawing, liar) for _ in range(drawing.random.randrange(4))]
+    if drawing.random.random() < 0.2:
+        renewals.append(drawing.message(Renewal))
+
+    async def said() -> AsyncIterator[Renewal]:
+        for renewal in renewals:
+            yield renewal
+
+    async for _ in stub.KeepAlive(said(), timeout=0.2):
+        pass
+
+
+async def _call(stub: RegistryStub, drawing: Lying) -> None:
+    """Any of its calls, with a request that makes sense at times."""
+    liar = drawing.next_liar()
+    unary: list[tuple[Any, Any]] = [
+        (stub.Join, a_join(drawing, liar)),
+        (stub.Join, drawing.message(JoinRequest)),
+        (stub.Suspect, a_suspicion(drawing, liar)),
+        (stub.Suspect, drawing.message(Suspicion)),
+        (stub.Leave, drawing.message(LeaveRequest)),
+        (stub.Measure, drawing.message(MeasureRequest)),
+        (stub.Describe, drawing.message(DescribeRequest)),
+        (stub.Examine, drawing.message(ExamineRequest)),
+    ]
+    match drawing.random.randrange(12):
+        case 0 | 1 | 2:
+            await _streamed(stub, drawing, liar)
+        case 3:
+            async for _ in stub.Watch(drawing.message(WatchRequest), timeout=0.05):
+                pass
+        case _:
+            method, request = drawing.random.choice(unary)
+            await method(request, timeout=0.2)
+
+
+async def test_no_call_makes_a_registry_fail(place: Any, caplog: pytest.LogCaptureFixture) -> None:
+    nodes = [await place.node(name) for name in HONEST]
+    drawing = Lying(0)
+    codes = set()
+    async with grpc.aio.insecure_channel(place.address) as channel:
+        stub = RegistryStub(channel)
+        for _ in range(300):
+            try:
+                await _call(stub, drawing)
+                codes.add(grpc.StatusCode.OK)
+            except grpc.aio.AioRpcError as error:
+                assert "Unexpected" not in (error.details() or ""), error
+                codes.add(error.code())
+    assert {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT} < codes
+    assert grpc.StatusCode.UNKNOWN not in codes
+    assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
+    client = place.client()
+    described = await soon(client.describe())
+    await client.close()
+    assert described.ByteSize() < DESCRIBED
+    assert described.run_file == RUN_FILE
+    assert set(HONEST) <= {member.node for member in described.view.members}
+    assert not any(node.evicted.done() for node in nodes)
+    await asyncio.sleep(0)
+    assert set(place.registry._streams) & set(HONEST) == set(HONEST)
