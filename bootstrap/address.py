@@ -95,7 +95,7 @@ class Reach(NamedTuple):
         """Of who has spoken with these: who is on the own machine, or link, may name others there,
         as IP addresses or names."""
         hosts = list(hosts)
-        found = [ip for host in hosts if (ip := _ip(host.partition("%")[0])) is not None]
+        found = [ip for host in hosts if (ip := plain_ip(host.partition("%")[0])) is not None]
         here = any(ip.is_loopback for ip in found) or any(map(_is_local_name, hosts))
         return cls(here, here or any(ip.is_link_local for ip in found))
 
@@ -110,7 +110,7 @@ def not_to_dial(text: str, reach: Reach) -> str:
         host, _ = Address.to_dial(text)
     except AddressError as error:
         return str(error)
-    ip = _ip(host)
+    ip = plain_ip(host)
     if "%" in host:
         why = "has a zone, which means something on one machine only: leave out what is after %"
     elif ip is not None:
@@ -130,7 +130,7 @@ async def resolved_not_to_dial(text: str, reach: Reach) -> str:
     if why := not_to_dial(text, reach):
         return why
     for host in await _stands_for(Address.to_dial(text)):
-        ip = _ip(host)
+        ip = plain_ip(host)
         if ip is not None and (why := _closed(ip, reach)):
             return f"the address {text!r} stands for {host}, which {why}"
     return ""
@@ -150,7 +150,7 @@ async def _stands_for(address: Address) -> list[str]:
     import asyncio
 
     host, port = address
-    if _ip(host) is not None:
+    if plain_ip(host) is not None:
         return [host]
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -177,7 +177,13 @@ def _closed(ip: IP, reach: Reach) -> str:
     return ""
 
 
-def _ip(host: str) -> IP | None:
+def unmapped(host: str) -> str:
+    """An IPv4 address that is written as one of IPv6 as what it is, others as they are."""
+    ip = plain_ip(host)
+    return str(ip) if isinstance(ip, ipaddress.IPv4Address) else host
+
+
+def plain_ip(host: str) -> IP | None:
     """Which a host is, without what it is wrapped in; None: a name."""
     try:
         ip = ipaddress.ip_address(host)

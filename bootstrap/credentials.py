@@ -144,10 +144,14 @@ def channel(
 
 
 def add_port(
-    server: grpc.aio.Server, listen: str, credentials: Credentials, insecure: bool = False
+    server: grpc.aio.Server,
+    listen: str,
+    credentials: Credentials,
+    insecure: bool = False,
+    within: str = "",
 ) -> int:
-    """Binds the server to HOST:PORT (port 0: any) and returns the port. Raises what `check_port`
-    does."""
+    """Binds the server to HOST:PORT (port 0: any) and returns the port. `within`: it is to listen
+    there instead, behind a front door that listens at HOST:PORT. Raises what `check_port` does."""
     address = Address.parse(listen)
     check_port(address, credentials, insecure)
     if credentials.server is None and not address.is_loopback:
@@ -158,10 +162,10 @@ def add_port(
         )
     try:
         if credentials.server is None:
-            return server.add_insecure_port(listen)
-        return server.add_secure_port(listen, credentials.server)
+            return server.add_insecure_port(within or listen)
+        return server.add_secure_port(within or listen, credentials.server)
     except RuntimeError as error:
-        raise OSError(_not_ours(address)) from error
+        raise OSError(not_ours(address)) from error
 
 
 def check_port(listen: Address, credentials: Credentials, insecure: bool = False) -> None:
@@ -182,7 +186,7 @@ def check_port(listen: Address, credentials: Credentials, insecure: bool = False
             "all of this machine's addresses"
         ) from error
     if not any(_is_free(family, place) for family, _, _, _, place in places):
-        raise OSError(_not_ours(listen))
+        raise OSError(not_ours(listen))
 
 
 def _is_free(family: int, place: tuple[object, ...]) -> bool:
@@ -195,7 +199,7 @@ def _is_free(family: int, place: tuple[object, ...]) -> bool:
     return True
 
 
-def _not_ours(listen: Address) -> str:
+def not_ours(listen: Address) -> str:
     return (
         f"can't listen on {listen}: the address is in use, or not this machine's; "
         "stop what listens there, or choose another with --listen HOST:PORT"

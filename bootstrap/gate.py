@@ -16,6 +16,7 @@ from planaria.bootstrap.address import Address
 from planaria.bootstrap.authority import Role, Who
 from planaria.bootstrap.credentials import Credentials
 from planaria.bootstrap.enrolment_pb2 import DESCRIPTOR as ENROLMENT
+from planaria.bootstrap.front_door import FrontDoor
 from planaria.bootstrap.identity import instance_of
 from planaria.bootstrap.registry_pb2 import DESCRIPTOR as REGISTRY
 from planaria.bootstrap.registry_pb2 import JoinRequest
@@ -44,8 +45,10 @@ RIGHTS: Final = {
 class Gate(grpc.aio.ServerInterceptor):
     """Before all calls. Health is open to all: probes of containers have neither token nor name."""
 
-    def __init__(self, credentials: Credentials, is_banned: Callable[[str], bool]) -> None:
-        self._credentials, self._is_banned = credentials, is_banned
+    def __init__(
+        self, credentials: Credentials, is_banned: Callable[[str], bool], door: FrontDoor
+    ) -> None:
+        self._credentials, self._is_banned, self._door = credentials, is_banned, door
         self._streams: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)  # by instance
 
     def cut(self, instance: str) -> None:
@@ -81,6 +84,7 @@ class Gate(grpc.aio.ServerInterceptor):
                 why = self._banned(instance_of(request.key)) or _other(who, request)
             if why:
                 await context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
+            self._door.prove(context.peer())
             return who
 
         async def unary(request: object, context: Context) -> object:
@@ -113,7 +117,7 @@ class Gate(grpc.aio.ServerInterceptor):
         if self._credentials.certified is None and service != OPERATOR:
             return ""
         if self._credentials.channel is None:  # in plain text: nobody shows who they are
-            if is_of_this_machine(context.peer()):
+            if is_of_this_machine(self._door.outer(context.peer())):
                 return ""
             return "a registry in plain text takes commands only from its own machine"
         if who.role in rights:

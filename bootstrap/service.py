@@ -19,9 +19,11 @@ from planaria.bootstrap.address import PORTS, Address, Reach, not_to_dial
 from planaria.bootstrap.admission import Admission
 from planaria.bootstrap.authority import Role
 from planaria.bootstrap.credentials import PLAIN, Credentials, add_port
+from planaria.bootstrap.crowd import Room
 from planaria.bootstrap.dial import is_there
 from planaria.bootstrap.enrolment import OperatorServer
 from planaria.bootstrap.enrolment_pb2_grpc import add_OperatorServicer_to_server
+from planaria.bootstrap.front_door import FrontDoor, may_open, room_within
 from planaria.bootstrap.gate import Gate, host_of, who_calls
 from planaria.bootstrap.identity import is_message_signed
 from planaria.bootstrap.journal import Journal, JournalError
@@ -101,12 +103,14 @@ class RegistryServer(RegistryServicer):
         journal: Journal | None = None,
         limits: Limits = Limits(),
         admission: Admission | None = None,
+        room: Room | None = None,
     ) -> None:
         """`run_file`: the run's TOML, handed to joiners. `admission`: without one, bans are kept in
-        memory, and nobody is invited. The caller closes the journal, after `stop`. Raises
-        ValueError when the journal's view can't be one of this run."""
+        memory, and nobody is invited. `room`: for connections; without it, what the process's
+        descriptors allow. The caller closes the journal, after `stop`. Raises ValueError when the
+        journal's view can't be one of this run."""
         self._machine = Membership(rules)
-        self._run_file, self._journal, self._limits = run_file, journal, limits
+        self._run_file, self._journal, self._limits, self._room = run_file, journal, limits, room
         self._admission = admission or Admission(None, certifies=False)
         self._streams: dict[str, _Stream] = {}  # newest of each node
         self._open_streams = self._watchers = self._logged = 0
@@ -136,9 +140,11 @@ class RegistryServer(RegistryServicer):
         if self._journal is not None and self._journal.view is not None:
             self._machine.restore(self._journal.view, loop.time())
         self._credentials = credentials
-        self._gate = Gate(credentials, self._admission.invites.banned.__contains__)
+        self._door = FrontDoor(self._room or room_within(may_open()))
+        banned = self._admission.invites.banned.__contains__
+        self._gate = Gate(credentials, banned, self._door)
         self._server = grpc.aio.server(interceptors=[self._gate], options=_OPTIONS)
-        port = add_port(self._server, listen, credentials, insecure)
+        add_port(self._server, listen, credentials, insecure, self._door.within)
         add_RegistryServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         operator = OperatorServer(self._admission, self)
         add_OperatorServicer_to_server(operator, self._server)  # type: ignore[no-untyped-call]
@@ -148,6 +154,11 @@ class RegistryServer(RegistryServicer):
         await self._server.start()
         for name in ("", SERVICE):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        try:
+            port = await self._door.open(self._listen)
+        except OSError:
+            await self._server.stop(None)
+            raise
         self._ticking = loop.create_task(self._tick())
         self._ticking.add_done_callback(self._tick_ended)
         self._log_decisions()
@@ -167,6 +178,7 @@ class RegistryServer(RegistryServicer):
         for stream in self._streams.values():
             stream.close()
         await self._server.stop(FAREWELL)
+        await self._door.close()
         if not self._failed.done():
             self._failed.set_result(None)
 
@@ -211,16 +223,17 @@ class RegistryServer(RegistryServicer):
     async def Join(self, request: JoinRequest, context: Context) -> JoinReply:  # noqa: N802
         for name in ("node", "address", "data", "host", "device", "run"):
             await _check_length(context, name, getattr(request, name), NAME_BYTES)
-        reach = Reach.of([host_of(context.peer())])
+        caller = self._caller(context)
+        reach = Reach.of([host_of(caller)])
         if request.address and (wrong := not_to_dial(request.address, reach)):
             await _abort(context, "INVALID_ARGUMENT", wrong)
         if request.protocol == PROTOCOL:  # else the machine says so
-            await _abort_if(context, self._unproved_join(request, context.peer()))
+            await _abort_if(context, self._unproved_join(request, caller))
         try:
             reply, effects = self._machine.join(request, self._loop.time())
         except Refused as refused:
             who = readable(request.node)
-            log.info("%s at %s is refused: %s", who, context.peer(), readable(refused.reason))
+            log.info("%s at %s is refused: %s", who, caller, readable(refused.reason))
             await _refuse(context, refused)
         self._carry_out(effects)
         reply.run_file = self._run_file
@@ -233,7 +246,7 @@ class RegistryServer(RegistryServicer):
             await _abort(context, "RESOURCE_EXHAUSTED", "the registry has no stream to spare")
         self._open_streams += 1
         stream = _Stream()
-        hearing = asyncio.create_task(self._hear(requests, stream, context.peer()))
+        hearing = asyncio.create_task(self._hear(requests, stream, context))
         try:
             while True:
                 notice = await stream.notices.get()
@@ -273,7 +286,7 @@ class RegistryServer(RegistryServicer):
 
     async def Suspect(self, request: Suspicion, context: Context) -> Verdict:  # noqa: N802
         await _check_length(context, "why", request.why, WHY_BYTES)
-        await _abort_if(context, self._unproved(request, request.accuser, context.peer()))
+        await _abort_if(context, self._unproved(request, request.accuser, self._caller(context)))
         if sum(map(len, self._verdicts.values())) >= self._limits.suspicions:
             await _abort(context, "RESOURCE_EXHAUSTED", "too many suspicions wait for an answer")
         verdict: asyncio.Future[Verdict] = self._loop.create_future()
@@ -291,7 +304,7 @@ class RegistryServer(RegistryServicer):
 
     async def Leave(self, request: LeaveRequest, context: Context) -> LeaveReply:  # noqa: N802
         await _check_length(context, "why", request.why, WHY_BYTES)
-        await _abort_if(context, self._unproved(request, request.node, context.peer()))
+        await _abort_if(context, self._unproved(request, request.node, self._caller(context)))
         self._carry_out(self._machine.leave(request.node, request.why, self._loop.time()))
         return LeaveReply(view=self._machine.view.number)
 
@@ -324,7 +337,7 @@ class RegistryServer(RegistryServicer):
             await _abort(context, "INVALID_ARGUMENT", reason)
         if self._examinations >= self._limits.examinations:
             await _abort(context, "RESOURCE_EXHAUSTED", "too many are being examined; ask again")
-        reply = ExamineReply(time=time.time(), host=host_of(context.peer()))
+        reply = ExamineReply(time=time.time(), host=host_of(self._caller(context)))
         self._examinations += 1
         try:
             if request.port and reply.host:
@@ -339,6 +352,10 @@ class RegistryServer(RegistryServicer):
             self._examinations -= 1
         reply.load = bytes(request.wanted)
         return reply
+
+    def _caller(self, context: Context) -> str:
+        """As gRPC calls a peer, whatever has passed on what it says."""
+        return self._door.outer(context.peer())
 
     # -- events and effects ----------------------------------------------------------------------
 
@@ -376,9 +393,10 @@ class RegistryServer(RegistryServicer):
         )
 
     async def _hear(
-        self, requests: AsyncIterator[Renewal], stream: _Stream, caller: str
+        self, requests: AsyncIterator[Renewal], stream: _Stream, context: Context
     ) -> Refused | None:
         """Feeds a node's renewals to the machine, until the node ends them or does wrong."""
+        caller = self._caller(context)
         try:
             async with asyncio.timeout(FIRST_RENEWAL):
                 first = await anext(requests, None)
@@ -393,6 +411,8 @@ class RegistryServer(RegistryServicer):
                 return refused
             self._adopt(stream, first.node)
             self._carry_out(self._machine.stream_opened(first, self._loop.time()))
+            if self._machine.key_of(first.node) is not None:
+                self._door.belong(context.peer(), first.node)
             stream.notices.put_nowait(Notice(view=self._machine.view.number))
             async for renewal in requests:
                 problem = _problem(renewal, stream.node)

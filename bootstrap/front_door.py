@@ -1,0 +1,296 @@
+"""The registry's front door: it takes connections, and passes on bytes of those that may stay.
+
+gRPC has no limits by address. So its server listens on a socket in a folder that nobody else may
+enter, and each connection that has said something gets one of its own to it, by whose name the
+server's calls are told apart. Who stays is decided in crowd.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import resource
+import socket
+import tempfile
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, cast
+
+from planaria.bootstrap.address import Address, unmapped
+from planaria.bootstrap.credentials import not_ours
+from planaria.bootstrap.crowd import Crowd, Room
+
+log = logging.getLogger(__name__)
+
+OWN: Final = 100
+"""Descriptors of the process that are not for connections: files, its page's, gRPC's."""
+EACH: Final = 3
+"""Descriptors that a connection takes: its own, and both ends of the one within."""
+MOST: Final = 40_000
+"""Connections where descriptors have no limit."""
+LOOK: Final = 1.0
+"""Seconds between two looks at who has been silent for too long."""
+BACKLOG: Final = 4096
+AGAIN: Final = 0.01
+"""Seconds until the server within is tried again, which has too many to take."""
+TRIES: Final = 200
+
+
+def may_open() -> int | None:
+    """Descriptors of this process, once it has asked for as many as it may have; None: as many as
+    it likes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OWN + EACH * MOST if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def room_within(descriptors: int | None) -> Room:
+    """For a process that may have so many; None: as many as it likes."""
+    connections = MOST if descriptors is None else min(MOST, max(2, (descriptors - OWN) // EACH))
+    return Room(connections=connections, strangers=connections // 2)
+
+
+class FrontDoor:
+    """Add the server to `within`, then `open`; `close` after the server has stopped."""
+
+    def __init__(self, room: Room) -> None:
+        self.crowd = Crowd(room)
+        self._loop = asyncio.get_running_loop()
+        self._within = tempfile.TemporaryDirectory(prefix="planaria-", ignore_cleanup_errors=True)
+        self._folder = Path(self._within.name)  # of mode 0700
+        self._open: dict[int, _Outer] = {}
+        self._numbers = itertools.count(1)
+        self._servers: list[asyncio.Server] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._told = 0  # of those turned away
+
+    @property
+    def within(self) -> str:
+        """Where the server is to listen, as gRPC writes it."""
+        return f"unix:{self._folder}/door"
+
+    async def open(self, listen: Address) -> int:
+        """Returns the port; port 0: any. Raises OSError."""
+        self._spawn(self._look())
+        port = listen.port
+        for bound in await _bind(listen):
+            port = bound.getsockname()[1]
+            bound.setblocking(False)
+            enter = partial(_Outer, self)
+            server = await self._loop.create_server(enter, sock=bound, backlog=BACKLOG)
+            self._servers.append(server)
+        return port
+
+    async def close(self) -> None:
+        """Whoever is still connected is let go."""
+        for server in self._servers:
+            server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._turn_away(list(self._open))
+        self._within.cleanup()
+
+    # -- of callers, by what gRPC calls them -------------------------------------------------------
+
+    def outer(self, peer: str) -> str:
+        """Where the call comes from, as gRPC would have called it; empty: it has gone."""
+        outer = self._open.get(self._number(peer))
+        if outer is None:
+            return ""
+        return f"ipv{6 if ':' in outer.host else 4}:{Address(outer.host, outer.port)}"
+
+    def prove(self, peer: str) -> None:
+        """A call of its was let in."""
+        number = self._number(peer)
+        self.crowd.prove(number)
+        if number in self._open:
+            self._open[number].read_or_wait()
+
+    def belong(self, peer: str, node: str) -> None:
+        """It is this member's: strangers can't take its place."""
+        self.crowd.belong(self._number(peer), node, self._loop.time())
+
+    def _number(self, peer: str) -> int:
+        last = peer.rpartition("/")[2]
+        return int(last) if last.isascii() and last.isdecimal() else 0
+
+    # -- for connections ---------------------------------------------------------------------------
+
+    def came(self, outer: _Outer) -> int:
+        number = next(self._numbers)
+        self._open[number] = outer
+        self._turn_away(self.crowd.come(number, outer.host, self._loop.time()))
+        return number
+
+    def heard(self, number: int, size: int) -> None:
+        self._turn_away(self.crowd.read(number, size, self._loop.time()))
+
+    def gone(self, number: int) -> None:
+        self._open.pop(number, None)
+        self.crowd.go(number)
+
+    def enter(self, outer: _Outer) -> None:
+        """It has said something."""
+        self._spawn(self._enter(outer))
+
+    async def _enter(self, outer: _Outer) -> None:
+        own = self._folder / str(outer.number)
+        inner = socket.socket(socket.AF_UNIX)
+        try:
+            inner.setblocking(False)
+            inner.bind(str(own))
+            for _ in range(TRIES):
+                try:
+                    inner.connect(f"{self._folder}/door")
+                    break
+                except BlockingIOError:
+                    await asyncio.sleep(AGAIN)
+            else:
+                raise TimeoutError("the server within takes no connection")
+            own.unlink()
+            await self._loop.create_unix_connection(lambda: _Inner(outer), sock=inner)
+        except (OSError, asyncio.CancelledError) as error:
+            inner.close()
+            own.unlink(missing_ok=True)
+            outer.abort()
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            log.warning("a connection from %s is closed: %s", outer.host, error)
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK)
+            self._turn_away(self.crowd.overdue(self._loop.time()))
+            turned_away = self.crowd.turned_away
+            if turned_away > self._told:
+                log.info("%d connections of strangers were closed", turned_away - self._told)
+                self._told = turned_away
+
+    def _turn_away(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            outer = self._open.pop(number, None)
+            if outer is not None:
+                outer.abort()
+
+    def _spawn(self, work: Any) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class _Outer(asyncio.Protocol):
+    """A connection with somebody outside."""
+
+    def __init__(self, door: FrontDoor) -> None:
+        self._door = door
+        self.host, self.port, self.number = "", 0, 0
+        self.inner: asyncio.Transport | None = None
+        self.waiting: list[bytes] = []  # to be said within
+        self.held = False  # within, they don't take more for now
+        self.gone = False
+        self._reading, self._transport = True, cast("asyncio.Transport", None)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        host, self.port = (transport.get_extra_info("peername") or ("", 0))[:2]  # none: it has gone
+        self.host = str(unmapped(host.partition("%")[0]))
+        self.number = self._door.came(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._door.heard(self.number, len(data))
+        if self.inner is not None:
+            self.inner.write(data)
+        else:
+            if not self.waiting:
+                self._door.enter(self)
+            self.waiting.append(data)
+        self.read_or_wait()
+
+    def read_or_wait(self) -> None:
+        """Whether more is read of what it says."""
+        more = not self.held and self._door.crowd.may_say_more(self.number)
+        if more != self._reading and not self._transport.is_closing():
+            self._reading = more
+            (self._transport.resume_reading if more else self._transport.pause_reading)()
+
+    def say(self, data: bytes) -> None:
+        self._transport.write(data)
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def close(self) -> None:
+        """Once it has read what was said."""
+        self._transport.close()
+
+    def pause_writing(self) -> None:
+        if self.inner is not None:
+            self.inner.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self.inner is not None and not self.inner.is_closing():
+            self.inner.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.gone = True
+        self._door.gone(self.number)
+        if self.inner is not None:
+            self.inner.abort()
+
+
+class _Inner(asyncio.Protocol):
+    """The other end of it, within."""
+
+    def __init__(self, outer: _Outer) -> None:
+        self._outer = outer
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._outer.inner = inner = cast("asyncio.Transport", transport)
+        if self._outer.gone:
+            inner.abort()
+        for data in self._outer.waiting:
+            inner.write(data)
+        self._outer.waiting.clear()
+
+    def data_received(self, data: bytes) -> None:
+        self._outer.say(data)
+
+    def pause_writing(self) -> None:
+        self._outer.held = True
+        self._outer.read_or_wait()
+
+    def resume_writing(self) -> None:
+        self._outer.held = False
+        self._outer.read_or_wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._outer.close()
+
+
+async def _bind(listen: Address) -> list[socket.socket]:
+    """To all addresses that a host has, at the same port. Raises OSError, which says what to do
+    about it."""
+    if listen.is_any and socket.has_dualstack_ipv6():
+        places = [(socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")]  # if there is no IPv6
+    else:
+        look_up = asyncio.get_running_loop().getaddrinfo
+        found = await look_up(*listen, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        places = [(family, str(place[0])) for family, *_, place in found]
+    bound: list[socket.socket] = []
+    failed: OSError | None = None
+    for family, host in dict.fromkeys(places):
+        port = bound[0].getsockname()[1] if bound else listen.port
+        dual = host == "::"
+        try:
+            bound.append(socket.create_server((host, port), family=family, dualstack_ipv6=dual))
+        except OSError as error:  # as of IPv6 where there is none
+            failed = error
+    if not bound:
+        raise OSError(not_ours(listen)) from failed
+    return bound
