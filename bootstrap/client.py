@@ -432,6 +432,8 @@ class _Membership:
                 if notice.evicted:
                     self.evicted = notice.evicted
                     return "evicted"
+                if notice.refused:
+                    log.warning("the registry refuses what this node says: %s", notice.refused)
                 if notice.measure:
                     self.on_measure(notice.measure)
                 if notice.probe:

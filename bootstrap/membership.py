@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from planaria.bootstrap.address import EVERYWHERE, not_to_dial
 from planaria.bootstrap.cuts import LOOKS, Cuts, Goes
 from planaria.bootstrap.identity import instance_of
+from planaria.bootstrap.progress import Age, Progress
 from planaria.bootstrap.quarantine import MOST_KEPT, Quarantine
 from planaria.bootstrap.registry_pb2 import (
     SILENT,
@@ -49,6 +50,7 @@ WHY_LENGTH = 300  # characters of what a node says of another one
 ACCUSERS_NAMED = 3
 CHARGE_STANDS = 60.0  # seconds that the word of one who does not drive counts
 CHARGES_KEPT = 100  # against one node
+CONTRADICTED_EVERY = 60.0  # seconds between two times that a node is told what isn't believed
 WITHOUT_STATE = frozenset(["syncing", "following"])  # phases in reports (node/transaction)
 TOGETHER = 0.3  # seconds in which all tell it who leave together, and in which none takes a seat
 MOST_DIALLED = 100  # silent members that are asked whether they are there; of more, every n-th
@@ -68,6 +70,7 @@ class MembershipRules:
     reconnect: float = 0.4  # for a node that has lost its stream, and is gone, to come back
     dial_timeout: float = 4.0  # for a silent member to answer who dials it
     restart_grace: float | None = None  # lease + 1
+    steps: int = 0  # that the run has; 0: not known
     data: str = ""  # content hash that stage-0 nodes must have; empty: not checked
     swapped: bool = False  # half of the microbatches visit the end stages in swapped order
     policy: Policy = "checkfree"  # by which a lost stage is rebuilt
@@ -136,6 +139,14 @@ class Settle:
 
 
 @dataclass(frozen=True)
+class Contradict:
+    """Tell the node, on its KeepAlive stream, that what it says is not taken, and why."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Dial:
     """Ask at HOST:PORT whether the node is there, for `seconds`, and tell `dialled`."""
 
@@ -145,7 +156,17 @@ class Dial:
     seconds: float
 
 
-Effect = Issue | Probe | Evict | Settle | Dial
+Effect = Issue | Probe | Evict | Settle | Contradict | Dial
+
+
+@dataclass(eq=False)
+class _Claim:
+    """Somebody with another key joins from a member's address."""
+
+    question: int  # that was put to the member
+    asked: float
+    there: bool | None = None
+    answered: bool = False
 
 
 @dataclass(eq=False)
@@ -171,6 +192,8 @@ class _Node:
     charges: dict[str, tuple[float, Suspicion]] = field(default_factory=dict)  # newest for cause
     doomed: str = ""  # to be evicted whatever it says, and why
     cause: Cause = SILENT  # for which it is doomed
+    claim: _Claim | None = None  # to its address, the newest
+    contradicted: float = -math.inf  # the last time
 
     @property
     def leaving(self) -> bool:
@@ -248,7 +271,7 @@ class Membership:
         self._nodes: dict[str, _Node] = {}  # in join order
         self._number = 0
         self._joined = 0
-        self._newest = (0, 0)  # lineage, committed step
+        self._progress = Progress(rules.steps, rules.lease)
         self._started = False  # a driver has been named once
         self._covered: float | None = None  # since when each stage has a member
         self._joined_at = 0.0  # the newest member
@@ -277,8 +300,9 @@ class Membership:
 
         While no member is heard, the reply is a question: the node has to dial the members, as the
         registry does (`Dial`), and to join again. If none is there, all are evicted. Who was
-        evicted for cause is told how long it has to wait. The reply leaves `run_file` to the shell.
-        Raises Refused.
+        evicted for cause is told how long it has to wait. Who joins from a member's address takes
+        its place, with the same key at once, and else when it is gone. The reply leaves `run_file`
+        to the shell. Raises Refused.
         """
         self._check_request(request)
         known = self._nodes.get(request.node)
@@ -305,6 +329,9 @@ class Membership:
                 raise Refused("PERMISSION_DENIED", reason)
             return JoinReply(run=self.rules.run, reason=reason, quarantine=wait), []
         former = self._at_address(request.address)
+        is_another = former is not None and former.member.key != request.key
+        if former and is_another and (dial := self._contest(request, former, now)):
+            return self._ask_again(dial.question), [dial]
         others = [node for node in self._nodes.values() if node is not former]
         if others and self._cut_off_from_all(now):
             return self._ask(request, others, now)
@@ -349,21 +376,48 @@ class Membership:
             self._note(f"{renewal.node} ({place_of(node.member)}) is heard again")
         effects: list[Effect] = []
         if renewal.HasField("report"):
-            node.report = renewal.report
-            self._newest = max([self._newest, *map(_age, node.report.seats)])
-            node.holds = {seat.stage for seat in node.report.seats if self._has_state(seat)}
-            complaints, unlisted = node.report.complaints, node.report.unlisted
-            if complaints or unlisted or self._cuts.any:
-                known = (c for c in complaints if c.peer in self._nodes)
-                self._cuts.told(renewal.node, known, now, unlisted)
-            for rebuild in node.report.rebuilds:  # of few nodes, and few
-                self._remember(rebuild)
-            if node.report.leaving != node.leaving and now >= self._quiet_until:
-                self._announce(node, now)
-                effects = self._finish(now)
+            effects = self._reported(node, renewal.report, now)
         if renewal.probe and renewal.probe == node.probe:
             effects += self._answered(node, now)
         return effects
+
+    def _reported(self, node: _Node, report: Report, now: float) -> list[Effect]:
+        name = node.member.node
+        if wrong := self._progress.impossible(max((s.committed for s in report.seats), default=0)):
+            return self._contradict(node, wrong, now)
+        node.report = report
+        effects: list[Effect] = []
+        if name == self.view.driver:
+            told = max(map(_age, report.seats), default=(0, 0))
+            if wrong := self._progress.driven(told, self._vouched, now):
+                effects = self._contradict(node, wrong, now)
+        node.holds = {seat.stage for seat in report.seats if self._has_state(seat)}
+        complaints, unlisted = report.complaints, report.unlisted
+        if complaints or unlisted or self._cuts.any:
+            known = (c for c in complaints if c.peer in self._nodes)
+            self._cuts.told(name, known, now, unlisted)
+        for rebuild in report.rebuilds:  # of few nodes, and few
+            self._remember(rebuild)
+        if report.leaving != node.leaving and now >= self._quiet_until:
+            self._announce(node, now)
+            effects += self._finish(now)
+        return effects
+
+    def _vouched(self) -> Age:
+        """The newest that a member of each stage has, as they say."""
+        newest = dict.fromkeys(range(self.rules.stages + 1), (0, 0))
+        for node in self._nodes.values():
+            for seat in node.report.seats:
+                if seat.stage in stages_of(node.member):
+                    newest[seat.stage] = max(newest[seat.stage], _age(seat))
+        return min(newest.values())
+
+    def _contradict(self, node: _Node, reason: str, now: float) -> list[Effect]:
+        if now < node.contradicted + CONTRADICTED_EVERY:
+            return []
+        node.contradicted = now
+        self._note(f"what {node.member.node} ({place_of(node.member)}) says is refused: {reason}")
+        return [Contradict(node.member.node, reason)]
 
     def _remember(self, rebuild: Rebuild) -> None:
         """Whoever drove then may be gone when somebody asks."""
@@ -422,6 +476,8 @@ class Membership:
             if there:
                 self._question.answered[name] = "the registry"
         node = self._nodes.get(name)
+        if node is not None and node.claim is not None and node.claim.question == question:
+            node.claim.there, node.claim.answered = there, True
         if node is not None and node.dial == question and there is False:
             node.gone = True
             self._schedule(name, node)
@@ -495,7 +551,7 @@ class Membership:
         self.view = view
         self._number = view.number
         self._joined = max([self._joined, *(m.joined for m in view.members)])
-        self._newest = max(self._newest, (view.lineage, view.committed))
+        self._progress.restore((view.lineage, view.committed), now)
         # A run that has started lacks a driver only while stage 0 is vacant.
         led = bool(view.driver) or (view.committed > 0 and 0 in self._vacant())
         self._started = self._started or (led and bool(self._nodes))
@@ -581,7 +637,7 @@ class Membership:
         assert view.number == self._number
         assert list(view.relays) == self._cuts.relays(), "the view lags the relays"
         self._cuts.validate_state()
-        assert (view.lineage, view.committed) <= self._newest
+        assert (view.lineage, view.committed) <= self._progress.newest
         assert not view.number or not _problem(view, rules), _problem(view, rules)
         if self._started and not view.driver:
             assert not any(0 in stages_of(m) for m in members), "a stage-0 member, but no driver"
@@ -674,6 +730,36 @@ class Membership:
         if not address:
             return None
         return next((n for n in self._nodes.values() if n.member.address == address), None)
+
+    def _contest(self, request: JoinRequest, former: _Node, now: float) -> Dial | None:
+        """Somebody else joins from a member's address: the member goes (None) when it neither
+        answers there nor renews any more. Raises Refused."""
+        rules, claim, name = self.rules, former.claim, former.member.node
+        whose = f"{request.address} is the address of {name} ({place_of(former.member)})"
+        if claim is None or now >= claim.asked + rules.dial_timeout + rules.lease:
+            self._questions += 1
+            former.claim = _Claim(self._questions, now)
+            self._note(f"{request.node} would join with another key, and {whose}: it is dialled")
+            return Dial(self._questions, name, request.address, rules.dial_timeout)
+        if claim.there:
+            raise Refused(
+                "ALREADY_EXISTS",
+                f"{whose}, which answers there, and has another key; choose another address with "
+                f"--advertise, or end {name}",
+            )
+        if former.streaming and former.renewed > claim.asked:
+            raise Refused(
+                "ABORTED",
+                f"{whose}, which renews its membership, and has another key; join again when it is "
+                "gone, or choose another address with --advertise",
+            )
+        if not claim.answered or (former.streaming and now < claim.asked + rules.lease / 2):
+            raise Refused("UNAVAILABLE", f"{whose}, and is being asked whether it is there")
+        return None
+
+    def _ask_again(self, question: int) -> JoinReply:
+        reason = "the address is a member's, which is asked whether it is there: join again"
+        return JoinReply(run=self.rules.run, reason=reason, question=question)
 
     def _has_data(self, data: str) -> bool:
         return not self.rules.data or data == self.rules.data
@@ -987,7 +1073,7 @@ class Membership:
         the newest may be with a node that isn't there yet. One step is no proof: it may be so new
         that one node only has told of it."""
         told = (seat for n in self._nodes.values() for seat in n.report.seats)
-        return self._newest > (0, 1) and not any(_age(seat) > (0, 0) for seat in told)
+        return self._progress.newest > (0, 1) and not any(_age(seat) > (0, 0) for seat in told)
 
     def _finished(self) -> bool:
         return any(seat.finished for node in self._nodes.values() for seat in node.report.seats)
@@ -996,7 +1082,7 @@ class Membership:
         """Of its stage. When it says so: what was no state in later steps was one at the start."""
         if seat.phase in WITHOUT_STATE:
             return False
-        return _age(seat) > (0, 0) or self._newest <= (0, 1)
+        return _age(seat) > (0, 0) or self._progress.newest <= (0, 1)
 
     def _staff(self, now: float) -> None:
         """Sees to it that each stage has a member that will stay. Before the run has begun, who has
@@ -1070,8 +1156,8 @@ class Membership:
             members=[n.member for n in self._nodes.values()],
             driver=driver,
             reason=reason,
-            lineage=self._newest[0],
-            committed=self._newest[1],
+            lineage=self._progress.newest[0],
+            committed=self._progress.newest[1],
             relays=self._cuts.relays(),
             quarantined=self._quarantine.listed(now),
         )
@@ -1127,6 +1213,8 @@ class Membership:
     def _learn(self, view: View, now: float) -> None:
         former = self._nodes
         try:
+            if wrong := self._progress.impossible(view.committed):
+                raise ValueError(wrong)
             self.restore(view, now)
         except ValueError as error:
             self._note(f"a node's view is not believed: {error}")
@@ -1207,7 +1295,7 @@ def _copy(member: Member) -> Member:
     return copy
 
 
-def _age(seat: SeatReport) -> tuple[int, int]:
+def _age(seat: SeatReport) -> Age:
     """Of its state: lineage and committed step."""
     return seat.lineage, seat.committed
 

@@ -29,6 +29,7 @@ from planaria.bootstrap.identity import is_message_signed
 from planaria.bootstrap.journal import Journal, JournalError
 from planaria.bootstrap.membership import (
     PROTOCOL,
+    Contradict,
     Dial,
     Effect,
     Evict,
@@ -472,6 +473,9 @@ class RegistryServer(RegistryServicer):
                     self._tell(node, Notice(probe=number, view=self._machine.view.number))
                 case Evict(node, reason):
                     self._tell(node, Notice(evicted=reason, view=self._machine.view.number))
+                case Contradict(node, reason):
+                    number = self._machine.view.number
+                    self._tell(node, Notice(refused=reason, view=number))
                 case Settle(node, member, reason):
                     number = self._machine.view.number
                     answer = Verdict(member=member, reason=reason, view=number)

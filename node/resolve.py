@@ -154,6 +154,7 @@ def registry_rules(run: RunFile) -> MembershipRules:
         lease=run.swarm.lease,
         # Nodes that look a restarted registry up by name took up to 4.3 s to find it again.
         restart_grace=run.swarm.lease + 5.0,
+        steps=run.steps,
         data=run.data.content,
         swapped=run.recovery.policy == "checkfree+",
         policy=run.recovery.policy,

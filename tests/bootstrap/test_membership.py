@@ -8,6 +8,7 @@ from planaria.bootstrap.membership import (
     MOST_DIALLED,
     PROTOCOL,
     TOGETHER,
+    Contradict,
     Dial,
     Effect,
     Evict,
@@ -252,7 +253,7 @@ def test_repeated_join_gets_the_same_answer_and_other_particulars_are_refused() 
 
 def test_restart_at_the_same_address_evicts_the_old_identity_at_once() -> None:
     swarm = full()
-    swarm.join("new", address="n1:1")
+    swarm.join("new", address="n1:1", key="n1")
     assert swarm.stage("new") == 1
     assert swarm.nodes() == ["n0", "n2", "new"]
     evict, issue = swarm.effects
@@ -459,6 +460,7 @@ def test_after_a_loss_of_everything_nodes_are_awaited_as_at_the_start() -> None:
     swarm = Swarm(stages=1, replicas=2, start_grace=3, lease=100)
     for node, stage in (("a", 0), ("b", 0), ("c", 1), ("d", 1)):
         swarm.join(node, stage)
+    for node in "abcd":
         swarm.renew(node, report=swarm.report(node, committed=7))
     for node in "abcd":
         swarm.after(swarm.machine.leave(node, "", swarm.now))
@@ -1002,7 +1004,7 @@ def test_committed_grows_and_travels_with_views() -> None:
 def test_a_later_lineage_is_newer_than_any_step_before_it() -> None:
     swarm = full()
     swarm.renew("n0", report=swarm.report("n0", committed=37))
-    swarm.renew("n1", report=swarm.report("n1", committed=30, lineage=1))
+    swarm.renew("n0", report=swarm.report("n0", committed=30, lineage=1))
     swarm.renew("n0", report=swarm.report("n0", committed=38))
     swarm.join("a")
     assert (swarm.view.lineage, swarm.view.committed) == (1, 30)
@@ -1291,12 +1293,12 @@ def test_all_vanish_at_once_and_come_back_one_by_one() -> None:
         swarm.renew(node, report=swarm.report(node, committed=7))
         swarm.after(swarm.machine.stream_lost(node, swarm.now))
     swarm.wait(60)
-    reply = swarm.ask("back1", address="n1:1", stage=1)
+    reply = swarm.ask("back1", address="n1:1", stage=1, key="n1")
     assert {member.node for member in reply.unheard} == {"n0", "n2"}, "n1 is known to be gone"
-    swarm.join_again("back1", reply, address="n1:1", stage=1)
+    swarm.join_again("back1", reply, address="n1:1", stage=1, key="n1")
     assert swarm.nodes() == ["back1"]
     swarm.open("back1")
-    swarm.join("back0", address="n0:1", stage=0)
+    swarm.join("back0", address="n0:1", stage=0, key="n0")
     swarm.join("elsewhere")
     assert [swarm.stage(node) for node in swarm.nodes()] == [1, 0, 2]
     assert swarm.view.driver == "back0"
@@ -1305,7 +1307,7 @@ def test_all_vanish_at_once_and_come_back_one_by_one() -> None:
 
 def test_a_lone_node_that_is_started_again_at_its_address_needs_no_dialling() -> None:
     swarm = lone(stream=True)
-    assert swarm.join("again", address="old:1").reason == "stage 0 was vacant"
+    assert swarm.join("again", address="old:1", key="old").reason == "stage 0 was vacant"
     assert swarm.nodes() == ["again"]
 
 
@@ -1439,3 +1441,96 @@ def test_rebuilds_are_remembered_when_who_ordered_them_is_gone() -> None:
         swarm.after(swarm.machine.renewed(Renewal(node="twin", report=report), swarm.now))
     kept = [rebuild.step for rebuild in swarm.machine.describe(swarm.now).rebuilds]
     assert kept == list(range(400, 500))
+
+
+def contest(swarm: Swarm, there: bool | None) -> None:
+    """A stranger joins from n1's address; what the registry's dial comes to."""
+    reply = swarm.join("x", 1, "n1:1", key="another")
+    assert reply.question
+    assert swarm.effects == [Dial(reply.question, "n1", "n1:1", 4.0)]
+    with pytest.raises(Refused, match=r"address of n1 \(stage 1\), and is being asked"):
+        swarm.join("x", 1, "n1:1", key="another")
+    swarm.machine.dialled(reply.question, "n1", there)
+
+
+def test_nobody_takes_the_address_of_a_member_that_answers() -> None:
+    swarm = full(lease=100)
+    contest(swarm, True)
+    with pytest.raises(Refused, match="which answers there, and has another key; choose") as e:
+        swarm.join("x", 1, "n1:1", key="another")
+    assert e.value.code == "ALREADY_EXISTS"
+    assert swarm.nodes() == ["n0", "n1", "n2"]
+
+
+@pytest.mark.parametrize("there", [False, None])
+def test_nobody_takes_the_address_of_a_member_that_renews(there: bool | None) -> None:
+    swarm = full(lease=10)
+    contest(swarm, there)
+    for _ in range(3):
+        with pytest.raises(Refused, match="is being asked whether it is there"):
+            swarm.join("x", 1, "n1:1", key="another")
+        swarm.now += 1
+    swarm.renew("n1")
+    with pytest.raises(Refused, match="which renews its membership, and has another key") as e:
+        swarm.join("x", 1, "n1:1", key="another")
+    assert e.value.code == "ABORTED"
+    assert swarm.nodes() == ["n0", "n1", "n2"]
+
+
+def test_the_address_of_who_is_gone_is_another_ones() -> None:
+    swarm = full(lease=100)
+    contest(swarm, False)
+    swarm.after(swarm.machine.stream_lost("n1", swarm.now))
+    swarm.join("x", 1, "n1:1", key="another")
+    assert swarm.nodes() == ["n0", "n2", "x"]
+
+
+def test_a_frozen_member_has_half_a_lease_to_keep_its_address() -> None:
+    swarm = full(lease=10)
+    contest(swarm, None)
+    swarm.now += 5
+    swarm.join("x", 1, "n1:1", key="another")
+    assert swarm.nodes() == ["n0", "n2", "x"]
+
+
+@pytest.mark.parametrize("liar", ["n0", "n1"])
+def test_more_steps_than_the_run_has_are_refused_and_no_view_has_them(liar: str) -> None:
+    swarm = full(steps=100)
+    swarm.renew("n0", report=swarm.report("n0", committed=7))
+    effects = swarm.renew(liar, report=swarm.report(liar, committed=10**9))
+    why = "step 1000000000 can't be committed in a run of 100 steps"
+    assert effects == [Contradict(liar, why)]
+    assert swarm.renew(liar, report=swarm.report(liar, committed=10**9)) == [], "it was told"
+    swarm.join("x")
+    assert (swarm.view.lineage, swarm.view.committed) == (0, 7)
+    assert [told for told in swarm.machine.decisions if why in told and liar in told]
+    described = swarm.machine.describe(swarm.now).members
+    assert all(seat.committed <= 7 for one in described for seat in one.report.seats)
+
+
+def test_only_who_drives_says_what_the_run_has_committed() -> None:
+    swarm = full(steps=100)
+    swarm.renew("n1", report=swarm.report("n1", committed=99, lineage=3))
+    swarm.renew("n0", report=swarm.report("n0", committed=7))
+    swarm.join("x")
+    assert (swarm.view.lineage, swarm.view.committed) == (0, 7)
+
+
+def test_a_view_with_more_steps_than_the_run_has_is_not_learned_from() -> None:
+    shown = View(run="r", number=9, committed=101, members=full().view.members)
+    swarm = Swarm(steps=100)
+    swarm.after(swarm.machine.stream_opened(Renewal(node="n0", run="r", view=shown), swarm.now))
+    assert swarm.nodes() == []
+    assert "can't be committed in a run of 100 steps" in swarm.machine.decisions[-1]
+
+
+def test_a_run_that_goes_on_from_files_is_believed_when_all_stages_say_so() -> None:
+    swarm = full(steps=10**6)
+    swarm.renew("n0", report=swarm.report("n0", committed=50_000, lineage=3))
+    swarm.join("x")
+    assert swarm.view.committed == 0
+    for node in ("n1", "n2"):
+        swarm.renew(node, report=swarm.report(node, committed=50_000, lineage=3))
+    assert swarm.renew("n0", report=swarm.report("n0", committed=50_001, lineage=3)) == []
+    swarm.join("y")
+    assert (swarm.view.lineage, swarm.view.committed) == (3, 50_001)

@@ -332,6 +332,21 @@ async def test_nobody_speaks_for_another(place: Any, caplog: pytest.LogCaptureFi
     await channel.close()
 
 
+async def test_who_says_what_cannot_be_is_told_so(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve(MembershipRules(run="r", stages=2, lease=10, steps=50)) as place:
+        a = await place.node("a")
+        a.client.report(Report(seats=[SeatReport(committed=10**9)]))
+        a.client._due.set()
+        async with asyncio.timeout(TIMEOUT):
+            while "says: step 1000000000 can't" not in caplog.text:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        b = await place.node("b")
+        assert b.reply.view.committed == 0
+        assert not a.evicted.done()
+
+
 async def test_streams_and_watchers_are_limited(serve: Serve) -> None:
     async with serve(limits=Limits(streams=1, watchers=1)) as place:
         channel, stub = raw(place)

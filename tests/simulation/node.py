@@ -111,7 +111,7 @@ class Node:
     ) -> None:
         self.cluster, self.world, self.process = cluster, cluster.world, process
         self.name = cluster.new_name()
-        self.wanted, self.address = stage, "" if dials_only else f"{self.name}:1"
+        self.wanted, self.address = stage, "" if dials_only else f"h{self.name}:1"
         self.room = room
         self.ended = False
         self.net = Links(self, cluster.network)

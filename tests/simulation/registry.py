@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from planaria.bootstrap import registry_pb2 as pb
 from planaria.bootstrap.membership import (
     PROTOCOL,
+    Contradict,
     Dial,
     Effect,
     Evict,
@@ -156,7 +157,7 @@ class Registry:
                 case Dial(question, node, _, seconds):
                     told = partial(self.machine.dialled, question, node)
                     self.cluster.network.ask(self, node, seconds, told)
-                case Settle():
+                case Settle() | Contradict():
                     pass
         if effects:
             self.machine.validate_state()
