@@ -47,6 +47,7 @@ from planaria.node.state.taken import PIN, Taken
 from planaria.node.state.transfer import WEIGHTS, StateClient, StateServer
 from planaria.node.transaction.attempt import Attempt, Workplace
 from planaria.node.transaction.averaging import Averaging
+from planaria.node.transaction.bounds import LONGEST_WORDS
 from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import (
     Adopt,
@@ -300,12 +301,13 @@ class Agent:
             computing=self.workplace.compute.computing,
             done=self.attempt.passes_done() if self.attempt is not None else (),
             given_up=given_up,
-            hang=self.member.hang,
+            hang=self.member.hang[:LONGEST_WORDS],
         )
         self._carry_out([self.member.promised.send(self.member.driver, account=account)])
 
     def _inquired(self, peer: str, message: pb.Message) -> None:
-        if peer != self.member.driver or Ballot.of(message.ballot) != self.member.promised:
+        ballot = Ballot.of(message.ballot)
+        if not self.member.obeys(peer, ballot) or ballot != self.member.promised:
             return
         if why := message.inquiry.replace:
             if self.is_readable():

@@ -6,23 +6,29 @@ each other without a link. Pure, as the agents are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.registry_pb2 import SILENT, Cause
-from planaria.node.agent import Agent
+from planaria.bootstrap.registry_pb2 import NUMBERS, SILENT, Cause
+from planaria.node.agent import TO_MEMBER, Agent
 from planaria.node.naming import node_of, seat_id, seat_name, seated
 from planaria.node.ports import Compute, Net, Priority
 from planaria.node.state.taken import PIN
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.budget import Budget
-from planaria.node.wire.frames import Frame, buffers_of
+from planaria.node.wire.frames import Frame, WireError, buffers_of
+
+log = logging.getLogger(__name__)
 
 MOST_EARLY = 16 << 20
-"""Bytes of one peer's messages that wait for seats which are not built yet, at most."""
+"""Bytes of one peer's messages that wait for seats or views which are not here yet, at most."""
+VIEW_TO_COME = 10.0
+"""Seconds that a message waits for the view that it is of. Whoever needs an answer asks again."""
 
 A = TypeVar("A", bound=Agent)
 T = TypeVar("T")
@@ -31,6 +37,40 @@ ONLOOKER = "?"
 """What the name of an onlooker begins with, which stands where those of seats do."""
 ASKED: Final = frozenset(["pin_request", "state_request", "shard_request", "log_request"])
 """What an onlooker may say."""
+
+
+class SenselessError(WireError):
+    """What a peer has said makes no sense here. It wasn't foreseen that anybody might say it."""
+
+    cause = NUMBERS
+
+
+class _Early(NamedTuple):
+    """What has come for a seat."""
+
+    since: float
+    sender: str
+    name: str
+    message: pb.Message
+
+    def is_ahead_of(self, view: registry.View) -> bool:
+        return self.message.ballot.view > view.number
+
+
+@contextmanager
+def _at_the_cost_of(peer: str, what: str | None) -> Iterator[None]:
+    """What a peer says may cost it its link, and never this node its life."""
+    try:
+        yield
+    except Exception as error:
+        log.exception("%s of %s can't be dealt with", what, peer)
+        why = f"{what} that can't be dealt with: {type(error).__name__}: {error}"
+        raise SenselessError(why) from error
+
+
+def _is_drivers(message: pb.Message) -> bool:
+    """Whether nobody but a driver may say that."""
+    return message.WhichOneof("body") in TO_MEMBER | {"inquiry"}
 
 
 class Seats(Generic[A]):
@@ -51,7 +91,7 @@ class Seats(Generic[A]):
         self.view = registry.View()  # as they see it
         self._building: set[str] = set()
         self._given_back: set[str] = set()
-        self._early: list[tuple[str, str, pb.Message]] = []  # sender, name of a seat to come, what
+        self._early: list[_Early] = []
         self._early_bytes = Budget(MOST_EARLY)
 
     def __bool__(self) -> bool:
@@ -73,10 +113,10 @@ class Seats(Generic[A]):
             if name not in self.agents and name not in self._building
         }
         self._building = (self._building - set(gone)) | new.keys()
-        self._keep_early([one for one in self._early if one[1] in self._building])
         closed = {name: self.agents.pop(name) for name in gone if name in self.agents}
         for agent in list(self.agents.values()):
             agent.viewed(self.view, now)
+        self._hear_early(now)
         return new, closed
 
     def built(self, name: str, agent: A, now: float) -> bool:
@@ -87,17 +127,8 @@ class Seats(Generic[A]):
         self._building.remove(name)
         self.agents[name] = agent
         agent.viewed(self.view, now)
-        early = self._early
-        self._keep_early([one for one in early if one[1] != name])
-        for sender, to, message in early:
-            if to == name:
-                agent.on_message(sender, message, now)
+        self._hear_early(now)
         return True
-
-    def _keep_early(self, early: list[tuple[str, str, pb.Message]]) -> None:
-        self._early = early
-        if not early:
-            self._early_bytes.clear()
 
     def was_given_back(self, name: str) -> bool:
         return name in self._given_back
@@ -105,27 +136,52 @@ class Seats(Generic[A]):
     # --- what comes from other nodes
 
     def on_message(self, peer: str, message: pb.Message, now: float) -> None:
-        self._hear(seat_id(peer, message.sender), message.seat, message, now)
+        """Raises SenselessError."""
+        with _at_the_cost_of(peer, message.WhichOneof("body")):
+            self._hear(_Early(now, seat_id(peer, message.sender), message.seat, message), now)
 
-    def _hear(self, sender: str, name: str, message: pb.Message, now: float) -> None:
+    def _hear(self, said: _Early, now: float) -> None:
+        _, sender, name, message = said
         if name.startswith(ONLOOKER):
             message.sender = sender
             self._tell_onlooker(name, message)
         elif message.WhichOneof("body") == "log_request":
             node, _, asker = sender.partition("/")
             if asker.startswith(ONLOOKER):
-                said = self._log(message.log_request)
-                self.links.send(node, pb.Message(seat=asker, log_lines=said))
+                lines = self._log(message.log_request)
+                self.links.send(node, pb.Message(seat=asker, log_lines=lines))
+        elif said.is_ahead_of(self.view) and (name not in self.agents or _is_drivers(message)):
+            if now < said.since + VIEW_TO_COME:
+                self._wait(said)
+        elif name in self._building:
+            self._wait(said)
         elif (agent := self.agents.get(name)) is not None:
             agent.on_message(sender, message, now)
-        elif (
-            name in self._building or message.ballot.view > self.view.number
-        ) and not self._early_bytes.spend(node_of(sender), message.ByteSize()):
-            # The driver may have heard of a view, and so of a seat here, before this node has. What
-            # doesn't fit is asked again by whoever needs an answer.
-            self._early.append((sender, name, message))
+
+    def _wait(self, said: _Early) -> None:
+        """The driver may have heard of a view, and so of a seat here, before this node has, and is
+        obeyed from when the view is here. What doesn't fit is asked again by whoever needs an
+        answer."""
+        if not self._early_bytes.spend(node_of(said.sender), said.message.ByteSize()):
+            self._early.append(said)
+
+    def _hear_early(self, now: float) -> None:
+        """What has waited and still has to, waits again."""
+        early, self._early = self._early, []
+        self._early_bytes.clear()
+        for said in early:
+            try:
+                with _at_the_cost_of(said.sender, said.message.WhichOneof("body")):
+                    self._hear(said, now)
+            except SenselessError as error:  # its link may be another one by now
+                self.agents[said.name].accuse(said.sender, str(error), error.cause)
 
     def on_frame(self, peer: str, frame: Frame, now: float) -> None:
+        """Raises SenselessError."""
+        with _at_the_cost_of(peer, f"frame of kind {frame.kind!r:.40}"):
+            self._see(peer, frame, now)
+
+    def _see(self, peer: str, frame: Frame, now: float) -> None:
         """What comes for a seat to be belongs to what has begun without it."""
         sender, agent = seat_id(peer, frame.sender), self.agents.get(frame.seat)
         if frame.seat.startswith(ONLOOKER):
@@ -163,7 +219,7 @@ class Seats(Generic[A]):
             said = self._log(message.log_request)
             self._tell_onlooker(onlooker, pb.Message(sender=to, log_lines=said))
         elif node == self.node and self.has(name):
-            self._hear(seat_id(node, onlooker), name, message, now)
+            self._hear(_Early(now, seat_id(node, onlooker), name, message), now)
         elif node == self.node or not self.links.send(node, message):
             there = "no such seat here" if node == self.node else f"no link from {self.node} to it"
             asked = message.pin_request

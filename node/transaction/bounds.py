@@ -10,11 +10,15 @@ import math
 from collections.abc import Iterable
 from typing import Final
 
+from planaria.bootstrap.registry_pb2 import Cause
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 
 MOST_STEPS: Final = 1 << 53
 """And lineages, attempts and bytes: whole numbers that a double has exactly."""
+MOST_TOLD: Final = 1 << 52
+"""Of these, what a member may tell its driver: what the driver makes of it, one more, is still
+less than what all others take."""
 LARGEST: Final = 3.5e38
 """Of float32, and so of a loss."""
 LARGEST_NORM: Final = 1e90
@@ -42,6 +46,13 @@ def told_to_driver(message: pb.Message, rules: TransactionRules) -> str:
             return _ready(message.ready)
         case "account":
             return _account(message.account, rules)
+        case "failed":
+            failed = message.failed
+            if len(failed.accused) > LISTED:
+                return f"it accuses {len(failed.accused)} nodes; at most {LISTED}"
+            return _words("why it fails", failed.reason) or _cause(failed.cause)
+        case "cut":
+            return _words("what it can't use", message.cut.reason) or _cause(message.cut.cause)
         case "stale":
             return _count("attempt", message.ballot.attempt)
     return ""
@@ -70,6 +81,7 @@ def _status(status: pb.Status, rules: TransactionRules) -> str:
         "committed step": status.committed,
         "ready step": status.ready,
         "ready attempt": status.ready_ballot.attempt,
+        "ready view": status.ready_ballot.view,
         "boosted step": status.boosted_at,
         "attempted step": status.attempting,
         "lineage": status.lineage,
@@ -80,8 +92,9 @@ def _status(status: pb.Status, rules: TransactionRules) -> str:
     if len(status.holdings) > LISTED:
         return f"it lists {len(status.holdings)} holdings; at most {LISTED}"
     return (
-        _first(_count(what, count) for what, count in counts.items())
+        _first(_count(what, count, MOST_TOLD) for what, count in counts.items())
         or _seconds("seconds per microbatch", status.seconds_per_microbatch)
+        or _words("why it hangs", status.hang)
         or _hash("digest", status.digest)
         or _commit(status.last)
         or _first(_holding(one, rules) for one in status.holdings)
@@ -91,7 +104,7 @@ def _status(status: pb.Status, rules: TransactionRules) -> str:
 def _holding(held: pb.Holding, rules: TransactionRules) -> str:
     if held.stage > rules.stages:
         return f"it holds something of stage {held.stage}, and there are {rules.stages}"
-    counts = _count("held step", held.step) or _count("held lineage", held.lineage)
+    counts = _count("held step", held.step) or _count("held lineage", held.lineage, MOST_TOLD)
     oldest = _count("oldest step", held.oldest_step)
     mean = _within("mean step", held.mean_step, MOST_STEPS)
     return counts or oldest or mean or _hash("digest of a holding", held.digest)
@@ -131,9 +144,7 @@ def _account(account: pb.Account, rules: TransactionRules) -> str:
     most = 4 * max(rules.microbatches, rules.validation_microbatches)
     if len(account.done) > most:
         return f"it lists {len(account.done)} passes that it has done; at most {most}"
-    if len(account.hang) > LONGEST_WORDS:
-        return f"it takes {len(account.hang)} characters to say why it hangs"
-    return ""
+    return _words("why it hangs", account.hang)
 
 
 def _ready(ready: pb.Ready) -> str:
@@ -171,8 +182,16 @@ def _first(wrongs: Iterable[str]) -> str:
     return next(filter(None, wrongs), "")
 
 
-def _count(what: str, count: int) -> str:
-    return f"a {what} of {count}" if count > MOST_STEPS else ""
+def _count(what: str, count: int, most: int = MOST_STEPS) -> str:
+    return f"a {what} of {count}" if count > most else ""
+
+
+def _words(what: str, words: str) -> str:
+    return f"it takes {len(words)} characters to say {what}" if len(words) > LONGEST_WORDS else ""
+
+
+def _cause(cause: int) -> str:
+    return "" if cause in Cause.values() else f"a cause of {cause}, and there is no such"
 
 
 def _seconds(what: str, seconds: float) -> str:

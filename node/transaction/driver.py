@@ -50,6 +50,7 @@ from planaria.node.transaction.hanging import Hanging, is_last, slow_and_alone
 from planaria.node.transaction.joining import FOLLOWED, FOLLOWS, Joining
 from planaria.node.transaction.leaving import may_have_heir
 from planaria.node.transaction.overdue import is_late
+from planaria.node.transaction.proving import Witness, examine
 from planaria.node.transaction.resting import DriverPhase, Resting
 from planaria.node.transaction.routing import Pair
 from planaria.node.transaction.rules import TransactionRules
@@ -93,6 +94,7 @@ class Driver:
         self.members: dict[str, int] = {}  # active members of the ballot's view: node -> stage
         self.ballot = NEVER
         self.standing = Standing()
+        self.knows = False  # where the run stands, since it drives
         self.joining = Joining()
         self.rebuilds = Rebuilds()  # since the last attempt began
         self.trains_since: float | None = None  # without a loss of all that a stage has
@@ -129,6 +131,7 @@ class Driver:
             return []
         if view.driver != self.node:
             self.current, self.view, self.coming = Resting(DriverPhase.INACTIVE), view, None
+            self.knows = False
             return []
         if isinstance(self.current, Attempting | Syncing):
             effects = self._adopt_later(view, now)
@@ -330,8 +333,15 @@ class Driver:
     def _resolve(self, gathering: Gathering, now: float) -> list[Effect]:
         """Everybody has answered: agree on the committed step, then get state to who lacks it."""
         effects = self.doubts.settle(gathering, self.rules, self.standing.committed)
-        gathering.distrusted = self.doubts.distrusted
+        verdict = examine(gathering.statuses, self._witness(), self.doubts.distrusted)
+        for node, why in verdict.lies.items():
+            failed = pb.Failed(reason=why, accused=[node], cause=NUMBERS)
+            effects += self._accuse(self.node, failed)
+        gathering.distrusted = self.doubts.distrusted | verdict.doubted
+        if gathering.distrusted >= gathering.statuses.keys():
+            gathering.distrusted = verdict.doubted
         self.standing = standing = gathering.standing()
+        self.knows = True
         tried = {status.attempting for status in gathering.statuses.values()}
         if gathering.taken_over and standing.committed + 1 in tried:
             effects.append(self._aborted(standing.committed + 1, "its driver is gone"))
@@ -362,6 +372,11 @@ class Driver:
             )
             return effects + self._halt(pb.Halt(reason=reason, step=standing.committed), now)
         return effects + self._sync(gathering, now)
+
+    def _witness(self) -> Witness:
+        at, view = self.standing, self.view
+        decided = (at.lineage, at.committed) if self.knows else None
+        return Witness(self.node, (view.lineage, view.committed), decided)
 
     # --- sync: state for those without it
 
@@ -998,11 +1013,13 @@ class Driver:
         return effects + self._gather(waited, now)
 
     def _superseded(self, peer: str, newer: Ballot, now: float) -> list[Effect]:
-        """`peer` has promised itself to a newer ballot."""
-        if newer.view > self.ballot.view or newer <= self.ballot:
-            return []  # the registry's next view tells who drives
-        self.ballot = newer
-        return self._gather(f"{peer} has heard of attempt {newer.attempt}", now)
+        """`peer` has promised itself to a newer ballot. Of another view: the registry tells who
+        drives. Of this one there are none but those that were made here."""
+        if newer.view != self.ballot.view or newer <= self.ballot:
+            return []
+        made = self.ballot.attempt
+        why = f"it has heard of attempt {newer.attempt}, and this is only the {made}. of the view"
+        return self._nonsense(peer, why, now)
 
     # --- the end
 

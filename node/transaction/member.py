@@ -1,7 +1,8 @@
 """The member's side of the step transaction: a machine without clock, socket or tensor.
 
-It promises itself to the newest ballot that it has heard of, and nothing older has an effect on it
-from then on. What it has reduced it keeps until the driver decides, or a newer driver asks.
+It obeys the driver of the newest view that the registry has sent, and nobody else. It promises
+itself to the newest ballot that it has heard of, and nothing older has an effect on it from then
+on. What it has reduced it keeps until the driver decides, or a newer driver asks.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from collections.abc import Callable, Sequence
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import NUMBERS, SILENT, Cause
+from planaria.node.naming import node_of
 from planaria.node.report.events import MessageRefused
-from planaria.node.transaction.bounds import told_to_member
+from planaria.node.transaction.bounds import LONGEST_WORDS, told_to_member
 from planaria.node.transaction.effects import (
     NEVER,
     Adopt,
@@ -70,6 +72,7 @@ class MemberSide:
         self.boosted_at = 0
         self.digest = b""
         self.changing = False  # the weights are, so nothing is said of them
+        self.trained = False  # since it got its state: nothing was committed without it
         self.void = False  # the weights are fit for nothing, not even for a start
         self.weightless = False  # what the run begins with isn't here
         self.origin = False  # the checkpoint that it begins from is
@@ -81,6 +84,7 @@ class MemberSide:
         self.seconds_per_microbatch = 0.0
         self.hang = ""  # why its compute does; empty: it doesn't
         self.halt: pb.Halt | None = None
+        self.refused: set[tuple[str, str]] = set()  # in this view: what of which node
 
     # --- events
 
@@ -89,6 +93,7 @@ class MemberSide:
         if view.number <= self.view.number:
             return []
         self.view = view
+        self.refused.clear()
         if all(member.node != self.node for member in view.members):
             return [Rejoin(f"view {view.number} is without this node: {view.reason}")]
         return []
@@ -97,8 +102,8 @@ class MemberSide:
         """A control message for this machine has come from `peer`."""
         ballot = Ballot.of(message.ballot)
         body = message.WhichOneof("body")
-        if self.view.number == ballot.view and self.view.driver not in ("", peer):
-            return [MessageRefused(peer=peer, body=body, why="not the driver")]
+        if not self.obeys(peer, ballot):
+            return self._refuse(peer, body or "nothing", ballot)
         if ballot < self.promised or (body == "query" and ballot == self.promised != NEVER):
             if body == "query" and ballot == self.promised and peer == self.driver:
                 return self._answer(peer, ballot)
@@ -120,6 +125,20 @@ class MemberSide:
                 return self._halt(message.halt)
             case _:
                 return [MessageRefused(peer=peer, body=body, why="unexpected")]
+
+    def obeys(self, peer: str, ballot: Ballot) -> bool:
+        """Whether `peer` drives, by the newest view that the registry has sent, and may have made
+        that ballot. Nobody's message tells who drives."""
+        return self.view.driver == peer != "" and ballot.view <= self.view.number
+
+    def _refuse(self, peer: str, body: str, ballot: Ballot) -> list[Effect]:
+        """Said once in a view, whatever a peer repeats."""
+        if (node_of(peer), body) in self.refused:
+            return []
+        self.refused.add((node_of(peer), body))
+        number, driver = self.view.number, self.view.driver or "nobody"
+        why = f"{driver} drives view {number}, the newest one here; it is of view {ballot.view}"
+        return [MessageRefused(peer=peer, body=body, why=why)]
 
     def reduced(
         self,
@@ -187,7 +206,7 @@ class MemberSide:
         self, ballot: Ballot, reason: str, accused: Sequence[str], cause: Cause = SILENT
     ) -> list[Effect]:
         """This node's part in what runs under `ballot` can't be done."""
-        failed = pb.Failed(reason=reason, accused=accused, cause=cause)
+        failed = pb.Failed(reason=reason[:LONGEST_WORDS], accused=accused, cause=cause)
         if self.following is not None:
             return self._unfollow(failed) if ballot == self.following.ballot else []
         running = self.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING) and self._is_of_attempt(
@@ -208,7 +227,7 @@ class MemberSide:
         running = self.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING)
         if not running or not self._is_of_attempt(ballot):
             return []
-        return [self._to_driver(pb.Message(cut=pb.Cut(node=node, reason=reason, cause=cause)))]
+        return [self._to_driver(pb.Message(cut=_cut(node, reason, cause)))]
 
     def accuse(self, node: str, reason: str, cause: Cause) -> list[Effect]:
         """What `node` has sent of a state, a boundary tensor or a copy can't be right. No attempt
@@ -216,8 +235,7 @@ class MemberSide:
         several."""
         if self.driver in ("", node):
             return [Suspect(node, reason, cause)]
-        cut = pb.Cut(node=node, reason=reason, cause=cause)
-        return [NEVER.send(self.driver, cut=cut)]
+        return [NEVER.send(self.driver, cut=_cut(node, reason, cause))]
 
     def gradient_came(self, ballot: Ballot, feeder: str) -> list[Effect]:
         """The reduced gradient of an attempt is here, from a replica of this node's stage."""
@@ -230,7 +248,9 @@ class MemberSide:
         """What a replica has sent for one can't be used."""
         if self.following is None:
             return []
-        return self._unfollow(pb.Failed(reason=reason, accused=[feeder], cause=cause))
+        return self._unfollow(
+            pb.Failed(reason=reason[:LONGEST_WORDS], accused=[feeder], cause=cause)
+        )
 
     def gradient_missed(self, ballot: Ballot) -> list[Effect]:
         """It won't come: too many of them wait."""
@@ -310,7 +330,7 @@ class MemberSide:
             digest=self.digest,
             seconds_per_microbatch=self.seconds_per_microbatch,
             attempting=attempting,
-            hang=self.hang,
+            hang=self.hang[:LONGEST_WORDS],
             lineage=self.lineage,
             holdings=self.holdings(),
             following=self.following.step if self.following is not None else 0,
@@ -319,6 +339,7 @@ class MemberSide:
             recording=self.recording(),
             weightless=self.weightless,
             origin=self.origin,
+            trained=self.trained,
         )
         return [Send(peer, pb.Message(ballot=ballot.message(), status=status))]
 
@@ -343,6 +364,7 @@ class MemberSide:
                 )
                 return [*effects, self._to_driver(pb.Message(failed=pb.Failed(reason=reason)))]
             self.following = None
+            self.trained = True
             self.phase = MemberPhase.RUNNING
             self.began = self.attempt = ballot
             self.step = step.begin.step
@@ -369,7 +391,7 @@ class MemberSide:
                 f"place here, {self.phase.value}"
             )
             return [self._to_driver(pb.Message(failed=pb.Failed(reason=reason)))]
-        self.phase = MemberPhase.RUNNING
+        self.phase, self.trained = MemberPhase.RUNNING, True
         self.began, self.attempt, self.step = since, ballot, begin.step
         return [StartAttempt(since, begin), GoOn(ballot, begin)]
 
@@ -402,6 +424,7 @@ class MemberSide:
         effects: list[Effect] = [DropAttempt(self.attempt)] if self._attempting() else []
         if sync.method == "replica" and (sync.lineage, sync.step) == (self.lineage, self.committed):
             self.lineage = self.committed = 0  # what it has is not what its replicas have
+        self.trained = False
         self.phase = MemberPhase.FOLLOWING if sync.follow else MemberPhase.SYNCING
         self.following = Following(ballot, sync.step, sync.step) if sync.follow else None
         self.sync = sync
@@ -420,6 +443,7 @@ class MemberSide:
 
     def _begun_without(self, ballot: Ballot, begin: pb.Begin) -> list[Effect]:
         """The others begin an attempt, in which this node is a joiner."""
+        self.trained = False
         if self.following is None:
             return [self._to_driver(pb.Message(failed=pb.Failed(reason="it doesn't follow")))]
         self.phase = MemberPhase.FOLLOWING
@@ -467,3 +491,7 @@ class MemberSide:
         self.following = None
         self.phase = MemberPhase.IDLE
         return [self._to_driver(pb.Message(failed=failed))]
+
+
+def _cut(node: str, reason: str, cause: Cause) -> pb.Cut:
+    return pb.Cut(node=node, reason=reason[:LONGEST_WORDS], cause=cause)

@@ -11,7 +11,7 @@ from conversing import AtOnce, Nodes, VirtualNet
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.node.naming import node_of, seat_id, seated
 from planaria.node.ports import Priority
-from planaria.node.seats import SeatCompute, SeatNet, Seats
+from planaria.node.seats import VIEW_TO_COME, SeatCompute, SeatNet, Seats
 from planaria.node.transaction.gathering import active
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import Exchanges
@@ -166,6 +166,25 @@ def test_messages_of_a_view_to_come_wait_for_the_seat_that_the_node_has_in_it() 
     assert machine.heard("2.2") == [("b/2", "query")]
     machine.seats.on_message("b", said("3.2", 2), 0.0)  # of which there is none
     assert not machine.seats.has("3.2")
+    assert machine.seats._early_bytes.used == 0
+
+
+def test_what_a_driver_says_waits_for_its_view_and_not_for_ever() -> None:
+    machine = Machine()
+    machine.build("0", "1")
+
+    def said(number: int) -> pb.Message:
+        query = pb.Query()
+        return pb.Message(ballot=pb.Ballot(view=number), seat="1", sender="2", query=query)
+
+    for number, now in ((2, 0.0), (3, 0.0), (2, VIEW_TO_COME), (1 << 40, VIEW_TO_COME)):
+        machine.seats.on_message("b", said(number), now)
+    assert machine.heard("1") == []
+    machine.seats.viewed(view(2, a=[(0, 0), (1, 0)], b=[(2, 0)]), VIEW_TO_COME)
+    assert machine.heard("1") == [("b/2", "query")] * 2, "in bounds of bytes it is there"
+    assert [one.message.ballot.view for one in machine.seats._early] == [1 << 40]
+    machine.seats.viewed(view(3, a=[(0, 0), (1, 0)], b=[(2, 0)]), 2 * VIEW_TO_COME)
+    assert machine.heard("1") == [("b/2", "query")] * 2, "nobody waits for an answer so long"
     assert machine.seats._early_bytes.used == 0
 
 

@@ -106,8 +106,8 @@ def run_of(rules: TransactionRules, files: Files) -> RunFile:
     )
 
 
-class InvariantError(AssertionError):
-    """An invariant does not hold."""
+class InvariantError(BaseException):
+    """An invariant does not hold. Nothing but a scenario catches it."""
 
 
 @dataclass
@@ -204,6 +204,8 @@ class Cluster:
         self.traps: list[Trap] = []
         self.guilty: set[str] | None = None
         """Hosts that have done something wrong, where nobody dies; None: some die."""
+        self.lying: set[str] = set()
+        """Hosts that say what they like."""
         self.unheard: set[str] = set()
         """Hosts that the registry may not hear for so long that they go where others have their
         stage."""
@@ -344,6 +346,10 @@ class Cluster:
     @property
     def seats(self) -> list[Seat]:
         return [seat for node in self.nodes for seat in node.seats.agents.values()]
+
+    def may_lie(self, node: str) -> bool:
+        """Whether it is on a host that says what it likes."""
+        return self.network.homes[node] in self.lying
 
     def spoils(self, host: str) -> bool:
         return host in self.spoiling and self.spoiling[host]()

@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import SILENT, Cause
+from planaria.node.seats import SenselessError
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import (
     Buffer,
@@ -152,6 +153,8 @@ class Link:
                 chunk.verify()
                 self._collect(chunk)
         except WireError as error:
+            if isinstance(error, SenselessError) and not self.node.cluster.may_lie(self.peer):
+                raise AssertionError(f"{self.node.name} can't deal with {self.peer}") from error
             cause = SILENT if self.via else error.cause  # who carries may have changed it
             self.end(f"{self.peer} sent what can't be: {error}", cause=cause)
 

@@ -510,7 +510,7 @@ class Halved(Scenario):
 
 class Superseded(Scenario):
     """A driver crashes between two messages of a commit. Who is sent it hears it late, and of the
-    new view even later; the next driver has asked all by then, and nobody knew of a commit."""
+    new view even later, which the next driver has by then."""
 
     def _rules(self, policy: Policy | None) -> TransactionRules:
         return replace(super()._rules(policy), steps=8)

@@ -243,6 +243,8 @@ def test_who_cannot_say_what_it_has_has_not_answered() -> None:
 
 def test_a_driver_whose_commit_cannot_be_applied_is_accused_by_its_members() -> None:
     member = MemberSide("c", 2)
+    members = [registry.Member(node=node) for node in ("a", "c")]
+    member.viewed(registry.View(number=1, members=members, driver="a"))
     commit = pb.Commit(step=1, clip_scale=[1.0], lr_scale=[1.0])
     message = pb.Message(ballot=pb.Ballot(view=1, attempt=1), step=pb.Step(commit=commit))
     assert told_to_member(message, 0) == ""

@@ -2234,3 +2234,43 @@ def test_after_three_skipped_steps_in_a_row_the_run_pauses_and_says_why():
         assert halts.keys() == (told.members.keys() if number == 3 else set())
     assert "3 steps in a row were skipped, since the gradient of stage 2" in halts["a"].halt.reason
     assert not halts["a"].halt.finished
+
+
+# --- lies
+
+
+@pytest.mark.parametrize("attempt", [1 << 40, 2**64 - 1])
+def test_nobody_has_promised_itself_to_an_attempt_that_was_not_made_here(attempt: int) -> None:
+    told = Told()
+    told.begins()
+    made = told.driver.ballot
+    assert told.hears("d", Ballot(made.view, made.attempt - 1), stale=pb.Stale()) == []
+    assert told.hears("d", Ballot(made.view + 1, 1), stale=pb.Stale()) == []
+    effects = told.hears("d", Ballot(made.view, attempt), stale=pb.Stale())
+    assert suspected(effects) == ["d"]
+    assert told.driver.ballot.attempt < made.attempt + 3
+
+
+def test_a_status_of_what_nobody_has_voted_for_is_a_lie_and_all_go_on_without_it() -> None:
+    told = Told(members={**SWARM, "z": 4})
+    told.begins(committed=3)
+    told.commits()
+    told.views()
+    true = pb.Status(committed=4, last=told.driver.standing.last, trained=True)
+    lie = pb.Status(committed=10**6, last=pb.Commit(step=10**6))
+    told.statuses(**dict.fromkeys("abcde", true), z=lie)
+    assert told.driver.standing.committed == 4
+    assert told.driver.finished is False
+
+
+def test_the_ordinary_status_that_a_lie_is_beside_is_gone_on_from() -> None:
+    told = Told(members={**SWARM, "z": 4})
+    told.views(committed=4)
+    true = pb.Status(committed=4, last=pb.Commit(step=4), trained=True)
+    lie = pb.Status(committed=9, last=pb.Commit(step=9))
+    effects = told.statuses(**dict.fromkeys("abcde", true), z=lie)
+    (suspect,) = [e for e in effects if isinstance(e, Suspect)]
+    assert (suspect.node, suspect.cause) == ("z", NUMBERS)
+    assert "it says that it has step 9" in suspect.why
+    assert sent(effects, "sync").keys() <= {"z"}, "nobody's state is touched but its own"
+    assert told.attempt.begin.step == 5

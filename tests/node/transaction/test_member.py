@@ -72,6 +72,9 @@ class Told:
         return self.member.received(peer, message(ballot, **body))
 
     def queried(self, ballot: Ballot) -> list[Effect]:
+        """By the driver of a view that has come, too."""
+        if ballot.view > self.member.view.number:
+            self.member.viewed(view(ballot.view))
         return self.hears(ballot, query=pb.Query())
 
     def make_ready(self, step: int, ballot: Ballot) -> list[Effect]:
@@ -113,29 +116,54 @@ def test_an_older_ballot_has_no_effect_and_is_answered_with_the_newer(told: Told
     assert told.member.phase is MemberPhase.READY
 
 
-def test_a_commit_of_an_older_driver_has_no_effect_once_a_newer_has_asked(told: Told):
+def test_a_commit_of_before_a_query_has_no_effect_after_it(told: Told):
     told.make_ready(1, Ballot(1, 5))
-    told.queried(Ballot(2, 1))
+    told.queried(Ballot(1, 8))
     assert bodies(told.commits(1, Ballot(1, 5))) == ["stale"]
     assert told.member.committed == 0
 
 
-def test_only_the_driver_of_the_view_is_obeyed(told: Told):
-    (event,) = told.hears(Ballot(1, 1), peer="other", step=begin(1))
+@pytest.mark.parametrize("number", [1, 2, 1 << 40])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"query": pb.Query()},
+        {"sync": pb.Sync(step=1, method="replica", sources=[pb.Source(node="other", stage=1)])},
+        {"halt": pb.Halt(reason="because I say so")},
+        {"step": begin(1)},
+    ],
+    ids=lambda body: next(iter(body)),
+)
+def test_nobody_but_the_driver_of_the_newest_view_is_obeyed(
+    told: Told, number: int, body: dict[str, object]
+):
+    (event,) = told.hears(Ballot(number, 1), peer="other", **body)
     assert isinstance(event, MessageRefused)
-    assert told.member.promised == NEVER
+    assert "driver drives view 1, the newest one here" in event.why
+    assert (told.member.promised, told.member.halt) == (NEVER, None)
+    assert told.hears(Ballot(number, 2), peer="other", **body) == [], "it is said once"
 
 
-def test_a_driver_is_obeyed_before_its_view_is_known(told: Told):
-    effects = told.hears(Ballot(2, 1), peer="other", query=pb.Query())
-    assert [e.to for e in effects if isinstance(e, Send)] == ["other"]
+def test_not_even_its_driver_is_obeyed_for_a_view_that_is_not_here(told: Told):
+    (event,) = told.hears(Ballot(2, 1), query=pb.Query())
+    assert isinstance(event, MessageRefused)
+    told.member.viewed(view(2, driver="other"))
+    assert bodies(told.hears(Ballot(2, 1), peer="other", query=pb.Query())) == ["status"]
 
 
-def test_a_ballot_promised_to_one_driver_is_not_anothers(told: Told):
-    told.hears(Ballot(2, 1), peer="other", query=pb.Query())
-    (send,) = told.hears(Ballot(2, 1), peer="driver", query=pb.Query())
-    assert isinstance(send, Send)
-    assert (send.to, send.message.WhichOneof("body")) == ("driver", "stale")
+def test_a_driver_of_before_is_obeyed_no_more(told: Told):
+    told.make_ready(1, Ballot(1, 2))
+    told.member.viewed(view(2, driver="other"))
+    (event,) = told.commits(1, Ballot(1, 2))
+    assert isinstance(event, MessageRefused)
+    answer = told.hears(Ballot(2, 1), peer="other", query=pb.Query())
+    assert [e.message.status.ready for e in answer if isinstance(e, Send)] == [1]
+
+
+def test_where_nobody_drives_nobody_is_obeyed(told: Told):
+    told.member.viewed(view(2, driver=""))
+    (event,) = told.hears(Ballot(2, 1), peer="", query=pb.Query())
+    assert isinstance(event, MessageRefused)
 
 
 def test_a_repeated_query_is_answered_again(told: Told):
@@ -487,6 +515,7 @@ def test_without_stage_0_a_newcomer_is_waited_for_and_what_is_ready_is_kept(told
     ballot = told.follow_to(1)
     told.make_ready(2, Ballot(1, ballot.attempt + 1))
     assert told.member.viewed(view(2, {"self": 1, "other": 2}, driver="")) == []
+    told.member.viewed(view(4))
     assert status(told.hears(Ballot(4, 1), query=pb.Query())).ready == 2
 
 

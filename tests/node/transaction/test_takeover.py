@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from planaria.bootstrap import registry_pb2 as registry
 from planaria.node.report.events import Aborted, AttemptMasked, RebuildFailed, SeatTaken
 from planaria.node.transaction.effects import Ballot, DropAttempt, GoOn, Send, StartAttempt
 from planaria.node.transaction.gathering import QUERY_AGAIN
@@ -192,9 +193,20 @@ def test_of_two_new_seats_the_one_beside_a_twin_is_chosen_and_the_other_one_join
 # --- the member
 
 
+def new_member() -> MemberSide:
+    found = MemberSide("b/2.3", 2)
+    found.viewed(driven_by("a", 1))
+    return found
+
+
+def driven_by(driver: str, number: int) -> registry.View:
+    members = [registry.Member(node=node) for node in (driver, "b/2.3")]
+    return registry.View(number=number, members=members, driver=driver)
+
+
 def member(committed: int) -> MemberSide:
     """A seat that has the state of that step."""
-    found = MemberSide("b/2.3", 2)
+    found = new_member()
     found.received("a", pb.Message(ballot=Ballot(1, 4).message(), query=pb.Query()))
     sync = pb.Sync(step=committed, method="redundant")
     found.received("a", pb.Message(ballot=Ballot(1, 4).message(), sync=sync))
@@ -217,6 +229,7 @@ def test_a_seat_enters_an_attempt_as_if_it_had_begun_it() -> None:
     assert seat.phase is MemberPhase.RUNNING
     assert (seat.began, seat.attempt, seat.step) == (Ballot(1, 3), Ballot(1, 5), 7)
     query = pb.Message(ballot=Ballot(2, 1).message(), query=pb.Query())
+    seat.viewed(driven_by("z", 2))
     drop, answer = seat.received("z", query)
     assert isinstance(drop, DropAttempt)
     assert isinstance(answer, Send)
@@ -232,7 +245,7 @@ def test_a_seat_with_another_steps_state_does_not_enter(step: int) -> None:
 
 
 def test_who_has_no_state_yet_does_not_enter() -> None:
-    seat = MemberSide("b/2.3", 2)
+    seat = new_member()
     sync = pb.Sync(step=6, method="redundant")
     seat.received("a", pb.Message(ballot=Ballot(1, 4).message(), sync=sync))
     (failed,) = seat.received("a", entering(7))

@@ -1,0 +1,154 @@
+"""What a member says that it has, held against what the others know. Pure.
+
+A step is committed when all who train have voted for it. So who trains and hasn't voted for a step
+knows that there is none, and a driver knows all that was committed while it drove. A `Status` of
+what nobody has heard of is a lie, and the run goes on from the truth.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from planaria.node.naming import node_of
+from planaria.node.transaction.effects import Ballot
+from planaria.node.wire import stage_pb2 as pb
+
+Age = tuple[int, int]
+"""Lineage and committed step."""
+LINEAGES: Final = 16
+"""How often the run may have gone back with nobody left who knows."""
+
+
+@dataclass(frozen=True)
+class Witness:
+    """Who asks, and what it knows without having to believe anybody."""
+
+    seat: str
+    registered: Age  # what the registry has heard, at the view
+    decided: Age | None = (
+        None  # the newest that it has decided itself; None: it has just taken over
+    )
+
+
+@dataclass
+class Verdict:
+    lies: dict[str, str] = field(default_factory=dict)  # why that can't be
+    unproven: set[str] = field(default_factory=set)
+    """It may be true, and as good as it is nobody can go on from it."""
+
+    @property
+    def doubted(self) -> set[str]:
+        return self.unproven | self.lies.keys()
+
+
+def examine(
+    statuses: Mapping[str, pb.Status], witness: Witness, distrusted: Collection[str] = ()
+) -> Verdict:
+    """Whose answers are not to be believed. `distrusted`: who is asked for nothing, anyway."""
+    verdict = Verdict()
+    believed = {node: one for node, one in statuses.items() if node not in distrusted}
+    while believed:
+        newest = max(map(_age, believed.values()))
+        groups: dict[Ballot, set[str]] = {}
+        for node, one in believed.items():
+            if _age(one) == newest and one.committed:
+                groups.setdefault(Ballot.of(one.last.ballot), set()).add(node)
+        for ballot, claimants in groups.items():
+            if witness.seat not in claimants:
+                _judge(believed, claimants, (newest, ballot), witness, verdict)
+            _compare(believed, claimants - verdict.doubted, witness, verdict)
+        if not verdict.doubted & believed.keys():
+            break
+        believed = {node: one for node, one in believed.items() if node not in verdict.doubted}
+    return verdict
+
+
+def _judge(
+    statuses: Mapping[str, pb.Status],
+    claimants: Collection[str],
+    claim: tuple[Age, Ballot],
+    witness: Witness,
+    verdict: Verdict,
+) -> None:
+    """Whether that commit can have been."""
+    (lineage, step), ballot = claim
+    others = {node: one for node, one in statuses.items() if node not in claimants}
+    before = [one.lineage for one in others.values() if one.trained]
+    what = f"it says that it has step {step} of lineage {lineage}"
+    if witness.decided is not None:
+        if (lineage, step) > witness.decided:
+            why = f"{what}; what was committed last is step {witness.decided[1]}"
+            verdict.lies |= dict.fromkeys(claimants, why)
+    elif before and lineage > max(before):  # whoever has opened it may have died then
+        most = max(*before, witness.registered[0])
+        if lineage > most + LINEAGES:
+            verdict.lies |= dict.fromkeys(claimants, f"{what}; others know of {most}")
+        else:
+            verdict.unproven |= set(claimants)
+    else:
+        against = [n for n, one in others.items() if _denies(one, claim)]
+        in_favour = [n for n, one in others.items() if _voted(one, claim)] + [*claimants]
+        if not _stands(in_favour, against, statuses, step, witness):
+            deniers = ", ".join(sorted(against))
+            why = f"{what}, by attempt {ballot.attempt} of view {ballot.view}, for which {deniers}"
+            verdict.lies |= dict.fromkeys(claimants, f"{why} would have had to vote")
+
+
+def _stands(
+    in_favour: Collection[str],
+    against: Collection[str],
+    statuses: Mapping[str, pb.Status],
+    step: int,
+    witness: Witness,
+) -> bool:
+    """Who asks believes itself; else the most, and where they are as many, whatever is nearer to
+    what the registry has heard."""
+    if not against or witness.seat in in_favour:
+        return True
+    if witness.seat in against:
+        return False
+    yes, no = ({node_of(seat) for seat in seats} for seats in (in_favour, against))
+    if len(yes) != len(no):
+        return len(yes) > len(no)
+    other = max(statuses[node].committed for node in against)
+    return abs(step - witness.registered[1]) <= abs(other - witness.registered[1])
+
+
+def _compare(
+    statuses: Mapping[str, pb.Status],
+    claimants: Collection[str],
+    witness: Witness,
+    verdict: Verdict,
+) -> None:
+    """All who have applied one commit have the same record of it."""
+    last = {node: statuses[node].last for node in claimants}
+    records = {node: one.SerializeToString(deterministic=True) for node, one in last.items()}
+    if len(set(records.values())) < 2:
+        return
+    counted = Counter(records.values()).most_common()
+    right = records.get(witness.seat, counted[0][0] if counted[0][1] > counted[1][1] else b"")
+    for node, record in records.items():
+        if right and record != right:
+            step = statuses[node].committed
+            verdict.lies[node] = f"its record of the commit of step {step} is not that of others"
+
+
+def _voted(status: pb.Status, claim: tuple[Age, Ballot]) -> bool:
+    """Whether it knows of the commit, or was ready for it."""
+    (lineage, step), ballot = claim
+    ready = Ballot.of(status.ready_ballot) == ballot and status.ready == step
+    heard = (status.following_lineage, status.heard) == (lineage, step) and status.following > 0
+    return (ready and _age(status) == (lineage, step - 1)) or heard
+
+
+def _denies(status: pb.Status, claim: tuple[Age, Ballot]) -> bool:
+    (lineage, step), _ = claim
+    older = status.lineage == lineage and status.committed < step
+    return status.trained and older and not _voted(status, claim)
+
+
+def _age(status: pb.Status) -> Age:
+    return status.lineage, status.committed

@@ -1,0 +1,97 @@
+"""What members say that they have, and what of that can be."""
+
+from __future__ import annotations
+
+from planaria.node.transaction.effects import Ballot
+from planaria.node.transaction.proving import LINEAGES, Verdict, Witness, examine
+from planaria.node.wire import stage_pb2 as pb
+
+MADE = Ballot(3, 8)
+"""The attempt that made the newest step."""
+
+
+def at(step: int, lineage: int = 0, made: Ballot = MADE, **more: object) -> pb.Status:
+    fields: dict[str, object] = {"trained": True, **more}
+    last = pb.Commit(step=step, ballot=made.message())
+    return pb.Status(committed=step, lineage=lineage, last=last, **fields)  # type: ignore[arg-type]
+
+
+def ready(step: int, under: Ballot = MADE) -> pb.Status:
+    """For that step."""
+    return at(step - 1, made=Ballot(3, 7), ready=step, ready_ballot=under.message())
+
+
+NEW = pb.Status(weightless=True)
+
+
+def judged(own: pb.Status, *others: pb.Status, registered: int = 0, decided: int = -1) -> Verdict:
+    """`own`: of the driver's own seat; the others are of b/1, c/2, ..."""
+    statuses = {f"{'bcdefg'[i]}/{i + 1}": status for i, status in enumerate(others)}
+    knows = (0, decided) if decided >= 0 else None
+    return examine({"a/0": own} | statuses, Witness("a/0", (0, registered), knows))
+
+
+def lies(*statuses: pb.Status, **more: int) -> set[str]:
+    return set(judged(*statuses, **more).lies)
+
+
+def test_a_driver_knows_what_was_committed_while_it_drove() -> None:
+    assert lies(at(7), at(7), at(10**6), at(8, trained=False), decided=7) == {"c/2", "d/3"}
+    assert lies(at(7), at(6), at(7), decided=7) == set()
+
+
+def test_a_commit_that_some_have_heard_of_is_believed_since_all_have_voted_for_it() -> None:
+    assert judged(ready(8), at(8), ready(8), at(8)).doubted == set()
+    assert judged(ready(8), at(8), NEW).doubted == set()
+    following = at(5, trained=False, following=5, heard=8)
+    assert judged(NEW, at(8), following).doubted == set()
+
+
+def test_what_who_asks_would_have_had_to_vote_for_was_not_committed() -> None:
+    assert lies(at(7), at(8), at(8)) == {"b/1", "c/2"}
+    assert lies(ready(8, under=Ballot(3, 9)), at(8)) == {"b/1"}
+    (why,) = judged(at(7), at(10**6)).lies.values()
+    assert why == (
+        "it says that it has step 1000000 of lineage 0, by attempt 8 of view 3, for which a/0 "
+        "would have had to vote"
+    )
+
+
+def test_a_driver_without_a_vote_believes_those_who_are_most() -> None:
+    assert lies(NEW, at(10**6), at(7), at(7)) == {"b/1"}
+    assert lies(NEW, at(8), ready(8), at(3)) == set()
+    assert lies(NEW, at(10**6), at(7), registered=7) == {"b/1"}
+    assert lies(NEW, at(9), at(1), registered=8) == set(), "whoever says less isn't believed more"
+
+
+def test_who_has_only_copied_may_be_behind() -> None:
+    behind = at(3, trained=False)
+    assert judged(behind, at(8), behind, behind).doubted == set()
+
+
+def test_the_only_one_that_is_left_is_believed() -> None:
+    assert judged(NEW, at(900), NEW).doubted == set()
+
+
+def test_a_lineage_that_nobody_knows_of_is_not_gone_on_from_and_may_have_been() -> None:
+    verdict = judged(at(7), at(3, lineage=1), at(7))
+    assert (verdict.lies, verdict.unproven) == ({}, {"b/1"})
+    assert lies(at(7), at(3, lineage=LINEAGES + 1), at(7)) == {"b/1"}
+    assert judged(NEW, at(3, lineage=1), at(7, trained=False)).doubted == set()
+
+
+def test_a_record_of_a_commit_that_is_not_that_of_others_is_a_lie() -> None:
+    other = at(7)
+    other.last.clip_scale.append(1e30)
+    assert lies(at(7), other) == {"b/1"}
+    assert lies(NEW, other, at(7), at(7)) == {"b/1"}
+    assert lies(NEW, other, at(7)) == set(), "nobody knows which"
+
+
+def test_one_lie_does_not_hide_another() -> None:
+    assert lies(at(7), at(10**6), at(10**5), at(7)) == {"b/1", "c/2"}
+
+
+def test_it_may_be_the_last_thing_that_a_mixed_state_has_in_common() -> None:
+    """Stages that went back to files of several steps."""
+    assert judged(at(7), at(7, made=Ballot(3, 2)), at(7)).doubted == set()
