@@ -16,6 +16,7 @@ from planaria.bootstrap.address import Address, Reach, reach_by
 from planaria.bootstrap.authority import Role
 from planaria.bootstrap.credentials import PLAIN, Credentials, channel
 from planaria.bootstrap.dial import is_there
+from planaria.bootstrap.fitting import fitting
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import (
     SILENT,
@@ -203,7 +204,7 @@ class RegistryClient:
 
     def report(self, report: Report) -> None:
         """What the next renewal says; sent at once when it is news."""
-        former, self._report = self._report, fitting(report)
+        former, self._report = self._report, fitting(report, REPORT_BYTES)
         if _news(report) != _news(former):
             self._due.set()
 
@@ -490,32 +491,6 @@ _OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_http_proxy", 0),
 )
-
-
-def fitting(report: Report) -> Report:
-    """As much of it as a renewal has room for: samples and rebuilds are left out first, then words
-    are cut short, then what was measured of links is left out, then complaints, last ones first."""
-    if report.ByteSize() <= REPORT_BYTES:
-        return report
-    fits = Report()
-    fits.CopyFrom(report)
-    del fits.samples[:], fits.rebuilds[:]
-    if fits.ByteSize() <= REPORT_BYTES:
-        return fits
-    length = max(40, REPORT_BYTES // 4 // (len(fits.seats) + 1))
-    fits.trouble = shorten(fits.trouble, length)
-    for seat in fits.seats:
-        seat.message = shorten(seat.message, length)
-    while fits.links and fits.ByteSize() > REPORT_BYTES:
-        del fits.links[-1]
-    while fits.complaints and fits.ByteSize() > REPORT_BYTES:
-        del fits.complaints[-1]
-        fits.unlisted += 1
-    return fits
-
-
-def shorten(words: str, length: int) -> str:
-    return words if len(words) <= length else f"{words[: length - 3]}..."
 
 
 def _news(report: Report) -> tuple[object, ...]:

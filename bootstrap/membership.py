@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from planaria.bootstrap.address import EVERYWHERE, not_to_dial
 from planaria.bootstrap.cuts import LOOKS, Cuts, Goes
+from planaria.bootstrap.fitting import fit
 from planaria.bootstrap.identity import instance_of
 from planaria.bootstrap.progress import Age, Progress
 from planaria.bootstrap.quarantine import MOST_KEPT, Quarantine
@@ -37,7 +38,7 @@ from planaria.bootstrap.registry_pb2 import (
     View,
 )
 from planaria.bootstrap.seating import Sitter, Taken, assign
-from planaria.bootstrap.spelling import make_readable, misspelt, readable
+from planaria.bootstrap.spelling import misspelt, readable
 from planaria.recovery.decide import Policy
 
 PROTOCOL = 6
@@ -421,7 +422,9 @@ class Membership:
 
     def _remember(self, rebuild: Rebuild) -> None:
         """Whoever drove then may be gone when somebody asks."""
-        self._rebuilds[rebuild.step, rebuild.stage, rebuild.method[:DECISION_LENGTH]] = rebuild
+        told = self._rebuilds[rebuild.step, rebuild.stage, rebuild.method[:WHY_LENGTH]] = Rebuild()
+        told.CopyFrom(rebuild)
+        told.method = rebuild.method[:WHY_LENGTH]
         while len(self._rebuilds) > REBUILDS_TOLD:
             del self._rebuilds[next(iter(self._rebuilds))]
 
@@ -619,10 +622,9 @@ class Membership:
             ],
             rebuilds=[rebuild for _, rebuild in sorted(self._rebuilds.items())],
         )
-        for one in description.members:
-            make_readable(one.report)
         for rebuild in description.rebuilds:
             rebuild.method = readable(rebuild.method)
+        fit(description)
         return description
 
     def validate_state(self) -> None:

@@ -377,7 +377,7 @@ class MemberDescription(_message.Message):
     def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., since_renewal: _Optional[float] = ..., suspected: _Optional[bool] = ..., reached_by: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("run", "run_file", "view", "members", "decisions", "uptime", "protocol", "cuts", "quarantined", "evictions", "trouble", "rebuilds", "page")
+    __slots__ = ("run", "run_file", "view", "members", "decisions", "uptime", "protocol", "cuts", "quarantined", "evictions", "trouble", "rebuilds", "page", "shortened", "unlisted")
     RUN_FIELD_NUMBER: _ClassVar[int]
     RUN_FILE_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
@@ -391,6 +391,8 @@ class Description(_message.Message):
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
     REBUILDS_FIELD_NUMBER: _ClassVar[int]
     PAGE_FIELD_NUMBER: _ClassVar[int]
+    SHORTENED_FIELD_NUMBER: _ClassVar[int]
+    UNLISTED_FIELD_NUMBER: _ClassVar[int]
     run: str
     run_file: str
     view: View
@@ -404,7 +406,9 @@ class Description(_message.Message):
     trouble: str
     rebuilds: _containers.RepeatedCompositeFieldContainer[Rebuild]
     page: str
-    def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberDescription, _Mapping]]] = ..., decisions: _Optional[_Iterable[str]] = ..., uptime: _Optional[float] = ..., protocol: _Optional[int] = ..., cuts: _Optional[_Iterable[_Union[Cut, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[Quarantined, _Mapping]]] = ..., evictions: _Optional[_Iterable[_Union[Eviction, _Mapping]]] = ..., trouble: _Optional[str] = ..., rebuilds: _Optional[_Iterable[_Union[Rebuild, _Mapping]]] = ..., page: _Optional[str] = ...) -> None: ...
+    shortened: int
+    unlisted: int
+    def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberDescription, _Mapping]]] = ..., decisions: _Optional[_Iterable[str]] = ..., uptime: _Optional[float] = ..., protocol: _Optional[int] = ..., cuts: _Optional[_Iterable[_Union[Cut, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[Quarantined, _Mapping]]] = ..., evictions: _Optional[_Iterable[_Union[Eviction, _Mapping]]] = ..., trouble: _Optional[str] = ..., rebuilds: _Optional[_Iterable[_Union[Rebuild, _Mapping]]] = ..., page: _Optional[str] = ..., shortened: _Optional[int] = ..., unlisted: _Optional[int] = ...) -> None: ...
 
 class Cut(_message.Message):
     __slots__ = ("a", "b", "seconds", "via", "carried", "state")

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from planaria.bootstrap.fitting import cut_from
 from planaria.bootstrap.membership import place_of
 from planaria.bootstrap.registry_pb2 import Description, Member, MemberDescription, SeatReport
 from planaria.node.naming import node_of
@@ -232,6 +233,7 @@ def _figure(loss: float) -> float | None:
 def _troubles(description: Description) -> list[str]:
     """What somebody has to see to."""
     found = [f"the registry: {description.trouble}"] if description.trouble else []
+    found += cut_from(description)
     found += [
         f"{_named(m.member)}: {m.report.trouble}" for m in description.members if m.report.trouble
     ]

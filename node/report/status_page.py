@@ -19,6 +19,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from planaria.bootstrap.client import RegistryClient, RegistryUnreachable
+from planaria.bootstrap.fitting import cut_from
 from planaria.bootstrap.membership import place_of, stages_of
 from planaria.bootstrap.registry_pb2 import (
     Description,
@@ -199,6 +200,8 @@ def _head(description: Description) -> RenderableType:
         if one.report.trouble:
             trouble = styled(f"{_named(one.member)}: {one.report.trouble}", Severity.ERROR)
             grid.add_row(Text("trouble", style="dim"), trouble)
+    for cut in cut_from(description):
+        grid.add_row(Text("here", style="dim"), Text(cut))
     for message, members in _news(description).items():
         grid.add_row(Text("news", style="dim"), _told_by(message, members, view.driver))
     return grid
@@ -309,9 +312,10 @@ def _cuts(description: Description) -> list[Text]:
     names = {one.member.node: _named(one.member) for one in description.members}
     lines = []
     for cut in description.cuts:
-        a, b, since = names[cut.a], names[cut.b], _ago(cut.seconds)
+        a, b, via = (names.get(node, node) for node in (cut.a, cut.b, cut.via))
+        since = _ago(cut.seconds)
         if cut.via and cut.carried:
-            way = f"{a} reaches {b} by way of {names[cut.via]}, since {since}"
+            way = f"{a} reaches {b} by way of {via}, since {since}"
             lines.append(styled(way, Severity.WARNING))
         else:
             lines.append(styled(f"{a} and {b}, since {since}: {cut.state}", Severity.ERROR))
