@@ -71,6 +71,14 @@ def conversation(place: str, record: Mapping[str, Any]) -> Conversation:
     return Conversation(place, messages, record.get("tools"))
 
 
+class Template(NamedTuple):
+    """One that is yet to be compiled."""
+
+    source: str
+    name: str  # says where it is from
+    special_tokens: dict[str, str]
+
+
 class ChatTemplate:
     """`name` says where the template is from; `special_tokens` has bos_token, eos_token, ... Raises
     CorpusError when it can't be read."""
@@ -124,7 +132,7 @@ class ChatTemplate:
             raise CorpusError(f"{conversation.place}: {self._name} refuses it: {why}") from error
 
 
-def template_of(tokenizer: Path, file: Path | None = None) -> ChatTemplate:
+def template_of(tokenizer: Path, file: Path | None = None) -> Template:
     """That of `file`, or the one beside a tokenizer.json: chat_template.jinja, or the chat_template
     of tokenizer_config.json. Raises CorpusError."""
     folder = tokenizer.absolute().parent
@@ -135,7 +143,7 @@ def template_of(tokenizer: Path, file: Path | None = None) -> ChatTemplate:
     if file is None and beside.exists():
         file = beside
     if file is not None:
-        return ChatTemplate(_read(file), str(file), known)
+        return Template(_read(file), str(file), known)
     found = config.get("chat_template")
     if isinstance(found, list):  # several, by their names
         found = {one["name"]: one["template"] for one in found}.get("default")
@@ -144,7 +152,7 @@ def template_of(tokenizer: Path, file: Path | None = None) -> ChatTemplate:
             f"{folder} has no chat template, by which messages become text: neither {beside.name} "
             "nor chat_template in tokenizer_config.json; give one with --chat-template FILE"
         )
-    return ChatTemplate(found, f"the chat template in {folder / 'tokenizer_config.json'}", known)
+    return Template(found, f"the chat template in {folder / 'tokenizer_config.json'}", known)
 
 
 def _config(file: Path) -> dict[str, Any]:

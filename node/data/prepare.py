@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from planaria.node.data.chat import ChatTemplate, Conversation, template_of
+from planaria.node.data.chat import Conversation, Template, template_of
 from planaria.node.data.corpus import (
     BEGINS,
     FORMAT,
@@ -35,6 +35,7 @@ from planaria.node.data.corpus import (
     read_index,
 )
 from planaria.node.data.documents import documents
+from planaria.node.data.rendering import Renderer
 from planaria.node.report.progress import Track, untracked
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -80,7 +81,7 @@ class Recipe:
         for source in self.inputs:
             yield from documents(source, self.text_field, separator)
 
-    def template(self) -> ChatTemplate | None:
+    def template(self) -> Template | None:
         """By which conversations become text; None when there are texts. Raises CorpusError."""
         if not isinstance(next(self.documents(), None), Conversation):
             if self.chat_template is not None:
@@ -102,13 +103,13 @@ class Document(NamedTuple):
     scored: list[tuple[int, int]] | None = None  # characters; None: all
 
 
-def _documents(recipe: Recipe, template: ChatTemplate | None) -> Iterator[Document]:
+def _documents(recipe: Recipe, renderer: Renderer | None) -> Iterator[Document]:
     """Raises CorpusError."""
     for one in recipe.documents():
-        if isinstance(one, str) and template is None:
+        if isinstance(one, str) and renderer is None:
             yield Document(one)
-        elif isinstance(one, Conversation) and template is not None:
-            yield Document(*template.render(one))
+        elif isinstance(one, Conversation) and renderer is not None:
+            yield Document(*renderer.render(one))
         else:
             raise CorpusError(
                 "there are texts and records with messages: prepare them apart, and train on both "
@@ -146,8 +147,10 @@ def prepare(
         else:
             tokenizer = load_tokenizer(recipe.tokenizer)
             shutil.copyfile(recipe.tokenizer, temporary / "tokenizer.json")
-        texts = track(_documents(recipe, template), "writing tokens", count)
-        index = _write_splits(texts, tokenizer, recipe.validation, temporary, template is not None)
+        with nullcontext() if template is None else Renderer(template) as renderer:
+            texts = track(_documents(recipe, renderer), "writing tokens", count)
+            masked = template is not None
+            index = _write_splits(texts, tokenizer, recipe.validation, temporary, masked)
         written = index.model_dump_json(indent=1, exclude_none=True)
         (temporary / "index.json").write_text(written + "\n")
         if existing is not None and existing.content == index.content:

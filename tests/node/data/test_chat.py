@@ -109,7 +109,9 @@ def test_a_template_without_marks_scores_what_a_message_adds(folder: Path, chat:
     write_config(other, chat_template=[{"name": "default", "template": UNMARKED}])
     assert prepare(recipe(other), other / "data")[0].content == chat.content
     (other / "chat_template.jinja").write_text(MARKED.replace("'\n' }}{% if", "' ' }}{% if"))
-    rendered = template_of(other / "tokenizer.json").render(Conversation("", messages()[3]))
+    rendered = ChatTemplate(*template_of(other / "tokenizer.json")).render(
+        Conversation("", messages()[3])
+    )
     assert rendered.text.startswith("<s><|im_start|>user How many legs")
     assert [rendered.text[begin:end] for begin, end in rendered.scored] == ["Eight.<|im_end|>\n"]
 
