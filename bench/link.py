@@ -24,8 +24,10 @@ from typing import Any, Final
 import grpc
 import torch
 import uvloop
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from bench.rows import keep
+from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import Cause
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links, LinkSettings, Peer
@@ -36,6 +38,7 @@ CHUNK: Final = 2 << 20
 FRAME: Final = 8 << 20
 SOURCE: Final = 64 << 20  # bytes cycled through, so that they come from memory, not from cache
 BARE: Final = "/bench/bare"
+KEY: Final = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32)))  # of both
 OPTIONS: Final = [
     ("grpc.max_receive_message_length", 2 * CHUNK),
     ("grpc.max_send_message_length", 2 * CHUNK),
@@ -65,7 +68,7 @@ class _Receiver:
     """Says so when it hears how many frames will come, and again when they are there."""
 
     def __init__(self) -> None:
-        self.links = Links("bench", "b", self, LinkSettings())
+        self.links = Links("bench", "b", KEY, self, LinkSettings())
         self.decode = False
         self.left = 0
         self.pool = ThreadPoolExecutor(1)
@@ -94,7 +97,7 @@ class _Receiver:
 
 class _Sender:
     def __init__(self) -> None:
-        self.links = Links("bench", "a", self, LinkSettings())
+        self.links = Links("bench", "a", KEY, self, LinkSettings())
         self._told: asyncio.Queue[str] = asyncio.Queue()
 
     def on_message(self, _: str, __: Message) -> None:
@@ -132,7 +135,7 @@ async def _receive_until_told(pipe: Connection) -> None:
     await server.start()
     receiver = _Receiver()
     link_port = await receiver.links.start("127.0.0.1:0")
-    receiver.links.set_peers(1, [Peer("a", "")], ["a"])
+    receiver.links.set_peers(1, [Peer("a", "", KEY.public)], ["a"])
     pipe.send((port, link_port))
     await asyncio.to_thread(pipe.recv)
     await receiver.links.stop()
@@ -178,7 +181,7 @@ async def _measure(rounds: int, total: int, ports: tuple[int, int]) -> LinkFigur
     tensors = list(torch.split(source.view(torch.float32), FRAME // 4))
     port, link_port = ports
     sender = _Sender()
-    sender.links.set_peers(1, [Peer("b", f"127.0.0.1:{link_port}")], ["b"])
+    sender.links.set_peers(1, [Peer("b", f"127.0.0.1:{link_port}", KEY.public)], ["b"])
     await sender.hear("up")
     found = []
     for _ in range(rounds + 1):  # the first one warms up

@@ -179,6 +179,7 @@ class Node:
         self.links = Links(
             run_id,
             self.node,
+            place.identity,
             events=self,
             settings=LinkSettings(
                 silence=run.swarm.silence,
@@ -719,4 +720,4 @@ class SeatRecord:
 
 
 def _peers(view: registry.View) -> list[Peer]:
-    return [Peer(member.node, member.address) for member in view.members]
+    return [Peer(member.node, member.address, member.key) for member in view.members]

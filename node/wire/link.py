@@ -39,6 +39,7 @@ from planaria.bootstrap.address import EVERYWHERE, Reach, resolved_not_to_dial
 from planaria.bootstrap.credentials import PLAIN, Credentials, add_port
 from planaria.bootstrap.credentials import channel as open_channel
 from planaria.bootstrap.dial import is_there
+from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.node.wire import stage_pb2
 from planaria.node.wire.budget import PEERS
@@ -53,6 +54,7 @@ from planaria.node.wire.frames import (
     seal,
     unseal,
 )
+from planaria.node.wire.greetings import ForgedError, Greetings
 from planaria.node.wire.onlookers import Onlookers
 from planaria.node.wire.relays import KINDS as RELAYED
 from planaria.node.wire.relays import Call, CallRefusedError, Relay, Relays
@@ -68,7 +70,7 @@ from planaria.node.wire.session import (
 
 log = logging.getLogger(__name__)
 
-PROTOCOL: Final = 4
+PROTOCOL: Final = 5
 CHUNK_LIMIT: Final = 4 << 20  # bytes; gRPC slows down beyond
 MESSAGE_LIMIT: Final = CHUNK_LIMIT + HEAD_LIMIT + 1024  # bytes
 CARRIED: Final = 1024  # bytes that a message takes more when it is carried for two others
@@ -118,10 +120,12 @@ class LinkSettings:
 
 @dataclass(frozen=True)
 class Peer:
-    """A member of a view. `address`: HOST:PORT; empty: it can't be dialled, it only dials."""
+    """A member of a view. `address`: HOST:PORT; empty: it can't be dialled, it only dials. `key`:
+    its public one."""
 
     node: str
     address: str
+    key: bytes
 
 
 class LinkEvents(Protocol):
@@ -414,6 +418,7 @@ class Links:
         self,
         run: str,
         node: str,
+        identity: Identity,
         events: LinkEvents,
         settings: LinkSettings | None = None,
         credentials: Credentials = PLAIN,
@@ -423,6 +428,7 @@ class Links:
     ) -> None:
         """`reach`: where it dials others, who say where they are."""
         self.run, self.node, self.events = run, node, events
+        self._greetings = Greetings(run, node, identity)
         self.settings = settings or LinkSettings()
         self._credentials, self._insecure, self._reach = credentials, insecure, reach
         self._onlookers = onlookers  # None: nobody but members is answered
@@ -702,13 +708,17 @@ class Links:
                     link.detach("it is dialled directly")
                 session = self._session(peer.node)
                 hello = session.hello()
+                said = self._greetings.to_dial(peer.node, hello.pack())
                 channels += [
                     open_channel(peer.address, self._credentials, self._options()) for _ in _STREAMS
                 ]
-                calls |= self._call(peer, hello, channels)
+                calls |= self._call(peer, said, channels)
                 try:
                     async with asyncio.timeout(patience):
-                        answer, _ = [await _accepted(call, peer.node) for call in calls.values()]
+                        answer, _ = [
+                            self._answer(peer.node, said, await _accepted(call, peer.node))
+                            for call in calls.values()
+                        ]
                 except (grpc.aio.AioRpcError, _Refused) as error:
                     self._dialled_in_vain(peer.node, session, error)
                     raise
@@ -779,16 +789,32 @@ class Links:
             raise WireError(f"{node} answers for another link: {why}") from None
         return self._adopt(node, session, streams, via)
 
-    def _call(
-        self, peer: Peer, hello: Hello, channels: Iterable[grpc.aio.Channel]
-    ) -> dict[str, Any]:
+    def _answer(self, node: str, said: str, text: str) -> Hello:
+        """What the node answers to what was said. Raises _Refused when that is another one, and
+        WireError."""
+        peer = self._peers.get(node)
+        if peer is None:
+            raise self._is_no_member(node)
+        try:
+            return Hello.parse(self._greetings.answered(node, peer.key, said, text))
+        except ForgedError as why:
+            raise _Refused(StatusCode.UNAUTHENTICATED, str(why)) from None
+
+    def _heard(self, dialler: str, text: str) -> str:
+        """The hello in what a member says that dials. Raises _Refused."""
+        try:
+            return self._greetings.dialled(dialler, self._peers[dialler].key, text)
+        except ForgedError as why:
+            raise _Refused(StatusCode.UNAUTHENTICATED, str(why)) from None
+
+    def _call(self, peer: Peer, said: str, channels: Iterable[grpc.aio.Channel]) -> dict[str, Any]:
         """The streams of a new connection, each on one of its own to the network."""
         metadata = (
             ("planaria-run", quote(self.run)),
             ("planaria-node", self.node),
             ("planaria-peer", peer.node),
             ("planaria-protocol", str(PROTOCOL)),
-            ("planaria-link", hello.pack()),
+            ("planaria-link", said),
             *self._credentials.metadata,
         )
         return {
@@ -894,12 +920,13 @@ class Links:
     async def _call_by_relay(self, node: str) -> None:
         """As `_dial`. Raises CallRefusedError too."""
         session = self._session(node)
-        said, via = session.hello(), self._relays.via(node)
-        call = self._relays.call(node, said.pack())
+        hello, via = session.hello(), self._relays.via(node)
+        said = self._greetings.to_dial(node, hello.pack())
+        call = self._relays.call(node, said)
         try:
             async with asyncio.timeout(self.settings.handshake):
-                answer = Hello.parse(await call.answer)
-            connection = self._go_on(node, session, said, answer, call.streams, via)
+                answer = self._answer(node, said, await call.answer)
+            connection = self._go_on(node, session, hello, answer, call.streams, via)
             await connection.over.wait()
         except CallRefusedError as error:
             code = StatusCode.__members__.get(error.code, StatusCode.UNKNOWN)
@@ -912,13 +939,14 @@ class Links:
         finally:
             self._relays.hang_up(call)
 
-    def _called(self, call: Call, hello: str) -> None:
+    def _called(self, call: Call, said: str) -> None:
         """A peer says hello, by way of its relay."""
-        if (link := self._links.get(call.peer)) is not None:
-            link.heard()
         try:
             if self._stopping or call.peer not in self._peers:
                 raise self._stops() if self._stopping else self._is_no_member(call.peer)
+            hello = self._heard(call.peer, said)
+            if (link := self._links.get(call.peer)) is not None:
+                link.heard()
             if call.peer in self._returning:
                 why = f"{self.node} dials {call.peer} directly"
                 raise _Refused(StatusCode.ALREADY_EXISTS, why)
@@ -928,7 +956,8 @@ class Links:
             self._relays.refuse(call, code.name, str(error))
             self._relays.hang_up(call)
             return
-        self._relays.answer(call, session.hello().pack())
+        answer = self._greetings.to_answer(call.peer, said, session.hello().pack())
+        self._relays.answer(call, answer)
         via = self._relays.via(call.peer)
         connection = self._adopt(call.peer, session, call.streams, via)
         self.spawn(self._until_hung_up(call, connection), f"call of {call.peer}")
@@ -959,7 +988,9 @@ class Links:
         try:
             connection = await self._shake_hands(name, context)
         except _Refused as refused:
-            log.info("refused a %s stream of %s: %s", name, context.peer(), refused)
+            forged = refused.code is StatusCode.UNAUTHENTICATED
+            level = logging.WARNING if forged else logging.INFO
+            log.log(level, "refused a %s stream of %s: %s", name, context.peer(), refused)
             await context.abort(refused.code, str(refused))
             return  # not reached: abort raises
         finally:
@@ -979,9 +1010,10 @@ class Links:
             )
         metadata = {key: str(value) for key, value in context.invocation_metadata()}
         dialler = await self._admit(metadata)
+        key = dialler, metadata.get("planaria-link", "")
+        hello = self._heard(*key)
         if (link := self._links.get(dialler)) is not None:
             link.heard()
-        key = dialler, metadata.get("planaria-link", "")
         half = self._halves.pop(key, None)
         if half is None:
             return await self._wait_for_second(key, _Half(name, context))
@@ -990,7 +1022,7 @@ class Links:
                 raise _Refused(StatusCode.INVALID_ARGUMENT, f"a second {name} stream for one link")
             async with self._after_own_dial(dialler):
                 streams = {half.name: half.stream, name: context}
-                connection = await self._welcome(dialler, key[1], streams)
+                connection = await self._welcome(dialler, hello, key[1], streams)
         except _Refused as refused:
             if not half.both.done():
                 half.both.set_exception(refused)
@@ -1015,18 +1047,22 @@ class Links:
             if self._halves.get(key) is half:
                 del self._halves[key]
 
-    async def _welcome(self, dialler: str, text: str, streams: dict[str, Any]) -> _Connection:
-        """Goes on with the session that the dialler names, or begins one. Raises _Refused."""
+    async def _welcome(
+        self, dialler: str, hello: str, said: str, streams: dict[str, Any]
+    ) -> _Connection:
+        """Goes on with the session that the dialler names in its hello, or begins one; `said` is
+        the hello with its signature. Raises _Refused."""
         if self._stopping:
             raise self._stops()
         if dialler not in self._peers:
             raise self._is_no_member(dialler)
         try:
-            session = self._resume(dialler, Hello.parse(text))
+            session = self._resume(dialler, Hello.parse(hello))
         except WireError as error:
             raise _Refused(StatusCode.INVALID_ARGUMENT, str(error)) from None
         answer = session.hello()
-        metadata = (("planaria-node", self.node), ("planaria-link", answer.pack()))
+        text = self._greetings.to_answer(dialler, said, answer.pack())
+        metadata = (("planaria-node", self.node), ("planaria-link", text))
         for stream in streams.values():
             await stream.send_initial_metadata(metadata)
         if session is not self._session(dialler) or not session.is_newest(answer):
@@ -1141,13 +1177,13 @@ def _teach_malloc() -> None:
     bytes(31 << 20)
 
 
-async def _accepted(call: Any, node: str) -> Hello:
-    """What `node` says, which has accepted this stream. Raises AioRpcError, _Refused, WireError."""
+async def _accepted(call: Any, node: str) -> str:
+    """What `node` says, which has accepted this stream. Raises AioRpcError, _Refused."""
     metadata = dict(await call.initial_metadata())
     if metadata.get("planaria-node") != node:
         await call.read()  # raises the status that the stream ended with
         raise _Refused(StatusCode.NOT_FOUND, f"no node {node} at the other end")
-    return Hello.parse(str(metadata.get("planaria-link", "")))
+    return str(metadata.get("planaria-link", ""))
 
 
 def _describe(error: grpc.aio.AioRpcError) -> str:

@@ -20,10 +20,12 @@ from planaria.bootstrap.registry_pb2 import CHECKSUM, SHAPE, Cause
 from planaria.node.wire import link
 from planaria.node.wire.budget import ITEM
 from planaria.node.wire.frames import Frame, WireError, pack_chunk, seal
+from planaria.node.wire.greetings import Greetings
 from planaria.node.wire.link import Links, LinkSettings, Peer
 from planaria.node.wire.session import Hello, Silence
 from planaria.node.wire.stage_pb2 import Chunk, Message
 from planaria.node.wire.tensors import decode, encode
+from tests.bootstrap.conftest import identity
 
 DEADLINE = 120.0  # seconds; reached only when a test fails
 QUICK = LinkSettings(view_wait=0.05, handshake=10.0, chunk=1024, window=4096)
@@ -60,14 +62,23 @@ class Recorder:
 
 class Node:
     def __init__(
-        self, name: str, run: str = "run", settings: LinkSettings = QUICK, **more: Any
+        self,
+        name: str,
+        run: str = "run",
+        settings: LinkSettings = QUICK,
+        key: str = "",
+        **more: Any,
     ) -> None:
         self.events = Recorder()
-        self.links = Links(run, name, self.events, settings, **more)
+        self.links = Links(run, name, identity(key or name), self.events, settings, **more)
         self.name, self.address = name, ""
 
     def peer(self) -> Peer:
-        return Peer(self.name, self.address)
+        return peer_at(self.name, self.address)
+
+
+def peer_at(name: str, address: str = "") -> Peer:
+    return Peer(name, address, identity(name).public)
 
 
 @asynccontextmanager
@@ -217,8 +228,8 @@ async def test_if_both_dial_one_link_comes_up_and_none_is_lost() -> None:
     a, b = Node("a"), Node("b")
     async with started(a, b), Wire(b.address) as wire:
         wire.passing.clear()
-        a.links.set_peers(1, [a.peer(), Peer("b", wire.address)], ["b"])
-        b.links.set_peers(1, [a.peer(), Peer("b", "")], ["a"])  # thinks that it has to dial
+        a.links.set_peers(1, [a.peer(), peer_at("b", wire.address)], ["b"])
+        b.links.set_peers(1, [a.peer(), peer_at("b", "")], ["a"])  # thinks that it has to dial
         async with asyncio.timeout(DEADLINE):
             while a.links._handshakes < 2 and a.events.queue.empty():  # noqa: ASYNC110
                 await asyncio.sleep(0)
@@ -233,8 +244,8 @@ async def test_if_the_other_side_cannot_be_reached_its_dial_is_taken() -> None:
     a, b = Node("a"), Node("b")
     async with started(a, b), Wire(b.address) as wire:
         wire.passing.clear()
-        a.links.set_peers(1, [a.peer(), Peer("b", wire.address)], ["b"])
-        b.links.set_peers(1, [a.peer(), Peer("b", "")], ["a"])
+        a.links.set_peers(1, [a.peer(), peer_at("b", wire.address)], ["b"])
+        b.links.set_peers(1, [a.peer(), peer_at("b", "")], ["a"])
         async with asyncio.timeout(DEADLINE):
             while a.links._handshakes < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0)
@@ -249,7 +260,7 @@ async def test_if_the_other_side_cannot_be_reached_its_dial_is_taken() -> None:
 async def test_who_has_lost_the_link_gets_a_new_one() -> None:
     b = Node("b")
     async with started(b):
-        b.links.set_peers(1, [Peer("a", ""), Peer("b", b.address), Peer("c", "")], [])
+        b.links.set_peers(1, [peer_at("a", ""), peer_at("b", b.address), peer_at("c", "")], [])
         async with dialled(b, "c") as first:
             await b.events.next("up")
             async with dialled(b, "c", link=hello(2)):
@@ -262,7 +273,7 @@ async def test_who_has_lost_the_link_gets_a_new_one() -> None:
 async def test_a_dial_that_others_have_overtaken_changes_nothing() -> None:
     b = Node("b")
     async with started(b):
-        b.links.set_peers(1, [Peer("c", "")], [])
+        b.links.set_peers(1, [peer_at("c", "")], [])
         async with dialled(b, "c", link=hello(3, 7)) as calls:
             await b.events.next("up")
             for link in (hello(3, 6), hello(2, 9)):
@@ -283,8 +294,11 @@ def hello(session: int = 1, number: int = 1, other: int = 0, **came: Any) -> str
 
 
 def metadata(node: Node, dialler: str, /, **changes: str) -> tuple[tuple[str, str], ...]:
-    pairs = {"run": "run", "node": dialler, "peer": node.name, "protocol": "4", "link": hello()}
-    return tuple((f"planaria-{key}", value) for key, value in (pairs | changes).items())
+    pairs = {"run": "run", "node": dialler, "peer": node.name, "protocol": "5", "link": hello()}
+    pairs |= changes
+    greetings = Greetings("run", dialler, identity(pairs.pop("key", dialler)))
+    pairs["link"] = greetings.to_dial(node.name, pairs["link"])
+    return tuple((f"planaria-{key}", value) for key, value in pairs.items())
 
 
 @asynccontextmanager
@@ -320,7 +334,7 @@ async def farewell(call: Any) -> str:
         ({"node": "x"}, "PERMISSION_DENIED", "'x' is no member of view 7, the newest that b knows"),
         ({"run": "other"}, "PERMISSION_DENIED", "b is in run run, not 'other'"),
         ({"peer": "c"}, "NOT_FOUND", "this is node b, not 'c'"),
-        ({"protocol": "1"}, "FAILED_PRECONDITION", "b speaks protocol 4, the dialler 1"),
+        ({"protocol": "1"}, "FAILED_PRECONDITION", "b speaks protocol 5, the dialler 1"),
         ({"link": "x"}, "INVALID_ARGUMENT", "'x' is no hello of a link"),
         ({"link": hello(other=9)}, "DATA_LOSS", "b has no such link: its session 9 is over"),
         (
@@ -329,6 +343,7 @@ async def farewell(call: Any) -> str:
             "5 messages acknowledged",
         ),
         ({"link": hello(partial={3: 4})}, "INVALID_ARGUMENT", "0 frames begun, of which"),
+        ({"key": "c"}, "UNAUTHENTICATED", "hello in the name of a is not signed by the key"),
         ({"token": "bad"}, "UNAUTHENTICATED", "the join token is not this run's"),
     ],
 )
@@ -337,7 +352,7 @@ async def test_strangers_are_refused_with_a_sentence(
 ) -> None:
     b = Node("b", credentials=Credentials(token="good"))
     async with started(b):
-        b.links.set_peers(7, [Peer("a", ""), b.peer()], [])
+        b.links.set_peers(7, [peer_at("a", ""), b.peer()], [])
         with pytest.raises(grpc.aio.AioRpcError, match=sentence) as error:
             async with dialled(b, "a", **({"token": "good"} | changes)):
                 pass
@@ -360,7 +375,7 @@ async def test_a_dialler_that_a_newer_view_admits_has_only_to_wait() -> None:
 async def test_half_a_link_is_refused() -> None:
     b = Node("b", settings=replace(QUICK, handshake=0.05))
     async with started(b):
-        b.links.set_peers(1, [Peer("a", "")], [])
+        b.links.set_peers(1, [peer_at("a", "")], [])
         async with grpc.aio.insecure_channel(b.address) as channel:
             call: Any = channel.stream_stream("/planaria.node.Stage/Bulk")(
                 metadata=metadata(b, "a")
@@ -410,7 +425,7 @@ async def test_malformed_input_ends_its_link_and_no_other(
 ) -> None:
     a, b = Node("a"), Node("b")
     async with started(a, b):
-        peers = [a.peer(), b.peer(), Peer("c", "")]
+        peers = [a.peer(), b.peer(), peer_at("c", "")]
         a.links.set_peers(1, peers, ["b"])
         b.links.set_peers(1, peers, ["a"])
         await up(a, b)
@@ -431,16 +446,20 @@ async def test_malformed_input_ends_its_link_and_no_other(
 async def test_a_dialler_says_what_was_malformed_too() -> None:
     said: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    accepted = (("planaria-node", "b"), ("planaria-link", Hello(1, 1, 1, 0, 0).pack()))
+    def accepted(context: Any) -> tuple[tuple[str, str], ...]:
+        heard = dict(context.invocation_metadata())["planaria-link"]
+        greetings = Greetings("run", "b", identity("b"))
+        text = greetings.to_answer("a", heard, Hello(1, 1, 1, 0, 0).pack())
+        return ("planaria-node", "b"), ("planaria-link", text)
 
     async def control(_: Any, context: Any) -> None:
-        await context.send_initial_metadata(accepted)
+        await context.send_initial_metadata(accepted(context))
         await said
 
     async def bulk(_: Any, context: Any) -> None:
         if said.done():
             await context.abort(grpc.StatusCode.UNAVAILABLE, "once is enough")
-        await context.send_initial_metadata(accepted)
+        await context.send_initial_metadata(accepted(context))
         await context.write(b"\x08")
         said.set_result(Chunk.FromString(await context.read()).head.decode())
 
@@ -455,12 +474,23 @@ async def test_a_dialler_says_what_was_malformed_too() -> None:
     await server.start()
     a = Node("a")
     async with started(a, listen=""):
-        a.links.set_peers(1, [Peer("b", f"127.0.0.1:{port}")], ["b"])
+        a.links.set_peers(1, [peer_at("b", f"127.0.0.1:{port}")], ["b"])
         await a.events.next("up")
         _, reason, _ = await a.events.next("lost")
         assert reason == "b sent what can't be: a chunk that ends inside a number"
         assert await said == reason
     await server.stop(None)
+
+
+async def test_what_answers_in_another_ones_name_gets_no_link() -> None:
+    """The view names c at an address where somebody says that it is c."""
+    a, b = Node("a"), Node("c", key="b")
+    async with started(a, b, listen="ac"):
+        a.links.set_peers(1, [a.peer(), peer_at("c", b.address)], ["c"])
+        b.links.set_peers(1, [a.peer(), b.peer()], ["a"])
+        with pytest.raises(link._Refused, match="in the name of c is not signed by the key"):
+            await a.links._dial(peer_at("c", b.address))
+        assert a.links.peers == []
 
 
 # Loss
@@ -611,7 +641,7 @@ async def test_a_link_that_sleeps_is_dialled_by_whoever_can() -> None:
     """b, whose id is larger, since a doesn't reach it any more."""
     a, b = Node("a"), Node("b")
     async with started(a, b), Wire(b.address) as wire:
-        a.links.set_peers(1, [a.peer(), Peer("b", wire.address)], ["b"])
+        a.links.set_peers(1, [a.peer(), peer_at("b", wire.address)], ["b"])
         b.links.set_peers(1, [a.peer(), b.peer()], ["a"])
         await up(a, b)
         wire.server.close()
@@ -639,7 +669,7 @@ async def test_who_acknowledges_nothing_is_lost_with_what_waits_for_it() -> None
     """It listens, and its heartbeats come."""
     b = Node("b", settings=replace(QUICK, held=20_000))
     async with started(b):
-        b.links.set_peers(1, [Peer("c", ""), b.peer()], [])
+        b.links.set_peers(1, [peer_at("c", ""), b.peer()], [])
         async with dialled(b, "c"):
             await b.events.next("up")
             for number in range(9):
@@ -651,7 +681,7 @@ async def test_so_much_waits_for_all_links_together_and_the_one_with_most_is_los
     b = Node("b", settings=replace(QUICK, held=9 * (1000 + ITEM)))
     names = "cdefgh"
     async with started(b), AsyncExitStack() as stack:
-        b.links.set_peers(1, [b.peer(), *(Peer(name, "") for name in names)], [])
+        b.links.set_peers(1, [b.peer(), *(peer_at(name, "") for name in names)], [])
         for name in names:
             await stack.enter_async_context(dialled(b, name))
             await b.events.next("up")
@@ -754,7 +784,7 @@ def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], why: str
 
 async def test_a_listening_node_answers_the_standard_health_check() -> None:
     """Also under its own name, by which a registry that doesn't hear it finds it."""
-    node = Links("run", "a", Recorder())
+    node = Links("run", "a", identity("a"), Recorder())
     port = await node.start("127.0.0.1:0")
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -787,15 +817,16 @@ async def test_a_delivery_is_over_when_the_peer_has_it_or_the_link_is_lost() -> 
 
 
 MANY_IDENTITIES = """
+from planaria.bootstrap.identity import Identity
 from planaria.node.wire.link import Links
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1])
 
-Links("run", "first", None)
+Links("run", "first", Identity.generate(), None)
 before = resident()
 for name in "abcdef":
-    Links("run", name, None)
+    Links("run", name, Identity.generate(), None)
 print(resident() - before)
 """
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from planaria.bootstrap.credentials import Credentials
+from planaria.bootstrap.identity import Identity
 from planaria.node.transaction.effects import NEVER
 from planaria.node.wire import onlookers
 from planaria.node.wire import stage_pb2 as pb
@@ -41,7 +42,14 @@ async def node(token: str = "") -> AsyncIterator[tuple[Onlookers, str]]:
 
     here = Onlookers(heard, shown, gone.append)
     events: Any = Events()
-    links = Links("run", "node", events, credentials=Credentials(token=token), onlookers=here)
+    links = Links(
+        "run",
+        "node",
+        Identity.generate(),
+        events,
+        credentials=Credentials(token=token),
+        onlookers=here,
+    )
     port = await links.start("127.0.0.1:0")
     try:
         yield here, f"127.0.0.1:{port}"

@@ -12,9 +12,11 @@ import pytest
 from planaria.bootstrap.registry_pb2 import SILENT
 from planaria.node.wire import link, relays
 from planaria.node.wire.frames import Frame
-from planaria.node.wire.link import Peer
+from planaria.node.wire.greetings import Greetings
 from planaria.node.wire.relays import Call, CallRefusedError, Relay, Relays
-from tests.node.wire.test_link import DEADLINE, Node, frame, message, started, up
+from planaria.node.wire.session import Hello
+from tests.bootstrap.conftest import identity
+from tests.node.wire.test_link import DEADLINE, Node, frame, message, peer_at, started, up
 
 NOBODY = "127.0.0.1:1"  # nothing listens there
 
@@ -23,8 +25,8 @@ def set_view(number: int, a: Node, b: Node, c: Node, reached: bool, relayed: boo
     """`reached`: whether a and b have each other's address."""
     peers = [a.peer(), b.peer(), c.peer()]
     there = {
-        "a": [a.peer(), b.peer() if reached else Peer("b", NOBODY), c.peer()],
-        "b": [a.peer() if reached else Peer("a", NOBODY), b.peer(), c.peer()],
+        "a": [a.peer(), b.peer() if reached else peer_at("b", NOBODY), c.peer()],
+        "b": [a.peer() if reached else peer_at("a", NOBODY), b.peer(), c.peer()],
         "c": peers,
     }
     for node in (a, b, c):
@@ -149,7 +151,7 @@ async def test_a_direct_dial_that_takes_longer_than_a_call_by_the_relay_is_waite
         for number, node in enumerate((a, b, c), 2):
             peers = [a.peer(), b.peer(), c.peer()]
             if node.name == other(dialler):
-                peers = [Peer(p.node, NOBODY if p.node == dialler else p.address) for p in peers]
+                peers = [peer_at(p.node, NOBODY if p.node == dialler else p.address) for p in peers]
             node.links.set_peers(number, peers, {"a", "b", "c"} - {node.name})
             node.links.set_relays([Relay("a", "b", "c")])
         async with asyncio.timeout(DEADLINE):
@@ -157,6 +159,30 @@ async def test_a_direct_dial_that_takes_longer_than_a_call_by_the_relay_is_waite
                 await asyncio.sleep(0.01)
         await exchange(a, b)
         assert a.links.linked("b"), "nobody was told of a loss"
+
+
+async def test_a_relay_can_call_nobody_in_the_name_of_who_it_carries_for() -> None:
+    async with three() as (a, b, c):
+        await exchange(a, b)
+        said = Greetings("run", "a", identity("c")).to_dial("b", Hello(9, 0, 1, 0, 0).pack())
+        fields = {"from": "a", "call": "a forged", "say": "hello"}
+        with pytest.raises(CallRefusedError, match="in the name of a is not signed"):
+            await forged_call(c, b, Frame("call", (0, 0), fields, [], said.encode()))
+
+
+async def forged_call(c: Node, b: Node, hello: Frame) -> None:
+    """What b answers to the call that its relay makes. Raises CallRefusedError."""
+    answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def passed_on(sender: str, frame: Frame) -> None:
+        if frame.fields.get("call") == "a forged" and not answer.done():
+            answer.set_result(bytes(frame.payload).decode())
+
+    c.links._relays.on_frame = passed_on  # type: ignore[method-assign]
+    c.links._send_relayed("b", hello, None)
+    async with asyncio.timeout(DEADLINE):
+        code, _, sentence = (await answer).partition(" ")
+    raise CallRefusedError(code, sentence)
 
 
 async def test_without_a_relay_they_have_no_link() -> None:

@@ -1,0 +1,67 @@
+"""Hellos as they travel: signed, so that a link's two ends are who the view says.
+
+Who dials signs its hello (session.py) for whom it dials, who answers signs both hellos. Signed are
+the run and both ids, too, so what was said to one can't be shown to another. A hello that is shown
+again is older than one that was taken, unless the node that took it has begun anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from planaria.bootstrap.identity import Identity, is_signed
+
+DIAL, ANSWER = "planaria link dial", "planaria link answer"
+LONGEST: Final = 1200
+"""Characters of a hello with its signature."""
+
+
+class ForgedError(Exception):
+    """A hello that its sender's key has not signed; the message says whose it should be."""
+
+
+@dataclass(frozen=True)
+class Greetings:
+    """Of one node in one run. A peer's `key` is that which the view names for it."""
+
+    run: str
+    node: str
+    identity: Identity
+
+    def to_dial(self, peer: str, hello: str) -> str:
+        return self._signed(DIAL, peer, hello)
+
+    def dialled(self, peer: str, key: bytes, text: str) -> str:
+        """The hello of who dials. Raises ForgedError."""
+        return self._verified(DIAL, peer, key, text)
+
+    def to_answer(self, peer: str, dialled: str, hello: str) -> str:
+        """`dialled`: what the peer has said, with its signature."""
+        return self._signed(ANSWER, peer, hello, dialled)
+
+    def answered(self, peer: str, key: bytes, dialled: str, text: str) -> str:
+        """The hello of who was dialled. Raises ForgedError."""
+        return self._verified(ANSWER, peer, key, text, dialled)
+
+    def _signed(self, purpose: str, peer: str, hello: str, *more: str) -> str:
+        signature = self.identity.sign(purpose, *_parts(self.run, self.node, peer, hello, *more))
+        return f"{hello} {signature.hex()}"
+
+    def _verified(self, purpose: str, peer: str, key: bytes, text: str, *more: str) -> str:
+        hello, _, signature = text[:LONGEST].rpartition(" ")
+        try:
+            parts = _parts(self.run, peer, self.node, hello, *more)
+            genuine = is_signed(key, bytes.fromhex(signature), purpose, *parts)
+        except ValueError:
+            genuine = False
+        if not genuine:
+            raise ForgedError(
+                f"a hello in the name of {peer} is not signed by the key that the view names for "
+                f"{peer}: a node speaks for itself alone"
+            )
+        return hello
+
+
+def _parts(*texts: str) -> tuple[bytes, ...]:
+    return tuple(text.encode() for text in texts)
