@@ -140,7 +140,7 @@ class Admission:
                 break
             try:
                 self.invites.apply(json.loads(line))
-            except (KeyError, TypeError, ValueError) as error:
+            except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
                 raise AdmissionError(
                     f"line {number} of {path} is not what a registry has written: restore the file "
                     "from a copy, or remove it, and all that have enrolled need new invites"

@@ -9,14 +9,15 @@ who may serve that stage only. Pure: `now` is passed in, seconds since 1970.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import Final, NamedTuple
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
@@ -186,11 +187,13 @@ class Authority:
 
 def who_in(certificate: bytes) -> Who:
     """Of a certificate in PEM. Raises ValueError for what is none."""
-    try:
-        found = _load(certificate).extensions.get_extension_for_class(x509.SubjectAlternativeName)
-    except x509.ExtensionNotFound:
-        return Who()
-    return Who.of(found.value.get_values_for_type(x509.DNSName))
+    with _foreign():
+        try:
+            extensions = _load(certificate).extensions
+            found = extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        except x509.ExtensionNotFound:
+            return Who()
+        return Who.of(found.value.get_values_for_type(x509.DNSName))
 
 
 def to_der(certificate: bytes) -> bytes:
@@ -200,7 +203,8 @@ def to_der(certificate: bytes) -> bytes:
 
 def to_pem(certificate: bytes) -> bytes:
     """Of DER. Raises ValueError."""
-    return x509.load_der_x509_certificate(certificate).public_bytes(Encoding.PEM)
+    with _foreign():
+        return x509.load_der_x509_certificate(certificate).public_bytes(Encoding.PEM)
 
 
 def is_issued_by(certificate: bytes, authority: bytes) -> bool:
@@ -217,17 +221,33 @@ def _public_key_of(request: bytes) -> ec.EllipticCurvePublicKey:
     would not take."""
     if len(request) > REQUEST_BYTES:
         raise ValueError(f"a request of {len(request)} bytes; {REQUEST_BYTES} are allowed")
-    asked = x509.load_der_x509_csr(request)
-    public = asked.public_key()
-    if not isinstance(public, ec.EllipticCurvePublicKey) or public.curve.name != "secp256r1":
-        raise ValueError("the request is not for a P-256 key")
-    if not asked.is_signature_valid:
-        raise ValueError("the request is not signed by the key that it is for")
-    return public
+    with _foreign():
+        asked = x509.load_der_x509_csr(request)
+        public = asked.public_key()
+        if not isinstance(public, ec.EllipticCurvePublicKey) or public.curve.name != "secp256r1":
+            raise ValueError("the request is not for a P-256 key")
+        if not asked.is_signature_valid:
+            raise ValueError("the request is not signed by the key that it is for")
+        return public
 
 
 def _load(pem: bytes) -> x509.Certificate:
-    return x509.load_pem_x509_certificate(pem)
+    with _foreign():
+        return x509.load_pem_x509_certificate(pem)
+
+
+@contextmanager
+def _foreign() -> Iterator[None]:
+    """Whatever the library says of what it doesn't know is a ValueError."""
+    try:
+        yield
+    except (
+        UnsupportedAlgorithm,
+        x509.DuplicateExtension,
+        x509.InvalidVersion,
+        x509.UnsupportedGeneralNameType,
+    ) as error:
+        raise ValueError(str(error)) from error
 
 
 def _private(key: ec.EllipticCurvePrivateKey) -> bytes:

@@ -12,7 +12,11 @@ import torch
 from drawn_messages import BODIES, Drawing
 from xxhash import xxh3_64_intdigest
 
+from planaria.bootstrap.admission import Admission
+from planaria.bootstrap.authority import Request, Role, to_der
+from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.identity import Identity
+from planaria.bootstrap.invites import encode as encode_invite
 from planaria.bootstrap.registry_pb2 import Member, View
 from planaria.node.hugging_face.config import to_config
 from planaria.node.hugging_face.layout import weights
@@ -25,7 +29,7 @@ from planaria.node.wire.chunks import Outbox
 from planaria.node.wire.frames import Descriptor, Frame, pack_chunk
 from planaria.node.wire.session import Hello
 from planaria.node.wire.tensors import encode
-from tests.fuzz.targets import SMALL, folder_with
+from tests.fuzz.targets import ADMISSION, IDENTITY, SECRET, SMALL, folder_with
 
 FOUND = Path(__file__).parent / "found"
 
@@ -188,6 +192,37 @@ def _templates() -> list[bytes]:
 def _keys() -> list[bytes]:
     identity = Identity.generate()
     return [identity.to_pem(), identity.public + identity.sign("another purpose", b"")]
+
+
+def _invites() -> list[bytes]:
+    assert ADMISSION.authority is not None
+    said = Invitation(
+        run="r", registries=["host:1"], enrolments=["[::1]:2"], role="node", stage=1, secret=SECRET
+    )
+    said.authority = to_der(ADMISSION.authority.certificate)
+    return [encode_invite(said).encode(), said.SerializeToString(deterministic=True)]
+
+
+def _enrolments() -> list[bytes]:
+    return [Request.of(IDENTITY).request]
+
+
+def _certificates() -> list[bytes]:
+    assert ADMISSION.authority is not None
+    pair = ADMISSION.own_pair()
+    return [pair.certificate, to_der(pair.certificate), to_der(ADMISSION.authority.certificate)]
+
+
+def _admissions() -> list[bytes]:
+    with folder_with() as made:
+        admission = Admission(made / "registry", certifies=False)
+        invite, _ = admission.invite(Role.NODE, uses=3, seconds=5.0, stage=2)
+        admission.ban("0" * 32)
+        admission.allow("0" * 32)
+        admission.revoke(invite.id)
+        lines = (made / "registry" / "invites.jsonl").read_bytes()
+    enrolled = json.dumps({"enrolled": "1" * 32, "invite": invite.id}).encode() + b"\n"
+    return [lines + enrolled]
 
 
 def _addresses() -> list[bytes]:

@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import json
 import tempfile
+from base64 import urlsafe_b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
+from zlib import crc32
 
 import numpy as np
 from google.protobuf.message import DecodeError
 from xxhash import xxh3_64_hexdigest
 
 from planaria.bootstrap.address import Address, AddressError
+from planaria.bootstrap.admission import Admission, AdmissionError
+from planaria.bootstrap.authority import Role, is_issued_by, to_pem, who_in
+from planaria.bootstrap.enrolment_pb2 import EnrolRequest
 from planaria.bootstrap.identity import PUBLIC_BYTES, Identity, is_signed
+from planaria.bootstrap.invites import MARK, InviteError, NotAdmitted
+from planaria.bootstrap.invites import decode as decode_invite
 from planaria.bootstrap.journal import Journal, JournalError, _record, read_view
 from planaria.node.data.chat import ChatTemplate, Conversation
 from planaria.node.data.corpus import CorpusError, Index, read_index
@@ -71,7 +78,9 @@ MESSAGES: Final = [
     {"role": "user", "content": "What is a planarian?"},
     {"role": "assistant", "content": "A flatworm."},
 ]
-NOTHING: Final = memoryview(b"")
+IDENTITY: Final = Identity.generate()
+ADMISSION: Final = Admission(None)
+SECRET: Final = ADMISSION.invite(Role.NODE)[1]
 
 
 @contextmanager
@@ -253,6 +262,42 @@ def keys(data: bytes) -> None:
     assert not is_signed(public, signature, "fuzz", data)
 
 
+def invites(data: bytes) -> None:
+    """As text, and as what an invite says, whose checksum is right."""
+    whole = data + crc32(data).to_bytes(4, "little")
+    for text in (text_of(data), MARK + urlsafe_b64encode(whole).decode().rstrip("=")):
+        with suppress(InviteError):
+            assert decode_invite(text).registries
+
+
+def enrolments(data: bytes) -> None:
+    """A request for a certificate, signed by who asks, by an invite that is right."""
+    signature = IDENTITY.sign("enrol", data)
+    request = EnrolRequest(
+        secret=SECRET, public_key=IDENTITY.public, request=data, signature=signature
+    )
+    with suppress(NotAdmitted):
+        who, certificate = ADMISSION.enrol(request)
+        assert who_in(certificate) == who
+
+
+def certificates(data: bytes) -> None:
+    """In PEM, and in DER."""
+    with suppress(ValueError):
+        who_in(data)
+    with suppress(ValueError):
+        pem = to_pem(data)
+        who_in(pem)
+        assert ADMISSION.authority is not None
+        is_issued_by(pem, ADMISSION.authority.certificate)
+
+
+def admissions(data: bytes) -> None:
+    """What a registry has decided, on disk."""
+    with folder_with(invites__jsonl=data) as folder, suppress(AdmissionError):
+        Admission(folder, certifies=False)
+
+
 def addresses(data: bytes) -> None:
     with suppress(AddressError):
         address = Address.parse(text_of(data))
@@ -278,6 +323,10 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
         configs,
         templates,
         keys,
+        invites,
+        enrolments,
+        certificates,
+        admissions,
         addresses,
     )
 }
