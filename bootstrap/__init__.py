@@ -1,24 +1,17 @@
 """The registry: who serves what, in numbered views. Nothing in here imports torch.
 
 Read membership.py first, the machine that decides; seating.py has its part about who takes a seat
-that nobody has, cuts.py that about members that can't reach each other, quarantine.py that about
-<<<<<<< HEAD
-those evicted for cause, progress.py that about how far the run has come. service.py is the gRPC
-around it, journal.py what it has on disk, client.py the node's side. dial.py finds out whether a
-silent node is there, knock.py whether anything listens at an address; front_door.py takes
-connections, and crowd.py decides who of many strangers stays; address.py reads HOST:PORT,
-spelling.py says what others may be called and makes what they say fit for a terminal,
-credentials.py says who may talk to whom, identity.py whose word something is.
-=======
-those evicted for cause. service.py is the gRPC around it, journal.py what it has on disk, client.py
-the node's side. dial.py finds out whether a silent node is there, knock.py whether anything listens
-at an address; front_door.py takes connections, and crowd.py decides who of many strangers stays;
+that nobody has, places.py what it knows of where they are, cuts.py that about members that can't
+reach each other, quarantine.py that about those evicted for cause, progress.py that about how far
+the run has come. service.py is the gRPC around it, journal.py what it has on disk, client.py the
+node's side. dial.py finds out whether a silent node is there, knock.py whether anything listens at
+an address; front_door.py takes connections, and crowd.py decides who of many strangers stays;
 address.py reads HOST:PORT, spelling.py says what others may be called and makes what they say fit
 for a terminal, credentials.py says who may talk to whom, identity.py whose word something is,
 fitting.py what a message has room for.
->>>>>>> e2555a4 (What a registry says of its run fits into a message, however much its nodes say)
 
-authority.py is what certificates say, invites.py who gets one, admission.py both as the registry
-keeps them, in files as secret_files.py writes them. gate.py says who may call what, enrolment.py
-are the services that let strangers in and obey operators, enrolling.py is a stranger's side.
+allowed.py reads who alone may join. authority.py is what certificates say, invites.py who gets one,
+admission.py both as the registry keeps them, in files as secret_files.py writes them. gate.py says
+who may call what, enrolment.py are the services that let strangers in and obey operators,
+enrolling.py is a stranger's side.
 """

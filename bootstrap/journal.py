@@ -112,6 +112,7 @@ class Journal:
                 reason=reason,
                 committed=last.committed,
                 lineage=last.lineage,
+                quarantined=last.quarantined,
             )
         )
 

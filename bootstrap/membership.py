@@ -18,6 +18,7 @@ from planaria.bootstrap.address import EVERYWHERE, not_to_dial
 from planaria.bootstrap.cuts import LOOKS, Cuts, Goes
 from planaria.bootstrap.fitting import fit
 from planaria.bootstrap.identity import instance_of
+from planaria.bootstrap.places import Place, is_apart, is_block, shared
 from planaria.bootstrap.progress import Age, Progress
 from planaria.bootstrap.quarantine import MOST_KEPT, Quarantine
 from planaria.bootstrap.registry_pb2 import (
@@ -77,6 +78,8 @@ class MembershipRules:
     policy: Policy = "checkfree"  # by which a lost stage is rebuilt
     joins_per_second: float = 100.0
     max_nodes: int = 10_000
+    max_per_block: int = 0  # nodes of one block of addresses; 0: any number
+    allowed: frozenset[str] | None = None  # instances that may be members; None: all
 
     def __post_init__(self) -> None:
         if not self.run:
@@ -296,8 +299,11 @@ class Membership:
 
     # -- events ----------------------------------------------------------------------------------
 
-    def join(self, request: JoinRequest, now: float) -> tuple[JoinReply, list[Effect]]:
-        """Makes a node a member or a standby. A repeated request gets the same answer.
+    def join(
+        self, request: JoinRequest, now: float, block: str = ""
+    ) -> tuple[JoinReply, list[Effect]]:
+        """Makes a node a member or a standby. A repeated request gets the same answer. `block`:
+        of addresses that the request comes from, see places.py.
 
         While no member is heard, the reply is a question: the node has to dial the members, as the
         registry does (`Dial`), and to join again. If none is there, all are evicted. Who was
@@ -324,6 +330,7 @@ class Membership:
                 f"join again in {self._quiet_until - now:.1f} s",
             )
         instance = instance_of(request.key)
+        self._check_allowed(request.node, instance)
         if wait := self._quarantine.left(instance, now):
             reason = self._quarantine.sentence(instance, now)
             if wait == math.inf:
@@ -336,12 +343,13 @@ class Membership:
         others = [node for node in self._nodes.values() if node is not former]
         if others and self._cut_off_from_all(now):
             return self._ask(request, others, now)
+        self._check_block(instance, block, others)
         self._check_limits(request, former is not None, now)
         if _is_bound(request):
             self._check_stage(request)
         if former is not None:
             self._evict(former, f"restarted: {request.node} joined from {request.address}", now)
-        node = self._admit(request, now)
+        node = self._admit(request, block, now)
         effects = self._finish(now)
         return self._reply(node), effects
 
@@ -566,6 +574,8 @@ class Membership:
         self._cuts.restore(view.relays, now)
         self._quarantine.restore(view.quarantined, now)
         for name, node in self._nodes.items():
+            if self.rules.allowed is not None and node.member.instance not in self.rules.allowed:
+                node.doomed = "it is not among those that this run takes any more"
             self._schedule(name, node)
         self._note(
             f"restored view {view.number} with {len(view.members)} nodes; "
@@ -678,6 +688,26 @@ class Membership:
                 "choose a new node id at each start",
             )
 
+    def _check_allowed(self, node: str, instance: str) -> None:
+        if self.rules.allowed is not None and instance not in self.rules.allowed:
+            raise Refused(
+                "PERMISSION_DENIED",
+                f"{node} is not among those that this run takes: its operator has to write its "
+                f"instance, {instance}, into the file of --allow, and to start "
+                "the registry again",
+            )
+
+    def _check_block(self, instance: str, block: str, others: list[_Node]) -> None:
+        """A node that is started again has not lost its place to itself."""
+        most, there = self.rules.max_per_block, [n for n in others if n.member.block == block]
+        again = any(n.member.instance == instance and not n.streaming for n in there)
+        if block and most and len(there) - again >= most:
+            raise Refused(
+                "RESOURCE_EXHAUSTED",
+                f"{len(there)} nodes have joined from {block}, and this run takes {most} from a "
+                "block of addresses; end one, or ask its operator to raise --most-per-block",
+            )
+
     def _check_limits(self, request: JoinRequest, replaces: bool, now: float) -> None:
         if len(self._nodes) - replaces >= self.rules.max_nodes:
             raise Refused(
@@ -779,14 +809,14 @@ class Membership:
         """Whether there is a member that two who only dial out can both reach."""
         return any(n.member.address and not n.leaving for n in self._nodes.values())
 
-    def _admit(self, request: JoinRequest, now: float) -> _Node:
+    def _admit(self, request: JoinRequest, block: str, now: float) -> _Node:
         stage: int | None
         if request.standby:
             stage, why = None, "standby, as it wants to be"
         elif _is_bound(request):
             stage, why = request.stage, f"stage {request.stage} as asked for"
         else:
-            stage, why = self._choose(request)
+            stage, why = self._choose(request, Place(block, request.host))
         self._joined += 1
         member = Member(
             node=request.node,
@@ -800,6 +830,8 @@ class Membership:
             data=request.data,
             key=request.key,
             instance=instance_of(request.key),
+            block=block,
+            standby=request.standby,
         )
         node = self._nodes[request.node] = _Node(member, why, now, now)
         self._schedule(request.node, node)
@@ -807,7 +839,7 @@ class Membership:
         self._joined_at = now
         return node
 
-    def _choose(self, request: JoinRequest) -> tuple[int | None, str]:
+    def _choose(self, request: JoinRequest, place: Place) -> tuple[int | None, str]:
         """A stage for a node that asked for none, or for that of its saves, which are needed while
         nobody has its state (None: standby), and why."""
         numbers = range(self.rules.stages + 1)
@@ -829,8 +861,7 @@ class Membership:
         if vacant:
             return vacant[0], f"stage {vacant[0]} was vacant"
         if fits:
-            stage = min(fits, key=lambda s: (capacity[s], s))
-            return stage, f"stage {stage} had the least capacity ({capacity[stage]:g})"
+            return self._choose_among(fits, capacity, place)
         if not wanted:
             return None, f"standby: every stage has {self.rules.max_replicas} nodes or more"
         if not served:
@@ -840,6 +871,32 @@ class Membership:
             "standby: it only dials out, and so does a node it would need a link with wherever "
             f"there is room ({other.node if other else ''}); give it `--advertise HOST:PORT`"
         )
+
+    def _choose_among(
+        self, fits: list[int], capacity: dict[int, float], place: Place
+    ) -> tuple[int, str]:
+        """The stage that is weakest: which has several nodes, all in one place that is not the
+        newcomer's; else that with the least capacity, or one with up to twice as much that has
+        fewer nodes in the newcomer's place."""
+        at: dict[int, list[Place]] = {stage: [] for stage in fits}
+        for member in self._serving():
+            if not member.leaving:
+                for stage in at.keys() & stages_of(member):
+                    at[stage].append(_location(member))
+        in_one = [s for s in fits if len(at[s]) > 1 and is_apart(place, at[s])]
+        least = min(capacity[s] for s in in_one or fits)
+        able = [s for s in in_one or fits if capacity[s] <= 2 * least]
+
+        def order(stage: int) -> tuple[bool, bool, float, int]:
+            blocks, hosts = shared(place, at[stage])
+            return blocks > 0, hosts > 0, capacity[stage], stage
+
+        stage = min(able, key=order)
+        if in_one:
+            return stage, f"stage {stage} had all its nodes in one place"
+        if capacity[stage] > least:
+            return stage, f"stage {stage} had nobody in its place (capacity {capacity[stage]:g})"
+        return stage, f"stage {stage} had the least capacity ({capacity[stage]:g})"
 
     def _is_held(self, stage: int) -> bool:
         """By one that stays, of a run that is under way."""
@@ -1095,7 +1152,8 @@ class Membership:
         self._all_told = math.inf
         begun = self._started or now > self._joined_at + self.rules.start_grace
         sitters = [self._sitter(node, now) for node in self._nodes.values()]
-        for change in assign(sitters, self.rules.stages, begun, self.rules.policy):
+        rules = self.rules
+        for change in assign(sitters, rules.stages, begun, rules.policy, rules.max_replicas):
             node = self._nodes[change.node]
             stays = {stage for stage in stages_of(node.member) if stage != change.stage}
             if isinstance(change, Taken):
@@ -1141,6 +1199,8 @@ class Membership:
             heard=node.heard(self.rules.lease, now),
             leaving=node.leaving,
             drives=member.node == self.view.driver,
+            place=_location(member),
+            waits=member.standby,
         )
 
     def _issue(self, now: float) -> None:
@@ -1285,6 +1345,10 @@ class _Known:
         return (n for n in seated if self.heard(n.member.node))
 
 
+def _location(member: Member) -> Place:
+    return Place(member.block, member.host)
+
+
 def _is_bound(request: JoinRequest) -> bool:
     """Whether it serves no stage but the one that it asks for."""
     return request.HasField("stage") and not request.saved
@@ -1353,6 +1417,8 @@ def _problem(view: View, rules: MembershipRules) -> str:
         return "a node is listed twice"
     if problem := "".join(map(_misspelt, members)):
         return problem
+    if not all(is_block(m.block) for m in members):
+        return "a node is of what is no block of addresses"
     if len(set(addresses)) < len(addresses):
         return "an address is listed twice"
     if joined != sorted(set(joined)):

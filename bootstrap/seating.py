@@ -6,9 +6,11 @@ replica, which moves, and a node that has room for one more seat; a newcomer has
 room, comes before all these: it has the state at once, and the step under way goes on with it. It
 is relieved later: who sits alone at several stages gets a standby, or a surplus replica, beside it
 at one of them. A seat is given back when somebody who has fewer has the state of its stage, too.
-Nobody takes a seat but at a stage that is vacant, or that such a one serves alone, so none goes to
-and fro. Pure: what is known of the nodes goes in, what is to change comes out, each with its
-reason.
+Who stands by because there was no room gets a seat beside others where all of a stage are in one
+place, and it is in another: so that nobody has a stage by having many nodes (places.py). Nobody
+takes a seat but at a stage that is vacant, that is in one place, or that such a one serves alone,
+so none goes to and fro. Pure: what is known of the nodes goes in, what is to change comes out, each
+with its reason.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from planaria.bootstrap.places import NOWHERE, Place, is_apart, shared
 from planaria.recovery.decide import Policy, keeper_stage
 
 
@@ -32,6 +35,8 @@ class Sitter:
     heard: bool = True
     leaving: bool = False
     drives: bool = False
+    place: Place = NOWHERE
+    waits: bool = False  # for a stage that has nobody, as it wants to
 
     @property
     def stays(self) -> bool:
@@ -57,11 +62,16 @@ class Returned:
 
 
 def assign(
-    sitters: Sequence[Sitter], stages: int, begun: bool = True, policy: Policy = "checkfree"
+    sitters: Sequence[Sitter],
+    stages: int,
+    begun: bool = True,
+    policy: Policy = "checkfree",
+    useful: int = 64,
 ) -> list[Taken | Returned]:
     """What is to change, in this order. `sitters`: in the order of joining; `stages`: body stages,
     L, of the stages 0..L; `begun`: nobody else is awaited, as at the start, when only standbys take
-    what is vacant; `policy`: with "redundant" who has a stage's state has that of the next, too.
+    what is vacant; `policy`: with "redundant" who has a stage's state has that of the next, too;
+    `useful`: nodes a stage that have something to do.
 
     Who sits alone at a stage, or is the only one with its state, is never taken from there; no
     stage stays vacant while somebody has room.
@@ -88,6 +98,10 @@ def assign(
             _take(nodes, taken)
     if twins and begun:
         for taken in _relief(nodes):
+            changes.append(taken)
+            _take(nodes, taken)
+    for stage in range(stages + 1) if begun else ():
+        if (taken := _from_elsewhere(list(nodes.values()), stage, useful)) is not None:
             changes.append(taken)
             _take(nodes, taken)
     return changes
@@ -130,6 +144,19 @@ def _relief(nodes: dict[str, Sitter]) -> Iterator[Taken]:
                 yield taken
 
 
+def _from_elsewhere(sitters: Sequence[Sitter], stage: int, useful: int) -> Taken | None:
+    """A standby for a stage all of whose nodes are in one place. There may be one more for it than
+    have something to do, unless that is one."""
+    there = [one.place for one in sitters if one.stays and stage in one.stages]
+    if len(there) == 1 == useful:
+        return None
+    for one in sitters:
+        idle = one.stays and not one.stages and not one.waits
+        if idle and stage in one.fits and is_apart(one.place, there):
+            return Taken(one.node, stage, f"was a standby: all of stage {stage} are in one place")
+    return None
+
+
 def _is_spared(one: Sitter, sitters: Sequence[Sitter]) -> bool:
     """Whether it serves no stage, or one whose state another node has that serves no other."""
     single = (s for s in sitters if s.node != one.node and s.stays and len(s.stages) == 1)
@@ -161,16 +188,21 @@ def _share(one: Sitter) -> float:
 
 
 def _idle(able: Sequence[Sitter], sitters: Sequence[Sitter], stage: int, why: str) -> Taken | None:
-    """A standby, or a replica that its stage can do without."""
-    for one in able:
-        if not one.stages:
-            return Taken(one.node, stage, f"was a standby: {why}")
+    """A standby, of whose place fewest serve; or a replica that its stage can do without, and whose
+    place it has others of, if there is one."""
+    serving = [one.place for one in sitters if one.stages]
+    if idle := [one for one in able if not one.stages]:
+        one = min(idle, key=lambda one: shared(one.place, serving))
+        return Taken(one.node, stage, f"was a standby: {why}")
     surplus = [(one, of) for one in able if (of := _surplus(one, sitters)) is not None]
     if not surplus:
         return None
-    # Of the stage that has most, whoever came last.
+    # Of the stage that has most, where most are beside it; of these whoever came last.
     one, of = max(surplus, key=lambda found: _holders(found[1], sitters))
-    one = [other for other, at in surplus if at == of][-1]
+    left = [one.place for one in sitters if one.stays and of in one.stages]
+    one = max(
+        reversed([one for one, at in surplus if at == of]), key=lambda one: shared(one.place, left)
+    )
     return Taken(one.node, stage, f"moves from stage {of}, which has others: {why}", of)
 
 

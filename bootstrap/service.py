@@ -40,6 +40,7 @@ from planaria.bootstrap.membership import (
     Refused,
     Settle,
 )
+from planaria.bootstrap.places import block_of
 from planaria.bootstrap.registry_pb2 import (
     DESCRIPTOR,
     DescribeRequest,
@@ -231,7 +232,8 @@ class RegistryServer(RegistryServicer):
         if request.protocol == PROTOCOL:  # else the machine says so
             await _abort_if(context, self._unproved_join(request, caller))
         try:
-            reply, effects = self._machine.join(request, self._loop.time())
+            block = block_of(host_of(caller))
+            reply, effects = self._machine.join(request, self._loop.time(), block)
         except Refused as refused:
             who = readable(request.node)
             log.info("%s at %s is refused: %s", who, caller, readable(refused.reason))

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +23,7 @@ from planaria.node.commands.options import (
     LOOPBACK,
     MACHINE,
     NETWORK,
+    SECURITY,
     AllowModule,
     Ca,
     Certificate,
@@ -342,6 +344,24 @@ def bootstrap_command(
             rich_help_panel=FILES,
         ),
     ] = None,
+    most_per_block: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Nodes that may be members from one block of addresses (/24, of IPv6 /64), this "
+            "machine's own aside. 0: any number.",
+            rich_help_panel=SECURITY,
+        ),
+    ] = 0,
+    allow: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Instances that alone may join, one a line. Default: all.",
+            rich_help_panel=SECURITY,
+        ),
+    ] = None,
     http: Http = LOOPBACK,
     price: Price = None,
     log_level: Level = LogLevel.INFO,
@@ -354,6 +374,7 @@ def bootstrap_command(
 ) -> None:
     """Run the registry: who serves what, and the page on which one watches."""
     from planaria.bootstrap.address import Address
+    from planaria.bootstrap.allowed import read_allowed
     from planaria.bootstrap.credentials import Credentials, CredentialsError
     from planaria.bootstrap.journal import Journal, JournalError, read_view
     from planaria.bootstrap.service import RegistryServer, serve
@@ -366,7 +387,11 @@ def bootstrap_command(
     with refusing(RunFileError, CorpusError, CredentialsError, JournalError, OSError, ValueError):
         address = str(Address.parse(listen))
         text = dumps(resolve(load(run_file)))
-        rules = registry_rules(loads(text))
+        rules = replace(
+            registry_rules(loads(text)),
+            max_per_block=most_per_block,
+            allowed=None if allow is None else read_allowed(allow),
+        )
         credentials = Credentials.load(ca, certificate, key, token)
         page = parse_place(http, token, certificate, key, insecure)
         if after is not None and journal is None:

@@ -13,7 +13,7 @@ import pytest
 
 from planaria.bootstrap import journal as module
 from planaria.bootstrap.journal import VIEWS_UNREAD, Journal, JournalError, read_view
-from planaria.bootstrap.registry_pb2 import Member, View
+from planaria.bootstrap.registry_pb2 import DIVERGENCE, Member, Quarantined, View
 
 
 def view(number: int) -> View:
@@ -278,6 +278,17 @@ def test_views_go_on_counting_where_another_run_has_ended(tmp_path: Path) -> Non
         assert journal.view == View(run="s", number=41, reason="it goes on")
         journal.go_on_from(view(7), "a bit is wrong", "again")
         assert journal.view == View(run="s", number=41 + VIEWS_UNREAD, reason="again")
+
+
+def test_who_was_evicted_for_cause_stays_so_where_a_run_goes_on_in_other_numbers(
+    tmp_path: Path,
+) -> None:
+    told = Quarantined(instance="i", node="bad", cause=DIVERGENCE, times=1, seconds=9)
+    last = View(run="r", number=4, members=[Member(node="a", joined=1)], quarantined=[told])
+    with Journal(tmp_path / "new", "s") as journal:
+        journal.go_on_from(last, "", "it goes on")
+        assert journal.view is not None
+        assert (list(journal.view.quarantined), list(journal.view.members)) == ([told], [])
 
 
 def test_a_view_to_go_on_from_wants_a_journal(tmp_path: Path) -> None:

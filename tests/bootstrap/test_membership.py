@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from planaria.bootstrap.identity import instance_of
 from planaria.bootstrap.membership import (
     MOST_DIALLED,
     PROTOCOL,
@@ -74,6 +75,8 @@ class Swarm:
         room: int = 1,
         standby: bool = False,
         saved: bool = False,
+        host: str = "",
+        block: str = "",
     ) -> JoinReply:
         address = f"{node}:1" if address is None else address
         request = JoinRequest(
@@ -89,8 +92,9 @@ class Swarm:
             room=room,
             standby=standby,
             saved=saved,
+            host=host,
         )
-        reply, effects = self.machine.join(request, self.now)
+        reply, effects = self.machine.join(request, self.now, block)
         self.after(effects)
         return reply
 
@@ -1534,3 +1538,99 @@ def test_a_run_that_goes_on_from_files_is_believed_when_all_stages_say_so() -> N
     assert swarm.renew("n0", report=swarm.report("n0", committed=50_001, lineage=3)) == []
     swarm.join("y")
     assert (swarm.view.lineage, swarm.view.committed) == (3, 50_001)
+
+
+HERE, THERE, ELSEWHERE = "203.0.113.0/24", "198.51.100.0/24", "2001:db8::/64"
+
+
+def test_a_newcomer_goes_where_nobody_of_its_place_is_unless_that_has_much_more() -> None:
+    swarm = full(stages=2)
+    swarm.join("a", 1, host="a", block=HERE)
+    swarm.join("b", 2, host="b", block=THERE)
+    assert "the least capacity (0)" not in swarm.join("c", host="c", block=HERE).reason
+    (c,) = (m for m in swarm.view.members if m.node == "c")
+    assert stages_of(c) == [0], "where one is, as at the others, and none of these"
+    swarm.join("d", 0, host="d", block=THERE)
+    assert swarm.join("e", host="e", block=HERE).reason == "stage 2 had the least capacity (2)"
+
+
+def test_nine_names_of_one_owner_are_not_the_whole_stage_while_somebody_else_comes() -> None:
+    """Honest nodes come when there is no room; after a loss one of them is in the stage."""
+    swarm = Swarm(stages=2, start_grace=0, max_replicas=9, lease=100)
+    for stage in range(3):
+        swarm.join(f"n{stage}", stage, host=f"n{stage}", block=THERE)
+    for number in range(9):
+        swarm.join(f"s{number}", 1, host=f"s{number}", block=HERE)
+    for number in range(16):
+        swarm.join(f"m{number}", number % 2 * 2, host=f"m{number}", block=f"10.0.{number}.0/24")
+    reply = swarm.join("spare", host="spare", block=ELSEWHERE)
+    assert reply.reason == "standby: every stage has 9 nodes or more"
+    swarm.after(swarm.machine.leave("n1", "", swarm.now))
+    seats = {member.node: stages_of(member) for member in swarm.view.members}
+    assert seats["spare"] == [1]
+    assert (
+        "spare takes stage 1: was a standby: all of stage 1 are in one place" in swarm.view.reason
+    )
+    assert all(seats[f"s{number}"] == [1] for number in range(9)), "nobody has lost a seat"
+
+
+def test_who_comes_when_a_stage_is_all_of_one_owner_goes_there() -> None:
+    swarm = Swarm(stages=2, start_grace=0)
+    for node, stage in (("n0", 0), ("n2", 2)):
+        swarm.join(node, stage, host=node, block=THERE)
+    for number in range(9):
+        swarm.join(f"s{number}", 1, host=f"s{number}", block=HERE)
+    assert swarm.join("s9", host="s9", block=HERE).reason.startswith("stage 0 had the least")
+    reply = swarm.join("honest", host="honest", block=ELSEWHERE)
+    assert reply.reason == "stage 1 had all its nodes in one place"
+
+
+def test_who_wants_to_stand_by_does_so_also_where_a_stage_is_in_one_place() -> None:
+    swarm = Swarm(stages=1, start_grace=0)
+    for node, stage in (("a0", 0), ("a1", 1), ("b0", 0), ("b1", 1)):
+        swarm.join(node, stage, host=node, block=HERE)
+    swarm.join("c", standby=True, host="c", block=THERE)
+    swarm.join("b2", 1, host="b2", block=HERE)
+    (c,) = (m for m in swarm.view.members if m.node == "c")
+    assert (stages_of(c), c.standby, c.block) == ([], True, THERE)
+
+
+def test_so_many_join_from_a_block_of_addresses_as_the_operator_says() -> None:
+    swarm = Swarm(stages=1, start_grace=0, max_per_block=2)
+    for number in range(4):
+        swarm.join(f"own{number}", host="here")
+    swarm.join("a", block=HERE, key="a")
+    swarm.join("b", block=HERE, key="b")
+    with pytest.raises(Refused, match=r"2 nodes have joined from 203\.0\.113\.0/24") as refused:
+        swarm.join("c", block=HERE, key="c")
+    assert refused.value.code == "RESOURCE_EXHAUSTED"
+    swarm.join("d", block=THERE, key="d")
+    swarm.open("a")
+    swarm.join("b-again", block=HERE, key="b")
+    with pytest.raises(Refused, match="most-per-block"):
+        swarm.join("a-again", block=HERE, key="a")
+    late = Swarm(stages=1, start_grace=0, restart_grace=0, max_per_block=2)
+    late.machine.restore(swarm.view, 0)
+    with pytest.raises(Refused, match="3 nodes have joined"):
+        late.join("e", block=HERE, key="e")
+
+
+def test_only_those_join_that_are_allowed_and_others_go_when_the_registry_learns_it() -> None:
+    swarm = Swarm(stages=1, start_grace=0, allowed=frozenset(map(instance_of, [b"a", b"b"])))
+    swarm.join("one", key="a")
+    swarm.join("two", key="b")
+    with pytest.raises(Refused, match=f"its instance, {instance_of(b'c')},") as refused:
+        swarm.join("other", key="c")
+    assert refused.value.code == "PERMISSION_DENIED"
+    late = Swarm(stages=1, start_grace=0, restart_grace=1, allowed=frozenset([instance_of(b"a")]))
+    late.machine.restore(swarm.view, 0)
+    late.open("one", "two")
+    effects = late.wait(1.5)
+    assert Evict("two", "it is not among those that this run takes any more") in effects
+    assert late.nodes() == ["one"]
+
+
+def test_a_view_with_what_is_no_block_is_not_restored() -> None:
+    view = View(run="r", number=1, members=[Member(node="a", joined=1, block="203.0.113.7/24")])
+    with pytest.raises(ValueError, match="no block of addresses"):
+        Swarm().machine.restore(view, 0)

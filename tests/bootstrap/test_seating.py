@@ -7,6 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planaria.bootstrap.places import Place, is_apart
 from planaria.bootstrap.seating import Returned, Sitter, Taken, assign
 from planaria.recovery.decide import Policy
 
@@ -59,6 +60,39 @@ def test_of_those_with_room_one_that_keeps_what_a_rebuild_needs_takes_it_if_not_
 def test_one_node_that_has_room_takes_all_that_is_left() -> None:
     (alone,) = after([one := sitter("a", 2, room=4)], assign([one], STAGES))
     assert alone.stages == ALL
+
+
+def test_of_the_standbys_one_goes_of_whose_place_fewest_serve() -> None:
+    here, there = Place("x", "a"), Place("y", "b")
+    seated = [sitter("a", 0, place=here), sitter("b", 1, place=there), sitter("c", 2, place=here)]
+    spares = [sitter("s", place=here, waits=True), sitter("t", place=there, waits=True)]
+    assert [one.node for one in assign([*seated, *spares], STAGES)] == ["t"]
+    (taken,) = assign([*seated[:2], sitter("c", 2, place=there), *spares], STAGES)
+    assert taken.node == "s"
+
+
+def test_a_stage_that_was_at_several_hosts_is_not_left_to_one() -> None:
+    """A standby of another place comes beside them, unless it waits, or has nothing to do there."""
+    here, there = Place("x", "a"), Place("y", "b")
+    others = [sitter(f"o{stage}", stage, place=there) for stage in (0, 2, 3)]
+    left = [sitter("a", 1, place=here), sitter("b", 1, place=here)]
+    spare = sitter("s", place=there)
+    (taken,) = assign([*others, *left, spare], STAGES, useful=2)
+    assert (taken.node, taken.stage, taken.why) == (
+        *("s", 1),
+        "was a standby: all of stage 1 are in one place",
+    )
+    assert assign([*others, *left, spare], STAGES, begun=False) == []
+    assert assign([*others, *left, replace(spare, waits=True)], STAGES) == []
+    assert assign([*others, *left, replace(spare, place=here)], STAGES, useful=1) == []
+    assert assign([*others[:2], sitter("o3", 3), left[0], spare], STAGES, useful=1) == []
+
+
+def test_who_moves_away_leaves_its_stage_in_two_places_if_it_can() -> None:
+    places = [Place("x", "a"), Place("x", "a"), Place("y", "b")]
+    there = [sitter(f"n{n}", 1, place=place) for n, place in enumerate(places)]
+    (taken,) = assign([sitter("a", 0), *there, sitter("d", 3)], STAGES)
+    assert (taken.node, taken.stage) == ("n1", 2)
 
 
 def test_a_seat_is_given_back_to_who_has_fewer_once_that_one_has_the_state() -> None:
@@ -125,6 +159,9 @@ def test_who_relieves_another_one_stays_there_while_it_copies() -> None:
     ]
 
 
+PLACES = st.sampled_from([("x", "a"), ("x", "a"), ("x", "b"), ("y", "c")])
+
+
 @st.composite
 def swarms(draw: st.DrawFn) -> list[Sitter]:
     found = []
@@ -141,6 +178,8 @@ def swarms(draw: st.DrawFn) -> list[Sitter]:
                 speed=draw(st.sampled_from([1.0, 4.0])),
                 heard=draw(st.integers(0, 5)) > 0,
                 leaving=draw(st.integers(0, 5)) == 0,
+                place=Place(*draw(PLACES)),
+                waits=draw(st.booleans()),
             )
         )
     ends = [n for n, one in enumerate(found) if 0 in one.stages]
@@ -166,7 +205,8 @@ def test_no_stage_stays_vacant_no_last_state_is_dropped_and_nobody_moves_twice(
                 and len(at) == 1
                 and policy == "redundant"
             )
-            assert all(s.leaving for s in at) or relieves, "it was not vacant"
+            mixes = is_apart(one.place, [s.place for s in at if s.stays]) and not one.stages
+            assert all(s.leaving for s in at) or relieves or mixes, "it was not vacant"
             assert one.stays
             assert change.stage in one.fits - one.stages
         if given is not None:

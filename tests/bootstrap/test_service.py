@@ -100,6 +100,16 @@ async def test_join_hands_out_run_stage_and_reason(place: Any) -> None:
     assert names(node.reply.view) == {"a"}
 
 
+async def test_the_block_of_addresses_is_that_which_the_registry_sees(
+    place: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = await place.node("a", stage=1)
+    monkeypatch.setattr(service, "host_of", lambda peer: "203.0.113.7")
+    there = await place.node("b", stage=1)
+    assert [m.block for m in here.reply.view.members] == [""]
+    assert [m.block for m in there.reply.view.members] == ["", "203.0.113.0/24"]
+
+
 async def test_a_refusal_reaches_the_joiner_as_a_sentence(place: Any) -> None:
     with pytest.raises(JoinRefused, match="stage 7 does not exist: this run has stages 0 to 2"):
         await place.node("a", stage=7)

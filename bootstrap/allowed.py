@@ -1,0 +1,33 @@
+"""Who alone may join a run, from a file that its operator keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from planaria.bootstrap.identity import INSTANCE_LETTERS
+from planaria.bootstrap.invites import is_instance
+
+
+class AllowedError(ValueError):
+    """The file can't be used; the message says which line, and why."""
+
+
+def read_allowed(path: Path) -> frozenset[str]:
+    """Instances, one a line; what comes after a # is for people. Raises AllowedError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise AllowedError(f"can't read {path}, which says who may join: {error}") from error
+    found = set()
+    for number, line in enumerate(text.splitlines(), 1):
+        instance = line.partition("#")[0].strip()
+        if instance and not is_instance(instance):
+            raise AllowedError(
+                f"line {number} of {path} has {instance[:40]!r}, which is no instance: that has "
+                f"{INSTANCE_LETTERS} hexadecimal digits, in small letters"
+            )
+        found.add(instance)
+    found.discard("")
+    if not found:
+        raise AllowedError(f"{path} names no instance, so nobody could join: write one on a line")
+    return frozenset(found)
