@@ -43,6 +43,7 @@ from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chunks import Inbox, Outbox
 from planaria.node.wire.frames import HEAD_LIMIT, Frame, WireError, parse_chunk, seal, unseal
+from planaria.node.wire.greetings import ForgedError, Greetings
 from planaria.node.wire.session import Begun, Bounds, Forgotten, Hello, Outdated, Session
 from planaria.node.wire.tensors import decode
 
@@ -159,6 +160,8 @@ def hellos(data: bytes) -> None:
         for hello in (line, f"{line} {xxh3_64_hexdigest(line.encode())}"):
             with suppress(WireError, Outdated, Begun, Forgotten):
                 session.resume(Hello.parse(hello))
+        with suppress(ForgedError):
+            Greetings("r", "n", IDENTITY).dialled("m", IDENTITY.public, line)
 
 
 def manifests(data: bytes) -> None:
