@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from planaria.bootstrap.registry_pb2 import NONFINITE, SILENT
+from planaria.node.naming import node_of
 from planaria.node.transaction.effects import Effect, Suspect
 from planaria.node.wire import stage_pb2 as pb
 
+VAIN: Final = 3
+"""Times that a node may accuse others for cause when nobody else does; with the last one it is
+accused itself."""
+NOBODY_ELSE: Final = "nobody else does"
 LONGEST_PAUSE: Final = 5.0
 """Seconds between attempts at most, after many failed in a row."""
 SPOILT: Final = 3
@@ -46,6 +51,45 @@ class Failures:
         if any(before.setdefault(members[node], node) != node for node in accused):
             return [peer]
         return accused
+
+
+class Charges:
+    """Who has accused whom for cause, as long as both are members. Nobody's word alone takes a
+    stage's last node away, nor two replicas; who accuses again and again, alone, is wrong."""
+
+    def __init__(self) -> None:
+        self._by: dict[str, set[str]] = {}  # by accused
+        self._believed: dict[str, str] = {}  # by accuser: the replica that its word was enough for
+        self._vain: Counter[str] = Counter()  # accusations, less one for each commit since then
+
+    def believes(self, accuser: str, accused: str, spare: bool) -> bool:
+        """Whether the accused is to go, or to be gone on without. `spare`: its stage has others.
+        Asked twice, it says the same."""
+        by = self._by.setdefault(accused, set())
+        by.add(accuser)
+        if self.are_several(accused):
+            for one in by:
+                self._vain.pop(one, None)
+            return True
+        return spare and self._believed.setdefault(accuser, accused) == accused
+
+    def are_several(self, accused: str) -> bool:
+        """Whether several nodes accuse it."""
+        return len({node_of(one) for one in self._by.get(accused, ())}) > 1
+
+    def in_vain(self, accuser: str) -> bool:
+        """Once more; whether that was once too often."""
+        self._vain[accuser] += 1
+        return self._vain[accuser] >= VAIN
+
+    def committed(self) -> None:
+        self._vain = self._vain - Counter(dict.fromkeys(self._vain, 1))
+
+    def keep(self, members: Collection[str]) -> None:
+        """All others are members no longer; what they have said stands."""
+        self._by = {accused: by for accused, by in self._by.items() if accused in members}
+        self._believed = {by: accused for by, accused in self._believed.items() if by in members}
+        self._vain = Counter({by: times for by, times in self._vain.items() if by in members})
 
 
 class Spoiling:

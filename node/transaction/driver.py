@@ -36,7 +36,7 @@ from planaria.node.report.events import (
     Waiting,
 )
 from planaria.node.transaction.attempting import Attempting, Vote, planned
-from planaria.node.transaction.blaming import Failures, Spoiling
+from planaria.node.transaction.blaming import NOBODY_ELSE, VAIN, Charges, Failures, Spoiling
 from planaria.node.transaction.bounds import told_to_driver
 from planaria.node.transaction.doubting import Doubts
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
@@ -101,6 +101,7 @@ class Driver:
         self.seconds: dict[str, float] = {}  # per microbatch, by node
         self.hanging = Hanging(rules.progress)
         self.failures = Failures()
+        self.charges = Charges()
         self.doubts = Doubts()
         self.spoiling = Spoiling()
         self.idle: set[str] = set()  # members that have sent what can't be used
@@ -303,6 +304,7 @@ class Driver:
             self.idle &= self.members.keys()
             self.cuts = {pair for pair in self.cuts if pair <= self.members.keys()}
             self.doubts.keep(self.members)
+            self.charges.keep(self.members)
             self.hanging.keep(self.members)
             self.ballot = Ballot(self.view.number, 0)
         self.ballot = self.ballot.next()
@@ -637,6 +639,7 @@ class Driver:
         commit = attempt.commit(vote, self.ballot, self.rules, self.standing.last, now)
         self.standing = replace(self.standing, committed=commit.step, last=commit)
         self.failures = Failures()
+        self.charges.committed()
         self.hanging.committed(commit.seconds, vote.ready)
         effects += self.spoiling.over(attempt.begin)
         if not attempt.begin.non_finite:  # else it is known who made it
@@ -927,12 +930,16 @@ class Driver:
 
     def _wronged(self, peer: str, failed: pb.Failed, now: float) -> list[Effect]:
         """What has come from a node can't be used: the attempt goes on without it, if it can. The
-        registry takes it out; until then it has no microbatches. A driver of whom that is said
-        again makes room for another one."""
-        guilty = self.failures.guilty(peer, failed, self.members)
-        if self.node in guilty and self.node in self.idle and (others := self._others_of_stage()):
+        registry takes it out; until then it has no microbatches. A driver of whom another one says
+        that, too, makes room for another one. Who is not believed has as little as can be to do
+        with whom it has accused, so that others find out."""
+        accused = self.failures.guilty(peer, failed, self.members)
+        guilty = [node for node in accused if self._believes(peer, node)]
+        again = self.node in self.idle and self.charges.are_several(self.node)
+        if self.node in guilty and again and (others := self._others_of_stage()):
             return [Rejoin(f"{peer} says again: {failed.reason}; {others[0]} can drive")]
         self.idle |= set(guilty)
+        self.cuts |= {frozenset((peer, node)) for node in accused if node not in guilty}
         if guilty and (attempt := self._can_mask(guilty)) is not None:
             why = f"{peer} says: {failed.reason}"
             return self._accuse(peer, failed) + self._mask(attempt, guilty, why, now)
@@ -980,12 +987,29 @@ class Driver:
     def _accuse(self, peer: str, failed: pb.Failed) -> list[Effect]:
         effects: list[Effect] = []
         for node in self.failures.guilty(peer, failed, self.members):
-            if node != self.node:  # the registry does not hear who accuses itself
+            if failed.cause != SILENT and not self._believes(peer, node):
+                effects += self._in_vain(peer, node, failed)
+            elif node != self.node:  # the registry does not hear who accuses itself
                 effects.append(Suspect(node, failed.reason, failed.cause))
             if failed.cause != SILENT:
                 stage, by = self.members[node], peer if peer != node else self.node
                 effects.append(Accused(node=node, stage=stage, by=by, reason=failed.reason))
         return effects
+
+    def _believes(self, peer: str, node: str) -> bool:
+        """The driver sees for itself what is said to it."""
+        if peer in (node, self.node):
+            return True
+        stage = self.members[node]
+        spare = any(at == stage and other != node for other, at in self._training().items())
+        return self.charges.believes(peer, node, spare)
+
+    def _in_vain(self, peer: str, node: str, failed: pb.Failed) -> list[Effect]:
+        if not self.charges.in_vain(peer):
+            return []
+        why = f"it has accused others {VAIN} times, {node} the last time, and {NOBODY_ELSE}"
+        told = Accused(node=peer, stage=self.members[peer], by=self.node, reason=why)
+        return [told, *([Suspect(peer, why, NUMBERS)] if peer != self.node else [])]
 
     def _failed(self, peer: str, failed: pb.Failed, now: float) -> list[Effect]:
         self.failures.count += 1

@@ -44,6 +44,7 @@ from planaria.node.stage.shape import model_config
 from planaria.node.state.copies import Holder
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.stage_state import StageState
+from planaria.node.transaction.blaming import NOBODY_ELSE
 from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.member import MemberSide
@@ -407,6 +408,7 @@ class Cluster:
         host, stages = self.network.homes[member.node], set(stages_of(member))
         wrong = [m for m in left if self.network.homes[m.node] in self.guilty]
         guessed = "which is a guess" in reason and any(stages & {*stages_of(m)} for m in wrong)
+        guessed |= NOBODY_ELSE in reason and bool(wrong)  # of two, one is: who says so again, goes
         if host in self.guilty or host not in self.unheard:
             return host in self.guilty or guessed
         if stages <= {stage for other in left for stage in stages_of(other)}:

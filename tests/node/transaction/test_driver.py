@@ -38,7 +38,7 @@ from planaria.node.report.events import (
     WeightsChanged,
 )
 from planaria.node.transaction.attempting import UNREACHED, Attempting
-from planaria.node.transaction.blaming import LONGEST_PAUSE
+from planaria.node.transaction.blaming import LONGEST_PAUSE, VAIN
 from planaria.node.transaction.driver import EVICTED, REPLACED, Driver
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
 from planaria.node.transaction.gathering import ANSWER, QUERY_AGAIN, Gathering
@@ -1797,28 +1797,53 @@ def test_who_cannot_use_what_two_replicas_send_is_wrong_itself():
     assert [event.nodes for event in events(effects, AttemptMasked)] == [("b",)]
 
 
-def test_a_word_against_another_after_a_commit_counts_against_that_one_again():
+def test_nobodys_word_alone_takes_a_second_replica_away():
     told = replicated()
     told.hears("b", failed=pb.Failed(reason="c sent it", accused=["c"], cause=CHECKSUM))
     told.statuses()
     told.commits()
-    assert charges(refuses(told, "b", "c2", CHECKSUM)) == [("c2", CHECKSUM)]
+    assert charges(refuses(told, "b", "c2", CHECKSUM)) == []
+    told.statuses()
+    assert charges(refuses(told, "b2", "c2", CHECKSUM)) == [("c2", CHECKSUM)]
 
 
-def test_without_a_replica_it_is_named_and_the_step_is_tried_again():
+def test_the_last_node_of_a_stage_goes_when_two_say_so():
     told = Told()
     told.begins()
     effects = refuses(told, "b", "c")
-    assert charges(effects) == [("c", SHAPE)]
+    assert charges(effects) == []
     assert "c sent it" in events(effects, Aborted)[0].reason
     assert sent(told.statuses(), "step")["c"].step.begin.step == 1
     assert "c" in served_by(told), "there is nobody else"
+    assert charges(refuses(told, "d", "c")) == [("c", SHAPE)]
+
+
+def test_who_accuses_the_last_node_of_a_stage_in_vain_is_wrong_itself():
+    told = Told()
+    told.begins()
+    for _ in range(VAIN - 1):
+        failed = pb.Failed(reason="c sent it", accused=["c"], cause=SHAPE)
+        assert charges(told.hears("b", failed=failed)) == []
+        told.statuses()
+        told.waits(LONGEST_PAUSE)
+    assert charges(refuses(told, "b", "c")) == [("b", NUMBERS)]
+
+
+def test_a_commit_makes_up_for_one_accusation():
+    told = Told()
+    told.begins()
+    for step in range(2 * VAIN):
+        assert charges(refuses(told, "b", "c")) == []
+        told.statuses(step)
+        told.waits(LONGEST_PAUSE)
+        told.commits()
 
 
 def test_a_joiner_that_gets_what_it_cannot_use_names_who_sent_it():
     told = Joined()
     failed = pb.Failed(reason="c sent it", accused=["c", "stranger"], cause=SHAPE)
-    assert charges(told.hears("new", failed=failed, ballot=Ballot(2, 1))) == [("c", SHAPE)]
+    assert charges(told.hears("new", failed=failed, ballot=Ballot(2, 1))) == []
+    assert charges(refuses(told, "b", "c")) == [("c", SHAPE)], "there are two who say so"
 
 
 def test_who_sends_a_state_that_cannot_be_used_is_accused_and_no_attempt_ends():
@@ -1849,7 +1874,8 @@ def test_such_a_word_counts_when_nothing_is_attempted_too():
     told.statuses()
     assert told.driver.phase is DriverPhase.WAITING
     word = pb.Cut(node="c", reason="a shard is damaged", cause=CHECKSUM)
-    assert charges(told.hears("b", NEVER, cut=word)) == [("c", CHECKSUM)]
+    assert charges(told.hears("b", NEVER, cut=word)) == []
+    assert charges(told.hears("d", NEVER, cut=word)) == [("c", CHECKSUM)]
 
 
 def test_a_driver_that_sends_what_cannot_be_used_again_makes_room_for_another():
