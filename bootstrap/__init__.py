@@ -13,5 +13,5 @@ fitting.py what a message has room for.
 allowed.py reads who alone may join. authority.py is what certificates say, invites.py who gets one,
 admission.py both as the registry keeps them, in files as secret_files.py writes them. gate.py says
 who may call what, enrolment.py are the services that let strangers in and obey operators,
-enrolling.py is a stranger's side.
+admitting.py what a registry does with them when it begins, enrolling.py a stranger's side.
 """

@@ -63,6 +63,12 @@ class Address(NamedTuple):
             raise _wrong(text, "has port 0, which nobody can dial: give the one listened on")
         return address
 
+    @classmethod
+    def parse_host(cls, text: str, port: int) -> Address:
+        """HOST or HOST:PORT; without a port, this one. Raises AddressError."""
+        alone = text.count(":") != 1 and not text.rpartition("]")[2].startswith(":")
+        return cls.to_dial(f"{text}:{port}" if alone else text)
+
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 

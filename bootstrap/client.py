@@ -7,15 +7,17 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 from grpc import StatusCode
 
 from planaria.bootstrap.address import Address, Reach, reach_by
 from planaria.bootstrap.authority import Role
 from planaria.bootstrap.credentials import PLAIN, Credentials, channel
 from planaria.bootstrap.dial import is_there
+from planaria.bootstrap.enrolment_pb2_grpc import OperatorStub
 from planaria.bootstrap.fitting import fitting
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import (
@@ -165,6 +167,18 @@ class RegistryClient:
                 ) from error
             raise RegistryUnreachable(f"{self._address} said: {_what(error)}") from error
         return reply
+
+    async def command(self, method: str, request: Message) -> Any:
+        """What only operators may ask, once, of the registry that answers: a method of `Operator`,
+        whose reply it is. Raises JoinRefused, and RegistryUnreachable."""
+        await self.describe()
+        stub = OperatorStub(self._channel(self._address))  # type: ignore[no-untyped-call]
+        try:
+            return await getattr(stub, method)(request, metadata=self._credentials.metadata)
+        except grpc.aio.AioRpcError as error:
+            if error.code() in _RETRIED:
+                raise RegistryUnreachable(f"{self._address} said: {_what(error)}") from error
+            raise JoinRefused(_refusal(error, self._address)) from error
 
     async def keep_membership(
         self,

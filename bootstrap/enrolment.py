@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
 
 import grpc
 
+from planaria.bootstrap.address import Address
 from planaria.bootstrap.admission import Admission, AdmissionError
 from planaria.bootstrap.authority import REQUEST_BYTES, Role
 from planaria.bootstrap.credentials import Certified, Credentials, add_port
+from planaria.bootstrap.crowd import Room
 from planaria.bootstrap.enrolment_pb2 import (
     AllowRequest,
     BanRequest,
@@ -32,6 +34,7 @@ from planaria.bootstrap.enrolment_pb2_grpc import (
     OperatorServicer,
     add_EnrolmentServicer_to_server,
 )
+from planaria.bootstrap.front_door import FrontDoor
 from planaria.bootstrap.gate import host_of
 from planaria.bootstrap.invites import Attempts, InviteError, NotAdmitted
 from planaria.bootstrap.spelling import readable
@@ -44,6 +47,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 AT_ONCE: Final = 64  # calls
+ROOM: Final = Room(connections=AT_ONCE, strangers=AT_ONCE, of_block=2**20, of_strangers=2**24)
 FAREWELL: Final = 1.0  # seconds for calls to end when the registry stops
 
 
@@ -57,16 +61,19 @@ class EnrolmentServer(EnrolmentServicer):
         """Serves on HOST:PORT and returns the port. Raises what `add_port` does."""
         self._now = asyncio.get_running_loop().time
         self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=AT_ONCE)
-        port = add_port(self._server, listen, Credentials(server=certified.server(asks=False)))
+        self._door = FrontDoor(ROOM)
+        credentials = Credentials(server=certified.server(asks=False))
+        add_port(self._server, listen, credentials, within=self._door.within)
         add_EnrolmentServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         await self._server.start()
-        return port
+        return await self._door.open(Address.parse(listen))
 
     async def stop(self) -> None:
         await self._server.stop(FAREWELL)
+        await self._door.close()
 
     async def Enrol(self, request: EnrolRequest, context: Context) -> EnrolReply:  # noqa: N802
-        host = host_of(context.peer())
+        host = host_of(self._door.outer(context.peer()))
         if self._attempts.are_too_many(host, self._now()):
             why = "too many requests from this address were refused; ask again in a minute"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, why)

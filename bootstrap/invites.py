@@ -200,6 +200,11 @@ class Invites:
             raise NotAdmitted("the run has as many that were invited as it can have")
         return who, {"enrolled": instance, "invite": invite.id}
 
+    def is_open(self, secret: bytes, now: float) -> bool:
+        """Whether anybody may come by it."""
+        invite = self._by_hash.get(hashed(secret))
+        return invite is not None and not self._over(invite, now)
+
     def revoke(self, invite: str) -> Record:
         """Raises InviteError."""
         if invite not in self.invites:

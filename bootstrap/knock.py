@@ -86,7 +86,7 @@ async def way_out(addresses: Sequence[str], seconds: float) -> Way:
                     with suppress(TimeoutError):
                         for host, port in await _look_up(address):
                             with suppress(OSError):
-                                return Way(_outward(host, port), host)
+                                return Way(outward(host, port), host)
                 await asyncio.sleep(AGAIN)
     except TimeoutError:
         raise OSError(
@@ -95,8 +95,9 @@ async def way_out(addresses: Sequence[str], seconds: float) -> Way:
         ) from None
 
 
-def _outward(host: str, port: int) -> str:
-    """Nothing is sent. Raises OSError: no way leads there."""
+def outward(host: str, port: int) -> str:
+    """This machine's address on the way to an IP address. Nothing is sent. Raises OSError: no way
+    leads there."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))

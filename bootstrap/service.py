@@ -122,6 +122,7 @@ class RegistryServer(RegistryServicer):
         self._dialling: set[asyncio.Task[None]] = set()
         self._unwritten, self._retry_at = "", 0.0  # why the journal lacks the newest view
         self._damage = "" if journal is None else journal.damage
+        self.port = 0  # that it listens on, once it does
         self.page = ""  # where a browser shows the run
         self.on_happened: Callable[[str, Sequence[str]], None] = lambda node, lines: None
 
@@ -157,14 +158,14 @@ class RegistryServer(RegistryServicer):
         for name in ("", SERVICE):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         try:
-            port = await self._door.open(self._listen)
+            self.port = await self._door.open(self._listen)
         except OSError:
             await self._server.stop(None)
             raise
         self._ticking = loop.create_task(self._tick())
         self._ticking.add_done_callback(self._tick_ended)
         self._log_decisions()
-        return port
+        return self.port
 
     async def wait(self) -> None:
         """Returns when `stop` was called. Raises what makes it impossible to go on."""

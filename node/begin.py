@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING
@@ -15,7 +15,9 @@ from planaria.bootstrap.address import Address
 
 if TYPE_CHECKING:
     from planaria.bootstrap.credentials import Credentials
+    from planaria.bootstrap.enrolment_pb2 import Invitation
     from planaria.node.data.mixture import Data
+    from planaria.node.instance import Instance
     from planaria.node.page.place import Place
     from planaria.node.report.log_stream import LastLines
     from planaria.node.run_file import RunFile
@@ -58,11 +60,14 @@ class Options:
     log: LastLines | None = None  # its last lines, for others to read; None: not for others
     metrics: Place | None = None  # where Prometheus finds its figures
     allow_module: str | None = None  # code of a run's architecture that may be loaded
+    invitation: Invitation | None = None  # by which this node comes
+    instance: Instance | None = None  # None: that of its folder
 
 
 async def begin(options: Options) -> int:
     """Asks the registry about its run, then serves. Returns the exit status. Raises NodeError,
-    NodeCrashed, RegistryUnreachable, JoinRefused, RunFileError, CredentialsError, OSError."""
+    NodeCrashed, RegistryUnreachable, JoinRefused, RunFileError, CredentialsError, NotAdmitted,
+    OSError."""
     from planaria.bootstrap.client import RegistryClient
     from planaria.bootstrap.credentials import check_port
     from planaria.node.run_file import loads
@@ -70,6 +75,8 @@ async def begin(options: Options) -> int:
     for option, folder in (("--save-dir", options.save_dir), ("--out", options.out)):
         if folder is not None:
             check_writable(option, folder)
+    if options.invitation is not None:
+        return await _begin_invited(options, options.invitation)
     if not options.dials_only:
         check_port(options.listen, options.credentials, options.insecure)
     client = RegistryClient(options.join, options.credentials)
@@ -86,6 +93,23 @@ async def begin(options: Options) -> int:
         return await serve(options, client, description, run, corpus)
     finally:
         await client.close()
+
+
+async def _begin_invited(options: Options, invitation: Invitation) -> int:
+    """The node's folder has its key, and once it has come by the invite, its certificate."""
+    from planaria.bootstrap.credentials import Credentials
+    from planaria.node.enrolled import enrolled
+
+    folder = options.save_dir or options.out or Path("out") / invitation.run
+    async with enrolled(invitation, folder) as (instance, certified):
+        known = replace(
+            options,
+            credentials=Credentials.of(certified, options.credentials.token),
+            instance=instance,
+            stage=invitation.stage if invitation.HasField("stage") else options.stage,
+            invitation=None,
+        )
+        return await begin(known)
 
 
 def check_stage(stage: int | None, run: RunFile) -> None:

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from planaria.node.commands import looking, machines, models, saves
+from planaria.node.commands import looking, machines, models, operating, saves
 from planaria.node.commands.data import data_app
 from planaria.node.commands.terminal import refuse
 from planaria.node.commands.up import up_command
@@ -30,6 +30,11 @@ BY_USE: dict[str, Callable[..., None] | typer.Typer] = {
     "page": looking.page_command,
     "doctor": machines.doctor_command,
     "probe": looking.probe_command,
+    "invite": operating.invite_command,
+    "members": operating.members_command,
+    "evict": operating.evict_command,
+    "ban": operating.ban_command,
+    "allow": operating.allow_command,
     "audit": saves.audit_command,
     "data": data_app,
     "presets": models.presets_command,

@@ -102,7 +102,7 @@ async def serve(
         folder = (options.out or Path("out")) / run_id(run)
         if options.out is None:
             options = replace(options, out=default_out(folder))
-        instance = find_instance(options.save_dir or options.out)
+        instance = options.instance or find_instance(options.save_dir or options.out)
         if options.saving and options.save_dir is None:
             saves = place_for_saves(folder / "saves", instance, description.run_file)
             options = replace(options, save_dir=saves)
@@ -172,7 +172,7 @@ async def serve(
         await stack.aclose()
         if place is not None and place.experiment is not None:
             await asyncio.to_thread(place.experiment.close)
-        if instance is not None:
+        if instance is not None and options.instance is None:
             release(instance)
 
 

@@ -21,7 +21,7 @@ from planaria.node.commands.options import (
     Token,
     parse_place,
 )
-from planaria.node.commands.registry import ask_registry
+from planaria.node.commands.registry import ask_registry, credentials_for
 from planaria.node.commands.terminal import console, errors, refusing
 
 if TYPE_CHECKING:
@@ -44,11 +44,11 @@ def status_command(
     token: Token = "",
 ) -> None:
     """Show a run: its members, its steps, and why the registry did what."""
-    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.bootstrap.credentials import CredentialsError
     from planaria.node.report.status_page import status
 
     with refusing(CredentialsError, ValueError):
-        credentials = Credentials.load(ca, certificate, key, token)
+        credentials = credentials_for(join, ca, certificate, key, token)
         ask_registry(join, credentials, lambda client: status(client, console, watch, as_json))
 
 
@@ -70,12 +70,12 @@ def logs_command(
     token: Token = "",
 ) -> None:
     """Show the last lines of a node's log."""
-    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.bootstrap.credentials import CredentialsError
     from planaria.node.report.logs import LogsError, logs
     from planaria.node.wire.asking import over_streams
 
     with refusing(CredentialsError, LogsError, ValueError):
-        credentials = Credentials.load(ca, certificate, key, token)
+        credentials = credentials_for(join, ca, certificate, key, token)
 
         async def show(client: RegistryClient) -> None:
             reach = await client.reach()
@@ -106,7 +106,7 @@ def probe_command(
     """Measure the nodes of a swarm and the links between them, while it trains or waits."""
     import json
 
-    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.bootstrap.credentials import CredentialsError
     from planaria.node.report.probe import ProbeError, probe, table
 
     async def look(client: RegistryClient) -> None:
@@ -120,7 +120,7 @@ def probe_command(
                 console.print(part)
 
     with refusing(CredentialsError, ProbeError, ValueError, OSError):
-        ask_registry(join, Credentials.load(ca, certificate, key, token), look)
+        ask_registry(join, credentials_for(join, ca, certificate, key, token), look)
 
 
 def page_command(

@@ -6,8 +6,13 @@ from __future__ import annotations
 import enum
 import os
 import time
-from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -45,13 +50,19 @@ from planaria.node.commands.options import (
     parse_name,
     parse_place,
 )
-from planaria.node.commands.registry import addresses_of, check_there, run_on_loop
+from planaria.node.commands.registry import addresses_of, check_there, credentials_for, run_on_loop
 from planaria.node.commands.terminal import console, errors, refuse, refusing
 
 if TYPE_CHECKING:
+    from planaria.bootstrap.address import Address
+    from planaria.bootstrap.admission import Admission
+    from planaria.bootstrap.authority import Role
+    from planaria.bootstrap.credentials import Certified
     from planaria.bootstrap.service import RegistryServer
     from planaria.node.page.place import Place
     from planaria.node.run_file import RunFile
+
+    Part = Callable[[RegistryServer], AbstractAsyncContextManager[None]]
 
 BEGAN = time.monotonic()
 ENDING = "When it ends"
@@ -76,13 +87,14 @@ def node_command(
         int | None, typer.Option(min=0, help="Default: where a node is needed most.")
     ] = None,
     listen: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="HOST:PORT",
+            show_default="127.0.0.1:0; where the registry of an invite is elsewhere, 0.0.0.0:0",
             help="Where peers dial in; port 0: any.",
             rich_help_panel=NETWORK,
         ),
-    ] = "127.0.0.1:0",
+    ] = None,
     advertise: Annotated[
         str | None,
         typer.Option(
@@ -208,6 +220,7 @@ def node_command(
     from planaria.bootstrap.address import Address
     from planaria.bootstrap.knock import Answer
     from planaria.node.begin import NodeError, check_reachable
+    from planaria.node.enrolled import invitation_of
     from planaria.node.naming import name_of_host
     from planaria.node.report.log_stream import begin_log
     from planaria.node.supervisor import TRY_AGAIN, is_watched, one_each, supervise
@@ -215,9 +228,10 @@ def node_command(
     called = name or name_of_host(socket.gethostname())
     check_tracker(track)
     lines = begin_log(log_level.value, log_format.value, called)
-    addresses, dials_only = addresses_of(join), advertise == "none"
+    dials_only = advertise == "none"
     with refusing(NodeError, ValueError):
-        listens = Address.parse(listen)
+        invitation, addresses = invitation_of(join), addresses_of(join)
+        listens = Address.parse(listen or (anywhere(addresses) if invitation else LOOPBACK))
         told = None if advertise is None or dials_only else Address.to_dial(advertise)
         check_reachable(addresses, listens, told, dials_only)
         folder = None if save_dir == Path("none") else save_dir
@@ -230,13 +244,14 @@ def node_command(
 
     from planaria.bootstrap.client import JoinRefused
     from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.bootstrap.invites import NotAdmitted
     from planaria.node.begin import Options, begin
     from planaria.node.data.corpus import CorpusError
     from planaria.node.report.ledger import LedgerError
     from planaria.node.run_file import RunFileError
     from planaria.node.state.stage_state import SaveError
 
-    kinds = (JoinRefused, NodeError, CorpusError, LedgerError, RunFileError)
+    kinds = (JoinRefused, NotAdmitted, NodeError, CorpusError, LedgerError, RunFileError)
     refused = (*kinds, CredentialsError, SaveError, OSError, ValueError)
     with ending_whatever_hangs(), saying_whether_another_would_do(), refusing(*refused):
         options = Options(
@@ -263,9 +278,19 @@ def node_command(
             name=called,
             log=lines if share_log else None,
             track=track and track.value,
+            invitation=invitation,
         )
         status = run_on_loop(begin(options))
     raise typer.Exit(status)
+
+
+def anywhere(registries: Sequence[str]) -> str:
+    """Where a node listens by default that has TLS: where others than this machine are to reach it,
+    to all of its addresses."""
+    from planaria.bootstrap.address import Address
+
+    here = all(Address.to_dial(one).is_loopback for one in registries)
+    return LOOPBACK if here else "0.0.0.0:0"
 
 
 @contextmanager
@@ -362,6 +387,32 @@ def bootstrap_command(
             rich_help_panel=SECURITY,
         ),
     ] = None,
+    authority: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder of the run's certificate authority, for which invites are; with it, TLS "
+            "on loopback, too. Default: JOURNAL.authority; without a journal, in memory.",
+            rich_help_panel=SECURITY,
+        ),
+    ] = None,
+    enrol: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            show_default="the port below --listen",
+            help="Where who has an invite gets a certificate.",
+            rich_help_panel=SECURITY,
+        ),
+    ] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST[:PORT]",
+            help="What invites say of where the registry is, if not --listen.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = None,
     http: Http = LOOPBACK,
     price: Price = None,
     log_level: Level = LogLevel.INFO,
@@ -374,8 +425,9 @@ def bootstrap_command(
 ) -> None:
     """Run the registry: who serves what, and the page on which one watches."""
     from planaria.bootstrap.address import Address
+    from planaria.bootstrap.admission import Admission, AdmissionError
     from planaria.bootstrap.allowed import read_allowed
-    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.bootstrap.credentials import Certified, Credentials, CredentialsError
     from planaria.bootstrap.journal import Journal, JournalError, read_view
     from planaria.bootstrap.service import RegistryServer, serve
     from planaria.node.data.corpus import CorpusError
@@ -384,8 +436,9 @@ def bootstrap_command(
     from planaria.node.run_file import RunFileError, dumps, load, loads
 
     begin_log(log_level.value, log_format.value, "registry")
-    with refusing(RunFileError, CorpusError, CredentialsError, JournalError, OSError, ValueError):
-        address = str(Address.parse(listen))
+    kinds = (AdmissionError, CorpusError, CredentialsError, JournalError, RunFileError)
+    with refusing(*kinds, OSError, ValueError):
+        address = Address.parse(listen)
         text = dumps(resolve(load(run_file)))
         rules = replace(
             registry_rules(loads(text)),
@@ -401,12 +454,71 @@ def bootstrap_command(
             if after is not None and log is not None and log.view is None:
                 last, damage = read_view(after)
                 log.go_on_from(last, damage, f"the run {last.run} goes on in other numbers")
-            registry = RegistryServer(rules, text, log)
-            beside = None if page is None else partial(_page_beside, page, loads(text), price)
-            run_on_loop(serve(registry, address, credentials, insecure, address_file, beside))
+            certifies = credentials.server is None and not insecure
+            certifies = certifies and (authority is not None or not address.is_loopback)
+            folder = authority
+            if folder is None and journal is not None:
+                folder = journal.with_name(f"{journal.name}.authority")
+            admission = Admission(folder, certifies)
+            registry = RegistryServer(rules, text, log, admission=admission)
+            parts: list[Part] = []
+            if page is not None:
+                parts.append(partial(_page_beside, page, loads(text), price))
+            if certifies:
+                certified = Certified(admission.own_pair(), admission.own_pair)
+                credentials = Credentials.of(certified, token)
+                enrols = None if enrol is None else Address.parse(enrol)
+                told = partial(_invites_beside, admission, certified, address, enrols, advertise)
+                parts.append(told)
+            serving = serve(
+                *(registry, str(address), credentials, insecure, address_file),
+                partial(_all_beside, parts),
+            )
+            run_on_loop(serving)
         finally:
             if log is not None:
                 log.close()
+
+
+@asynccontextmanager
+async def _all_beside(parts: Sequence[Part], registry: RegistryServer) -> AsyncIterator[None]:
+    async with AsyncExitStack() as stack:
+        for part in parts:
+            await stack.enter_async_context(part(registry))
+        yield
+
+
+def _invites_beside(
+    admission: Admission,
+    certified: Certified,
+    listen: Address,
+    enrol: Address | None,
+    advertise: str | None,
+    registry: RegistryServer,
+) -> AbstractAsyncContextManager[None]:
+    from planaria.bootstrap.address import Address
+    from planaria.bootstrap.admitting import Admitting, beside, told
+
+    at = enrol or beside(listen._replace(port=registry.port if listen.port else 0))
+    known = None if advertise is None else Address.parse_host(advertise, registry.port)
+
+    def told_by(port: int) -> tuple[Address, Address]:
+        place = told(listen, registry.port, known)
+        if enrol is None or enrol.is_any:
+            return place, place._replace(port=port)
+        return place, enrol._replace(port=port)
+
+    show = partial(_show_invites, admission.folder)
+    return Admitting(admission, certified, registry.run, at, told_by, show).serving()
+
+
+def _show_invites(folder: Path | None, invites: Mapping[Role, str]) -> None:
+    """On a terminal itself; where what is printed may be kept, the file that has it, if there is
+    one."""
+    for role, text in invites.items():
+        word = text if folder is None or console.is_terminal else f"@{folder / f'{role}.invite'}"
+        what = f"planaria {'node' if role == 'node' else 'invite'} --join {word}"
+        console.print(what, markup=False, highlight=False, soft_wrap=True)
 
 
 def _page_beside(
@@ -423,11 +535,14 @@ def doctor_command(
         int | None, typer.Option(min=0, help="That a node here would serve. Default: any.")
     ] = None,
     listen: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="HOST:PORT", help="Where a node here would listen.", rich_help_panel=NETWORK
+            metavar="HOST:PORT",
+            show_default="as of planaria node",
+            help="Where a node here would listen.",
+            rich_help_panel=NETWORK,
         ),
-    ] = "127.0.0.1:0",
+    ] = None,
     advertise: Annotated[
         str | None,
         typer.Option(
@@ -454,14 +569,16 @@ def doctor_command(
     """See, in 15 seconds, whether a node with these options could join from this machine; the exit
     status is 0 if all is well, 1 after a warning, 2 after a problem."""
     from planaria.bootstrap.address import Address
-    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.bootstrap.credentials import CredentialsError
     from planaria.node.advertised import forwarded
     from planaria.node.diagnosis import Verdict, findings, lines, worst
     from planaria.node.doctor import Asked, examine
+    from planaria.node.enrolled import invitation_of
 
     dials_only = advertise == "none"
     with refusing(CredentialsError, ValueError):
-        listens = Address.parse(listen)
+        invited = invitation_of(join) is not None
+        listens = Address.parse(listen or (anywhere(addresses_of(join)) if invited else LOOPBACK))
         rented = forwarded(listens, os.environ) if advertise is None else None
         told = None if advertise is None or dials_only else Address.to_dial(advertise)
         asked = Asked(
@@ -473,7 +590,7 @@ def doctor_command(
             device=device,
             data=data,
             saves=save_dir,
-            credentials=Credentials.load(ca, certificate, key, token),
+            credentials=credentials_for(join, ca, certificate, key, token),
             insecure=insecure,
             allow_module=allow_module,
         )

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
 from planaria.node.commands.options import Ca, Certificate, Key, OneDevice, Token
-from planaria.node.commands.registry import ask_registry, check_registry
+from planaria.node.commands.registry import ask_registry, check_registry, credentials_for
 from planaria.node.commands.terminal import console, end, refusing, tracking
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 Living = Annotated[
     str | None,
     typer.Option(
-        metavar="HOST:PORT[,HOST:PORT]",
-        help="Instead of a folder: where the registry of a living run listens.",
+        metavar="INVITE|@FILE|HOST:PORT[,HOST:PORT]",
+        help="Instead of a folder: an invite to a living run, or where its registry listens.",
     ),
 ]
 Wait = Annotated[
@@ -87,7 +87,7 @@ def export_command(
         if not folder.is_dir():
             end(f"there is no run in {folder}: it is no folder; name what `planaria up` wrote")
 
-    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.bootstrap.credentials import CredentialsError
     from planaria.node.data.corpus import CorpusError
     from planaria.node.hugging_face.adapters import begun_from, what
     from planaria.node.hugging_face.export import ExportError
@@ -104,7 +104,7 @@ def export_command(
     with refusing(*kinds, CredentialsError, ValueError):
         if join is not None:
             _export_living(
-                *(join, Credentials.load(ca, certificate, key, token), out, data, dtype, wait),
+                *(join, credentials_for(join, ca, certificate, key, token), out, data, dtype, wait),
                 *(merged, model),
             )
             return
@@ -185,7 +185,7 @@ def generate_command(
     if folder is not None:
         _check_model(folder)
 
-    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.bootstrap.credentials import CredentialsError
     from planaria.node.begin import NodeError
     from planaria.node.data.corpus import CorpusError
     from planaria.node.hugging_face.config import UnsupportedModelError
@@ -201,7 +201,7 @@ def generate_command(
         sampling = Sampling(temperature, top_p, seed)
         prompt = "".join(said)
         if join is not None:
-            credentials = Credentials.load(ca, certificate, key, token)
+            credentials = credentials_for(join, ca, certificate, key, token)
 
             async def go_on(client: RegistryClient) -> None:
                 _say(prompt)
@@ -262,7 +262,7 @@ def evaluate_command(
     with refusing(CorpusError):
         read_index(data)
 
-    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.bootstrap.credentials import CredentialsError
     from planaria.node.begin import NodeError
     from planaria.node.hugging_face.config import UnsupportedModelError
     from planaria.node.hugging_face.evaluate import Evaluation, evaluate
@@ -289,7 +289,7 @@ def evaluate_command(
     kinds = (CorpusError, CredentialsError, ExportError, NodeError, RunFileError)
     with refusing(*kinds, UnsupportedModelError, ValueError):
         if join is not None:
-            credentials = Credentials.load(ca, certificate, key, token)
+            credentials = credentials_for(join, ca, certificate, key, token)
             ask_registry(join, credentials, ask)
         elif folder is not None:
             model = WholeModel.load(folder, pick_device(device))

@@ -158,9 +158,10 @@ def parse_place(
 Join = Annotated[
     str,
     typer.Option(
-        metavar="HOST:PORT[,HOST:PORT]",
+        metavar="INVITE|@FILE|HOST:PORT[,HOST:PORT]",
         envvar="PLANARIA_JOIN",
-        help="Where the registry listens; several addresses are of one.",
+        help="An invite, or a file that has it; or where the registry listens, several addresses "
+        "being of one.",
     ),
 ]
 

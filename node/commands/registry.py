@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import typer
@@ -22,15 +23,45 @@ KNOCK = 3.0
 
 
 def addresses_of(join: str) -> tuple[str, ...]:
-    """The addresses of --join."""
-    return tuple(address.strip() for address in join.split(","))
+    """The addresses of --join, or of the invite that it is, or names as @FILE. Raises
+    InviteError."""
+    from planaria.node.enrolled import invitation_of, text_of
+
+    if (invitation := invitation_of(join)) is not None:
+        return tuple(invitation.registries)
+    return tuple(address.strip() for address in text_of(join).split(","))
+
+
+def credentials_for(
+    join: str, ca: Path | None, certificate: Path | None, key: Path | None, token: str
+) -> Credentials:
+    """By an invite, if --join is one, else from files, if there are some. Raises InviteError,
+    CredentialsError; ends where the invite gets nothing."""
+    from planaria.bootstrap.credentials import Credentials
+    from planaria.bootstrap.enrolling import EnrolmentUnreachable
+    from planaria.bootstrap.invites import NotAdmitted
+    from planaria.node.enrolled import enrolled, folder_of, invitation_of
+
+    invitation = invitation_of(join)
+    if invitation is None:
+        return Credentials.load(ca, certificate, key, token)
+    check_registry(join)
+
+    async def come() -> Credentials:
+        async with enrolled(invitation, folder_of(invitation)) as (_, certified):
+            return Credentials.of(certified, token)
+
+    with refusing(EnrolmentUnreachable, NotAdmitted, OSError):
+        return run_on_loop(come())
 
 
 def check_registry(join: str) -> None:
     """Ends at once where there is no registry to ask."""
     from planaria.bootstrap.knock import Answer
 
-    check_there(addresses_of(join), [Answer.UNKNOWN, Answer.REFUSED], 1)
+    with refusing(ValueError):
+        addresses = addresses_of(join)
+    check_there(addresses, [Answer.UNKNOWN, Answer.REFUSED], 1)
 
 
 def check_there(addresses: Sequence[str], final: Sequence[Answer], status: int) -> None:

@@ -9,7 +9,7 @@ import typer
 from rich.table import Column, Table
 
 from planaria.node.commands.options import Ca, Certificate, Join, Key, Token
-from planaria.node.commands.registry import ask_registry
+from planaria.node.commands.registry import ask_registry, credentials_for
 from planaria.node.commands.terminal import console, refusing
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def regroup_command(
 ) -> None:
     """Write a run's saves anew for the run of a registry, which has the same model, but another
     run file: in more or fewer stages, for one."""
-    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.bootstrap.credentials import CredentialsError
     from planaria.node.report.log_stream import begin_log
     from planaria.node.run_file import RunFileError, loads
     from planaria.node.state.regroup import RegroupError, of_one_run, regroup
@@ -57,7 +57,7 @@ def regroup_command(
 
     begin_log()
     with refusing(CredentialsError, RunFileError, RegroupError, SaveError, ValueError, OSError):
-        ask_registry(join, Credentials.load(ca, certificate, key, token), write)
+        ask_registry(join, credentials_for(join, ca, certificate, key, token), write)
 
 
 def audit_command(

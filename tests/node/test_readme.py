@@ -26,6 +26,7 @@ COMMANDS = [
         "data inspect",
     ),
     *("export", "generate", "evaluate"),
+    *("invite", "members", "evict", "ban", "allow"),
 ]
 
 

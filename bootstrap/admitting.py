@@ -1,0 +1,100 @@
+"""A registry that lets strangers in: its enrolment, and the two invites that it begins with."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from planaria.bootstrap.address import PORTS, Address
+from planaria.bootstrap.admission import Admission
+from planaria.bootstrap.authority import Role
+from planaria.bootstrap.credentials import Certified
+from planaria.bootstrap.enrolment import EnrolmentServer
+from planaria.bootstrap.invites import InviteError, decode
+from planaria.bootstrap.knock import outward
+from planaria.bootstrap.secret_files import write_secret
+
+log = logging.getLogger(__name__)
+
+DAY: Final = 24 * 3600.0
+FIRST: Final = ((Role.OPERATOR, 0.0), (Role.NODE, DAY))
+"""Whom a registry invites when it begins, for so many seconds; 0: for ever."""
+SOMEWHERE: Final = "192.0.2.1"
+"""An address of nobody: the way to it is the way out."""
+
+
+def beside(listen: Address) -> Address:
+    """Where enrolment listens, if nobody says so: the port below the registry's."""
+    return listen._replace(port=listen.port - 1 if listen.port > 1 else 0)
+
+
+def told(listen: Address, port: int, advertise: Address | None) -> Address:
+    """What invites say of where that listens: what was said, its address, or that by which this
+    machine gets to others."""
+    if advertise is not None:
+        return advertise
+    if not listen.is_any:
+        return listen._replace(port=port)
+    host = socket.gethostname()
+    with suppress(OSError):
+        host = outward(SOMEWHERE, PORTS)
+    return Address(host, port)
+
+
+class Admitting:
+    """`on_invites` is told the texts of the first invites, by role, once there are some."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        certified: Certified,
+        run: str,
+        enrol: Address,
+        told_by: Callable[[int], tuple[Address, Address]],
+        on_invites: Callable[[dict[Role, str]], None],
+    ) -> None:
+        """`told_by`: of the port that enrolment got, what invites say of where the registry and
+        enrolment listen."""
+        self._admission, self._certified, self._run = admission, certified, run
+        self._enrol, self._told_by, self._on_invites = enrol, told_by, on_invites
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Raises what `add_port` does, AdmissionError and OSError."""
+        server = EnrolmentServer(self._admission)
+        port = await server.start(str(self._enrol), self._certified)
+        try:
+            registry, enrolment = map(str, self._told_by(port))
+            log.info("invites are taken on port %d; they name %s and %s", port, registry, enrolment)
+            self._on_invites(
+                {role: self._invite(role, seconds, registry, enrolment) for role, seconds in FIRST}
+            )
+            yield
+        finally:
+            await server.stop()
+
+    def _invite(self, role: Role, seconds: float, registry: str, enrolment: str) -> str:
+        """The one in the registry's folder, while it is good."""
+        folder, authority = self._admission.folder, self._admission.authority
+        assert authority is not None
+        file = None if folder is None else folder / f"{role}.invite"
+        if file is not None and self._is_good(file, registry, enrolment):
+            return file.read_text(encoding="utf-8").strip()
+        made, secret = self._admission.invite(role, seconds=seconds)
+        text = made.for_others(self._run, [registry], [enrolment], authority.certificate, secret)
+        if file is not None:
+            write_secret(file, text.encode() + b"\n")
+        return text
+
+    def _is_good(self, file: Path, registry: str, enrolment: str) -> bool:
+        try:
+            kept = decode(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeError, InviteError):
+            return False
+        same = [*kept.registries, *kept.enrolments] == [registry, enrolment]
+        return same and self._admission.invites.is_open(kept.secret, time.time())

@@ -1,0 +1,202 @@
+"""Commands of a run's operator: invite, members, evict, ban, allow."""
+
+from __future__ import annotations
+
+import enum
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from planaria.node.commands.options import Ca, Certificate, Join, Key, Token
+from planaria.node.commands.registry import ask_registry, credentials_for
+from planaria.node.commands.terminal import console, end, refusing
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+    from planaria.bootstrap.client import RegistryClient
+
+say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+
+
+class InvitedAs(enum.StrEnum):
+    NODE = "node"
+    READER = "reader"
+    OPERATOR = "operator"
+
+
+def invite_command(
+    join: Join,
+    uses: Annotated[
+        int | None,
+        typer.Option(min=0, show_default="1", help="How many it is for; 0: any number."),
+    ] = None,
+    hours: Annotated[
+        float | None,
+        typer.Option(min=0, show_default="24", help="How long it is good; 0: until it is revoked."),
+    ] = None,
+    stage: Annotated[
+        int | None, typer.Option(min=0, help="The only one that who comes by it may serve.")
+    ] = None,
+    role: Annotated[
+        InvitedAs,
+        typer.Option(help="node: serve a stage; reader: look on; operator: these commands, too."),
+    ] = InvitedAs.NODE,
+    listing: Annotated[
+        bool,
+        typer.Option("--list", envvar="PLANARIA_INVITE_LIST", help="Show the invites there are."),
+    ] = False,
+    revoke: Annotated[
+        str | None, typer.Option(metavar="ID", help="Nobody comes by this invite any more.")
+    ] = None,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    token: Token = "",
+) -> None:
+    """Invite others to a run: who is given what this prints joins with it."""
+    from planaria.bootstrap.credentials import CredentialsError
+    from planaria.bootstrap.enrolment_pb2 import InviteRequest, ListInvitesRequest, RevokeRequest
+    from planaria.bootstrap.invites import encode
+    from planaria.node.enrolled import invitation_of
+
+    async def act(client: RegistryClient) -> None:
+        if revoke is not None:
+            done = await client.command("Revoke", RevokeRequest(id=revoke))
+            say(done.what)
+            return
+        if listing:
+            found = await client.command("ListInvites", ListInvitesRequest())
+            table = Table("id", "as", "used", "until")
+            for one in found.invites:
+                used = f"{one.used} of {one.uses}" if one.uses else f"{one.used}"
+                as_whom = f"{one.role} of stage {one.stage}" if one.HasField("stage") else one.role
+                table.add_row(one.id, as_whom, used, _until(one.ends, one.revoked))
+            console.print(table)
+            return
+        if invitation is None:
+            end("--join has to be an operator's invite: others are made like it, for its addresses")
+        seconds = 3600 * (24.0 if hours is None else hours)
+        request = InviteRequest(role=role, uses=1 if uses is None else uses, seconds=seconds)
+        if stage is not None:
+            request.stage = stage
+        made = await client.command("Invite", request)
+        invitation.secret, invitation.role = made.secret, role
+        if stage is not None:
+            invitation.stage = stage
+        say(encode(invitation))
+
+    with refusing(CredentialsError, ValueError):
+        invitation = invitation_of(join)
+        ask_registry(join, credentials_for(join, ca, certificate, key, token), act)
+
+
+def _until(ends: float, revoked: bool) -> str:
+    if revoked:
+        return "revoked"
+    if not ends:
+        return "it is revoked"
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(ends))
+
+
+def members_command(
+    join: Join,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    token: Token = "",
+) -> None:
+    """List who is in a run, who was let in and how, and who is banned."""
+    from planaria.bootstrap.credentials import CredentialsError
+    from planaria.bootstrap.enrolment_pb2 import ListEnrolledRequest
+    from planaria.bootstrap.spelling import readable
+
+    async def show(client: RegistryClient) -> None:
+        found = await client.command("ListEnrolled", ListEnrolledRequest())
+        described = await client.describe()
+        members = {one.instance: one for one in (m.member for m in described.members)}
+        came = {one.instance: one for one in found.enrolled}
+        table = Table("instance", "as", "node", "address", "invite")
+        for instance in dict.fromkeys([*members, *came, *found.banned]):
+            member, entry = members.get(instance), came.get(instance)
+            role = entry.role if entry else "node"
+            table.add_row(
+                instance,
+                "banned" if instance in found.banned else role,
+                readable(member.node) if member else "",
+                readable(member.address) if member else "",
+                entry.invite if entry else "",
+            )
+        console.print(table)
+
+    with refusing(CredentialsError, ValueError):
+        ask_registry(join, credentials_for(join, ca, certificate, key, token), show)
+
+
+def evict_command(
+    node: Annotated[str, typer.Argument(metavar="NODE", help="As status calls it.")],
+    join: Join,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    token: Token = "",
+) -> None:
+    """Take a node's seats from it; it may come back as another one."""
+    from planaria.bootstrap.enrolment_pb2 import EvictRequest
+
+    request = EvictRequest(node=node)
+    _have_done(join, (ca, certificate, key, token), "Evict", request)
+
+
+def ban_command(
+    who: Annotated[
+        str,
+        typer.Argument(metavar="NODE|INSTANCE", help="As status, or `planaria members`, has it."),
+    ],
+    join: Join,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    token: Token = "",
+) -> None:
+    """Evict a node, and keep it out under whatever name it comes with its key."""
+    from planaria.bootstrap.enrolment_pb2 import BanRequest
+
+    request = BanRequest(who=who)
+    _have_done(join, (ca, certificate, key, token), "Ban", request)
+
+
+def allow_command(
+    instance: Annotated[
+        str, typer.Argument(metavar="INSTANCE", help="That is banned, as `planaria members` says.")
+    ],
+    join: Join,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    token: Token = "",
+) -> None:
+    """Let in again who was banned."""
+    from planaria.bootstrap.enrolment_pb2 import AllowRequest
+
+    request = AllowRequest(instance=instance)
+    _have_done(join, (ca, certificate, key, token), "Allow", request)
+
+
+def _have_done(
+    join: str,
+    secured: tuple[Path | None, Path | None, Path | None, str],
+    method: str,
+    request: Message,
+) -> None:
+    from planaria.bootstrap.credentials import CredentialsError
+
+    async def act(client: RegistryClient) -> None:
+        say((await client.command(method, request)).what)
+
+    with refusing(CredentialsError, ValueError):
+        ask_registry(join, credentials_for(join, *secured), act)

@@ -1,0 +1,61 @@
+"""What is kept on this machine of an enrolment: beside the key of an instance, its certificate."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from planaria.bootstrap.credentials import Certified
+from planaria.bootstrap.enrolling import Enrolment
+from planaria.bootstrap.enrolment_pb2 import Invitation
+from planaria.bootstrap.invites import InviteError, decode, is_invite
+from planaria.node.instance import Instance, find_instance, release
+
+
+def invitation_of(join: str) -> Invitation | None:
+    """What --join says, if that is an invite, or @FILE with one in it. Raises InviteError."""
+    text = text_of(join)
+    return decode(text) if is_invite(text) else None
+
+
+def text_of(join: str) -> str:
+    """Itself, or what is in the file that it names as @FILE. Raises InviteError."""
+    if not join.startswith("@"):
+        return join
+    try:
+        return Path(join[1:]).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeError) as error:
+        raise InviteError(f"--join {join}: the file can't be read: {error}") from error
+
+
+def folder_of(invitation: Invitation) -> Path:
+    """Where the commands of this user keep what they have enrolled as."""
+    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    run = hashlib.sha256(invitation.authority).hexdigest()[:16]
+    return Path(home) / "planaria" / run / invitation.role
+
+
+@asynccontextmanager
+async def enrolled(
+    invitation: Invitation, folder: Path | None
+) -> AsyncIterator[tuple[Instance, Certified]]:
+    """The instance of this folder, and its certificate, which is renewed meanwhile. Raises
+    NotAdmitted, EnrolmentUnreachable, OSError."""
+    instance = find_instance(folder)
+    try:
+        kept = folder is not None and instance.number is not None
+        file = folder / f"certificate-{instance.number}.pem" if folder and kept else None
+        enrolment = Enrolment(invitation, instance.identity, file)
+        certified = await enrolment.come()
+        renewing = asyncio.create_task(enrolment.keep_renewed(certified))
+        try:
+            yield instance, certified
+        finally:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+    finally:
+        release(instance)

@@ -1,0 +1,181 @@
+"""A swarm whose machines have nothing of each other's but an invite: mutual TLS, real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from planaria.bootstrap.address import Address
+from planaria.bootstrap.enrolment_pb2 import Invitation
+from planaria.bootstrap.invites import decode, encode
+from planaria.node.local.processes import PLANARIA, Processes
+from planaria.node.resolve import resolve
+from planaria.node.run_file import dumps
+from planaria.node.supervisor import python
+from tests.swarm.small import small
+
+DEADLINE = 180.0  # seconds; only a hanging test gets there
+TOKEN = "the-token-of-this-run"
+
+
+class Wire:
+    """What goes to some addresses goes through here, and is recorded."""
+
+    def __init__(self) -> None:
+        self.seen = bytearray()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def to(self, address: str) -> AsyncIterator[str]:
+        there = Address.parse(address)
+
+        async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                far_reader, far_writer = await asyncio.open_connection(*there)
+                await asyncio.gather(self._pass(reader, far_writer), self._pass(far_reader, writer))
+            except OSError:
+                writer.close()
+
+        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self._tasks.add(asyncio.create_task(carry(reader, writer)))
+
+        server = await asyncio.start_server(connected, "127.0.0.1", 0)
+        try:
+            yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        finally:
+            server.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await reader.read(1 << 16):
+                self.seen += data
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+
+class Machines:
+    """A registry and nodes that share a folder here, of which no machine reads another's part."""
+
+    def __init__(self, folder: Path, data: Path) -> None:
+        self.folder, self.authority = folder, folder / "authority"
+        run = small(swarm__lease=3, data__path=str(data), steps=200_000)
+        (folder / "run.toml").write_text(dumps(resolve(run)))
+        (folder / "logs").mkdir()
+        self.processes = Processes(folder / "logs", {"OMP_NUM_THREADS": "1"}, PLANARIA)
+
+    def start_registry(self, listen: str, namespace: Path | None = None) -> None:
+        self.processes.start(
+            "registry",
+            [
+                *("bootstrap", "--run", str(self.folder / "run.toml"), "--listen", listen),
+                *("--authority", str(self.authority), "--token", TOKEN),
+            ],
+            namespace,
+        )
+
+    def start_node(self, name: str, join: str, namespace: Path | None = None, *more: str) -> None:
+        """On a machine of its own, which has the text of an invite."""
+        (self.folder / f"{name}.invite").write_text(join)
+        self.processes.start(
+            name,
+            [
+                *("node", "--join", f"@{self.folder / name}.invite", "--token", TOKEN),
+                *("--out", str(self.folder / name), "--save-dir", "none", "--name", name),
+                *("--threads", "1", "--restart", "no", "--cloud", "none", *more),
+            ],
+            namespace,
+        )
+
+    async def invite(self, role: str) -> Invitation:
+        """That the registry has written when it began."""
+        path = self.authority / f"{role}.invite"
+        async with asyncio.timeout(DEADLINE):
+            while not path.exists():
+                assert not self.processes.ended(), self.processes.log("registry").read_text()
+                await asyncio.sleep(0.02)
+        return decode(path.read_text())
+
+    async def command(self, *words: str, join: Invitation, status: int = 0) -> str:
+        """What it says; --join is a file with an invite."""
+        (self.folder / "own.invite").write_text(encode(join))
+        process = await asyncio.create_subprocess_exec(
+            *(*python(), "-m", "planaria", *words),
+            *("--join", f"@{self.folder / 'own.invite'}", "--token", TOKEN),
+            env=os.environ | {"XDG_STATE_HOME": str(self.folder / "home"), "COLUMNS": "200"},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        said, _ = await asyncio.wait_for(process.communicate(), DEADLINE)
+        assert process.returncode == status, said.decode()
+        return said.decode()
+
+    async def committed(self, beyond: int) -> int:
+        """As the ledgers of stage 0 have it, once it is beyond that."""
+        newest = 0
+        async with asyncio.timeout(DEADLINE):
+            while newest <= beyond:
+                await asyncio.sleep(0.05)
+                for ledger in self.folder.glob("*/ledger-*.jsonl"):
+                    lines = ledger.read_text().splitlines()[1:-1]
+                    steps = [json.loads(line).get("step", 0) for line in lines]
+                    newest = max([newest, *steps])
+        return newest
+
+    def logs(self) -> str:
+        return "".join(path.read_text() for path in (self.folder / "logs").iterdir())
+
+
+@pytest.fixture
+def machines(data: Path, tmp_path: Path) -> Iterator[Machines]:
+    machines = Machines(tmp_path, data)
+    yield machines
+    machines.processes.kill_all()
+
+
+async def test_an_invite_is_all_that_a_machine_needs(machines: Machines) -> None:
+    machines.start_registry("127.0.0.1:0")
+    invited, wire = await machines.invite("node"), Wire()
+    operator = await machines.invite("operator")
+    async with wire.to(invited.registries[0]) as registry, wire.to(invited.enrolments[0]) as enrol:
+        secret = invited.secret
+        invited.registries[:], invited.enrolments[:] = [registry], [enrol]
+        for name in ("a", "b", "c"):
+            machines.start_node(name, encode(invited))
+        step = await machines.committed(beyond=1)
+
+        reader = decode(await machines.command("invite", "--role", "reader", join=operator))
+        described = json.loads(await machines.command("status", "--json", join=reader))
+        members = {one["member"]["node"][0]: one["member"] for one in described["members"]}
+        assert members.keys() == {"a", "b", "c"}
+        refused = await machines.command("invite", join=reader, status=1)
+        assert "yours is of reader" in refused
+
+        [banned] = [name for name, one in members.items() if not one["seats"][0].get("stage")]
+        said = await machines.command("ban", members[banned]["node"], join=operator)
+        assert f"{members[banned]['instance']} is banned" in said
+        async with asyncio.timeout(DEADLINE):
+            while not (ended := machines.processes.ended()):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert [(one.slot, one.status) for one in ended] == [(banned, 1)]
+        listed = await machines.command("members", join=operator)
+        assert [line for line in listed.splitlines() if "banned" in line]
+        assert await machines.committed(beyond=step) > step
+
+        assert len(wire.seen) > 10_000
+        for hidden in (secret, TOKEN.encode(), members["a"]["node"].encode()):
+            assert hidden not in wire.seen
+        for role in ("node", "operator"):
+            assert (machines.authority / f"{role}.invite").read_text().strip() not in (
+                machines.logs()
+            )
+        assert (machines.folder / "a" / "certificate-0.pem").stat().st_mode & 0o777 == 0o600
