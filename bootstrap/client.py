@@ -18,8 +18,9 @@ from planaria.bootstrap.authority import Role
 from planaria.bootstrap.credentials import PLAIN, Credentials, channel
 from planaria.bootstrap.dial import is_there
 from planaria.bootstrap.enrolment_pb2_grpc import OperatorStub
-from planaria.bootstrap.fitting import fitting
+from planaria.bootstrap.fitting import fitting, shorten_all
 from planaria.bootstrap.identity import Identity
+from planaria.bootstrap.membership import first_misspelt
 from planaria.bootstrap.registry_pb2 import (
     SILENT,
     Cause,
@@ -49,6 +50,7 @@ SUSPECT_DEADLINE = 2.0  # seconds
 LEAVE_DEADLINE = 2.0  # seconds
 MESSAGE_BYTES = 16 * 2**20  # as the service's
 REPORT_BYTES = 15 * 2**10  # of its RENEWAL_BYTES
+LONGEST_WORDS = 5_000  # characters of what a registry says in one piece: terminals are slow
 LINE_BYTES = 4  # that a line takes in a renewal beside its own, at most
 MOST_TOLD = 1000  # events that wait for a registry which is away
 
@@ -124,6 +126,8 @@ class RegistryClient:
             )
             if reply.quarantine:
                 raise InQuarantine(reply.reason, reply.quarantine)
+            if wrong := first_misspelt([*reply.view.members, *reply.unheard]):
+                raise JoinRefused(f"what the registry says can't be: {wrong}")
             if not reply.question:
                 break
             log.info("%s", reply.reason)
@@ -136,12 +140,14 @@ class RegistryClient:
 
     async def describe(self, deadline: float = 30.0) -> Description:
         """Raises JoinRefused (a wrong token, another service), and RegistryUnreachable."""
-        return await self._retry(
+        described: Description = await self._retry(
             lambda stub, timeout: stub.Describe(
                 DescribeRequest(), timeout=timeout, metadata=self._credentials.metadata
             ),
             deadline,
         )
+        shorten_all(described, LONGEST_WORDS)
+        return described
 
     async def measure(self, deadline: float = 30.0) -> MeasureReply:
         """Has every node measure its links. Raises JoinRefused (also: too soon after the last
@@ -482,6 +488,10 @@ class _Membership:
         try:
             async for view in call:
                 if view.number > self.view.number:
+                    known = {m.node: m.address for m in self.view.members}
+                    new = (m for m in view.members if known.get(m.node) != m.address)
+                    if wrong := first_misspelt(new):
+                        return f"it sent a view that can't be: {wrong}"
                     self.view = view
                     self.on_view(view)
         finally:

@@ -67,6 +67,20 @@ def cut_from(description: Description) -> list[str]:
     return [line for line, count in zip(told, (shortened, unlisted), strict=True) if count]
 
 
+def shorten_all(said: Message, most: int, but: str = "run_file") -> None:
+    """All words in a message from elsewhere, whatever they are, but for those of one field."""
+    for field, value in said.ListFields():
+        if field.type == field.TYPE_MESSAGE:
+            for inner in value if field.is_repeated else [value]:
+                shorten_all(inner, most, but)
+        elif field.type == field.TYPE_STRING and field.name != but:
+            if not field.is_repeated:
+                if len(value) > most:
+                    setattr(said, field.name, shorten(value, most))
+            elif any(len(one) > most for one in value):
+                value[:] = [shorten(one, most) for one in value]
+
+
 def _share_out(description: Description) -> set[int]:
     """Room among reports; returns the places of those that had to be cut."""
     sizes = [one.report.ByteSize() for one in description.members]

@@ -669,7 +669,7 @@ class Membership:
                 f"the node speaks protocol {request.protocol}, the registry {PROTOCOL}; "
                 f"install the same version of planaria on both (the {older}'s is the older)",
             )
-        if problem := _misspelt(request):
+        if problem := misspelt_member(request):
             raise Refused("INVALID_ARGUMENT", problem)
         if not (math.isfinite(request.speed) and request.speed >= 0):
             raise Refused(
@@ -1380,7 +1380,7 @@ def place_of(member: Member) -> str:
     return f"stage{many} {', '.join(map(str, stages))}" if stages else "standby"
 
 
-def _misspelt(member: Member | JoinRequest) -> str:
+def misspelt_member(member: Member | JoinRequest) -> str:
     """What is wrong with how it calls itself; empty: nothing."""
     wrong = member.address and not_to_dial(member.address, EVERYWHERE)
     wrong = wrong or misspelt("node id", member.node)
@@ -1392,6 +1392,11 @@ def _misspelt(member: Member | JoinRequest) -> str:
     for what, text in (("host", member.host), ("device", member.device)):
         wrong = wrong or ("" if text.isprintable() else f"the {what} {text[:40]!r} isn't printable")
     return wrong
+
+
+def first_misspelt(members: Iterable[Member]) -> str:
+    """What is wrong with how one of them is called; empty: nothing."""
+    return next(filter(None, map(misspelt_member, members)), "")
 
 
 def _related(rules: MembershipRules, some: Iterable[int], others: Iterable[int]) -> bool:
@@ -1415,7 +1420,7 @@ def _problem(view: View, rules: MembershipRules) -> str:
         return f"it has {len(members)} nodes, more than {rules.max_nodes}"
     if len({m.node for m in members}) < len(members):
         return "a node is listed twice"
-    if problem := "".join(map(_misspelt, members)):
+    if problem := "".join(map(misspelt_member, members)):
         return problem
     if not all(is_block(m.block) for m in members):
         return "a node is of what is no block of addresses"

@@ -29,6 +29,16 @@ def readable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def readable_lines(text: str) -> str:
+    """As `readable`, of text that may have several lines, tabs and spaces that don't break."""
+    if text.isprintable():
+        return text
+    return "".join(c if c in _SPACES else readable(c) for c in text)
+
+
+_SPACES: Final = "\n\t\u00a0\u202f"
+
+
 def make_readable(report: Report) -> None:
     """All that a node says of itself in words, but for samples, which may hold anything."""
     report.trouble = readable(report.trouble)

@@ -10,13 +10,15 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from planaria.node.report.readable_console import ReadableConsole
+
 if TYPE_CHECKING:
     from planaria.node.report.progress import Track
 
 T = TypeVar("T")
 
-console = Console()
-errors = Console(stderr=True)
+console: Console = ReadableConsole()
+errors: Console = ReadableConsole(stderr=True)
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from planaria.node.local.swarm import up as up_here
 from planaria.node.report.event_log import Tail
 from planaria.node.report.ledger import MERGED
 from planaria.node.report.progress import untracked
+from planaria.node.report.readable_console import ReadableConsole
 from planaria.node.report.summary import read_summary, tell
 from planaria.node.run_file import RunFile, RunFileError, override
 from planaria.node.run_file import load as load_file
@@ -209,7 +210,7 @@ def main() -> None:
         told: object
         try:
             # A notebook's kernel says in the environment that it has colours: it is no terminal.
-            lines = Console(file=sys.stderr, force_terminal=False)
+            lines = ReadableConsole(file=sys.stderr, force_terminal=False)
             told = asyncio.run(order.carry_out(lines))
         except (SwarmError, ValueError) as error:
             told = error

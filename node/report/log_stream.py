@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from planaria.bootstrap.spelling import readable, readable_lines
 from planaria.node.report.line_file import BackgroundLineFile
 
 MOST_LOGGED: Final = 2**20
@@ -58,11 +59,23 @@ def begin_log(level: str = "info", form: str = "text", name: str = "") -> LastLi
         return LastLines()
     stream = LogStream()
     least = logging.getLevelNamesMapping()[level.upper()]
-    text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    text = TextLines("%(asctime)s %(levelname)s %(message)s")
     stream.setFormatter(text if form == "text" else JsonLines(name))
     logging.basicConfig(level=max(least, logging.INFO), handlers=[stream])
     logging.getLogger("planaria").setLevel(least)
     return stream.last
+
+
+class TextLines(logging.Formatter):
+    """What others have said is in messages and exceptions: it begins no line, and moves no cursor
+    of who reads the log at a terminal."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        record.message = readable(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, *of: Any) -> str:  # noqa: N802
+        return readable_lines(super().formatException(*of))
 
 
 class JsonLines(logging.Formatter):
@@ -78,9 +91,9 @@ class JsonLines(logging.Formatter):
         line = {"time": when, "level": record.levelname.lower()}
         if self._name:
             line["name"] = self._name
-        line["message"] = record.getMessage()
+        line["message"] = readable_lines(record.getMessage())
         if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
+            line["traceback"] = readable_lines(self.formatException(record.exc_info))
         return json.dumps(line, ensure_ascii=False)
 
 

@@ -14,6 +14,7 @@ from planaria.bootstrap.fitting import (
     cut_from,
     fit,
     fitting,
+    shorten_all,
 )
 from planaria.bootstrap.membership import Membership, MembershipRules
 from planaria.bootstrap.registry_pb2 import (
@@ -100,3 +101,19 @@ def test_members_decisions_and_cuts_of_which_there_are_too_many_are_counted_or_o
     assert sum(map(len, description.decisions)) <= DECISIONS_BYTES
     assert description.decisions[-1].startswith("199 ")
     assert len(description.cuts) == CUTS_LISTED
+
+
+def test_words_of_a_megabyte_are_cut_wherever_they_are() -> None:
+    long = "x" * 2**20
+    member = Member(node="short", host=long)
+    described = Description(
+        run_file=long,
+        decisions=["short", long],
+        view=View(members=[member]),
+        members=[MemberDescription(member=member, report=Report(trouble=long))],
+    )
+    shorten_all(described, 1000)
+    assert described.ByteSize() < 2**20 + 6000
+    assert described.run_file == long
+    assert described.decisions[0] == described.members[0].member.node == "short"
+    assert described.decisions[1] == described.members[0].report.trouble == "x" * 997 + "..."

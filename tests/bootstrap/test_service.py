@@ -36,6 +36,7 @@ from planaria.bootstrap.registry_pb2 import (
     JoinReply,
     LeaveRequest,
     LinkReport,
+    Member,
     Renewal,
     Report,
     SeatReport,
@@ -667,3 +668,27 @@ async def test_who_isnt_on_the_registrys_machine_names_no_address_there(
             await place.node("far", address=address)
     await place.node("far", address="192.0.2.7:10")
     assert names(near.view) <= {"near", "far"}
+
+
+@pytest.mark.parametrize(
+    ("liar", "why"),
+    [
+        (Member(node="../../etc/passwd"), "node id '../../etc/passwd' is no name"),
+        (Member(node="n", address="unix:/var/run/docker.sock"), "the address"),
+        (Member(node="n", host="\x1b[2J"), "the host"),
+    ],
+)
+async def test_a_registry_that_names_what_cannot_be_is_not_believed(
+    place: Any, liar: Member, why: str
+) -> None:
+    client = place.client()
+    reply = await client.join(joining("honest", "h:1"), identity("honest"))
+    lie = View(run="r", number=reply.view.number + 1, members=[*reply.view.members, liar])
+    told: list[View] = []
+    membership = _Membership(client, "honest", reply, told.append, lambda number: None)
+    place.registry._machine.view = lie
+    said = await asyncio.wait_for(membership._watch(client._stub(), ()), TIMEOUT)
+    assert said.startswith("it sent a view that can't be: ") and why in said
+    assert not told
+    place.registry._machine.view = reply.view
+    await client.close()
