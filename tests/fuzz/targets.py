@@ -8,6 +8,7 @@ there: a liar can, too. What is read is bounded, as it is where it comes in.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from base64 import urlsafe_b64encode
 from collections.abc import Callable, Iterator
@@ -79,6 +80,8 @@ MESSAGES: Final = [
     {"role": "user", "content": "What is a planarian?"},
     {"role": "assistant", "content": "A flatworm."},
 ]
+IN_MEMORY: Final = next((place for place in ("/dev/shm",) if os.access(place, os.W_OK)), None)
+"""Where flushing a file costs nothing; None: nowhere."""
 IDENTITY: Final = Identity.generate()
 ADMISSION: Final = Admission(None)
 SECRET: Final = ADMISSION.invite(Role.NODE)[1]
@@ -87,7 +90,7 @@ SECRET: Final = ADMISSION.invite(Role.NODE)[1]
 @contextmanager
 def folder_with(**files: bytes) -> Iterator[Path]:
     """Named by its file's names, with dots for double underscores."""
-    with tempfile.TemporaryDirectory(prefix="planaria-fuzz-") as made:
+    with tempfile.TemporaryDirectory(prefix="planaria-fuzz-", dir=IN_MEMORY) as made:
         folder = Path(made)
         for name, content in files.items():
             (folder / name.replace("__", ".")).write_bytes(content)
