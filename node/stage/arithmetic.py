@@ -18,7 +18,7 @@ from planaria.node.run_file import RunFile
 from planaria.node.stage.architecture import Architecture
 from planaria.node.stage.initial import Beginning, NotHereError
 from planaria.node.stage.lesson import StageLesson, boundary_tensor
-from planaria.node.stage.lora import frozen, looked_with
+from planaria.node.stage.lora import Frozen, looked_with
 from planaria.node.stage.model import BodyStage, EmbeddingStage, Stage, with_weights
 from planaria.node.stage.next_stage import build as build_next_stage
 from planaria.node.stage.optimizer import StageOptimizer
@@ -62,7 +62,8 @@ class TorchStage:
         module, self.weightless = self._beginning.stage_or_zeros(stage)
         self.origin = checkpoint is not None and not self.weightless
         self._module = module.to(device)
-        self._base = None if config.lora is None else frozen(self._module)
+        bf16 = run.training.precision == "bf16"
+        self._base = None if config.lora is None else Frozen(self._module, bf16)
         if isinstance(self._module, BodyStage):
             self._module.recompute = run.training.recompute
         self.optimizer = StageOptimizer.of_run(self._module, device, run)
@@ -100,9 +101,10 @@ class TorchStage:
         return _at_first(stage, lineage, self._beginning.adapters(stage))
 
     def of_checkpoint(self, stage: int) -> StageState:
-        weights = self._base if stage == self.stage and not self.weightless else None
-        if weights is None:
+        if self._base is None or stage != self.stage or self.weightless:
             weights = self._of_checkpoint(stage)
+        else:
+            weights = self._base.flat()
         return StageState(_before(stage, 0), {"weights": weights}, 0.0, 0, pb.Commit(), 0)
 
     def _of_checkpoint(self, stage: int) -> Tensor:
@@ -115,12 +117,12 @@ class TorchStage:
 
     @property
     def lacking(self) -> int:
-        return self._base.numel() if self._base is not None and self.weightless else 0
+        return self._base.size if self._base is not None and self.weightless else 0
 
     def take_in(self, weights: Tensor, giver: str) -> None:
         assert self._base is not None
         self._check_origin(weights, giver)
-        self._base.copy_(weights)
+        self._base.put(weights.to(self._device))
         self.weightless = False
 
     def put_in_place(self, sync: pb.Sync, states: Sequence[StageState]) -> Learned:
@@ -199,11 +201,10 @@ class TorchStage:
         """The stage with these, float32 [n] as in `tensors`; kept as long as they are there."""
         if self._other is None or self._other[0]() is not weights:
             there = weights.data.to(self._device)
-            own = self._beginning.own
             if self._base is None:
-                made = with_weights(self.config, self.stage, there, own)
+                made = with_weights(self.config, self.stage, there, self._beginning.own)
             else:
-                made = looked_with(self.config, self.stage, self._base, there, own)
+                made = looked_with(self._module, there)
             self._other = weakref.ref(weights, self._drop_other), made
         return self._other[1]
 

@@ -4,14 +4,15 @@ its linear modules, by name, and are all that is trained of it."""
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
+from copy import deepcopy
 
 import torch
 import torch.nn.functional as F
 import xxhash
 from torch import Tensor, nn
 
-from planaria.node.stage.architecture import Architecture
-from planaria.node.stage.model import Stage, with_weights
+from planaria.node.stage.model import Stage
 from planaria.node.stage.shape import ModelConfig, adapted, trained_shapes
 
 
@@ -48,12 +49,17 @@ def adapt(module: Stage, config: ModelConfig, stage: int, weights: Tensor) -> St
         owner, base = module.get_submodule(parent), module.get_submodule(name)
         assert isinstance(base, nn.Linear)
         setattr(owner, local, AdaptedLinear(base, lora.rank, lora.scale))
+    _give(module, weights)
+    return module
+
+
+def _give(module: nn.Module, weights: Tensor) -> None:
+    """Its adapters are views of these from now on."""
     at = 0
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.data = weights[at : at + parameter.numel()].view_as(parameter)
             at += parameter.numel()
-    return module
 
 
 def initial_adapters(config: ModelConfig, stage: int, seed: int) -> Tensor:
@@ -71,22 +77,56 @@ def initial_adapters(config: ModelConfig, stage: int, seed: int) -> Tensor:
     return torch.cat(parts)
 
 
-def frozen(module: nn.Module) -> Tensor:
-    """What isn't trained of it, flat, float32 [n]; its parameters are views of that from now on."""
-    parameters = [one for one in module.parameters() if not one.requires_grad]
-    flat = torch.cat([one.detach().flatten() for one in parameters])
-    at = 0
-    for parameter in parameters:
-        parameter.data = flat[at : at + parameter.numel()].view_as(parameter)
-        at += parameter.numel()
-    return flat
+class Frozen:
+    """What isn't trained of a module: float32 or, where the run computes in `bf16`, matrices in
+    that if it takes nothing off them, as of a checkpoint that has them so.
+
+    Autocast would make the same of them at each use; and whoever wants them as they were, a
+    validation or a peer, gets them so.
+    """
+
+    def __init__(self, module: nn.Module, bf16: bool) -> None:
+        self._parameters = [one for one in module.parameters() if not one.requires_grad]
+        self._bf16 = bf16
+        self.size = sum(one.numel() for one in self._parameters)
+        self._put([one.detach() for one in self._parameters])
+
+    def put(self, flat: Tensor) -> None:
+        """These are what it is from now on: float32 [size]."""
+        parts = torch.split(flat, [one.numel() for one in self._parameters])
+        shapes = (one.shape for one in self._parameters)
+        self._put([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
+
+    def _put(self, parts: Sequence[Tensor]) -> None:
+        self._flat: Tensor | None = None
+        if self._bf16 and all(_fits(part) for part in parts):
+            parts = [part.bfloat16() if part.dim() > 1 else part.clone() for part in parts]
+        else:
+            self._flat = torch.cat([part.flatten() for part in parts])
+            sizes = [part.numel() for part in parts]
+            flat = torch.split(self._flat, sizes)
+            parts = [one.view_as(part) for one, part in zip(flat, parts, strict=True)]
+        for parameter, part in zip(self._parameters, parts, strict=True):
+            parameter.data = part
+
+    def flat(self) -> Tensor:
+        """Float32 [size]."""
+        if self._flat is not None:
+            return self._flat
+        return torch.cat([one.detach().flatten().float() for one in self._parameters])
 
 
-def looked_with(
-    config: ModelConfig, stage: int, base: Tensor, weights: Tensor, own: Architecture | None = None
-) -> Stage:
-    """A stage of these flat weights, of the model and of its adapters; nothing is copied."""
-    return adapt(with_weights(config, stage, base, own), config, stage, weights)
+def _fits(part: Tensor) -> bool:
+    """Whether it is the same in bf16; of vectors nothing is asked, for they stay as they are."""
+    return part.dim() < 2 or torch.equal(part.bfloat16().float(), part)
+
+
+def looked_with(module: Stage, weights: Tensor) -> Stage:
+    """The stage, with these flat weights of its adapters; nothing is copied."""
+    shared = (one for one in module.parameters() if not one.requires_grad)
+    other = deepcopy(module, {id(one): one for one in (*shared, *module.buffers())})
+    _give(other, weights)
+    return other
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

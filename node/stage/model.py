@@ -45,15 +45,28 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Float [.., in] to [.., out], in what x is of or, under autocast, in its type. The weights may
+    lie in fewer bits."""
+    if not torch.is_autocast_enabled(x.device.type):
+        weight = weight.to(x.dtype)
+    return F.linear(x, weight, bias)
+
+
+class Linear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim, self.grouped = config.head_dim, config.kv_heads < config.heads
         q_dim, kv_dim = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.dim, q_dim, bias=config.qkv_biases)
-        self.k_proj = nn.Linear(config.dim, kv_dim, bias=config.qkv_biases)
-        self.v_proj = nn.Linear(config.dim, kv_dim, bias=config.qkv_biases)
-        self.o_proj = nn.Linear(q_dim, config.dim, bias=False)
+        self.q_proj = Linear(config.dim, q_dim, bias=config.qkv_biases)
+        self.k_proj = Linear(config.dim, kv_dim, bias=config.qkv_biases)
+        self.v_proj = Linear(config.dim, kv_dim, bias=config.qkv_biases)
+        self.o_proj = Linear(q_dim, config.dim, bias=False)
         if config.qkv_biases:
             for projection in (self.q_proj, self.k_proj, self.v_proj):
                 nn.init.zeros_(projection.bias)
@@ -83,9 +96,9 @@ class Attention(nn.Module):
 class SwiGLU(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.dim, config.hidden, bias=False)
-        self.up_proj = nn.Linear(config.dim, config.hidden, bias=False)
-        self.down_proj = nn.Linear(config.hidden, config.dim, bias=False)
+        self.gate_proj = Linear(config.dim, config.hidden, bias=False)
+        self.up_proj = Linear(config.dim, config.hidden, bias=False)
+        self.down_proj = Linear(config.hidden, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -197,7 +210,7 @@ class LlamaEnds(EmbeddingStage):
             self.lm_head = nn.Linear(config.dim, config.vocabulary, bias=False)
 
     def embed(self, tokens: Tensor, begins: Tensor | None = None) -> Tensor:
-        x = F.embedding(tokens, self.embed_tokens.weight)
+        x = F.embedding(tokens, self.embed_tokens.weight).float()
         if not self.block_causal:
             return x
         begins = torch.zeros_like(tokens) if begins is None else begins
@@ -207,7 +220,7 @@ class LlamaEnds(EmbeddingStage):
         if self.block_causal:
             x = x[..., : self.dim]
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(self.norm(x), head.weight)
+        return linear(self.norm(x), head.weight)
 
 
 class OwnEnds(EmbeddingStage):

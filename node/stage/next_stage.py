@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from planaria.node.stage.initial import Beginning
+from planaria.node.stage.lora import Frozen
 from planaria.node.stage.model import EmbeddingStage
 from planaria.node.stage.optimizer import StageOptimizer
 
@@ -19,10 +20,12 @@ def build(stage: int, beginning: Beginning, device: torch.device) -> tuple[Stage
     """`stage` as it is at step 0, and its forward pass: float [B, T, dim] to the same, or to
     the logits, float [B, T, vocabulary], of stage 0. For the compute thread. Raises
     NotHereError."""
-    module = beginning.stage(stage).to(device)
+    module, training = beginning.stage(stage).to(device), beginning.run.training
+    if training.lora is not None:
+        Frozen(module, bf16=training.precision == "bf16")
     optimizer = StageOptimizer.of_run(module, device, beginning.run)
     compute: Forward = module.logits if isinstance(module, EmbeddingStage) else module
-    if beginning.run.training.compile:
+    if training.compile:
         compute = torch.compile(compute)
 
     @torch.no_grad()

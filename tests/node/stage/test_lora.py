@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
-from planaria.node.stage.lora import adapt, frozen, initial_adapters, looked_with
+from planaria.node.stage.lora import Frozen, adapt, initial_adapters, looked_with
 from planaria.node.stage.model import BodyStage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.shape import (
@@ -86,15 +87,70 @@ def test_an_adapter_adds_a_matrix_of_low_rank() -> None:
 
 def test_a_stage_is_looked_at_with_other_adapters_and_nothing_is_copied() -> None:
     module = stage_of(ADAPTED)
-    base = frozen(module)
-    assert len(base) == ADAPTED.parameters[1]
+    base = Frozen(module, bf16=False)
+    assert base.size == ADAPTED.parameters[1]
     weights = torch.randn(ADAPTED.trained[1], generator=torch.Generator().manual_seed(2))
-    other = looked_with(ADAPTED, 2, base, weights)
+    other = looked_with(module, weights)
+    own = base.flat()
     pointers = {p.untyped_storage().data_ptr() for p in other.parameters()}
-    assert pointers == {base.untyped_storage().data_ptr(), weights.untyped_storage().data_ptr()}
+    assert pointers == {own.untyped_storage().data_ptr(), weights.untyped_storage().data_ptr()}
     StageOptimizer(module, CPU).weights.copy_(weights)
     x = some_input(ADAPTED)
     assert torch.equal(module(x), other(x))
+
+
+def rounded(module: nn.Module) -> nn.Module:
+    """As of a checkpoint in bf16."""
+    for parameter in module.parameters():
+        parameter.data = parameter.bfloat16().float()
+    return module
+
+
+def passed(module: nn.Module, config: ModelConfig, bf16: bool) -> list[torch.Tensor]:
+    """What a stage makes, and the gradients of its input and its adapters."""
+    if isinstance(module, BodyStage):
+        x = some_input(config).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            y = module(x)
+        y.square().sum().backward()
+        return [y, x.grad, *(p.grad for p in module.parameters() if p.requires_grad)]
+    tokens = torch.arange(18).view(2, 9)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        x = module.embed(tokens)
+        loss = module.loss(x.requires_grad_(), tokens)
+    loss.backward()
+    return [x, loss, x.grad]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+def test_a_base_that_is_bf16_anyway_lies_so_and_nothing_changes(config, stage) -> None:
+    """Neither under autocast, in which it trains, nor without, as it validates."""
+    config = replace(config, lora=replace_targets(matrix_names(config)))
+    initial = initial_adapters(config, stage, 5)
+    noise = torch.rand(initial.shape, generator=torch.Generator().manual_seed(2))
+    made = []
+    for small in (False, True):
+        module = rounded(build_stage(config, stage, 5))
+        base = Frozen(adapt(module, config, stage, initial + 0.1 * noise), bf16=small)
+        kinds = {p.dtype for p in module.parameters() if p.dim() > 1 and not p.requires_grad}
+        assert kinds == {torch.bfloat16 if small else torch.float32}
+        made.append([base.flat(), *passed(module, config, True), *passed(module, config, False)])
+    for one, other in zip(*made, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+def test_a_base_that_bf16_would_change_stays_as_it_is() -> None:
+    module = stage_of(ADAPTED)
+    exact = torch.cat([p.detach().flatten() for p in build_stage(GROUPED, 2, 5).parameters()])
+    base = Frozen(module, bf16=True)
+    assert torch.equal(base.flat(), exact)
+    base.put(exact.bfloat16().float())
+    assert module.layers[0].self_attn.q_proj.base.weight.dtype == torch.bfloat16
+    base.put(exact)  # what a peer gives may be another
+    assert torch.equal(base.flat(), exact)
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
 
 
 def test_initial_adapters_follow_from_seed_and_stage() -> None:
