@@ -39,7 +39,7 @@ from planaria.bootstrap.address import EVERYWHERE, Reach, resolved_not_to_dial
 from planaria.bootstrap.credentials import PLAIN, Credentials, add_port
 from planaria.bootstrap.credentials import channel as open_channel
 from planaria.bootstrap.dial import is_there
-from planaria.bootstrap.identity import Identity
+from planaria.bootstrap.identity import Identity, instance_of
 from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.node.wire import stage_pb2
 from planaria.node.wire.budget import PEERS
@@ -709,9 +709,8 @@ class Links:
                 session = self._session(peer.node)
                 hello = session.hello()
                 said = self._greetings.to_dial(peer.node, hello.pack())
-                channels += [
-                    open_channel(peer.address, self._credentials, self._options()) for _ in _STREAMS
-                ]
+                own = peer.address, self._credentials, self._options(), instance_of(peer.key)
+                channels += [open_channel(*own) for _ in _STREAMS]
                 calls |= self._call(peer, said, channels)
                 try:
                     async with asyncio.timeout(patience):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ import pytest
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.invites import decode, encode
+from planaria.lab.emulation.emulation import Emulation, EmulationError, emulate
+from planaria.lab.emulation.links import all_alike
 from planaria.node.local.processes import PLANARIA, Processes
 from planaria.node.resolve import resolve
 from planaria.node.run_file import dumps
@@ -66,19 +69,19 @@ class Wire:
 class Machines:
     """A registry and nodes that share a folder here, of which no machine reads another's part."""
 
-    def __init__(self, folder: Path, data: Path) -> None:
+    def __init__(self, folder: Path, data: Path, stages: int) -> None:
         self.folder, self.authority = folder, folder / "authority"
-        run = small(swarm__lease=3, data__path=str(data), steps=200_000)
+        run = small(stages, swarm__lease=3, data__path=str(data), steps=200_000)
         (folder / "run.toml").write_text(dumps(resolve(run)))
         (folder / "logs").mkdir()
         self.processes = Processes(folder / "logs", {"OMP_NUM_THREADS": "1"}, PLANARIA)
 
-    def start_registry(self, listen: str, namespace: Path | None = None) -> None:
+    def start_registry(self, listen: str, namespace: Path | None = None, *more: str) -> None:
         self.processes.start(
             "registry",
             [
                 *("bootstrap", "--run", str(self.folder / "run.toml"), "--listen", listen),
-                *("--authority", str(self.authority), "--token", TOKEN),
+                *("--authority", str(self.authority), "--token", TOKEN, *more),
             ],
             namespace,
         )
@@ -135,14 +138,21 @@ class Machines:
         return "".join(path.read_text() for path in (self.folder / "logs").iterdir())
 
 
-@pytest.fixture
-def machines(data: Path, tmp_path: Path) -> Iterator[Machines]:
-    machines = Machines(tmp_path, data)
-    yield machines
-    machines.processes.kill_all()
+@contextmanager
+def machines(folder: Path, data: Path, stages: int) -> Iterator[Machines]:
+    machines = Machines(folder, data, stages)
+    try:
+        yield machines
+    finally:
+        machines.processes.kill_all()
 
 
-async def test_an_invite_is_all_that_a_machine_needs(machines: Machines) -> None:
+async def test_an_invite_is_all_that_a_machine_needs(data: Path, tmp_path: Path) -> None:
+    with machines(tmp_path, data, stages=2) as here:
+        await joined_by_invite_and_banned(here)
+
+
+async def joined_by_invite_and_banned(machines: Machines) -> None:
     machines.start_registry("127.0.0.1:0")
     invited, wire = await machines.invite("node"), Wire()
     operator = await machines.invite("operator")
@@ -179,3 +189,54 @@ async def test_an_invite_is_all_that_a_machine_needs(machines: Machines) -> None
                 machines.logs()
             )
         assert (machines.folder / "a" / "certificate-0.pem").stat().st_mode & 0o777 == 0o600
+
+
+class Capture:
+    """All packets of a machine, while it is open."""
+
+    def __init__(self, links: Emulation, machine: str) -> None:
+        with links.inside(machine):
+            self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(3))
+        self._socket.setblocking(False)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
+        self.seen = bytearray()
+        asyncio.get_running_loop().add_reader(self._socket, self._read)
+
+    def _read(self) -> None:
+        with suppress(BlockingIOError):
+            while True:
+                self.seen += self._socket.recv(1 << 16)
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._socket.close()
+
+
+async def test_three_machines_are_a_swarm_under_tls_by_three_commands(
+    data: Path, tmp_path: Path
+) -> None:
+    """Machines as network namespaces, for which one has to be root."""
+    with ExitStack() as stack:
+        try:
+            links = stack.enter_context(emulate(all_alike(["r", "a", "b"], 1, 200)))
+        except EmulationError as error:
+            pytest.skip(str(error))
+        here = stack.enter_context(machines(tmp_path, data, stages=1))
+        place = {name: home.namespace for name, home in links.homes.items()}
+        captures = [Capture(links, name) for name in ("r", "a")]
+        host = links.homes["r"].host
+        here.start_registry("0.0.0.0:7400", place["r"], "--advertise", host)
+        invited = await here.invite("node")
+        assert list(invited.registries) == [f"{host}:7400"]
+        assert list(invited.enrolments) == [f"{host}:7399"]
+        for name in ("a", "b"):
+            here.start_node(name, encode(invited), place[name])
+        await here.committed(beyond=1)
+        for capture in captures:
+            capture.close()
+            assert b"\x16\x03\x01" in capture.seen  # a handshake of TLS
+            names = here.folder.glob("[ab]/events-*.jsonl")
+            nodes = [path.stem.removeprefix("events-").encode() for path in names]
+            assert len(nodes) == 2
+            for hidden in (invited.secret, TOKEN.encode(), b"PRIVATE KEY", *nodes):
+                assert hidden not in capture.seen
