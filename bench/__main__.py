@@ -14,6 +14,7 @@ from bench import (
     registry,
     replica_loss,
     simulator,
+    strangers,
     unequal,
 )
 
@@ -26,6 +27,7 @@ def main() -> None:
         ("Frames on links against bare bytes on the same gRPC stream", link.main),
         ("Links that break again and again against links that hold", blinking.main),
         ("Renewals at the registry", registry.main),
+        ("Joins while strangers flood the registry against joins without", strangers.main),
         ("The stall when a replica joins", join.main),
         ("Two nodes, one four times as fast, against each alone", unequal.main),
         ("The loss of a replica in the middle of a step", replica_loss.main),
