@@ -128,6 +128,7 @@ class Agent:
         self.fetching: Exchange[None] | None = None
         self.based_on = (0, pb.Commit())  # step of the attempt's weights, newest commit in them
         self.learned = Learned(self.arithmetic.digest(), omega=0.0, optimizer_step=0)
+        self.finished = False  # the run is, and stays so
         self.tokens_per_second = 0.0
         self.trouble = ""  # with saving
         self.damaged = False  # its weights, beside a compute thread that hangs
@@ -401,7 +402,9 @@ class Agent:
             case Halted(halt):
                 if halt.finished:
                     self.exchanges.start(self.save_now())
-                self.record.halted(halt)
+                if not (halt.finished and self.finished):  # another look at it is no news
+                    self.record.halted(halt)
+                self.finished = self.finished or halt.finished
             case Event():
                 self.record.tell(effect)
 

@@ -6,13 +6,15 @@ transformers, behind a prefix of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_128
 
 from planaria.node.hugging_face.checkpoint import Checkpoint
 from planaria.node.hugging_face.config import ADAPTER_CONFIG, UnsupportedModelError
@@ -28,7 +30,7 @@ from planaria.node.hugging_face.export import (
     write_vocabulary,
 )
 from planaria.node.hugging_face.layout import adapters, weights
-from planaria.node.hugging_face.taking_in import contents, name_of
+from planaria.node.hugging_face.taking_in import name_of
 from planaria.node.report.progress import Track
 from planaria.node.run_file import RunFile, override
 from planaria.node.stage.lora import merged
@@ -36,6 +38,11 @@ from planaria.node.stage.shape import Lora, ModelConfig
 
 TENSORS: Final = "adapter_model.safetensors"
 PREFIX: Final = "base_model.model."
+REMEDY: Final = (
+    "name the folder of the model that the run began from by --model, or leave --merged out to "
+    "export the adapters alone"
+)
+ANOTHER: Final = f"holds another model than that; {REMEDY}"
 
 
 Write: TypeAlias = Callable[[Path, ModelConfig, Read, Vocabulary | None, str, str, Track], None]
@@ -52,7 +59,7 @@ def way_out(run: RunFile, config: ModelConfig, into_weights: bool) -> Write:
         return export
     if not into_weights:
         return partial(_apart, name_of(run.model.origin or ""))
-    return partial(_merged, _checkpoint(run, config))
+    return partial(_merged, _checkpoint(run, config), run.model.content or ())
 
 
 def what(run: RunFile, into_weights: bool) -> str:
@@ -72,23 +79,18 @@ def begun_from(run: RunFile, folder: Path | None) -> RunFile:
 def _checkpoint(run: RunFile, config: ModelConfig) -> Checkpoint:
     """That which the run began from. Raises ExportError."""
     folder = Path(run.model.origin or "")
-    remedy = (
-        "name the folder of the model that the run began from by --model, or leave --merged out to "
-        "export the adapters alone"
-    )
     try:
         checkpoint = Checkpoint.open(folder)
-        same = {weight.name for weight in weights(config)} == checkpoint.places.keys()
-        there = contents(checkpoint, config) if same else ()
     except (UnsupportedModelError, OSError) as error:
-        raise ExportError(f"--merged: {error}; {remedy}") from error
-    if there != run.model.content:
-        raise ExportError(f"--merged: {folder} holds another model than that; {remedy}")
+        raise ExportError(f"--merged: {error}; {REMEDY}") from error
+    if {weight.name for weight in weights(config)} != checkpoint.places.keys():
+        raise ExportError(f"--merged: {folder} {ANOTHER}")
     return checkpoint
 
 
 def _merged(
     checkpoint: Checkpoint,
+    content: Sequence[str],
     out: Path,
     config: ModelConfig,
     read: Read,
@@ -97,15 +99,24 @@ def _merged(
     dtype: str,
     track: Track,
 ) -> None:
-    """The checkpoint's model, with the adapters in its weights."""
+    """The checkpoint's model, with the adapters in its weights; each of the checkpoint's tensors is
+    read once, so what they are is only known when a stage's have all been."""
     lora = config.lora
     assert lora is not None
     at = {(weight.stage, weight.first): weight for weight in weights(config)}
     there = {weight.name: weight for weight in adapters(config)}
 
+    seen = [xxh3_128() for _ in content]  # of each stage, in whose order the tensors come
+    left = Counter(weight.stage for weight in at.values())
+
     def read_merged(stage: int, first: int, count: int) -> Tensor:
         weight = at[stage, first]
-        values = torch.from_numpy(checkpoint.read(weight.name))
+        read_in = checkpoint.read(weight.name)
+        seen[stage].update(read_in.astype("<f4", copy=False).data)
+        left[stage] -= 1
+        if not left[stage] and seen[stage].hexdigest() != content[stage]:
+            raise ExportError(f"--merged: {checkpoint.folder} {ANOTHER}")
+        values = torch.from_numpy(read_in)
         module = weight.name.removesuffix(".weight")
         parts = [there.get(f"{module}.lora_{which}.weight") for which in "AB"]
         a, b = (p and read(p.stage, p.first, p.size).view(p.shape) for p in parts)

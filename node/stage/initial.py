@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from planaria.node.hugging_face.checkpoint import Checkpoint
+from planaria.node.hugging_face.checkpoint import Checkpoint, digest
 from planaria.node.run_file import RunFile
 from planaria.node.stage.architecture import Architecture
 from planaria.node.stage.lora import adapt, initial_adapters
@@ -54,11 +54,6 @@ class Beginning(NamedTuple):
             raise NotHereError(f"{origin} is not on this machine")
         folder, wanted = self.checkpoint.folder, content[stage]
         try:
-            if (found := self.checkpoint.digest(self.config, stage)) != wanted:
-                raise NotHereError(
-                    f"{folder} is another checkpoint than the one that the run begins from: the "
-                    f"digest of stage {stage} is {found}, and not {wanted}"
-                )
             module = empty_stage(self.config, stage)
             names = self.checkpoint.of_stage(self.config, stage)
             for name, parameter in zip(names, module.parameters(), strict=True):
@@ -66,6 +61,12 @@ class Beginning(NamedTuple):
                 parameter.data.copy_(values.view_as(parameter))
         except OSError as error:
             raise NotHereError(f"{folder} can't be read: {error}") from error
+        found = digest(parameter.detach().numpy() for parameter in module.parameters())
+        if found != wanted:
+            raise NotHereError(
+                f"{folder} is another checkpoint than the one that the run begins from: the "
+                f"digest of stage {stage} is {found}, and not {wanted}"
+            )
         return module
 
     def stage_or_zeros(self, stage: int) -> tuple[Stage, bool]:

@@ -62,6 +62,7 @@ class Memory:
         self.suspected: list[str] = []
         self.replaced: list[str] = []
         self.ended: list[str] = []
+        self.halts: list[pb.Halt] = []
         self.notes = False
 
     def tell(self, event: Event) -> None:
@@ -72,7 +73,8 @@ class Memory:
         return pb.LEDGER_WRITING if self.notes else pb.NO_LEDGER
 
     def changed(self) -> None: ...
-    def halted(self, halt: pb.Halt) -> None: ...
+    def halted(self, halt: pb.Halt) -> None:
+        self.halts.append(halt)
 
     def suspect(self, node: str, why: str, cause: registry.Cause) -> None:
         self.suspected.append(node)
@@ -348,6 +350,17 @@ def test_a_node_that_hangs_and_has_nothing_fit_to_be_copied_goes_at_once(
     seat.agent.compute_hangs("", 2.0)
     seat.agent.member.changing = False
     assert asked(seat).size > 0, "it goes on"
+
+
+def test_that_a_run_is_finished_is_told_once() -> None:
+    """Though a driver looks again whenever a member leaves."""
+    seat = Seat("b")
+    stopped, finished = pb.Halt(step=3, reason="too few"), pb.Halt(step=4, finished=True)
+    for round, halt in enumerate([stopped, stopped, finished, finished]):
+        ballot = Ballot(1, 2 + round)
+        seat.hears("a", ballot, query=pb.Query())
+        seat.hears("a", ballot, halt=halt)
+    assert seat.record.halts == [stopped, stopped, finished]
 
 
 def looked_at(seat: Seat, x: torch.Tensor, head: bool = False, step: int = 0) -> Frame:

@@ -20,7 +20,7 @@ from planaria.node.hugging_face.export import ExportError
 from planaria.node.hugging_face.taking_in import name_of, take_in
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.report.progress import untracked
-from planaria.node.run_file import RunFile, from_fields
+from planaria.node.run_file import RunFile, from_fields, override
 from planaria.node.stage.initial import Beginning
 from planaria.node.stage.lora import initial_adapters, looked_with
 from planaria.node.stage.model import EmbeddingStage
@@ -79,9 +79,8 @@ def test_a_merged_model_adds_what_the_adapters_do(tmp_path) -> None:
     write(tmp_path / "merged", run, True)
     flat, x = trained(run.config), some_tokens(run.config, 20)
     checkpoint = Checkpoint.open(tmp_path / "base")
-    ends, *body = (
-        looked_with(run.config, of, base_of(run, checkpoint, of), flat[of]) for of in flat
-    )
+    begun = Beginning(run, run.config, checkpoint)
+    ends, *body = (looked_with(begun.stage(of), flat[of]) for of in flat)
     assert isinstance(ends, EmbeddingStage)
     with torch.inference_mode():
         found = ends.logits(reduce(lambda x, stage: stage(x), body, ends.embed(x)))
@@ -89,11 +88,6 @@ def test_a_merged_model_adds_what_the_adapters_do(tmp_path) -> None:
     before = WholeModel.load(tmp_path / "base", torch.device("cpu")).logits(x)
     torch.testing.assert_close(found, merged, rtol=1e-4, atol=1e-4)
     assert (merged - before).abs().max() > 0.1
-
-
-def base_of(run: RunFile, checkpoint: Checkpoint, stage: int) -> torch.Tensor:
-    module = Beginning(run, run.config, checkpoint).base(stage)
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
 @pytest.mark.parametrize("config", [GROUPED, QWEN2], ids=["llama", "qwen2"])
@@ -137,6 +131,11 @@ def test_weights_that_adapters_go_into_have_to_be_those_of_the_run(tmp_path) -> 
     exported(tmp_path / "other", QWEN2)
     with pytest.raises(ExportError, match="holds another model than that; name the folder"):
         way_out(begun_from(run, tmp_path / "other"), run.config, True)
+    assert run.model.content is not None
+    changed = override(run, model__content=(*run.model.content[:-1], "0" * 32))
+    with pytest.raises(ExportError, match="holds another model than that; name the folder"):
+        write(tmp_path / "merged", changed, True)
+    assert not (tmp_path / "merged").exists()
     (tmp_path / "base").rename(tmp_path / "moved")
     with pytest.raises(ExportError, match=r"name the folder of the model .* or leave --merged out"):
         way_out(run, run.config, True)
