@@ -112,7 +112,7 @@ def _members() -> View:
     members = [
         Member(
             node=_name(i),
-            address=f"10.0.0.0:{i}",
+            address=f"10.0.0.0:{i + 1}",
             seats=[Seat(stage=i % stages)],
             joined=i + 1,
             key=KEY.public,

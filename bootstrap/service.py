@@ -270,6 +270,7 @@ class RegistryServer(RegistryServicer):
         self, request: WatchRequest, context: Context
     ) -> AsyncIterator[View]:
         run = self._machine.rules.run
+        await _check_length(context, "run", request.run, NAME_BYTES)
         if request.run and request.run != run:
             reason = f"this registry serves run {run}, not {request.run}; check the address"
             await _abort(context, "FAILED_PRECONDITION", reason)
@@ -290,6 +291,8 @@ class RegistryServer(RegistryServicer):
 
     async def Suspect(self, request: Suspicion, context: Context) -> Verdict:  # noqa: N802
         await _check_length(context, "why", request.why, WHY_BYTES)
+        for name in ("accuser", "accused"):
+            await _check_length(context, name, getattr(request, name), NAME_BYTES)
         await _abort_if(context, self._unproved(request, request.accuser, self._caller(context)))
         if sum(map(len, self._verdicts.values())) >= self._limits.suspicions:
             await _abort(context, "RESOURCE_EXHAUSTED", "too many suspicions wait for an answer")
@@ -308,6 +311,7 @@ class RegistryServer(RegistryServicer):
 
     async def Leave(self, request: LeaveRequest, context: Context) -> LeaveReply:  # noqa: N802
         await _check_length(context, "why", request.why, WHY_BYTES)
+        await _check_length(context, "node", request.node, NAME_BYTES)
         await _abort_if(context, self._unproved(request, request.node, self._caller(context)))
         self._carry_out(self._machine.leave(request.node, request.why, self._loop.time()))
         return LeaveReply(view=self._machine.view.number)

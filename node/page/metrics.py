@@ -6,7 +6,7 @@ All begin with `planaria_`, are in base units, and have the label `run`. docs/me
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import NamedTuple
 
 from prometheus_client import generate_latest
@@ -121,11 +121,12 @@ def of_registry(description: Description, history: History, run: RunFile) -> Ite
     out = sum(one.seconds > 0 for one in description.quarantined)
     yield Found("planaria_quarantined_nodes", (), out)
     yield Found("planaria_cut_links", (), len(description.cuts))
+    peers = {one.member.node for one in description.members}
     for one in description.members[:MOST_NODES]:
         node = one.member.node
         yield Found("planaria_node_silence_seconds", (node,), one.since_renewal)
         yield Found("planaria_node_work_per_second", (node,), one.member.speed)
-        yield from _of_report(node, one.report, len(description.members) <= MOST_LINKED)
+        yield from _of_report(node, one.report, peers if len(peers) <= MOST_LINKED else set())
 
 
 def _counted(members: Iterable[MemberDescription], stages: int) -> Iterator[Found]:
@@ -139,13 +140,14 @@ def _counted(members: Iterable[MemberDescription], stages: int) -> Iterator[Foun
 
 def of_node(node: str, report: Report, seconds: Mapping[str, float]) -> Iterator[Found]:
     """`seconds` of its time, by what they went to."""
-    yield from _of_report(node, report)
+    yield from _of_report(node, report, {link.peer for link in report.links})
     for part, spent in seconds.items():
         if part != "total":
             yield Found("planaria_node_time_seconds_total", (node, part), spent)
 
 
-def _of_report(node: str, report: Report, links: bool = True) -> Iterator[Found]:
+def _of_report(node: str, report: Report, peers: Set[str]) -> Iterator[Found]:
+    """`peers`: of its links to others it may say what it likes."""
     for seat in report.seats:
         at = str(seat.stage), node
         yield Found("planaria_seat_committed_steps_total", at, seat.committed)
@@ -156,6 +158,6 @@ def _of_report(node: str, report: Report, links: bool = True) -> Iterator[Found]
     yield Found("planaria_node_stalled_seconds", (node,), report.stalled_seconds)
     missing = len(report.complaints) + report.unlisted
     yield Found("planaria_node_links_missing", (node,), missing)
-    for link in report.links if links else ():
+    for link in (link for link in report.links if link.peer in peers):
         yield Found("planaria_link_round_trip_seconds", (node, link.peer), link.rtt_ms / 1e3)
         yield Found("planaria_link_bytes_per_second", (node, link.peer), link.mbps * 1e6 / 8)

@@ -272,6 +272,12 @@ async def test_input_without_measure_is_refused(place: Any) -> None:
     await stub.Join(joining("a", "a:1"))
     with pytest.raises(grpc.aio.AioRpcError, match=f"host has {NAME_BYTES + 1} bytes"):
         await stub.Join(joining("x", host="h" * (NAME_BYTES + 1)))
+    with pytest.raises(grpc.aio.AioRpcError, match="run has 1000000 bytes"):
+        await stub.Watch(WatchRequest(run="r" * 10**6)).read()
+    with pytest.raises(grpc.aio.AioRpcError, match="accused has 1000000 bytes"):
+        await stub.Suspect(Suspicion(accuser="a", accused="b" * 10**6))
+    with pytest.raises(grpc.aio.AioRpcError, match="node has 1000000 bytes"):
+        await stub.Leave(LeaveRequest(node="a" * 10**6))
     for bad, message in (
         (Renewal(node="a", report=Report(trouble="m" * RENEWAL_BYTES)), "a renewal of"),
         (Renewal(node="b"), "a renewal of 'b' on the stream of 'a'"),

@@ -38,7 +38,10 @@ REPORT = Report(
     bytes_out=20,
     memory=8 * 10**9,
     unlisted=2,
-    links=[LinkReport(peer="00aa", rtt_ms=25.0, mbps=80.0)],
+    links=[
+        LinkReport(peer="11bb", rtt_ms=25.0, mbps=80.0),
+        LinkReport(peer="whatever it likes", rtt_ms=1.0, mbps=1.0),
+    ],
 )
 
 
@@ -87,8 +90,8 @@ def test_a_registry_tells_of_run_stages_nodes_and_links() -> None:
     assert found["planaria_seat_microbatches_total"] == {seat: 56}
     assert found["planaria_node_receive_bytes_total"] == {node: 10}
     assert found["planaria_node_links_missing"] == {node: 2}
-    assert found["planaria_link_round_trip_seconds"] == {("11bb", "00aa"): 0.025}
-    assert found["planaria_link_bytes_per_second"] == {("11bb", "00aa"): 1e7}
+    assert found["planaria_link_round_trip_seconds"] == {("11bb", "11bb"): 0.025}
+    assert found["planaria_link_bytes_per_second"] == {("11bb", "11bb"): 1e7}
     assert found["planaria_rebuilds_total"] == {("2", "checkfree"): 3}
     assert found["planaria_node_seconds_total"] == {(): 90}
     assert found["planaria_quarantined_nodes"] == found["planaria_cut_links"] == {(): 1}
