@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.fuzz.seeds import FOUND, seeds
 from tests.fuzz.targets import TARGETS
 
-DAMAGED, DRAWN = 150, 40
+DAMAGED, DRAWN = 1000, 100
 
 
 @pytest.mark.parametrize("target", TARGETS)
