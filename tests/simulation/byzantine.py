@@ -1,0 +1,135 @@
+"""Scenarios in which one host says what it likes, in its own name, and all others are honest."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from drawn_messages import Drawing
+
+from planaria.bootstrap.registry_pb2 import SHAPE
+from planaria.node.transaction.effects import Ballot
+from planaria.node.transaction.member import MemberSide
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.frames import Frame
+from simulation.node import Node
+from simulation.sickness import Sick
+
+KEPT = 40
+"""What it has sent last and may say again, or with a field changed."""
+
+
+class Lying(Sick):
+    """What it sends it also sends again, late and changed; what it never had to say it makes up. It
+    does its work all the same. While it drives it is honest: a driver is believed."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.said: list[pb.Message | Frame] = []
+        super().__init__(*arguments)
+
+    def _plan_faults(self) -> float:
+        self.cluster.guilty = set()
+        when = self.random.uniform(1.0, 6.0)
+        self.world.after(when, self._strike, self._lie)
+        return when
+
+    def _lie(self) -> float:
+        hosts = sorted(host.name for host in self.cluster.hosts.values() if host.node)
+        one, seconds = self.random.choice(hosts), self.random.choice([5.0, 30.0])
+        gap = self.random.choice([0.02, 0.2, 1.0])
+        assert self.cluster.guilty is not None
+        self.cluster.guilty.add(one)
+        self.cluster.lying.add(one)
+        self.world.say(one, f"lies for {seconds:.0f} s")
+        self.cluster.tampering[one] = self._remembered
+        self._go_on_lying(one, self.world.now + seconds, gap)
+        return seconds + 5.0
+
+    def _remembered(self, item: pb.Message | Frame) -> pb.Message | Frame:
+        self.said = [*self.said[-KEPT:], item]
+        return item
+
+    def _go_on_lying(self, host: str, until: float, gap: float) -> None:
+        if self.world.now > until:
+            self.cluster.tampering.pop(host, None)
+            return
+        node = self.cluster.hosts[host].node
+        if node is not None and node.view.driver != node.name:
+            self._say(node)
+        self.world.after(self.random.expovariate(1 / gap), self._go_on_lying, host, until, gap)
+
+    def _say(self, node: Node) -> None:
+        links = [link for link in node.net.links.values() if not link.over]
+        if not links or not node.process.responsive:
+            return
+        link = self.random.choice(sorted(links, key=lambda one: one.peer))
+        item = self._lie_of(node, link.peer)
+        self.cluster.counts["lies"] += 1
+        link.send(item)
+
+    def _lie_of(self, node: Node, peer: str) -> pb.Message | Frame:
+        chosen, there = self.random, sorted(seat.name for seat in self.cluster.seats)
+        seats = [seat for seat in self.cluster.seats if seat.host is node]
+        member = seats[0].member if seats else None
+        numbers = [0, 1, 2, self.cluster.rules.stages, self.cluster.rules.steps]
+        if member is not None:
+            numbers += [*member.promised, member.committed, member.step, node.view.number]
+        drawing = Drawing(chosen, there, numbers, rarely=0.0)
+        to = [seat.partition("/")[2] for seat in there if seat.startswith(f"{peer}/")]
+        by = [seat.name.partition("/")[2] for seat in seats]
+        if member is not None and chosen.random() < 0.4:
+            item = self._aimed(member, chosen.choice(there))
+        elif self.said and chosen.random() < 0.4:
+            item = self._changed(chosen.choice(self.said), drawing)
+        elif chosen.random() < 0.2:
+            item = drawing.frame()
+            if member is not None and chosen.random() < 0.5:
+                item.ballot = tuple(member.promised)
+        else:
+            item = drawing.envelope()
+            if member is not None and chosen.random() < 0.7:
+                item.ballot.CopyFrom(member.promised.message())
+        if chosen.random() < 0.95:
+            item.seat, item.sender = chosen.choice(to or [""]), chosen.choice(by or [""])
+        return item
+
+    def _aimed(self, member: MemberSide, other: str) -> pb.Message:
+        """At what a member of bad will would like to reach; `other`: a seat."""
+        chosen, promised = self.random, member.promised
+        view = promised.view + chosen.choice([0, 0, 1, 1 << 40])
+        attempt = promised.attempt + chosen.choice([0, 1, 1 << 40])
+        step = member.committed + chosen.choice([0, 1, 10**6])
+        source = pb.Source(node=member.node, stage=member.stage, step=step)
+        last = pb.Commit(step=step, ballot=promised.message())
+        failed = pb.Failed(reason="so I say", accused=[other], cause=SHAPE)
+        body = chosen.choice(
+            [
+                {"query": pb.Query()},
+                {"halt": pb.Halt(reason="so I say", step=step)},
+                {"sync": pb.Sync(step=step, method="replica", sources=[source])},
+                {"step": pb.Step(commit=last, begin=pb.Begin(step=step + 1))},
+                {"status": pb.Status(committed=step, last=last, trained=True)},
+                {"stale": pb.Stale()},
+                {"failed": failed},
+                {"cut": pb.Cut(node=other, reason="so I say", cause=SHAPE)},
+            ]
+        )
+        return Ballot(view, attempt).send("", **body).message
+
+    def _changed(self, item: pb.Message | Frame, drawing: Drawing) -> pb.Message | Frame:
+        """One of what it has said; a message with some of its fields drawn anew, or as it was."""
+        if isinstance(item, Frame):
+            return item
+        copy = pb.Message()
+        copy.CopyFrom(item)
+        body = copy.WhichOneof("body")
+        if body is not None and self.random.random() < 0.7:
+            drawn = getattr(drawing.envelope(body), body)
+            for field, value in drawn.ListFields():
+                single = field.message_type is None and not field.is_repeated
+                if single and self.random.random() < 0.3:
+                    setattr(getattr(copy, body), field.name, value)
+        return copy
