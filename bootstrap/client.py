@@ -391,7 +391,8 @@ class RegistryClient:
             f"the registry at {' or '.join(self._addresses)} can't be reached, tried for "
             f"{deadline:g} s; {self._address} said: {_what(error)}. Check that it runs "
             "(`planaria bootstrap`), that host and port are right, that a firewall lets the port "
-            "through, and that both sides use TLS or neither"
+            "through, and that both sides use TLS or neither (one that began with an invite has "
+            "TLS: --join INVITE)"
         ) from error
 
     async def _suspect(self, suspicion: Suspicion) -> None:

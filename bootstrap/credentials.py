@@ -173,8 +173,9 @@ def check_port(listen: Address, credentials: Credentials, insecure: bool = False
     when the address can't be had."""
     if credentials.server is None and not (listen.is_loopback or insecure):
         raise CredentialsError(
-            f"{listen} can be reached from other machines, and there is no TLS; give CA, "
-            "certificate and key, listen on 127.0.0.1, or accept plain text with --insecure"
+            f"{listen} can be reached from other machines, and there is no TLS; join by an "
+            "invite, give CA, certificate and key, listen on 127.0.0.1, or accept plain text with "
+            "--insecure"
         )
     try:
         places = socket.getaddrinfo(

@@ -1,5 +1,6 @@
 #!/bin/sh
 # Turns the environment into options of planaria, and becomes its process, so that signals reach it.
+# Invites and tokens planaria reads from there itself, so that no list of processes shows them.
 # Options on the command line come last and win. TLS files and run file have to be mounted.
 set -eu
 
@@ -13,7 +14,8 @@ node)
     *,*) restart=always ;;
     *) restart=no ;;
     esac
-    set -- --join "${PLANARIA_JOIN:?set it to the HOST:PORT of the registry}" --restart $restart \
+    : "${PLANARIA_JOIN:?set it to an invite, or to the HOST:PORT of the registry}"
+    set -- --restart $restart \
         ${PLANARIA_STAGE:+--stage "$PLANARIA_STAGE"} \
         ${PLANARIA_ADVERTISE:+--advertise "$PLANARIA_ADVERTISE"} \
         ${PLANARIA_DEVICE:+--device "$PLANARIA_DEVICE"} \
@@ -34,5 +36,4 @@ exec planaria "$command" --listen "$PLANARIA_LISTEN" \
     ${PLANARIA_INSECURE:+--insecure} \
     ${PLANARIA_TLS_CA:+--tls-ca "$PLANARIA_TLS_CA"} \
     ${PLANARIA_TLS_CERT:+--tls-cert "$PLANARIA_TLS_CERT"} \
-    ${PLANARIA_TLS_KEY:+--tls-key "$PLANARIA_TLS_KEY"} \
-    ${PLANARIA_TOKEN:+--token "$PLANARIA_TOKEN"} "$@"
+    ${PLANARIA_TLS_KEY:+--tls-key "$PLANARIA_TLS_KEY"} "$@"

@@ -7,6 +7,7 @@ Exit status 0 if it serves, 1 otherwise; reads the variables that entrypoint.sh 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -24,6 +25,8 @@ def main() -> str | None:
     if advertised == "none":
         return None  # this node only dials out: nobody listens, and its process is alive
     listen = os.environ["PLANARIA_LISTEN"]
+    if not (os.environ.get("PLANARIA_TLS_CA") or os.environ.get("PLANARIA_INSECURE")):
+        return unconnected(int(listen.rpartition(":")[2]))
     with open_channel(f"localhost:{listen.rpartition(':')[2]}", advertised) as channel:
         try:
             answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=DEADLINE)
@@ -31,6 +34,16 @@ def main() -> str | None:
             return f"{listen} doesn't answer: {error.code().name}: {error.details()}"
     if answer.status != HealthCheckResponse.SERVING:
         return f"{listen} says {HealthCheckResponse.ServingStatus.Name(answer.status)}"
+    return None
+
+
+def unconnected(port: int) -> str | None:
+    """Who certificates are issued to by the run's registry answers nobody without one: that it
+    takes connections has to do."""
+    try:
+        socket.create_connection(("localhost", port), DEADLINE).close()
+    except OSError as error:
+        return f"port {port} takes no connection: {error}"
     return None
 
 
