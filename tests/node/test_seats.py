@@ -11,7 +11,7 @@ from conversing import AtOnce, Nodes, VirtualNet
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.node.naming import node_of, seat_id, seated
 from planaria.node.ports import Priority
-from planaria.node.seats import VIEW_TO_COME, SeatCompute, SeatNet, Seats
+from planaria.node.seats import VIEW_TO_COME, SeatCompute, SeatNet, Seats, SenselessError
 from planaria.node.transaction.gathering import active
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import Exchanges
@@ -186,6 +186,34 @@ def test_what_a_driver_says_waits_for_its_view_and_not_for_ever() -> None:
     machine.seats.viewed(view(3, a=[(0, 0), (1, 0)], b=[(2, 0)]), 2 * VIEW_TO_COME)
     assert machine.heard("1") == [("b/2", "query")] * 2, "nobody waits for an answer so long"
     assert machine.seats._early_bytes.used == 0
+
+
+class Fragile(Listener):
+    """Can't deal with a query."""
+
+    def on_message(self, peer: str, message: pb.Message, now: float) -> None:
+        raise KeyError("of what nobody has foreseen")
+
+    def on_frame(self, peer: str, frame: Frame, now: float) -> None:
+        raise ZeroDivisionError
+
+    def accuse(self, node: str, reason: str, cause: registry.Cause) -> None:
+        self.heard.append((node, "accused", registry.Cause.Name(cause)))
+
+
+def test_a_message_that_cannot_be_dealt_with_is_its_senders_failure() -> None:
+    machine = Machine()
+    machine.build("0", "1")
+    fragile = machine.seats.agents["1"] = Fragile(machine.nodes.new())
+    query = pb.Message(seat="1", sender="2", query=pb.Query())
+    with pytest.raises(SenselessError, match="query that can't be dealt with: KeyError"):
+        machine.seats.on_message("b", query, 0.0)
+    with pytest.raises(SenselessError, match="frame of kind 'twin'"):
+        machine.seats.on_frame("b", frame("twin", seat="1", sender="2"), 0.0)
+    query.ballot.view = 2
+    machine.seats.on_message("b", query, 0.0)
+    machine.seats.viewed(view(2, a=[(0, 0), (1, 0)], b=[(2, 0)]), 0.0)
+    assert ("b/2", "accused", "NUMBERS") in fragile.heard
 
 
 def test_a_link_is_up_or_lost_for_each_seat_of_the_peer_and_who_sent_what_is_told_so() -> None:
