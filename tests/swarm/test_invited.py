@@ -108,7 +108,7 @@ class Machines:
                 await asyncio.sleep(0.02)
         return decode(path.read_text())
 
-    async def command(self, *words: str, join: Invitation, status: int = 0) -> str:
+    async def command(self, *words: str, join: Invitation) -> str:
         """What it says; --join is a file with an invite."""
         (self.folder / "own.invite").write_text(encode(join))
         process = await asyncio.create_subprocess_exec(
@@ -119,7 +119,7 @@ class Machines:
             stderr=asyncio.subprocess.STDOUT,
         )
         said, _ = await asyncio.wait_for(process.communicate(), DEADLINE)
-        assert process.returncode == status, said.decode()
+        assert process.returncode == 0, said.decode()
         return said.decode()
 
     async def committed(self, beyond: int) -> int:
@@ -167,8 +167,6 @@ async def joined_by_invite_and_banned(machines: Machines) -> None:
         described = json.loads(await machines.command("status", "--json", join=reader))
         members = {one["member"]["node"][0]: one["member"] for one in described["members"]}
         assert members.keys() == {"a", "b", "c"}
-        refused = await machines.command("invite", join=reader, status=1)
-        assert "yours is of reader" in refused
 
         [banned] = [name for name, one in members.items() if not one["seats"][0].get("stage")]
         said = await machines.command("ban", members[banned]["node"], join=operator)
