@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from planaria.node.commands.terminal import console, errors, refusing
+from planaria.node.extras import check
 
 if TYPE_CHECKING:
     from planaria.lab.planning.planner import Answer, Candidate, Question
@@ -106,6 +107,8 @@ def plan(
     ] = False,
 ) -> None:
     """Which stages, replicas and policy for these nodes, and what it will take and cost."""
+    check("lab")  # before what takes seconds to load
+
     import math
 
     from planaria.lab.emulation.links import LinkError

@@ -255,3 +255,11 @@ def test_a_slow_uplink_delays_handovers(tmp_path: Path) -> None:
         assert one["state"]["seconds"] > one["state"]["bytes"] * 8 / 10e6
         assert "exact" not in one["possible"].values()
     assert any("exact" in one["possible"].values() for one in stages())
+
+
+def test_what_is_not_installed_is_said_before_anything_is_loaded(monkeypatch) -> None:
+    there = {"scipy": None}
+    monkeypatch.setattr("planaria.node.extras.find_spec", lambda name: there.get(name, name))
+    refused = CliRunner().invoke(cli.app, ["plan", "nowhere.toml"])
+    assert isinstance(refused.exception, ModuleNotFoundError)
+    assert refused.exception.name == "scipy"
