@@ -13,6 +13,7 @@ import logging
 import resource
 import socket
 import tempfile
+import threading
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -60,7 +61,9 @@ class FrontDoor:
 
     def __init__(self, room: Room) -> None:
         self.crowd = Crowd(room)
-        self._loop = asyncio.get_running_loop()
+        # Its thread is its own: pings get through while the registry's loop is held up.
+        self._loop = type(asyncio.get_running_loop())()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="door", daemon=True)
         self._within = tempfile.TemporaryDirectory(prefix="planaria-", ignore_cleanup_errors=True)
         self._folder = Path(self._within.name)  # of mode 0700
         self._open: dict[int, _Outer] = {}
@@ -76,6 +79,20 @@ class FrontDoor:
 
     async def open(self, listen: Address) -> int:
         """Returns the port; port 0: any. Raises OSError."""
+        self._thread.start()
+        opening = asyncio.run_coroutine_threadsafe(self._listen(listen), self._loop)
+        return await asyncio.wrap_future(opening)
+
+    async def close(self) -> None:
+        """Whoever is still connected is let go."""
+        closing = asyncio.run_coroutine_threadsafe(self._close(), self._loop)
+        await asyncio.wrap_future(closing)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._thread.join)
+        self._loop.close()
+        self._within.cleanup()
+
+    async def _listen(self, listen: Address) -> int:
         self._spawn(self._look())
         port = listen.port
         for bound in await _bind(listen):
@@ -86,15 +103,14 @@ class FrontDoor:
             self._servers.append(server)
         return port
 
-    async def close(self) -> None:
-        """Whoever is still connected is let go."""
+    async def _close(self) -> None:
         for server in self._servers:
             server.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._turn_away(list(self._open))
-        self._within.cleanup()
+        await asyncio.sleep(0)  # so that they are
 
     # -- of callers, by what gRPC calls them -------------------------------------------------------
 
@@ -107,14 +123,17 @@ class FrontDoor:
 
     def prove(self, peer: str) -> None:
         """A call of its was let in."""
-        number = self._number(peer)
+        self._loop.call_soon_threadsafe(self._prove, self._number(peer))
+
+    def _prove(self, number: int) -> None:
         self.crowd.prove(number)
         if number in self._open:
             self._open[number].read_or_wait()
 
     def belong(self, peer: str, node: str) -> None:
         """It is this member's: strangers can't take its place."""
-        self.crowd.belong(self._number(peer), node, self._loop.time())
+        number, now = self._number(peer), self._loop.time()
+        self._loop.call_soon_threadsafe(self.crowd.belong, number, node, now)
 
     def _number(self, peer: str) -> int:
         last = peer.rpartition("/")[2]

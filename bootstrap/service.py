@@ -161,6 +161,7 @@ class RegistryServer(RegistryServicer):
             self.port = await self._door.open(self._listen)
         except OSError:
             await self._server.stop(None)
+            await self._door.close()
             raise
         self._ticking = loop.create_task(self._tick())
         self._ticking.add_done_callback(self._tick_ended)
