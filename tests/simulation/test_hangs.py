@@ -176,7 +176,7 @@ def test_nobody_copies_from_a_last_node_that_hangs_what_it_never_was(seed: int) 
     assert result.counts["checkfree"] == 1
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(1, 5))  # in which a step is computing, more than waiting
 def test_what_a_slow_node_has_not_begun_others_do(seed: int) -> None:
     result = finished(seed, Slow)
     assert result.counts["relieved"] >= 1
