@@ -316,16 +316,6 @@ def test_status_says_which_registry_does_not_answer():
     assert "no registry can be reached: 127.0.0.1:1 refuses connections" in result.output
 
 
-def test_a_registry_open_to_others_wants_tls_or_a_word(data, tmp_path):
-    path, _ = data
-    file = tmp_path / "run.toml"
-    file.write_text(f'[data]\npath = "{path}"')
-    arguments = ["bootstrap", "--listen", "0.0.0.0:0", "--run", str(file)]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 1
-    assert "--insecure" in result.output
-
-
 def test_a_registry_that_goes_on_after_another_keeps_a_journal(data, tmp_path):
     path, _ = data
     file = tmp_path / "run.toml"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conversing import Nodes
 
+from planaria.bootstrap import registry_pb2 as registry
 from planaria.node.ports import Learned
 from planaria.node.report.events import Event, Fetching
 from planaria.node.run_file import loads
@@ -27,6 +28,11 @@ from planaria.recovery.decide import ANEW, INEXACT
 
 STAGE, STEP = 2, 7
 BALLOT = Ballot(3, 5)
+VIEW = registry.View(
+    number=BALLOT.view,
+    driver="driver",
+    members=[registry.Member(node=node) for node in ("driver", "me")],
+)
 LAST = pb.Commit(step=STEP, ballot=Ballot(3, 4).message())
 RUN = loads(
     """
@@ -55,6 +61,7 @@ class World:
     def __init__(self) -> None:
         self.nodes, self.asked = Nodes(), list[Any]()
         self.member, self.events = MemberSide("me", STAGE), list[Event]()
+        self.member.viewed(VIEW)
         self.given: dict[int, StageState] = {}  # by stage: what is fetched of it
         self.own = state(STAGE)
         self.twin: Any = None
