@@ -963,7 +963,8 @@ class Driver:
         return [told, *self._gather(f"{node} made what is not finite: {reason}", now)]
 
     def _lets_through(self) -> bool:
-        return self.spoiling.lets_through(self._training())
+        training = self._training()
+        return self.spoiling.lets_through({n: training[n] for n in training.keys() - self.idle})
 
     def _nonsense(self, peer: str, why: str, now: float) -> list[Effect]:
         """What a member says can't be: it is as if it had failed, and it is to go. Who is asked

@@ -409,10 +409,13 @@ class Cluster:
         wrong = [m for m in left if self.network.homes[m.node] in self.guilty]
         guessed = "which is a guess" in reason and any(stages & {*stages_of(m)} for m in wrong)
         guessed |= NOBODY_ELSE in reason and bool(wrong)  # of two, one is: who says so again, goes
-        if host in self.guilty or host not in self.unheard:
-            return host in self.guilty or guessed
-        if stages <= {stage for other in left for stage in stages_of(other)}:
+        lives_on = stages <= {stage for other in left for stage in stages_of(other)}
+        moved = any(seat.since for seat in member.seats)  # since the driver has believed it
+        guessed |= bool(self.lying) and (lives_on or moved)  # a word alone takes one replica
+        if host in self.guilty or guessed:
             return True
+        if host not in self.unheard or lives_on:
+            return lives_on and host in self.unheard
         linked = {node.name for node in self.nodes if member.node in node.net.links}
         return not any(
             other.node in linked and self.network.reach(self.network.homes[other.node], "registry")

@@ -12,7 +12,7 @@ from simulation.scenario import ScenarioError, run
 
 
 def test_lies_cost_nobody_else_state_or_place() -> None:
-    for seed in range(6):
+    for seed in (*range(5), 12):  # in the last one a driver that is accused meets an overflow
         assert run(seed, kind=Lying).counts["lies"]
 
 
