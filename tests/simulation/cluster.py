@@ -414,8 +414,10 @@ class Cluster:
         guessed |= bool(self.lying) and (lives_on or moved)  # a word alone takes one replica
         if host in self.guilty or guessed:
             return True
-        if host not in self.unheard or lives_on:
-            return lives_on and host in self.unheard
+        if host not in self.unheard:
+            return False
+        if lives_on or not self.counts["committed"]:  # there is nothing to lose
+            return True
         linked = {node.name for node in self.nodes if member.node in node.net.links}
         return not any(
             other.node in linked and self.network.reach(self.network.homes[other.node], "registry")
