@@ -45,7 +45,9 @@ def test_every_kind_of_kill_heals(up):
     summary = swarm.summary()
     assert_clean(summary, 30)
     methods = [(row["stage"], row["method"]) for row in summary["rebuilds"]]
-    assert {(2, "checkfree"), (2, "replica"), (3, "replica"), (0, "replica")} == set(methods)
+    expected = {(2, "checkfree"), (2, "replica"), (3, "replica"), (0, "replica")}
+    filled_in = {(3, "checkfree")}  # if it was the other node of stage 3 that took stage 2
+    assert expected <= set(methods) <= expected | filled_in
     for row in summary["rebuilds"]:
         assert row["bytes"] > 0
         assert row["sources"]
