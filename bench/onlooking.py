@@ -35,7 +35,7 @@ from planaria.node.resolve import resolve
 from planaria.node.run_file import loads, override
 
 TEXT = Path(__file__).parent.parent / "corpus" / "austen"
-STAGES = 3
+STAGES = 4
 ROUNDS = 5
 SECONDS = 10.0  # of each part of a round
 GOAL = 0.95
