@@ -23,7 +23,8 @@ from planaria.lab.chaos.command import RUN
 from planaria.lab.chaos.outcome import RunRecord, judge
 from planaria.lab.chaos.schedule import BLINKS, EVERYBODY, Fault, Shape
 from planaria.lab.chaos.swarm import SickSwarm
-from planaria.node.data.prepare import Recipe, prepare
+from planaria.node.data.prepare import prepare
+from planaria.node.data.recipe import Recipe
 from planaria.node.report.events import Committed
 from planaria.node.resolve import resolve
 from planaria.node.run_file import loads, override

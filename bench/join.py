@@ -18,7 +18,8 @@ import tempfile
 from pathlib import Path
 
 from bench.rows import keep
-from planaria.node.data.prepare import Recipe, prepare
+from planaria.node.data.prepare import prepare
+from planaria.node.data.recipe import Recipe
 from planaria.node.run_file import dumps, loads, override
 
 TEXT = Path(__file__).parent.parent / "corpus" / "austen"

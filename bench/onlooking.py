@@ -25,7 +25,8 @@ from bench.rows import keep
 from bench.swarm import Lines, swarm
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.credentials import PLAIN
-from planaria.node.data.prepare import Recipe, prepare
+from planaria.node.data.prepare import prepare
+from planaria.node.data.recipe import Recipe
 from planaria.node.hugging_face.from_swarm import export_swarm
 from planaria.node.hugging_face.generate import Sampling
 from planaria.node.hugging_face.through_swarm import speak

@@ -22,7 +22,8 @@ import torch
 from bench.rows import keep
 from planaria.lab.convergence.training import train
 from planaria.node.data.corpus import Corpus
-from planaria.node.data.prepare import Recipe, prepare
+from planaria.node.data.prepare import prepare
+from planaria.node.data.recipe import Recipe
 from planaria.node.run_file import RunFile, dumps, loads, override
 
 TEXT = Path(__file__).parent.parent / "corpus" / "austen"

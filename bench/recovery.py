@@ -17,7 +17,8 @@ from typing import Any
 
 from bench.rows import keep
 from bench.swarm import train
-from planaria.node.data.prepare import Recipe, prepare
+from planaria.node.data.prepare import prepare
+from planaria.node.data.recipe import Recipe
 from planaria.node.local.processes import run_planaria
 from planaria.node.resolve import resolve
 from planaria.node.run_file import loads, override

@@ -21,7 +21,8 @@ from typing import NoReturn
 
 from bench.rows import keep
 from bench.swarm import Lines, swarm
-from planaria.node.data.prepare import Recipe, prepare
+from planaria.node.data.prepare import prepare
+from planaria.node.data.recipe import Recipe
 from planaria.node.local.processes import die_with_parent, run_planaria
 from planaria.node.resolve import resolve
 from planaria.node.run_file import RunFile, loads, override

@@ -88,7 +88,8 @@ def lab_run(
 
 def _prepare(asked: Study, wanted: Sequence[Job]) -> None:
     """Makes the data of these runs where it is not there yet. Raises CorpusError."""
-    from planaria.node.data.prepare import Recipe, prepare
+    from planaria.node.data.prepare import prepare
+    from planaria.node.data.recipe import Recipe
 
     for path in sorted({path for job in wanted for path in job.run.data.folders}):
         if not path.exists():

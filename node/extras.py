@@ -5,7 +5,9 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 EXTRAS = {
+    "aiohttp": "data",
     "datasets": "data",
+    "distributed": "data",
     "matplotlib": "plots",
     "mlflow": "mlflow",
     "pyarrow": "data",

@@ -51,7 +51,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def data(shared: Path) -> Path:
     """The shipped prose, prepared once for all the tests."""
-    from planaria.node.data.prepare import Recipe, prepare
+    from planaria.node.data.prepare import prepare
+    from planaria.node.data.recipe import Recipe
 
     path = shared / "prose"
     with (shared / "prose.lock").open("w") as lock:
@@ -64,7 +65,8 @@ def data(shared: Path) -> Path:
 @pytest.fixture(scope="session")
 def conversations(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prepared with the tokenizer of `data`; only what the assistant says is scored."""
-    from planaria.node.data.prepare import Recipe, prepare
+    from planaria.node.data.prepare import prepare
+    from planaria.node.data.recipe import Recipe
 
     path = tmp_path_factory.mktemp("conversations")
     template = path / "template.jinja"

@@ -92,7 +92,8 @@ progress = 20.0
 def _small_run(run_file: Path | None, shape: Shape, out: Path) -> RunFile:
     """Resolved; the shipped prose is prepared, in `out`, when it asks for no other data. Raises
     RunFileError, CorpusError."""
-    from planaria.node.data.prepare import Recipe, prepare
+    from planaria.node.data.prepare import prepare
+    from planaria.node.data.recipe import Recipe
     from planaria.node.resolve import resolve, text_to_prepare
     from planaria.node.run_file import load, loads, override
 

@@ -44,7 +44,8 @@ from planaria.lab.emulation.live_swarm import (
 )
 from planaria.lab.emulation.relay import NETWORK
 from planaria.node.commands.terminal import console
-from planaria.node.data.prepare import Recipe, prepare
+from planaria.node.data.prepare import prepare
+from planaria.node.data.recipe import Recipe
 from planaria.node.local.swarm import SwarmPlan, parse_kill
 from planaria.node.resolve import resolve, text_to_prepare
 from planaria.node.run_file import RunFile, override

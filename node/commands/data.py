@@ -47,19 +47,34 @@ def data_prepare(
             help="For records with messages: Jinja that makes them text; default: the tokenizer's.",
         ),
     ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Files to do at a time, each by a process. Default: as many as processors."
+        ),
+    ] = None,
+    dask: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Scheduler of the Dask cluster that does it; its workers see the same files.",
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace other prepared data.")] = False,
 ) -> None:
     """Turn text, or conversations, into tokens that training reads."""
     from planaria.node.data.corpus import CorpusError
-    from planaria.node.data.prepare import Recipe, prepare
+    from planaria.node.data.prepare import prepare
+    from planaria.node.data.recipe import Recipe
+    from planaria.node.data.spread import spreading
 
     with refusing(CorpusError):
         recipe = Recipe(
             *(inputs, tokenizer, vocabulary, validation, text_field, document_separator),
             chat_template,
         )
-        with tracking("documents") as track:
-            corpus, written = prepare(recipe, out, force=force, track=track)
+        with spreading(jobs, dask) as spread, tracking("") as track:
+            corpus, written = prepare(recipe, out, spread=spread, force=force, track=track)
         if not written:
             console.print(f"{out} holds this very data already")
         _print_corpus(corpus)

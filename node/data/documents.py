@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 from planaria.node.data.chat import Conversation, conversation
 from planaria.node.data.corpus import CorpusError
+from planaria.node.data.places import files_in, opened
 from planaria.node.extras import remedy
 
 TEXT_SUFFIXES = (".txt", ".text")
@@ -25,29 +27,30 @@ LINES_PER_DOCUMENT = 200
 LINES_AT_MOST = 2000
 
 
+def files_of(source: str) -> list[str]:
+    """The files that a source stands for: a file, or a folder's files in the order of their paths,
+    here or at a URL; a dataset, `hf:NAME[:CONFIG][@SPLIT]`, counts as one. Raises CorpusError."""
+    return [source] if source.startswith("hf:") else files_in(source, SUFFIXES)
+
+
 def documents(
-    source: str, text_field: str = "text", separator: re.Pattern[str] | None = None
+    file: str, text_field: str = "text", separator: re.Pattern[str] | None = None
 ) -> Iterator[str | Conversation]:
-    """The documents of a file, of a folder's files in the order of their paths, or of a dataset
-    `hf:NAME[:CONFIG][@SPLIT]`; none of them blank. Memory holds one at a time. Raises CorpusError.
+    """The documents of one of `files_of`; none of them blank. Memory holds one at a time. Raises
+    CorpusError.
 
     `text_field` names the text of a record; `separator` is for text files, see lines_to_documents.
     """
-    if source.startswith("hf:"):
-        texts = _from_records(_dataset_records(source), text_field)
-        yield from (text for text in texts if not _blank(text))
-        return
-    for file in _files(Path(source)):
-        try:
-            for text in _file_documents(file, text_field, separator):
-                if not _blank(text):
-                    yield text
-        except UnicodeDecodeError as error:
-            raise CorpusError(
-                f"{file} is not UTF-8 (byte {error.object[error.start]:#04x}): convert it first"
-            ) from error
-        except OSError as error:
-            raise CorpusError(f"can't read {file}: {error}") from error
+    try:
+        for text in _documents(file, text_field, separator):
+            if not _blank(text):
+                yield text
+    except UnicodeDecodeError as error:
+        raise CorpusError(
+            f"{file} is not UTF-8 (byte {error.object[error.start]:#04x}): convert it first"
+        ) from error
+    except OSError as error:
+        raise CorpusError(f"can't read {file}: {error}") from error
 
 
 def _blank(document: str | Conversation) -> bool:
@@ -77,27 +80,14 @@ def lines_to_documents(
     yield "".join(document).strip("\n")
 
 
-def _files(path: Path) -> list[Path]:
-    if path.is_dir():
-        files = sorted(f for f in path.rglob("*") if f.suffix.lower() in SUFFIXES and f.is_file())
-        if not files:
-            raise CorpusError(f"the folder {path} has no file that ends in {', '.join(SUFFIXES)}")
-        return files
-    if not path.exists():
-        raise CorpusError(
-            f"there is no file or folder {path}: check the path, or write hf:{path} for a dataset"
-        )
-    if path.suffix.lower() not in SUFFIXES:
-        raise CorpusError(f"{path} does not end in {', '.join(SUFFIXES)}: rename or convert it")
-    return [path]
-
-
-def _file_documents(
-    file: Path, text_field: str, separator: re.Pattern[str] | None
+def _documents(
+    file: str, text_field: str, separator: re.Pattern[str] | None
 ) -> Iterator[str | Conversation]:
-    suffix = file.suffix.lower()
-    if suffix in TEXT_SUFFIXES:
-        with file.open(encoding="utf-8-sig") as lines:
+    suffix = Path(file).suffix.lower()
+    if file.startswith("hf:"):
+        yield from _from_records(_dataset_records(file), text_field)
+    elif suffix in TEXT_SUFFIXES:
+        with TextIOWrapper(opened(file), encoding="utf-8-sig") as lines:
             yield from lines_to_documents(lines, separator)
     elif suffix in JSONL_SUFFIXES:
         yield from _from_records(_jsonl_records(file), text_field)
@@ -132,8 +122,8 @@ def _from_records(records: Iterable[Record], text_field: str) -> Iterator[str | 
         yield text
 
 
-def _jsonl_records(file: Path) -> Iterator[Record]:
-    with file.open(encoding="utf-8-sig") as lines:
+def _jsonl_records(file: str) -> Iterator[Record]:
+    with TextIOWrapper(opened(file), encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -143,7 +133,7 @@ def _jsonl_records(file: Path) -> Iterator[Record]:
                 raise CorpusError(f"{file}, line {number} is not JSON: {error}") from error
 
 
-def _parquet_records(file: Path, text_field: str) -> Iterator[Record]:
+def _parquet_records(file: str, text_field: str) -> Iterator[Record]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -151,7 +141,7 @@ def _parquet_records(file: Path, text_field: str) -> Iterator[Record]:
         raise CorpusError(f"can't read {file}: {remedy(error)}") from error
     row = 0
     try:
-        with pyarrow.parquet.ParquetFile(file) as table:
+        with opened(file) as data, pyarrow.parquet.ParquetFile(data) as table:
             names = table.schema_arrow.names
             columns = [text_field] if text_field in names else names
             for batch in table.iter_batches(batch_size=256, columns=columns):

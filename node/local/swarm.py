@@ -337,7 +337,8 @@ def plan_run(
     nothing else. Raises RunFileError, CorpusError."""
     text, path = text_to_prepare(run), Path(run.data.path)
     if text is not None:
-        from planaria.node.data.prepare import Recipe, prepare
+        from planaria.node.data.prepare import prepare
+        from planaria.node.data.recipe import Recipe
 
         tokenizer = Path(run.model.origin) / TOKENIZER if run.model.origin else None
         say(f"there is no prepared data at {path}; preparing the prose in {text}")

@@ -13,11 +13,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from typer.testing import CliRunner
 
 from planaria.node.cli import app
-from planaria.node.data import prepare as module
+from planaria.node.data import shards
 from planaria.node.data.chat import ChatTemplate, Conversation, template_of
 from planaria.node.data.corpus import TRAIN, UNSCORED, VALIDATION, Corpus, CorpusError
 from planaria.node.data.mixture import Mixture, beginnings, count_scored, inputs_and_targets
-from planaria.node.data.prepare import Recipe, prepare
+from planaria.node.data.prepare import prepare
+from planaria.node.data.recipe import Recipe
 
 CONVERSATIONS = Path(__file__).parents[2] / "conversations.jsonl"
 MARKED = (
@@ -203,7 +204,7 @@ def test_where_documents_begin(folder: Path, chat: Corpus, tmp_path: Path) -> No
 def test_shards_of_masks_go_with_those_of_tokens(
     folder: Path, chat: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "SHARD_TOKENS", 100)
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 100)
     small, _ = prepare(recipe(folder), tmp_path / "data")
     assert len(small.index.splits[TRAIN].masks or []) > 3
     assert sorted(documents(small)) == sorted(documents(chat))

@@ -1,13 +1,21 @@
+import fcntl
 import json
 import os
 import re
 import shutil
+import signal
 import sys
+import threading
 from collections import Counter
-from collections.abc import Iterator
-from itertools import count
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count, starmap
 from pathlib import Path
+from typing import Any
 
+import distributed
+import fsspec
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -15,11 +23,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import planaria.node.data.prepare
+import planaria.node.data.shards
+import planaria.node.data.spread
 from planaria.node.data import corpus as module
 from planaria.node.data.corpus import Corpus, CorpusError, file_checksum, read_index
-from planaria.node.data.documents import LINES_PER_DOCUMENT, documents, lines_to_documents
-from planaria.node.data.prepare import Recipe, held_out_rank, prepare
+from planaria.node.data.documents import (
+    LINES_PER_DOCUMENT,
+    documents,
+    files_of,
+    lines_to_documents,
+)
+from planaria.node.data.parts import held_out_rank
+from planaria.node.data.prepare import prepare
+from planaria.node.data.recipe import Recipe
+from planaria.node.data.spread import Spread, over_dask, over_processes
 
 AUSTEN = Path(__file__).parents[3] / "corpus" / "austen"
 TEXTS = [
@@ -82,6 +99,11 @@ def copy(corpus: Corpus, tmp_path: Path) -> Path:
 # Documents
 
 
+def documents_of(source: str, *how: Any, **named: Any) -> Iterator[Any]:
+    for file in files_of(source):
+        yield from documents(file, *how, **named)
+
+
 def test_every_kind_of_input_gives_the_same_documents(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     jsonl = write_jsonl(tmp_path / "a.jsonl")
@@ -93,12 +115,12 @@ def test_every_kind_of_input_gives_the_same_documents(tmp_path: Path) -> None:
         folders.append(tmp_path / f"folder-{file.suffix[1:]}")
         folders[-1].mkdir()
         shutil.copy(file, folders[-1])
-    assert list(documents(str(jsonl))) == TEXTS
-    assert list(documents(str(parquet))) == TEXTS
-    assert list(documents(str(text), separator=re.compile("=+\n?"))) == TEXTS
-    assert list(documents(str(folders[0]))) == TEXTS
+    assert list(documents_of(str(jsonl))) == TEXTS
+    assert list(documents_of(str(parquet))) == TEXTS
+    assert list(documents_of(str(text), separator=re.compile("=+\n?"))) == TEXTS
+    assert list(documents_of(str(folders[0]))) == TEXTS
     for folder in folders:
-        assert list(documents(f"hf:{folder}")) == TEXTS
+        assert list(documents_of(f"hf:{folder}")) == TEXTS
 
 
 def test_datasets_by_configuration_and_split(tmp_path: Path) -> None:
@@ -108,18 +130,18 @@ def test_datasets_by_configuration_and_split(tmp_path: Path) -> None:
         "---\nconfigs:\n- config_name: small\n  data_files:\n"
         "  - split: unseen\n    path: letters.jsonl\n---\n"
     )
-    assert list(documents(f"hf:{tmp_path}:small@unseen", "story")) == TEXTS
+    assert list(documents_of(f"hf:{tmp_path}:small@unseen", "story")) == TEXTS
     with pytest.raises(CorpusError, match=r"row 0 has no field 'text' but id, story"):
-        list(documents(f"hf:{tmp_path}:small@unseen"))
+        list(documents_of(f"hf:{tmp_path}:small@unseen"))
     with pytest.raises(CorpusError, match=r"can't read the dataset hf:.*train"):
-        list(documents(f"hf:{tmp_path}:small"))
+        list(documents_of(f"hf:{tmp_path}:small"))
 
 
 def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     for name in ("b.txt", "a.txt", "sub/0.txt", "ignored.md"):
         (tmp_path / name).write_text(name)
-    assert list(documents(str(tmp_path))) == ["a.txt", "b.txt", "sub/0.txt"]
+    assert list(documents_of(str(tmp_path))) == ["a.txt", "b.txt", "sub/0.txt"]
 
 
 def test_text_is_cut_at_chapter_headings() -> None:
@@ -175,16 +197,16 @@ def test_inputs_that_make_no_sense_are_named(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CorpusError, match=message):
-        list(documents(str(tmp_path / name)))
+        list(documents_of(str(tmp_path / name)))
 
 
 def test_missing_inputs_are_named(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match="no file or folder nowhere"):
-        list(documents("nowhere"))
+        list(documents_of("nowhere"))
     with pytest.raises(CorpusError, match=r"the folder .* has no file that ends in \.txt"):
-        list(documents(str(tmp_path)))
+        list(documents_of(str(tmp_path)))
     with pytest.raises(CorpusError, match="no field 'story' but id, text"):
-        list(documents(str(write_parquet(tmp_path / "a.parquet")), "story"))
+        list(documents_of(str(write_parquet(tmp_path / "a.parquet")), "story"))
 
 
 @pytest.mark.parametrize(
@@ -198,7 +220,7 @@ def test_without_the_library_the_extra_is_named(
     monkeypatch.setitem(sys.modules, library, None)
     remedy = rf"can't read {source}: {library} is not installed: pip install 'planaria\[data\]'"
     with pytest.raises(CorpusError, match=remedy):
-        list(documents(source))
+        list(documents_of(source))
 
 
 # Preparing
@@ -303,6 +325,96 @@ def test_nothing_is_left_of_a_preparation_that_fails(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of very different sizes."""
+    folder = tmp_path_factory.mktemp("stories")
+    for number, size in enumerate((30, 1, 7, 0, 12)):
+        lines = [json.dumps({"text": f"story {number}.{i}"}) + "\n" for i in range(size)]
+        (folder / f"{number}.jsonl").write_text("".join(lines))
+    return folder
+
+
+def test_it_is_the_same_data_however_the_work_is_spread(stories: Path, tmp_path: Path) -> None:
+    def make_with(spread: Spread | None, name: str) -> Corpus:
+        recipe = Recipe([str(stories), str(stories / "2.jsonl")], vocabulary=280, validation=0.2)
+        return prepare(recipe, tmp_path / name, spread=spread)[0]
+
+    alone = make_with(None, "alone")
+    ranks = [
+        (text, held_out_rank(ordinal, text) < 0.2)
+        for ordinal, text in enumerate(
+            text
+            for name in (*sorted(stories.iterdir()), stories / "2.jsonl")
+            for text in documents(str(name))
+        )
+    ]
+    for split in ("train", "validation"):
+        assert decoded(alone, split) == [t for t, out in ranks if out == (split == "validation")]
+    for name, spread in ("three", over_processes(3)), ("two", over_processes(2)):
+        assert make_with(spread, name).content == alone.content
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_it_is_the_same_data_on_a_dask_cluster(stories: Path, tmp_path: Path) -> None:
+    recipe = Recipe([str(stories)], vocabulary=280, validation=0.2)
+    alone, _ = prepare(recipe, tmp_path / "alone")
+    with (
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None
+        ) as cluster,
+        over_dask(cluster.scheduler_address) as spread,
+    ):
+        assert prepare(recipe, tmp_path / "dask", spread=spread)[0].content == alone.content
+
+
+def test_a_dask_cluster_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planaria.node.data.spread, "WORKERS_COME", 0.5)
+    nowhere = "tcp://127.0.0.1:9"
+    with pytest.raises(CorpusError, match=f"no Dask scheduler answers at {nowhere}"):
+        over_dask(nowhere).__enter__()
+
+
+def test_another_try_does_only_what_was_not_done(stories: Path, tmp_path: Path) -> None:
+    source = tmp_path / "stories"
+    shutil.copytree(stories, source)
+    whole = (source / "2.jsonl").read_text()
+    (source / "2.jsonl").write_text(whole + "{")
+    recipe = Recipe([str(source)], tokenizer=make(tmp_path / "other").path / "tokenizer.json")
+    with pytest.raises(CorpusError, match=r"line 8 is not JSON.*\.data\.parts for the next try"):
+        prepare(recipe, tmp_path / "data")
+    parts = tmp_path / ".data.parts"
+    made = {part: part.stat().st_mtime_ns for part in parts.glob("*/part.json")}
+    assert len(made) == 2
+    (source / "2.jsonl").write_text(whole)
+
+    def keeping(do: Callable[..., Any], *columns: Sequence[Any]) -> Iterator[Any]:
+        results = list(starmap(do, zip(*columns, strict=True)))
+        assert {part: part.stat().st_mtime_ns for part in made} == made
+        return iter(results)
+
+    again, _ = prepare(recipe, tmp_path / "data", spread=keeping)
+    assert again.content == prepare(recipe, tmp_path / "fresh")[0].content
+    assert not parts.exists()
+
+
+def test_a_process_that_is_killed_is_named() -> None:
+    with pytest.raises(CorpusError, match=r"one of 2 processes was killed.*--jobs 1"):
+        list(over_processes(2)(_kill_itself, [0, 1, 2]))
+
+
+def _kill_itself(number: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_one_process_prepares_a_folder_at_a_time(tmp_path: Path) -> None:
+    (tmp_path / ".data.parts").mkdir()
+    with (tmp_path / ".data.parts" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(CorpusError, match=r"another process prepares .*data: wait for it"):
+            make(tmp_path / "data")
+
+
 def test_both_sides_need_a_document(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match=r"found 1 documents.*--document-separator"):
         make(tmp_path / "one", TEXTS[:1])
@@ -333,14 +445,61 @@ def test_recipes_that_make_no_sense_are_refused(
         prepare(Recipe(**({"inputs": [str(AUSTEN)]} | fields)), tmp_path / "data")  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def served(stories: Path) -> Iterator[str]:
+    """The URL of a web server with the stories."""
+    handler = partial(QuietHandler, directory=str(stories))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_inputs_may_lie_elsewhere(stories: Path, served: str, tmp_path: Path) -> None:
+    tokenizer = make(tmp_path / "other").path / "tokenizer.json"
+
+    def content(name: str, *inputs: str) -> str:
+        return prepare(Recipe(inputs, tokenizer, validation=0.2), tmp_path / name)[0].content
+
+    here = content("here", str(stories))
+    assert content("folder", f"{served}/") == here
+    assert content("files", *(f"{served}/{number}.jsonl" for number in range(5))) == here
+    rows = pyarrow.table({"text": TEXTS})
+    system = fsspec.filesystem("memory")
+    with system.open("/texts/a.parquet", "wb") as file:
+        pyarrow.parquet.write_table(rows, file)
+    assert list(documents_of("memory://texts")) == TEXTS
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("SERVED/missing.jsonl", r"can't read http.*/missing\.jsonl: there is no such file"),
+        ("SERVED/missing/", r"there is no file at http.*/missing/ that ends in"),
+        ("memory://nothing/", r"there is no file at memory://nothing/ that ends in \.txt"),
+        ("thing://bucket/a.txt", r"can't read thing://bucket/a\.txt: Protocol not known: thing"),
+    ],
+)
+def test_places_without_a_file_are_named(served: str, place: str, message: str) -> None:
+    with pytest.raises(CorpusError, match=message):
+        list(documents_of(place.replace("SERVED", served)))
+
+
 # Reading
 
 
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpus]:
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planaria.node.data.prepare, "SHARD_TOKENS", 23)
-        yield make(tmp_path_factory.mktemp("sharded") / "data")
+        patch.setattr(planaria.node.data.shards, "SHARD_TOKENS", 23)
+        return make(tmp_path_factory.mktemp("sharded") / "data")
 
 
 def test_shards_close_though_the_interpreter_has_forgotten_its_modules(

@@ -8,7 +8,8 @@ import pytest
 
 from planaria.node.data.corpus import Corpus, CorpusError
 from planaria.node.data.mixture import Mixture, folders_of, index_of, open_data
-from planaria.node.data.prepare import Recipe, prepare
+from planaria.node.data.prepare import prepare
+from planaria.node.data.recipe import Recipe
 from planaria.node.resolve import resolve
 from planaria.node.run_file import RunFile, dumps, loads
 

@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 from planaria.node.cli import app
 from planaria.node.commands.options import parse_seats
 from planaria.node.data.corpus import CorpusError
-from planaria.node.data.prepare import Recipe, prepare
+from planaria.node.data.prepare import prepare
+from planaria.node.data.recipe import Recipe
 from planaria.node.local.processes import stop_signals
 from planaria.node.local.swarm import (
     Ending,

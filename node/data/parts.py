@@ -1,0 +1,208 @@
+"""Parts of what is prepared: the tokens of one file each, made by one process, and kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+from pydantic import BaseModel, ValidationError
+from tokenizers import Encoding, Tokenizer
+
+from planaria.node.data.chat import Conversation, Template
+from planaria.node.data.corpus import (
+    SPLITS,
+    TRAIN,
+    VALIDATION,
+    CorpusError,
+    Split,
+    file_checksum,
+    load_tokenizer,
+)
+from planaria.node.data.places import stamp
+from planaria.node.data.recipe import Recipe
+from planaria.node.data.rendering import Renderer
+from planaria.node.data.shards import SplitWriter
+from planaria.node.report.progress import Track, untracked
+
+END_OF_DOCUMENT = "<|endoftext|>"
+END_TOKENS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "<eos>", "<|end|>")
+BATCH_CHARACTERS = 1 << 20
+Dtype = Literal["uint16", "uint32"]
+
+
+class Part(BaseModel):
+    """What `part.json` says of the shards beside it."""
+
+    nearest: float  # least rank of a document
+    splits: dict[str, Split]
+
+    @property
+    def documents(self) -> int:
+        return sum(split.documents for split in self.splits.values())
+
+
+class Document(NamedTuple):
+    text: str
+    scored: list[tuple[int, int]] | None = None  # characters; None: all
+
+
+class Vocabulary(NamedTuple):
+    """Of a tokenizer: how its tokens are written."""
+
+    size: int
+    end_of_document: int
+
+    @property
+    def dtype(self) -> Dtype:
+        return "uint16" if self.size <= 1 << 16 else "uint32"
+
+
+@dataclass(frozen=True)
+class Tokenizing:
+    """How the documents of any file become tokens."""
+
+    recipe: Recipe
+    tokenizer: Path
+    template: Template | None
+    folder: Path  # has the parts, each in a folder of its own
+
+    @property
+    def masked(self) -> bool:
+        return self.template is not None
+
+    def place(self, file: str, first: int) -> Path:
+        """Where the part of a file is or will be, as the file is now. Raises CorpusError."""
+        recipe = self.recipe
+        how = [recipe.validation, recipe.text_field, recipe.separator, self.template]
+        fields = [file, stamp(file), first, file_checksum(self.tokenizer), *how]
+        return self.folder / _key(fields)
+
+    def count(self, file: str) -> int:
+        """The documents of a file, counted once. Raises CorpusError."""
+        fields = [file, stamp(file), self.recipe.text_field, self.recipe.separator]
+        kept = self.folder / f"{_key(fields)}.count"
+        if kept.exists():
+            return int(kept.read_text())
+        count = sum(1 for _ in self.recipe.documents(file))
+        temporary = kept.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(str(count))
+        temporary.rename(kept)
+        return count
+
+    def write(self, file: str, first: int, track: Track = untracked) -> tuple[Path, Part]:
+        """The part of a file whose first document has that ordinal, and where it is: whole or not
+        at all. An earlier try may have made it. Raises CorpusError."""
+        place = self.place(file, first)
+        try:
+            return place, Part.model_validate_json((place / "part.json").read_bytes())
+        except (OSError, ValidationError):
+            shutil.rmtree(place, ignore_errors=True)  # it isn't there, or not whole
+        temporary = place.with_suffix(f".{os.getpid()}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            temporary.mkdir(parents=True)
+            with nullcontext() if self.template is None else Renderer(self.template) as renderer:
+                texts = track(rendered(self.recipe, file, renderer), "writing tokens", None)
+                part = self._write_splits(texts, temporary, first)
+            (temporary / "part.json").write_text(part.model_dump_json())
+            temporary.rename(place)
+        except OSError as error:
+            raise CorpusError(f"can't write {place}: {error}") from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return place, part
+
+    def _write_splits(self, texts: Iterable[Document], folder: Path, first: int) -> Part:
+        """Raises CorpusError, OSError."""
+        tokenizer = load_tokenizer(self.tokenizer)
+        # "<|endoftext|>" within a text is text; what a chat template makes has special tokens
+        tokenizer.encode_special_tokens = not self.masked
+        _, end = words = vocabulary_of(tokenizer)
+        encode = tokenizer.encode_batch if self.masked else tokenizer.encode_batch_fast
+        nearest, validation = 1.0, self.recipe.validation
+        with ExitStack() as stack:
+            writers = {
+                name: stack.enter_context(SplitWriter(folder, name, words.dtype, self.masked))
+                for name in SPLITS
+            }
+            for ordinal, batch in _batches(texts, first):
+                encodings = encode([one.text for one in batch], add_special_tokens=False)
+                pairs = zip(batch, encodings, strict=True)
+                for i, (document, encoding) in enumerate(pairs, ordinal):
+                    rank = held_out_rank(i, document.text)
+                    nearest = min(nearest, rank)
+                    split = VALIDATION if rank < validation else TRAIN
+                    tokens = np.array([*encoding.ids, end])
+                    mask = None if document.scored is None else _mask(encoding, document.scored)
+                    if mask is not None and encoding.ids[-1:] == [end]:
+                        tokens = tokens[:-1]
+                    writers[split].write(tokens, mask, len(document.text.encode()))
+        splits = {name: writer.split() for name, writer in writers.items()}
+        return Part(nearest=nearest, splits=splits)
+
+
+def _key(fields: Sequence[object]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(fields).encode())
+
+
+def held_out_rank(ordinal: int, text: str) -> float:
+    """A number in [0, 1) that looks random; a document is held out if it is below the share."""
+    return xxhash.xxh3_64_intdigest(text.encode(), seed=ordinal) / 2**64
+
+
+def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
+    """Raises CorpusError."""
+    for token in END_TOKENS:
+        number = tokenizer.token_to_id(token)
+        if number is not None:
+            return Vocabulary(max(tokenizer.get_vocab().values()) + 1, int(number))
+    raise CorpusError(
+        f"the tokenizer has no end-of-document token: none of {', '.join(END_TOKENS)}; add one"
+    )
+
+
+def rendered(recipe: Recipe, file: str, renderer: Renderer | None) -> Iterator[Document]:
+    """Raises CorpusError."""
+    for one in recipe.documents(file):
+        if isinstance(one, str) and renderer is None:
+            yield Document(one)
+        elif isinstance(one, Conversation) and renderer is not None:
+            yield Document(*renderer.render(one))
+        else:
+            raise CorpusError(
+                "there are texts and records with messages: prepare them apart, and train on both "
+                "with [[data.corpora]]"
+            )
+
+
+def _mask(encoding: Encoding, scored: Iterable[tuple[int, int]]) -> NDArray[np.uint8]:
+    """1 for each token with a character of these, uint8 [tokens]; 0 for others."""
+    starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+    mask = np.zeros(len(starts), np.uint8)
+    for begin, end in scored:
+        (touched,) = np.nonzero((starts < end) & (ends > begin))
+        if touched.size:
+            mask[touched[0] : touched[-1] + 1] = 1
+    return mask
+
+
+def _batches(texts: Iterable[Document], first: int) -> Iterator[tuple[int, list[Document]]]:
+    """Batches of about BATCH_CHARACTERS, each with the ordinal of its first document."""
+    ordinal, batch, characters = first, [], 0
+    for document in texts:
+        batch.append(document)
+        characters += len(document.text)
+        if characters >= BATCH_CHARACTERS:
+            yield ordinal, batch
+            ordinal, batch, characters = ordinal + len(batch), [], 0
+    if batch:
+        yield ordinal, batch

@@ -1,0 +1,99 @@
+"""Where the work on many files is done: here, in processes of this machine, on a Dask cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import get_context
+from typing import Any, Protocol, TypeVar
+
+from planaria.node.data.corpus import CorpusError
+from planaria.node.extras import remedy
+from planaria.node.local.processes import die_with_parent
+
+T = TypeVar("T")
+WORKERS_COME = 30.0
+"""Seconds that a Dask cluster has to show a worker."""
+
+
+class Spread(Protocol):
+    def __call__(self, do: Callable[..., T], *columns: Sequence[Any]) -> Iterator[T]:
+        """As `map`: results in order. Raises CorpusError, and whatever `do` raises."""
+        ...
+
+
+@contextmanager
+def spreading(jobs: int | None, dask: str | None) -> Iterator[Spread | None]:
+    """Over the Dask cluster whose scheduler is at `dask`; else over so many processes, as many as
+    there are processors if that isn't said. None: in this process. Raises CorpusError."""
+    jobs = jobs or len(os.sched_getaffinity(0))
+    if dask is not None:
+        with over_dask(dask) as spread:
+            yield spread
+    elif jobs > 1:
+        yield over_processes(jobs)
+    else:
+        yield None
+
+
+def over_processes(jobs: int) -> Spread:
+    """So many at most; they share the processors."""
+
+    def spread(do: Callable[..., T], *columns: Sequence[Any]) -> Iterator[T]:
+        workers = max(1, min(jobs, len(columns[0])))
+        pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin, (jobs // workers,))
+        try:
+            yield from pool.map(do, *columns)
+        except BrokenProcessPool as error:
+            raise CorpusError(
+                f"one of {workers} processes was killed: perhaps memory was short; try --jobs "
+                f"{max(1, workers // 2)}"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    return spread
+
+
+def _begin(threads: int) -> None:
+    """In each process, first. Ctrl-C ends it without a word, and so does its parent's end."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    die_with_parent()
+    os.environ["RAYON_NUM_THREADS"] = str(threads)  # of the tokenizer
+
+
+@contextmanager
+def over_dask(address: str) -> Iterator[Spread]:
+    """The workers of the cluster whose scheduler is there. Raises CorpusError."""
+    try:
+        import distributed
+    except ModuleNotFoundError as error:
+        raise CorpusError(f"can't use {address}: {remedy(error)}") from error
+    try:
+        client = distributed.Client(address, timeout=WORKERS_COME)
+    except (OSError, ValueError, TimeoutError) as error:
+        raise CorpusError(f"no Dask scheduler answers at {address}: {error}") from error
+    with client:
+        try:
+            client.wait_for_workers(1, timeout=WORKERS_COME)
+        except TimeoutError as error:
+            raise CorpusError(
+                f"the Dask cluster at {address} has had no worker for {WORKERS_COME:g} s: start "
+                f"some, with `dask worker {address}`"
+            ) from error
+
+        def spread(do: Callable[..., T], *columns: Sequence[Any]) -> Iterator[T]:
+            futures = client.map(do, *columns, pure=False)
+            try:
+                for future in futures:
+                    yield future.result()
+            except (distributed.KilledWorker, distributed.CancelledError) as error:
+                raise CorpusError(f"the Dask cluster at {address} gave up: {error}") from error
+            finally:
+                client.cancel(futures)
+
+        yield spread
