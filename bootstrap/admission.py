@@ -134,10 +134,8 @@ class Admission:
             content = path.read_bytes()
         except FileNotFoundError:
             return
-        for number, line in enumerate(content.splitlines(keepends=True), 1):
-            if not line.endswith(b"\n"):
-                log.warning("%s: the last line was cut off, and is dropped", path)
-                break
+        *lines, rest = content.split(b"\n")
+        for number, line in enumerate(lines, 1):
             try:
                 self.invites.apply(json.loads(line))
             except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
@@ -145,7 +143,9 @@ class Admission:
                     f"line {number} of {path} is not what a registry has written: restore the file "
                     "from a copy, or remove it, and all that have enrolled need new invites"
                 ) from error
-            self._size += len(line)
+            self._size += len(line) + 1
+        if rest:
+            log.warning("%s: the last line was cut off, and is dropped", path)
 
     def _authority(self) -> Authority:
         if self.folder is None:

@@ -95,6 +95,20 @@ def test_a_line_that_was_cut_off_is_dropped_and_others_are_not(tmp_path: Path) -
         Admission(folder)
 
 
+@pytest.mark.parametrize("damage", [b"\r", b"\x0b", b"\x85", b"\x00"])
+def test_a_byte_of_damage_drops_no_bans(tmp_path: Path, damage: bytes) -> None:
+    """A line ends where one is written, and nowhere else."""
+    banned = Identity.generate()
+    admission = Admission(tmp_path / "a", certifies=False)
+    admission.invite(Role.READER)
+    admission.ban(banned.instance)
+    path = tmp_path / "a" / INVITES
+    content = path.read_bytes()
+    path.write_bytes(content[:20] + damage + content[21:])
+    with pytest.raises(AdmissionError, match="line 1 of"):
+        Admission(tmp_path / "a", certifies=False)
+
+
 def test_who_asks_has_to_hold_the_key_that_it_names() -> None:
     admission, node, liar = Admission(None), Identity.generate(), Identity.generate()
     _, secret = admission.invite(Role.NODE)
