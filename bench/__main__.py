@@ -10,6 +10,7 @@ from bench import (
     masking,
     onlooking,
     pipeline,
+    preparing,
     recovery,
     registry,
     replica_loss,
@@ -33,6 +34,7 @@ def main() -> None:
         ("The loss of a replica in the middle of a step", replica_loss.main),
         ("Who is looked on against who isn't", onlooking.main),
         ("Who computes what when 400 of 1000 groups are lost", masking.main),
+        ("Text to tokens against datasets.map", preparing.main),
         ("100,000 nodes in simulated time", simulator.main),
     ):
         print(f"\n== {title}", flush=True)
