@@ -5,6 +5,7 @@ from __future__ import annotations
 from bench import (
     blinking,
     checks,
+    handshakes,
     join,
     link,
     masking,
@@ -16,6 +17,7 @@ from bench import (
     replica_loss,
     simulator,
     strangers,
+    trust,
     unequal,
 )
 
@@ -29,6 +31,8 @@ def main() -> None:
         ("Links that break again and again against links that hold", blinking.main),
         ("Renewals at the registry", registry.main),
         ("Joins while strangers flood the registry against joins without", strangers.main),
+        ("Links' handshakes under TLS against those in plain text", handshakes.main),
+        ("A swarm under TLS against one in plain text, and its signatures", trust.main),
         ("The stall when a replica joins", join.main),
         ("Two nodes, one four times as fast, against each alone", unequal.main),
         ("The loss of a replica in the middle of a step", replica_loss.main),

@@ -43,10 +43,11 @@ def swarm(
     out: Path,
     nodes: Mapping[str, Sequence[str]],
     mortal: Collection[str] = (),
+    tls: bool = False,
 ) -> Iterator[Callable[[], Lines]]:
     """A registry and `nodes`, by slot with their arguments, but for those that say where to join
     and to write; and what looks at their ledgers. That raises SystemExit when a process has ended
-    that isn't `mortal`, or after DEADLINE."""
+    that isn't `mortal`, or after DEADLINE. `tls`: they join by an invite."""
     logs = out / "logs"
     logs.mkdir(parents=True)
     (out / "run.toml").write_text(dumps(run))
@@ -60,12 +61,14 @@ def swarm(
         return _ledger(logs)
 
     try:
-        address = out / "address"
+        address, authority = out / "address", out / "authority"
+        joined_by = authority / "node.invite" if tls else address
         registry = ["--run", str(out / "run.toml"), "--address-file", str(address)]
+        registry += ["--authority", str(authority)] if tls else []
         processes.start("registry", ["bootstrap", "--listen", "127.0.0.1:0", *registry])
-        while not address.exists():
+        while not joined_by.exists():
             time.sleep(0.05)
-        where = ["--join", address.read_text().strip(), "--listen", "127.0.0.1:0"]
+        where = ["--join", f"@{joined_by}", "--listen", "127.0.0.1:0"]
         for slot, arguments in nodes.items():
             processes.start(slot, [*arguments, *where, "--out", str(logs)])
         yield look
