@@ -101,6 +101,9 @@ class Members(Protocol):
     def evict(self, node: str, why: str) -> None:
         """Of a member."""
 
+    def tell_bans(self) -> None:
+        """Nodes hear of all that are banned."""
+
     def cut(self, instance: str, why: str) -> None:
         """Evicts whatever it is a member as, and ends its calls."""
 
@@ -173,6 +176,7 @@ class OperatorServer(OperatorServicer):
 
         def decide() -> Done:
             self._admission.ban(instance)
+            self._members.tell_bans()
             self._members.cut(instance, "banned by the run's operator")
             return Done(what=f"{instance} is banned: `planaria allow {instance}` ends that")
 
@@ -181,6 +185,7 @@ class OperatorServer(OperatorServicer):
     async def Allow(self, request: AllowRequest, context: Context) -> Done:  # noqa: N802
         def decide() -> Done:
             self._admission.allow(request.instance)
+            self._members.tell_bans()
             return Done(what=f"{request.instance} may come back")
 
         return await _decided(context, decide)

@@ -18,6 +18,7 @@ from planaria.bootstrap.address import EVERYWHERE, not_to_dial
 from planaria.bootstrap.cuts import LOOKS, Cuts, Goes
 from planaria.bootstrap.fitting import fit
 from planaria.bootstrap.identity import instance_of
+from planaria.bootstrap.invites import is_instance
 from planaria.bootstrap.places import Place, is_apart, is_block, shared
 from planaria.bootstrap.progress import Age, Progress
 from planaria.bootstrap.quarantine import MOST_KEPT, Quarantine
@@ -42,7 +43,7 @@ from planaria.bootstrap.seating import Sitter, Taken, assign
 from planaria.bootstrap.spelling import misspelt, readable
 from planaria.recovery.decide import Policy
 
-PROTOCOL = 6
+PROTOCOL = 7
 DECISIONS_KEPT = 200
 DECISION_LENGTH = 4000  # characters of a decision, or of a view's reason
 EVICTED_KEPT = 10_000
@@ -291,6 +292,7 @@ class Membership:
         self._deadlines: list[tuple[float, str]] = []  # heap; stale entries are dropped when met
         self._cuts = Cuts(rules.lease)
         self._quarantine = Quarantine()
+        self._banned: list[str] = []  # instances, in order
         self._evicted: dict[str, str] = {}  # node -> reason; the oldest are forgotten
         self._rebuilds: dict[tuple[int, int, str], Rebuild] = {}  # by step, stage, method
         self._evictions: deque[tuple[float, Eviction]] = deque(maxlen=EVICTIONS_TOLD)
@@ -509,6 +511,11 @@ class Membership:
         self._evict(node, why, now)
         return self._finish(now)
 
+    def bar(self, banned: Iterable[str]) -> None:
+        """These instances, and no others, are banned: nodes hear of it by the next view, which a
+        tick issues."""
+        self._banned = sorted(banned)
+
     def tick(self, now: float) -> list[Effect]:
         """Evicts whoever's time is over, and names the first driver when the waiting is over."""
         if now < self._quiet_until:
@@ -541,6 +548,8 @@ class Membership:
         waited = self._covered is not None and now >= self._covered + self.rules.start_grace
         if waited and not self._started and not self._changes:
             self._changes.append(f"the start grace of {self.rules.start_grace:g} s is over")
+        if self._nodes and list(self.view.banned) != self._banned and not self._changes:
+            self._changes.append("the run's operator has changed who is banned")
         return self._finish(now)
 
     def restore(self, view: View, now: float) -> None:
@@ -1222,6 +1231,7 @@ class Membership:
             committed=self._progress.newest[1],
             relays=self._cuts.relays(),
             quarantined=self._quarantine.listed(now),
+            banned=self._banned,
         )
         self._note(f"view {self._number}: {reason}")
         self._changes = []
@@ -1442,6 +1452,8 @@ def _problem(view: View, rules: MembershipRules) -> str:
     wrong = any(not one.instance or not one.seconds >= 0 for one in view.quarantined)
     if wrong or len(view.quarantined) > MOST_KEPT:
         return "it has a quarantine of nobody, or of too many"
+    if list(view.banned) != sorted(set(view.banned)) or not all(map(is_instance, view.banned)):
+        return "those that are banned are no instances, or not in order"
     if view.driver and view.driver not in {m.node for m in members if 0 in stages_of(m)}:
         return f"its driver {view.driver} is no stage-0 member"
     return ""

@@ -142,6 +142,7 @@ class RegistryServer(RegistryServicer):
         self._changed = asyncio.Event()
         if self._journal is not None and self._journal.view is not None:
             self._machine.restore(self._journal.view, loop.time())
+        self.tell_bans()
         self._credentials = credentials
         self._door = FrontDoor(self._room or room_within(may_open()))
         banned = self._admission.invites.banned.__contains__
@@ -214,6 +215,10 @@ class RegistryServer(RegistryServicer):
     def evict(self, node: str, why: str) -> None:
         """It hears of it at once, and the others by the next view."""
         self._carry_out(self._machine.evict(node, why, self._loop.time()))
+
+    def tell_bans(self) -> None:
+        """Nodes hear of all that are banned."""
+        self._machine.bar(self._admission.invites.banned)
 
     def cut(self, instance: str, why: str) -> None:
         """Evicts whatever the instance is a member as, and ends its calls."""

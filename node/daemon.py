@@ -385,6 +385,7 @@ class Node:
             return
         self.view = view
         log.info("view %d: %s", view.number, view.reason)
+        self.onlookers.bar(view.banned)
         own = next((member for member in view.members if member.node == self.node), None)
         if own is None:
             self.stop(f"rejoin: view {view.number} is without this node: {view.reason}")

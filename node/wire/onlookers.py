@@ -11,13 +11,14 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc import StatusCode
 
+from planaria.bootstrap.gate import who_calls
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame, WireError, seal, unseal
 
@@ -29,6 +30,7 @@ UNREAD: Final = 32 << 20
 """Bytes that wait for one of them to read them."""
 FRAME_LIMIT: Final = 4 << 20
 """Bytes of a frame's payload."""
+BANNED: Final = "the run's operator has banned you; ask them to allow you again"
 
 
 class Onlookers:
@@ -45,14 +47,25 @@ class Onlookers:
         self._open: dict[str, _Answers] = {}
         self._inside: dict[str, Callable[[pb.Message], None]] = {}
         self._numbers = itertools.count(1)
+        self._banned: frozenset[str] = frozenset()
+
+    def bar(self, banned: Iterable[str]) -> None:
+        """These instances, and no others, are not answered."""
+        self._banned = frozenset(banned)
+        for answers in self._open.values():
+            if answers.instance in self._banned:
+                answers.end(BANNED)
 
     async def serve(self, context: Any) -> None:
         """Until it, or its stream, is gone."""
+        instance = who_calls(context).instance
+        if instance in self._banned:
+            await context.abort(StatusCode.PERMISSION_DENIED, BANNED)
         if len(self._open) >= MOST:
             why = f"{MOST} others take something home from this node already: try again later"
             await context.abort(StatusCode.RESOURCE_EXHAUSTED, why)
         name = f"?{next(self._numbers)}"
-        answers = self._open[name] = _Answers()
+        answers = self._open[name] = _Answers(instance)
         log.info("onlooker %s comes from %s", name, context.peer())
         listening = asyncio.create_task(self._listen(name, answers, context))
         try:
@@ -144,7 +157,9 @@ class Inside:
 class _Answers:
     """What waits for one onlooker to read it."""
 
-    def __init__(self) -> None:
+    def __init__(self, instance: str) -> None:
+        """`instance`: as which its certificate has it; empty in plain text."""
+        self.instance = instance
         self._waiting: deque[bytes] = deque()
         self._bytes = 0
         self._news = asyncio.Event()

@@ -1634,3 +1634,30 @@ def test_a_view_with_what_is_no_block_is_not_restored() -> None:
     view = View(run="r", number=1, members=[Member(node="a", joined=1, block="203.0.113.7/24")])
     with pytest.raises(ValueError, match="no block of addresses"):
         Swarm().machine.restore(view, 0)
+
+
+def test_members_hear_who_is_banned_and_who_is_not_any_more() -> None:
+    swarm, banned = Swarm(), ["b" * 32, "a" * 32]
+    swarm.machine.bar(banned)
+    swarm.join("a", stage=0)
+    assert list(swarm.view.banned) == sorted(banned)
+    number = swarm.view.number
+    assert swarm.wait(0.1) == []
+    swarm.machine.bar(banned[:1])
+    assert [effect.view.number for effect in swarm.wait(0.1)] == [number + 1]
+    assert list(swarm.view.banned) == banned[:1]
+
+    restarted = Swarm()
+    restarted.machine.restore(swarm.view, restarted.now)
+    restarted.open("a")
+    while restarted.now < 2 * restarted.machine.rules.grace:
+        restarted.renew("a")
+        restarted.wait(1.0)
+    assert not restarted.view.banned  # it goes by what its operator says, not by old views
+
+
+def test_a_view_that_bans_what_is_no_instance_is_not_restored() -> None:
+    for wrong in (["x"], ["b" * 32, "a" * 32]):
+        view = View(run="r", number=1, banned=wrong)
+        with pytest.raises(ValueError, match="those that are banned"):
+            Swarm().machine.restore(view, 0.0)

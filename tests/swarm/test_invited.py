@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from planaria.bootstrap.address import Address
+from planaria.bootstrap.authority import who_in
 from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.invites import decode, encode
 from planaria.lab.emulation.emulation import Emulation, EmulationError, emulate
@@ -108,16 +109,20 @@ class Machines:
                 await asyncio.sleep(0.02)
         return decode(path.read_text())
 
-    async def command(self, *words: str, join: Invitation) -> str:
-        """What it says; --join is a file with an invite."""
-        (self.folder / "own.invite").write_text(encode(join))
-        process = await asyncio.create_subprocess_exec(
+    async def begin(self, *words: str, join: Invitation, home: str) -> asyncio.subprocess.Process:
+        """A command; --join is a file with an invite. What it has enrolled as is in `home`."""
+        (self.folder / f"{home}.invite").write_text(encode(join))
+        return await asyncio.create_subprocess_exec(
             *(*python(), "-m", "planaria", *words),
-            *("--join", f"@{self.folder / 'own.invite'}", "--token", TOKEN),
-            env=os.environ | {"XDG_STATE_HOME": str(self.folder / "home"), "COLUMNS": "200"},
+            *("--join", f"@{self.folder / home}.invite", "--token", TOKEN),
+            env=os.environ | {"XDG_STATE_HOME": str(self.folder / home), "COLUMNS": "200"},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
+
+    async def command(self, *words: str, join: Invitation) -> str:
+        """What it says."""
+        process = await self.begin(*words, join=join, home="home")
         said, _ = await asyncio.wait_for(process.communicate(), DEADLINE)
         assert process.returncode == 0, said.decode()
         return said.decode()
@@ -168,6 +173,7 @@ async def joined_by_invite_and_banned(machines: Machines) -> None:
         members = {one["member"]["node"][0]: one["member"] for one in described["members"]}
         assert members.keys() == {"a", "b", "c"}
 
+        await a_reader_is_banned(machines, members["a"]["node"], operator)
         [banned] = [name for name, one in members.items() if not one["seats"][0].get("stage")]
         said = await machines.command("ban", members[banned]["node"], join=operator)
         assert f"{members[banned]['instance']} is banned" in said
@@ -187,6 +193,20 @@ async def joined_by_invite_and_banned(machines: Machines) -> None:
                 machines.logs()
             )
         assert (machines.folder / "a" / "certificate-0.pem").stat().st_mode & 0o777 == 0o600
+
+
+async def a_reader_is_banned(machines: Machines, node: str, operator: Invitation) -> None:
+    """While a node tells it all that it writes into its log."""
+    reader = decode(await machines.command("invite", "--role", "reader", join=operator))
+    follows = await machines.begin("logs", node, "--follow", join=reader, home="other")
+    assert follows.stdout is not None
+    await asyncio.wait_for(follows.stdout.readline(), DEADLINE)
+    [certificate] = machines.folder.glob("other/**/certificate-*.pem")
+    instance = who_in(certificate.read_bytes()).instance
+    await machines.command("ban", instance, join=operator)
+    said, _ = await asyncio.wait_for(follows.communicate(), DEADLINE)
+    assert follows.returncode == 1
+    assert "banned" in said.decode()
 
 
 class Capture:

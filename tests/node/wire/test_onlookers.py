@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
 
-from planaria.bootstrap.credentials import Credentials
+from planaria.bootstrap.authority import Authority, Pair, Request, Role, Who
+from planaria.bootstrap.credentials import Certified, Credentials
 from planaria.bootstrap.identity import Identity
 from planaria.node.transaction.effects import NEVER
 from planaria.node.wire import onlookers
@@ -27,7 +29,9 @@ class Events:
 
 
 @asynccontextmanager
-async def node(token: str = "") -> AsyncIterator[tuple[Onlookers, str]]:
+async def node(
+    token: str = "", credentials: Credentials | None = None
+) -> AsyncIterator[tuple[Onlookers, str]]:
     """One that answers whatever it is asked, and shows back what it is shown."""
 
     gone: list[str] = []
@@ -47,7 +51,7 @@ async def node(token: str = "") -> AsyncIterator[tuple[Onlookers, str]]:
         "node",
         Identity.generate(),
         events,
-        credentials=Credentials(token=token),
+        credentials=credentials or Credentials(token=token),
         onlookers=here,
     )
     port = await links.start("127.0.0.1:0")
@@ -55,18 +59,20 @@ async def node(token: str = "") -> AsyncIterator[tuple[Onlookers, str]]:
         yield here, f"127.0.0.1:{port}"
     finally:
         await links.stop()
-        assert gone == [f"?{number}" for number in range(1, len(gone) + 1)]
+        assert sorted(gone) == [f"?{number}" for number in range(1, len(gone) + 1)]
 
 
 @asynccontextmanager
-async def asking(address: str, run: str = "run", token: str = "") -> AsyncIterator[Asking]:
+async def asking(
+    address: str, run: str = "run", token: str = "", credentials: Credentials | None = None
+) -> AsyncIterator[Asking]:
     """Who can reach the seats `node/1` directly and `hidden/2` through it, and what it hears."""
     heard: asyncio.Queue[Any] = asyncio.Queue()
 
     def tell(*of: Any) -> None:
         heard.put_nowait(of)
 
-    one = Asking(over_streams(run, Credentials(token=token)), tell, tell)
+    one = Asking(over_streams(run, credentials or Credentials(token=token)), tell, tell)
     one.heard = heard  # type: ignore[attr-defined]
     for seat in ("node/1", "hidden/2"):
         one.reach(seat, "node", address)
@@ -117,6 +123,35 @@ async def test_a_node_that_stops_says_so() -> None:
             await one.pin("node/1", 5)
         seat, why = await one.heard.get()  # type: ignore[attr-defined]
         assert (seat, "node stops" in why) == ("node/1", True)
+
+
+async def test_who_is_banned_is_cut_off_and_answered_no_more() -> None:
+    authority = Authority.make(time.time())
+
+    def certified(role: Role) -> tuple[str, Credentials]:
+        identity = Identity.generate()
+        request = Request.of(identity)
+        issued = authority.issue(request.request, Who(role, identity.instance), time.time())
+        pair = Pair(request.key, issued, authority.certificate)
+        return identity.instance, Credentials.of(Certified(pair))
+
+    (_, own), (banned, reader), (_, other) = map(certified, [Role.NODE, Role.READER, Role.READER])
+    async with (
+        node(credentials=own) as (here, address),
+        asking(address, credentials=reader) as one,
+        asking(address, credentials=other) as another,
+    ):
+        await asyncio.gather(one.pin("node/1", 5), another.pin("node/1", 5))
+        here.bar([banned])
+        seat, why = await one.heard.get()  # type: ignore[attr-defined]
+        assert (seat, "banned you" in why) == ("node/1", True)
+        async with asking(address, credentials=reader) as again:
+            with pytest.raises(NoAnswerError, match="banned you"):
+                await again.pin("node/1", 5)
+        await another.pin("node/1", 6)
+        here.bar([])
+        async with asking(address, credentials=reader) as again:
+            await again.pin("node/1", 6)
 
 
 async def test_too_many_onlookers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
