@@ -18,6 +18,7 @@ import uvloop
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from bench.rows import keep
+from planaria.bootstrap.admission import Admission, folder_beside
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.journal import Journal
 from planaria.bootstrap.membership import MembershipRules
@@ -33,6 +34,7 @@ from planaria.bootstrap.registry_pb2 import (
 )
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
 from planaria.bootstrap.service import RegistryServer
+from planaria.bootstrap.views import sign
 
 NODES = 5_000
 PERIOD = 1.0  # seconds between a node's renewals
@@ -70,8 +72,9 @@ def renewals_per_second_per_core() -> RegistryLoad:
     """Raises RuntimeError when a process ends early, TimeoutError when one hangs."""
     with tempfile.TemporaryDirectory() as folder:
         journal = Path(folder) / "journal"
-        with Journal(journal, RULES.run) as file:
-            file.append(_members())
+        admission = Admission(folder_beside(journal), certifies=False)
+        with Journal(journal, RULES.run, admission.key) as file:
+            file.append(_members(admission.key))
         registry, to_registry = _start(_serve, journal)
         clients = []
         try:
@@ -106,7 +109,7 @@ def main() -> None:
     keep("registry", **asdict(found))
 
 
-def _members() -> View:
+def _members(key: Identity) -> View:
     """5,000 members as a registry restarted with its journal finds them."""
     stages = RULES.stages + 1
     members = [
@@ -120,7 +123,9 @@ def _members() -> View:
         )
         for i in range(NODES)
     ]
-    return View(run=RULES.run, number=NODES, members=members, driver=_name(0))
+    view = View(run=RULES.run, number=NODES, members=members, driver=_name(0))
+    sign(view, key, View())
+    return view
 
 
 def _name(index: int) -> str:
@@ -158,8 +163,9 @@ def _serve(journal: Path, connection: Connection) -> None:
     logging.basicConfig(level=logging.WARNING)
 
     async def serve() -> None:
-        with Journal(journal, RULES.run) as file:
-            registry = RegistryServer(RULES, "", file)
+        admission = Admission(folder_beside(journal), certifies=False)
+        with Journal(journal, RULES.run, admission.key) as file:
+            registry = RegistryServer(RULES, "", file, admission=admission)
             port = await registry.start("127.0.0.1:0")
             asyncio.get_running_loop().add_reader(
                 connection.fileno(), lambda: connection.send((connection.recv(), _cpu())[1])

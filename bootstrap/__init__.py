@@ -8,7 +8,7 @@ node's side. dial.py finds out whether a silent node is there, knock.py whether 
 an address; front_door.py takes connections, and crowd.py decides who of many strangers stays;
 address.py reads HOST:PORT, spelling.py says what others may be called and makes what they say fit
 for a terminal, credentials.py says who may talk to whom, identity.py whose word something is,
-fitting.py what a message has room for.
+views.py which views are the registry's, fitting.py what a message has room for.
 
 allowed.py reads who alone may join. authority.py is what certificates say, invites.py who gets one,
 admission.py both as the registry keeps them, in files as secret_files.py writes them. gate.py says

@@ -3,7 +3,8 @@
 A folder of the registry's that only its owner may read has `authority.pem` (key and certificate)
 and `invites.jsonl`, a record a line, the newest last, in which each is before anybody hears of it.
 A line that a crash has cut off at the end is dropped. Without a folder all is in memory, for as
-long as the process lives.
+long as the process lives. The authority's key is the run's: views are signed by it, whether anybody
+gets certificates or not.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Final
 
 from planaria.bootstrap.authority import Authority, Pair, Role, Who
 from planaria.bootstrap.enrolment_pb2 import EnrolRequest
-from planaria.bootstrap.identity import instance_of, is_signed
+from planaria.bootstrap.identity import Identity, instance_of, is_signed
 from planaria.bootstrap.invites import Invite, Invites, NotAdmitted, Record
 from planaria.bootstrap.secret_files import FILE, FOLDER, write_secret
 
@@ -26,6 +27,17 @@ log = logging.getLogger(__name__)
 
 AUTHORITY: Final = "authority.pem"
 INVITES: Final = "invites.jsonl"
+
+
+def folder_beside(journal: Path) -> Path:
+    """Of the registry that keeps this journal, unless it is told another one."""
+    return journal.with_name(f"{journal.name}.authority")
+
+
+def key_beside(journal: Path) -> Identity:
+    """By which the views in the journal are signed; it is made if there is none yet. Raises
+    AdmissionError."""
+    return Admission(folder_beside(journal), certifies=False).key
 
 
 class AdmissionError(Exception):
@@ -41,30 +53,31 @@ class Admission:
         certifies: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Opens the folder. With `certifies` there is an authority, which is made if there is none
-        yet. Raises AdmissionError."""
-        self.folder, self._now = folder, clock
+        """Opens the folder. An authority is made if there is none yet; with `certifies` it gives
+        out certificates. Raises AdmissionError."""
+        self.folder, self.certifies, self._now = folder, certifies, clock
         self.invites = Invites()
         self._size = 0  # bytes of the file that are whole
-        self.authority: Authority | None = None
         try:
             self._read()
-            if certifies:
-                self.authority = self._authority()
+            self.authority = self._authority()
         except OSError as error:
             raise AdmissionError(
                 f"the folder {folder} can't be used: {error.strerror}; free space, let this user "
                 "write there, or name another"
             ) from error
 
+    @property
+    def key(self) -> Identity:
+        """The run's."""
+        return self.authority.identity
+
     def own_pair(self) -> Pair:
         """What the registry shows, as new as the call."""
-        assert self.authority is not None
         return self.authority.own_pair(self._now())
 
     def enrol(self, request: EnrolRequest) -> tuple[Who, bytes]:
         """As who somebody comes, and a certificate for it. Raises NotAdmitted, AdmissionError."""
-        assert self.authority is not None
         if not is_signed(request.public_key, request.signature, "enrol", request.request):
             raise NotAdmitted("the request is not signed by the key that it names")
         instance = instance_of(request.public_key)
@@ -156,10 +169,11 @@ class Admission:
         except FileNotFoundError:
             made = Authority.make(self._now())
             write_secret(path, made.to_pem())
-            log.info("the run's authority is new; its key is in %s", path)
+            log.info("the run's key is new, and in %s", path)
             return made
         except ValueError as error:
             raise AdmissionError(
                 f"{path} is no authority's key ({error}): restore it from a copy, or remove the "
-                f"folder {self.folder}, and all nodes need new invites"
+                f"folder {self.folder}, and all nodes need new invites; what the key has signed, "
+                "the journal's views too, is not believed any more"
             ) from error

@@ -81,7 +81,6 @@ class Admitting:
     def _invite(self, role: Role, seconds: float, registry: str, enrolment: str) -> str:
         """The one in the registry's folder, while it is good."""
         folder, authority = self._admission.folder, self._admission.authority
-        assert authority is not None
         file = None if folder is None else folder / f"{role}.invite"
         if file is not None and self._is_good(file, registry, enrolment):
             return file.read_text(encoding="utf-8").strip()

@@ -20,6 +20,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
     NoEncryption,
@@ -194,6 +195,14 @@ def who_in(certificate: bytes) -> Who:
         except x509.ExtensionNotFound:
             return Who()
         return Who.of(found.value.get_values_for_type(x509.DNSName))
+
+
+def key_in(certificate: bytes) -> bytes:
+    """The public key of an authority, whose certificate this is, in PEM. Raises ValueError."""
+    key = _load(certificate).public_key()
+    if not isinstance(key, Ed25519PublicKey):
+        raise ValueError("the authority's key is not an Ed25519 key")
+    return key.public_bytes_raw()
 
 
 def to_der(certificate: bytes) -> bytes:

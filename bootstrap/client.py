@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from grpc import StatusCode
 
 from planaria.bootstrap.address import Address, Reach, reach_by
-from planaria.bootstrap.authority import Role
+from planaria.bootstrap.authority import Role, key_in
 from planaria.bootstrap.credentials import PLAIN, Credentials, channel
 from planaria.bootstrap.dial import is_there
 from planaria.bootstrap.enrolment_pb2_grpc import OperatorStub
@@ -40,6 +40,7 @@ from planaria.bootstrap.registry_pb2 import (
     WatchRequest,
 )
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
+from planaria.bootstrap.views import follows, is_genuine
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +105,9 @@ class RegistryClient:
         self._tasks: set[asyncio.Task[None]] = set()
         self._node = self._left = ""  # who joined last; who said goodbye last
         self._run, self._identity = "", Identity.generate()  # of who joined last
+        certified = credentials.certified
+        self._key = b"" if certified is None else key_in(certified.pair.authority)
+        """The run's, by which views are signed: that of its authority, or of the first join."""
 
     async def join(
         self, request: JoinRequest, identity: Identity, deadline: float = 30.0
@@ -133,6 +137,7 @@ class RegistryClient:
             log.info("%s", reply.reason)
             asked.question = reply.question
             asked.answered[:] = await self._dial(reply)
+        self._trust(reply)
         self._node, self._run, self._identity = request.node, request.run, identity
         self._report = Report()
         self._happened.clear()
@@ -291,7 +296,23 @@ class RegistryClient:
                 f"--join names registries of different runs: {said}. Name the addresses of one"
             )
 
+    def is_genuine(self, view: View) -> bool:
+        """Whether the run's registry has made it."""
+        return is_genuine(view, self._key, self._run)
+
     # -- inside ----------------------------------------------------------------------------------
+
+    def _trust(self, reply: JoinReply) -> None:
+        """The first registry that this process joins is the run's, and no other one is. Raises
+        JoinRefused."""
+        key = self._key or reply.key
+        if not is_genuine(reply.view, key, reply.run):
+            raise JoinRefused(
+                f"the registry at {self._address} isn't the run's, or has lost its key: view "
+                f"{reply.view.number} isn't signed by the run's key. Check the address; start the "
+                "registry with the folder of its key (--authority DIR), or this node anew"
+            )
+        self._key = key
 
     @property
     def _address(self) -> str:
@@ -488,16 +509,32 @@ class _Membership:
         call = stub.Watch(WatchRequest(run=self.view.run, node=self.node), metadata=metadata)
         try:
             async for view in call:
-                if view.number > self.view.number:
-                    known = {m.node: m.address for m in self.view.members}
-                    new = (m for m in view.members if known.get(m.node) != m.address)
-                    if wrong := first_misspelt(new):
-                        return f"it sent a view that can't be: {wrong}"
-                    self.view = view
-                    self.on_view(view)
+                if view.number < self.view.number or view == self.view:
+                    continue
+                if wrong := self._wrong_with(view):
+                    return f"it sent a view that can't be: {wrong}"
+                if not follows(view, self.view):
+                    self.evicted = (
+                        f"view {view.number} of the registry doesn't follow view "
+                        f"{self.view.number} as this node has it: it went on from an older one, "
+                        "or two registries issue views (they need one journal or store)"
+                    )
+                    return "evicted"
+                self.view = view
+                self.on_view(view)
         finally:
             call.cancel()
         return "it ended the stream of views"
+
+    def _wrong_with(self, view: View) -> str:
+        """Empty: nothing."""
+        if not self.client.is_genuine(view):
+            return (
+                f"view {view.number} isn't signed by the run's key: start the registry with the "
+                "folder of its key (--authority DIR)"
+            )
+        known = {m.node: m.address for m in self.view.members}
+        return first_misspelt(m for m in view.members if known.get(m.node) != m.address)
 
     def _answered(self) -> None:
         if not self.connected:

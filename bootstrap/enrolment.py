@@ -115,10 +115,10 @@ class OperatorServer(OperatorServicer):
         self._admission, self._members = admission, members
 
     async def Invite(self, request: InviteRequest, context: Context) -> Invited:  # noqa: N802
-        if self._admission.authority is None:
+        if not self._admission.certifies:
             why = (
-                "this registry has no authority, so there is nothing to invite to: start it "
-                "without --insecure and without certificates of your own"
+                "this registry gives out no certificates, so there is nothing to invite to: start "
+                "it without --insecure and without certificates of your own"
             )
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
         stage = request.stage if request.HasField("stage") else None

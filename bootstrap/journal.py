@@ -4,7 +4,8 @@ A file of records, each a head and its content. The head, little-endian: the 4 b
 the record's number as uint64, the content's length as uint32 and its CRC-32, and the CRC-32 of all
 that. Record 0 is a JSON header that names the run; the others are `View` messages, the newest last.
 Header and first view are written as one file, which replaces the old one at once or not at all;
-what comes later is appended.
+what comes later is appended. Views are signed by the run's key (views.py), so nobody who can write
+the file makes one; those of formats 1 and 2 were not, and the newest is signed when it is read.
 
 A crash can leave the last appended record incomplete, and a power cut zeros behind it. That tail is
 cut. Whatever else is wrong is damage: the newest view that is whole counts, wherever it stands, and
@@ -29,11 +30,15 @@ from zlib import crc32
 
 from google.protobuf.message import DecodeError
 
+from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import View
+from planaria.bootstrap.views import is_genuine, sign
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
+UNSIGNED = (1, 2)
+"""Formats whose views nobody has signed."""
 MARKER = b"\xb6plJ"
 VIEWS_UNREAD = 2**20
 """More views than a damaged journal can have lacked."""
@@ -54,12 +59,12 @@ class Journal:
     """Open for one registry at a time. `view` is the newest one; None: no view was issued yet.
     `damage` says what was wrong with the file that was found; empty: nothing."""
 
-    def __init__(self, path: Path, run: str) -> None:
+    def __init__(self, path: Path, run: str, key: Identity) -> None:
         """Opens or creates the file, compacted to its newest view; a damaged one is kept as
         NAME.damaged-1, -2, ... Raises JournalError when it belongs to another run or registry, is
-        no journal, or can't be read or written."""
+        no journal, can't be read or written, or when `key`, the run's, has not signed its view."""
         self.path = path
-        self._run = run
+        self._run, self._key = run, key
         self._file: BinaryIO | None = None
         self._behind = False  # the file lacks `view`, and may end with half a record
         try:
@@ -105,16 +110,16 @@ class Journal:
         trained from now on counts more than what was not saved. `damage`: of the journal that it is
         from, which may have lacked newer ones. Raises JournalError."""
         newest = max(last.number, self.view.number if self.view else 0)
-        self.append(
-            View(
-                run=self._run,
-                number=newest + (VIEWS_UNREAD if damage else 1),
-                reason=reason,
-                committed=last.committed,
-                lineage=last.lineage,
-                quarantined=last.quarantined,
-            )
+        view = View(
+            run=self._run,
+            number=newest + (VIEWS_UNREAD if damage else 1),
+            reason=reason,
+            committed=last.committed,
+            lineage=last.lineage,
+            quarantined=last.quarantined,
         )
+        sign(view, self._key, self.view or last)
+        self.append(view)
 
     def close(self) -> None:
         if self._file is not None:
@@ -150,6 +155,7 @@ class Journal:
             return None, ""
         found = _found(self.path, content)
         self._check_run(found)
+        self._check_signed(found)
         if found.damage:
             return found.view, self._keep(content, found)
         if found.torn:
@@ -166,13 +172,13 @@ class Journal:
         if header is None:  # what a view says of its run is all there is to go by
             header = {} if found.view is None else {"run": found.view.run}
             expected = {key: expected[key] for key in header}
-        elif header.get("format") == 1:
-            expected["format"] = 1
+        elif header.get("format") in UNSIGNED:
+            expected["format"] = header["format"]
         wrong = [key for key, value in expected.items() if header.get(key) != value]
         if wrong == ["format"]:
             raise JournalError(
                 f"the journal {self.path} has format {header.get('format')}, this planaria reads "
-                f"formats 1 and {FORMAT}; use the planaria that wrote it, or move it away: the "
+                f"formats 1 to {FORMAT}; use the planaria that wrote it, or move it away: the "
                 "registry learns the membership from its nodes"
             )
         if wrong:
@@ -181,6 +187,20 @@ class Journal:
                 f"the journal {self.path} belongs to another run ({differs}); use the run file it "
                 "was made with, or choose another --journal for this run"
             )
+
+    def _check_signed(self, found: _Found) -> None:
+        view, format = found.view, (found.header or {}).get("format")
+        if view is None or is_genuine(view, self._key.public, self._run):
+            return
+        if format in UNSIGNED and not view.signature:
+            sign(view, self._key, View())
+            return
+        raise JournalError(
+            f"view {view.number} in the journal {self.path} is not signed by the run's key: it was "
+            "made or changed by somebody else, or the registry has another key than it had. Give "
+            "it the folder with that key (--authority DIR), or restore the journal from a copy; if "
+            "it is moved away, the registry learns the membership from its nodes"
+        )
 
     def _keep(self, content: bytes, found: _Found) -> str:
         """Puts a damaged file aside; a sentence about it. Raises OSError."""
@@ -265,7 +285,7 @@ def _found(path: Path, content: bytes) -> _Found:
 
 
 def _read(content: bytes) -> _Found:
-    """Of format 2."""
+    """Of formats 2 and 3."""
     whole: list[_Record] = []
     beyond: list[_Record] = []  # the damage
     for record in _intact(content):

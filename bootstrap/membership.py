@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from planaria.bootstrap.address import EVERYWHERE, not_to_dial
 from planaria.bootstrap.cuts import LOOKS, Cuts, Goes
 from planaria.bootstrap.fitting import fit
-from planaria.bootstrap.identity import instance_of
+from planaria.bootstrap.identity import Identity, instance_of
 from planaria.bootstrap.invites import is_instance
 from planaria.bootstrap.places import Place, is_apart, is_block, shared
 from planaria.bootstrap.progress import Age, Progress
@@ -41,6 +41,7 @@ from planaria.bootstrap.registry_pb2 import (
 )
 from planaria.bootstrap.seating import Sitter, Taken, assign
 from planaria.bootstrap.spelling import misspelt, readable
+from planaria.bootstrap.views import is_genuine, sign
 from planaria.recovery.decide import Policy
 
 PROTOCOL = 7
@@ -268,8 +269,9 @@ def to_link(own: Member, view: View, stages: int, swapped: bool) -> list[str]:
 class Membership:
     """Every effect must be carried out, in the order given, before the next event is fed in."""
 
-    def __init__(self, rules: MembershipRules) -> None:
-        self.rules = rules
+    def __init__(self, rules: MembershipRules, key: Identity | None = None) -> None:
+        """`key`: the run's, by which views are signed; without one it is made."""
+        self.rules, self.key = rules, key or Identity.generate()
         self.view = View(run=rules.run, reason="no node has joined yet")
         self.decisions: deque[str] = deque(maxlen=DECISIONS_KEPT)  # newest last
         self.decided = 0  # decisions ever taken
@@ -358,11 +360,13 @@ class Membership:
     def stream_opened(self, renewal: Renewal, now: float) -> list[Effect]:
         """The first renewal of a KeepAlive stream, which supersedes an older stream of the node.
 
-        A registry that has lost its journal learns the membership from the view shown here.
+        A registry that has lost its journal learns the membership from the view shown here. Raises
+        Refused for one that it has not signed.
         """
         if renewal.run and renewal.run != self.rules.run:
             reason = f"this registry serves run {self.rules.run}, not {renewal.run}"
             return [Evict(renewal.node, reason)]
+        self._check_shown(renewal)
         if self._should_learn(renewal, now):
             self._learn(renewal.view, now)
         node = self._nodes.get(renewal.node)
@@ -559,6 +563,8 @@ class Membership:
         Raises ValueError when the view can't be one of this run.
         """
         problem = _problem(view, self.rules)
+        if not self.is_genuine(view):
+            problem = problem or "it is not signed by the run's key"
         if problem:
             raise ValueError(f"view {view.number} can't be restored: {problem}")
         former, self._nodes = self._nodes, {}
@@ -614,6 +620,10 @@ class Membership:
         """The public key that the member has joined with; None: it is no member."""
         node = self._nodes.get(name)
         return None if node is None else node.member.key
+
+    def is_genuine(self, view: View) -> bool:
+        """Whether a registry of this run has issued it."""
+        return is_genuine(view, self.key.public, self.rules.run)
 
     def describe(self, now: float) -> Description:
         """Everything known, for people. The shell adds run file and uptime."""
@@ -914,7 +924,11 @@ class Membership:
 
     def _reply(self, node: _Node) -> JoinReply:
         return JoinReply(
-            run=self.rules.run, view=self.view, reason=node.why, lease=self.rules.lease
+            run=self.rules.run,
+            view=self.view,
+            reason=node.why,
+            lease=self.rules.lease,
+            key=self.key.public,
         )
 
     # -- when nobody is heard --------------------------------------------------------------------
@@ -1221,7 +1235,7 @@ class Membership:
         self._number += 1
         told = "; ".join(self._changes)[:DECISION_LENGTH]
         reason = "; ".join(filter(None, (told, awaited)))
-        self.view = View(
+        view = View(
             run=self.rules.run,
             number=self._number,
             members=[n.member for n in self._nodes.values()],
@@ -1233,6 +1247,8 @@ class Membership:
             quarantined=self._quarantine.listed(now),
             banned=self._banned,
         )
+        sign(view, self.key, self.view)
+        self.view = view
         self._note(f"view {self._number}: {reason}")
         self._changes = []
         self._effects.append(Issue(self.view))
@@ -1272,6 +1288,19 @@ class Membership:
         return [s for s in range(self.rules.stages + 1) if s not in served]
 
     # -- learning after the loss of the journal --------------------------------------------------
+
+    def _check_shown(self, renewal: Renewal) -> None:
+        """Somebody has made the view up that a node shows, or this registry lacks the run's key:
+        then who shows it is not sent away, but trains on until its registry is back."""
+        view, known = renewal.view, renewal.node in self._nodes
+        if view.number <= (self._number if known else 0) or self.is_genuine(view):
+            return
+        raise Refused(
+            "FAILED_PRECONDITION",
+            f"{renewal.node} shows view {view.number}, which this registry's key has not signed, "
+            "so it is not believed. If the registry was started without the key that it had, start "
+            "it with the folder of that (--authority DIR); if it is lost, start all nodes anew",
+        )
 
     def _should_learn(self, renewal: Renewal, now: float) -> bool:
         """A member shows a newer view than ours, and we have not led this run ourselves yet."""

@@ -65,7 +65,7 @@ class Member(_message.Message):
     def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ..., joined: _Optional[int] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., data: _Optional[str] = ..., instance: _Optional[str] = ..., seats: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ..., room: _Optional[int] = ..., leaving: _Optional[bool] = ..., key: _Optional[bytes] = ..., block: _Optional[str] = ..., standby: _Optional[bool] = ...) -> None: ...
 
 class View(_message.Message):
-    __slots__ = ("run", "number", "members", "driver", "reason", "committed", "lineage", "relays", "quarantined", "banned")
+    __slots__ = ("run", "number", "members", "driver", "reason", "committed", "lineage", "relays", "quarantined", "before", "signature", "banned")
     RUN_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +75,8 @@ class View(_message.Message):
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     RELAYS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     BANNED_FIELD_NUMBER: _ClassVar[int]
     run: str
     number: int
@@ -85,8 +87,10 @@ class View(_message.Message):
     lineage: int
     relays: _containers.RepeatedCompositeFieldContainer[Relay]
     quarantined: _containers.RepeatedCompositeFieldContainer[Quarantined]
+    before: bytes
+    signature: bytes
     banned: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., driver: _Optional[str] = ..., reason: _Optional[str] = ..., committed: _Optional[int] = ..., lineage: _Optional[int] = ..., relays: _Optional[_Iterable[_Union[Relay, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[Quarantined, _Mapping]]] = ..., banned: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., driver: _Optional[str] = ..., reason: _Optional[str] = ..., committed: _Optional[int] = ..., lineage: _Optional[int] = ..., relays: _Optional[_Iterable[_Union[Relay, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[Quarantined, _Mapping]]] = ..., before: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., banned: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Relay(_message.Message):
     __slots__ = ("a", "b", "via")
@@ -153,7 +157,7 @@ class JoinRequest(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., stage: _Optional[int] = ..., data: _Optional[str] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., question: _Optional[int] = ..., answered: _Optional[_Iterable[str]] = ..., room: _Optional[int] = ..., standby: _Optional[bool] = ..., saved: _Optional[bool] = ..., run: _Optional[str] = ..., key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("run", "run_file", "view", "reason", "question", "unheard", "dial_seconds", "lease", "quarantine")
+    __slots__ = ("run", "run_file", "view", "reason", "question", "unheard", "dial_seconds", "lease", "quarantine", "key")
     RUN_FIELD_NUMBER: _ClassVar[int]
     RUN_FILE_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
@@ -163,6 +167,7 @@ class JoinReply(_message.Message):
     DIAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     QUARANTINE_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     run: str
     run_file: str
     view: View
@@ -172,7 +177,8 @@ class JoinReply(_message.Message):
     dial_seconds: float
     lease: float
     quarantine: float
-    def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., reason: _Optional[str] = ..., question: _Optional[int] = ..., unheard: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., dial_seconds: _Optional[float] = ..., lease: _Optional[float] = ..., quarantine: _Optional[float] = ...) -> None: ...
+    key: bytes
+    def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., reason: _Optional[str] = ..., question: _Optional[int] = ..., unheard: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., dial_seconds: _Optional[float] = ..., lease: _Optional[float] = ..., quarantine: _Optional[float] = ..., key: _Optional[bytes] = ...) -> None: ...
 
 class SeatReport(_message.Message):
     __slots__ = ("stage", "committed", "lineage", "phase", "loss", "microbatches", "tokens_per_second", "message", "stopped", "finished")

@@ -107,13 +107,13 @@ class RegistryServer(RegistryServicer):
         admission: Admission | None = None,
         room: Room | None = None,
     ) -> None:
-        """`run_file`: the run's TOML, handed to joiners. `admission`: without one, bans are kept in
-        memory, and nobody is invited. `room`: for connections; without it, what the process's
-        descriptors allow. The caller closes the journal, after `stop`. Raises ValueError when the
-        journal's view can't be one of this run."""
-        self._machine = Membership(rules)
-        self._run_file, self._journal, self._limits, self._room = run_file, journal, limits, room
+        """`run_file`: the run's TOML, handed to joiners. `admission`: without one, the run's key
+        and bans are kept in memory, and nobody is invited. `room`: for connections; without it,
+        what the process's descriptors allow. The caller closes the journal, after `stop`. Raises
+        ValueError when the journal's view can't be one of this run."""
         self._admission = admission or Admission(None, certifies=False)
+        self._machine = Membership(rules, self._admission.key)
+        self._run_file, self._journal, self._limits, self._room = run_file, journal, limits, room
         self._streams: dict[str, _Stream] = {}  # newest of each node
         self._open_streams = self._watchers = self._logged = 0
         self._examinations = 0
@@ -423,8 +423,13 @@ class RegistryServer(RegistryServicer):
                 return Refused("INVALID_ARGUMENT", reason)
             if (refused := self._unproved(first, first.node, caller)) is not None:
                 return refused
+            try:
+                effects = self._machine.stream_opened(first, self._loop.time())
+            except Refused as why:
+                log.warning("of %s: %s", caller, readable(why.reason))
+                return why
             self._adopt(stream, first.node)
-            self._carry_out(self._machine.stream_opened(first, self._loop.time()))
+            self._carry_out(effects)
             if self._machine.key_of(first.node) is not None:
                 self._door.belong(context.peer(), first.node)
             stream.notices.put_nowait(Notice(view=self._machine.view.number))

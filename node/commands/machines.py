@@ -391,8 +391,9 @@ def bootstrap_command(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Folder of the run's certificate authority, for which invites are; with it, TLS "
-            "on loopback, too. Default: JOURNAL.authority; without a journal, in memory.",
+            help="Folder of the run's certificate authority, for which invites are, and by whose "
+            "key views are signed; with it, TLS on loopback, too. Default: JOURNAL.authority; "
+            "without a journal, in memory.",
             rich_help_panel=SECURITY,
         ),
     ] = None,
@@ -425,7 +426,7 @@ def bootstrap_command(
 ) -> None:
     """Run the registry: who serves what, and the page on which one watches."""
     from planaria.bootstrap.address import Address
-    from planaria.bootstrap.admission import Admission, AdmissionError
+    from planaria.bootstrap.admission import Admission, AdmissionError, folder_beside
     from planaria.bootstrap.allowed import read_allowed
     from planaria.bootstrap.credentials import Certified, Credentials, CredentialsError
     from planaria.bootstrap.journal import Journal, JournalError, read_view
@@ -449,17 +450,17 @@ def bootstrap_command(
         page = parse_place(http, token, certificate, key, insecure)
         if after is not None and journal is None:
             raise ValueError(f"--after {after}: give this run a --journal of its own, too")
-        log = Journal(journal, rules.run) if journal is not None else None
+        certifies = credentials.server is None and not insecure
+        certifies = certifies and (authority is not None or not address.is_loopback)
+        folder = authority
+        if folder is None and journal is not None:
+            folder = folder_beside(journal)
+        admission = Admission(folder, certifies)
+        log = Journal(journal, rules.run, admission.key) if journal is not None else None
         try:
             if after is not None and log is not None and log.view is None:
                 last, damage = read_view(after)
                 log.go_on_from(last, damage, f"the run {last.run} goes on in other numbers")
-            certifies = credentials.server is None and not insecure
-            certifies = certifies and (authority is not None or not address.is_loopback)
-            folder = authority
-            if folder is None and journal is not None:
-                folder = journal.with_name(f"{journal.name}.authority")
-            admission = Admission(folder, certifies)
             registry = RegistryServer(rules, text, log, admission=admission)
             parts: list[Part] = []
             if page is not None:

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from planaria.bootstrap.admission import AdmissionError, key_beside
 from planaria.bootstrap.journal import Journal, JournalError
 from planaria.bootstrap.registry_pb2 import View
 from planaria.node.local.losses import stage_of
@@ -56,6 +57,10 @@ class Kept(NamedTuple):
     @property
     def journal(self) -> Path:
         return self._own(self.out / "logs", f"{self.id}.journal", JOURNAL)
+
+    def open_journal(self) -> Journal:
+        """Raises AdmissionError, JournalError."""
+        return Journal(self.journal, self.id, key_beside(self.journal))
 
     @property
     def saves(self) -> Path | None:
@@ -132,7 +137,7 @@ def put_in_place(kept: Kept, slots: Sequence[str]) -> list[str]:
     if not found:
         return ["nothing was saved before the run ended: it begins anew"]
     told = []
-    with _refusing(), Journal(kept.journal, kept.id):  # nobody else uses it
+    with _refusing(), kept.open_journal():  # nobody else uses it
         _, chosen = choose(found, kept.run.config.stages)
         for stage, saves in sorted(chosen.items()):
             homes = _homes(kept, kept.saves, stage, slots)
@@ -153,7 +158,7 @@ def take_over(before: Kept, kept: Kept, slots: Sequence[str]) -> Resume:
             f"there is no save of the run under {before.checkpoints or before.saves}: it can't go "
             "on in other numbers, only begin anew"
         )
-    with _refusing(), Journal(before.journal, before.id) as journal:
+    with _refusing(), before.open_journal() as journal:
         folder = None if kept.save_dir is None else kept.save_dir / kept.id
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -163,7 +168,7 @@ def take_over(before: Kept, kept: Kept, slots: Sequence[str]) -> Resume:
 
         at = regroup(found, kept.run.config, open_folder, kept.run.training.betas)
         own = kept.out / "logs" / f"{kept.id}.journal"
-        with Journal(own, kept.id) as views:
+        with Journal(own, kept.id, key_beside(own)) as views:
             reason = f"the run {before.id} goes on in other numbers"
             views.go_on_from(journal.view or View(), journal.damage, reason)
         _replace(kept.out / RUN_FILE, dumps(kept.run))
@@ -199,7 +204,7 @@ def _refusing() -> Iterator[None]:
 
     try:
         yield
-    except (RegroupError, SaveError, JournalError) as error:
+    except (AdmissionError, RegroupError, SaveError, JournalError) as error:
         raise ResumeError(f"the run can't be resumed: {error}") from error
     except OSError as error:
         raise ResumeError(

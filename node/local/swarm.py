@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from planaria.bootstrap.admission import AdmissionError
 from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
-from planaria.bootstrap.journal import Journal, JournalError
+from planaria.bootstrap.journal import JournalError
 from planaria.bootstrap.membership import stages_of
 from planaria.bootstrap.registry_pb2 import Description, View
 from planaria.node.data.mixture import index_of
@@ -406,10 +407,10 @@ def go_on(plan: SwarmPlan, before: SwarmPlan, slots: Sequence[str]) -> list[str]
 def empty_registry(plan: SwarmPlan) -> None:
     """All the processes are gone: nobody is to wait for them. Raises SwarmError."""
     try:
-        with Journal(plan.kept.journal, plan.kept.id) as journal:
+        with plan.kept.open_journal() as journal:
             journal.go_on_from(journal.view or View(), journal.damage, "the run is resumed")
         (plan.out / ADDRESS).unlink(missing_ok=True)
-    except JournalError as error:
+    except (AdmissionError, JournalError) as error:
         raise SwarmError(f"the run can't be resumed: {error}") from error
 
 

@@ -13,6 +13,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from google.protobuf.message import Message
 
+from planaria.bootstrap.admission import Admission
+from planaria.bootstrap.authority import Authority
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.credentials import PLAIN, Credentials
 from planaria.bootstrap.identity import Identity
@@ -27,6 +29,9 @@ T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 RULES = MembershipRules(run="r", stages=2, lease=10, probe_timeout=5, restart_grace=0.2)
 RUN_FILE = 'name = "r"\n'
+AUTHORITY = Authority.make(0)
+KEY = AUTHORITY.identity
+"""The run's, which its registries have when they are started again."""
 
 
 async def soon(what: Awaitable[T]) -> T:
@@ -123,8 +128,11 @@ async def serving(
     journal: Journal | None = None,
     credentials: Credentials = PLAIN,
     limits: Limits | None = None,
+    authority: Authority = AUTHORITY,
 ) -> AsyncIterator[Place]:
-    registry = RegistryServer(rules, RUN_FILE, journal, limits or Limits())
+    admission = Admission(None, certifies=False)
+    admission.authority = authority
+    registry = RegistryServer(rules, RUN_FILE, journal, limits or Limits(), admission)
     port = await registry.start(f"127.0.0.1:{port}", credentials)
     place = Place(registry, port, [], credentials)
     try:

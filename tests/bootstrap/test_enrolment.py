@@ -232,7 +232,7 @@ async def test_in_plain_text_this_machine_commands_and_nobody_is_invited() -> No
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as opened:
             stub = OperatorStub(opened)  # type: ignore[no-untyped-call]
-            with pytest.raises(grpc.aio.AioRpcError, match="has no authority"):
+            with pytest.raises(grpc.aio.AioRpcError, match="gives out no certificates"):
                 await stub.Invite(InviteRequest(role="node"))
             with pytest.raises(grpc.aio.AioRpcError, match="x is no member"):
                 await stub.Evict(EvictRequest(node="x"))

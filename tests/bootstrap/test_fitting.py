@@ -31,6 +31,7 @@ from planaria.bootstrap.registry_pb2 import (
     SeatReport,
     View,
 )
+from planaria.bootstrap.views import sign
 
 NODES = 900
 WORDS = st.sampled_from(["", "x", "\x1b" * 50, "\U0010fffd" * 4000, "why " * 1000])
@@ -61,7 +62,9 @@ def test_a_report_fits_whatever_it_says_and_complaints_are_counted(
 def test_what_a_registry_says_fits_however_much_its_nodes_say(word: str) -> None:
     machine = Membership(MembershipRules("r", stages=2))
     members = [Member(node=f"n{number}", joined=number + 1) for number in range(NODES)]
-    machine.restore(View(run="r", number=1, members=members), 0.0)
+    view = View(run="r", number=1, members=members)
+    sign(view, machine.key, View())
+    machine.restore(view, 0.0)
     for number in range(NODES):
         seat = SeatReport(committed=number, message=word * 5000)
         report = Report(seats=[seat], trouble="mine" if number % 2 else word * 5000)

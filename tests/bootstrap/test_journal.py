@@ -12,22 +12,31 @@ from zlib import crc32
 import pytest
 
 from planaria.bootstrap import journal as module
+from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.journal import VIEWS_UNREAD, Journal, JournalError, read_view
 from planaria.bootstrap.registry_pb2 import DIVERGENCE, Member, Quarantined, View
+from planaria.bootstrap.views import hash_of, is_genuine, sign
+from tests.bootstrap.conftest import KEY, identity
 
 
 def view(number: int) -> View:
+    made = unsigned(number)
+    sign(made, KEY, View())
+    return made
+
+
+def unsigned(number: int) -> View:
     return View(run="r", number=number, members=[Member(node="a", joined=1, address="h:1")])
 
 
 def write(path: Path, *numbers: int) -> None:
-    with Journal(path, "r") as journal:
+    with Journal(path, "r", KEY) as journal:
         for number in numbers:
             journal.append(view(number))
 
 
 def read(path: Path) -> View | None:
-    with Journal(path, "r") as journal:
+    with Journal(path, "r", KEY) as journal:
         return journal.view
 
 
@@ -65,7 +74,7 @@ def three_views(path: Path) -> tuple[bytes, list[int]]:
     what was written at once, and behind each view that was appended."""
     write(path, 1)
     cuts = []
-    with Journal(path, "r") as journal:
+    with Journal(path, "r", KEY) as journal:
         cuts.append(path.stat().st_size)
         for number in (2, 3):
             journal.append(view(number))
@@ -133,7 +142,7 @@ def test_what_no_crash_leaves_behind_is_damage(tmp_path: Path, alien: bytes) -> 
     path = tmp_path / "journal"
     content, cuts = three_views(path)
     path.write_bytes(content[: cuts[1]] + alien + content[cuts[1] :])
-    with Journal(path, "r") as journal:
+    with Journal(path, "r", KEY) as journal:
         assert journal.view == view(3)
         assert f"damaged at byte {cuts[1]} of {len(content) + len(alien)}" in journal.damage
         assert str(path) + ".damaged-1" in journal.damage
@@ -144,7 +153,7 @@ def test_a_missing_record_is_damage(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     content, cuts = three_views(path)
     path.write_bytes(content[: cuts[0]] + content[cuts[1] :])
-    with Journal(path, "r") as journal:
+    with Journal(path, "r", KEY) as journal:
         assert journal.view == view(3)
         assert f"damaged at byte {cuts[0]}" in journal.damage
 
@@ -176,7 +185,7 @@ HEADER_1 = json.dumps({"format": 1, "run": "r", "run_file": sha256(b"toml").hexd
 
 def test_a_journal_of_an_older_planaria_is_read(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    path.write_bytes(old(HEADER_1, *(view(n).SerializeToString() for n in (1, 2, 3))))
+    path.write_bytes(old(HEADER_1, *(unsigned(n).SerializeToString() for n in (1, 2, 3))))
     assert read(path) == view(3)
     assert not damaged(path)
     assert read(path) == view(3), "rewritten in today's format"
@@ -184,12 +193,47 @@ def test_a_journal_of_an_older_planaria_is_read(tmp_path: Path) -> None:
     assert read(path) is None
     with pytest.raises(JournalError, match="run = 'r', not 'other'"):
         path.write_bytes(old(HEADER_1))
-        Journal(path, "other")
+        Journal(path, "other", KEY)
+
+
+def test_the_newest_view_of_an_older_planaria_which_signed_none_is_signed(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    header = json.dumps({"journal": module.KIND, "format": 2, "run": "r", "view": 1}).encode()
+    views = [unsigned(number).SerializeToString() for number in (1, 2)]
+    path.write_bytes(b"".join(module._record(n, r) for n, r in enumerate([header, *views])))
+    found = read(path)
+    assert found is not None
+    assert is_genuine(found, KEY.public, "r")
+    assert (found.number, list(found.members)) == (2, list(unsigned(2).members))
+    assert read(path) == found, "which is on disk"
+
+
+@pytest.mark.parametrize("forger", [None, identity("somebody")])
+def test_a_view_that_the_run_s_key_has_not_signed_is_refused_and_left_there(
+    tmp_path: Path, forger: Identity | None
+) -> None:
+    path = tmp_path / "journal"
+    write(path, 1, 2)
+    forged = unsigned(3)
+    if forger is not None:
+        sign(forged, forger, view(2))
+    with Journal(path, "r", KEY) as journal:
+        journal.append(forged)
+    content = path.read_bytes()
+    with pytest.raises(JournalError, match=f"view 3 in the journal {path} is not signed by the"):
+        read(path)
+    assert path.read_bytes() == content
+
+
+def test_a_journal_whose_key_is_lost_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "journal", 1)
+    with pytest.raises(JournalError, match=r"has another key than it had.*--authority DIR"):
+        Journal(tmp_path / "journal", "r", Identity.generate())
 
 
 def test_an_old_journal_that_is_not_whole_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    content = old(HEADER_1, *(view(n).SerializeToString() for n in (1, 2, 3)))
+    content = old(HEADER_1, *(unsigned(n).SerializeToString() for n in (1, 2, 3)))
     for number, broken in enumerate((content + bytes(512), content[:-1]), 1):
         path.write_bytes(broken)
         assert read(path) == view(4 - number)
@@ -199,11 +243,9 @@ def test_an_old_journal_that_is_not_whole_is_kept(tmp_path: Path) -> None:
 def test_of_a_newer_planaria_it_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     write(path, 1)
-    newer = json.dumps({"format": 3, "run": "r", "run_file": sha256(b"toml").hexdigest()})
+    newer = json.dumps({"format": 4, "run": "r", "run_file": sha256(b"toml").hexdigest()})
     path.write_bytes(module._record(0, newer.encode()))
-    with pytest.raises(
-        JournalError, match=r"has format 3, this planaria reads formats 1 and 2; .*"
-    ):
+    with pytest.raises(JournalError, match=r"has format 4, this planaria reads formats 1 to 3; .*"):
         read(path)
     assert not damaged(path)
 
@@ -212,7 +254,7 @@ def test_another_run_is_refused_with_what_differs(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     write(path, 1)
     with pytest.raises(JournalError, match="run = 'r', not 'other'"):
-        Journal(path, "other")
+        Journal(path, "other", KEY)
     assert read(path) == view(1), "and left alone"
 
 
@@ -222,17 +264,17 @@ def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         JournalError, match=r"notes.txt is no journal .*beginning with b'do not lose "
     ):
-        Journal(path, "r")
+        Journal(path, "r", KEY)
     assert path.read_text().startswith("do not lose me")
 
 
 def test_one_registry_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     with (
-        Journal(path, "r"),
+        Journal(path, "r", KEY),
         pytest.raises(JournalError, match="in use by another registry"),
     ):
-        Journal(path, "r")
+        Journal(path, "r", KEY)
     assert read(path) is None
 
 
@@ -245,7 +287,7 @@ def test_once_the_disk_is_full_the_newest_view_is_written_when_it_is_not(
         file.flush()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with Journal(path, "r") as journal:
+    with Journal(path, "r", KEY) as journal:
         journal.append(view(1))
         with monkeypatch.context() as disk:
             disk.setattr(module, "_flush", full)
@@ -261,8 +303,8 @@ def test_once_the_disk_is_full_the_newest_view_is_written_when_it_is_not(
 def test_a_place_that_can_not_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(JournalError, match="can't use the journal"):
-        Journal(tmp_path / "file" / "journal", "r")
-    journal = Journal(tmp_path / "journal", "r")
+        Journal(tmp_path / "file" / "journal", "r", KEY)
+    journal = Journal(tmp_path / "journal", "r", KEY)
     journal.close()
     with pytest.raises(JournalError, match="closed"):
         journal.append(view(1))
@@ -273,11 +315,19 @@ def test_views_go_on_counting_where_another_run_has_ended(tmp_path: Path) -> Non
     write(old, 1, 2, 40)
     last, damage = read_view(old)
     assert (last, damage) == (view(40), "")
-    with Journal(new, "s") as journal:
+    with Journal(new, "s", KEY) as journal:
         journal.go_on_from(last, damage, "it goes on")
-        assert journal.view == View(run="s", number=41, reason="it goes on")
+        first = journal.view
+        assert first is not None
+        assert (first.run, first.number, first.reason) == ("s", 41, "it goes on")
+        assert first.before == hash_of(last)
         journal.go_on_from(view(7), "a bit is wrong", "again")
-        assert journal.view == View(run="s", number=41 + VIEWS_UNREAD, reason="again")
+        assert journal.view is not None
+        assert (journal.view.number, journal.view.reason) == (41 + VIEWS_UNREAD, "again")
+        assert journal.view.before == hash_of(first)
+    with Journal(new, "s", KEY) as journal:
+        assert journal.view is not None
+        assert journal.view.number == 41 + VIEWS_UNREAD
 
 
 def test_who_was_evicted_for_cause_stays_so_where_a_run_goes_on_in_other_numbers(
@@ -285,7 +335,7 @@ def test_who_was_evicted_for_cause_stays_so_where_a_run_goes_on_in_other_numbers
 ) -> None:
     told = Quarantined(instance="i", node="bad", cause=DIVERGENCE, times=1, seconds=9)
     last = View(run="r", number=4, members=[Member(node="a", joined=1)], quarantined=[told])
-    with Journal(tmp_path / "new", "s") as journal:
+    with Journal(tmp_path / "new", "s", KEY) as journal:
         journal.go_on_from(last, "", "it goes on")
         assert journal.view is not None
         assert (list(journal.view.quarantined), list(journal.view.members)) == ([told], [])

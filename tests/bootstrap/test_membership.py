@@ -1,6 +1,7 @@
 """The membership machine: what each event leads to. Time is a number."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -42,13 +43,24 @@ from planaria.bootstrap.registry_pb2 import (
     Suspicion,
     View,
 )
+from planaria.bootstrap.views import hash_of, sign
+from tests.bootstrap.conftest import identity
+
+KEY = identity("registry")
+
+
+def issued(**fields: Any) -> View:
+    """By the run's registry."""
+    view = View(run="r", **fields)
+    sign(view, KEY, View())
+    return view
 
 
 class Swarm:
     """A machine with a clock, checked after each event."""
 
     def __init__(self, stages: int = 2, **rules: object) -> None:
-        self.machine = Membership(MembershipRules(run="r", stages=stages, **rules))  # type: ignore[arg-type]
+        self.machine = Membership(MembershipRules(run="r", stages=stages, **rules), KEY)  # type: ignore[arg-type]
         self.now = 0.0
         self.effects: list[Effect] = []
 
@@ -1082,7 +1094,7 @@ def test_when_nobody_is_left_a_driver_waits_for_everybody_again() -> None:
 
 def test_a_journal_without_members_asks_for_no_grace() -> None:
     swarm = Swarm(stages=2)
-    swarm.machine.restore(View(run="r", number=9, committed=7, reason="all had ended"), swarm.now)
+    swarm.machine.restore(issued(number=9, committed=7, reason="all had ended"), swarm.now)
     swarm.join("a", 0)
     assert (swarm.view.number, swarm.view.committed) == (10, 7)
 
@@ -1110,7 +1122,7 @@ def test_a_restarted_registry_goes_on_after_the_grace() -> None:
 
 
 def test_nothing_is_restored_from_a_view_that_makes_no_sense() -> None:
-    view = View(run="r", number=3, members=[Member(node="a", seats=[Seat(stage=9)], joined=1)])
+    view = issued(number=3, members=[Member(node="a", seats=[Seat(stage=9)], joined=1)])
     with pytest.raises(ValueError, match="stages above 2"):
         Swarm().machine.restore(view, 0)
 
@@ -1134,11 +1146,50 @@ def test_a_registry_without_its_journal_learns_from_its_members() -> None:
 
 def test_a_registry_that_leads_its_run_believes_no_newer_view() -> None:
     swarm = full()
-    forged = View(run="r", number=99, members=[Member(node="x", seats=[Seat(stage=0)], joined=1)])
-    renewal = Renewal(node="x", run="r", view=forged)
+    newer = issued(number=99, members=[Member(node="x", seats=[Seat(stage=0)], joined=1)])
+    renewal = Renewal(node="x", run="r", view=newer)
     (evict,) = swarm.after(swarm.machine.stream_opened(renewal, swarm.now))
     assert isinstance(evict, Evict)
     assert swarm.nodes() == ["n0", "n1", "n2"]
+
+
+def test_a_registry_without_its_journal_believes_no_view_that_it_has_not_signed() -> None:
+    view = full().view
+    for forger in (None, identity("n0")):
+        forged = View()
+        forged.CopyFrom(view)
+        forged.number, forged.driver = 99, "n0"
+        forged.members[0].address = "elsewhere:1"
+        if forger is not None:
+            sign(forged, forger, view)
+        swarm = Swarm()
+        for node in ("n0", "stranger"):
+            renewal = Renewal(node=node, run="r", member=forged.members[0], view=forged)
+            with pytest.raises(Refused, match=f"{node} shows view 99, which this .* not signed"):
+                swarm.machine.stream_opened(renewal, swarm.now)
+        assert swarm.view.number == 0
+        swarm.after(swarm.machine.stream_opened(Renewal(node="n1", run="r", view=view), swarm.now))
+        assert swarm.view == view
+
+
+def test_members_of_a_registry_with_another_key_are_not_sent_away_by_one_that_has_its_own() -> None:
+    """That is, when it has lost it: what they have done isn't."""
+    other = Swarm()
+    other.machine.key = identity("another registry")
+    other.join("a")
+    swarm = full()
+    assert swarm.view.number > other.view.number
+    with pytest.raises(Refused, match=r"the folder of that .--authority DIR.; if"):
+        swarm.machine.stream_opened(Renewal(node="a", run="r", view=other.view), swarm.now)
+
+
+def test_each_view_has_the_hash_of_the_one_before() -> None:
+    swarm = Swarm()
+    swarm.join("a")
+    first = swarm.view
+    swarm.join("b")
+    assert (first.number, first.before) == (1, b"")
+    assert (swarm.view.number, swarm.view.before) == (2, hash_of(first))
 
 
 def test_time_in_which_the_registry_was_held_up_does_not_count() -> None:
@@ -1521,7 +1572,7 @@ def test_only_who_drives_says_what_the_run_has_committed() -> None:
 
 
 def test_a_view_with_more_steps_than_the_run_has_is_not_learned_from() -> None:
-    shown = View(run="r", number=9, committed=101, members=full().view.members)
+    shown = issued(number=9, committed=101, members=full().view.members)
     swarm = Swarm(steps=100)
     swarm.after(swarm.machine.stream_opened(Renewal(node="n0", run="r", view=shown), swarm.now))
     assert swarm.nodes() == []
@@ -1631,7 +1682,7 @@ def test_only_those_join_that_are_allowed_and_others_go_when_the_registry_learns
 
 
 def test_a_view_with_what_is_no_block_is_not_restored() -> None:
-    view = View(run="r", number=1, members=[Member(node="a", joined=1, block="203.0.113.7/24")])
+    view = issued(number=1, members=[Member(node="a", joined=1, block="203.0.113.7/24")])
     with pytest.raises(ValueError, match="no block of addresses"):
         Swarm().machine.restore(view, 0)
 

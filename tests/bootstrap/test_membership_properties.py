@@ -24,7 +24,10 @@ from planaria.bootstrap.registry_pb2 import (
     Suspicion,
     View,
 )
+from planaria.bootstrap.views import follows
+from tests.bootstrap.conftest import identity
 
+KEY = identity("registry")
 RULES = MembershipRules(
     run="r",
     stages=3,
@@ -45,7 +48,7 @@ THERE = st.lists(st.integers(0, 2), max_size=1)
 class Registry(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.machine = Membership(RULES)
+        self.machine = Membership(RULES, KEY)
         self.now = 0.0
         self.quiet_until = 0.0
         self.last = 0
@@ -60,6 +63,8 @@ class Registry(RuleBasedStateMachine):
         for effect in effects:
             if isinstance(effect, Issue):
                 assert effect.view.number > self.last
+                assert self.machine.is_genuine(effect.view)
+                assert follows(effect.view, self.shown)
                 assert self.now >= self.quiet_until, "a new view during the grace"
                 self.last = effect.view.number
                 self.shown = effect.view
@@ -215,7 +220,7 @@ class Registry(RuleBasedStateMachine):
     def restart(self, journal: bool) -> None:
         if not journal and not self.machine.view.members:
             return
-        self.machine = Membership(RULES)
+        self.machine = Membership(RULES, KEY)
         if journal:
             self.machine.restore(self.shown, self.now)
         else:

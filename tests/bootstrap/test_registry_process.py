@@ -23,6 +23,7 @@ PROGRAM = """
 import logging, sys
 from pathlib import Path
 import uvloop
+from planaria.bootstrap.admission import Admission, folder_beside
 from planaria.bootstrap.journal import Journal
 from planaria.bootstrap.membership import MembershipRules
 from planaria.bootstrap.service import RegistryServer, serve
@@ -30,8 +31,9 @@ from planaria.bootstrap.service import RegistryServer, serve
 logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
 path, listen = Path(sys.argv[1]), sys.argv[2]
 rules = MembershipRules(run="r", stages=1, lease=60, restart_grace=0.5)
-with Journal(path, "r") as journal:
-    uvloop.run(serve(RegistryServer(rules, "toml", journal), listen))
+admission = Admission(folder_beside(path), certifies=False)
+with Journal(path, "r", admission.key) as journal:
+    uvloop.run(serve(RegistryServer(rules, "toml", journal, admission=admission), listen))
 """
 
 

@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from planaria.bootstrap import service
+from planaria.bootstrap.authority import Authority
 from planaria.bootstrap.client import (
     InQuarantine,
     JoinRefused,
@@ -27,6 +28,7 @@ from planaria.bootstrap.client import (
 )
 from planaria.bootstrap.credentials import Credentials, CredentialsError
 from planaria.bootstrap.gate import host_of
+from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.journal import Journal
 from planaria.bootstrap.membership import PROTOCOL, MembershipRules
 from planaria.bootstrap.registry_pb2 import (
@@ -53,7 +55,8 @@ from planaria.bootstrap.service import (
     Limits,
     RegistryServer,
 )
-from tests.bootstrap.conftest import identity, joining, signed
+from planaria.bootstrap.views import sign
+from tests.bootstrap.conftest import KEY, identity, joining, signed
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 TIMEOUT = 120.0  # seconds; only a hanging test gets there
@@ -405,14 +408,14 @@ async def test_the_swarm_outlives_the_registry(
     serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "planaria.bootstrap.client")
-    with Journal(tmp_path / "journal", "r") as journal:
+    with Journal(tmp_path / "journal", "r", KEY) as journal:
         async with serve(journal=journal) as place:
             a = await place.node("a")
             b = await place.node("b")
             before = (await a.sees(lambda view: "b" in names(view))).number
             nodes, port, place.nodes = place.nodes, place.port, []
     assert not a.evicted.done()
-    with Journal(tmp_path / "journal", "r") as journal:
+    with Journal(tmp_path / "journal", "r", KEY) as journal:
         async with serve(port=port, journal=journal) as place:
             place.nodes = nodes
             c = await place.node("c")
@@ -441,11 +444,58 @@ async def test_a_registry_without_journal_learns_from_the_nodes(serve: Serve) ->
         await a.sees(lambda view: names(view) == {"a", "b", "c"})
 
 
+async def test_a_forged_view_is_refused_though_a_registry_without_journal_sees_it_first(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve() as place:
+        a = await place.node("a")
+        nodes, port, place.nodes = place.nodes, place.port, []
+    async with serve(port=port) as place:
+        member = Member(node="x", address="h:2", joined=1, key=identity("x").public)
+        forged = View(run="r", number=99, members=[*a.view.members, member])
+        sign(forged, identity("x"), a.view)
+        channel, stub = raw(place)
+        call = stub.KeepAlive()
+        await call.write(signed(Renewal(node="x", run="r", member=member, view=forged), "x"))
+        with pytest.raises(grpc.aio.AioRpcError, match=r"x shows view 99, which .* not signed"):
+            await call.read()
+        await channel.close()
+        place.nodes = nodes
+        described = await until_described(place, lambda d: d.view.members)
+        assert (described.view.number, names(described.view)) == (a.view.number, {"a"})
+        assert not a.evicted.done()
+    assert "x shows view 99, which this registry's key has not signed" in caplog.text
+
+
+async def test_nodes_train_on_while_their_registry_is_back_without_its_key(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "planaria.bootstrap")
+    async with serve() as place:
+        a = await place.node("a")
+        nodes, port, place.nodes = place.nodes, place.port, []
+    async with serve(port=port, authority=Authority.make(0)) as place:
+        async with asyncio.timeout(TIMEOUT):
+            said = "a shows view 1, which this registry's key has not signed"
+            while said not in caplog.text:  # noqa: ASYNC110  it tells nobody
+                await asyncio.sleep(0.01)
+        stranger = place.client()
+        await stranger.join(joining("b", "b:1"), identity("b"))
+        await stranger.close()
+        with pytest.raises(JoinRefused, match="isn't the run's, or has lost its key: view 2 isn't"):
+            await a.client.join(joining("c", "c:1"), identity("c"))
+    assert [view.number for view in a.views] == [1]
+    async with serve(port=port) as place:
+        place.nodes = nodes
+        await until_described(place, lambda d: names(d.view) == {"a"})
+        assert not a.evicted.done()
+
+
 async def test_a_journal_cut_between_two_views_gets_the_newer_one_from_the_nodes(
     serve: Serve, tmp_path: Path
 ) -> None:
     path = tmp_path / "journal"
-    with Journal(path, "r") as journal:
+    with Journal(path, "r", KEY) as journal:
         async with serve(journal=journal) as place:
             a = await place.node("a")
             short = path.read_bytes()
@@ -453,7 +503,7 @@ async def test_a_journal_cut_between_two_views_gets_the_newer_one_from_the_nodes
             before = (await a.sees(lambda view: "b" in names(view))).number
             nodes, port, place.nodes = place.nodes, place.port, []
     path.write_bytes(short)
-    with Journal(path, "r") as journal:
+    with Journal(path, "r", KEY) as journal:
         assert journal.view is not None
         assert journal.view.number < before
         async with serve(port=port, journal=journal) as place:
@@ -463,19 +513,19 @@ async def test_a_journal_cut_between_two_views_gets_the_newer_one_from_the_nodes
             assert c.reply.view.number > before
             await a.sees(lambda view: names(view) == {"a", "b", "c"})
             assert not any(node.evicted.done() for node in nodes)
-    with Journal(path, "r") as journal:
+    with Journal(path, "r", KEY) as journal:
         assert journal.view is not None
         assert journal.view.number > before
 
 
 async def test_a_damaged_journal_is_said_and_the_nodes_go_on(serve: Serve, tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    with Journal(path, "r") as journal:
+    with Journal(path, "r", KEY) as journal:
         async with serve(journal=journal) as place:
             a = await place.node("a")
             nodes, port, place.nodes = place.nodes, place.port, []
     path.write_bytes(b"\0" + path.read_bytes()[:-1])
-    with Journal(path, "r") as journal:
+    with Journal(path, "r", KEY) as journal:
         async with serve(port=port, journal=journal) as place:
             place.nodes = nodes
             found = await until_described(place, lambda d: d.view.number >= a.view.number)
@@ -486,7 +536,7 @@ async def test_an_unwritable_journal_is_said_and_written_later(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "journal"
-    with Journal(path, "r") as journal:
+    with Journal(path, "r", KEY) as journal:
         async with serve(journal=journal) as place:
             with monkeypatch.context() as disk:
                 disk.setattr(os, "fsync", _full)
@@ -500,7 +550,7 @@ async def test_an_unwritable_journal_is_said_and_written_later(
             await until_described(place, lambda d: not d.trouble)
             assert not b.evicted.done()
             number = b.view.number
-    with Journal(path, "r") as journal:
+    with Journal(path, "r", KEY) as journal:
         assert journal.view is not None
         assert journal.view.number >= number
 
@@ -690,6 +740,7 @@ async def test_a_registry_that_names_what_cannot_be_is_not_believed(
     client = place.client()
     reply = await client.join(joining("honest", "h:1"), identity("honest"))
     lie = View(run="r", number=reply.view.number + 1, members=[*reply.view.members, liar])
+    sign(lie, KEY, reply.view)
     told: list[View] = []
     membership = _Membership(client, "honest", reply, told.append, lambda number: None)
     place.registry._machine.view = lie
@@ -697,4 +748,31 @@ async def test_a_registry_that_names_what_cannot_be_is_not_believed(
     assert said.startswith("it sent a view that can't be: ") and why in said
     assert not told
     place.registry._machine.view = reply.view
+    await client.close()
+
+
+async def test_a_view_of_another_history_or_of_another_key_is_not_taken(place: Any) -> None:
+    client = place.client()
+    reply = await client.join(joining("honest", "h:1"), identity("honest"))
+    own, told = reply.view, list[View]()
+    membership = _Membership(client, "honest", reply, told.append, lambda number: None)
+
+    async def watched(view: View) -> str:
+        place.registry._machine.view = view
+        return await asyncio.wait_for(membership._watch(client._stub(), ()), TIMEOUT)
+
+    def next_of(former: View, key: Identity, number: int) -> View:
+        view = View(run="r", number=number, members=own.members)
+        sign(view, key, former)
+        return view
+
+    forged = next_of(own, identity("honest"), own.number + 1)
+    assert "view 2 isn't signed by the run's key: start the registry with" in await watched(forged)
+    unknown = next_of(View(), KEY, own.number)
+    for view in (unknown, next_of(unknown, KEY, own.number + 1)):
+        membership.evicted = ""
+        await watched(view)
+        assert f"view {view.number} of the registry doesn't follow view 1" in membership.evicted
+    assert not told
+    place.registry._machine.view = own
     await client.close()

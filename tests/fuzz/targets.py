@@ -181,7 +181,7 @@ def journals(data: bytes) -> None:
     for content in (data, records):
         with folder_with(journal=content) as folder, suppress(JournalError):
             read_view(folder / "journal")
-            Journal(folder / "journal", "r").close()
+            Journal(folder / "journal", "r", IDENTITY).close()
 
 
 def ledgers(data: bytes) -> None:

@@ -179,6 +179,10 @@ def test_a_journal_that_cannot_be_written_is_said(data: Path, tmp_path: Path) ->
     arguments = ["bootstrap", "--listen", "127.0.0.1:0", "--run", str(run)]
     result = CliRunner().invoke(app, [*arguments, "--journal", str(journal)])
     assert result.exit_code == 1
+    assert f"error: the folder {journal}.authority can't be used: Not a dir" in result.output
+    elsewhere = ["--authority", str(tmp_path / "authority")]
+    result = CliRunner().invoke(app, [*arguments, "--journal", str(journal), *elsewhere])
+    assert result.exit_code == 1
     assert f"error: can't use the journal {journal}: {journal.parent} is a file; " in result.output
 
 

@@ -7,7 +7,10 @@ import contextlib
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 from planaria.bootstrap import registry_pb2 as pb
+from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.membership import (
     PROTOCOL,
     Contradict,
@@ -21,6 +24,7 @@ from planaria.bootstrap.membership import (
     Refused,
     Settle,
 )
+from planaria.bootstrap.views import follows, is_genuine
 from simulation.network import Stream
 from simulation.world import Process
 
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
 TICK = 0.1
 HELD_UP = 1.0
 RENEW = 1.0
+KEY = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32)))  # the run's
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 1.0
 
 
@@ -72,7 +77,7 @@ class Registry:
         self.process = Process(self.world, self.name)
         self.ticked = self.world.now
         self.streams: dict[str, Stream] = {}
-        self.machine = Membership(self.rules)
+        self.machine = Membership(self.rules, KEY)
         self.newest = self.journal
         if self.journal.number:
             self.machine.restore(self.journal, self.world.now)
@@ -124,8 +129,12 @@ class Registry:
                     self._carry_out(effects)
                     self._tell(peer, reply)
             case pb.Renewal() if item.HasField("member"):
-                self._carry_out(self.machine.stream_opened(item, now))
-                self._tell(peer, self.machine.view)
+                try:
+                    self._carry_out(self.machine.stream_opened(item, now))
+                except Refused as refused:
+                    self._tell(peer, refused)
+                else:
+                    self._tell(peer, self.machine.view)
             case pb.Renewal():
                 self._carry_out(self.machine.renewed(item, now))
                 self._tell(peer, pb.Notice(view=self.machine.view.number))
@@ -251,6 +260,8 @@ class Client:
                 self.joined = True
                 self._viewed(item.view)
                 self._open()
+            case Refused() if self.joined:
+                self.node.process.after(LONGEST_PAUSE, self._open)
             case Refused():
                 if item.code == "ALREADY_EXISTS":
                     self.node.stop(item.reason)
@@ -265,8 +276,16 @@ class Client:
                     self._tell(pb.Renewal(node=self.node.name, probe=item.probe))
 
     def _viewed(self, view: pb.View) -> None:
-        if self.joined:
+        """As client.py does."""
+        former = self.node.view
+        if not self.joined or view.number < former.number or view == former:
+            return
+        genuine = is_genuine(view, KEY.public, "run")
+        self.cluster.demand(genuine, "I6", f"view {view.number} isn't the registry's")
+        if follows(view, former):
             self.node.viewed(view)
+        else:
+            self.node.stop(f"view {view.number} doesn't follow view {former.number}")
 
     def reported(self) -> None:
         """There is a new report; it is sent at once when it is news."""

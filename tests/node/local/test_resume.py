@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from planaria.bootstrap.admission import key_beside
 from planaria.bootstrap.journal import Journal
 from planaria.bootstrap.registry_pb2 import View
+from planaria.bootstrap.views import sign
 from planaria.node.local import resume as module
 from planaria.node.local.losses import places
 from planaria.node.local.resume import (
@@ -52,8 +54,11 @@ def begun(tmp_path: Path, run: RunFile = RUN) -> Kept:
     kept = Kept(run, tmp_path / "out", tmp_path / "saves")
     (kept.out / "logs").mkdir(parents=True)
     (kept.out / RUN_FILE).write_text(dumps(run))
-    with Journal(kept.out / "logs" / JOURNAL, kept.id) as journal:
-        journal.append(View(run=kept.id, number=7, committed=9))
+    path = kept.out / "logs" / JOURNAL
+    key, view = key_beside(path), View(run=kept.id, number=7, committed=9)
+    sign(view, key, View())
+    with Journal(path, kept.id, key) as journal:
+        journal.append(view)
     assert kept.save_dir is not None
     kept.save_dir.mkdir()
     return kept
@@ -176,7 +181,7 @@ def test_a_run_goes_on_in_other_numbers(tmp_path: Path, stages: int | None, repl
     assert load(new.out / RUN_FILE) == new.run
     for stage in range((stages or 2) + 1):
         assert at(new, f"{stage}.0", stage) == [Age(2, 8)]
-    with Journal(new.journal, new.id) as journal:
+    with new.open_journal() as journal:
         assert journal.view is not None
         assert (journal.view.number, journal.view.committed) == (8, 9)
         assert not journal.view.members
@@ -198,7 +203,7 @@ def test_there_and_back_the_newest_counts(tmp_path: Path) -> None:
     assert again.id == first.id
     assert again.saves != first.save_dir
     assert [at(four, f"{stage}.0", stage) for stage in range(5)] == [[Age(6, 8)]] * 5
-    with Journal(four.journal, four.id) as journal:
+    with four.open_journal() as journal:
         assert journal.view is not None
         assert journal.view.number == 7 + 5
 
@@ -244,7 +249,7 @@ def test_a_run_that_still_trains_is_left_alone(tmp_path: Path) -> None:
     kept = begun(tmp_path)
     save(kept, "0.0", 0, 8)
     new = kept._replace(run=changed(RUN, 4, None))
-    running = Journal(kept.journal, kept.id)
+    running = kept.open_journal()
     with pytest.raises(ResumeError, match="in use by another registry"):
         take_over(kept, new, slots_of(new))
     running.close()
