@@ -16,6 +16,7 @@ from bench import (
     registry,
     replica_loss,
     simulator,
+    spot_checks,
     strangers,
     trust,
     unequal,
@@ -38,6 +39,7 @@ def main() -> None:
         ("The loss of a replica in the middle of a step", replica_loss.main),
         ("Who is looked on against who isn't", onlooking.main),
         ("Who computes what when 400 of 1000 groups are lost", masking.main),
+        ("Visits that are done twice against none", spot_checks.main),
         ("Text to tokens against datasets.map", preparing.main),
         ("100,000 nodes in simulated time", simulator.main),
     ):

@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -38,6 +38,8 @@ FIRST: Final = 10  # steps that aren't measured
 AS_FAST, SIGNING = 0.90, 0.01  # goals
 COUNTED: Final = "signatures"
 ALONE: Final = ("--save-dir", "none", "--cloud", "none")
+Look = Callable[[], Lines]
+"""What a swarm has committed by now."""
 RUN: Final = f"""
 name = "trust"
 steps = 1000000
@@ -161,16 +163,21 @@ def measure_swarms(run: RunFile, out: Path) -> tuple[list[float], Signed]:
             stack.enter_context(swarm(run, run_counted, out / kind, nodes, tls=kind == "tls"))
             for kind in ("plain", "tls")
         ]
-        while min(len(look()) for look in looks) < FIRST:
-            time.sleep(0.2)
-        began, ratios = time.time(), []
-        for _ in range(ROUNDS):
-            since = time.time()
-            time.sleep(SECONDS)
-            plain, tls = (_rate(look(), since) for look in looks)
-            ratios.append(tls / plain)
+        began, ratios = compare(*looks)
         steps = sum(line["time"] >= began for line in looks[1]())
         return ratios, signed_in(out / "tls" / "logs", began, steps)
+
+
+def compare(reference: Look, other: Look) -> tuple[float, list[float]]:
+    """Since when, and tokens a second of one swarm over those of the other, in each round."""
+    while min(len(reference()), len(other())) < FIRST:
+        time.sleep(0.2)
+    began, ratios = time.time(), []
+    for _ in range(ROUNDS):
+        since = time.time()
+        time.sleep(SECONDS)
+        ratios.append(_rate(other(), since) / _rate(reference(), since))
+    return began, ratios
 
 
 def _rate(lines: Lines, since: float) -> float:

@@ -86,7 +86,9 @@ log = logging.getLogger("planaria")
 
 SLACK = 16 << 20
 """Bytes for heads, and for what is small."""
-TO_DRIVER = frozenset(["status", "synced", "home", "ready", "failed", "cut", "account", "stale"])
+TO_DRIVER = frozenset(
+    ["status", "synced", "home", "ready", "failed", "cut", "account", "stale", "compared"]
+)
 TO_MEMBER = frozenset(["query", "sync", "step", "reduce", "halt"])
 NOTING = 0.02
 """Seconds between two looks whether the ledger is written."""
@@ -114,6 +116,7 @@ class Agent:
         self.node, self.stage, self.run, self.config = node, stage, run, config
         self.net, self.exchanges, self.record = ports.net, ports.exchanges, ports.record
         self.arithmetic, self.tensors = ports.arithmetic, ports.tensors
+        self.chance = ports.chance
         self.peers: dict[str, int] = {}  # all members, and their stages
         self.outbox = NodeOutbox(ports.net, self._undelivered, held_bytes(run, config))
         self.held: list[tuple[str, Frame]] = []  # frames of a coming attempt
@@ -156,7 +159,7 @@ class Agent:
         self._converse()
 
     def _new_driver(self) -> Driver:
-        return Driver(self.node, rules(self.run, self.config))
+        return Driver(self.node, rules(self.run, self.config), self.chance)
 
     def _new_member(self) -> MemberSide:
         return MemberSide(self.node, self.stage)
@@ -206,6 +209,8 @@ class Agent:
             self._carry_out(self.driver.received(peer, message, now))
         elif body == "inquiry":
             self._inquired(peer, message)
+        elif body == "check":
+            self._check(peer, message)
         elif body in TO_MEMBER:
             self._carry_out(self.member.received(peer, message))
         elif body in ("state_request", "shard_request"):
@@ -319,6 +324,13 @@ class Agent:
             self.attempt.give_up(self._account)
         self._account()
 
+    def _check(self, peer: str, message: pb.Message) -> None:
+        """Another node is to do a visit that two have done differently."""
+        ballot = Ballot.of(message.ballot)
+        attempt = self.attempt
+        if self.member.obeys(peer, ballot) and attempt is not None and attempt.ballot == ballot:
+            attempt.check(message.check)
+
     def tick(self, now: float) -> None:
         self.exchanges.at(now)
         self._carry_out(self.driver.tick(now))
@@ -341,6 +353,9 @@ class Agent:
 
     def microbatch_home(self, ballot: Ballot, home: pb.Home) -> None:
         self._carry_out([ballot.send(self.member.driver, home=home)])
+
+    def compared(self, ballot: Ballot, compared: pb.Compared) -> None:
+        self._carry_out([ballot.send(self.member.driver, compared=compared)])
 
     def cut_off(self, ballot: Ballot, node: str, reason: str, cause: Cause = SILENT) -> None:
         self._carry_out(self.member.cut_off(ballot, node, reason, cause))
@@ -885,6 +900,8 @@ def rules(run: RunFile, config: ModelConfig) -> TransactionRules:
         relearn_seconds=recovery.relearn.seconds,
         progress=run.swarm.progress,
         tokens=training.microbatch * config.context,
+        spot_check=run.trust.spot_check,
+        tolerance=run.trust.tolerance,
         lr_scale=partial(
             learning_rate.boost, factor=recovery.lr_boost, over=recovery.lr_boost_steps
         ),

@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from random import SystemRandom
 from typing import Any, Protocol
 
 import torch
@@ -445,7 +446,7 @@ class Node:
                 own, stage, run, config, place.device, corpus, place.checkpoint, place.own
             )
             net, compute = SeatNet(self.seats, name), SeatCompute(self.seats, name, self.compute)
-            ports = Ports(net, exchanges, compute, tensors, arithmetic, record)
+            ports = Ports(net, exchanges, compute, tensors, arithmetic, record, SystemRandom())
             return Agent(own, stage, run, config, ports, make_holdings)
 
         seat = await self.compute.run(build)

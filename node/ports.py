@@ -10,6 +10,7 @@ import enum
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -315,3 +316,5 @@ class Ports:
     tensors: Tensors
     arithmetic: Arithmetic
     record: Record
+    chance: Random
+    """That nobody else can foresee."""

@@ -387,6 +387,17 @@ class SwarmSection(Section):
         return self
 
 
+class TrustSection(Section):
+    """What is done about members that may be wrong."""
+
+    spot_check: float = Field(
+        default=0.02, ge=0, le=1, description="share of visits that two replicas do"
+    )
+    tolerance: float = Field(
+        default=0.05, gt=0, le=2, description="relative difference between nodes that are right"
+    )
+
+
 class WireSection(Section):
     activations: Codec = "none"
     gradients: Codec = "none"
@@ -404,6 +415,7 @@ class RunFile(Section):
     saves: SavesSection = SavesSection()
     swarm: SwarmSection = SwarmSection()
     wire: WireSection = WireSection()
+    trust: TrustSection = TrustSection()
 
     def config_for(self, vocabulary: int) -> ModelConfig:
         """For data with so many token ids. Raises ValueError."""

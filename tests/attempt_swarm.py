@@ -15,6 +15,8 @@ import numpy as np
 from planaria.bootstrap.registry_pb2 import CHECKSUM, SILENT, Cause
 from planaria.node.ports import Priority
 from planaria.node.transaction.attempt import Attempt, Done, StageWork, Visit, Workplace
+from planaria.node.transaction.bounds import UNLIKE
+from planaria.node.transaction.checking import SpotChecks
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.routing import stand_ins
 from planaria.node.wire import stage_pb2 as pb
@@ -45,6 +47,7 @@ class VirtualWork:
         self.ballot, self.evaluating = ballot, begin.kind == pb.Begin.EVALUATE
         self.gradient[:] = 0
         self.saved: dict[tuple[int, int], bytes] = {}
+        self.doubles: dict[tuple[int, int], bytes] = {}
         self.homes: dict[int, pb.Home] = {}
         self.ahead: dict[str, np.ndarray[Any, Any]] = {}
         self.inherited: set[str] = set()
@@ -97,6 +100,25 @@ class VirtualWork:
             into = bytes(vector("backward", self.stage, x, gradient))
             return self._onward("gradient", visit, into)._replace(seconds=1.0)
         return Done(home=self.homes.pop(visit.microbatch), seconds=1.0, kept=self.kept)
+
+    def double(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
+        if ballot != self.ballot:
+            return None
+        x, own = self._decoded(peer, frame), self.saved.copy()
+        if frame.kind == "activation":
+            done = self._onward("activation", visit, x)
+            self.doubles[visit.key] = self.saved[visit.key]
+        else:
+            into = vector("backward", self.stage, self.doubles.pop(visit.key), x)
+            done = self._onward("gradient", visit, bytes(into))
+        self.saved = own
+        self.done[frame.kind] -= 1
+        self.done["double"] += 1
+        return done
+
+    def difference(self, one: Frame, other: Frame) -> float:
+        made, made_too = (b"".join(buffers_of(frame.payload)) for frame in (one, other))
+        return 0.0 if made == made_too else UNLIKE
 
     def keep_gradient(self) -> int:
         self.own = self.gradient.copy()
@@ -241,6 +263,9 @@ class Node:
     def cut_off(self, ballot: Ballot, node: str, reason: str, cause: Cause = SILENT) -> None:
         raise AssertionError(reason, [node], cause)
 
+    def compared(self, ballot: Ballot, compared: pb.Compared) -> None:
+        self.swarm.compared.append((self.name, compared))
+
     def attempt_failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> None:
         raise AssertionError(reason, accused)
 
@@ -268,6 +293,7 @@ class Swarm:
             for replica in range(replicas)
         }
         self.lost: set[str] = set()
+        self.compared: list[tuple[str, pb.Compared]] = []
         self.given_up: set[tuple[int, str]] = set()  # microbatch, node
         self.began, self.number = BEGAN, 1
         self.served = {
@@ -290,9 +316,12 @@ class Swarm:
             begin.plan.add(id=microbatch, source=source, order=order, places=places)
         return begin
 
-    def starts(self, kind: Any = pb.Begin.TRAIN) -> None:
-        for node in self.nodes.values():
-            node.starts(BEGAN, self.begin(kind))
+    def starts(self, kind: Any = pb.Begin.TRAIN, checks: SpotChecks | None = None) -> None:
+        private = {} if checks is None else checks.draw(self.begin(kind))
+        for name, node in self.nodes.items():
+            begin = self.begin(kind)
+            begin.checks.extend(private.get(name, ()))
+            node.starts(BEGAN, begin)
 
     def loses(self, names: set[str], mute: bool) -> bool:
         """Whether it can go on without them. `mute`: what they have sent doesn't arrive either."""

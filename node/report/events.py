@@ -380,6 +380,40 @@ class Accused(Event, kind="accused", severity=Severity.WARNING):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ComputedWrong(Event, kind="computed wrong", severity=Severity.WARNING):
+    """Two others of its stage have made something else of the same."""
+
+    step: int
+    node: str
+    stage: int
+    by: str  # who has compared
+    difference: float  # relative
+
+    def sentence(self, node: str | None) -> str:
+        return (
+            f"{self.node} of stage {self.stage} computes otherwise than two others in step "
+            f"{self.step}: off by {self.difference:.2g}, says {self.by}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultsDiffer(Event, kind="results differ", severity=Severity.WARNING):
+    """Two nodes make different things of the same, and there is no third that could decide."""
+
+    step: int
+    nodes: tuple[str, ...]
+    stage: int
+    difference: float  # relative
+
+    def sentence(self, node: str | None) -> str:
+        return (
+            f"{' and '.join(self.nodes)} of stage {self.stage} make different things of the same, "
+            f"off by {self.difference:.2g} in step {self.step}; a third node there would tell who "
+            "is wrong"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Diverged(Event, kind="diverged", severity=Severity.ERROR):
     stage: int
     nodes: tuple[str, ...]

@@ -91,6 +91,9 @@ class Line(TypedDict):
     skipped: bool
     seconds: float
     time: float  # Unix, when this node applied the step
+    doubted: NotRequired[list[tuple[str, Count, Count]]]
+    """Nodes that were found to compute wrongly: each with its stage, and the last step in which it
+    was found to be right. What it did after that is doubted."""
 
 
 _HEADER: TypeAdapter[LedgerHeader] = TypeAdapter(LedgerHeader)
@@ -103,7 +106,7 @@ def line(commit: stage_pb2.Commit, epoch: int, time: float) -> Line:
     """The ledger's line for a commit; `time` in Unix seconds."""
     homes = sorted(commit.microbatches, key=lambda home: home.microbatch)
     microbatches = [(home.microbatch, home.samples, home.samples_hash.hex()) for home in homes]
-    return Line(
+    written = Line(
         step=commit.step,
         view=commit.ballot.view,
         attempt=commit.ballot.attempt,
@@ -118,6 +121,9 @@ def line(commit: stage_pb2.Commit, epoch: int, time: float) -> Line:
         seconds=commit.seconds,
         time=time,
     )
+    if commit.doubted:
+        written["doubted"] = [(one.node, one.stage, one.since) for one in commit.doubted]
+    return written
 
 
 def recording(file: LineFile) -> stage_pb2.Recording:

@@ -6,6 +6,7 @@ looks at what they change. Frames come and go as bytes; they are decoded and enc
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
@@ -27,6 +28,7 @@ from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.twin import Twin
 from planaria.node.transaction.attempt import Done, Visit
+from planaria.node.transaction.bounds import UNLIKE
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
@@ -64,6 +66,8 @@ class _Begun:
     """Microbatches of which something was done here."""
     given_up: set[int] = field(default_factory=set)
     """Those of which nothing was, nor will be."""
+    doubles: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Input and output of visits that another node does, too."""
     scored: int | None = None
     """Tokens of the whole window that are scored, once they have been counted."""
 
@@ -163,6 +167,31 @@ class TorchWork:
             assert into.grad is not None
             done = self._onward("gradient", visit, into.grad, started)
         return done._replace(seconds=self._begun.spent.pop(visit.microbatch))
+
+    def double(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
+        if ballot != self._begun.ballot:
+            return None
+        tensor, doubles = self._decoded(visit, peer, frame), self._begun.doubles
+        if frame.kind == "activation":
+            with self._mode():
+                y = self._blocks(tensor.requires_grad_())
+            doubles[visit.key] = tensor, y
+        else:
+            into, out = doubles.pop(visit.key)
+            (y,) = torch.autograd.grad(out, into, tensor)
+        return self._onward(frame.kind, visit, y, time.perf_counter())
+
+    def difference(self, one: Frame, other: Frame) -> float:
+        try:
+            for frame in (one, other):
+                check_forms(frame.descriptors, [self._forms[frame.kind]])
+            (x,) = decode(one.descriptors, one.payload, self.device)
+            (y,) = decode(other.descriptors, other.payload, self.device)
+        except WireError:
+            return UNLIKE
+        larger = max(x.norm().item(), y.norm().item())
+        found = (x - y).norm().item() / larger if larger else 0.0
+        return found if math.isfinite(found) else UNLIKE
 
     def _head(self, visit: Visit, x: Tensor) -> Done:
         scored = 0 if self._evaluating else self._scored_in_window()

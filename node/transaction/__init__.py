@@ -5,8 +5,10 @@ effects.py first (what they ask for), then member.py (every node) and driver.py 
 0). What a driver is at is gathering.py, syncing.py, attempting.py or resting.py, with joining.py
 beside it; rules.py is what the run file says to it, bounds.py what no message can say, proving.py
 what no member can have, blaming.py whose fault it is that attempts fail, diverging.py which of a
-stage's replicas is wrong when they differ, and doubting.py what becomes of those. attempt.py is one
-attempt at a node: which microbatches come, wait, go on and are sent again. routing.py plans which
+stage's replicas is wrong when they differ, and doubting.py what becomes of those. checking.py has
+visits done twice, to see whether nodes compute what they should. attempt.py is one attempt at a
+node: which microbatches come, wait, go on and are sent again; doubles.py is what it does for those
+checks. routing.py plans which
 node serves which microbatch, overdue.py finds who holds up an attempt, hanging.py what becomes of
 who hangs, leaving.py how long who is told to go waits for an heir, takeover.py what an attempt
 waits for whose stage has lost its last node. following.py is

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from planaria.bootstrap.registry_pb2 import NUMBERS, SILENT, Cause
 from planaria.node.ports import Compute, Priority
+from planaria.node.transaction.doubles import DOUBLE, Neighbour, Pair, Second
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.routing import Route, routes, stand_ins
 from planaria.node.wire import stage_pb2 as pb
@@ -68,6 +69,14 @@ class Visit:
         """The next one of an activation, or of a gradient."""
         by = 1 if kind == "activation" else -1
         return replace(self, position=self.position + by)
+
+    def sender(self, kind: str) -> Visit:
+        """The one before, of an activation, or of a gradient."""
+        return replace(self, position=2 * self.position - self.after(kind).position)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.microbatch, self.position
 
     @property
     def node(self) -> str:
@@ -152,6 +161,16 @@ class StageWork(Protocol):
         place of the lost nodes belongs to it; returns `Done.kept`."""
         ...
 
+    def double(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
+        """A pass of a visit that another node does, too. It leaves no trace: no gradient of the
+        stage's weights is made. Raises ComplaintError as `forward` does."""
+        ...
+
+    def difference(self, one: Frame, other: Frame) -> float:
+        """Norm of the difference of what two nodes have made, by the norm of the larger one: 2 at
+        most, which also says that it can't be read."""
+        ...
+
     def forward_twin(self, ballot: Ballot, frame: Frame) -> None:
         """What the next stage makes of this very frame is computed redundantly."""
         ...
@@ -163,6 +182,7 @@ class AttemptHost(Protocol):
     def send(self, peer: str, item: Frame) -> bool: ...
     def microbatch_home(self, ballot: Ballot, home: pb.Home) -> None: ...
     def cut_off(self, ballot: Ballot, node: str, reason: str, cause: Cause = SILENT) -> None: ...
+    def compared(self, ballot: Ballot, compared: pb.Compared) -> None: ...
     def attempt_failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> None: ...
     def crashed(self, error: BaseException) -> None: ...
 
@@ -211,6 +231,7 @@ class AttemptPlan:
         self.mine = frozenset(m for m, route in self.routes.items() if node in route.nodes)
         training = begin.kind == pb.Begin.TRAIN
         replicas = Counter(place.stage for place in begin.members)
+        self.stage = next((p.stage for p in begin.members if p.node == node), 0)
         self.maskable = frozenset(
             place.node
             for place in begin.members
@@ -248,6 +269,7 @@ class Attempt:
         self._gradients_kept = 0  # bytes
         self._completed: Outcome[None] | None = None  # whoever waits for it
         self._given_up: set[int] = set()  # microbatches that others may have
+        self._neighbour, self._second = Neighbour(begin.checks), Second()
 
     def _plan_of(self, ballot: Ballot, begin: pb.Begin) -> AttemptPlan:
         """Raises ValueError."""
@@ -294,6 +316,11 @@ class Attempt:
         if again := self._given_up & plan.mine - before.mine:
             raise ValueError(f"microbatches {sorted(again)} were given up here before")
         self._plan = plan
+        self._neighbour.forget(
+            (m, at)
+            for m, at in self._neighbour.visits()
+            if plan.routes[m].nodes != before.routes[m].nodes
+        )
         self._note_if_complete()
         self._tell_work(partial(self.place.work.inherit, left))
         for sent, frame in list(self._sent.items()):
@@ -412,6 +439,9 @@ class Attempt:
             return
         try:
             visit = self._visit(peer, frame)
+            if frame.fields.get(DOUBLE):
+                self._take_of_double(peer, frame, visit)
+                return
             expected = self._is_expected(peer, frame, visit)
         except ComplaintError as complaint:
             self._complain(complaint)
@@ -427,6 +457,7 @@ class Attempt:
                 self._embed_soon(visit.microbatch, Priority.BACKGROUND)
             return
         self._seen.add(this)
+        self._compare(visit.sender(frame.kind), peer, frame)
         work = self.place.work
         forward = frame.kind == "activation"
         priority = Priority.FORWARD if forward and not visit.at_head else Priority.BACKWARD
@@ -452,7 +483,7 @@ class Attempt:
     def _is_expected(self, peer: str, frame: Frame, visit: Visit) -> bool:
         """Who follows an older plan, from before a loss, may send what is another's by now. Raises
         ComplaintError at who follows this one."""
-        sender = replace(visit, position=2 * visit.position - visit.after(frame.kind).position)
+        sender = visit.sender(frame.kind)
         here = self.node in (visit.node, self._plan.stand_ins.get(visit.node))
         if here and sender.node == peer:
             return True
@@ -506,6 +537,69 @@ class Attempt:
             if not self.place.host.send(to, frame):
                 reason = f"no link to {to} for microbatch {made.microbatch}"
                 self.place.host.cut_off(self.ballot, to, reason)
+        for double in self._neighbour.sends((made.microbatch, made.position), frame):
+            self._send_to_double(double, frame)
+
+    # --- visits that two nodes do, to be compared
+
+    def check(self, check: pb.Check) -> None:
+        """One more node is to do a visit beside this one."""
+        for frame in self._neighbour.check(check):
+            self._send_to_double(check.double, frame)
+
+    def _send_to_double(self, double: str, frame: Frame) -> None:
+        """If there is no way to it, there is no check."""
+        self.place.host.send(double, replace(frame, fields={**frame.fields, DOUBLE: True}))
+
+    def _take_of_double(self, peer: str, frame: Frame, visit: Visit) -> None:
+        """This node is the double, or beside the visit that another one has done, too."""
+        sender = visit.sender(frame.kind)
+        if self._neighbour.knows(sender.key, peer) and visit.node == self.node:
+            self._compare(sender, peer, frame)
+        elif sender.node == peer and visit.stage == self._plan.stage and visit.node != self.node:
+            self._do_again(visit, peer, frame)
+
+    def _do_again(self, visit: Visit, peer: str, frame: Frame) -> None:
+        if self._second.takes(visit.key, peer, frame):
+            self._compute_again(visit, peer, frame)
+
+    def _compute_again(self, visit: Visit, peer: str, frame: Frame) -> None:
+        def then(done: Done | Exception | None) -> None:
+            if isinstance(done, Done) and done.frame is not None and not self.over:
+                onward = visit.after(frame.kind)
+                self._send_to_double(onward.node, replace(done.frame, ballot=self.ballot))
+                if frame.kind == "activation" and (early := self._second.went_forward(visit.key)):
+                    self._compute_again(visit, *early)
+            elif isinstance(done, ComplaintError) and not self.over:
+                self._complain(done)
+            elif isinstance(done, Exception) and not self.over:
+                log.error("can't do what %s does, too", visit.node, exc_info=done)
+
+        priority = Priority.FORWARD if frame.kind == "activation" else Priority.BACKWARD
+        work = partial(self.place.work.double, self.began, visit, peer, frame)
+        self.place.compute.post(work, then, priority)
+
+    def _compare(self, made_at: Visit, node: str, frame: Frame) -> None:
+        """What `node` has made at that visit, with what others have made there."""
+        for pair in self._neighbour.made(made_at.key, node, frame):
+            self._measure(pair)
+
+    def _measure(self, pair: Pair) -> None:
+        def then(difference: float | Exception) -> None:
+            if isinstance(difference, float) and not self.over:
+                compared = pb.Compared(
+                    microbatch=pair.key[0],
+                    position=pair.key[1],
+                    backward=pair.backward,
+                    node=pair.node,
+                    other=pair.other,
+                    difference=difference,
+                )
+                self.place.host.compared(self.ballot, compared)
+            self._raise_error(difference)
+
+        work = partial(self.place.work.difference, *pair.made)
+        self.place.compute.post(work, then, Priority.BACKGROUND)
 
     # --- small things
 

@@ -33,6 +33,10 @@ LISTED: Final = 4096
 """Holdings or sources in a message, at most."""
 
 
+UNLIKE: Final = 2.0
+"""Relative difference of what has nothing in common."""
+
+
 def told_to_driver(message: pb.Message, rules: TransactionRules) -> str:
     """What is wrong with a member's message; empty: its figures can be."""
     match message.WhichOneof("body"):
@@ -55,6 +59,8 @@ def told_to_driver(message: pb.Message, rules: TransactionRules) -> str:
             return _words("what it can't use", message.cut.reason) or _cause(message.cut.cause)
         case "stale":
             return _count("attempt", message.ballot.attempt)
+        case "compared":
+            return _within("difference", message.compared.difference, UNLIKE)
     return ""
 
 

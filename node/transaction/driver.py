@@ -13,6 +13,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from random import Random
+from types import MappingProxyType
 from typing import Any
 
 from planaria.bootstrap import registry_pb2 as registry
@@ -22,6 +24,7 @@ from planaria.node.report.events import (
     Accused,
     AttemptMasked,
     Committed,
+    ComputedWrong,
     HeldUp,
     NodeLost,
     NonFinite,
@@ -29,6 +32,7 @@ from planaria.node.report.events import (
     RebuildFailed,
     RebuildOrdered,
     Relieved,
+    ResultsDiffer,
     Resuming,
     RolledBack,
     SeatTaken,
@@ -38,6 +42,7 @@ from planaria.node.report.events import (
 from planaria.node.transaction.attempting import Attempting, Vote, planned
 from planaria.node.transaction.blaming import NOBODY_ELSE, VAIN, Charges, Failures, Spoiling
 from planaria.node.transaction.bounds import told_to_driver
+from planaria.node.transaction.checking import WRONG, Checked, SpotChecks, Undecided, Wrong
 from planaria.node.transaction.doubting import Doubts
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
 from planaria.node.transaction.gathering import (
@@ -85,9 +90,10 @@ REPLACED = 2.0
 class Driver:
     """Every event method returns the effects to carry out, in order."""
 
-    def __init__(self, node: str, rules: TransactionRules) -> None:
+    def __init__(self, node: str, rules: TransactionRules, chance: Random) -> None:
         self.node = node
         self.rules = rules
+        self.checks = SpotChecks(rules.spot_check, rules.tolerance, chance)
         self.current: Gathering | Syncing | Attempting | Resting = Resting(DriverPhase.INACTIVE)
         self.view = registry.View()
         self.coming: Coming | None = None
@@ -194,6 +200,8 @@ class Driver:
                 return [] if gathering.unheard() else self._resolve(gathering, now)
             case "synced", Syncing() as syncing if is_current:
                 return self._synced(syncing, peer, message.synced, now)
+            case "compared", Attempting() if is_current:
+                return self._compared(peer, message.compared, now)
             case "ready", Attempting(vote=Vote() as vote) as attempt if is_current:
                 if joiner is None:
                     self.seconds[peer] = message.ready.seconds_per_microbatch
@@ -298,6 +306,7 @@ class Driver:
                 self.rebuilds.spent += now - began
         if self.rebuilds.stalled is None:
             self.rebuilds.stalled = now
+        self.checks.over()
         if self.coming is not None:
             self.view, self.coming = self.coming.view, None
             self.members = active(self.view)
@@ -305,6 +314,7 @@ class Driver:
             self.cuts = {pair for pair in self.cuts if pair <= self.members.keys()}
             self.doubts.keep(self.members)
             self.charges.keep(self.members)
+            self.checks.keep(self.members)
             self.hanging.keep(self.members)
             self.ballot = Ballot(self.view.number, 0)
         self.ballot = self.ballot.next()
@@ -582,7 +592,7 @@ class Driver:
         if not step.ByteSize():
             return []
         self.ballot = self.ballot.next()
-        effects = self._to_rest(step=step)
+        effects = self._to_rest(self.checks.draw(step.begin), step=step)
         if step.HasField("begin"):
             self.current = Attempting(step.begin, self.ballot, now, now, self._masked())
             effects += self._report_rebuilds(now)
@@ -637,6 +647,7 @@ class Driver:
         effects = self._let_in(vote, now)
         self.doubts.committed(vote)
         commit = attempt.commit(vote, self.ballot, self.rules, self.standing.last, now)
+        commit.doubted.extend(self.checks.told())
         self.standing = replace(self.standing, committed=commit.step, last=commit)
         self.failures = Failures()
         self.charges.committed()
@@ -743,6 +754,7 @@ class Driver:
         """The attempt goes on, by a plan in which others have the microbatches of these nodes."""
         attempt, moved = attempt.without(nodes, self.rules, self.seconds, self._apart(), now)
         self.current, self.ballot = attempt, self.ballot.next()
+        self.checks.over()
         step, names = attempt.begin.step, tuple(sorted(nodes))
         effects: list[Effect] = [
             AttemptMasked(step=step, nodes=names, microbatches=moved, reason=why)
@@ -829,6 +841,7 @@ class Driver:
         takeover = attempt.takeover
         attempt, moved = attempt.taken_over(self.rules, self.seconds, self._apart(), now)
         self.current, self.ballot = attempt, self.ballot.next()
+        self.checks.over()
         told = SeatTaken(
             step=attempt.begin.step,
             stage=takeover.stage,
@@ -893,6 +906,7 @@ class Driver:
             return self._gather(why, now)
         self.current, moved = relieved
         self.ballot = self.ballot.next()
+        self.checks.over()
         told = Relieved(step=step, node=node, stage=stage, microbatches=moved)
         return [told, *self._to_rest(step=pb.Step(begin=self.current.begin))]
 
@@ -944,6 +958,28 @@ class Driver:
             why = f"{peer} says: {failed.reason}"
             return self._accuse(peer, failed) + self._mask(attempt, guilty, why, now)
         return self._failed(peer, failed, now)
+
+    def _compared(self, peer: str, compared: pb.Compared, now: float) -> list[Effect]:
+        """A visit was done twice. Who is wrong as often as `WRONG` says has to go."""
+        match self.checks.compared(peer, compared):
+            case Checked() as again:
+                neighbours = sorted({again.before, again.behind})
+                return [self.ballot.send(node, check=again.message()) for node in neighbours]
+            case Undecided(nodes, step, off):
+                at = self.members[nodes[0]]
+                return [ResultsDiffer(step=step, nodes=nodes, stage=at, difference=off)]
+            case Wrong(node, by, step, off, times):
+                stage = self.members[node]
+                told = ComputedWrong(step=step, node=node, stage=stage, by=by, difference=off)
+                return [told, *(self._miscomputes(node, off, now) if times >= WRONG else [])]
+        return []
+
+    def _miscomputes(self, node: str, off: float, now: float) -> list[Effect]:
+        by = self.checks.accusers(node)
+        reason = f"it computes otherwise than two others of its stage, off by {off:.2g}"
+        self.checks.doubt(node, self.members[node])
+        failed = pb.Failed(reason=reason, accused=[node], cause=NUMBERS)
+        return self._wronged(by[0] if len(by) == 1 else self.node, failed, now)
 
     def _not_finite(
         self, attempt: Attempting, node: str, by: str, reason: str, now: float
@@ -1059,7 +1095,14 @@ class Driver:
         effects = [self.ballot.send(node, halt=halt) for node in sorted(self.members)]
         return effects + self._report_rebuilds(now)
 
-    def _to_rest(self, **body: Any) -> list[Effect]:
-        """A message to all members but those that are lost."""
+    def _to_rest(
+        self, checks: Mapping[str, Sequence[pb.Check]] = MappingProxyType({}), **body: Any
+    ) -> list[Effect]:
+        """A message to all members but those that are lost. `checks`: what some are told alone, of
+        what is begun."""
         nodes = sorted(self.members.keys() - self._lost() - self._seats_awaited())
-        return [self.ballot.send(node, **body) for node in nodes]
+        sent = [self.ballot.send(node, **body) for node in nodes]
+        for send in sent:
+            if found := checks.get(send.to):
+                send.message.step.begin.checks.extend(found)
+        return [*sent]

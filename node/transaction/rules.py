@@ -27,6 +27,8 @@ class TransactionRules:
     adapters: bool = False  # are all that is trained, beside the weights of a checkpoint
     relearn_seconds: float = 20.0  # at most, while all others wait
     tokens: int = 1 << 31  # of a microbatch, at most
+    spot_check: float = 0.0  # share of visits that are done twice, at stages with replicas
+    tolerance: float = 0.05  # of what nodes make of the same, relative
 
     @property
     def swapped(self) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from random import Random
 from typing import NoReturn
 
 import pytest
@@ -95,7 +96,7 @@ class Seat:
         config = model_config(RUN.model, vocabulary=16)
         cpu, exchanges = torch.device("cpu"), self.nodes.new()
         stage = TorchStage(node, NODES[node], RUN, config, cpu, corpus=None)
-        ports = Ports(self.net, exchanges, AtOnce(), tensors, stage, self.record)
+        ports = Ports(self.net, exchanges, AtOnce(), tensors, stage, self.record, Random(0))
         self.agent = Agent(node, NODES[node], RUN, config, ports, holdings)
         self.agent.viewed(VIEW, 0.0)
         self.run()

@@ -36,7 +36,7 @@ import torch
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.membership import stages_of
-from planaria.node.naming import seated
+from planaria.node.naming import node_of, seated
 from planaria.node.run_file import RunFile, from_fields
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.optimizer import digest as weights_digest
@@ -176,7 +176,7 @@ class Cluster:
         files: Files,
         machines: Machines,
     ) -> None:
-        self.world = World(seed)
+        self.seed, self.world = seed, World(seed)
         self.network = Network(self.world)
         self.rules, self.overflowing, self.pace = rules, overflowing, pace
         self.run = run_of(rules, files)
@@ -203,6 +203,8 @@ class Cluster:
         self.fallbacks: set[str] = set()  # reasons of rebuilds that are not said to be exact
         self.guessed: set[int] = set()  # stages of which nobody could tell which replica is right
         self.traps: list[Trap] = []
+        self.miscomputing: dict[str, Callable[[], bool]] = {}
+        """By host, whether what it makes next is wrong."""
         self.guilty: set[str] | None = None
         """Hosts that have done something wrong, where nobody dies; None: some die."""
         self.lying: set[str] = set()
@@ -352,6 +354,9 @@ class Cluster:
         """Whether it is on a host that says what it likes."""
         return self.network.homes[node] in self.lying
 
+    def miscomputes(self, host: str) -> bool:
+        return host in self.miscomputing and self.miscomputing[host]()
+
     def spoils(self, host: str) -> bool:
         return host in self.spoiling and self.spoiling[host]()
 
@@ -377,6 +382,8 @@ class Cluster:
             self.check_back(seat, kind, fields)
         if fields is not None and kind == "diverged" and "which is a guess" in fields["reason"]:
             self.guessed.add(fields["stage"])
+        if fields is not None and kind in ("computed wrong", "results differ"):
+            self.check_found(fields.get("nodes") or [fields["node"]])
         if fields is not None and kind == "rebuilding":
             self.check_fallback(seat, fields)
         for trap in self.traps:
@@ -423,6 +430,12 @@ class Cluster:
             other.node in linked and self.network.reach(self.network.homes[other.node], "registry")
             for other in left
         )
+
+    def check_found(self, nodes: Sequence[str]) -> None:
+        """Whoever is right is never found to be wrong."""
+        guilty = self.miscomputing.keys() | (self.guilty or set())
+        wrong = any(self.network.homes[node] in guilty for node in map(node_of, nodes))
+        self.demand(wrong, "I6", f"{nodes} are said to compute wrongly")
 
     def check_kept(self, kind: str, fields: Mapping[str, Any]) -> None:
         if self.guilty:

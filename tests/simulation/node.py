@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from planaria.bootstrap import registry_pb2 as registry
@@ -97,7 +98,7 @@ class Seat(Agent):
             self.host.cluster.check_goes_on(self, effect.ballot, effect.begin)
 
     def _new_driver(self) -> Driver:
-        return self.host.cluster.machines.driver(self.node, self.host.cluster.rules)
+        return self.host.cluster.machines.driver(self.node, self.host.cluster.rules, self.chance)
 
     def _new_member(self) -> MemberSide:
         return self.host.cluster.machines.member(self.node, self.stage)
@@ -223,7 +224,8 @@ class Node:
         net, compute = SeatNet(self.seats, name), SeatCompute(self.seats, name, self.compute)
         exchanges = TimedExchanges(self, compute)
         record = SeatRecord(self, own, ledger)
-        ports = Ports(net, exchanges, compute, tensors, weights, record)
+        chance = Random(f"{self.cluster.seed} {own}")
+        ports = Ports(net, exchanges, compute, tensors, weights, record, chance)
         run, config = self.cluster.run, self.cluster.config
         seat = Seat(self, weights, own, stage, run, config, ports, self._make_holdings)
         exchanges.seat = record.agent = seat

@@ -117,6 +117,7 @@ class Scenario:
             relearn=chosen.random() < 0.5,
             progress=chosen.choice([20.0, 40.0]),
             lr_scale=lambda step, boosted_at: 1.1 if boosted_at else 1.0,
+            spot_check=(0.0, 0.1, 0.5)[self.seed % 3],
         )
 
     def _hosts(self, rules: TransactionRules) -> list[Host]:

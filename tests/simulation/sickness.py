@@ -267,6 +267,32 @@ class Spoilt(Poisoned):
         self.cluster.spoiling.pop(host, None)
 
 
+class Miscomputing(Sick):
+    """What one host makes of what it is sent is wrong, always or now and then; each stage has
+    three nodes."""
+
+    def _rules(self, policy: Policy | None) -> TransactionRules:
+        rules = super()._rules(policy)
+        return replace(rules, steps=30, microbatches=max(4, rules.microbatches), spot_check=0.5)
+
+    def _hosts(self, rules: TransactionRules) -> list[Host]:
+        return [Host(f"{name}{s}", s, False) for name in "abc" for s in range(rules.stages + 1)]
+
+    def _plan_faults(self) -> float:
+        self.cluster.guilty = set()
+        self.world.after(self.random.uniform(1.0, 4.0), self._strike, self._miscompute)
+        return 4.0
+
+    def _miscompute(self) -> float:
+        guilty, host = self.cluster.guilty, self.random.choice(sorted(self.cluster.hosts))
+        share = self.random.choice([0.2, 1.0])
+        assert guilty is not None
+        guilty.add(host)
+        self.world.say(host, f"computes wrongly in {share:.0%} of its passes")
+        self.cluster.miscomputing[host] = lambda: self.random.random() < share
+        return 0.0
+
+
 class Corrupted(Sick):
     """The weights of one replica change, or what an update makes of them is another thing."""
 

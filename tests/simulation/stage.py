@@ -128,6 +128,8 @@ class Work(VirtualWork):
         assert done.frame is not None
         values = np.frombuffer(b"".join(buffers_of(done.frame.payload)), np.uint8)
         payload = values.astype(np.float32)
+        if self.owner.cluster.miscomputes(self.owner.host):
+            payload = (payload + 1) % 256
         if self.tainted or self._spoils():
             payload[:] = np.nan
         done.frame.payload = payload.tobytes()

@@ -9,13 +9,22 @@ from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import Effect
 from simulation.cluster import Machines
 from simulation.scenario import Scenario, ScenarioError, run
-from simulation.sickness import Corrupted, Flipped, Poisoned, Sick, Spoilt
+from simulation.sickness import Corrupted, Flipped, Miscomputing, Poisoned, Sick, Spoilt
 
 
 @pytest.mark.parametrize("kind", [Sick, Poisoned, Flipped, Spoilt, Corrupted])
 def test_what_is_merely_sick_costs_steps_at_most(kind: type[Scenario]) -> None:
     for seed in range(5):
         run(seed, kind=kind)
+
+
+def test_who_computes_wrongly_is_found_and_has_to_go() -> None:
+    found = 0
+    for seed in range(8):
+        counts = run(seed, kind=Miscomputing).counts
+        found += counts["accused"] > 0
+        assert counts["computed wrong"] or not counts["accused"]
+    assert found >= 4
 
 
 class Dying(Sick):

@@ -23,7 +23,7 @@ from planaria.node.resolve import resolve
 from planaria.node.run_file import override
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
-from planaria.node.wire.tensors import encode
+from planaria.node.wire.tensors import decode, encode
 from tests.swarm.in_process import LocalSwarm, OneSeat
 from tests.swarm.small import small
 
@@ -207,6 +207,33 @@ async def test_who_makes_nan_is_named_and_no_step_is_skipped(corpus, tmp_path):
         assert {told["node"] for told in swarm.lines.events("not finite")} == {f"{sick.node}/1"}
         assert not any(node.over.done() for node, _ in swarm.nodes.values() if node is not sick)
         assert other.member.last.skips == 0
+
+
+def scaled(frame: Frame) -> Frame:
+    """As of a node whose output is a tenth larger."""
+    if frame.kind != "activation":
+        return frame
+    (x,) = decode(frame.descriptors, frame.payload, torch.device("cpu"))
+    return with_tensor("activation", 1.1 * x)(frame)
+
+
+async def test_who_computes_wrongly_is_found_by_spot_checks_and_the_ledger_names_its_work(
+    corpus, tmp_path
+):
+    threes = small(replicas=3, steps=1000, training__batch=4, trust__spot_check=0.5)
+    async with LocalSwarm(threes, corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 2)
+        sick = swarm.nodes[1, 1][0]
+        falls_sick(sick, scaled)
+        await swarm.until(sick.over.done)
+        assert "computes otherwise than two others" in sick.over.result()
+        at = swarm.committed()
+        await swarm.until(lambda: swarm.committed() >= at + 2)
+        told = swarm.lines.events("computed wrong")
+        assert {one["node"] for one in told} == {f"{sick.node}/1"}
+        assert not any(node.over.done() for node, _ in swarm.nodes.values() if node is not sick)
+        doubted = [line["doubted"] for line in swarm.lines.of("ledger-*") if "doubted" in line]
+        assert {tuple(one[:2]) for one, *_ in doubted} == {(f"{sick.node}/1", 1)}
 
 
 async def test_nan_without_a_replica_skips_steps_and_then_the_run_pauses(corpus, tmp_path):

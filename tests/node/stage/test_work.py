@@ -26,6 +26,8 @@ from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.shape import model_config
 from planaria.node.stage.work import TorchWork
 from planaria.node.transaction.attempt import Attempt, StageWork, Visit, Workplace
+from planaria.node.transaction.bounds import UNLIKE
+from planaria.node.transaction.checking import SpotChecks
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.routing import Route
 from planaria.node.wire import stage_pb2 as pb
@@ -53,6 +55,36 @@ def make_work(corpus: Corpus, node: str, stage: int, kind: type[TorchWork] = Tor
 def check_gradients(swarm: Swarm, other: Swarm) -> None:
     for found, wanted in zip(swarm.gradients(), other.gradients(), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
+
+
+def test_what_is_done_twice_is_the_same_and_leaves_no_gradient(corpus: Corpus) -> None:
+    """Bit for bit."""
+    made = []
+    for share in (0.0, 0.5):
+        swarm = Swarm(2, random.Random(5), make_work=partial(make_work, corpus))
+        checks = SpotChecks(share, 0.05, random.Random(6))
+        swarm.starts(checks=checks)
+        swarm.ends()
+        swarm.check_everything_is_there_once()
+        assert len(swarm.compared) == 2 * len(checks.checked)
+        assert all(one.difference == 0 for _, one in swarm.compared)
+        made.append([node.gradient.clone() for node in swarm.nodes.values()])
+    assert all(map(torch.equal, *made))
+
+
+def test_what_differs_is_measured_and_what_cannot_be_read_is_unlike_all(corpus: Corpus) -> None:
+    work = make_work(corpus, "a", 1)
+    shape = RUN.training.microbatch, SECTION.context, SECTION.dim
+
+    def made(tensor: torch.Tensor) -> Frame:
+        return Frame("activation", BEGAN, {}, *encode([tensor], "none"))
+
+    ones = torch.ones(shape)
+    assert work.difference(made(ones), made(0.5 * ones)) == pytest.approx(0.5)
+    assert work.difference(made(ones), made(-ones)) == pytest.approx(2.0)
+    assert work.difference(made(0 * ones), made(0 * ones)) == 0.0
+    assert work.difference(made(ones), made(torch.nan * ones)) == UNLIKE
+    assert work.difference(made(torch.ones(2, 3)), made(ones)) == UNLIKE
 
 
 @given(

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from planaria.bootstrap.registry_pb2 import CHECKSUM, NUMBERS
 from planaria.node.ports import Priority
 from planaria.node.transaction.attempt import FORGIVEN, Attempt, Workplace
+from planaria.node.transaction.checking import SpotChecks
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
@@ -48,15 +49,17 @@ LOSSES = st.lists(
     replicas=st.integers(2, 3),
     masking=st.sampled_from(["reassign", "spare"]),
     losses=LOSSES,
+    checked=st.sampled_from([0.0, 0.5]),
 )
 @settings(max_examples=300)
 def test_whoever_is_lost_every_microbatch_is_in_each_gradient_once(
-    seed: int, replicas: int, masking: Any, losses: list[tuple[int, int, bool]]
+    seed: int, replicas: int, masking: Any, losses: list[tuple[int, int, bool]], checked: float
 ) -> None:
-    """Bit for bit, and also where a gradient had been half summed before a loss."""
+    """Bit for bit, also where a gradient had been half summed before a loss, and whatever is done
+    twice to be compared."""
     chance = random.Random(seed)
     swarm = Swarm(replicas, chance, masking)
-    swarm.starts()
+    swarm.starts(checks=SpotChecks(checked, 0.05, chance))
     for after, count, mute in losses:
         for _ in range(after):
             swarm.moves()
@@ -66,6 +69,43 @@ def test_whoever_is_lost_every_microbatch_is_in_each_gradient_once(
     expected = undisturbed()
     assert same_gradients(swarm, expected)
     swarm.check_homes_are_those_of(expected)
+    assert all(compared.difference == 0 for _, compared in swarm.compared)
+
+
+@given(seed=st.integers(0, 2**32), replicas=st.integers(2, 3))
+@settings(max_examples=50)
+def test_what_two_nodes_make_of_the_same_is_compared_by_their_neighbours(
+    seed: int, replicas: int
+) -> None:
+    chance = random.Random(seed)
+    checks = SpotChecks(0.5, 0.05, chance)
+    swarm = Swarm(replicas, chance)
+    swarm.starts(checks=checks)
+    swarm.ends()
+    found = {(by, one.microbatch, one.position, one.backward) for by, one in swarm.compared}
+    assert found == {
+        (one.comparer(backward), *key, backward)
+        for key, one in checks.checked.items()
+        for backward in (False, True)
+    }
+    assert len(swarm.compared) == len(found)
+
+
+def test_a_third_does_what_two_have_done_differently() -> None:
+    chance = random.Random(0)
+    checks = SpotChecks(1.0, 0.05, chance)
+    swarm = Swarm(3, chance)
+    swarm.starts(checks=checks)
+    swarm.ends()
+    key, one = next(iter(checks.checked.items()))
+    for neighbour in {one.before, one.behind}:
+        third = pb.Check(microbatch=key[0], position=key[1], double=one.others[0])
+        swarm.nodes[neighbour].attempt.check(third)
+    before = len(swarm.compared)
+    swarm.ends()
+    pairs = {frozenset((c.node, c.other)) for _, c in swarm.compared[before:] if not c.difference}
+    assert pairs == {frozenset((n, one.others[0])) for n in (one.node, *one.doubles)}
+    assert same_gradients(swarm, undisturbed())
 
 
 @given(

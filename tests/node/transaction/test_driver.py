@@ -2,6 +2,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 from typing import TypeVar
 
 import pytest
@@ -86,7 +87,7 @@ class Told:
     """A driver at node a, and what happens to it. `now` goes on only where a test says so."""
 
     def __init__(self, rules: TransactionRules = RULES, members: dict[str, int] = SWARM) -> None:
-        self.driver = Driver("a", rules)
+        self.driver = Driver("a", rules, Random(0))
         self.members = members
         self.number = 0
         self.now = 100.0
