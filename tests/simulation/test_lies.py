@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from planaria.bootstrap import membership
+from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.views import sign
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.member import MemberSide
 from simulation.byzantine import Lying
-from simulation.cluster import Machines
-from simulation.scenario import ScenarioError, run
+from simulation.cluster import Machines, Trap
+from simulation.scenario import Scenario, ScenarioError, run
+from tests.bootstrap.conftest import identity
 
 
 def test_lies_cost_nobody_else_state_or_place() -> None:
@@ -27,3 +31,46 @@ def test_a_member_that_obeys_whoever_speaks_is_caught() -> None:
     with pytest.raises(ScenarioError, match=r"I[1-6]"):
         for seed in (4, *range(20)):
             run(seed, Machines(member=Obedient), kind=Lying)
+
+
+class Forged(Scenario):
+    """The registry comes back without its journal, and first of all is shown a view that a member
+    has made up and signed: nobody else is in there."""
+
+    def _plan_faults(self) -> float:
+        self.cluster.guilty = set()
+        self.cluster.traps.append(Trap("committed", 3, self._forget))
+        return 20.0
+
+    def _forget(self) -> None:
+        self.known = self.cluster.registry.newest
+        self.cluster.registry.crash()
+        self.cluster.registry.journal = registry.View()
+        self.world.after(1.0, self._come_back)
+
+    def _come_back(self) -> None:
+        liar = self.random.choice(list(self.known.members))
+        forged = registry.View(run="run", number=self.known.number + 100, members=[liar])
+        sign(forged, identity(liar.node), self.known)
+        self.cluster.registry.restart()
+        shown = registry.Renewal(node=liar.node, run="run", member=liar, view=forged)
+        self.cluster.registry.on_item(liar.node, shown)
+        self.cluster.counts["forged"] += 1
+        self.world.after(5.0, self._look)
+
+    def _look(self) -> None:
+        issued = self.cluster.registry.newest.number
+        between = self.known.number <= issued < self.known.number + 100
+        self.cluster.demand(between, "I6", f"view {issued} comes after view {self.known.number}")
+
+
+def test_a_registry_without_its_journal_believes_its_own_key_and_no_member() -> None:
+    for seed in range(3):
+        result = run(seed, kind=Forged)
+        assert (result.outcome, result.counts["forged"]) == ("finished", 1)
+
+
+def test_one_that_believes_whatever_it_is_shown_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "is_genuine", lambda view, key, run: True)
+    with pytest.raises(ScenarioError, match="I6"):
+        run(0, kind=Forged)
