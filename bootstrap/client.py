@@ -24,6 +24,7 @@ from planaria.bootstrap.membership import first_misspelt
 from planaria.bootstrap.registry_pb2 import (
     SILENT,
     Cause,
+    Decision,
     DescribeRequest,
     Description,
     ExamineReply,
@@ -238,10 +239,14 @@ class RegistryClient:
         what waits for a registry that is away the oldest is forgotten."""
         self._happened.append(line)
 
-    def suspect(self, accused: str, why: str, cause: Cause = SILENT) -> None:
+    def suspect(
+        self, accused: str, why: str, cause: Cause = SILENT, proof: Sequence[Decision] = ()
+    ) -> None:
         """Has the registry ask the accused whether it is there, or tells it `why`, the evidence,
         that the accused has to go for `cause`. Does not wait; the answer comes as a view."""
-        suspicion = Suspicion(accuser=self._node, accused=accused, why=why, cause=cause)
+        suspicion = Suspicion(
+            accuser=self._node, accused=accused, why=why, cause=cause, proof=proof
+        )
         self.sign(suspicion)
         task = asyncio.get_running_loop().create_task(self._suspect(suspicion))
         self._tasks.add(task)

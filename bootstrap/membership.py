@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from planaria.bootstrap.address import EVERYWHERE, not_to_dial
 from planaria.bootstrap.cuts import LOOKS, Cuts, Goes
 from planaria.bootstrap.fitting import fit
-from planaria.bootstrap.identity import Identity, instance_of
+from planaria.bootstrap.identity import Identity, instance_of, is_message_signed
 from planaria.bootstrap.invites import is_instance
 from planaria.bootstrap.places import Place, is_apart, is_block, shared
 from planaria.bootstrap.progress import Age, Progress
@@ -1067,11 +1067,15 @@ class Membership:
         return bool(silent) and all(silent)
 
     def _convicted(self, node: _Node, now: float) -> str:
-        """Why the node goes for cause, though it may live; empty: too few say so. The driver's word
+        """Why the node goes for cause, though it may live; empty: too few say so. Who shows what it
+        has signed need not be believed. The driver's word
         is enough, since it hears all who notice. Against the driver, or of others, it takes more
         than half of those who serve beside the accused, and two: where two contradict each other
         nobody knows who is wrong."""
         name, driver = node.member.node, self.view.driver
+        for accuser, (_, charge) in node.charges.items():
+            if self._is_proved(charge, node.member.key):
+                return f"{_evidence(charge)}, shows {accuser}"
         serving = {member.node for member in self._serving()} - {name}
         charges = {
             accuser: charge
@@ -1083,6 +1087,15 @@ class Membership:
         if len(charges) < 2 or 2 * len(charges) <= len(serving):
             return ""
         return f"{_evidence(next(iter(charges.values())))}, say {', '.join(charges)}"
+
+    def _is_proved(self, charge: Suspicion, key: bytes) -> bool:
+        """Whether the accused has signed two decisions of one attempt."""
+        if len(charge.proof) != 2:
+            return False
+        one, other = charge.proof
+        twice = (one.step, one.view, one.attempt) == (other.step, other.view, other.attempt)
+        signed = (is_message_signed(key, told, self.rules.run) for told in charge.proof)
+        return twice and one.hash != other.hash and all(signed)
 
     def _doom(self, name: str, node: _Node, reason: str) -> None:
         node.doomed = reason

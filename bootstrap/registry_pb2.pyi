@@ -317,18 +317,34 @@ class WatchRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
 
 class Suspicion(_message.Message):
-    __slots__ = ("accuser", "accused", "why", "cause", "signature")
+    __slots__ = ("accuser", "accused", "why", "cause", "signature", "proof")
     ACCUSER_FIELD_NUMBER: _ClassVar[int]
     ACCUSED_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     accuser: str
     accused: str
     why: str
     cause: Cause
     signature: bytes
-    def __init__(self, accuser: _Optional[str] = ..., accused: _Optional[str] = ..., why: _Optional[str] = ..., cause: _Optional[_Union[Cause, str]] = ..., signature: _Optional[bytes] = ...) -> None: ...
+    proof: _containers.RepeatedCompositeFieldContainer[Decision]
+    def __init__(self, accuser: _Optional[str] = ..., accused: _Optional[str] = ..., why: _Optional[str] = ..., cause: _Optional[_Union[Cause, str]] = ..., signature: _Optional[bytes] = ..., proof: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ...) -> None: ...
+
+class Decision(_message.Message):
+    __slots__ = ("step", "view", "attempt", "hash", "signature")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    view: int
+    attempt: int
+    hash: bytes
+    signature: bytes
+    def __init__(self, step: _Optional[int] = ..., view: _Optional[int] = ..., attempt: _Optional[int] = ..., hash: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("member", "reason", "view")

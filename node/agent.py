@@ -136,6 +136,7 @@ class Agent:
         self.trouble = ""  # with saving
         self.damaged = False  # its weights, beside a compute thread that hangs
         self.driver = self._new_driver()
+        self.driver.identity = ports.identity
         self.member = self._new_member()
         self.member.digest = self.learned.digest
         self.member.weightless = self.arithmetic.weightless
@@ -213,6 +214,8 @@ class Agent:
             self._check(peer, message)
         elif body in TO_MEMBER:
             self._carry_out(self.member.received(peer, message))
+        elif body == "heard":
+            self._carry_out(self.member.told(peer, message.heard))
         elif body in ("state_request", "shard_request"):
             self._serve_state(peer, message)
         elif body == "pin_request":
@@ -334,6 +337,7 @@ class Agent:
     def tick(self, now: float) -> None:
         self.exchanges.at(now)
         self._carry_out(self.driver.tick(now))
+        self._carry_out(self.member.tick(now))
         self.taken.expire(now)
         if now - self.origins_asked > ASKED_AGAIN:
             self.origins.clear()
@@ -410,8 +414,8 @@ class Agent:
                 if self.fetching is not None:
                     self.fetching.cancel()
                 self.fetching = self.exchanges.start(self._fetch(ballot, sync))
-            case Suspect(node, why, cause):
-                self.record.suspect(node, why, cause)
+            case Suspect(node, why, cause, proof):
+                self.record.suspect(node, why, cause, proof)
             case Rejoin(reason):
                 self.record.over(reason)
             case Halted(halt):

@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -148,7 +148,13 @@ class Registry(Protocol):
     ) -> None: ...
     def report(self, report: registry.Report) -> None: ...
     def tell(self, line: str) -> None: ...
-    def suspect(self, accused: str, why: str, cause: registry.Cause = registry.SILENT) -> None: ...
+    def suspect(
+        self,
+        accused: str,
+        why: str,
+        cause: registry.Cause = registry.SILENT,
+        proof: Sequence[registry.Decision] = (),
+    ) -> None: ...
     async def leave(self, node: str, why: str) -> None: ...
 
 
@@ -446,7 +452,8 @@ class Node:
                 own, stage, run, config, place.device, corpus, place.checkpoint, place.own
             )
             net, compute = SeatNet(self.seats, name), SeatCompute(self.seats, name, self.compute)
-            ports = Ports(net, exchanges, compute, tensors, arithmetic, record, SystemRandom())
+            chance, identity = SystemRandom(), place.identity
+            ports = Ports(net, exchanges, compute, tensors, arithmetic, record, chance, identity)
             return Agent(own, stage, run, config, ports, make_holdings)
 
         seat = await self.compute.run(build)
@@ -706,11 +713,17 @@ class SeatRecord:
         log.info("the weights of %s are kept until Ctrl-C", self._seat)
         self._node.report()
 
-    def suspect(self, node: str, why: str, cause: registry.Cause) -> None:
+    def suspect(
+        self,
+        node: str,
+        why: str,
+        cause: registry.Cause,
+        proof: Sequence[registry.Decision] = (),
+    ) -> None:
         if node_of(node) == self._node.node:
             self.over(why)  # there is nobody else to blame
         else:
-            self._node.client.suspect(node_of(node), why, cause)
+            self._node.client.suspect(node_of(node), why, cause, proof)
 
     def replace(self, why: str) -> None:
         log.warning("%s", why)

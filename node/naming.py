@@ -56,6 +56,7 @@ def seated(view: registry.View) -> registry.View:
             seats=[registry.Seat(stage=at.stage)],
             room=member.room,
             leaving=member.leaving,
+            key=member.key,
         )
         for member in view.members
         for seat, at in zip(ids[member.node], member.seats, strict=True)

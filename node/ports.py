@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from planaria.bootstrap.registry_pb2 import Cause
+    from planaria.bootstrap.identity import Identity
+    from planaria.bootstrap.registry_pb2 import Cause, Decision
     from planaria.node.report.events import Event
     from planaria.node.state.boundary import Fetched
     from planaria.node.state.relearn import Lesson
@@ -292,9 +293,10 @@ class Record(Protocol):
         """The run is over, or can't go on; the weights are kept."""
         ...
 
-    def suspect(self, node: str, why: str, cause: Cause) -> None:
+    def suspect(self, node: str, why: str, cause: Cause, proof: Sequence[Decision] = ()) -> None:
         """The registry is to ask this member whether it is alive or, for any cause but SILENT, to
-        take it out. `why` is the evidence, a sentence for people."""
+        take it out. `why` is the evidence, a sentence for people; `proof` what the member has
+        signed and can't have."""
         ...
 
     def replace(self, why: str) -> None:
@@ -318,3 +320,5 @@ class Ports:
     record: Record
     chance: Random
     """That nobody else can foresee."""
+    identity: Identity
+    """Of the node, which signs what it decides."""

@@ -11,6 +11,7 @@ node: which microbatches come, wait, go on and are sent again; doubles.py is wha
 checks. routing.py plans which
 node serves which microbatch, overdue.py finds who holds up an attempt, hanging.py what becomes of
 who hangs, leaving.py how long who is told to go waits for an heir, takeover.py what an attempt
-waits for whose stage has lost its last node. following.py is
-a joiner that copies while the others train, averaging.py sums the gradients of replicas.
+waits for whose stage has lost its last node. chain.py is what a driver signs of a commit,
+comparing.py how replicas find out that they have heard of the same. following.py is a joiner that
+copies while the others train, averaging.py sums the gradients of replicas.
 """

@@ -11,9 +11,10 @@ from types import MappingProxyType
 
 from planaria.node.naming import node_of
 from planaria.node.report.events import NonFinite
+from planaria.node.transaction.chain import head
 from planaria.node.transaction.diverging import Told
 from planaria.node.transaction.effects import Ballot
-from planaria.node.transaction.gathering import unrecorded
+from planaria.node.transaction.gathering import Standing, unrecorded
 from planaria.node.transaction.overdue import Inquest
 from planaria.node.transaction.routing import Pair, paces, plan, share_out, stand_ins
 from planaria.node.transaction.rules import TransactionRules
@@ -168,9 +169,8 @@ class Attempting:
             self.vote.joiners.pop(joiner, None)
 
     def commit(
-        self, vote: Vote, ballot: Ballot, rules: TransactionRules, last: pb.Commit, now: float
+        self, vote: Vote, ballot: Ballot, rules: TransactionRules, at: Standing, now: float
     ) -> pb.Commit:
-        """`last`: the one before."""
         finite = all(ready.finite for ready in vote.ready.values())
         squared = {vote.stages[node]: vote.ready[node].squared_norm for node in sorted(vote.ready)}
         total = math.sqrt(math.fsum(squared.values())) if finite else math.nan
@@ -186,7 +186,9 @@ class Attempting:
             gradient_norm=total,
             microbatches=[self.homes[identity] for identity in sorted(self.homes)],
             seconds=now - self.began,
-            skips=0 if finite else last.skips + 1,
+            skips=0 if finite else at.last.skips + 1,
+            lineage=at.lineage,
+            previous=head(at.last, at.lineage),
         )
 
     # --- it goes on without lost nodes

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import HANG, NONFINITE, NUMBERS, SILENT
 from planaria.node.report.events import (
     Aborted,
@@ -42,6 +43,7 @@ from planaria.node.report.events import (
 from planaria.node.transaction.attempting import Attempting, Vote, planned
 from planaria.node.transaction.blaming import NOBODY_ELSE, VAIN, Charges, Failures, Spoiling
 from planaria.node.transaction.bounds import told_to_driver
+from planaria.node.transaction.chain import seal
 from planaria.node.transaction.checking import WRONG, Checked, SpotChecks, Undecided, Wrong
 from planaria.node.transaction.doubting import Doubts
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
@@ -94,6 +96,7 @@ class Driver:
         self.node = node
         self.rules = rules
         self.checks = SpotChecks(rules.spot_check, rules.tolerance, chance)
+        self.identity: Identity | None = None  # what it decides isn't signed without
         self.current: Gathering | Syncing | Attempting | Resting = Resting(DriverPhase.INACTIVE)
         self.view = registry.View()
         self.coming: Coming | None = None
@@ -646,8 +649,10 @@ class Driver:
         """All are ready: commit, and begin what comes next in the same message."""
         effects = self._let_in(vote, now)
         self.doubts.committed(vote)
-        commit = attempt.commit(vote, self.ballot, self.rules, self.standing.last, now)
+        commit = attempt.commit(vote, self.ballot, self.rules, self.standing, now)
         commit.doubted.extend(self.checks.told())
+        if self.identity is not None:
+            seal(commit, self.identity, self.view.run)
         self.standing = replace(self.standing, committed=commit.step, last=commit)
         self.failures = Failures()
         self.charges.committed()

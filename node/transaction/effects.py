@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from planaria.bootstrap.registry_pb2 import SILENT, Cause
+from planaria.bootstrap.registry_pb2 import SILENT, Cause, Decision
 from planaria.node.report.events import Event
 from planaria.node.wire import stage_pb2 as pb
 
@@ -98,11 +99,13 @@ class Fetch:
 @dataclass(frozen=True)
 class Suspect:
     """Tell the registry that this node was waited for in vain or, for any cause but SILENT, that it
-    has done wrong and has to go, though it lives. `why` is the evidence."""
+    has done wrong and has to go, though it lives. `why` is the evidence, `proof` what it has signed
+    and can't have, so that nobody has to believe the accuser."""
 
     node: str
     why: str
     cause: Cause = SILENT
+    proof: Sequence[Decision] = ()
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,15 @@ on. What it has reduced it keeps until the driver decides, or a newer driver ask
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.registry_pb2 import NUMBERS, SILENT, Cause
+from planaria.bootstrap.registry_pb2 import NUMBERS, SILENT, Cause, Decision
 from planaria.node.naming import node_of
 from planaria.node.report.events import MessageRefused
-from planaria.node.transaction.bounds import LONGEST_WORDS, told_to_member
+from planaria.node.transaction.bounds import HASH, LONGEST_WORDS, told_to_member
+from planaria.node.transaction.chain import decision, head, is_sealed
+from planaria.node.transaction.comparing import UNHEARD, Comparing, same_attempt
 from planaria.node.transaction.effects import (
     NEVER,
     Adopt,
@@ -32,6 +34,7 @@ from planaria.node.transaction.effects import (
     Suspect,
 )
 from planaria.node.transaction.following import Following
+from planaria.node.transaction.gathering import active
 from planaria.node.wire import stage_pb2 as pb
 
 
@@ -69,6 +72,11 @@ class MemberSide:
         self.lineage = 0  # how often the run had gone back to files before that step
         self.committed = 0
         self.last = pb.Commit()
+        self.decider, self.key = "", b""  # who decides the attempt, and its key
+        self.replicas: frozenset[str] = frozenset()  # others of this stage in the attempt
+        self.decisions: dict[str, Decision] = {}  # that these have told of last
+        self.mute: set[str] = set()  # who was waited for in vain
+        self.comparing: Comparing | None = None
         self.boosted_at = 0
         self.digest = b""
         self.changing = False  # the weights are, so nothing is said of them
@@ -96,7 +104,10 @@ class MemberSide:
         self.refused.clear()
         if all(member.node != self.node for member in view.members):
             return [Rejoin(f"view {view.number} is without this node: {view.reason}")]
-        return []
+        beside = self._beside()
+        self.decisions = {n: one for n, one in self.decisions.items() if n in beside}
+        self.mute &= beside
+        return self._wait_no_more(self.replicas - beside)
 
     def received(self, peer: str, message: pb.Message) -> list[Effect]:
         """A control message for this machine has come from `peer`."""
@@ -111,7 +122,14 @@ class MemberSide:
         if wrong := told_to_member(message, self.stage):
             refused = MessageRefused(peer=peer, body=body, why=f"it tells of {wrong}")
             return [refused, Suspect(peer, f"{peer}, which drives, tells of {wrong}", NUMBERS)]
-        match body:
+        if self.comparing is not None and body in ("step", "reduce", "halt"):
+            self._promise(peer, ballot)
+            self.comparing.put_off(peer, ballot, message)
+            return []
+        return self._obey(peer, ballot, message)
+
+    def _obey(self, peer: str, ballot: Ballot, message: pb.Message) -> list[Effect]:
+        match body := message.WhichOneof("body"):
             case "query":
                 return self._queried(peer, ballot)
             case "step":
@@ -124,7 +142,7 @@ class MemberSide:
                 self._promise(peer, ballot)
                 return self._halt(message.halt)
             case _:
-                return [MessageRefused(peer=peer, body=body, why="unexpected")]
+                return [MessageRefused(peer=peer, body=body or "nothing", why="unexpected")]
 
     def obeys(self, peer: str, ballot: Ballot) -> bool:
         """Whether `peer` drives, by the newest view that the registry has sent, and may have made
@@ -261,11 +279,37 @@ class MemberSide:
 
     def link_lost(self, peer: str) -> list[Effect]:
         """What `peer` was sending is lost, and what it was to be told."""
+        effects = self._wait_no_more({peer})
         if self.following is None:
-            return []
+            return effects
         self.following.lost(peer)
         self.following.told = self.following.told and peer != self.driver
-        return self._follow_on()
+        return effects + self._follow_on()
+
+    def told(self, peer: str, heard: pb.Heard) -> list[Effect]:
+        """A replica of this stage says which commit it has heard."""
+        told = heard.decision
+        if peer not in self._beside() or max(len(told.hash), len(told.signature)) > HASH:
+            return []
+        self.decisions[peer] = told
+        self.mute.discard(peer)
+        if self.comparing is not None:
+            return self._compare(self.comparing)
+        own = decision(self.last)
+        if not same_attempt(told, own):
+            return []
+        if told.hash != own.hash:
+            return self._accuse_of_two(own, peer, told)
+        return [] if heard.answer else [self._tell(peer, own, answer=True)]
+
+    def tick(self, now: float) -> list[Effect]:
+        """Looks at what the time that has passed has made due."""
+        if self.comparing is None or not (mute := self.comparing.overdue(now)):
+            return []
+        self.mute |= mute
+        step = self.comparing.commit.step
+        why = f"it hasn't told in {UNHEARD:.0f} s which commit of step {step} it has heard"
+        return [*(Suspect(node, why) for node in sorted(mute)), *self._compare(self.comparing)]
 
     def frames(self, ballot: Ballot) -> Frames:
         """What to do with a frame that was sent by the plan of `ballot`."""
@@ -274,6 +318,8 @@ class MemberSide:
             MemberPhase.REDUCING,
         ):
             return Frames.TAKE
+        if self.comparing is not None:  # what follows the commit may have begun elsewhere
+            return Frames.HOLD if ballot > self.attempt else Frames.DROP
         if self.phase is not MemberPhase.HALTED and ballot > max(self.promised, self.attempt):
             return Frames.HOLD
         return Frames.DROP
@@ -295,6 +341,8 @@ class MemberSide:
         effects: list[Effect] = []
         if self.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING):
             effects.append(DropAttempt(self.attempt))
+        if self.comparing is not None:
+            self.comparing.later.clear()
         if self.phase is not MemberPhase.READY:
             self.phase = MemberPhase.FOLLOWING if self.following is not None else MemberPhase.IDLE
         if self.following is not None:
@@ -305,10 +353,7 @@ class MemberSide:
     def _changed(self, digest: bytes) -> list[Effect]:
         self.digest = digest
         self.changing = False
-        if self.unanswered is None:
-            return []
-        (peer, ballot), self.unanswered = self.unanswered, None
-        return self._answer(peer, ballot) if ballot == self.promised else []
+        return self._answer_late()
 
     def _is_of_attempt(self, ballot: Ballot) -> bool:
         return self.began <= ballot <= self.attempt
@@ -317,7 +362,7 @@ class MemberSide:
         return self.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING, MemberPhase.READY)
 
     def _answer(self, peer: str, ballot: Ballot, attempting: int = 0) -> list[Effect]:
-        if self.changing:
+        if self.changing or self.comparing is not None:
             self.unanswered = (peer, ballot)
             return []
         is_ready = self.phase is MemberPhase.READY
@@ -348,6 +393,13 @@ class MemberSide:
         effects: list[Effect] = []
         if step.HasField("commit"):
             effects += self._commit(step.commit)
+            if self.comparing is not None:
+                if step.HasField("begin"):
+                    begin = pb.Message(step=pb.Step(begin=step.begin))
+                    self.comparing.put_off(peer, ballot, begin)
+                return effects
+        if step.HasField("begin"):
+            self._note_who_takes_part(step.begin)
         if any(joiner.node == self.node for joiner in step.begin.joining):
             return effects + self._begun_without(ballot, step.begin)
         if step.HasField("begin") and ballot > self.attempt:
@@ -401,6 +453,36 @@ class MemberSide:
             return self._hear(commit)
         if commit.step != self.committed + 1 or not ready:
             return []  # a repetition, or not for this node: the next query finds out
+        own = decision(commit)
+        if not self._has_signed(own):
+            return self._refuse_commit(f"step {own.step}, which {self.decider} hasn't signed")
+        tell = [self._tell(node, own) for node in sorted(self.replicas)]
+        if why := self._is_no_link(commit):  # others may have been told of another one
+            return [*tell, *self._refuse_commit(why)]
+        self.comparing = Comparing(commit, own, {*self.replicas} - self.mute)
+        return [*tell, *self._compare(self.comparing)]
+
+    def _refuse_commit(self, what: str) -> list[Effect]:
+        why = f"{self.driver}, which drives, tells of a commit of {what}"
+        refused = MessageRefused(peer=self.driver, body="step", why=f"a commit of {what}")
+        return [refused, Suspect(self.driver, why, NUMBERS)]
+
+    def _has_signed(self, told: Decision) -> bool:
+        """Whether this is what the attempt's driver has decided."""
+        return not self.key or is_sealed(told, self.key, self.view.run)
+
+    def _is_no_link(self, commit: pb.Commit) -> str:
+        """Why the commit can't come after the last one that was applied here; empty: it can."""
+        step, before = commit.step, self.last.step
+        if commit.lineage != self.lineage:
+            return f"step {step} of lineage {commit.lineage}, and this is {self.lineage}"
+        if commit.previous != head(self.last, self.lineage):
+            return (
+                f"step {step} that comes after another commit of step {before} than was made here"
+            )
+        return ""
+
+    def _apply(self, commit: pb.Commit) -> list[Effect]:
         self.phase = MemberPhase.IDLE
         if self.following is not None:
             self.following.applied(commit)
@@ -409,6 +491,61 @@ class MemberSide:
         self.last = commit
         self.changing = True
         return [Apply(commit)]
+
+    # --- which commit the stage's replicas have heard
+
+    def _beside(self) -> set[str]:
+        """The other replicas of this stage."""
+        stages = active(self.view)
+        return {node for node, at in stages.items() if at == self.stage and node != self.node}
+
+    def _note_who_takes_part(self, begin: pb.Begin) -> None:
+        self.decider = self.driver
+        self.key = next((m.key for m in self.view.members if m.node == self.driver), b"")
+        there = {place.node for place in begin.members if place.stage == self.stage}
+        self.replicas = frozenset(there - {self.node} if self.node in there else ())
+
+    def _tell(self, peer: str, own: Decision, answer: bool = False) -> Send:
+        return self.attempt.send(peer, heard=pb.Heard(decision=own, answer=answer))
+
+    def _wait_no_more(self, lost: Collection[str]) -> list[Effect]:
+        if self.comparing is None or self.comparing.awaited.isdisjoint(lost):
+            return []
+        self.comparing.awaited -= set(lost)
+        return self._compare(self.comparing)
+
+    def _compare(self, comparing: Comparing) -> list[Effect]:
+        """The commit is applied, and what the driver has said since is done, when all tell of the
+        same one. Of two that one driver has signed neither is."""
+        effects: list[Effect] = []
+        for peer, other in comparing.look(self.decisions).items():
+            effects += self._accuse_of_two(comparing.own, peer, other)
+            if self._has_signed(other):
+                self.comparing = None
+                return effects + self._answer_late()
+            comparing.awaited.discard(peer)
+        if comparing.awaited:
+            return effects
+        self.comparing = None
+        effects += self._apply(comparing.commit)
+        for peer, ballot, message in comparing.later:
+            effects += self._obey(peer, ballot, message)
+        return effects
+
+    def _accuse_of_two(self, own: Decision, peer: str, other: Decision) -> list[Effect]:
+        """Either the driver has signed another commit, too, or the replica has made one up."""
+        self.decisions.pop(peer, None)
+        if self._has_signed(other):
+            why = f"{self.decider} has told {peer} of another commit of step {own.step}"
+            return [Suspect(self.decider, why, NUMBERS, (own, other))]
+        why = f"{peer} tells of a commit of step {own.step} that {self.decider} hasn't signed"
+        return [Suspect(peer, why, NUMBERS)]
+
+    def _answer_late(self) -> list[Effect]:
+        if self.unanswered is None:
+            return []
+        (peer, ballot), self.unanswered = self.unanswered, None
+        return self._answer(peer, ballot) if ballot == self.promised else []
 
     def _reduce(self, ballot: Ballot) -> list[Effect]:
         if self.following is not None:
@@ -421,6 +558,7 @@ class MemberSide:
 
     def _synced(self, peer: str, ballot: Ballot, sync: pb.Sync) -> list[Effect]:
         self._promise(peer, ballot)
+        self.comparing = None
         effects: list[Effect] = [DropAttempt(self.attempt)] if self._attempting() else []
         if sync.method == "replica" and (sync.lineage, sync.step) == (self.lineage, self.committed):
             self.lineage = self.committed = 0  # what it has is not what its replicas have

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from planaria.bootstrap.identity import instance_of
+from planaria.bootstrap.identity import Identity, instance_of
 from planaria.bootstrap.membership import (
     MOST_DIALLED,
     PROTOCOL,
@@ -31,6 +31,7 @@ from planaria.bootstrap.registry_pb2 import (
     SILENT,
     Cause,
     Complaint,
+    Decision,
     JoinReply,
     JoinRequest,
     Member,
@@ -83,7 +84,7 @@ class Swarm:
         protocol: int = PROTOCOL,
         question: int = 0,
         answered: Sequence[str] = (),
-        key: str = "",
+        key: str | bytes = "",
         room: int = 1,
         standby: bool = False,
         saved: bool = False,
@@ -100,7 +101,7 @@ class Swarm:
             speed=speed,
             question=question,
             answered=answered,
-            key=(key or node).encode(),
+            key=key if isinstance(key, bytes) else (key or node).encode(),
             room=room,
             standby=standby,
             saved=saved,
@@ -128,9 +129,14 @@ class Swarm:
         return self.renew(node, report=self.report(node, complaints))
 
     def suspect(
-        self, accuser: str, accused: str, cause: Cause = SILENT, why: str = "silent"
+        self,
+        accuser: str,
+        accused: str,
+        cause: Cause = SILENT,
+        why: str = "silent",
+        proof: Sequence[Decision] = (),
     ) -> list[Effect]:
-        suspicion = Suspicion(accuser=accuser, accused=accused, why=why, cause=cause)
+        suspicion = Suspicion(accuser=accuser, accused=accused, why=why, cause=cause, proof=proof)
         return self.after(self.machine.suspect(suspicion, self.now))
 
     def lose(self, node: str, there: bool | None = None) -> list[Effect]:
@@ -842,6 +848,29 @@ def test_words_against_the_driver_count_together_when_they_fall_together() -> No
     swarm.suspect("n2", "n0", DIVERGENCE, "other weights")
     swarm.answer()
     assert "n0" in swarm.nodes()
+
+
+def decided(identity: Identity, content: bytes, **fields: int) -> Decision:
+    """As its key has signed it."""
+    decision = Decision(**{"step": 5, "view": 3, "attempt": 7, **fields}, hash=content)
+    identity.sign_message(decision, "r")
+    return decision
+
+
+def test_who_shows_what_a_driver_has_signed_need_not_be_one_of_several() -> None:
+    swarm, driver = Swarm(stages=3), Identity.generate()
+    swarm.join("n0", 0, key=driver.public)
+    for stage in (1, 2, 3):
+        swarm.join(f"n{stage}", stage)
+    swarm.open("n0", "n1", "n2", "n3")
+    one, other = decided(driver, b"one"), decided(driver, b"other")
+    forged = decided(Identity.generate(), b"other")
+    for proof in ((one,), (one, one), (one, forged), (one, decided(driver, b"other", attempt=8))):
+        swarm.suspect("n1", "n0", NUMBERS, "two commits of step 5", proof)
+        assert "n0" in swarm.nodes(), "that can be"
+        swarm.answer()
+    swarm.suspect("n1", "n0", NUMBERS, "two commits of step 5", (one, other))
+    assert swarm.effects[0] == Evict("n0", "numbers: two commits of step 5, shows n1")
 
 
 def test_of_two_that_contradict_each_other_the_driver_is_believed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from typing import NoReturn
@@ -14,6 +15,7 @@ import torch
 from conversing import AtOnce, Nodes, VirtualNet
 
 from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.identity import Identity
 from planaria.node.agent import NOTING, Agent, crossing_bytes, frame_bytes, held_bytes
 from planaria.node.ports import Ports
 from planaria.node.report.events import Event
@@ -77,7 +79,13 @@ class Memory:
     def halted(self, halt: pb.Halt) -> None:
         self.halts.append(halt)
 
-    def suspect(self, node: str, why: str, cause: registry.Cause) -> None:
+    def suspect(
+        self,
+        node: str,
+        why: str,
+        cause: registry.Cause,
+        proof: Sequence[registry.Decision] = (),
+    ) -> None:
         self.suspected.append(node)
 
     def replace(self, why: str) -> None:
@@ -96,7 +104,16 @@ class Seat:
         config = model_config(RUN.model, vocabulary=16)
         cpu, exchanges = torch.device("cpu"), self.nodes.new()
         stage = TorchStage(node, NODES[node], RUN, config, cpu, corpus=None)
-        ports = Ports(self.net, exchanges, AtOnce(), tensors, stage, self.record, Random(0))
+        ports = Ports(
+            self.net,
+            exchanges,
+            AtOnce(),
+            tensors,
+            stage,
+            self.record,
+            Random(0),
+            Identity.generate(),
+        )
         self.agent = Agent(node, NODES[node], RUN, config, ports, holdings)
         self.agent.viewed(VIEW, 0.0)
         self.run()

@@ -4,7 +4,7 @@ and who of them hears what, is what ships."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -38,6 +38,7 @@ from simulation.fingerprints import SHAPE
 from simulation.links import Links
 from simulation.network import Stream
 from simulation.ports import Compute, VirtualDisk, VirtualLineFile
+from simulation.registry import key_of
 from simulation.stage import Stage, row
 from simulation.world import Process
 
@@ -224,8 +225,8 @@ class Node:
         net, compute = SeatNet(self.seats, name), SeatCompute(self.seats, name, self.compute)
         exchanges = TimedExchanges(self, compute)
         record = SeatRecord(self, own, ledger)
-        chance = Random(f"{self.cluster.seed} {own}")
-        ports = Ports(net, exchanges, compute, tensors, weights, record, chance)
+        chance, identity = Random(f"{self.cluster.seed} {own}"), key_of(self.process.host)
+        ports = Ports(net, exchanges, compute, tensors, weights, record, chance, identity)
         run, config = self.cluster.run, self.cluster.config
         seat = Seat(self, weights, own, stage, run, config, ports, self._make_holdings)
         exchanges.seat = record.agent = seat
@@ -421,11 +422,17 @@ class SeatRecord:
         self._cluster.check_halt(self.agent, halt)
         self.changed()
 
-    def suspect(self, node: str, why: str, cause: registry.Cause) -> None:
+    def suspect(
+        self,
+        node: str,
+        why: str,
+        cause: registry.Cause,
+        proof: Sequence[registry.Decision] = (),
+    ) -> None:
         if node_of(node) == self._node.name:
             self.over(why)
         else:
-            self._node.client.suspect(node_of(node), why, cause)
+            self._node.client.suspect(node_of(node), why, cause, proof)
 
     def replace(self, why: str) -> None:
         self._node.leaving = True

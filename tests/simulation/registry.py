@@ -4,7 +4,9 @@ without gRPC. The machine is the real one; its journal survives a crash."""
 from __future__ import annotations
 
 import contextlib
-from functools import partial
+import hashlib
+from collections.abc import Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -37,6 +39,12 @@ HELD_UP = 1.0
 RENEW = 1.0
 KEY = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32)))  # the run's
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 1.0
+
+
+@cache
+def key_of(host: str) -> Identity:
+    """Of whatever node is there."""
+    return Identity(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(host.encode()).digest()))
 
 
 class Registry:
@@ -215,7 +223,7 @@ class Client:
             stage=node.wanted,
             saved=node.wanted is not None and node.cluster.hosts[node.process.host].stage is None,
             room=node.room,
-            key=node.process.host.encode(),
+            key=key_of(node.process.host).public,
             question=self.question,
             answered=self.answered,
         )
@@ -306,8 +314,17 @@ class Client:
     def leave(self) -> None:
         self._tell(pb.LeaveRequest(node=self.node.name))
 
-    def suspect(self, accused: str, why: str, cause: pb.Cause = pb.SILENT) -> None:
-        self._tell(pb.Suspicion(accuser=self.node.name, accused=accused, why=why, cause=cause))
+    def suspect(
+        self,
+        accused: str,
+        why: str,
+        cause: pb.Cause = pb.SILENT,
+        proof: Sequence[pb.Decision] = (),
+    ) -> None:
+        told = pb.Suspicion(
+            accuser=self.node.name, accused=accused, why=why, cause=cause, proof=proof
+        )
+        self._tell(told)
 
     def _tell(self, item: Any) -> None:
         if (stream := self.node.streams.get("registry")) is not None:

@@ -7,10 +7,12 @@ import pytest
 from planaria.bootstrap import membership
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.views import sign
-from planaria.node.transaction.effects import Ballot
+from planaria.node.transaction.comparing import Comparing
+from planaria.node.transaction.effects import Ballot, Effect
 from planaria.node.transaction.member import MemberSide
 from simulation.byzantine import Lying
 from simulation.cluster import Machines, Trap
+from simulation.deceit import Deceived
 from simulation.scenario import Scenario, ScenarioError, run
 from tests.bootstrap.conftest import identity
 
@@ -74,3 +76,22 @@ def test_one_that_believes_whatever_it_is_shown_is_caught(monkeypatch: pytest.Mo
     monkeypatch.setattr(membership, "is_genuine", lambda view, key, run: True)
     with pytest.raises(ScenarioError, match="I6"):
         run(0, kind=Forged)
+
+
+def test_a_driver_that_tells_replicas_different_things_parts_nobody() -> None:
+    told = sum(run(seed, kind=Deceived).counts["deceits"] for seed in range(6))
+    assert told >= 6
+
+
+class Hasty(MemberSide):
+    """Applies what it is told, whatever its replicas are."""
+
+    def _compare(self, comparing: Comparing) -> list[Effect]:
+        comparing.awaited.clear()
+        return super()._compare(comparing)
+
+
+def test_a_member_that_applies_what_its_replicas_do_not_know_of_is_caught() -> None:
+    with pytest.raises(ScenarioError, match="I2: "):
+        for seed in range(12):
+            run(seed, Machines(member=Hasty), kind=Deceived)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import SHAPE
 from planaria.node.report.events import MessageRefused
+from planaria.node.transaction.chain import head
 from planaria.node.transaction.effects import (
     NEVER,
     Adopt,
@@ -26,6 +27,7 @@ from planaria.node.transaction.effects import (
 from planaria.node.transaction.member import Frames, MemberPhase, MemberSide
 from planaria.node.wire import stage_pb2 as pb
 
+FIRST = pb.Commit()
 SWARM = {"driver": 0, "self": 1, "other": 2}
 
 
@@ -45,9 +47,15 @@ def begin(step: int, **fields: object) -> pb.Step:
     return pb.Step(begin=pb.Begin(step=step, **fields))
 
 
-def commit(step: int, ballot: Ballot) -> pb.Commit:
+def commit(step: int, ballot: Ballot, after: pb.Commit = FIRST) -> pb.Commit:
     scales = [1.0] * 3
-    return pb.Commit(step=step, ballot=ballot.message(), clip_scale=scales, lr_scale=scales)
+    return pb.Commit(
+        step=step,
+        ballot=ballot.message(),
+        clip_scale=scales,
+        lr_scale=scales,
+        previous=head(after, 0),
+    )
 
 
 def bodies(effects: Sequence[Effect]) -> list[str]:
@@ -85,7 +93,8 @@ class Told:
     def commits(self, step: int, ballot: Ballot) -> list[Effect]:
         """The commit of what is ready, in the next ballot."""
         after = Ballot(ballot.view, ballot.attempt + 1)
-        return self.hears(after, step=pb.Step(commit=commit(step, ballot)))
+        decided = commit(step, ballot, self.member.last)
+        return self.hears(after, step=pb.Step(commit=decided))
 
     def follow_to(self, step: int) -> Ballot:
         """Commit steps up to `step`; returns the newest ballot."""
@@ -393,7 +402,8 @@ def test_who_has_caught_up_votes_when_asked_and_enters_with_the_commit():
     assert bodies(told.member.reduced(Ballot(1, 2), 2.0, True, 0.0)) == ["ready"]
     inside = pb.Begin(step=9, members=[*STAGE, pb.Place(node="self", stage=1)])
     apply, start = told.hears(
-        Ballot(1, 3), step=pb.Step(commit=commit(8, Ballot(1, 2)), begin=inside)
+        Ballot(1, 3),
+        step=pb.Step(commit=commit(8, Ballot(1, 2), told.member.last), begin=inside),
     )
     assert isinstance(apply, Apply)
     assert isinstance(start, StartAttempt)
@@ -410,7 +420,7 @@ def test_when_the_others_did_not_wait_for_its_vote_it_goes_on_following(ready: b
     told.hears(Ballot(1, 2), reduce=pb.Reduce())
     if ready:
         told.member.reduced(Ballot(1, 2), 2.0, True, 0.0)
-    effects = told.begun(3, 9, commit(8, Ballot(1, 2)))
+    effects = told.begun(3, 9, commit(8, Ballot(1, 2), told.member.last))
     assert [e.commit.step for e in effects if isinstance(e, Apply)] == [8]
     assert told.member.phase is MemberPhase.FOLLOWING
     assert told.member.reduced(Ballot(1, 2), 2.0, True, 0.0) == []
@@ -557,7 +567,9 @@ def test_promises_hold_and_each_step_is_applied_once_on_the_one_before(
                 effects = told.make_ready(step, ballot)
             case "commit":
                 of = attempt if of_this_attempt else ballot
-                effects = told.hears(ballot, step=pb.Step(commit=commit(step, of)))
+                effects = told.hears(
+                    ballot, step=pb.Step(commit=commit(step, of, told.member.last))
+                )
             case "sync" if not member.changing:
                 effects = told.hears(ballot, sync=sync(committed + 1))
             case "halt":

@@ -1,0 +1,56 @@
+"""The chain of commits: each names the one before it, and its driver signs it.
+
+A chain is of one lineage. Its first commit names none: what a run goes back to may have been made
+by another commit at each stage. The hash of a commit is over all that it says but the signature,
+which is over step, ballot and hash, so that two signed commits of one attempt prove that their
+driver has told two things, whoever shows them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+
+from planaria.bootstrap.identity import Identity, is_message_signed
+from planaria.bootstrap.registry_pb2 import Decision
+from planaria.node.wire import stage_pb2 as pb
+
+
+def hash_of(commit: pb.Commit) -> bytes:
+    unsigned = pb.Commit()
+    unsigned.CopyFrom(commit)
+    unsigned.ClearField("signature")
+    return hashlib.sha256(unsigned.SerializeToString(deterministic=True)).digest()
+
+
+def head(last: pb.Commit, lineage: int) -> bytes:
+    """What the next commit of the lineage names, after this one; empty: it is the first."""
+    return hash_of(last) if last.step and last.lineage == lineage else b""
+
+
+def decision(commit: pb.Commit) -> Decision:
+    """What a driver signs of a commit."""
+    return Decision(
+        step=commit.step,
+        view=commit.ballot.view,
+        attempt=commit.ballot.attempt,
+        hash=hash_of(commit),
+        signature=commit.signature,
+    )
+
+
+def seal(commit: pb.Commit, identity: Identity, run: str) -> None:
+    """Nothing may change the commit afterwards."""
+    signed = decision(commit)
+    identity.sign_message(signed, run)
+    commit.signature = signed.signature
+
+
+def is_sealed(told: Decision, key: bytes, run: str) -> bool:
+    return _is_sealed(told.SerializeToString(deterministic=True), key, run)
+
+
+@lru_cache(maxsize=64)
+def _is_sealed(told: bytes, key: bytes, run: str) -> bool:
+    """All seats of a node hear the same."""
+    return is_message_signed(key, Decision.FromString(told), run)
