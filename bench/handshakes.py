@@ -11,9 +11,10 @@ import asyncio
 import multiprocessing
 import statistics
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import uvloop
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -104,33 +105,45 @@ def _dial(home: ProcessHome | None, pair: Pair | None, address: str, pipe: Conne
     pipe.send(uvloop.run(dial()))
 
 
-def _hear(process: Any, pipe: Connection) -> Any:
+class Took(NamedTuple):
+    """Seconds."""
+
+    tcp: float  # a connection
+    links: list[float]  # a handshake each
+
+
+def _hear(pipe: Connection) -> Any:
     if not pipe.poll(START + HANDSHAKES * PAUSE):
         raise TimeoutError("a process of the benchmark says nothing")
     return pipe.recv()
 
 
-def handshakes(
-    homes: tuple[ProcessHome | None, ProcessHome | None], pairs: tuple[Pair | None, Pair | None]
-) -> tuple[float, list[float]]:
-    """Seconds of a TCP connection, and of each handshake of a link."""
+@contextmanager
+def answering(home: ProcessHome | None, pair: Pair | None) -> Iterator[str]:
+    """A process that takes links; where."""
     context = multiprocessing.get_context("spawn")
-    (here, there), (answers, answerer) = context.Pipe(), context.Pipe()
-    b = context.Process(target=_answer, args=(homes[1], pairs[1], answerer), daemon=True)
-    b.start()
-    processes = [b]
+    pipe, other = context.Pipe()
+    process = context.Process(target=_answer, args=(home, pair, other), daemon=True)
+    process.start()
     try:
-        address = _hear(b, answers)
-        a = context.Process(target=_dial, args=(homes[0], pairs[0], address, there), daemon=True)
-        a.start()
-        processes.append(a)
-        found: tuple[float, list[float]] = _hear(a, here)
-        answers.send("stop")
-        return found
+        yield _hear(pipe)
+        pipe.send("stop")
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        process.kill()
+        process.join()
+
+
+def handshakes(home: ProcessHome | None, pair: Pair | None, address: str) -> Took:
+    """With who answers there."""
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    process = context.Process(target=_dial, args=(home, pair, address, other), daemon=True)
+    process.start()
+    try:
+        return Took(*_hear(pipe))
+    finally:
+        process.kill()
+        process.join()
 
 
 def certified() -> tuple[Pair, Pair]:
@@ -155,8 +168,12 @@ def main() -> None:
         except EmulationError as error:
             where = "loopback, without delay"
             print(f"handshakes are on loopback: {error}")
-        _, plain = handshakes(homes, (None, None))
-        rtt, tls = handshakes(homes, certified())
+        a, b = homes
+        with answering(b, None) as address:
+            plain = handshakes(a, None, address).links
+        own, others = certified()
+        with answering(b, others) as address:
+            rtt, tls = handshakes(a, own, address)
     median, longest = statistics.median(tls), max(tls)
     print(
         f"a link's handshake, {where} (a TCP connection takes {1e3 * rtt:.1f} ms): "

@@ -1,8 +1,9 @@
 """What honest nodes notice of strangers who hold as many connections to the registry as they can:
-how long a join takes, and how late a member's renewals are, against the same without strangers.
+how long a join takes, and how late a member's renewals are, against the same without strangers. And
+to a node: how long a link takes to come up.
 
-The registry is a process of its own; the strangers are another, on another address of loopback.
-They come back when they are let go, and every tenth says a byte at a time.
+Registry and node are processes of their own; the strangers are another, on another address of
+loopback. They come back when they are let go, and every tenth says a byte at a time.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import multiprocessing
 import resource
 import socket
+import statistics
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -18,7 +20,9 @@ from multiprocessing.connection import Connection
 
 import uvloop
 
+from bench.handshakes import answering, handshakes
 from bench.rows import keep
+from planaria.bootstrap.address import Address
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.membership import PROTOCOL, MembershipRules
@@ -60,7 +64,30 @@ def main() -> None:
         f"ratio of the 99th percentiles: {flooded.p99 / alone.p99:.1f}; "
         f"goal: under {GOAL:g} s, and members heard within the lease of {RULES.lease:g} s"
     )
-    keep("strangers", alone=asdict(alone), flooded=asdict(flooded))
+    keep("strangers", at="registry", alone=asdict(alone), flooded=asdict(flooded))
+    at_a_node(most)
+
+
+def at_a_node(strangers: int) -> None:
+    """Raises as `measure` does."""
+    flood = None
+    with answering(None, None) as address:
+        alone = handshakes(None, None, address).links
+        try:
+            flood, to_flood = _start(_flood, Address.parse(address).port, strangers)
+            there = int(_hear(to_flood))
+            flooded = handshakes(None, None, address).links
+        finally:
+            if flood is not None:
+                flood.kill()
+                flood.join()
+    medians = [1e3 * statistics.median(took) for took in (alone, flooded)]
+    print(
+        f"a link to a node comes up in {medians[0]:.1f} ms, and in {medians[1]:.1f} ms "
+        f"({1e3 * max(flooded):.0f} ms at most) while strangers have {there:,} connections to it; "
+        f"ratio {medians[1] / medians[0]:.1f}"
+    )
+    keep("strangers", at="node", connections=there, alone=alone, flooded=flooded)
 
 
 async def measure(strangers: int) -> tuple[Joins, Joins]:

@@ -5,10 +5,11 @@ that nobody has, places.py what it knows of where they are, cuts.py that about m
 reach each other, quarantine.py that about those evicted for cause, progress.py that about how far
 the run has come. service.py is the gRPC around it, journal.py what it has on disk, client.py the
 node's side. dial.py finds out whether a silent node is there, knock.py whether anything listens at
-an address; front_door.py takes connections, and crowd.py decides who of many strangers stays;
-address.py reads HOST:PORT, spelling.py says what others may be called and makes what they say fit
-for a terminal, credentials.py says who may talk to whom, identity.py whose word something is,
-views.py which views are the registry's, fitting.py what a message has room for.
+an address; front_door.py takes connections, doorkeeper.py looks at those that a node's port has,
+and crowd.py decides for both who of many strangers stays; address.py reads HOST:PORT, spelling.py
+says what others may be called and makes what they say fit for a terminal, credentials.py says who
+may talk to whom, identity.py whose word something is, views.py which views are the registry's,
+fitting.py what a message has room for.
 
 allowed.py reads who alone may join. authority.py is what certificates say, invites.py who gets one,
 admission.py both as the registry keeps them, in files as secret_files.py writes them. gate.py says

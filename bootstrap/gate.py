@@ -155,10 +155,16 @@ def who_calls(context: Context) -> Who:
     return Who.of(name.decode(errors="replace") for name in shown)
 
 
-def host_of(peer: str) -> str:
-    """Of what gRPC calls a peer, ipv4:1.2.3.4:567 or ipv6:[::1]:567; empty for other kinds."""
+def place_of(peer: str) -> Address | None:
+    """Of what gRPC calls a peer, ipv4:1.2.3.4:567 or ipv6:[::1]:567; None for other kinds."""
     kind, _, place = unquote(peer).partition(":")
-    return Address.parse(place).host if kind in ("ipv4", "ipv6") else ""
+    return Address.parse(place) if kind in ("ipv4", "ipv6") else None
+
+
+def host_of(peer: str) -> str:
+    """Empty for other kinds."""
+    place = place_of(peer)
+    return place.host if place is not None else ""
 
 
 def is_of_this_machine(peer: str) -> bool:

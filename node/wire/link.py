@@ -39,6 +39,8 @@ from planaria.bootstrap.address import EVERYWHERE, Reach, resolved_not_to_dial
 from planaria.bootstrap.credentials import PLAIN, Credentials, add_port
 from planaria.bootstrap.credentials import channel as open_channel
 from planaria.bootstrap.dial import is_there
+from planaria.bootstrap.doorkeeper import DESCRIPTORS, Doorkeeper, room_beside
+from planaria.bootstrap.front_door import may_open
 from planaria.bootstrap.identity import Identity, instance_of
 from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.node.wire import stage_pb2
@@ -79,6 +81,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two dials
 HEAD_START: Final = 1.0  # seconds that who isn't to dial leaves to who is, before it does too
 DIRECTLY: Final = 5.0  # seconds between two looks whether a relay is needed yet
 LOOK: Final = 2.0  # seconds that such a look takes at most
+IDLE: Final = 60_000  # milliseconds that a connection stays by which nobody calls
 FAREWELL: Final = 1.0  # seconds for a peer to read why a link is closed
 
 SERVICE: Final = "planaria.node.Stage"
@@ -300,6 +303,10 @@ class _Connection:
             self._links.spawn(self._close(), f"farewell on the link to {self._link.peer}")
 
     @property
+    def peer(self) -> str:
+        return self._link.peer
+
+    @property
     def is_last(self) -> bool:
         """Of the link, which is over."""
         return self._link.over.is_set()
@@ -444,6 +451,8 @@ class Links:
         self._returning: set[str] = set()  # dialled directly, after somebody had carried for them
         self._relays = Relays(node, self._send_relayed, self._called)
         self._numbers = itertools.count(1)
+        self._doorkeeper: Doorkeeper | None = None  # None: nobody can connect, or be looked at
+        self._keeping: asyncio.Task[None] | None = None
         self._halves: dict[tuple[str, str], _Half] = {}
         self._handshakes = 0
         self._settling: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by peer
@@ -474,6 +483,9 @@ class Links:
         for name in ("", SERVICE, self.node):  # the last for whom the registry has lost sight of
             await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._server = server
+        if DESCRIPTORS.is_dir():
+            self._doorkeeper = Doorkeeper(room_beside(may_open()), port)
+            self._keeping = self.spawn(self._doorkeeper.keep(), "the looks at who connects")
         return port
 
     async def stop(self) -> None:
@@ -496,6 +508,8 @@ class Links:
         await asyncio.gather(*dialling, return_exceptions=True)
         if self._server is not None:
             await self._server.stop(FAREWELL)
+        if self._keeping is not None:
+            self._keeping.cancel()
         if self._tasks:
             _, stuck = await asyncio.wait(self._tasks, timeout=FAREWELL)
             for task in stuck:
@@ -980,6 +994,8 @@ class Links:
         except _Refused as refused:
             log.info("refused an onlooker at %s: %s", context.peer(), refused)
             await context.abort(refused.code, str(refused))
+        if self._doorkeeper is not None:
+            self._doorkeeper.prove(context.peer(), asyncio.get_running_loop().time())
         await self._onlookers.serve(context)
 
     async def _accept(self, name: str, context: Any) -> None:
@@ -994,6 +1010,9 @@ class Links:
             return  # not reached: abort raises
         finally:
             self._handshakes -= 1
+        if self._doorkeeper is not None:
+            now = asyncio.get_running_loop().time()
+            self._doorkeeper.belong(context.peer(), f"{connection.peer} {name}", now)
         try:
             await connection.over.wait()
             code = StatusCode.ABORTED if connection.is_last else StatusCode.UNAVAILABLE
@@ -1151,6 +1170,7 @@ class Links:
                 *options,
                 ("grpc.so_reuseport", 0),  # else two nodes share a port and nobody notices
                 ("grpc.max_concurrent_streams", 4),
+                ("grpc.max_connection_idle_ms", IDLE),
                 ("grpc.http2.min_ping_interval_without_data_ms", silence // 2),
                 ("grpc.http2.max_ping_strikes", 0),  # a peer that was starved pings in bursts
             ]

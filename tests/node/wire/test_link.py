@@ -4,7 +4,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,9 @@ import torch
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from planaria.bootstrap.address import Reach
+from planaria.bootstrap.address import Address, Reach
 from planaria.bootstrap.credentials import Credentials
+from planaria.bootstrap.crowd import Room
 from planaria.bootstrap.registry_pb2 import CHECKSUM, SHAPE, Cause
 from planaria.node.wire import link
 from planaria.node.wire.budget import ITEM
@@ -838,3 +839,29 @@ def test_a_node_that_joins_anew_takes_no_more_memory() -> None:
         [sys.executable, "-c", MANY_IDENTITIES], check=True, capture_output=True, text=True
     )
     assert int(done.stdout) < 1000
+
+
+async def test_strangers_who_hold_connections_are_let_go_and_members_have_links(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    room = Room(connections=40, strangers=2, first_word=DEADLINE)
+    monkeypatch.setattr(link, "room_beside", lambda descriptors: room)
+    monkeypatch.setattr("planaria.bootstrap.doorkeeper.LOOK", 0.01)
+    a, b, c = Node("a"), Node("b"), Node("c")
+    async with started(a, b, c):
+        view(1, a, b)
+        await up(a, b)
+        place = Address.parse(a.address)
+        strangers = [await asyncio.open_connection(*place) for _ in range(10)]
+        ended = asyncio.as_completed([reader.read() for reader, _ in strangers], timeout=DEADLINE)
+        for _ in range(8):
+            with suppress(ConnectionError):
+                await next(ended)
+        for node, linked in ((a, "bc"), (b, "a"), (c, "a")):
+            node.links.set_peers(2, [other.peer() for other in (a, b, c)], linked)
+        assert await a.events.next("up") == ("c",)
+        assert await c.events.next("up") == ("a",)
+        a.links.send("b", Message(reduce={}))
+        assert (await b.events.next("message"))[0] == "a"
+        for _, writer in strangers:
+            writer.close()
