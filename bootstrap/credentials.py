@@ -6,9 +6,10 @@ import hmac
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -35,8 +36,9 @@ class Certified:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`issue`: where the next one comes from when half of a certificate's life is over; without
-        it, `renew` is told."""
+        it, `renew` is told, which `keep_renewed`, if there is any, does for as long as it runs."""
         self._issue, self._now = issue, clock
+        self.keep_renewed: Callable[[], Coroutine[Any, Any, None]] | None = None
         self.renew(pair)
 
     def renew(self, pair: Pair) -> None:
@@ -56,13 +58,24 @@ class Certified:
 
     def server(self, asks: bool = True) -> grpc.ServerCredentials:
         """`asks`: whoever connects has to show a certificate, too."""
+        shown = self.pair
 
-        def newest() -> grpc.ServerCertificateConfiguration:
+        def newest() -> grpc.ServerCertificateConfiguration | None:
+            """None: it is the one that was shown last. gRPC asks at each handshake, and crashes
+            sooner or later when it takes a new one while another handshake begins."""
+            nonlocal shown
             pair = self.pair
-            shown = [(pair.key, pair.certificate)]
-            return grpc.ssl_server_certificate_configuration(shown, pair.authority)
+            if pair is shown:
+                return None
+            shown = pair
+            return _configuration(pair)
 
-        return grpc.dynamic_ssl_server_credentials(newest(), newest, asks)
+        return grpc.dynamic_ssl_server_credentials(_configuration(shown), newest, asks)  # type: ignore[arg-type]
+
+
+def _configuration(pair: Pair) -> grpc.ServerCertificateConfiguration:
+    shown = [(pair.key, pair.certificate)]
+    return grpc.ssl_server_certificate_configuration(shown, pair.authority)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 import grpc
 import pytest
 
+from planaria.bootstrap.authority import Authority
 from planaria.bootstrap.client import RegistryClient, RegistryUnreachable
-from planaria.bootstrap.credentials import PLAIN, Credentials, CredentialsError, channel
+from planaria.bootstrap.credentials import PLAIN, Certified, Credentials, CredentialsError, channel
 
 TLS = Path(__file__).parent / "tls"
 CA = TLS / "ca.pem"
@@ -70,3 +72,22 @@ def test_tokens() -> None:
         Credentials(token="sécret")
     assert "asks for a join token" in (secret.check({}) or "")
     assert "not this run's" in (secret.check({"planaria-token": "guess"}) or "")
+
+
+def test_a_server_has_a_new_certificate_only_when_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gRPC asks at each handshake; one that begins while another one brings a new certificate may
+    use what has just been freed."""
+    asked: list[Callable[[], object]] = []
+    monkeypatch.setattr(
+        grpc, "dynamic_ssl_server_credentials", lambda first, newest, asks: asked.append(newest)
+    )
+    authority, now = Authority.make(time.time()), time.time()
+    certified = Certified(authority.own_pair(now))
+    certified.server()
+    (newest,) = asked
+    assert [newest(), newest()] == [None, None]
+    certified.renew(authority.own_pair(now))
+    assert newest() is not None
+    assert newest() is None
