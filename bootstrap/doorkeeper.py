@@ -27,7 +27,8 @@ from planaria.bootstrap.gate import place_of
 log = logging.getLogger(__name__)
 
 LOOK: Final = 0.5
-"""Seconds between two looks."""
+"""Seconds between two looks, or more: they take a SHARE of the time at most."""
+SHARE: Final = 0.05
 STRANGERS: Final = 256
 """Connections by which nobody speaks who is known."""
 DESCRIPTORS: Final = Path("/dev/fd")
@@ -59,10 +60,12 @@ class Doorkeeper:
 
     async def keep(self) -> None:
         """As long as the port is open."""
+        clock, took = asyncio.get_running_loop().time, 0.0
         while True:
-            await asyncio.sleep(LOOK)
-            now = asyncio.get_running_loop().time()
+            await asyncio.sleep(max(LOOK, took / SHARE))
+            now = clock()
             found = await asyncio.to_thread(connections, self._port)
+            took = clock() - now
             if unwanted := self.saw(found, now):
                 log.info("%d connections of strangers are closed", len(unwanted))
                 await asyncio.to_thread(shut, self._port, unwanted)

@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from planaria.bootstrap.credentials import Certified
@@ -43,19 +44,30 @@ def folder_of(invitation: Invitation) -> Path:
 async def enrolled(
     invitation: Invitation, folder: Path | None
 ) -> AsyncIterator[tuple[Instance, Certified]]:
-    """The instance of this folder, and its certificate, which is renewed meanwhile. Raises
-    NotAdmitted, EnrolmentUnreachable, OSError."""
+    """The instance of this folder, and its certificate, which is renewed meanwhile, and later by
+    its `keep_renewed`. Raises NotAdmitted, EnrolmentUnreachable, OSError."""
     instance = find_instance(folder)
     try:
         kept = folder is not None and instance.number is not None
         file = folder / f"certificate-{instance.number}.pem" if folder and kept else None
         enrolment = Enrolment(invitation, instance.identity, file)
         certified = await enrolment.come()
-        renewing = asyncio.create_task(enrolment.keep_renewed(certified))
-        try:
+        certified.keep_renewed = partial(enrolment.keep_renewed, certified)
+        async with renewed(certified):
             yield instance, certified
-        finally:
-            renewing.cancel()
-            await asyncio.gather(renewing, return_exceptions=True)
     finally:
         release(instance)
+
+
+@asynccontextmanager
+async def renewed(certified: Certified | None) -> AsyncIterator[None]:
+    """Its certificate doesn't end meanwhile, if it is one that renews itself."""
+    if certified is None or certified.keep_renewed is None:
+        yield
+        return
+    renewing = asyncio.create_task(certified.keep_renewed())
+    try:
+        yield
+    finally:
+        renewing.cancel()
+        await asyncio.gather(renewing, return_exceptions=True)

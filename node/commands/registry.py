@@ -84,8 +84,9 @@ def ask_registry(
     credentials: Credentials,
     question: Callable[[RegistryClient], Coroutine[object, object, None]],
 ) -> None:
-    """Asks the registry, until it has answered or Ctrl-C."""
+    """Asks the registry, until it has answered or Ctrl-C, for however long that takes."""
     from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
+    from planaria.node.enrolled import renewed
 
     addresses = addresses_of(join)
     check_registry(join)
@@ -93,8 +94,9 @@ def ask_registry(
     async def ask() -> None:
         client = RegistryClient(addresses, credentials)
         try:
-            await client.check_one_run()
-            await question(client)
+            async with renewed(credentials.certified):
+                await client.check_one_run()
+                await question(client)
         finally:
             await client.close()
 

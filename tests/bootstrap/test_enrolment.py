@@ -30,10 +30,11 @@ from planaria.bootstrap.enrolment_pb2 import (
 )
 from planaria.bootstrap.enrolment_pb2_grpc import OperatorStub
 from planaria.bootstrap.identity import Identity
-from planaria.bootstrap.invites import NotAdmitted
+from planaria.bootstrap.invites import NotAdmitted, encode
 from planaria.bootstrap.membership import PROTOCOL, MembershipRules
 from planaria.bootstrap.registry_pb2 import JoinRequest
 from planaria.bootstrap.service import RegistryServer
+from planaria.node.commands.registry import ask_registry, credentials_for
 
 RULES = MembershipRules(run="r", stages=2, lease=10, probe_timeout=5, restart_grace=0.2)
 RUN_FILE = 'name = "r"\n'
@@ -156,6 +157,33 @@ async def test_certificates_are_renewed_without_the_secret(
         assert (await Enrolment(invitation, identity, file).come()).pair.ends > first.ends
         async with run.client(Credentials.of(old)) as client:  # the registry's is renewed, too
             assert (await client.describe()).run == "r"
+
+
+async def test_a_command_that_takes_long_has_its_certificate_renewed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("planaria.bootstrap.enrolling.SOONEST", 0.0)
+    shift = [-LIFETIME * 0.75]
+    async with running(None, lambda: time.time() + shift[0]) as run:
+        join = encode(run.invitation(Role.READER, uses=1))
+
+        def command() -> None:
+            credentials = credentials_for(join, None, None, None, "")
+            assert credentials.certified is not None
+            first = credentials.certified.pair
+            shift[0] = 0.0
+
+            async def look(client: RegistryClient) -> None:
+                async with asyncio.timeout(60):
+                    while credentials.certified.pair == first:  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+                assert not credentials.certified.pair.is_due(time.time())
+                assert (await client.describe()).run == "r"
+
+            ask_registry(join, credentials, look)
+
+        await asyncio.to_thread(command)
 
 
 async def test_who_guesses_is_told_to_wait() -> None:
