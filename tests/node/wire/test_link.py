@@ -295,7 +295,13 @@ def hello(session: int = 1, number: int = 1, other: int = 0, **came: Any) -> str
 
 
 def metadata(node: Node, dialler: str, /, **changes: str) -> tuple[tuple[str, str], ...]:
-    pairs = {"run": "run", "node": dialler, "peer": node.name, "protocol": "5", "link": hello()}
+    pairs = {
+        "run": "run",
+        "node": dialler,
+        "peer": node.name,
+        "protocol": str(link.PROTOCOL),
+        "link": hello(),
+    }
     pairs |= changes
     greetings = Greetings("run", dialler, identity(pairs.pop("key", dialler)))
     pairs["link"] = greetings.to_dial(node.name, pairs["link"])
@@ -335,7 +341,7 @@ async def farewell(call: Any) -> str:
         ({"node": "x"}, "PERMISSION_DENIED", "'x' is no member of view 7, the newest that b knows"),
         ({"run": "other"}, "PERMISSION_DENIED", "b is in run run, not 'other'"),
         ({"peer": "c"}, "NOT_FOUND", "this is node b, not 'c'"),
-        ({"protocol": "1"}, "FAILED_PRECONDITION", "b speaks protocol 5, the dialler 1"),
+        ({"protocol": "1"}, "FAILED_PRECONDITION", "b speaks protocol 6, the dialler 1"),
         ({"link": "x"}, "INVALID_ARGUMENT", "'x' is no hello of a link"),
         ({"link": hello(other=9)}, "DATA_LOSS", "b has no such link: its session 9 is over"),
         (
