@@ -170,7 +170,8 @@ class Agent:
         exchanges, tensors, send = self.exchanges, self.tensors, self.send
         some = 2 * self.arithmetic.gradient.nbytes + SLACK  # of two attempts, what concerns a node
         codec = self.run.wire.averaging
-        self.averaging = Averaging(self.node, exchanges, send, tensors, codec, some)
+        chance = None if self.run.trust.gradients == "off" else self.chance
+        self.averaging = Averaging(self.node, exchanges, send, tensors, codec, some, chance=chance)
         self.pins, self.taken = Pins(tensors), Taken(tensors)
         self.gradients = Gradients(self.arithmetic.gradient, tensors)
         self.states = StateClient(exchanges, tensors, send, self.accuse)
@@ -495,7 +496,7 @@ class Agent:
 
     async def _reduce(self, ballot: Ballot, attempt: Attempt) -> None:
         try:
-            norm = await self._reduce_all(ballot, attempt)
+            norm, seen = await self._reduce_all(ballot, attempt)
         except ComplaintError as error:
             if isinstance(error, PeerLostError) or error.cause != SILENT:
                 for node in error.accused:
@@ -506,7 +507,8 @@ class Agent:
         await self._is_noted()
         seconds = self.workplace.seconds_per_microbatch
         digest = await self.exchanges.compute(self.arithmetic.digest)
-        self._carry_out(self.member.reduced(ballot, norm, math.isfinite(norm), seconds, digest))
+        finite = math.isfinite(norm)
+        self._carry_out(self.member.reduced(ballot, norm, finite, seconds, digest, seen))
         self.exchanges.start(self._feed(ballot, attempt.begin))
 
     async def _is_noted(self) -> None:
@@ -515,14 +517,16 @@ class Agent:
         while self.record.recording() == pb.LEDGER_WRITING:
             await self.exchanges.sleep(NOTING)
 
-    async def _reduce_all(self, ballot: Ballot, attempt: Attempt) -> float:
+    async def _reduce_all(
+        self, ballot: Ballot, attempt: Attempt
+    ) -> tuple[float, list[pb.Contribution]]:
         """The stage's gradient, summed over its replicas, and the twin's; the squared norm of the
-        former. Raises ComplaintError."""
+        former, and what each replica has added. Raises ComplaintError."""
         begin, progress = attempt.begin, self.run.swarm.progress
         gradient = self.arithmetic.gradient
         replicas = sorted(place.node for place in begin.members if place.stage == self.stage)
         await attempt.complete(self.exchanges, progress)
-        await self.averaging.reduce(
+        seen = await self.averaging.reduce(
             ballot,
             replicas,
             gradient,
@@ -534,7 +538,7 @@ class Agent:
         norm = await self.exchanges.compute(self.arithmetic.reduced)
         if self.holdings.twin is not None:
             await self.holdings.twin.exchange(ballot, begin.members, gradient, norm, progress)
-        return norm
+        return norm, seen
 
     # --- joiners that follow
 
@@ -906,6 +910,7 @@ def rules(run: RunFile, config: ModelConfig) -> TransactionRules:
         tokens=training.microbatch * config.context,
         spot_check=run.trust.spot_check,
         tolerance=run.trust.tolerance,
+        exclude=run.trust.gradients == "exclude",
         lr_scale=partial(
             learning_rate.boost, factor=recovery.lr_boost, over=recovery.lr_boost_steps
         ),

@@ -396,6 +396,9 @@ class TrustSection(Section):
     tolerance: float = Field(
         default=0.05, gt=0, le=2, description="relative difference between nodes that are right"
     )
+    gradients: Literal["warn", "exclude", "off"] = Field(
+        default="warn", description="what becomes of replicas whose gradients stand out"
+    )
 
 
 class WireSection(Section):

@@ -414,6 +414,19 @@ class ResultsDiffer(Event, kind="results differ", severity=Severity.WARNING):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GradientStandsOut(Event, kind="gradient stands out", severity=Severity.WARNING):
+    """A replica's, among those of its stage, over many steps."""
+
+    step: int
+    node: str
+    stage: int
+    reason: str
+
+    def sentence(self, node: str | None) -> str:
+        return f"the gradients of {self.node} of stage {self.stage} stand out: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Diverged(Event, kind="diverged", severity=Severity.ERROR):
     stage: int
     nodes: tuple[str, ...]

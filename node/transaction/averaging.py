@@ -20,11 +20,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from planaria.bootstrap.registry_pb2 import NUMBERS
 from planaria.node.ports import Tensors
 from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Inboxes, Lost, PeerLostError
 from planaria.node.wire.frames import (
     Codec,
@@ -42,6 +44,10 @@ log = logging.getLogger(__name__)
 
 PIECE: Final = 2 << 20  # values of a part that travel in one frame: 8 MiB of float32
 EARLY_LIMIT: Final = 2 << 30  # bytes kept of one peer that is ahead of this node
+COMPARABLE: Final = 3
+"""Replicas without which nobody can tell whose contribution stands out."""
+LOOKED_AT: Final = 8
+"""Contributions that a node tells of at most."""
 NAMED: Final = 8  # microbatches, or characters of what is unknown, in an error message
 
 Outgoing: TypeAlias = list[tuple[str, Frame]]  # frames, each with the node it goes to
@@ -96,9 +102,12 @@ class Averaging:
         tensors: Tensors,
         codec: Codec,
         limit: int = EARLY_LIMIT,
+        *,
+        chance: Random | None = None,
     ) -> None:
-        """`limit`: bytes of one peer that wait, before a reduction and in it."""
-        self._node = node
+        """`limit`: bytes of one peer that wait, before a reduction and in it. `chance`: by which is
+        drawn what is looked at closely; None: nothing is."""
+        self._node, self._chance = node, chance
         self._exchanges = exchanges
         self._send = send
         self._tensors = tensors
@@ -114,13 +123,15 @@ class Averaging:
         window: int,
         deadline: float,
         non_finite: bool = False,
-    ) -> None:
+    ) -> list[pb.Contribution]:
         """Replace `gradient` (float32 [n]) by its sum over `replicas`, in place.
 
         `replicas` are the stage's members, this node among them; `ids` the microbatches that this
         node's gradient is of; `window` their number over all replicas. `deadline` bounds, in
         seconds, how long frames of others are waited for. With `non_finite`, gradients need not be
         finite: that is the model's doing then.
+
+        Returns what is to be said of the replicas' contributions, as seen in one piece.
 
         Takes about twice the gradient's memory, one half of it for what waits to be sent.
         Raises ComplaintError, PeerLostError when the gradients can still be summed without the
@@ -138,6 +149,7 @@ class Averaging:
             tensors=self._tensors,
             codec=self._codec,
             non_finite=non_finite,
+            chance=self._chance,
         )
         try:
             with self._inboxes.open(ballot) as inbox:
@@ -155,6 +167,7 @@ class Averaging:
                     await self._absorb(reduction, peer, item)
         finally:
             self.forget(Ballot(ballot.view, ballot.attempt + 1))
+        return reduction.contributions_seen
 
     def on_frame(self, peer: str, frame: Frame) -> None:
         """A frame of kind "average" has come. It waits for its reduction if that is to start yet;
@@ -207,6 +220,7 @@ class Reduction:
         tensors: Tensors,
         codec: Codec,
         non_finite: bool = False,
+        chance: Random | None = None,
     ) -> None:
         """Raises ValueError, and ComplaintError when this node is alone and ids are wrong."""
         if len(gradient.shape) != 1 or gradient.dtype != tensors.empty(0).dtype:
@@ -232,6 +246,13 @@ class Reduction:
         others = [rank for rank in self.ranks.values() if rank != self.rank]
         self.contributions = {rank: set(range(len(own))) for rank in others}  # to come
         self.sums = {rank: set(range(len(self.parts[rank]))) for rank in others}  # to come
+        self.watched = -1  # a piece
+        self.kept: dict[int, Tensor] = {}  # by rank, what was given to it
+        self.contributions_seen: list[pb.Contribution] = []
+        if chance is not None and len(self.nodes) >= COMPARABLE:
+            self.watched = chance.randrange(len(own))
+            ranks = range(len(self.nodes))
+            self.looked_at = chance.sample(ranks, min(LOOKED_AT, len(ranks)))
         if not others:
             check_ids(self.shares, window)
 
@@ -305,15 +326,34 @@ class Reduction:
                 values = self._values(self.nodes[rank], frame, own)
             else:
                 return []
+            if piece == self.watched and rank in self.looked_at:
+                self.kept[rank] = values.clone()
             total = self.totals[piece]
             self.totals[piece] = values.clone() if total is None else total.add_(values)
             self.added[piece] += 1
         total, self.totals[piece] = self.totals[piece], None
         assert total is not None
+        if piece == self.watched:
+            self._look(total)
         frame = self._frame("sum", piece, total)
         # With a lossy codec: what the others will have, not what was sent to them.
         own.copy_(total if self.codec == "none" else self._values(self.node, frame, own))
         return [(self.nodes[rank], frame) for rank in self.sums]
+
+    def _look(self, total: Tensor) -> None:
+        """At what each replica has added to this piece."""
+        counts = {rank: len(self.shares.get(node, ())) for node, rank in self.ranks.items()}
+        for rank, values in self.kept.items():
+            squared = float(values @ values)
+            seen = pb.Contribution(
+                node=self.nodes[rank],
+                squared_norm=squared,
+                projection=float(values @ total) - squared,
+                microbatches=counts[rank],
+                others=sum(counts.values()) - counts[rank],
+            )
+            self.contributions_seen.append(seen)
+        self.kept.clear()
 
     def _frame(self, phase: Literal["contribution", "sum"], piece: int, values: Tensor) -> Frame:
         descriptors, payload = self.port.encode([values], self.codec)

@@ -163,6 +163,19 @@ def _ready(ready: pb.Ready) -> str:
         or _seconds("seconds per microbatch", ready.seconds_per_microbatch)
         or _hash("digest", ready.digest)
         or _hash("digest", ready.applied)
+        or _contributions(ready)
+    )
+
+
+def _contributions(ready: pb.Ready) -> str:
+    if len(ready.contributions) > LISTED:
+        return f"it tells of {len(ready.contributions)} contributions; at most {LISTED}"
+    if not ready.finite:
+        return ""
+    return _first(
+        _within("squared norm of a contribution", one.squared_norm, LARGEST_NORM)
+        or _within("projection", abs(one.projection), LARGEST_NORM)
+        for one in ready.contributions
     )
 
 

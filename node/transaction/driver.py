@@ -26,6 +26,7 @@ from planaria.node.report.events import (
     AttemptMasked,
     Committed,
     ComputedWrong,
+    GradientStandsOut,
     HeldUp,
     NodeLost,
     NonFinite,
@@ -61,6 +62,7 @@ from planaria.node.transaction.proving import Witness, examine
 from planaria.node.transaction.resting import DriverPhase, Resting
 from planaria.node.transaction.routing import Pair
 from planaria.node.transaction.rules import TransactionRules
+from planaria.node.transaction.standing_out import Gradients
 from planaria.node.transaction.syncing import (
     Rebuilds,
     Syncing,
@@ -95,6 +97,7 @@ class Driver:
     def __init__(self, node: str, rules: TransactionRules, chance: Random) -> None:
         self.node = node
         self.rules = rules
+        self.gradients = Gradients()
         self.checks = SpotChecks(rules.spot_check, rules.tolerance, chance)
         self.identity: Identity | None = None  # what it decides isn't signed without
         self.current: Gathering | Syncing | Attempting | Resting = Resting(DriverPhase.INACTIVE)
@@ -656,6 +659,7 @@ class Driver:
         self.standing = replace(self.standing, committed=commit.step, last=commit)
         self.failures = Failures()
         self.charges.committed()
+        effects += self._standing_out(vote, commit)
         self.hanging.committed(commit.seconds, vote.ready)
         effects += self.spoiling.over(attempt.begin)
         if not attempt.begin.non_finite:  # else it is known who made it
@@ -664,6 +668,18 @@ class Driver:
         if commit.skips >= SKIPS:
             return effects + self._skipped(vote, commit, now)
         return effects + self._after_step(attempt, pb.Step(commit=commit), now)
+
+    def _standing_out(self, vote: Vote, commit: pb.Commit) -> list[Effect]:
+        """Whose gradients are unlike those of the others of its stage, over many steps."""
+        effects: list[Effect] = []
+        for node, why in self.gradients.heard(vote.stages, vote.ready).items():
+            stage = vote.stages[node]
+            told = GradientStandsOut(step=commit.step, node=node, stage=stage, reason=why)
+            effects.append(told)
+            if self.rules.exclude:
+                failed = pb.Failed(reason=f"its gradients: {why}", accused=[node], cause=NUMBERS)
+                effects += self._accuse(self.node, failed)
+        return effects
 
     def _skipped(self, vote: Vote, commit: pb.Commit, now: float) -> list[Effect]:
         """One step that is skipped may be an overflow. After a few in a row the run pauses: nothing

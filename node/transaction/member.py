@@ -165,9 +165,10 @@ class MemberSide:
         finite: bool,
         seconds_per_microbatch: float,
         digest: bytes = b"",
+        contributions: Sequence[pb.Contribution] = (),
     ) -> list[Effect]:
         """The stage's gradient is averaged and every microbatch is in it once. `digest`: of the
-        weights, taken anew; empty: it wasn't."""
+        weights, taken anew; empty: it wasn't. `contributions`: of replicas, as far as seen."""
         if self.phase is not MemberPhase.REDUCING or ballot != self.attempt:
             return []
         self.phase = MemberPhase.READY
@@ -180,6 +181,7 @@ class MemberSide:
             applied=self.digest,
             seconds_per_microbatch=seconds_per_microbatch,
             recording=self.recording(),
+            contributions=contributions,
         )
         return [self._to_driver(pb.Message(ready=ready))]
 

@@ -29,6 +29,7 @@ class TransactionRules:
     tokens: int = 1 << 31  # of a microbatch, at most
     spot_check: float = 0.0  # share of visits that are done twice, at stages with replicas
     tolerance: float = 0.05  # of what nodes make of the same, relative
+    exclude: bool = False  # whose gradients stand out
 
     @property
     def swapped(self) -> bool:

@@ -416,7 +416,7 @@ class Reduce(_message.Message):
     def __init__(self) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("step", "squared_norm", "finite", "digest", "seconds_per_microbatch", "applied", "recording")
+    __slots__ = ("step", "squared_norm", "finite", "digest", "seconds_per_microbatch", "applied", "recording", "contributions")
     STEP_FIELD_NUMBER: _ClassVar[int]
     SQUARED_NORM_FIELD_NUMBER: _ClassVar[int]
     FINITE_FIELD_NUMBER: _ClassVar[int]
@@ -424,6 +424,7 @@ class Ready(_message.Message):
     SECONDS_PER_MICROBATCH_FIELD_NUMBER: _ClassVar[int]
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     RECORDING_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     step: int
     squared_norm: float
     finite: bool
@@ -431,7 +432,22 @@ class Ready(_message.Message):
     seconds_per_microbatch: float
     applied: bytes
     recording: Recording
-    def __init__(self, step: _Optional[int] = ..., squared_norm: _Optional[float] = ..., finite: _Optional[bool] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., applied: _Optional[bytes] = ..., recording: _Optional[_Union[Recording, str]] = ...) -> None: ...
+    contributions: _containers.RepeatedCompositeFieldContainer[Contribution]
+    def __init__(self, step: _Optional[int] = ..., squared_norm: _Optional[float] = ..., finite: _Optional[bool] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., applied: _Optional[bytes] = ..., recording: _Optional[_Union[Recording, str]] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ...) -> None: ...
+
+class Contribution(_message.Message):
+    __slots__ = ("node", "squared_norm", "projection", "microbatches", "others")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    SQUARED_NORM_FIELD_NUMBER: _ClassVar[int]
+    PROJECTION_FIELD_NUMBER: _ClassVar[int]
+    MICROBATCHES_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    squared_norm: float
+    projection: float
+    microbatches: int
+    others: int
+    def __init__(self, node: _Optional[str] = ..., squared_norm: _Optional[float] = ..., projection: _Optional[float] = ..., microbatches: _Optional[int] = ..., others: _Optional[int] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("reason", "accused", "cause")

@@ -79,6 +79,7 @@ CHANGED = {
     "wire.activations": "int8",
     "wire.gradients": "int8",
     "wire.averaging": "int8",
+    "trust.gradients": "exclude",
 }
 """Where the double, or the opposite, won't do."""
 

@@ -236,6 +236,28 @@ async def test_who_computes_wrongly_is_found_by_spot_checks_and_the_ledger_names
         assert {tuple(one[:2]) for one, *_ in doubted} == {(f"{sick.node}/1", 1)}
 
 
+def too_long(frame: Frame) -> Frame:
+    if frame.kind != "average" or frame.fields["phase"] != "contribution":
+        return frame
+    (x,) = decode(frame.descriptors, frame.payload, torch.device("cpu"))
+    return with_tensor("average", 10 * x)(frame)
+
+
+async def test_whose_gradients_stand_out_is_named_and_taken_out_if_the_run_says_so(
+    corpus, tmp_path
+):
+    threes = small(replicas=3, steps=10_000, training__batch=6, trust__gradients="exclude")
+    async with LocalSwarm(threes, corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 2)
+        sick = swarm.nodes[2, 1][0]
+        falls_sick(sick, too_long)
+        await swarm.until(sick.over.done)
+        assert "times as long as the others'" in sick.over.result()
+        told = swarm.lines.events("gradient stands out")
+        assert {one["node"] for one in told} == {f"{sick.node}/2"}
+        assert not any(node.over.done() for node, _ in swarm.nodes.values() if node is not sick)
+
+
 async def test_nan_without_a_replica_skips_steps_and_then_the_run_pauses(corpus, tmp_path):
     alone = override(PAIRS, swarm__replicas=1)
     async with LocalSwarm(alone, corpus, tmp_path) as swarm:

@@ -83,6 +83,7 @@ def test_the_names_in_a_log_stay():
             "finished",
             "given back",
             "goes on",
+            "gradient stands out",
             "handed over",
             "hangs",
             "held up",
