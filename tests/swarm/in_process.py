@@ -4,7 +4,7 @@ gRPC is left out: the nodes talk to its machine directly."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from planaria.bootstrap.membership import (
     Probe,
     Refused,
 )
+from planaria.bootstrap.views import sign
 from planaria.node.agent import Agent
 from planaria.node.daemon import Node, NodePlace
 from planaria.node.data.mixture import Data
@@ -117,9 +118,17 @@ class LocalClient:
     def tell(self, line: str) -> None:
         self.told.append(line)
 
-    def suspect(self, accused: str, why: str, cause: registry.Cause = registry.SILENT) -> None:
+    def suspect(
+        self,
+        accused: str,
+        why: str,
+        cause: registry.Cause = registry.SILENT,
+        proof: Sequence[registry.Decision] = (),
+    ) -> None:
         if self.heard and self.node in self.registry.nodes:
-            suspicion = registry.Suspicion(accuser=self.node, accused=accused, why=why, cause=cause)
+            suspicion = registry.Suspicion(
+                accuser=self.node, accused=accused, why=why, cause=cause, proof=proof
+            )
             self.registry.carry_out(
                 self.registry.membership.suspect(suspicion, self.registry.now())
             )
@@ -191,6 +200,7 @@ class LocalSwarm:
     async def __aenter__(self) -> LocalSwarm:
         if self.after_view:
             ended = registry.View(run="run", number=self.after_view, reason="all had ended")
+            sign(ended, self.registry.membership.key, registry.View())
             self.registry.membership.restore(ended, self.registry.now())
         self.ticking = asyncio.create_task(self.registry.run())
         for stage in range(self.config.stages + 1):
