@@ -87,7 +87,7 @@ class Attempting:
     began: float
     progressed: float
     masked: frozenset[str]  # lost members without which it goes on
-    unreached: dict[str, tuple[float, str]] = field(default_factory=dict)
+    unreached: dict[str, tuple[float, str, str]] = field(default_factory=dict)
     """By some member: since when, and why."""
     homes: dict[int, pb.Home] = field(default_factory=dict)
     vote: Vote | None = None
@@ -365,12 +365,13 @@ class Attempting:
                     microbatch.places[list(microbatch.order).index(stage)] = index[node]
         return begin, moved
 
-    def unreachable(self, now: float) -> str:
-        """Why the attempt has to be given up although all links of the driver are up."""
-        for node, (since, why) in self.unreached.items():
-            if node not in self.lost and now - since >= UNREACHED:
-                return why
-        return ""
+    def unreachable(self, now: float) -> tuple[str, str]:
+        """Who says that the attempt has to be given up although all links of the driver are up, and
+        why. As long as microbatches come home, what is said of links holds nothing up."""
+        for node, (since, by, why) in self.unreached.items():
+            if node not in self.lost and now - max(since, self.progressed) >= UNREACHED:
+                return by, why
+        return "", ""
 
 
 def _busy(

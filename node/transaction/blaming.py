@@ -17,6 +17,9 @@ VAIN: Final = 3
 """Times that a node may accuse others for cause when nobody else does; with the last one it is
 accused itself."""
 NOBODY_ELSE: Final = "nobody else does"
+HELD_UP: Final = 12
+"""Attempts in a row that may fail by one node's word, less those that fail by others'; with the
+last one it is accused. They take 40 s, in which two that can't reach each other get a relay."""
 LONGEST_PAUSE: Final = 5.0
 """Seconds between attempts at most, after many failed in a row."""
 SPOILT: Final = 3
@@ -31,6 +34,7 @@ class Failures:
     count: int = 0  # attempts in a row
     last: str = ""  # kind of reason for which one was given up
     accused: dict[str, dict[int, str]] = field(default_factory=dict)  # by whom, of what stage
+    words: Counter[str] = field(default_factory=Counter)  # by which attempts failed, by node
 
     def pause(self) -> float:
         """Seconds until the next attempt."""
@@ -40,6 +44,16 @@ class Failures:
         """Whether two in a row are given up for the same reason."""
         before, self.last = self.last, _kind_of(why)
         return self.last == before
+
+    def alone(self, peer: str) -> bool:
+        """Once more; whether that was once too often."""
+        self.words[node_of(peer)] += 1
+        return 2 * self.words[node_of(peer)] - self.words.total() >= HELD_UP
+
+    def keep(self, members: Collection[str]) -> None:
+        """What others have said counts no more."""
+        there = {node_of(one) for one in members}
+        self.words = Counter({node: n for node, n in self.words.items() if node in there})
 
     def guilty(self, peer: str, failed: pb.Failed, members: Mapping[str, int]) -> list[str]:
         """The members that `peer` accuses; or itself, if it has accused another replica of theirs:

@@ -42,7 +42,14 @@ from planaria.node.report.events import (
     Waiting,
 )
 from planaria.node.transaction.attempting import Attempting, Vote, planned
-from planaria.node.transaction.blaming import NOBODY_ELSE, VAIN, Charges, Failures, Spoiling
+from planaria.node.transaction.blaming import (
+    HELD_UP,
+    NOBODY_ELSE,
+    VAIN,
+    Charges,
+    Failures,
+    Spoiling,
+)
 from planaria.node.transaction.bounds import told_to_driver
 from planaria.node.transaction.chain import seal
 from planaria.node.transaction.checking import WRONG, Checked, SpotChecks, Undecided, Wrong
@@ -259,7 +266,10 @@ class Driver:
                 limit = FOLLOWED * self.rules.progress
                 for node in self.joining.too_slow(now, limit):
                     effects += self._give_up_following(node, f"not even in {limit:.0f} s", now)
-                if why := attempt.unreachable(now) or attempt.vacant(now):
+                by, why = attempt.unreachable(now)
+                if by:
+                    effects += self._fails(by, why, now)
+                if why := why or attempt.vacant(now):
                     effects += self._gather(why, now)
                 elif attempt.takeover is not None and attempt.takeover.may_ask(now):
                     effects += self._ask_seat(attempt, now)
@@ -321,6 +331,7 @@ class Driver:
             self.doubts.keep(self.members)
             self.charges.keep(self.members)
             self.checks.keep(self.members)
+            self.failures.keep(self.members)
             self.hanging.keep(self.members)
             self.ballot = Ballot(self.view.number, 0)
         self.ballot = self.ballot.next()
@@ -796,10 +807,8 @@ class Driver:
         if cut.cause != SILENT:
             return self._wronged(peer, failed, now)
         self.cuts.add(frozenset((peer, cut.node)))
-        if self._can_mask([cut.node]) is None and not self._may_be_taken_over(cut.node):
-            return self._failed(peer, failed, now)
         why = f"{peer} can't reach {cut.node}: {cut.reason}"
-        attempt.unreached.setdefault(cut.node, (now, why))
+        attempt.unreached.setdefault(cut.node, (now, peer, why))
         return [Suspect(cut.node, cut.reason)]
 
     # --- an attempt that waits for who takes the seat of a lost node
@@ -1070,13 +1079,24 @@ class Driver:
         return [told, *([Suspect(peer, why, NUMBERS)] if peer != self.node else [])]
 
     def _failed(self, peer: str, failed: pb.Failed, now: float) -> list[Effect]:
-        self.failures.count += 1
-        if pause := self.failures.pause():
-            self.pause_until = now + pause
+        told = self._fails(peer, failed.reason, now)
         effects = self._accuse(peer, failed)
         if isinstance(self.current, Syncing):
             effects.append(RebuildFailed(node=peer, reason=failed.reason))
-        return effects + self._gather(f"{peer} says: {failed.reason}", now)
+        return effects + told + self._gather(f"{peer} says: {failed.reason}", now)
+
+    def _fails(self, peer: str, why: str, now: float) -> list[Effect]:
+        """What is under way does, by the word of `peer`. One by whose word alone nothing is ever
+        committed goes, whatever it says."""
+        self.failures.count += 1
+        if pause := self.failures.pause():
+            self.pause_until = now + pause
+        attempting = isinstance(self.current, Attempting)
+        if not attempting or not self.failures.alone(peer) or peer == self.node:
+            return []
+        why = f"{HELD_UP} attempts have failed since it says so, and {NOBODY_ELSE}: {why}"
+        told = Accused(node=peer, stage=self.members[peer], by=self.node, reason=why)
+        return [told, Suspect(peer, why, NUMBERS)]
 
     def _out_of_patience(self, current: Attempting | Syncing, now: float) -> list[Effect]:
         seconds = now - current.progressed

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from drawn_messages import Drawing
 
-from planaria.bootstrap.registry_pb2 import SHAPE
+from planaria.bootstrap.registry_pb2 import SHAPE, SILENT
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
@@ -26,6 +26,9 @@ class Lying(Sick):
     """What it sends it also sends again, late and changed; what it never had to say it makes up. It
     does its work all the same. While it drives it is honest: a driver is believed."""
 
+    lasting: tuple[float, ...] = (5.0, 30.0)
+    """Seconds, one of which it lies for."""
+
     def __init__(self, *arguments: Any) -> None:
         self.said: list[pb.Message | Frame] = []
         super().__init__(*arguments)
@@ -38,7 +41,7 @@ class Lying(Sick):
 
     def _lie(self) -> float:
         hosts = sorted(host.name for host in self.cluster.hosts.values() if host.node)
-        one, seconds = self.random.choice(hosts), self.random.choice([5.0, 30.0])
+        one, seconds = self.random.choice(hosts), self.random.choice(self.lasting)
         gap = self.random.choice([0.02, 0.2, 1.0])
         assert self.cluster.guilty is not None
         self.cluster.guilty.add(one)
@@ -133,3 +136,40 @@ class Lying(Sick):
                 if single and self.random.random() < 0.3:
                     setattr(getattr(copy, body), field.name, value)
         return copy
+
+
+WAYS: Final = ["cut", "failed"]
+
+
+class Slandering(Lying):
+    """One host tells the driver, for as long as it is there, that it can't reach another one."""
+
+    lasting = (300.0,)
+
+    def _lie(self) -> float:
+        self.chosen, self.way = "", self.random.choice(WAYS)
+        return super()._lie()
+
+    def _say(self, node: Node) -> None:
+        own = [seat for seat in self.cluster.seats if seat.host is node and seat.member.driver]
+        if not own or not node.process.responsive:
+            return
+        member = self.random.choice(own).member
+        host, _, seat = member.driver.partition("/")
+        link = node.net.links.get(host)
+        others = sorted(seat.name for seat in self.cluster.seats if seat.host is not node)
+        if self.chosen not in others:
+            self.chosen = self.random.choice(others or [""])
+        if self.chosen and link is not None and not link.over:
+            link.send(self._slander(member, seat))
+            self.cluster.counts["lies"] += 1
+
+    def _slander(self, member: MemberSide, seat: str) -> pb.Message:
+        one = self.chosen
+        said: dict[str, pb.Cut | pb.Failed] = {
+            "cut": pb.Cut(node=one, reason="so I say", cause=SILENT),
+            "failed": pb.Failed(reason="so I say", accused=[one], cause=SILENT),
+        }
+        message = member.promised.send("", **{self.way: said[self.way]}).message
+        message.seat, message.sender = seat, member.node.partition("/")[2]
+        return message

@@ -8,9 +8,10 @@ from planaria.bootstrap import membership
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.views import sign
 from planaria.node.transaction.comparing import Comparing
+from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import Ballot, Effect
 from planaria.node.transaction.member import MemberSide
-from simulation.byzantine import Lying
+from simulation.byzantine import Lying, Slandering
 from simulation.cluster import Machines, Trap
 from simulation.deceit import Deceived
 from simulation.scenario import Scenario, ScenarioError, run
@@ -95,3 +96,21 @@ def test_a_member_that_applies_what_its_replicas_do_not_know_of_is_caught() -> N
     with pytest.raises(ScenarioError, match="I2: "):
         for seed in range(12):
             run(seed, Machines(member=Hasty), kind=Deceived)
+
+
+def test_who_says_without_end_that_it_cannot_reach_another_one_does_not_stop_the_run() -> None:
+    for seed in (2, 4, 7, 18):
+        assert run(seed, kind=Slandering).counts["lies"]
+
+
+class Gullible(Driver):
+    """Believes every accusation."""
+
+    def _believes(self, peer: str, node: str) -> bool:
+        return True
+
+
+def test_a_driver_that_believes_every_accusation_is_caught() -> None:
+    with pytest.raises(ScenarioError, match=r"I6: .* evicted: .* so I say"):
+        for seed in (104, 179, *range(20)):
+            run(seed, Machines(driver=Gullible), kind=Lying)

@@ -17,6 +17,7 @@ from planaria.bootstrap.registry_pb2 import (
     NONFINITE,
     NUMBERS,
     SHAPE,
+    SILENT,
     Cause,
 )
 from planaria.node.report.events import (
@@ -39,7 +40,7 @@ from planaria.node.report.events import (
     WeightsChanged,
 )
 from planaria.node.transaction.attempting import UNREACHED, Attempting
-from planaria.node.transaction.blaming import LONGEST_PAUSE, VAIN
+from planaria.node.transaction.blaming import HELD_UP, LONGEST_PAUSE, VAIN
 from planaria.node.transaction.driver import EVICTED, REPLACED, Driver
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
 from planaria.node.transaction.gathering import ANSWER, QUERY_AGAIN, Gathering
@@ -1712,11 +1713,66 @@ def test_what_was_lost_goes_by_others_than_two_that_the_newest_view_has_a_relay_
     assert {server(begin, number, 1) for number in lost} == {"b3"}
 
 
-def test_a_node_without_which_it_can_not_go_on_need_not_be_waited_for():
-    told = on_the_way(members=SWARM)
-    effects = told.hears("b", cut=pb.Cut(node="c", reason="reset"))
-    assert events(effects, Aborted)
-    assert suspected(effects) == ["c"]
+def test_what_is_said_of_links_costs_nothing_while_microbatches_come_home():
+    told = Told()
+    told.begins()
+    assert suspected(told.hears("b", cut=pb.Cut(node="c", reason="reset"))) == ["c"]
+    for number in range(RULES.microbatches):
+        home = pb.Home(microbatch=number, loss=4.0, tokens=2)
+        told.hears(told.attempt.begin.plan[number].source, home=home)
+        told.waits(UNREACHED / 2)
+    assert told.driver.phase is DriverPhase.REDUCING
+    assert events(told.waits(UNREACHED), Aborted)
+
+
+def says_again(told: Told, peer: str, node: str) -> list[Effect]:
+    """That it can't reach the other one, which is there; until the attempt is over."""
+    told.hears(peer, cut=pb.Cut(node=node, reason="reset"))
+    effects = told.waits(UNREACHED)
+    told.statuses()
+    told.waits(LONGEST_PAUSE)
+    return effects
+
+
+def test_by_whose_word_alone_nothing_is_ever_committed_is_wrong():
+    told = Told()
+    told.begins()
+    for _ in range(HELD_UP - 1):
+        assert charges(says_again(told, "b", "c")) == []
+    effects = says_again(told, "b", "c")
+    assert charges(effects) == [("b", NUMBERS)]
+    assert [event.by for event in events(effects, Accused)] == ["a"]
+
+
+def test_what_a_node_that_is_gone_has_said_makes_up_for_nothing():
+    told = Told()
+    told.begins()
+    for _ in range(HELD_UP):
+        says_again(told, "b", "c")
+    told.views({"a": 0, "new": 1, "c": 2, "d": 3, "e": 4})
+    told.statuses()
+    for _ in range(HELD_UP - 1):
+        assert charges(says_again(told, "new", "c")) == []
+    assert charges(says_again(told, "new", "c")) == [("new", NUMBERS)]
+
+
+def test_of_two_that_say_so_of_each_other_nobody_is_wrong():
+    told = Told()
+    told.begins()
+    for _ in range(HELD_UP):
+        assert charges(says_again(told, "b", "c") + says_again(told, "c", "b")) == []
+
+
+def test_a_commit_makes_up_for_all_attempts_that_failed():
+    told = Told()
+    told.begins()
+    for step in range(2):
+        for _ in range(HELD_UP - 1):
+            failed = pb.Failed(reason="silent", accused=["c"])
+            assert charges(told.hears("b", failed=failed)) == [("c", SILENT)]
+            told.statuses(step)
+            told.waits(LONGEST_PAUSE)
+        told.commits()
 
 
 def test_the_next_step_goes_without_it_though_a_newcomer_has_not_answered_yet():
