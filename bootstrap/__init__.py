@@ -11,6 +11,9 @@ says what others may be called and makes what they say fit for a terminal, crede
 may talk to whom, identity.py whose word something is, views.py which views are the registry's,
 fitting.py what a message has room for.
 
+Where several registries share a run, turns.py has one of them lead, store.py is what they write
+into instead of a journal, and etcd.py how etcd is spoken to.
+
 allowed.py reads who alone may join. authority.py is what certificates say, invites.py who gets one,
 admission.py both as the registry keeps them, in files as secret_files.py writes them. gate.py says
 who may call what, enrolment.py are the services that let strangers in and obey operators,

@@ -15,13 +15,14 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from planaria.bootstrap.authority import Authority, Pair, Role, Who
 from planaria.bootstrap.enrolment_pb2 import EnrolRequest
 from planaria.bootstrap.identity import Identity, instance_of, is_signed
 from planaria.bootstrap.invites import Invite, Invites, NotAdmitted, Record
 from planaria.bootstrap.secret_files import FILE, FOLDER, write_secret
+from planaria.bootstrap.store import NotLeading
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,15 @@ class AdmissionError(Exception):
     """The folder can't be used; the message says why and what to do."""
 
 
+class Decided(Protocol):
+    """Where registries that share a run have what was decided: store.Store."""
+
+    def records(self) -> list[Record]: ...
+
+    def decide(self, record: Record) -> None:
+        """Raises NotLeading."""
+
+
 class Admission:
     """For one registry at a time, as its journal."""
 
@@ -52,10 +62,13 @@ class Admission:
         folder: Path | None,
         certifies: bool = True,
         clock: Callable[[], float] = time.time,
+        decided: Decided | None = None,
     ) -> None:
         """Opens the folder. An authority is made if there is none yet; with `certifies` it gives
-        out certificates. Raises AdmissionError."""
+        out certificates. `decided`: instead of the folder's file. Raises AdmissionError, and what
+        `decided.records` does."""
         self.folder, self.certifies, self._now = folder, certifies, clock
+        self._elsewhere = decided
         self.invites = Invites()
         self._size = 0  # bytes of the file that are whole
         try:
@@ -113,8 +126,13 @@ class Admission:
     # -- inside ----------------------------------------------------------------------------------
 
     def _decide(self, record: Record) -> None:
-        """On disk, and then it counts."""
-        if self.folder is not None:
+        """On disk, or where all of a run's registries have it, and then it counts."""
+        if self._elsewhere is not None:
+            try:
+                self._elsewhere.decide(record)
+            except NotLeading as error:
+                raise AdmissionError(f"nothing can be decided here: {error}") from error
+        elif self.folder is not None:
             try:
                 self._append(json.dumps(record).encode() + b"\n")
             except OSError as error:
@@ -140,6 +158,9 @@ class Admission:
         self._size += len(line)
 
     def _read(self) -> None:
+        if self._elsewhere is not None:
+            self._read_elsewhere(self._elsewhere.records())
+            return
         if self.folder is None:
             return
         path = self.folder / INVITES
@@ -159,6 +180,16 @@ class Admission:
             self._size += len(line) + 1
         if rest:
             log.warning("%s: the last line was cut off, and is dropped", path)
+
+    def _read_elsewhere(self, records: list[Record]) -> None:
+        for number, record in enumerate(records):
+            try:
+                self.invites.apply(record)
+            except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+                raise AdmissionError(
+                    f"decision {number} in etcd is not what a registry has written: restore it "
+                    "from a copy, or give the run another name"
+                ) from error
 
     def _authority(self) -> Authority:
         if self.folder is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -57,11 +57,13 @@ class Admitting:
         enrol: Address,
         told_by: Callable[[int], tuple[Address, Address]],
         on_invites: Callable[[dict[Role, str]], None],
+        others: Sequence[Address] = (),
     ) -> None:
         """`told_by`: of the port that enrolment got, what invites say of where the registry and
-        enrolment listen."""
+        enrolment listen. `others`: the run's other registries, their enrolment beside them."""
         self._admission, self._certified, self._run = admission, certified, run
         self._enrol, self._told_by, self._on_invites = enrol, told_by, on_invites
+        self._others = others
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -69,31 +71,38 @@ class Admitting:
         server = EnrolmentServer(self._admission)
         port = await server.start(str(self._enrol), self._certified)
         try:
-            registry, enrolment = map(str, self._told_by(port))
+            registry, enrolment = self._told_by(port)
             log.info("invites are taken on port %d; they name %s and %s", port, registry, enrolment)
+            registries = [str(one) for one in (registry, *self._others)]
+            enrolments = [str(one) for one in (enrolment, *map(beside, self._others))]
             self._on_invites(
-                {role: self._invite(role, seconds, registry, enrolment) for role, seconds in FIRST}
+                {
+                    role: self._invite(role, seconds, registries, enrolments)
+                    for role, seconds in FIRST
+                }
             )
             yield
         finally:
             await server.stop()
 
-    def _invite(self, role: Role, seconds: float, registry: str, enrolment: str) -> str:
+    def _invite(
+        self, role: Role, seconds: float, registries: list[str], enrolments: list[str]
+    ) -> str:
         """The one in the registry's folder, while it is good."""
         folder, authority = self._admission.folder, self._admission.authority
         file = None if folder is None else folder / f"{role}.invite"
-        if file is not None and self._is_good(file, registry, enrolment):
+        if file is not None and self._is_good(file, [*registries, *enrolments]):
             return file.read_text(encoding="utf-8").strip()
         made, secret = self._admission.invite(role, seconds=seconds)
-        text = made.for_others(self._run, [registry], [enrolment], authority.certificate, secret)
+        text = made.for_others(self._run, registries, enrolments, authority.certificate, secret)
         if file is not None:
             write_secret(file, text.encode() + b"\n")
         return text
 
-    def _is_good(self, file: Path, registry: str, enrolment: str) -> bool:
+    def _is_good(self, file: Path, places: list[str]) -> bool:
         try:
             kept = decode(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeError, InviteError):
             return False
-        same = [*kept.registries, *kept.enrolments] == [registry, enrolment]
+        same = [*kept.registries, *kept.enrolments] == places
         return same and self._admission.invites.is_open(kept.secret, time.time())

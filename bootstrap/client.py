@@ -225,7 +225,7 @@ class RegistryClient:
                     pause = FIRST_PAUSE
                     continue
             await self._next_address()
-            await asyncio.sleep(pause)
+            await asyncio.sleep(pause / len(self._addresses))
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def report(self, report: Report) -> None:

@@ -173,10 +173,13 @@ def add_port(
             "change what is sent",
             listen,
         )
+    shows = credentials.server
+    if credentials.certified is not None:
+        shows = credentials.certified.server()  # a server's own: it has to ask for its first pair
     try:
-        if credentials.server is None:
+        if shows is None:
             return server.add_insecure_port(within or listen)
-        return server.add_secure_port(within or listen, credentials.server)
+        return server.add_secure_port(within or listen, shows)
     except RuntimeError as error:
         raise OSError(not_ours(address)) from error
 

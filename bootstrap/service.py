@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -26,7 +26,7 @@ from planaria.bootstrap.enrolment_pb2_grpc import add_OperatorServicer_to_server
 from planaria.bootstrap.front_door import FrontDoor, may_open, room_within
 from planaria.bootstrap.gate import Gate, host_of, who_calls
 from planaria.bootstrap.identity import is_message_signed
-from planaria.bootstrap.journal import Journal, JournalError
+from planaria.bootstrap.journal import JournalError
 from planaria.bootstrap.membership import (
     PROTOCOL,
     Contradict,
@@ -62,6 +62,7 @@ from planaria.bootstrap.registry_pb2 import (
 )
 from planaria.bootstrap.registry_pb2_grpc import RegistryServicer, add_RegistryServicer_to_server
 from planaria.bootstrap.spelling import readable
+from planaria.bootstrap.store import NotLeading
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +96,20 @@ class Limits:
     examinations: int = 16
 
 
+class Kept(Protocol):
+    """Where views are before anyone hears of them: a journal, or a store."""
+
+    view: View | None  # the newest; None: none was issued yet
+
+    @property
+    def damage(self) -> str:
+        """What was wrong with what was found; empty: nothing."""
+
+    def append(self, view: View) -> None:
+        """Raises JournalError, after which the registry goes on from memory, and NotLeading, after
+        which it doesn't."""
+
+
 class RegistryServer(RegistryServicer):
     """One run's registry. `start`, then `wait` until it fails or `stop` is called."""
 
@@ -102,7 +117,7 @@ class RegistryServer(RegistryServicer):
         self,
         rules: MembershipRules,
         run_file: str,
-        journal: Journal | None = None,
+        journal: Kept | None = None,
         limits: Limits = Limits(),
         admission: Admission | None = None,
         room: Room | None = None,
@@ -187,6 +202,10 @@ class RegistryServer(RegistryServicer):
         if not self._failed.done():
             self._failed.set_result(None)
 
+    def depose(self, why: NotLeading) -> None:
+        """Nobody is told anything any more; `wait` raises it."""
+        self._fail(why)
+
     def describe(self) -> Description:
         """Everything that a person may want to know."""
         description = self._machine.describe(self._loop.time())
@@ -246,6 +265,7 @@ class RegistryServer(RegistryServicer):
             log.info("%s at %s is refused: %s", who, caller, readable(refused.reason))
             await _refuse(context, refused)
         self._carry_out(effects)
+        await self._abort_if_over(context)
         reply.run_file = self._run_file
         return reply
 
@@ -285,7 +305,7 @@ class RegistryServer(RegistryServicer):
         self._watchers += 1
         try:
             told: View | None = None
-            while not self._stopping:
+            while not (self._stopping or self._failed.done()):
                 view, changed = self._machine.view, self._changed
                 if view is not told:  # a slow watcher gets the newest only
                     yield view
@@ -320,6 +340,7 @@ class RegistryServer(RegistryServicer):
         await _check_length(context, "node", request.node, NAME_BYTES)
         await _abort_if(context, self._unproved(request, request.node, self._caller(context)))
         self._carry_out(self._machine.leave(request.node, request.why, self._loop.time()))
+        await self._abort_if_over(context)
         return LeaveReply(view=self._machine.view.number)
 
     async def Measure(  # noqa: N802
@@ -340,6 +361,7 @@ class RegistryServer(RegistryServicer):
     async def Describe(  # noqa: N802
         self, request: DescribeRequest, context: Context
     ) -> Description:
+        await self._abort_if_over(context)
         return self.describe()
 
     async def Examine(  # noqa: N802
@@ -479,11 +501,15 @@ class RegistryServer(RegistryServicer):
 
     def _fail(self, error: BaseException) -> None:
         if not self._failed.done():
-            log.critical("the registry can't go on: %s", error)
+            level = logging.WARNING if isinstance(error, NotLeading) else logging.CRITICAL
+            log.log(level, "the registry can't go on: %s", error)
             self._failed.set_exception(error)
+            self._changed.set()
 
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
+            if self._failed.done():  # what it says now, another one may contradict
+                return
             match effect:
                 case Issue(view):
                     self._publish(view)
@@ -516,7 +542,11 @@ class RegistryServer(RegistryServicer):
         self._machine.dialled(dial.question, dial.node, there)
 
     def _publish(self, view: View) -> None:
-        self._write(view)
+        try:
+            self._write(view)
+        except NotLeading as error:
+            self._fail(error)
+            return
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -535,6 +565,10 @@ class RegistryServer(RegistryServicer):
             log.error("%s", self._unwritten)
         elif before and not self._unwritten:
             log.info("the journal is written again, up to view %d", view.number)
+
+    async def _abort_if_over(self, context: Context) -> None:
+        if self._failed.done() and not self._stopping:
+            await _abort(context, "UNAVAILABLE", "this registry leads no more; ask another one")
 
     def _tell(self, node: str, notice: Notice) -> None:
         stream = self._streams.get(node)
@@ -618,21 +652,17 @@ async def serve(
     insecure: bool = False,
     address_file: Path | None = None,
     beside: Callable[[RegistryServer], AbstractAsyncContextManager[None]] | None = None,
+    stop: asyncio.Event | None = None,
 ) -> None:
-    """A process's main: serves until SIGINT or SIGTERM. `address_file` gets HOST:PORT once it
-    listens, whole or not at all; `beside` is what else there is while it does. Raises what `start`,
-    `wait` and `beside` raise, and OSError."""
+    """A process's main: serves until `stop`, by default SIGINT or SIGTERM. `address_file` gets
+    HOST:PORT once it listens, whole or not at all; `beside` is what else there is while it does.
+    Raises what `start`, `wait` and `beside` raise, and OSError."""
+    stop = stop or stopped_by_signals()
     port = await registry.start(listen, credentials, insecure)
     address = Address.parse(listen)._replace(port=port)
     log.info("the registry listens on %s", address)
     if address_file is not None:
-        new = address_file.with_name(address_file.name + ".new")
-        new.write_text(f"{address}\n", encoding="utf-8")
-        new.replace(address_file)
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        write_address(address_file, address)
     stopping = asyncio.ensure_future(stop.wait())
     waiting = asyncio.ensure_future(registry.wait())
     try:
@@ -643,3 +673,18 @@ async def serve(
         await registry.stop()
     with suppress(asyncio.CancelledError):
         await waiting
+
+
+def stopped_by_signals() -> asyncio.Event:
+    """SIGINT and SIGTERM set it, from now on."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+def write_address(file: Path, address: Address) -> None:
+    """Whole or not at all. Raises OSError."""
+    new = file.with_name(file.name + ".new")
+    new.write_text(f"{address}\n", encoding="utf-8")
+    new.replace(file)

@@ -6,18 +6,12 @@ from __future__ import annotations
 import enum
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import (
-    AbstractAsyncContextManager,
-    AsyncExitStack,
-    asynccontextmanager,
-    contextmanager,
-)
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -52,17 +46,6 @@ from planaria.node.commands.options import (
 )
 from planaria.node.commands.registry import addresses_of, check_there, credentials_for, run_on_loop
 from planaria.node.commands.terminal import console, errors, refuse, refusing
-
-if TYPE_CHECKING:
-    from planaria.bootstrap.address import Address
-    from planaria.bootstrap.admission import Admission
-    from planaria.bootstrap.authority import Role
-    from planaria.bootstrap.credentials import Certified
-    from planaria.bootstrap.service import RegistryServer
-    from planaria.node.page.place import Place
-    from planaria.node.run_file import RunFile
-
-    Part = Callable[[RegistryServer], AbstractAsyncContextManager[None]]
 
 BEGAN = time.monotonic()
 ENDING = "When it ends"
@@ -414,6 +397,24 @@ def bootstrap_command(
             rich_help_panel=NETWORK,
         ),
     ] = None,
+    store: Annotated[
+        str,
+        typer.Option(
+            envvar="PLANARIA_STORE",
+            metavar="etcds://HOST:PORT,...",
+            help="etcd, in which the run's registries have their views, instead of a journal; one "
+            "of them leads. ?ca=FILE&cert=FILE&key=FILE: what it is spoken to with.",
+            rich_help_panel=FILES,
+        ),
+    ] = "",
+    others: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT,...",
+            help="The run's other registries, which invites name, too.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = "",
     http: Http = LOOPBACK,
     price: Price = None,
     log_level: Level = LogLevel.INFO,
@@ -426,11 +427,13 @@ def bootstrap_command(
 ) -> None:
     """Run the registry: who serves what, and the page on which one watches."""
     from planaria.bootstrap.address import Address
-    from planaria.bootstrap.admission import Admission, AdmissionError, folder_beside
+    from planaria.bootstrap.admission import AdmissionError
     from planaria.bootstrap.allowed import read_allowed
-    from planaria.bootstrap.credentials import Certified, Credentials, CredentialsError
-    from planaria.bootstrap.journal import Journal, JournalError, read_view
-    from planaria.bootstrap.service import RegistryServer, serve
+    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.bootstrap.etcd import EtcdRefused
+    from planaria.bootstrap.journal import JournalError
+    from planaria.bootstrap.store import StoreError
+    from planaria.node.commands.bootstrapping import Bootstrapping
     from planaria.node.data.corpus import CorpusError
     from planaria.node.report.log_stream import begin_log
     from planaria.node.resolve import registry_rules, resolve
@@ -438,96 +441,32 @@ def bootstrap_command(
 
     begin_log(log_level.value, log_format.value, "registry")
     kinds = (AdmissionError, CorpusError, CredentialsError, JournalError, RunFileError)
-    with refusing(*kinds, OSError, ValueError):
-        address = Address.parse(listen)
+    with refusing(*kinds, EtcdRefused, StoreError, OSError, ValueError):
+        if store and not (journal is None is after):
+            raise ValueError("--store is instead of --journal and --after; leave those out")
         text = dumps(resolve(load(run_file)))
-        rules = replace(
-            registry_rules(loads(text)),
-            max_per_block=most_per_block,
-            allowed=None if allow is None else read_allowed(allow),
+        begun = Bootstrapping(
+            listen=Address.parse(listen),
+            rules=replace(
+                registry_rules(loads(text)),
+                max_per_block=most_per_block,
+                allowed=None if allow is None else read_allowed(allow),
+            ),
+            run_file=text,
+            credentials=Credentials.load(ca, certificate, key, token),
+            authority=authority,
+            enrol=None if enrol is None else Address.parse(enrol),
+            advertise=advertise,
+            others=[Address.to_dial(other) for other in others.split(",") if other],
+            page=parse_place(http, token, certificate, key, insecure),
+            price=price,
+            insecure=insecure,
+            address_file=address_file,
         )
-        credentials = Credentials.load(ca, certificate, key, token)
-        page = parse_place(http, token, certificate, key, insecure)
-        if after is not None and journal is None:
-            raise ValueError(f"--after {after}: give this run a --journal of its own, too")
-        certifies = credentials.server is None and not insecure
-        certifies = certifies and (authority is not None or not address.is_loopback)
-        folder = authority
-        if folder is None and journal is not None:
-            folder = folder_beside(journal)
-        admission = Admission(folder, certifies)
-        log = Journal(journal, rules.run, admission.key) if journal is not None else None
-        try:
-            if after is not None and log is not None and log.view is None:
-                last, damage = read_view(after)
-                log.go_on_from(last, damage, f"the run {last.run} goes on in other numbers")
-            registry = RegistryServer(rules, text, log, admission=admission)
-            parts: list[Part] = []
-            if page is not None:
-                parts.append(partial(_page_beside, page, loads(text), price))
-            if certifies:
-                certified = Certified(admission.own_pair(), admission.own_pair)
-                credentials = Credentials.of(certified, token)
-                enrols = None if enrol is None else Address.parse(enrol)
-                told = partial(_invites_beside, admission, certified, address, enrols, advertise)
-                parts.append(told)
-            serving = serve(
-                *(registry, str(address), credentials, insecure, address_file),
-                partial(_all_beside, parts),
-            )
-            run_on_loop(serving)
-        finally:
-            if log is not None:
-                log.close()
-
-
-@asynccontextmanager
-async def _all_beside(parts: Sequence[Part], registry: RegistryServer) -> AsyncIterator[None]:
-    async with AsyncExitStack() as stack:
-        for part in parts:
-            await stack.enter_async_context(part(registry))
-        yield
-
-
-def _invites_beside(
-    admission: Admission,
-    certified: Certified,
-    listen: Address,
-    enrol: Address | None,
-    advertise: str | None,
-    registry: RegistryServer,
-) -> AbstractAsyncContextManager[None]:
-    from planaria.bootstrap.address import Address
-    from planaria.bootstrap.admitting import Admitting, beside, told
-
-    at = enrol or beside(listen._replace(port=registry.port if listen.port else 0))
-    known = None if advertise is None else Address.parse_host(advertise, registry.port)
-
-    def told_by(port: int) -> tuple[Address, Address]:
-        place = told(listen, registry.port, known)
-        if enrol is None or enrol.is_any:
-            return place, place._replace(port=port)
-        return place, enrol._replace(port=port)
-
-    show = partial(_show_invites, admission.folder)
-    return Admitting(admission, certified, registry.run, at, told_by, show).serving()
-
-
-def _show_invites(folder: Path | None, invites: Mapping[Role, str]) -> None:
-    """On a terminal itself; where what is printed may be kept, the file that has it, if there is
-    one."""
-    for role, text in invites.items():
-        word = text if folder is None or console.is_terminal else f"@{folder / f'{role}.invite'}"
-        what = f"planaria {'node' if role == 'node' else 'invite'} --join {word}"
-        console.print(what, markup=False, highlight=False, soft_wrap=True)
-
-
-def _page_beside(
-    place: Place, run: RunFile, price: float | None, registry: RegistryServer
-) -> AbstractAsyncContextManager[None]:
-    from planaria.node.page.serving import page_beside
-
-    return page_beside(registry, run, place, price)
+        if store:
+            begun.among(store)
+        else:
+            begun.alone(journal, after)
 
 
 def doctor_command(

@@ -11,9 +11,16 @@ from typing import Any
 import grpc
 import pytest
 
-from planaria.bootstrap.authority import Authority
+from planaria.bootstrap.authority import Authority, Role
 from planaria.bootstrap.client import RegistryClient, RegistryUnreachable
-from planaria.bootstrap.credentials import PLAIN, Certified, Credentials, CredentialsError, channel
+from planaria.bootstrap.credentials import (
+    PLAIN,
+    Certified,
+    Credentials,
+    CredentialsError,
+    add_port,
+    channel,
+)
 
 TLS = Path(__file__).parent / "tls"
 CA = TLS / "ca.pem"
@@ -72,6 +79,20 @@ def test_tokens() -> None:
         Credentials(token="sécret")
     assert "asks for a join token" in (secret.check({}) or "")
     assert "not this run's" in (secret.check({"planaria-token": "guess"}) or "")
+
+
+async def test_servers_one_after_the_other_have_the_same_certificate() -> None:
+    authority = Authority.make(time.time())
+    credentials = Credentials.of(Certified(authority.own_pair(time.time())))
+    for _ in range(2):
+        server = grpc.aio.server()
+        port = add_port(server, "127.0.0.1:0", credentials)
+        await server.start()
+        async with channel(f"127.0.0.1:{port}", credentials, whom=Role.REGISTRY) as dialled:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await dialled.unary_unary("/any.Service/Any")(b"")
+        await server.stop(None)
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_a_server_has_a_new_certificate_only_when_there_is_one(

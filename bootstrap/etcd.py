@@ -1,0 +1,188 @@
+"""As much of etcd as registries need that share a run: its JSON over HTTP (v3), which all of its
+nodes speak at the port for clients.
+
+Calls block, as those that write a journal do, and have a deadline. Each has a connection of its
+own: they are few, and one that hangs holds up no other.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+import time
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+from urllib.parse import parse_qs, urlsplit
+
+from planaria.bootstrap.address import Address
+
+ATTEMPT: Final = 1.0  # seconds that one of etcd's nodes has to answer
+LONGEST_ANSWER: Final = 64 * 2**20  # bytes
+_PASSING: Final = frozenset([1, 2, 4, 5, 8, 10, 13, 14])
+"""gRPC's codes of what may be otherwise a moment later, or at another node."""
+
+Body = Mapping[str, Any]
+"""Fit for JSON."""
+
+
+class EtcdAway(Exception):  # noqa: N818  what it says
+    """Nobody has answered in time: whether it was done is not known. The message says who was
+    asked, and what came of it."""
+
+
+class EtcdRefused(Exception):  # noqa: N818  an answer, not a fault
+    """etcd won't do it, and asking again won't help; the message says why."""
+
+
+class EtcdPlace(NamedTuple):
+    """Where etcd is, and by which files one speaks with it."""
+
+    addresses: tuple[Address, ...]
+    tls: bool
+    ca: Path | None = None  # None: the authorities that this machine trusts
+    certificate: Path | None = None
+    key: Path | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> EtcdPlace:
+        """etcd://HOST:PORT[,HOST:PORT] on loopback, or etcds://HOST:PORT,...[?ca=FILE&cert=FILE&
+        key=FILE]. Raises ValueError."""
+        parts = urlsplit(text)
+        options = {name: Path(values[-1]) for name, values in parse_qs(parts.query).items()}
+        if parts.scheme not in ("etcd", "etcds") or parts.path not in ("", "/") or parts.fragment:
+            raise ValueError(f"--store {text!r}: write etcds://HOST:PORT,HOST:PORT?ca=FILE")
+        if "@" in parts.netloc:
+            raise ValueError("--store: others read what is on a command line; use key and cert")
+        tls = parts.scheme == "etcds"
+        if unknown := sorted(options.keys() - {"ca", "cert", "key"}):
+            raise ValueError(f"--store: {unknown[0]!r} is not known; ca, cert and key are")
+        if options and not tls:
+            raise ValueError("--store: etcd:// is plain text and needs no files; write etcds://")
+        if ("cert" in options) != ("key" in options):
+            raise ValueError("--store: cert and key are needed both, or neither")
+        addresses = tuple(Address.to_dial(one) for one in parts.netloc.split(","))
+        open_ones = [one for one in addresses if not (tls or one.is_loopback)]
+        if open_ones:
+            raise ValueError(
+                f"--store: {open_ones[0]} is another machine, and etcd:// is plain text: write "
+                "etcds://, with ?ca=FILE if its authority isn't one that this machine trusts"
+            )
+        return cls(addresses, tls, options.get("ca"), options.get("cert"), options.get("key"))
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.addresses))
+
+
+class Etcd:
+    def __init__(self, place: EtcdPlace) -> None:
+        """Raises ValueError for files that are of no use, which it names."""
+        self.place = place
+        self._context = _context(place) if place.tls else None
+        self._at = 0  # index of the address that answered last
+
+    def ask(self, path: str, body: Body, seconds: float) -> dict[str, Any]:
+        """One after the other of its nodes, until one answers. What it was told may have been done
+        by another, too, that did not answer. Raises EtcdAway and EtcdRefused."""
+        end, whys = time.monotonic() + seconds, []
+        addresses, at = self.place.addresses, self._at
+        for offset in range(len(addresses)):
+            left = end - time.monotonic()
+            if left <= 0:
+                break
+            address = addresses[(at + offset) % len(addresses)]
+            try:
+                answer = self._ask_at(address, path, body, min(left, ATTEMPT))
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                whys.append(f"{address}: {str(error) or type(error).__name__}")
+            else:
+                self._at = (at + offset) % len(addresses)
+                return answer
+        said = "; ".join(whys) or "no time was left to ask"
+        raise EtcdAway(f"etcd at {self.place} doesn't answer ({said})")
+
+    def _ask_at(self, address: Address, path: str, body: Body, seconds: float) -> dict[str, Any]:
+        if self._context is None:
+            link = http.client.HTTPConnection(address.host, address.port, timeout=seconds)
+        else:
+            link = http.client.HTTPSConnection(
+                address.host, address.port, timeout=seconds, context=self._context
+            )
+        try:
+            content = json.dumps(body).encode()
+            link.request("POST", f"/v3/{path}", content, {"Content-Type": "application/json"})
+            response = link.getresponse()
+            said = response.read(LONGEST_ANSWER)
+        finally:
+            link.close()
+        answer = json.loads(said)
+        if not isinstance(answer, dict):
+            raise ValueError(f"it answers {said[:40]!r}")
+        if response.status != http.HTTPStatus.OK or "error" in answer:
+            why = str(answer.get("message") or answer.get("error") or response.reason)[:200]
+            if answer.get("code", 2) in _PASSING:
+                raise ValueError(why)
+            raise EtcdRefused(f"etcd at {address} refuses it: {why}")
+        return answer
+
+
+def _context(place: EtcdPlace) -> ssl.SSLContext:
+    """Raises ValueError."""
+    try:
+        context = ssl.create_default_context(cafile=place.ca)
+    except OSError as error:  # which those of ssl are
+        raise ValueError(f"--store: ca={place.ca} is of no use: {error}") from error
+    if place.certificate is not None:
+        try:
+            context.load_cert_chain(place.certificate, place.key)
+        except OSError as error:
+            files = f"cert={place.certificate} and key={place.key}"
+            raise ValueError(f"--store: {files} are of no use: {error}") from error
+    return context
+
+
+# -- what is asked, as etcd wants it ---------------------------------------------------------------
+
+
+def written(content: bytes | str) -> str:
+    return b64encode(content.encode() if isinstance(content, str) else content).decode()
+
+
+def read(text: str) -> bytes:
+    return b64decode(text)
+
+
+def is_said(key: str, value: bytes) -> Body:
+    """In a transaction: if the key has this value."""
+    return {"key": written(key), "target": "VALUE", "result": "EQUAL", "value": written(value)}
+
+
+def is_free(key: str) -> Body:
+    """In a transaction: if there is no such key."""
+    return {"key": written(key), "target": "CREATE", "result": "EQUAL", "create_revision": "0"}
+
+
+def put(key: str, value: bytes, lease: str = "0") -> Body:
+    return {"request_put": {"key": written(key), "value": written(value), "lease": lease}}
+
+
+def look(key: str) -> Body:
+    return {"request_range": {"key": written(key)}}
+
+
+def all_below(prefix: str) -> Body:
+    """For kv/range: all keys that begin so, in order."""
+    end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
+    return {
+        "key": written(prefix),
+        "range_end": written(end),
+        "sort_target": "KEY",
+        "sort_order": "ASCEND",
+    }
+
+
+def values(found: Body) -> list[bytes]:
+    """Of the keys in a kv/range's answer."""
+    return [read(one.get("value", "")) for one in found.get("kvs", [])]

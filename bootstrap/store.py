@@ -1,0 +1,264 @@
+"""A run's registries share its views and what was decided about invites in etcd; one of them leads.
+
+Below `planaria/RUN/`: `leader`, who leads, for as long as its lease lasts; `number` and `view`, the
+newest one; `decided/N`, the records of invites.py. Whoever leads writes all of it, in transactions
+that etcd does only if `leader` still is this term's and nothing else was written meanwhile: so
+there are no two views of one number. What was not written is told to nobody, and who can't write
+leads no more. The authority's key never comes here, and of invites' secrets their hashes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from google.protobuf.message import DecodeError
+
+from planaria.bootstrap.etcd import (
+    Body,
+    EtcdAway,
+    EtcdRefused,
+    all_below,
+    is_free,
+    is_said,
+    look,
+    put,
+    values,
+    written,
+)
+from planaria.bootstrap.identity import Identity
+from planaria.bootstrap.invites import Record
+from planaria.bootstrap.registry_pb2 import View
+from planaria.bootstrap.spelling import readable
+from planaria.bootstrap.views import is_genuine
+
+log = logging.getLogger(__name__)
+
+LEASE: Final = 3
+"""Seconds for which a registry leads after etcd has last heard of it."""
+RENEWALS: Final = 3  # in a lease
+ASKED: Final = 2.0  # seconds that etcd has to answer who does not lead
+READ: Final = 30.0  # seconds for all that was decided; the lease is renewed beside it
+
+
+class StoreError(Exception):
+    """What is in etcd can't be used; the message says why and what to do."""
+
+
+class NotLeading(Exception):  # noqa: N818  what it says
+    """Another registry leads, or nobody; the message says why."""
+
+
+class Asks(Protocol):
+    """etcd.Etcd."""
+
+    def ask(self, path: str, body: Body, seconds: float) -> dict[str, Any]:
+        """Raises EtcdAway, EtcdRefused."""
+
+
+@dataclass
+class Term:
+    """In which one registry leads, by a lease that was last asked for at some time: etcd has heard
+    of it later, so it ends no sooner there than here."""
+
+    lease: str
+    value: bytes  # of the key `leader`: that of no other term
+    until: float
+
+    def renewed(self, asked: float) -> None:
+        self.until = max(self.until, asked + LEASE)
+
+    def lasts(self, now: float) -> bool:
+        return now < self.until
+
+
+class Store:
+    """For one registry. `view` is the newest one; None: no view was issued yet. Of use for who
+    leads: `campaign` first."""
+
+    damage: Final = ""
+
+    def __init__(
+        self,
+        etcd: Asks,
+        run: str,
+        key: Identity,
+        at: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`key`: the run's. `at`: where this registry is, for its clients."""
+        self._etcd, self._run, self._key, self._now = etcd, run, key, clock
+        self._top = f"planaria/{run}/"
+        self._me = {"at": at, "key": key.public.hex()}
+        self._term: Term | None = None
+        self._number = b""  # of `view`, as etcd has it; empty: there is none
+        self._decided = 0
+        self.view: View | None = None
+
+    # -- who leads -------------------------------------------------------------------------------
+
+    @property
+    def leads(self) -> bool:
+        """Whether no other one does, for all that one can know here."""
+        term = self._term
+        return term is not None and term.lasts(self._now())
+
+    def leader(self) -> str:
+        """Where the registry is that leads; empty: none does. Raises EtcdAway, EtcdRefused, and
+        StoreError if it is none of this run's."""
+        found = values(self._etcd.ask("kv/range", {"key": written(self._top + "leader")}, ASKED))
+        return self._at(found[0]) if found else ""
+
+    def campaign(self) -> bool:
+        """Whether this registry leads now, with what the former one has left in `view`. Raises
+        EtcdAway, EtcdRefused, StoreError."""
+        asked = self._now()
+        lease = str(self._etcd.ask("lease/grant", {"TTL": str(LEASE)}, ASKED)["ID"])
+        value = json.dumps(self._me | {"term": secrets.token_hex(8)}).encode()
+        key = self._top + "leader"
+        body = {"compare": [is_free(key)], "success": [put(key, value, lease)]}
+        if not self._etcd.ask("kv/txn", body, ASKED).get("succeeded"):
+            self._revoke(lease)
+            return False
+        self._term = Term(lease, value, asked + LEASE)
+        try:
+            self._read_view()
+        except (EtcdAway, EtcdRefused, StoreError):
+            self.resign()
+            raise
+        return True
+
+    def renew(self) -> None:
+        """Asks for the lease's next seconds; who gets none goes on until they are over."""
+        term, asked = self._term, self._now()
+        if term is None:
+            return
+        try:
+            body = {"ID": term.lease}
+            answer = self._etcd.ask("lease/keepalive", body, max(0.0, term.until - asked))
+        except (EtcdAway, EtcdRefused) as error:
+            log.warning("this registry leads for %.1f s more: %s", term.until - self._now(), error)
+            return
+        if int(answer.get("result", {}).get("TTL", 0)):
+            term.renewed(asked)
+        else:
+            self._over(term)
+
+    def resign(self) -> None:
+        """At once, if etcd can be told; another one may lead then."""
+        term, self._term = self._term, None
+        if term is not None:
+            self._revoke(term.lease)
+
+    # -- what is kept ----------------------------------------------------------------------------
+
+    def append(self, view: View) -> None:
+        """In etcd when this returns. Raises NotLeading: then it may be there, and nobody has been
+        told."""
+        key = self._top + "number"
+        follows = is_said(key, self._number) if self._number else is_free(key)
+        number, content = str(view.number).encode(), view.SerializeToString()
+        if view.number <= int(self._number or b"0"):
+            raise NotLeading(f"view {view.number} would come after view {self._number.decode()}")
+        self._write(follows, [put(key, number)], self._top + "view", content)
+        self.view, self._number = view, number
+
+    def records(self) -> list[Record]:
+        """All that was decided. Raises EtcdAway, EtcdRefused, StoreError."""
+        found = self._etcd.ask("kv/range", all_below(self._top + "decided/"), READ)
+        self._decided = len(found.get("kvs", []))
+        try:
+            return [json.loads(value) for value in values(found)]
+        except ValueError as error:
+            raise self._strange("what was decided", error) from error
+
+    def decide(self, record: Record) -> None:
+        """In etcd when this returns. Raises NotLeading."""
+        key = f"{self._top}decided/{self._decided:010}"
+        self._write(is_free(key), [], key, json.dumps(record).encode())
+        self._decided += 1
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _write(self, follows: Body, puts: list[Body], key: str, content: bytes) -> None:
+        """All of it if this term lasts and `follows` is so, or nothing. Raises NotLeading."""
+        term, now = self._term, self._now()
+        if term is None or not term.lasts(now):
+            raise NotLeading("its lease is over")
+        body = {
+            "compare": [is_said(self._top + "leader", term.value), follows],
+            "success": [*puts, put(key, content)],
+            "failure": [look(self._top + "leader"), look(key)],
+        }
+        try:
+            answer = self._etcd.ask("kv/txn", body, term.until - now)
+        except (EtcdAway, EtcdRefused) as error:
+            self._over(term)
+            raise NotLeading(f"what it decides can't be written: {error}") from error
+        if not answer.get("succeeded"):
+            leader, found = (values(one["response_range"]) for one in answer["responses"])
+            if leader != [term.value]:
+                self._over(term)
+                raise NotLeading("another registry leads")
+            if found != [content]:  # else an attempt was done that nobody has answered
+                self._over(term)
+                raise NotLeading("what it has read is not the newest any more")
+        if not term.lasts(self._now()):
+            raise NotLeading("its lease is over")
+
+    def _over(self, term: Term) -> None:
+        if self._term is term:
+            self._term = None
+
+    def _revoke(self, lease: str) -> None:
+        with suppress(EtcdAway, EtcdRefused):  # it ends by itself
+            self._etcd.ask("lease/revoke", {"ID": lease}, ASKED)
+
+    def _at(self, value: bytes) -> str:
+        """Raises StoreError."""
+        try:
+            said = json.loads(value)
+            at, key = str(said["at"]), str(said["key"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise self._strange("who leads", error) from error
+        if key != self._me["key"]:
+            raise StoreError(
+                f"the registry at {readable(at)}, which leads, has another key than this one: give "
+                "all of a run's registries the same authority.pem, each in its folder "
+                "(--authority DIR)"
+            )
+        return at
+
+    def _read_view(self) -> None:
+        """Raises EtcdAway, EtcdRefused, StoreError."""
+        body = {"success": [look(self._top + "number"), look(self._top + "view")]}
+        answer = self._etcd.ask("kv/txn", body, ASKED)
+        number, content = (values(one["response_range"]) for one in answer["responses"])
+        self._number, self.view = b"", None
+        if not number and not content:
+            return
+        try:
+            view = View.FromString(content[0])
+            if int(number[0]) != view.number:
+                raise ValueError(f"it is view {view.number}, not {number[0][:20]!r}")
+        except (DecodeError, ValueError, IndexError) as error:
+            raise self._strange("the newest view", error) from error
+        if not is_genuine(view, self._key.public, self._run):
+            raise StoreError(
+                f"view {view.number} in etcd is not signed by this registry's key: give all of a "
+                "run's registries the same authority.pem, each in its folder (--authority DIR), or "
+                "give the run another name"
+            )
+        self.view, self._number = view, number[0]
+
+    def _strange(self, what: str, error: Exception) -> StoreError:
+        return StoreError(
+            f"{what} in etcd, below {self._top}, is not what a registry has written ({error}): "
+            "restore it from a copy, or give the run another name"
+        )

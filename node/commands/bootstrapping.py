@@ -1,0 +1,162 @@
+"""A registry's process: alone with a journal, or one of several that share a store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+
+from planaria.bootstrap.address import Address
+from planaria.bootstrap.admission import Admission, folder_beside
+from planaria.bootstrap.admitting import Admitting, beside, told
+from planaria.bootstrap.authority import Role
+from planaria.bootstrap.credentials import Certified, Credentials
+from planaria.bootstrap.etcd import Etcd, EtcdPlace
+from planaria.bootstrap.journal import Journal, read_view
+from planaria.bootstrap.membership import MembershipRules
+from planaria.bootstrap.service import Kept, RegistryServer, serve
+from planaria.bootstrap.store import Store
+from planaria.bootstrap.turns import GRACE, ending_with, take_turns
+from planaria.node.commands.registry import run_on_loop
+from planaria.node.commands.terminal import console
+from planaria.node.page.place import Place
+from planaria.node.run_file import loads
+
+Part = Callable[[RegistryServer], AbstractAsyncContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Bootstrapping:
+    """What `planaria bootstrap` was told. Its methods raise what they are made of does."""
+
+    listen: Address
+    rules: MembershipRules
+    run_file: str
+    credentials: Credentials
+    authority: Path | None = None  # None: beside the journal, or in memory
+    enrol: Address | None = None  # None: beside `listen`
+    advertise: str | None = None
+    others: Sequence[Address] = ()
+    page: Place | None = None
+    price: float | None = None
+    insecure: bool = False
+    address_file: Path | None = None
+
+    def alone(self, journal: Path | None, after: Path | None) -> None:
+        """Until it is told to stop."""
+        if after is not None and journal is None:
+            raise ValueError(f"--after {after}: give this run a --journal of its own, too")
+        folder = self.authority
+        if folder is None and journal is not None:
+            folder = folder_beside(journal)
+        admission = Admission(folder, self._certifies)
+        if journal is None:
+            run_on_loop(self._serve(admission, self._certified(admission), None))
+            return
+        with Journal(journal, self.rules.run, admission.key) as log:
+            if after is not None and log.view is None:
+                last, damage = read_view(after)
+                log.go_on_from(last, damage, f"the run {last.run} goes on in other numbers")
+            run_on_loop(self._serve(admission, self._certified(admission), log))
+
+    def among(self, store: str) -> None:
+        """Those that share this store, in turns, until it is told to stop."""
+        if self.authority is None or not self.listen.port:
+            raise ValueError(
+                "--store wants --authority DIR, in which each of the run's registries has the same "
+                "authority.pem, and a port in --listen"
+            )
+        admission = Admission(self.authority, self._certifies)
+        certified = self._certified(admission)
+        credentials = self._credentials(certified)
+        at = told(self.listen, self.listen.port, self._known(self.listen.port))
+        shared = Store(Etcd(EtcdPlace.parse(store)), self.rules.run, admission.key, str(at))
+        patient = replace(self, rules=replace(self.rules, restart_grace=self.rules.grace + GRACE))
+
+        async def lead(stop: asyncio.Event, term: asyncio.Task[None]) -> None:
+            decided = partial(Admission, self.authority, self._certifies, decided=shared)
+            leading = await asyncio.to_thread(decided)
+            await patient._serve(leading, certified, shared, stop, partial(ending_with, term))
+
+        place = str(self.listen), credentials, self.insecure, self.address_file
+        run_on_loop(take_turns(shared, lead, *place))
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    @cached_property
+    def _certifies(self) -> bool:
+        if self.credentials.server is not None or self.insecure:
+            return False
+        return self.authority is not None or not self.listen.is_loopback
+
+    def _certified(self, admission: Admission) -> Certified | None:
+        return Certified(admission.own_pair(), admission.own_pair) if self._certifies else None
+
+    def _credentials(self, certified: Certified | None) -> Credentials:
+        if certified is None:
+            return self.credentials
+        return Credentials.of(certified, self.credentials.token)
+
+    def _known(self, port: int) -> Address | None:
+        """What it is to be known as."""
+        return None if self.advertise is None else Address.parse_host(self.advertise, port)
+
+    def _serve(
+        self,
+        admission: Admission,
+        certified: Certified | None,
+        kept: Kept | None,
+        stop: asyncio.Event | None = None,
+        *parts: Part,
+    ) -> Coroutine[object, object, None]:
+        registry = RegistryServer(self.rules, self.run_file, kept, admission=admission)
+        if self.page is not None:
+            parts = (*parts, partial(self._page_beside, self.page))
+        if certified is not None:
+            parts = (*parts, partial(self._invites_beside, admission, certified))
+        listen, credentials = str(self.listen), self._credentials(certified)
+        place = listen, credentials, self.insecure, self.address_file
+        return serve(registry, *place, partial(_all_beside, parts), stop)
+
+    def _invites_beside(
+        self, admission: Admission, certified: Certified, registry: RegistryServer
+    ) -> AbstractAsyncContextManager[None]:
+        listen, enrol = self.listen, self.enrol
+        at = enrol or beside(listen._replace(port=registry.port if listen.port else 0))
+
+        def told_by(port: int) -> tuple[Address, Address]:
+            place = told(listen, registry.port, self._known(registry.port))
+            if enrol is None or enrol.is_any:
+                return place, place._replace(port=port)
+            return place, enrol._replace(port=port)
+
+        show = partial(_show_invites, admission.folder)
+        named = admission, certified, registry.run, at, told_by, show, self.others
+        return Admitting(*named).serving()
+
+    def _page_beside(
+        self, place: Place, registry: RegistryServer
+    ) -> AbstractAsyncContextManager[None]:
+        from planaria.node.page.serving import page_beside
+
+        return page_beside(registry, loads(self.run_file), place, self.price)
+
+
+@asynccontextmanager
+async def _all_beside(parts: Sequence[Part], registry: RegistryServer) -> AsyncIterator[None]:
+    async with AsyncExitStack() as stack:
+        for part in parts:
+            await stack.enter_async_context(part(registry))
+        yield
+
+
+def _show_invites(folder: Path | None, invites: Mapping[Role, str]) -> None:
+    """On a terminal itself; where what is printed may be kept, the file that has it, if there is
+    one."""
+    for role, text in invites.items():
+        word = text if folder is None or console.is_terminal else f"@{folder / f'{role}.invite'}"
+        what = f"planaria {'node' if role == 'node' else 'invite'} --join {word}"
+        console.print(what, markup=False, highlight=False, soft_wrap=True)

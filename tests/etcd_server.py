@@ -1,0 +1,146 @@
+"""etcd itself, one node of it, on loopback; and a way to it that can be cut."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planaria.bootstrap.etcd import Etcd, EtcdAway, EtcdPlace, look, values, written
+
+DEADLINE = 60.0  # seconds; only a hanging test gets there
+TLS = Path(__file__).parent / "bootstrap" / "tls"
+
+
+class EtcdServer:
+    def __init__(self, process: subprocess.Popen[bytes], url: str) -> None:
+        self.process, self.url = process, url
+        self.etcd = Etcd(EtcdPlace.parse(url))
+
+    @property
+    def port(self) -> int:
+        return self.etcd.place.addresses[0].port
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+    def history(self, key: str) -> list[bytes]:
+        """All that the key has ever been."""
+        found: list[bytes] = []
+        body: dict[str, Any] = {"key": written(key)}
+        newest = int(self.etcd.ask("kv/range", body, DEADLINE)["header"]["revision"])
+        for revision in range(1, newest + 1):
+            at = self.etcd.ask("kv/range", body | {"revision": str(revision)}, DEADLINE)
+            if (now := values(at)) and now[0:1] != found[-1:]:
+                found += now
+        return found
+
+
+@contextmanager
+def etcd_server(folder: Path, tls: bool = False) -> Iterator[EtcdServer]:
+    """Skips the test where no etcd is installed."""
+    program = shutil.which("etcd")
+    if program is None:
+        pytest.skip("there is no etcd; Debian's package is etcd-server")
+    with _port() as port, _port() as peers:
+        scheme, query, files = "http", "", []
+        if tls:
+            scheme, query = "https", f"?ca={TLS}/ca.pem&cert={TLS}/node.pem&key={TLS}/node.key"
+            files = ["--cert-file", f"{TLS}/node.pem", "--key-file", f"{TLS}/node.key"]
+            files += ["--trusted-ca-file", f"{TLS}/ca.pem", "--client-cert-auth"]
+        here, there = f"{scheme}://127.0.0.1:{port}", f"http://127.0.0.1:{peers}"
+        process = subprocess.Popen(
+            [
+                *(program, "--data-dir", str(folder / "etcd"), "--log-outputs", "stderr"),
+                *("--listen-client-urls", here, "--advertise-client-urls", here),
+                *("--listen-peer-urls", there, "--initial-advertise-peer-urls", there),
+                *("--initial-cluster", f"default={there}", *files),
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            url = f"etcd{'s' if tls else ''}://127.0.0.1:{port}{query}"
+            server = EtcdServer(process, url)
+            _until_it_answers(server)
+            yield server
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _until_it_answers(server: EtcdServer) -> None:
+    end = time.monotonic() + DEADLINE
+    while True:
+        try:
+            server.etcd.ask("kv/txn", {"success": [look("any")]}, DEADLINE)
+            return
+        except EtcdAway:
+            assert server.process.poll() is None, "etcd has ended"
+            assert time.monotonic() < end, "etcd doesn't answer"
+            time.sleep(0.05)
+
+
+@contextmanager
+def _port() -> Iterator[int]:
+    """A free port that nobody else is given meanwhile."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+class Way:
+    """To a port of this machine. While it is cut, nothing comes through, and nobody hears why."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.open = asyncio.Event()
+        self.open.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def to(self, port: int) -> AsyncIterator[Way]:
+        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self._tasks.add(asyncio.create_task(self._carry(port, reader, writer)))
+
+        server = await asyncio.start_server(connected, "127.0.0.1", 0)
+        self.port = server.sockets[0].getsockname()[1]
+        try:
+            yield self
+        finally:
+            server.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _carry(
+        self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        try:
+            there, to = await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.gather(self._pass(reader, to), self._pass(there, writer))
+        except OSError:
+            writer.close()
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await reader.read(1 << 16):
+                await self.open.wait()
+                writer.write(data)
+                await writer.drain()
+        writer.close()

@@ -1,0 +1,160 @@
+"""Three registries of one run that share etcd: whichever is lost, training goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+
+from planaria.bootstrap.admission import Admission
+from planaria.bootstrap.invites import encode
+from planaria.bootstrap.registry_pb2 import View
+from planaria.bootstrap.store import Store
+from planaria.node.report.ledger import audit
+from planaria.node.resolve import registry_rules
+from planaria.node.run_file import load
+from tests.etcd_server import EtcdServer, Way, etcd_server
+from tests.swarm.test_invited import DEADLINE, TOKEN, Machines
+
+NAMES = ("r1", "r2", "r3")
+
+
+class Registries(Machines):
+    """Each with a folder of its own, in which the operator has put the run's key."""
+
+    def __init__(self, folder: Path, data: Path, etcd: EtcdServer, ways: list[Way]) -> None:
+        super().__init__(folder, data, stages=1)
+        self.etcd, self.ways = etcd, dict(zip(NAMES, ways, strict=True))
+        self.run = registry_rules(load(folder / "run.toml")).run
+        self.key = Admission(folder / "r1").key
+        for name in NAMES[1:]:
+            (folder / name).mkdir(mode=0o700)
+            shutil.copy(folder / "r1" / "authority.pem", folder / name)
+        self.ports = dict(zip(NAMES, _ports(2 * len(NAMES))[::2], strict=True))
+        self.authority = folder / "r1"
+
+    def at(self, name: str) -> str:
+        return f"127.0.0.1:{self.ports[name]}"
+
+    def begin_registry(self, name: str) -> None:
+        others = ",".join(self.at(other) for other in NAMES if other != name)
+        self.processes.start(
+            name,
+            [
+                *("bootstrap", "--run", str(self.folder / "run.toml"), "--listen", self.at(name)),
+                *("--authority", str(self.folder / name), "--token", TOKEN, "--http", "none"),
+                *("--store", f"etcd://127.0.0.1:{self.ways[name].port}", "--others", others),
+            ],
+        )
+
+    async def leader(self, other_than: str = "") -> str:
+        """Who leads, once it is another one than that."""
+        store = Store(self.etcd.etcd, self.run, self.key, "")
+        async with asyncio.timeout(DEADLINE):
+            while True:
+                at = await asyncio.to_thread(store.leader)
+                found = next((name for name in NAMES if at == self.at(name)), "")
+                if found and found != other_than:
+                    return found
+                await asyncio.sleep(0.02)
+
+    async def view(self, condition: Callable[[View], bool]) -> View:
+        """The newest in etcd, once it fulfils this."""
+        async with asyncio.timeout(DEADLINE):
+            while True:
+                kept = await asyncio.to_thread(self.etcd.history, f"planaria/{self.run}/view")
+                if kept and condition(view := View.FromString(kept[-1])):
+                    return view
+                await asyncio.sleep(0.1)
+
+    async def trains_on(self) -> None:
+        step = await self.committed(beyond=0)
+        await self.committed(beyond=step + 5)
+
+    def logged(self, name: str) -> str:
+        return self.processes.log(name).read_text()
+
+    async def says(self, name: str, words: str, since: str = "") -> None:
+        """In its log, beyond what it had said."""
+        async with asyncio.timeout(DEADLINE):
+            while words not in self.logged(name).removeprefix(since):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+
+def _ports(count: int) -> list[int]:
+    """Free ones, in a row: enrolment is at the port below a registry's."""
+    for first in range(20_000, 30_000, count):
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return list(range(first + 1, first + count + 1))
+    raise AssertionError("no ports are free")
+
+
+@asynccontextmanager
+async def registries(folder: Path, data: Path) -> AsyncIterator[Registries]:
+    async with AsyncExitStack() as stack:
+        etcd = stack.enter_context(etcd_server(folder))
+        ways = [await stack.enter_async_context(Way().to(etcd.port)) for _ in NAMES]
+        here = Registries(folder, data, etcd, ways)
+        stack.callback(here.processes.kill_all)
+        for name in NAMES:
+            here.begin_registry(name)
+        yield here
+
+
+async def test_whoever_leads_is_lost_and_training_goes_on(data: Path, tmp_path: Path) -> None:
+    async with registries(tmp_path, data) as here:
+        here.authority = first = here.folder / await here.leader()
+        invited = await here.invite("node")
+        assert {*invited.registries} == {here.at(name) for name in NAMES}
+        for name in ("a", "b"):
+            here.start_node(name, encode(invited))
+        await here.committed(beyond=1)
+
+        here.processes.kill(first.name)
+        second = await here.leader(other_than=first.name)
+        await here.trains_on()
+
+        before = {second: here.logged(second)}
+        here.ways[second].open.clear()
+        await here.leader(other_than=second)
+        await here.says(second, "the registry can't go on")
+        await here.trains_on()
+        here.ways[second].open.set()
+        await here.says(second, "this registry follows", before[second])
+
+        left = [name for name in NAMES if name != first.name]
+        before = {name: here.logged(name) for name in left}
+        with here.etcd.stopped():
+            for name in left:
+                await here.says(name, "No views are issued meanwhile", before[name])
+            await here.trains_on()
+        here.start_node("c", encode(invited))  # by what the first of them had decided
+        last = await here.view(lambda view: len(view.members) == 3)
+        assert not here.processes.ended(), here.logs()
+        check_views(here, last)
+
+
+def check_views(here: Registries, last: View) -> None:
+    """In order, and nobody ever was evicted."""
+    told = [int(one) for one in here.etcd.history(f"planaria/{here.run}/number")]
+    kept = [View.FromString(one) for one in here.etcd.history(f"planaria/{here.run}/view")]
+    assert [view.number for view in kept] == told
+    assert all(a < b for a, b in pairwise(told)) and told[-1] == last.number
+    for before, view in pairwise(kept):
+        assert {(m.node, m.joined) for m in before.members} <= {
+            (m.node, m.joined) for m in view.members
+        }
+    ledgers = here.folder / "ledgers"
+    ledgers.mkdir()
+    for ledger in here.folder.glob("[abc]/ledger-*.jsonl"):
+        shutil.copy(ledger, ledgers)
+    assert audit(ledgers).exact
