@@ -589,8 +589,7 @@ class Node:
             if self.missing.look(self.needed, self.links.carrier, self.loop.time()):
                 self.report()
             self._tell_carriers()
-            for seat in list(self.seats.agents.values()):
-                seat.tick(self.loop.time())
+            self.seats.tick(self.loop.time())
             if not self.seats:
                 continue
             self.wall.sample(time.monotonic(), self._busy_seconds(), self._doing())

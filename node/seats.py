@@ -53,8 +53,9 @@ class _Early(NamedTuple):
     name: str
     message: pb.Message
 
-    def is_ahead_of(self, view: registry.View) -> bool:
-        return self.message.ballot.view > view.number
+    def waits_for(self, view: registry.View, now: float) -> bool:
+        """What has waited too long is heard as what it is: of a view that there isn't."""
+        return self.message.ballot.view > view.number and now < self.since + VIEW_TO_COME
 
 
 @contextmanager
@@ -119,6 +120,12 @@ class Seats(Generic[A]):
         self._hear_early(now)
         return new, closed
 
+    def tick(self, now: float) -> None:
+        if self._early and now >= self._early[0].since + VIEW_TO_COME:
+            self._hear_early(now)
+        for agent in list(self.agents.values()):
+            agent.tick(now)
+
     def built(self, name: str, agent: A, now: float) -> bool:
         """From here on it answers; it hears what has come for it. False: the seat was given back
         meanwhile."""
@@ -150,10 +157,9 @@ class Seats(Generic[A]):
             if asker.startswith(ONLOOKER):
                 lines = self._log(message.log_request)
                 self.links.send(node, pb.Message(seat=asker, log_lines=lines))
-        elif said.is_ahead_of(self.view) and (name not in self.agents or _is_drivers(message)):
-            if now < said.since + VIEW_TO_COME:
-                self._wait(said)
-        elif name in self._building:
+        elif name in self._building or (
+            said.waits_for(self.view, now) and (name not in self.agents or _is_drivers(message))
+        ):
             self._wait(said)
         elif (agent := self.agents.get(name)) is not None:
             agent.on_message(sender, message, now)

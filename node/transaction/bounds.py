@@ -205,7 +205,7 @@ def _first(wrongs: Iterable[str]) -> str:
 
 
 def _count(what: str, count: int, most: int = MOST_STEPS) -> str:
-    return f"a {what} of {count}" if count > most else ""
+    return f"{count} as its {what}" if count > most else ""
 
 
 def _words(what: str, words: str) -> str:

@@ -331,8 +331,7 @@ class Node:
             for seat in list(self.seats.agents.values()):
                 seat.compute_hangs(str(self.hang or ""), self.world.now)
             self.changed()
-        for seat in list(self.seats.agents.values()):
-            seat.tick(self.world.now)
+        self.seats.tick(self.world.now)
         self._validate()
         self.process.after(TICK, self._tick)
 
