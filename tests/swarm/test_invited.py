@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.authority import who_in
+from planaria.bootstrap.client import RegistryClient
+from planaria.bootstrap.credentials import Credentials
+from planaria.bootstrap.enrolling import Enrolment
 from planaria.bootstrap.enrolment_pb2 import Invitation
+from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.invites import decode, encode
 from planaria.lab.emulation.emulation import Emulation, EmulationError, emulate
 from planaria.lab.emulation.links import all_alike
-from planaria.node.local.processes import PLANARIA, Processes
-from planaria.node.resolve import resolve
-from planaria.node.run_file import dumps
-from planaria.node.supervisor import python
-from tests.swarm.small import small
-
-DEADLINE = 180.0  # seconds; only a hanging test gets there
-TOKEN = "the-token-of-this-run"
+from tests.swarm.machines import DEADLINE, TOKEN, Machines, machines
+from tests.swarm.stranger import Stranger
 
 
 class Wire:
@@ -67,91 +64,6 @@ class Wire:
         writer.close()
 
 
-class Machines:
-    """A registry and nodes that share a folder here, of which no machine reads another's part."""
-
-    def __init__(self, folder: Path, data: Path, stages: int) -> None:
-        self.folder, self.authority = folder, folder / "authority"
-        run = small(stages, swarm__lease=3, data__path=str(data), steps=200_000)
-        (folder / "run.toml").write_text(dumps(resolve(run)))
-        (folder / "logs").mkdir()
-        self.processes = Processes(folder / "logs", {"OMP_NUM_THREADS": "1"}, PLANARIA)
-
-    def start_registry(self, listen: str, namespace: Path | None = None, *more: str) -> None:
-        self.processes.start(
-            "registry",
-            [
-                *("bootstrap", "--run", str(self.folder / "run.toml"), "--listen", listen),
-                *("--authority", str(self.authority), "--token", TOKEN, *more),
-            ],
-            namespace,
-        )
-
-    def start_node(self, name: str, join: str, namespace: Path | None = None, *more: str) -> None:
-        """On a machine of its own, which has the text of an invite."""
-        (self.folder / f"{name}.invite").write_text(join)
-        self.processes.start(
-            name,
-            [
-                *("node", "--join", f"@{self.folder / name}.invite", "--token", TOKEN),
-                *("--out", str(self.folder / name), "--save-dir", "none", "--name", name),
-                *("--threads", "1", "--restart", "no", "--cloud", "none", *more),
-            ],
-            namespace,
-        )
-
-    async def invite(self, role: str) -> Invitation:
-        """That the registry has written when it began."""
-        path = self.authority / f"{role}.invite"
-        async with asyncio.timeout(DEADLINE):
-            while not path.exists():
-                assert not self.processes.ended(), self.processes.log("registry").read_text()
-                await asyncio.sleep(0.02)
-        return decode(path.read_text())
-
-    async def begin(self, *words: str, join: Invitation, home: str) -> asyncio.subprocess.Process:
-        """A command; --join is a file with an invite. What it has enrolled as is in `home`."""
-        (self.folder / f"{home}.invite").write_text(encode(join))
-        return await asyncio.create_subprocess_exec(
-            *(*python(), "-m", "planaria", *words),
-            *("--join", f"@{self.folder / home}.invite", "--token", TOKEN),
-            env=os.environ | {"XDG_STATE_HOME": str(self.folder / home), "COLUMNS": "200"},
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-
-    async def command(self, *words: str, join: Invitation) -> str:
-        """What it says."""
-        process = await self.begin(*words, join=join, home="home")
-        said, _ = await asyncio.wait_for(process.communicate(), DEADLINE)
-        assert process.returncode == 0, said.decode()
-        return said.decode()
-
-    async def committed(self, beyond: int) -> int:
-        """As the ledgers of stage 0 have it, once it is beyond that."""
-        newest = 0
-        async with asyncio.timeout(DEADLINE):
-            while newest <= beyond:
-                await asyncio.sleep(0.05)
-                for ledger in self.folder.glob("*/ledger-*.jsonl"):
-                    lines = ledger.read_text().splitlines()[1:-1]
-                    steps = [json.loads(line).get("step", 0) for line in lines]
-                    newest = max([newest, *steps])
-        return newest
-
-    def logs(self) -> str:
-        return "".join(path.read_text() for path in (self.folder / "logs").iterdir())
-
-
-@contextmanager
-def machines(folder: Path, data: Path, stages: int) -> Iterator[Machines]:
-    machines = Machines(folder, data, stages)
-    try:
-        yield machines
-    finally:
-        machines.processes.kill_all()
-
-
 async def test_an_invite_is_all_that_a_machine_needs(data: Path, tmp_path: Path) -> None:
     with machines(tmp_path, data, stages=2) as here:
         await joined_by_invite_and_banned(here)
@@ -173,6 +85,7 @@ async def joined_by_invite_and_banned(machines: Machines) -> None:
         members = {one["member"]["node"][0]: one["member"] for one in described["members"]}
         assert members.keys() == {"a", "b", "c"}
 
+        await a_certificate_is_of_its_own_node(machines, invited)
         await a_reader_is_banned(machines, members["a"]["node"], operator)
         [banned] = [name for name, one in members.items() if not one["seats"][0].get("stage")]
         said = await machines.command("ban", members[banned]["node"], join=operator)
@@ -193,6 +106,22 @@ async def joined_by_invite_and_banned(machines: Machines) -> None:
                 machines.logs()
             )
         assert (machines.folder / "a" / "certificate-0.pem").stat().st_mode & 0o777 == 0o600
+
+
+async def a_certificate_is_of_its_own_node(machines: Machines, invited: Invitation) -> None:
+    """Who has been let in, and has never joined, speaks for nobody else."""
+    identity = Identity.generate()
+    certified = await Enrolment(invited, identity, None).come(DEADLINE)
+    credentials = Credentials.of(certified, TOKEN)
+    view = await Stranger(invited.registries[0], identity, credentials).speak()
+    await machines.committed(beyond=1 + await machines.committed(beyond=0))
+    told = machines.logs()
+    for what in ("Renewal", "Suspicion", "LeaveRequest"):
+        assert f"a {what} in the name of" in told
+    assert f"a hello in the name of {view.driver} is not signed by the key" in told
+    client = RegistryClient([invited.registries[0]], credentials)
+    assert list((await client.describe()).view.members) == list(view.members)
+    await client.close()
 
 
 async def a_reader_is_banned(machines: Machines, node: str, operator: Invitation) -> None:

@@ -1,0 +1,121 @@
+"""A registry and nodes as processes, each with only what it would have on a machine of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from planaria.bootstrap.enrolment_pb2 import Invitation
+from planaria.bootstrap.invites import decode, encode
+from planaria.node.local.processes import PLANARIA, Processes, Work, run_planaria
+from planaria.node.resolve import resolve
+from planaria.node.run_file import dumps
+from planaria.node.supervisor import python
+from tests.swarm.small import small
+
+DEADLINE = 180.0  # seconds; only a hanging test gets there
+TOKEN = "the-token-of-this-run"
+
+
+class Machines:
+    """A registry and nodes that share a folder here, of which no machine reads another's part."""
+
+    def __init__(
+        self, folder: Path, data: Path, stages: int, secured: bool, work: Work, **changes: Any
+    ) -> None:
+        """`secured`: under TLS, by invites, and with a token."""
+        self.folder, self.authority, self.secured = folder, folder / "authority", secured
+        run = small(stages, data__path=str(data), steps=200_000, **{"swarm__lease": 3} | changes)
+        (folder / "run.toml").write_text(dumps(resolve(run)))
+        (folder / "logs").mkdir()
+        self.processes = Processes(folder / "logs", {"OMP_NUM_THREADS": "1"}, PLANARIA, work)
+
+    def start_registry(self, listen: str, namespace: Path | None = None, *more: str) -> None:
+        secured = ["--authority", str(self.authority), "--token", TOKEN]
+        self.processes.start(
+            "registry",
+            [
+                *("bootstrap", "--run", str(self.folder / "run.toml"), "--listen", listen),
+                *(secured if self.secured else []),
+                *more,
+            ],
+            namespace,
+        )
+
+    def start_node(self, name: str, join: str, namespace: Path | None = None, *more: str) -> None:
+        """On a machine of its own, which has the text of an invite, or an address."""
+        (self.folder / f"{name}.invite").write_text(join)
+        self.processes.start(
+            name,
+            [
+                *("node", "--join", f"@{self.folder / name}.invite"),
+                *("--out", str(self.folder / name), "--save-dir", "none", "--name", name),
+                *("--threads", "1", "--restart", "no", "--cloud", "none"),
+                *(["--token", TOKEN] if self.secured else []),
+                *more,
+            ],
+            namespace,
+        )
+
+    async def invite(self, role: str) -> Invitation:
+        """That the registry has written when it began."""
+        path = self.authority / f"{role}.invite"
+        async with asyncio.timeout(DEADLINE):
+            while not path.exists():
+                assert not self.processes.ended(), self.processes.log("registry").read_text()
+                await asyncio.sleep(0.02)
+        return decode(path.read_text())
+
+    async def begin(self, *words: str, join: Invitation, home: str) -> asyncio.subprocess.Process:
+        """A command; --join is a file with an invite. What it has enrolled as is in `home`."""
+        (self.folder / f"{home}.invite").write_text(encode(join))
+        return await asyncio.create_subprocess_exec(
+            *(*python(), "-m", "planaria", *words),
+            *("--join", f"@{self.folder / home}.invite", "--token", TOKEN),
+            env=os.environ | {"XDG_STATE_HOME": str(self.folder / home), "COLUMNS": "200"},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+
+    async def command(self, *words: str, join: Invitation) -> str:
+        """What it says."""
+        process = await self.begin(*words, join=join, home="home")
+        said, _ = await asyncio.wait_for(process.communicate(), DEADLINE)
+        assert process.returncode == 0, said.decode()
+        return said.decode()
+
+    async def committed(self, beyond: int) -> int:
+        """As the ledgers of stage 0 have it, once it is beyond that."""
+        newest = 0
+        async with asyncio.timeout(DEADLINE):
+            while newest <= beyond:
+                await asyncio.sleep(0.05)
+                for ledger in self.folder.glob("*/ledger-*.jsonl"):
+                    lines = ledger.read_text().splitlines()[1:-1]
+                    steps = [json.loads(line).get("step", 0) for line in lines]
+                    newest = max([newest, *steps])
+        return newest
+
+    def logs(self) -> str:
+        return "".join(path.read_text() for path in (self.folder / "logs").iterdir())
+
+
+@contextmanager
+def machines(
+    folder: Path,
+    data: Path,
+    stages: int,
+    secured: bool = True,
+    work: Work = run_planaria,
+    **changes: Any,
+) -> Iterator[Machines]:
+    machines = Machines(folder, data, stages, secured, work, **changes)
+    try:
+        yield machines
+    finally:
+        machines.processes.kill_all()
