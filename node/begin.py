@@ -45,7 +45,7 @@ class Options:
     device: str
     seats: int | None  # that it can hold; None: as its memory allows
     standby: bool
-    data: Path | None
+    data: str | None  # a folder, or the URL of one elsewhere
     model: Path | None  # the checkpoint that the run begins from
     out: Path | None
     threads: int | None
@@ -177,16 +177,21 @@ def find_corpus(run: RunFile, options: Options) -> Data | None:
     Raises NodeError when stage 0 was asked for, or --data was given, and it can't be used.
     """
     from planaria.node.data.corpus import CorpusError
+    from planaria.node.data.elsewhere import folder_of
     from planaria.node.data.mixture import open_data
 
+    kept = (options.save_dir or options.out or Path("out")) / "data"
     needed = options.stage == 0 or options.data is not None
     if not needed and not all(path.exists() for path in run.data.folders):
         return None
     try:
-        corpus = open_data(run.data, options.data)
+        folder = None if options.data is None else folder_of(options.data, kept)
+        corpus = open_data(run.data, folder)
     except CorpusError as error:
         if needed:
-            raise NodeError(f"{error} (--data DIR says where the prepared data is)") from error
+            raise NodeError(
+                f"{error} (--data DIR or --data URL says where the prepared data is)"
+            ) from error
         log.warning("not fit for stage 0: %s", error)
         return None
     if problem := corpus.index.misfit(run.data.content, run.model.vocabulary):

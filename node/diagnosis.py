@@ -326,7 +326,7 @@ def _data(facts: Facts) -> Finding:
         return Finding(about, Verdict.OK, f"{path} is the run's: this node can serve stage 0")
     if facts.stage == 0 or there:
         verdict = Verdict.PROBLEM if facts.stage == 0 else Verdict.WARNING
-        return Finding(about, verdict, problem, "--data DIR names the run's prepared data")
+        return Finding(about, verdict, problem, "--data DIR|URL names the run's prepared data")
     return Finding(about, Verdict.OK, f"none at {path}: it is needed at stage 0 only")
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Final, NamedTuple, TypeVar
 
 import grpc
@@ -30,6 +30,7 @@ from planaria.bootstrap.membership import PROTOCOL
 from planaria.bootstrap.registry_pb2 import Description, ExamineRequest
 from planaria.node.begin import NodeError, check_reachable
 from planaria.node.data.corpus import CorpusError
+from planaria.node.data.elsewhere import folder_of
 from planaria.node.data.mixture import index_of
 from planaria.node.diagnosis import (
     Clock,
@@ -79,7 +80,7 @@ class Asked(NamedTuple):
     advertise: Address | None
     dials_only: bool
     device: str
-    data: Path | None
+    data: str | None  # a folder, or the URL of one elsewhere
     saves: Path  # the folder for saves, which needn't be there
     credentials: Credentials
     insecure: bool
@@ -309,11 +310,13 @@ def _look_at(folder: Path) -> Disk:
     return Disk(str(folder), shutil.disk_usage(there).free, unwritable)
 
 
-def _data_at(folder: Path | None, run: RunFile) -> Data:
-    folders = run.data.folders if folder is None else [folder]
-    where = str(folder or run.data.where)
+def _data_at(place: str | None, run: RunFile) -> Data:
+    folders = run.data.folders if place is None else [Path(place)]
+    where = place or run.data.where
     try:
-        problem = index_of(run.data, folder).misfit(run.data.content, run.model.vocabulary)
+        with TemporaryDirectory(prefix="planaria-") as kept:
+            folder = None if place is None else folder_of(place, Path(kept))
+            problem = index_of(run.data, folder).misfit(run.data.content, run.model.vocabulary)
     except CorpusError as error:
         return Data(where, str(error), all(path.exists() for path in folders))
     return Data(where, problem and f"{where} {problem}", True)

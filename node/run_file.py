@@ -191,8 +191,12 @@ class DataSection(Section):
     corpora: tuple[CorpusSection, ...] = Field(default=(), max_length=256)
 
     @property
+    def names(self) -> list[str]:
+        return [one.path for one in self.corpora] or [self.path]
+
+    @property
     def folders(self) -> list[Path]:
-        return [Path(one.path) for one in self.corpora] or [Path(self.path)]
+        return list(map(Path, self.names))
 
     @property
     def where(self) -> str:
@@ -215,6 +219,11 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def plannable(self) -> DataSection:
+        if elsewhere := [name for name in self.names if "://" in name]:
+            raise ValueError(
+                f"{elsewhere[0]} is no folder: make one that stands for it by `planaria data link "
+                f"{elsewhere[0]} --out DIR`, and write that; nodes on other machines have --data"
+            )
         if len(set(self.folders)) < len(self.corpora):
             raise ValueError("two of the corpora have the same path: add up their shares")
         assert self.turns

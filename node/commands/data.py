@@ -88,6 +88,22 @@ def data_prepare(
         )
 
 
+@data_app.command("link")
+def data_link(
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="s3://, gs://, https://, ...: whatever fsspec has.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+) -> None:
+    """Make a folder that stands for prepared data elsewhere, of which is read what is needed."""
+    from planaria.node.data.corpus import Corpus, CorpusError
+    from planaria.node.data.elsewhere import stand_in
+
+    with refusing(CorpusError):
+        stand_in(url, out)
+        _print_corpus(Corpus.open(out))
+
+
 @data_app.command("inspect")
 def data_inspect(
     path: Annotated[

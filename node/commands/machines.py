@@ -26,6 +26,7 @@ from planaria.node.commands.options import (
     AllowModule,
     Ca,
     Certificate,
+    DataPlace,
     Format,
     Http,
     Insecure,
@@ -100,13 +101,7 @@ def node_command(
     standby: Annotated[
         bool, typer.Option("--standby", help="Wait until a stage has nobody, then take it.")
     ] = False,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Prepared data, if not the run's.",
-            rich_help_panel=FILES,
-        ),
-    ] = None,
+    data: DataPlace = None,
     model: Annotated[
         Path | None,
         typer.Option(
@@ -492,10 +487,7 @@ def doctor_command(
         ),
     ] = None,
     device: OneDevice = "auto",
-    data: Annotated[
-        Path | None,
-        typer.Option(help="Prepared data, if not the run's.", rich_help_panel=FILES),
-    ] = None,
+    data: DataPlace = None,
     allow_module: AllowModule = None,
     save_dir: Annotated[
         Path, typer.Option(help="Where it would save.", rich_help_panel=FILES)

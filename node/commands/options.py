@@ -223,6 +223,15 @@ def check_tracker(track: Tracker | None) -> None:
 
 
 FILES, NETWORK = "Files", "Network"
+DataPlace = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR|URL",
+        help="Prepared data, if not the run's. Of a URL (s3://, https://, ...) is read what is "
+        "needed.",
+        rich_help_panel=FILES,
+    ),
+]
 AllowModule = Annotated[
     str | None,
     typer.Option(

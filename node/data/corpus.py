@@ -20,10 +20,11 @@ import logging
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import xxhash
 from pydantic import BaseModel, ValidationError
@@ -47,6 +48,8 @@ BLOCK = 1 << 20
 """Bytes that are read at a time to verify a shard."""
 MOST_OPEN = 64
 """Shards that are open at a time."""
+PLACE = "place.json"
+"""In a folder that stands for prepared data elsewhere (elsewhere.py)."""
 TRAIN, VALIDATION = SPLITS = "train", "validation"
 
 
@@ -58,6 +61,7 @@ class TokenShard(BaseModel):
     name: str
     tokens: int
     checksum: str
+    blocks: str = ""  # checksum of those of its blocks (blocks.py); empty: by an older planaria
 
 
 class Split(BaseModel):
@@ -97,6 +101,10 @@ class Index(BaseModel):
     def masked(self) -> bool:
         return self.format == MASKED
 
+    def shards(self) -> list[TokenShard]:
+        """Those of masks, too."""
+        return [one for split in self.splits.values() for one in split.shards + (split.masks or [])]
+
     def misfit(self, content: str, vocabulary: int | None) -> str:
         """Why a run that says this of its data and its model can't train on it, and what to do;
         empty when it can. Unsaid: "" and None."""
@@ -114,6 +122,27 @@ class Index(BaseModel):
         return ""
 
 
+class _Shard(Protocol):
+    """Tokens in a row."""
+
+    def tokens(self, offset: int, count: int) -> NDArray[np.unsignedinteger]:
+        """At most `count`, as far as the shard goes. Raises CorpusError."""
+
+    def expect(self, offset: int, count: int) -> None:
+        """`tokens` is soon asked for these."""
+
+    def verify(self) -> None:
+        """All of it. Raises CorpusError."""
+
+    def check(self) -> None:
+        """What can be seen without reading it. Raises CorpusError."""
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
 class _ShardFile:
     """A shard, read where it lies. Whoever reads it first verifies it, or waits for who does."""
 
@@ -121,11 +150,11 @@ class _ShardFile:
     _descriptor: int | None = None
 
     def __init__(
-        self, file: Path, shard: TokenShard, dtype: str, vocabulary: int, remedy: str
+        self, folder: Path, shard: TokenShard, dtype: str, vocabulary: int, remedy: str
     ) -> None:
         import numpy as np
 
-        self.file, self.shard, self._remedy = file, shard, remedy
+        self.file, self.shard, self._remedy = folder / shard.name, shard, remedy
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._vocabulary = vocabulary
         self._verifying = threading.Lock()
@@ -147,6 +176,9 @@ class _ShardFile:
         if stamp != self._verified:
             raise CorpusError(f"{self.file} changes while it is read: {self._remedy}")
         return np.frombuffer(data, self._dtype)
+
+    def expect(self, offset: int, count: int) -> None:
+        """Nothing: it is here."""
 
     def verify(self) -> None:
         """Unless the file has been, as it is. Raises CorpusError."""
@@ -242,25 +274,34 @@ class Corpus:
         self.index = index
         self.content = index.content
         self.vocabulary = index.vocabulary
-        remedy = _remedy(path)
+        self.elsewhere = (path / PLACE).is_file()
+        make = self._maker()
 
-        def files(shards: list[TokenShard], dtype: str, vocabulary: int) -> list[_ShardFile]:
-            return [_ShardFile(path / one.name, one, dtype, vocabulary, remedy) for one in shards]
+        def each(shards: list[TokenShard], dtype: str, vocabulary: int) -> list[_Shard]:
+            return [make(one, dtype, vocabulary) for one in shards]
 
         self._shards = {
-            name: files(split.shards, index.dtype, index.vocabulary)
+            name: each(split.shards, index.dtype, index.vocabulary)
             for name, split in index.splits.items()
         }
         self._masks = {
-            name: files(split.masks or [], "uint8", 256) for name, split in index.splits.items()
+            name: each(split.masks or [], "uint8", 256) for name, split in index.splits.items()
         }
         self._reading = threading.Lock()
-        self._open: list[_ShardFile] = []  # the oldest first
+        self._open: list[_Shard] = []  # the oldest first
         self._verifier: threading.Thread | None = None
         self._starts = {
             name: list(accumulate((shard.tokens for shard in split.shards), initial=0))
             for name, split in index.splits.items()
         }
+
+    def _maker(self) -> Callable[[TokenShard, str, int], _Shard]:
+        """Of a shard, its dtype and its vocabulary. Raises CorpusError."""
+        if self.elsewhere:
+            from planaria.node.data.elsewhere import shards_of
+
+            return shards_of(self.path)
+        return partial(_ShardFile, self.path, remedy=_remedy(self.path))
 
     @classmethod
     def open(cls, path: Path, verify: bool = False) -> Corpus:
@@ -278,9 +319,9 @@ class Corpus:
         return corpus
 
     def verify_in_background(self) -> None:
-        """All shards, one after the other, so that samples seldom wait for it. What is wrong is
-        logged, and raised for who wants a sample of that shard."""
-        if self._verifier is None:
+        """All shards that are here, one after the other, so samples seldom wait for it. What is
+        wrong is logged, and raised for who wants a sample of that shard."""
+        if self._verifier is None and not self.elsewhere:
             self._verifier = threading.Thread(
                 target=self._verify_and_log, name="verifying-data", daemon=True
             )
@@ -297,7 +338,7 @@ class Corpus:
         for shard in self._all():
             shard.verify()
 
-    def _all(self) -> list[_ShardFile]:
+    def _all(self) -> list[_Shard]:
         files = [*self._shards.values(), *self._masks.values()]
         return [shard for shards in files for shard in shards]
 
@@ -332,22 +373,35 @@ class Corpus:
         return self._sample(self._shards[split], split, context, index)
 
     def _sample(
-        self, shards: Sequence[_ShardFile], split: str, context: int, index: int
+        self, shards: Sequence[_Shard], split: str, context: int, index: int
     ) -> NDArray[np.int64]:
         import numpy as np
 
         if not 0 <= index < self.count(split, context):
             raise IndexError(f"the {split} split has no sample {index} of context {context}")
-        out = np.empty(context + 1, np.int64)
-        starts, position, filled = self._starts[split], index * context, 0
+        pieces = list(self._pieces(shards, split, context, index))
+        for shard, offset, count in pieces:  # so that they come together
+            shard.expect(offset, count)
+        return np.concatenate([self._tokens(*piece) for piece in pieces], dtype=np.int64)
+
+    def _pieces(
+        self, shards: Sequence[_Shard], split: str, context: int, index: int
+    ) -> Iterator[tuple[_Shard, int, int]]:
+        """A sample may go on in the next shard: shards, offsets and counts of tokens."""
+        starts, position, end = self._starts[split], index * context, (index + 1) * context + 1
         number = bisect_right(starts, position) - 1
-        while filled < out.size:  # a sample may go on in the next shard
-            offset = position + filled - starts[number]
-            part = self._tokens(shards[number], offset, out.size - filled)
-            out[filled : filled + part.size] = part
-            filled += part.size
-            number += 1
-        return out
+        while position < end:
+            count = min(end, starts[number + 1]) - position
+            yield shards[number], position - starts[number], count
+            position, number = position + count, number + 1
+
+    def expect(self, split: str, context: int, indices: Iterable[int]) -> None:
+        """These samples are wanted soon: what lies elsewhere begins to come. Raises IndexError."""
+        of = [self._shards[split], *([self._masks[split]] if self.masked else [])]
+        for index in indices:
+            for shards in of:
+                for shard, offset, count in self._pieces(shards, split, context, int(index)):
+                    shard.expect(offset, count)
 
     @property
     def masked(self) -> bool:
@@ -374,8 +428,10 @@ class Corpus:
         tokens = self.sample(split, context, index)[:-1]
         return np.concatenate(([False], tokens[:-1] == self.index.end_of_document))
 
-    def _tokens(self, shard: _ShardFile, offset: int, count: int) -> NDArray[np.unsignedinteger]:
-        """As `_ShardFile.tokens`, with no more than MOST_OPEN files open."""
+    def _tokens(self, shard: _Shard, offset: int, count: int) -> NDArray[np.unsignedinteger]:
+        """As `_Shard.tokens`, with no more than MOST_OPEN files open."""
+        if self.elsewhere:
+            return shard.tokens(offset, count)
         with self._reading:
             if not shard.is_open:
                 if len(self._open) >= MOST_OPEN:

@@ -59,6 +59,16 @@ class Mixture:
         for corpus in self.corpora:
             corpus.verify_in_background()
 
+    @property
+    def elsewhere(self) -> bool:
+        return any(corpus.elsewhere for corpus in self.corpora)
+
+    def expect(self, split: str, context: int, indices: Iterable[int]) -> None:
+        """As `Corpus.expect`. Raises IndexError, CorpusError."""
+        for corpus, own in self._own(split, context, map(int, indices)):
+            if corpus.elsewhere:
+                corpus.expect(split, context, [own])
+
     def shares(self, context: int) -> list[Share]:
         """What the windows of training follow from. Raises CorpusError."""
         counts = self._counts(TRAIN, context)

@@ -20,11 +20,11 @@ def opened(place: str) -> BinaryIO:
     """To read. Raises CorpusError, OSError."""
     if not is_remote(place):
         return Path(place).open("rb")
-    system, path = _system(place)
+    system, path = system_of(place)
     try:
         return cast("BinaryIO", system.open(path, "rb"))
     except Exception as error:  # each file system raises what it likes
-        raise CorpusError(f"can't read {place}: {_said(error)}") from error
+        raise CorpusError(f"can't read {place}: {said(error)}") from error
 
 
 def files_in(place: str, suffixes: Collection[str]) -> list[str]:
@@ -42,12 +42,12 @@ def stamp(place: str) -> str:
         if not is_remote(place):
             of = Path(place).stat()
             return f"{of.st_size} {of.st_mtime_ns}"
-        system, path = _system(place)
+        system, path = system_of(place)
         return str(system.ukey(path))
     except CorpusError:
         raise
     except Exception as error:
-        raise CorpusError(f"can't read {place}: {_said(error)}") from error
+        raise CorpusError(f"can't read {place}: {said(error)}") from error
 
 
 def _files(path: Path, suffixes: Collection[str]) -> list[str]:
@@ -68,18 +68,18 @@ def _files(path: Path, suffixes: Collection[str]) -> list[str]:
 def _remote_files(place: str, suffixes: Collection[str]) -> list[str]:
     if place.lower().endswith(tuple(suffixes)):
         return [place]
-    system, path = _system(place)
+    system, path = system_of(place)
     try:
         found = sorted(system.find(path))
     except Exception as error:
-        raise CorpusError(f"can't list {place}: {_said(error)}") from error
+        raise CorpusError(f"can't list {place}: {said(error)}") from error
     files = [system.unstrip_protocol(one) for one in found if one.lower().endswith(tuple(suffixes))]
     if not files:
         raise CorpusError(f"there is no file at {place} that ends in {', '.join(suffixes)}")
     return files
 
 
-def _system(place: str) -> tuple[Any, str]:
+def system_of(place: str) -> tuple[Any, str]:
     """The file system, and the path there. Raises CorpusError."""
     try:
         from fsspec.core import url_to_fs
@@ -94,7 +94,7 @@ def _system(place: str) -> tuple[Any, str]:
     return system, str(path)
 
 
-def _said(error: Exception) -> str:
+def said(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return "there is no such file"
     return str(error) or type(error).__name__

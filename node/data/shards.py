@@ -11,6 +11,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from planaria.node.data.blocks import write_beside
 from planaria.node.data.corpus import BEGINS, SCORED, CorpusError, Split, TokenShard
 
 SHARD_TOKENS = 64 << 20
@@ -103,9 +104,14 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        name = Path(self._file.name).name
+        file = Path(self._file.name)
         self.shards.append(
-            TokenShard(name=name, tokens=self._tokens, checksum=self._hash.hexdigest())
+            TokenShard(
+                name=file.name,
+                tokens=self._tokens,
+                checksum=self._hash.hexdigest(),
+                blocks=write_beside(file),
+            )
         )
         self._file, self._tokens = None, 0
         self._hash.reset()

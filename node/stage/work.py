@@ -42,6 +42,9 @@ from planaria.node.wire.frames import (
 )
 from planaria.node.wire.tensors import decode, encode, finite
 
+AHEAD = 2
+"""Steps whose samples are asked for before they begin, where the data lies elsewhere."""
+
 
 @dataclass
 class _Begun:
@@ -106,6 +109,17 @@ class TorchWork:
     def begin(self, ballot: Ballot, begin: pb.Begin) -> None:
         self._begun = _Begun(ballot, begin)
         self.optimizer.zero_gradient()
+        if self.corpus is not None and self.corpus.elsewhere and begin.step:
+            self._expect_samples(self.corpus, begin.step)
+
+    def _expect_samples(self, corpus: Data, step: int) -> None:
+        context, training = self.config.context, self.run.training
+        if self._evaluating:
+            positions = range(training.validation_microbatches * training.microbatch)
+            corpus.expect(VALIDATION, context, corpus.held_out(context, positions))
+        else:
+            for coming in range(step, step + AHEAD + 1):
+                corpus.expect(TRAIN, context, self._windows.ids(coming))
 
     def drop(self) -> None:
         self.begin(NEVER, pb.Begin())

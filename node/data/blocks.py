@@ -1,0 +1,45 @@
+"""Checksums of a shard's blocks, by which who reads a piece of it knows that it is right.
+
+They lie beside the shard, in a file of its name and `.blocks`: xxh3_64 of each BLOCK bytes, 8 bytes
+each, big-endian, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+BLOCK: Final = 16 << 10
+"""Bytes: of a shard, its last block has fewer."""
+SUM: Final = 8
+_AT_ONCE: Final = 1 << 20
+
+
+def beside(shard: str) -> str:
+    return f"{shard}.blocks"
+
+
+def write_beside(file: Path) -> str:
+    """The list of a shard's checksums. Returns its own, xxh3_128 in hexadecimal. Raises OSError."""
+    found = b"".join(_sums(file))
+    file.with_name(beside(file.name)).write_bytes(found)
+    return xxhash.xxh3_128_hexdigest(found)
+
+
+def is_right(block: bytes, number: int, sums: bytes) -> bool:
+    return xxhash.xxh3_64_digest(block) == sums[number * SUM : (number + 1) * SUM]
+
+
+def length_of_list(size: int) -> int:
+    """Bytes, of a shard of that many."""
+    return -(-size // BLOCK) * SUM
+
+
+def _sums(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as data:
+        while piece := memoryview(data.read(_AT_ONCE)):
+            for at in range(0, len(piece), BLOCK):
+                yield xxhash.xxh3_64_digest(piece[at : at + BLOCK])

@@ -1,0 +1,287 @@
+"""Prepared data that lies elsewhere, where fsspec finds it: its tokens are read as they are needed.
+
+A folder stands for it (`stand_in`): the index, the tokenizer, and PLACE, which says where the
+shards are. A sample takes a block or two of a shard, which are held against their checksums
+(blocks.py), so a node needs neither the time nor the disk for all of it. What the next windows take
+is asked for ahead.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import xxhash
+
+from planaria.node.data import blocks
+from planaria.node.data.blocks import BLOCK
+from planaria.node.data.corpus import (
+    PLACE,
+    CorpusError,
+    Index,
+    TokenShard,
+    file_checksum,
+    read_index,
+)
+from planaria.node.data.places import is_remote, said, system_of
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+log = logging.getLogger("planaria")
+
+CACHED: Final = 256 << 20
+"""Bytes of blocks that a corpus keeps in memory."""
+AT_ONCE: Final = 16  # reads
+PAUSES: Final = (0.5, 2.0)  # seconds before a read is tried again
+PATIENCE: Final = 60.0
+"""Seconds that whoever needs a block waits for it."""
+LONGEST_INDEX: Final = 256 << 20  # bytes; of a tokenizer, too
+
+
+class Place:
+    """A folder elsewhere, by its URL. Any thread may read there."""
+
+    def __init__(self, url: str) -> None:
+        """Raises CorpusError."""
+        self.url = url.rstrip("/")
+        self._system, self._path = system_of(self.url)
+
+    def read(self, name: str, first: int, end: int) -> bytes:
+        """Bytes [first, end) of a file. Raises CorpusError."""
+        for pause in PAUSES:
+            try:
+                return self._read(name, first, end)
+            except CorpusError as error:
+                log.warning("%s; once more in %.1f s", error, pause)
+                time.sleep(pause)
+        return self._read(name, first, end)
+
+    def file(self, name: str) -> bytes:
+        """All of a small one. Raises CorpusError."""
+        try:
+            with self._system.open(f"{self._path}/{name}", "rb") as file:
+                content: bytes = file.read(LONGEST_INDEX + 1)
+        except Exception as error:  # each file system raises what it likes
+            raise CorpusError(f"can't read {self.url}/{name}: {said(error)}") from error
+        if len(content) > LONGEST_INDEX:
+            raise CorpusError(f"{self.url}/{name} has more than {LONGEST_INDEX} bytes")
+        return content
+
+    def _read(self, name: str, first: int, end: int) -> bytes:
+        where = f"bytes {first} to {end} of {self.url}/{name}"
+        try:
+            found: bytes = self._system.cat_file(f"{self._path}/{name}", start=first, end=end)
+        except Exception as error:
+            raise CorpusError(f"can't read {where}: {said(error)}") from error
+        if len(found) != end - first:
+            raise CorpusError(
+                f"can't read {where}: there came {len(found)}. Either that file is another one, or "
+                "its server doesn't serve ranges of bytes"
+            )
+        return found
+
+
+class Blocks:
+    """Those that were read last, and those that are on their way. Any thread may ask."""
+
+    def __init__(self, most: int = CACHED) -> None:
+        """`most`: bytes."""
+        self._most, self._used = most, 0
+        self._lock = threading.Lock()
+        self._found: OrderedDict[tuple[str, int], tuple[int, Future[bytes]]] = OrderedDict()
+        self._reading = ThreadPoolExecutor(AT_ONCE, "reading-data")
+
+    def ask(self, name: str, number: int, size: int, read: Callable[[], bytes]) -> Future[bytes]:
+        """The one of this name and number, of so many bytes, by `read` if it isn't here."""
+        with self._lock:
+            found = self._found.pop((name, number), None)
+            if found is not None and _has_failed(found[1]):
+                self._used -= found[0]
+                found = None
+            if found is None:
+                found = size, self._reading.submit(read)
+                self._used += size
+            self._found[name, number] = found
+            while self._used > self._most and len(self._found) > 1:
+                _, (gone, _) = self._found.popitem(last=False)
+                self._used -= gone
+        return found[1]
+
+
+def _has_failed(read: Future[bytes]) -> bool:
+    return read.done() and read.exception() is not None
+
+
+class ShardElsewhere:
+    """As corpus.ShardFile, and no file."""
+
+    is_open: Final = True
+
+    def __init__(
+        self,
+        place: Place,
+        folder: Path,
+        shard: TokenShard,
+        dtype: str,
+        vocabulary: int,
+        cache: Blocks,
+    ) -> None:
+        import numpy as np
+
+        self._place, self._folder, self._cache, self.shard = place, folder, cache, shard
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._vocabulary = vocabulary
+        self._size = shard.tokens * self._dtype.itemsize  # bytes
+        self._listing = threading.Lock()
+
+    def tokens(self, offset: int, count: int) -> NDArray[np.unsignedinteger]:
+        """At most `count`, as far as the shard goes. Raises CorpusError."""
+        import numpy as np
+
+        first = offset * self._dtype.itemsize
+        end = min(self._size, first + count * self._dtype.itemsize)
+        numbers = range(first // BLOCK, -(-end // BLOCK))
+        data = b"".join(map(self._come, [self._block(number) for number in numbers]))
+        at = first - numbers.start * BLOCK
+        return np.frombuffer(data[at : at + end - first], self._dtype)
+
+    def expect(self, offset: int, count: int) -> None:
+        """`tokens` is soon asked for these."""
+        first = offset * self._dtype.itemsize
+        end = min(self._size, first + count * self._dtype.itemsize)
+        for number in range(first // BLOCK, -(-end // BLOCK)):
+            self._block(number)
+
+    def verify(self) -> None:
+        """All of it, as it is read in training. Raises CorpusError."""
+        for number in range(-(-self._size // BLOCK)):
+            self._come(self._block(number))
+
+    def check(self) -> None:
+        """Nothing: each block is, when it comes."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def _come(self, block: Future[bytes]) -> bytes:
+        try:
+            return block.result(PATIENCE)
+        except TimeoutError as error:
+            raise CorpusError(
+                f"a block of {self._place.url}/{self.shard.name} hasn't come in {PATIENCE:.0f} s"
+            ) from error
+
+    def _block(self, number: int) -> Future[bytes]:
+        first = number * BLOCK
+        end = min(self._size, first + BLOCK)
+
+        def read() -> bytes:
+            return self._checked(self._place.read(self.shard.name, first, end), number)
+
+        return self._cache.ask(self.shard.name, number, end - first, read)
+
+    def _checked(self, block: bytes, number: int) -> bytes:
+        """Raises CorpusError."""
+        import numpy as np
+
+        where = f"block {number} of {self._place.url}/{self.shard.name}"
+        if not blocks.is_right(block, number, self._sums()):
+            raise CorpusError(
+                f"{where} is damaged, its checksum is wrong: copy the data there anew"
+            )
+        highest = int(np.frombuffer(block, self._dtype).max(initial=0))
+        if highest >= self._vocabulary:
+            raise CorpusError(
+                f"{where} has a token {highest}, and the index says that there are "
+                f"{self._vocabulary}, from 0: copy the data there anew"
+            )
+        return block
+
+    def _sums(self) -> bytes:
+        """Of the shard's blocks, kept where the index is. Raises CorpusError."""
+        name, length = blocks.beside(self.shard.name), blocks.length_of_list(self._size)
+        kept = self._folder / name
+        with self._listing:
+            if not kept.is_file() or not self._is_list(found := kept.read_bytes()):
+                found = self._place.read(name, 0, length)
+                if not self._is_list(found):
+                    raise CorpusError(
+                        f"{self._place.url}/{name} is damaged, its checksum is wrong: copy it "
+                        "there anew"
+                    )
+                replace_with(kept, found)
+            return found
+
+    def _is_list(self, found: bytes) -> bool:
+        return xxhash.xxh3_128_hexdigest(found) == self.shard.blocks
+
+
+def folder_of(place: str, kept: Path) -> Path:
+    """That of prepared data: `place` itself, or, of a URL, one in `kept` that stands for it. Raises
+    CorpusError."""
+    if not is_remote(place):
+        return Path(place)
+    folder = kept / xxhash.xxh3_64_hexdigest(place.rstrip("/").encode())
+    stand_in(place, folder)
+    return folder
+
+
+def is_stand_in(folder: Path) -> bool:
+    return (folder / PLACE).is_file()
+
+
+def shards_of(folder: Path) -> Callable[[TokenShard, str, int], ShardElsewhere]:
+    """What makes them, in the folder that stands for them: of a shard, its dtype and its
+    vocabulary. Raises CorpusError."""
+    file = folder / PLACE
+    try:
+        url = json.loads(file.read_text(encoding="utf-8"))["place"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorpusError(f"{file} is damaged ({error}): remove {folder}, and try again") from error
+    place, cache = Place(str(url)), Blocks()
+
+    def shard(one: TokenShard, dtype: str, vocabulary: int) -> ShardElsewhere:
+        return ShardElsewhere(place, folder, one, dtype, vocabulary, cache)
+
+    return shard
+
+
+def stand_in(url: str, folder: Path) -> Index:
+    """Makes `folder` stand for the prepared data at `url`, as it is now. Raises CorpusError."""
+    if folder.exists() and not is_stand_in(folder) and any(folder.iterdir()):
+        raise CorpusError(f"{folder} is there already, and stands for nothing: choose another one")
+    place = Place(url)
+    contents = {name: place.file(name) for name in ("index.json", "tokenizer.json")}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in contents.items():
+            replace_with(folder / name, content)
+        replace_with(folder / PLACE, json.dumps({"place": place.url}).encode())
+    except OSError as error:
+        raise CorpusError(f"can't write {folder}: {error.strerror}") from error
+    index = read_index(folder)
+    if file_checksum(folder / "tokenizer.json") != index.tokenizer:
+        raise CorpusError(f"{place.url}/tokenizer.json is damaged: copy it there anew")
+    if not all(shard.blocks for shard in index.shards()):
+        raise CorpusError(
+            f"{place.url} was prepared by an older planaria, without checksums of blocks, by which "
+            "pieces of it are verified: copy it to this machine, or prepare it anew"
+        )
+    return index
+
+
+def replace_with(file: Path, content: bytes) -> None:
+    """Whole or not at all. Raises OSError."""
+    unfinished = file.with_name(f"{file.name}.{os.getpid()}.unfinished")
+    unfinished.write_bytes(content)
+    unfinished.replace(file)

@@ -1,0 +1,159 @@
+"""Prepared data that lies on a web server."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from planaria.node.data import elsewhere
+from planaria.node.data.blocks import BLOCK
+from planaria.node.data.corpus import TRAIN, VALIDATION, Corpus, CorpusError
+from planaria.node.data.elsewhere import Blocks, folder_of, stand_in
+from planaria.node.data.mixture import Mixture, inputs_and_targets
+from tests.range_server import Served, range_server
+
+CONTEXT = 32
+SHARD = "train-00000.bin"
+
+
+@pytest.fixture
+def served(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    """A copy of the prepared prose."""
+    monkeypatch.setattr(elsewhere, "PAUSES", (0.0, 0.0))
+    copied = shutil.copytree(data, tmp_path / "there")
+    with range_server(copied) as served:
+        yield served
+
+
+def opened(served: Served, folder: Path) -> Corpus:
+    stand_in(served.url, folder)
+    return Corpus.open(folder)
+
+
+def test_samples_are_those_that_lie_there_and_no_more_is_read(
+    data: Path, served: Served, tmp_path: Path
+) -> None:
+    here, there = Corpus.open(data), opened(served, tmp_path / "here")
+    assert there.content == here.content
+    last = here.count(TRAIN, CONTEXT) - 1
+    for split, ids in ((TRAIN, [0, last, 7, 0, BLOCK // 2 // CONTEXT]), (VALIDATION, [3])):
+        assert np.array_equal(there.samples(split, CONTEXT, ids), here.samples(split, CONTEXT, ids))
+    read, size = served.sent(SHARD), (data / SHARD).stat().st_size
+    assert read == 2 * BLOCK + size % BLOCK < size, "the first two blocks, and the last one"
+
+
+def test_all_of_it_can_be_verified(served: Served, tmp_path: Path) -> None:
+    stand_in(served.url, tmp_path / "here")
+    Corpus.open(tmp_path / "here", verify=True)
+    assert served.sent(SHARD) == (served.folder / SHARD).stat().st_size
+
+
+def test_what_is_expected_is_there_when_it_is_wanted(
+    data: Path, served: Served, tmp_path: Path
+) -> None:
+    there = opened(served, tmp_path / "here")
+    there.expect(TRAIN, CONTEXT, [5, 900])
+    assert np.array_equal(
+        there.samples(TRAIN, CONTEXT, [5, 900]), Corpus.open(data).samples(TRAIN, CONTEXT, [5, 900])
+    )
+    (served.folder / SHARD).unlink()
+    there.samples(TRAIN, CONTEXT, [5, 900])
+
+
+def test_several_corpora_some_elsewhere(data: Path, served: Served, tmp_path: Path) -> None:
+    here, there = Corpus.open(data), opened(served, tmp_path / "here")
+    one, other = Mixture([here, here], [1, 2]), Mixture([here, there], [1, 2])
+    ids = [0, here.count(TRAIN, CONTEXT) + 3]
+    assert other.elsewhere and not one.elsewhere
+    other.expect(TRAIN, CONTEXT, ids)
+    for mine, theirs in zip(
+        inputs_and_targets(one, TRAIN, CONTEXT, ids),
+        inputs_and_targets(other, TRAIN, CONTEXT, ids),
+        strict=True,
+    ):
+        assert np.array_equal(mine, theirs)
+
+
+def test_a_block_that_is_damaged_is_named_and_others_are_read(
+    served: Served, tmp_path: Path
+) -> None:
+    file = served.folder / SHARD
+    damaged = bytearray(file.read_bytes())
+    damaged[BLOCK + 5] ^= 1
+    file.write_bytes(damaged)
+    there = opened(served, tmp_path / "here")
+    there.sample(TRAIN, CONTEXT, 0)
+    with pytest.raises(CorpusError, match=rf"block 1 of http.*/{SHARD} is damaged"):
+        there.sample(TRAIN, CONTEXT, BLOCK // 2 // CONTEXT + 1)
+
+
+def test_a_list_of_checksums_is_kept_and_verified(served: Served, tmp_path: Path) -> None:
+    folder, listed = tmp_path / "here", f"{SHARD}.blocks"
+    opened(served, folder).sample(TRAIN, CONTEXT, 0)
+    Corpus.open(folder).sample(TRAIN, CONTEXT, 0)
+    assert [name for name, _ in served.asked].count(listed) == 1
+    (folder / listed).write_bytes(b"x" * (folder / listed).stat().st_size)
+    Corpus.open(folder).sample(TRAIN, CONTEXT, 0)
+    (folder / listed).unlink()
+    (served.folder / listed).write_bytes(b"x" * len((served.folder / listed).read_bytes()))
+    with pytest.raises(CorpusError, match=r"train-00000\.bin\.blocks is damaged"):
+        Corpus.open(folder).sample(TRAIN, CONTEXT, 0)
+
+
+def test_what_fails_is_tried_again_and_not_for_ever(served: Served, tmp_path: Path) -> None:
+    there = opened(served, tmp_path / "here")
+    served.failing = len(elsewhere.PAUSES)
+    there.sample(TRAIN, CONTEXT, 0)
+    served.failing = 100
+    with pytest.raises(CorpusError, match=rf"can't read bytes {BLOCK} to .* of http.*503"):
+        there.sample(TRAIN, CONTEXT, BLOCK // 2 // CONTEXT + 1)
+    served.failing = 0
+    there.sample(TRAIN, CONTEXT, BLOCK // 2 // CONTEXT + 1)
+
+
+def test_a_server_that_serves_no_ranges_is_named(served: Served, tmp_path: Path) -> None:
+    there = opened(served, tmp_path / "here")
+    served.ranges = False
+    with pytest.raises(CorpusError, match="its server doesn't serve ranges of bytes"):
+        there.sample(TRAIN, CONTEXT, 0)
+
+
+def test_a_stand_in_is_of_what_is_there_now(served: Served, tmp_path: Path) -> None:
+    folder = folder_of(f"{served.url}/", tmp_path)
+    assert folder == folder_of(served.url, tmp_path)
+    assert folder_of(str(tmp_path / "x"), tmp_path) == tmp_path / "x"
+    index = json.loads((served.folder / "index.json").read_text())
+    for split in index["splits"].values():
+        for shard in split["shards"]:
+            del shard["blocks"]
+    (served.folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(CorpusError, match="was prepared by an older planaria, without checksums"):
+        folder_of(served.url, tmp_path)
+    (served.folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(CorpusError, match=r"http.*/tokenizer\.json is damaged"):
+        folder_of(served.url, tmp_path)
+    with pytest.raises(CorpusError, match=r"can't read .*/nothing/index\.json: there is no such"):
+        folder_of(f"{served.url}/nothing", tmp_path)
+    with pytest.raises(CorpusError, match="is there already, and stands for nothing"):
+        stand_in(served.url, served.folder)
+
+
+def test_blocks_are_kept_in_bounds() -> None:
+    cache, read = Blocks(most=300), []
+
+    def ask(number: int) -> bytes:
+        def content() -> bytes:
+            read.append(number)
+            return bytes(100)
+
+        return cache.ask("shard", number, 100, content).result()
+
+    for number in (0, 1, 2, 0, 3, 0, 1, 2):
+        ask(number)
+    assert read == [0, 1, 2, 3, 1, 2], "the one that was wanted least recently goes"
+    assert cache._used == 300
