@@ -283,7 +283,7 @@ def bytes_a_step(run: RunFile) -> float:
     run begins with: what crosses its two boundaries, and its part of the stage's gradient, which
     each replica sends twice."""
     config, training, replicas = run.config, run.training, run.swarm.replicas
-    crossing = round(training.batch / replicas * config.context * config.dim)
+    crossing = round(training.batch / replicas * config.context * config.crossing)
     passes = sum(
         encoded_size(crossing, "float32", codec)
         for codec in (run.wire.activations, run.wire.gradients)

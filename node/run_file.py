@@ -137,6 +137,9 @@ class ModelSection(Section):
     attn_mask_type: AttentionMask = Field(
         default="causal", description="block_causal: only to tokens of the same document"
     )
+    subspace: int | None = Field(
+        default=None, ge=1, le=2**17, description="rank of what crosses between stages"
+    )
     vocabulary: int | None = Field(
         default=None, ge=2, le=2**24, description="from the data when left out"
     )
@@ -150,6 +153,11 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def one_model(self) -> ModelSection:
+        if self.subspace is not None and self.origin is not None:
+            raise ValueError(
+                f"subspace = {self.subspace}: the model in {self.origin} writes into all of its "
+                "residual stream. Leave one of subspace and from out"
+            )
         if self.module is not None and self.origin is not None:
             raise ValueError(
                 f"module = {self.module} and from = {self.origin} are two models: leave one out"
@@ -479,10 +487,12 @@ class RunFile(Section):
                 f"{config.context} and model.dim = {config.dim} a microbatch is {boundary} bytes "
                 f"between two stages, and {MOST_PAYLOAD} can be sent: choose a smaller microbatch"
             )
-        if config.block_causal and self.wire.activations == "int8":
+        if self.wire.activations == "int8" and (config.block_causal or config.subspace):
+            what = "where documents begin" if config.block_causal else "tokens' ids"
+            key = "attn_mask_type = block_causal" if config.block_causal else "subspace"
             raise ValueError(
-                "wire.activations = int8 rounds where documents begin, which stages have to know "
-                "with model.attn_mask_type = block_causal: use bf16"
+                f"wire.activations = int8 rounds {what}, which stages have to know with "
+                f"model.{key}: use bf16"
             )
         nodes = (config.stages + 1) * replicas
         if nodes > MOST_NODES:

@@ -234,7 +234,7 @@ class TrainingSwarm:
     def share_of_a_stage(self) -> float:
         """A body stage's part in the computing of a step, by weights; embedding costs nothing."""
         sizes = [len(stage.optimizer.weights) for stage in self.stages]
-        head = sizes[0] - self.config.vocabulary * self.config.dim
+        head = sizes[0] - self.config.vocabulary * self.config.written
         return sizes[1] / (head + sum(sizes[1:]))
 
     @property

@@ -427,7 +427,7 @@ def _relearning(swarm: Swarm, stage: int, link: Link, at_most: float) -> float:
         stage and recovery.relearn.passes
     ):
         return 0.0
-    values = training.batch * swarm.config.context * swarm.config.dim
+    values = training.batch * swarm.config.context * swarm.config.crossing
     pairs = transfer(reaction.BOUNDARY * recovery.relearn.steps * values, link)
     return pairs + reaction.training_alone(swarm.run, stage, _slowest(swarm, stage), at_most)
 

@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -25,6 +25,7 @@ from planaria.node.hugging_face.config import CONFIG, special_tokens, to_config
 from planaria.node.hugging_face.layout import Weight, weights
 from planaria.node.report.progress import Track, untracked
 from planaria.node.stage.shape import ModelConfig
+from planaria.node.stage.subspace import subspace_of
 
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SHARD: Final = 256 << 20
@@ -76,7 +77,8 @@ def export(
         write_json(folder / "generation_config.json", {"eos_token_id": end, "do_sample": True})
         write_vocabulary(folder, vocabulary, config.context)
         (folder / "README.md").write_text(card, encoding="utf-8")
-        _write_weights(folder, weights(config), read, dtype, track, most)
+        those = weights(replace(config, subspace=None))
+        _write_weights(folder, those, _tensors(config, read), dtype, track, most)
 
 
 @contextmanager
@@ -111,8 +113,25 @@ def shards(those: Sequence[Weight], size: int, most: int) -> list[list[Weight]]:
     return found
 
 
+def _tensors(config: ModelConfig, read: Read) -> Callable[[Weight], Tensor]:
+    """Of each of the model's weights, float32, as transformers has it."""
+    stored, subspace = {weight.name: weight for weight in weights(config)}, subspace_of(config)
+
+    def tensor(weight: Weight) -> Tensor:
+        at = stored[weight.name]
+        found = read(at.stage, at.first, at.size).reshape(at.shape)
+        return found if subspace is None else subspace.folded(weight.name, found)
+
+    return tensor
+
+
 def _write_weights(
-    folder: Path, those: Sequence[Weight], read: Read, dtype: str, track: Track, most: int
+    folder: Path,
+    those: Sequence[Weight],
+    tensor: Callable[[Weight], Tensor],
+    dtype: str,
+    track: Track,
+    most: int,
 ) -> None:
     kind = DTYPES[dtype]
     files = shards(those, kind.itemsize, most)
@@ -120,9 +139,7 @@ def _write_weights(
     names = _file_names(len(files))
     waiting: dict[str, Tensor] = {}
     for weight in track(those, "exporting", len(those)):
-        waiting[weight.name] = (
-            read(weight.stage, weight.first, weight.size).to(kind).reshape(weight.shape)
-        )
+        waiting[weight.name] = tensor(weight).to(kind)
         number = of[weight.name]
         if weight == files[number][-1]:
             write_tensors(folder / names[number], waiting)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from planaria.node.stage.architecture import Architecture
 from planaria.node.stage.shape import ModelConfig, named_shapes
+from planaria.node.stage.subspace import subspace_of
 
 
 def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
@@ -66,7 +68,7 @@ class Attention(nn.Module):
         self.q_proj = Linear(config.dim, q_dim, bias=config.qkv_biases)
         self.k_proj = Linear(config.dim, kv_dim, bias=config.qkv_biases)
         self.v_proj = Linear(config.dim, kv_dim, bias=config.qkv_biases)
-        self.o_proj = Linear(q_dim, config.dim, bias=False)
+        self.o_proj = Linear(q_dim, config.written, bias=False)
         if config.qkv_biases:
             for projection in (self.q_proj, self.k_proj, self.v_proj):
                 nn.init.zeros_(projection.bias)
@@ -98,7 +100,7 @@ class SwiGLU(nn.Module):
         super().__init__()
         self.gate_proj = Linear(config.dim, config.hidden, bias=False)
         self.up_proj = Linear(config.dim, config.hidden, bias=False)
-        self.down_proj = Linear(config.hidden, config.dim, bias=False)
+        self.down_proj = Linear(config.hidden, config.written, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -116,6 +118,25 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class SubspaceBlock(Block):
+    """One whose stream lies in a subspace."""
+
+    def forward(  # type: ignore[override]
+        self,
+        figures: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        stream: Callable[[Tensor], Tensor],
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Figures [B, T, rank] to the same; `stream` makes them the features of tokens."""
+        normed = self.input_layernorm(stream(figures))
+        figures = figures + self.self_attn(normed, cos, sin, mask)
+        normed = self.post_attention_layernorm(stream(figures))
+        out: Tensor = figures + self.mlp(normed)
         return out
 
 
@@ -141,7 +162,7 @@ class BodyStage(nn.Module):
         """Float [B, T, crossing] to the same, T at most the context. Raises ValueError."""
         return self._through(x, *self.beside(x.shape[1]))
 
-    def _through(self, x: Tensor, *beside: Tensor) -> Tensor:
+    def _through(self, x: Tensor, *beside: Any) -> Tensor:
         for block in self.layers:
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, *beside, use_reentrant=False)
@@ -156,19 +177,31 @@ class BodyStage(nn.Module):
 
 class LlamaBody(BodyStage):
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(Block(config) for _ in range(config.layers_per_stage))
-        self.dim, self.block_causal = config.dim, config.block_causal
+        kind = Block if config.subspace is None else SubspaceBlock
+        super().__init__(kind(config) for _ in range(config.layers_per_stage))
+        self.block_causal = config.block_causal
+        self.fix(config)
+
+    def fix(self, config: ModelConfig) -> None:
+        """What isn't trained, and follows from the configuration."""
         cos, sin = rope_tables(config)
         self.cos = nn.Buffer(cos, persistent=False)
         self.sin = nn.Buffer(sin, persistent=False)
+        self.subspace = subspace_of(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.block_causal:
+        if not self.block_causal and self.subspace is None:
             return super().forward(x)
-        x, begins = x[..., : self.dim], x[..., self.dim :]
-        mask = within_documents(begins[..., 0])
-        y = self._through(x, *self.beside(x.shape[1]), mask)
-        return torch.cat((y, begins.to(y.dtype)), dim=-1)
+        x, begins = (x[..., :-1], x[..., -1:]) if self.block_causal else (x, x[..., :0])
+        beside: list[Any] = [*self.beside(x.shape[1])]
+        digits = x[..., :0]
+        if self.subspace is not None:
+            x, fixed, digits = self.subspace.taken_apart(x)
+            beside.append(partial(self.subspace.stream, fixed=fixed))
+        if self.block_causal:
+            beside.append(within_documents(begins[..., 0]))
+        y = self._through(x, *beside)
+        return torch.cat((y, digits.to(y.dtype), begins.to(y.dtype)), dim=-1)
 
     def beside(self, length: int) -> tuple[Tensor, ...]:
         if length > len(self.cos):
@@ -201,16 +234,23 @@ class EmbeddingStage(nn.Module):
 class LlamaEnds(EmbeddingStage):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.dim, self.block_causal = config.dim, config.block_causal
-        weights = torch.empty(config.vocabulary, config.dim)
-        self.embed_tokens = nn.Embedding(config.vocabulary, config.dim, _weight=weights)
+        self.block_causal = config.block_causal
+        weights = torch.empty(config.vocabulary, config.written)
+        self.embed_tokens = nn.Embedding(config.vocabulary, config.written, _weight=weights)
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.lm_head: nn.Linear | None = None
         if not config.tied:
             self.lm_head = nn.Linear(config.dim, config.vocabulary, bias=False)
+        self.fix(config)
+
+    def fix(self, config: ModelConfig) -> None:
+        """What isn't trained, and follows from the configuration."""
+        self.subspace = subspace_of(config)
 
     def embed(self, tokens: Tensor, begins: Tensor | None = None) -> Tensor:
         x = F.embedding(tokens, self.embed_tokens.weight).float()
+        if self.subspace is not None:
+            x = self.subspace.of(tokens, x)
         if not self.block_causal:
             return x
         begins = torch.zeros_like(tokens) if begins is None else begins
@@ -218,7 +258,10 @@ class LlamaEnds(EmbeddingStage):
 
     def logits(self, x: Tensor) -> Tensor:
         if self.block_causal:
-            x = x[..., : self.dim]
+            x = x[..., :-1]
+        if self.subspace is not None:
+            figures, fixed, _ = self.subspace.taken_apart(x)
+            x = self.subspace.stream(figures, fixed)
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         return linear(self.norm(x), head.weight)
 
@@ -308,11 +351,14 @@ def _seed(seed: int, stage: int, layer: int) -> int:
 
 def _deviation(config: ModelConfig, name: str, shape: tuple[int, ...]) -> float:
     """LLaMA's: 0.02, of the two projections into the residual stream less by 1/sqrt(2 layers)
-    (GPT-2, section 2.3); norms start at 1, biases at 0."""
+    (GPT-2, section 2.3); norms start at 1, biases at 0. What writes into a subspace of the stream
+    is so much larger that what it adds to a feature is as large."""
     if len(shape) == 1:
         return 0.0
     residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-    return 0.02 / (2 * config.layers) ** 0.5 if residual else 0.02
+    writes = residual or name.endswith("embed_tokens.weight")
+    deviation = 0.02 * (config.dim / config.written) ** 0.5 if writes else 0.02
+    return deviation / (2 * config.layers) ** 0.5 if residual else deviation
 
 
 def with_weights(
@@ -334,10 +380,6 @@ def with_weights(
         part = weights[at : at + parameter.numel()].view(parameter.shape)
         setattr(module.get_submodule(owner), local, nn.Parameter(part, requires_grad=False))
         at += parameter.numel()
-    if isinstance(module, LlamaBody):
-        cos, sin = rope_tables(config)
-        module.cos, module.sin = (
-            nn.Buffer(cos.to(weights.device)),
-            nn.Buffer(sin.to(weights.device)),
-        )
-    return module
+    assert isinstance(module, LlamaBody | LlamaEnds)
+    module.fix(config)
+    return module.to(weights.device)

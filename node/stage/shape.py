@@ -57,6 +57,11 @@ LONGEST: Final = 4096
 """Tokens a sample at most, for such a model, where nobody says how many."""
 
 
+DIGITS: Final = 3
+"""Figures by which a token's id crosses a boundary, in a subspace."""
+MOST_TOKENS: Final = 256**DIGITS
+
+
 class RopeScaling(NamedTuple):
     """RoPE as LLaMA 3.1 stretches it. Pairs of features that turn less than `low` times in
     `positions` turn `factor` times slower, those that turn more than `high` times as ever, those
@@ -125,6 +130,7 @@ class ModelConfig:
     own: Own | None = None  # what there is in place of LLaMA
     lora: Lora | None = None  # all that is trained, if not all weights are
     attn_mask_type: AttentionMask = "causal"
+    subspace: int | None = None  # rank of what crosses a boundary; None: all of the stream does
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -152,12 +158,30 @@ class ModelConfig:
                 f"model: attn_mask_type = block_causal is LLaMA's, and {self.own.module} sees a "
                 "sample as one document: leave it out"
             )
+        if self.subspace is not None:
+            self._check_subspace(self.subspace)
         most = min(self.window or self.context, self.positions or self.context)
         if self.context > most:
             raise ValueError(
                 f"model: context = {self.context}, and the model looks back over {most} tokens: "
                 f"give context = {most} or less"
             )
+
+    def _check_subspace(self, rank: int) -> None:
+        if rank > self.dim:
+            raise ValueError(
+                f"model: subspace = {rank} is more than dim = {self.dim}: give less, or leave it "
+                "out"
+            )
+        but = {
+            f"module = {self.own and self.own.module}": self.own is not None,
+            "tied = true": self.tied,
+            "training.lora": self.lora is not None,
+            f"vocabulary = {self.vocabulary}": self.vocabulary > MOST_TOKENS,
+        }
+        for what, there in but.items():
+            if there:
+                raise ValueError(f"model: subspace doesn't go with {what}: leave one of them out")
 
     @property
     def layers_per_stage(self) -> int:
@@ -173,10 +197,16 @@ class ModelConfig:
         return self.attn_mask_type == "block_causal"
 
     @property
+    def written(self) -> int:
+        """Features that embedding and projections write into the residual stream."""
+        return self.subspace or self.dim
+
+    @property
     def crossing(self) -> int:
-        """Features of a token between two stages; with block-causal attention the last one is 1
-        where a document begins, and else 0."""
-        return self.dim + self.block_causal
+        """Features of a token between two stages: what was written into the stream; in a subspace
+        the digits of its id (subspace.py); with block-causal attention the last one is 1 where a
+        document begins, and else 0."""
+        return self.written + (DIGITS if self.subspace else 0) + self.block_causal
 
     @property
     def qkv_biases(self) -> bool:
@@ -194,10 +224,11 @@ class ModelConfig:
             ends, block = own
             return ends, self.layers_per_stage * block
         q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = 2 * self.dim * (q + k)
+        attention = self.dim * (q + 2 * k) + self.written * q
         attention += (q + 2 * k) * self.qkv_biases + 2 * self.head_dim * self.qk_norms
-        layer = attention + 3 * self.dim * self.hidden + 2 * self.dim
-        ends = (1 if self.tied else 2) * self.vocabulary * self.dim + self.dim
+        layer = attention + (2 * self.dim + self.written) * self.hidden + 2 * self.dim
+        head = 0 if self.tied else self.vocabulary * self.dim
+        ends = self.vocabulary * self.written + head + self.dim
         return ends, self.layers_per_stage * layer
 
     @property
@@ -280,22 +311,22 @@ def named_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]]:
             f"layers.{layer}.{name}": shape for layer in layers for name, shape in config.own.block
         }
     dim, hidden, width = config.dim, config.hidden, config.head_dim
-    table = (config.vocabulary, dim)
     if stage == 0:
+        table = (config.vocabulary, config.written)
         ends: dict[str, tuple[int, ...]] = {"embed_tokens.weight": table, "norm.weight": (dim,)}
-        head = {} if config.tied else {"lm_head.weight": table}
+        head = {} if config.tied else {"lm_head.weight": (config.vocabulary, dim)}
         return {f"model.{name}": shape for name, shape in ends.items()} | head
     block: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (dim,)}
     for name, heads in (("q", config.heads), ("k", config.kv_heads), ("v", config.kv_heads)):
         block[f"self_attn.{name}_proj.weight"] = (heads * width, dim)
         if config.qkv_biases:
             block[f"self_attn.{name}_proj.bias"] = (heads * width,)
-    block["self_attn.o_proj.weight"] = (dim, config.heads * width)
+    block["self_attn.o_proj.weight"] = (config.written, config.heads * width)
     if config.qk_norms:
         block |= {"self_attn.q_norm.weight": (width,), "self_attn.k_norm.weight": (width,)}
     block["post_attention_layernorm.weight"] = (dim,)
     block |= {"mlp.gate_proj.weight": (hidden, dim), "mlp.up_proj.weight": (hidden, dim)}
-    block["mlp.down_proj.weight"] = (dim, hidden)
+    block["mlp.down_proj.weight"] = (config.written, hidden)
     return {
         f"model.layers.{layer}.{name}": shape
         for layer in range(first, first + config.layers_per_stage)
@@ -349,4 +380,5 @@ def model_config(
         own=section.own,
         lora=None if lora is None else Lora(lora.rank, lora.alpha, lora.targets),
         attn_mask_type=section.attn_mask_type,
+        subspace=section.subspace,
     )

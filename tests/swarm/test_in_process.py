@@ -342,13 +342,14 @@ async def test_every_loss_is_survived_by_its_policy(
     corpus, conversations, tmp_path, policy, lost, methods, steps
 ):
     """With `steps` steps' boundary tensors to relearn from. The losses are those of the lab. Some
-    are of many short documents that are kept apart."""
+    are of many short documents that are kept apart, some of models that write into a subspace."""
     apart = len(lost) > 1 or policy == "redundant"
     if apart:
         corpus = Mixture([corpus, Corpus.open(conversations)], [1, 3])
     run = small(
         stages=4,
         model__attn_mask_type="block_causal" if apart else "causal",
+        model__subspace=8 if len(lost) > 1 or lost == [0] else None,
         recovery__policy=policy,
         recovery__checkpoint__dir=str(tmp_path / "checkpoints"),
         recovery__checkpoint__every=3,

@@ -59,6 +59,7 @@ CHANGED = {
     "model.positions": 4096,
     "model.window": 4096,
     "model.attn_mask_type": "block_causal",
+    "model.subspace": 8,
     "data.path": "elsewhere",
     "data.content": "0" * 64,
     "data.corpora": [{"path": "elsewhere"}],

@@ -17,7 +17,7 @@ from planaria.node.hugging_face.config import UnsupportedModelError
 from planaria.node.hugging_face.export import ExportError, Vocabulary, export, shards
 from planaria.node.hugging_face.layout import Weight, weights
 from planaria.node.hugging_face.whole_model import WholeModel
-from planaria.node.stage.model import build_stage
+from planaria.node.stage.model import build_stage, with_weights
 from planaria.node.stage.shape import ModelConfig
 from tests.node.stage.shapes import FAMILIES, GROUPED
 
@@ -115,6 +115,22 @@ def test_what_is_exported_gives_the_same_logits_in_transformers(tmp_path, config
     assert wanted.std() > 0.5
     got = WholeModel.load(tmp_path / "out", CPU).logits(tokens)
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
+
+
+def test_a_model_in_a_subspace_is_one_without_in_transformers(tmp_path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = replace(GROUPED, subspace=5)
+    flat = exported(tmp_path / "out", config)
+    ends, *bodies = (with_weights(config, stage, weights) for stage, weights in flat.items())
+    tokens = some_tokens(config, 24)
+    x = ends.embed(tokens)
+    for body in bodies:
+        x = body(x)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        wanted = loaded(tokens).logits
+    torch.testing.assert_close(ends.logits(x), wanted, rtol=1e-4, atol=1e-4)
 
 
 @CONFIGS
