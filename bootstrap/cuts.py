@@ -64,6 +64,8 @@ class KnownMembers(Protocol):
         """The last holder of a stage, which makes progress."""
         ...
 
+    def drives(self, node: str) -> bool: ...
+
     def replicas(self, node: str) -> int:
         """Nodes that have the state of its stage, itself included."""
         ...
@@ -349,8 +351,9 @@ class Cuts:
 
         Only one without whom the other can do its work, which somebody else has to reach. A last
         holder that makes progress never, unless nobody at all can reach it. Of two that could, the
-        one that is cut off from more members has the bad connection; where that says nothing, the
-        one whose stage has more nodes; then the newcomer.
+        one goes that the driver can't reach, however many say by their silence that they can; else
+        the one that is cut off from more members has the bad connection; where that says nothing,
+        the one whose stage has more nodes; then the newcomer.
         """
         reached = {a: self._reached(known, a, b), b: self._reached(known, b, a)}
         order = {name: number for number, name in enumerate(known.names())}
@@ -359,11 +362,14 @@ class Cuts:
             for node, other in ((a, b), (b, a))
             if reached[other] and (not known.spared(node) or not reached[node])
         ]
-        return max(
-            free,
-            key=lambda n: (not known.spared(n), self.cut_off(n), known.replicas(n), order[n]),
-            default="",
-        )
+        driver = next((n for n in order if known.drives(n) and n not in (a, b)), "")
+
+        def cost(node: str) -> tuple[bool, bool, int, int, int]:
+            undriven = bool(driver) and self._stands(node, driver)
+            spared = known.spared(node)
+            return not spared, undriven, self.cut_off(node), known.replicas(node), order[node]
+
+        return max(free, key=cost, default="")
 
     def _state(self, known: KnownMembers, a: str, b: str) -> str:
         pair = self._pairs[a, b]

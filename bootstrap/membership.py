@@ -312,8 +312,8 @@ class Membership:
         While no member is heard, the reply is a question: the node has to dial the members, as the
         registry does (`Dial`), and to join again. If none is there, all are evicted. Who was
         evicted for cause is told how long it has to wait. Who joins from a member's address takes
-        its place, with the same key at once, and else when it is gone. The reply leaves `run_file`
-        to the shell. Raises Refused.
+        its place, with the same key at once, and else when it is gone; elsewhere a key is one
+        member's at a time. The reply leaves `run_file` to the shell. Raises Refused.
         """
         self._check_request(request)
         known = self._nodes.get(request.node)
@@ -344,15 +344,17 @@ class Membership:
         is_another = former is not None and former.member.key != request.key
         if former and is_another and (dial := self._contest(request, former, now)):
             return self._ask_again(dial.question), [dial]
-        others = [node for node in self._nodes.values() if node is not former]
+        replaced = self._replaced(request, former)
+        others = [node for node in self._nodes.values() if node not in replaced]
         if others and self._cut_off_from_all(now):
             return self._ask(request, others, now)
         self._check_block(instance, block, others)
-        self._check_limits(request, former is not None, now)
+        self._check_limits(request, len(replaced), now)
         if _is_bound(request):
             self._check_stage(request)
-        if former is not None:
-            self._evict(former, f"restarted: {request.node} joined from {request.address}", now)
+        for node in replaced:
+            where = f"from {request.address}" if node is former else "with its key"
+            self._evict(node, f"restarted: {request.node} joined {where}", now)
         node = self._admit(request, block, now)
         effects = self._finish(now)
         return self._reply(node), effects
@@ -716,6 +718,20 @@ class Membership:
                 "the registry again",
             )
 
+    def _replaced(self, request: JoinRequest, at_address: _Node | None) -> list[_Node]:
+        """Those in whose place it comes. Names cost nothing, keys are what invites are for: of one
+        there is one member. Raises Refused while that is there, elsewhere."""
+        same = [n for n in self._nodes.values() if n.member.key == request.key or n is at_address]
+        other = next((node for node in same if node.streaming and node is not at_address), None)
+        if other is not None:
+            raise Refused(
+                "ABORTED",
+                f"{other.member.node} ({place_of(other.member)}, at "
+                f"{other.member.address or 'no address'}) has the same key, and is there: end it, "
+                "or, if this is another node, give it a folder of its own with --out, and no copy",
+            )
+        return same
+
     def _check_block(self, instance: str, block: str, others: list[_Node]) -> None:
         """A node that is started again has not lost its place to itself."""
         most, there = self.rules.max_per_block, [n for n in others if n.member.block == block]
@@ -727,7 +743,7 @@ class Membership:
                 "block of addresses; end one, or ask its operator to raise --most-per-block",
             )
 
-    def _check_limits(self, request: JoinRequest, replaces: bool, now: float) -> None:
+    def _check_limits(self, request: JoinRequest, replaces: int, now: float) -> None:
         if len(self._nodes) - replaces >= self.rules.max_nodes:
             raise Refused(
                 "RESOURCE_EXHAUSTED",
@@ -1382,9 +1398,15 @@ class _Known:
         one = self.machine._nodes[node]
         if one.report.stalled_seconds > 0:
             return False
-        lacks = {seat.stage for seat in one.report.seats} - (one.holds or set())
+        told = {seat.stage for seat in one.report.seats}
+        if one.renewed >= one.placed + self.machine.rules.lease:
+            told.update(stages_of(one.member))  # it has had the time to tell of them
+        lacks = told - (one.holds or set())
         held = (stage for stage in stages_of(one.member) if stage not in lacks)
         return any(all(other is one for other in self._holders(stage)) for stage in held)
+
+    def drives(self, node: str) -> bool:
+        return node == self.machine.view.driver
 
     def replicas(self, node: str) -> int:
         stages = stages_of(self.machine._nodes[node].member)

@@ -44,6 +44,7 @@ class World:
         for number, stage in enumerate(stages):
             name = f"n{number}"
             request = JoinRequest(protocol=PROTOCOL, node=name, address=f"{name}:1", stage=stage)
+            request.key = name.encode()
             self.after(self.machine.join(request, self.now)[1])
             self.after(self.machine.stream_opened(Renewal(node=name, run="r"), self.now))
             self.renewed[name] = self.now

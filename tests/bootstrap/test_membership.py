@@ -995,6 +995,25 @@ def test_two_last_holders_stay_though_nobody_can_carry_for_them_and_status_says_
     assert told.state == "nobody can carry for them, and neither can be spared"
 
 
+def test_however_many_are_mute_those_stay_that_the_driver_reaches() -> None:
+    """The stage's last holder has gone, and who came last is the only one there that is honest."""
+    swarm = full(lease=5)
+    mute = ["x0", "x1", "x2", "x3"]
+    for node in [*mute, "new"]:
+        swarm.join(node, 1)
+        swarm.open(node)
+    swarm.after(swarm.machine.leave("n1", "", swarm.now))
+    for second in range(30):
+        for node in set(mute) & set(swarm.nodes()):
+            swarm.renew(node, report=Report())
+        for node, since, phase in (("new", 0, "syncing"), ("n0", 2, "halted"), ("n2", 2, "halted")):
+            told = [Complaint(peer=peer) for peer in mute if second >= since]
+            report = swarm.report(node, told, committed=7, phase=phase)
+            swarm.renew(node, report=report)
+        swarm.wait(1)
+    assert swarm.nodes() == ["n0", "n2", "new"]
+
+
 def test_where_nobody_carries_for_two_the_one_with_a_replica_goes_once() -> None:
     swarm = full(stages=1, lease=5)
     swarm.join("twin", 1)
@@ -1688,11 +1707,26 @@ def test_so_many_join_from_a_block_of_addresses_as_the_operator_says() -> None:
     swarm.open("a")
     swarm.join("b-again", block=HERE, key="b")
     with pytest.raises(Refused, match="most-per-block"):
-        swarm.join("a-again", block=HERE, key="a")
+        swarm.join("c", block=HERE, key="c")
     late = Swarm(stages=1, start_grace=0, restart_grace=0, max_per_block=2)
     late.machine.restore(swarm.view, 0)
-    with pytest.raises(Refused, match="3 nodes have joined"):
+    with pytest.raises(Refused, match="2 nodes have joined"):
         late.join("e", block=HERE, key="e")
+
+
+def test_a_key_is_one_members_at_a_time() -> None:
+    swarm = Swarm(stages=1, start_grace=0)
+    swarm.join("a", 0, key="a")
+    swarm.join("b", 1, key="b")
+    swarm.open("a", "b")
+    for number in range(9):
+        with pytest.raises(Refused, match=r"^b \(stage 1, at b:1\) has the same key") as refused:
+            swarm.join(f"b{number}", key="b")
+        assert refused.value.code == "ABORTED"
+    swarm.after(swarm.machine.stream_lost("b", swarm.now))
+    for number in range(9):
+        swarm.join(f"c{number}", key="b")
+    assert swarm.nodes() == ["a", "c8"]
 
 
 def test_only_those_join_that_are_allowed_and_others_go_when_the_registry_learns_it() -> None:

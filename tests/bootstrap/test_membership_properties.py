@@ -99,6 +99,7 @@ class Registry(RuleBasedStateMachine):
             stage=stage,
             data=data,
             speed=speed,
+            key=(node if address in ("new", "") else address).encode(),
         )
         try:
             reply, effects = self.machine.join(request, self.now)
