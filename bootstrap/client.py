@@ -15,7 +15,7 @@ from grpc import StatusCode
 
 from planaria.bootstrap.address import Address, Reach, reach_by
 from planaria.bootstrap.authority import Role, key_in
-from planaria.bootstrap.credentials import PLAIN, Credentials, channel
+from planaria.bootstrap.credentials import PLAIN, Credentials, about_time, channel
 from planaria.bootstrap.dial import is_there
 from planaria.bootstrap.enrolment_pb2_grpc import OperatorStub
 from planaria.bootstrap.fitting import fitting, shorten_all
@@ -415,7 +415,8 @@ class RegistryClient:
             raise JoinRefused(_refusal(error, self._address)) from error
         raise RegistryUnreachable(
             f"the registry at {' or '.join(self._addresses)} can't be reached, tried for "
-            f"{deadline:g} s; {self._address} said: {_what(error)}. Check that it runs "
+            f"{deadline:g} s; {self._address} said: {_what(error)}"
+            f"{about_time(_what(error))}. Check that it runs "
             "(`planaria bootstrap`), that host and port are right, that a firewall lets the port "
             "through, and that both sides use TLS or neither (one that began with an invite has "
             "TLS: --join INVITE)"

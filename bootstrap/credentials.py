@@ -156,6 +156,14 @@ def channel(
     return grpc.aio.secure_channel(target, credentials.channel, options=options)
 
 
+def about_time(said: str) -> str:
+    """What is to be added to what gRPC says of a certificate of another time."""
+    if "certificate has expired" not in said and "certificate is not yet valid" not in said:
+        return ""
+    now = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
+    return f". This machine's clock says {now} UTC: set it if that is wrong"
+
+
 def add_port(
     server: grpc.aio.Server,
     listen: str,

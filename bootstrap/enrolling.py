@@ -25,7 +25,7 @@ from planaria.bootstrap.authority import (
     to_pem,
     who_in,
 )
-from planaria.bootstrap.credentials import Certified
+from planaria.bootstrap.credentials import Certified, about_time
 from planaria.bootstrap.enrolment_pb2 import EnrolReply, EnrolRequest, Invitation
 from planaria.bootstrap.enrolment_pb2_grpc import EnrolmentStub
 from planaria.bootstrap.identity import Identity
@@ -135,7 +135,8 @@ class Enrolment:
             if clock() + pause >= end:
                 places = " or ".join(self._invitation.enrolments)
                 raise EnrolmentUnreachable(
-                    f"nobody at {places} takes invites, tried for {deadline:g} s; {why}. Check "
+                    f"nobody at {places} takes invites, tried for {deadline:g} s; {why}"
+                    f"{about_time(why)}. Check "
                     "that the registry runs (`planaria bootstrap`), and that a firewall lets this "
                     "port through, too"
                 )

@@ -34,7 +34,7 @@ finish() {
 
 # The value of a Python expression over `run`, what `planaria status` tells.
 ask() {
-    compose exec -T registry planaria status --join localhost:7400 --json 2>/dev/null |
+    compose exec -T registry planaria status --join @authority/operator.invite --json 2>/dev/null |
         $PYTHON -c "import json, sys; run = json.load(sys.stdin); print($1)"
 }
 

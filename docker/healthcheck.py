@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -16,6 +17,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 DEADLINE = 3.0  # seconds
+MARK = b"-----BEGIN "
 TLS = ("PLANARIA_TLS_CA", "PLANARIA_TLS_KEY", "PLANARIA_TLS_CERT")
 
 
@@ -25,9 +27,12 @@ def main() -> str | None:
     if advertised == "none":
         return None  # this node only dials out: nobody listens, and its process is alive
     listen = os.environ["PLANARIA_LISTEN"]
+    port, certified = listen.rpartition(":")[2], None
     if not (os.environ.get("PLANARIA_TLS_CA") or os.environ.get("PLANARIA_INSECURE")):
-        return unconnected(int(listen.rpartition(":")[2]))
-    with open_channel(f"localhost:{listen.rpartition(':')[2]}", advertised) as channel:
+        certified = certificate()
+        if certified is None:
+            return unconnected(int(port))
+    with open_channel(f"localhost:{port}", advertised, certified) as channel:
         try:
             answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=DEADLINE)
         except grpc.RpcError as error:
@@ -37,9 +42,17 @@ def main() -> str | None:
     return None
 
 
+def certificate() -> list[bytes] | None:
+    """A node's by an invite: its key, its certificate and the authority's. None: a registry, or a
+    node that has none yet."""
+    kept = sorted(Path(os.environ.get("PLANARIA_OUT", "out")).rglob("certificate-*.pem"))
+    parts = kept[0].read_bytes().split(MARK)[1:] if kept else []
+    return [MARK + part for part in parts] if len(parts) == 3 else None
+
+
 def unconnected(port: int) -> str | None:
-    """Who certificates are issued to by the run's registry answers nobody without one: that it
-    takes connections has to do."""
+    """Under certificates by invites nobody is answered without one: that it takes connections has
+    to do."""
     try:
         socket.create_connection(("localhost", port), DEADLINE).close()
     except OSError as error:
@@ -47,12 +60,20 @@ def unconnected(port: int) -> str | None:
     return None
 
 
-def open_channel(address: str, advertised: str) -> grpc.Channel:
+def open_channel(address: str, advertised: str, certified: list[bytes] | None) -> grpc.Channel:
     """With TLS as the container has it; its certificate names what peers dial, not localhost."""
+    if certified is not None:
+        key, own, authority = certified
+        return secured(address, (authority, key, own), "node.planaria")
     if not os.environ.get("PLANARIA_TLS_CA"):
         return grpc.insecure_channel(address)
-    credentials = grpc.ssl_channel_credentials(*(Path(os.environ[k]).read_bytes() for k in TLS))
     host = advertised.rpartition(":")[0].strip("[]") or os.environ.get("HOSTNAME", "localhost")
+    return secured(address, [Path(os.environ[k]).read_bytes() for k in TLS], host)
+
+
+def secured(address: str, pem: Sequence[bytes], host: str) -> grpc.Channel:
+    """`pem`: of the authority, and its own key and certificate."""
+    credentials = grpc.ssl_channel_credentials(*pem)
     return grpc.secure_channel(address, credentials, [("grpc.ssl_target_name_override", host)])
 
 

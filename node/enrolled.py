@@ -28,9 +28,14 @@ def text_of(join: str) -> str:
     if not join.startswith("@"):
         return join
     try:
-        return Path(join[1:]).read_text(encoding="utf-8").strip()
+        text = Path(join[1:]).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeError) as error:
         raise InviteError(f"--join {join}: the file can't be read: {error}") from error
+    if not text:
+        raise InviteError(
+            f"--join {join}: the file is empty; it is to have the invite, in one line"
+        )
+    return text
 
 
 def folder_of(invitation: Invitation) -> Path:

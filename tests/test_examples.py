@@ -98,10 +98,13 @@ def test_what_a_container_is_given_is_a_command(tmp_path: Path, where: str, star
         check=True,
     )
     secrets = {name: variables[name] for name in SECRETS if name in variables}
-    check(shown.stdout.splitlines(), secrets)
+    options = check(shown.stdout.splitlines(), secrets)
     assert not [secret for secret in secrets.values() if secret in shown.stdout.splitlines()]
     read = (ROOT / "docker/entrypoint.sh").read_text()
-    others = variables.keys() - secrets.keys()
+    prefix = f"PLANARIA_{(words or ['node'])[0].upper()}_"
+    own = {name for name in variables if name.startswith(prefix)}
+    assert {name.removeprefix(prefix).lower() for name in own} <= options.keys()
+    others = variables.keys() - secrets.keys() - own
     assert [name for name in others if f"${{{name}" not in read and f"${name}" not in read] == []
 
 
@@ -125,8 +128,8 @@ def test_a_service_starts_a_command_and_leaves_it_its_time(file: Path) -> None:
     assert Path(command).name == "planaria"
     lines = (EXAMPLES / "systemd/planaria.env").read_text().splitlines()
     variables = dict(line.split("=", 1) for line in lines if line[0] != "#")
-    options = check(words, {name: value for name, value in variables.items() if value})
-    assert options["insecure"] is True
+    options = check(words, variables)
+    assert options["insecure"] is False
     if words[0] == "node":
         assert options["join"] == variables["PLANARIA_JOIN"]
         assert float(service["TimeoutStopSec"]) > options["grace"]
@@ -137,8 +140,8 @@ def test_the_managed_job_starts_a_node() -> None:
     [line] = job["run"].splitlines()
     command, *words = shlex.split(line)
     assert Path(command).name == "planaria"
-    options = check(words, job["envs"])
-    assert options["join"] == job["envs"]["PLANARIA_JOIN"]
+    options = check(words, dict.fromkeys(job["secrets"], "planaria1."))
+    assert options["join"] == "planaria1."
     assert options["listen"].endswith(f":{job['resources']['ports']}")
 
 
@@ -192,9 +195,11 @@ def test_manifests_fit_together() -> None:
         for container in pod["spec"]["containers"]:
             assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
             [port] = container["ports"]
+            assert port["containerPort"] == (7400 if name == "registry" else 7401)
             for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
                 if probe in container:
-                    assert container[probe]["grpc"]["port"] == port["containerPort"]
+                    assert container[probe]["exec"]["command"] == ["healthcheck.py"]
+                    assert container[probe]["timeoutSeconds"] > 3
         nodes = "node" in (container["name"] for container in pod["spec"]["containers"])
         assert not nodes or pod["spec"]["terminationGracePeriodSeconds"] >= 30
         assert not nodes or ("PodDisruptionBudget", name) in kinds

@@ -16,7 +16,7 @@ while :; do
     alive=$(sky jobs queue --skip-finished | grep -cw "$name" || true)
     echo "$(date +%T) $alive of $wanted nodes"
     while [ "$alive" -lt "$wanted" ]; do
-        sky jobs launch -y -d -n "$name" --secret PLANARIA_TOKEN "$here/node.yaml"
+        sky jobs launch -y -d -n "$name" --secret PLANARIA_JOIN "$here/node.yaml"
         alive=$((alive + 1))
     done
     sleep "${EVERY:-60}"

@@ -30,6 +30,7 @@ from planaria.node.commands.options import (
     Format,
     Http,
     Insecure,
+    InsecureHttp,
     Join,
     Key,
     Level,
@@ -301,6 +302,7 @@ def saying_whether_another_would_do() -> Iterator[None]:
     import logging
 
     from planaria.bootstrap.client import RegistryUnreachable
+    from planaria.bootstrap.enrolling import EnrolmentUnreachable
     from planaria.node.begin import NodeCrashed
     from planaria.node.supervisor import CRASHED, TRY_AGAIN
 
@@ -308,7 +310,7 @@ def saying_whether_another_would_do() -> Iterator[None]:
         yield
     except (typer.Exit, ModuleNotFoundError):
         raise
-    except RegistryUnreachable as error:
+    except (EnrolmentUnreachable, RegistryUnreachable) as error:
         refuse(str(error))
         raise typer.Exit(TRY_AGAIN) from error
     except NodeCrashed as crash:
@@ -411,6 +413,7 @@ def bootstrap_command(
         ),
     ] = "",
     http: Http = LOOPBACK,
+    insecure_http: InsecureHttp = False,
     price: Price = None,
     log_level: Level = LogLevel.INFO,
     log_format: Format = LogFormat.TEXT,
@@ -453,7 +456,7 @@ def bootstrap_command(
             enrol=None if enrol is None else Address.parse(enrol),
             advertise=advertise,
             others=[Address.to_dial(other) for other in others.split(",") if other],
-            page=parse_place(http, token, certificate, key, insecure),
+            page=parse_place(http, token, certificate, key, insecure or insecure_http),
             price=price,
             insecure=insecure,
             address_file=address_file,

@@ -128,6 +128,12 @@ Http = Annotated[
         help="Where a browser shows the run; port 0: any.",
     ),
 ]
+InsecureHttp = Annotated[
+    bool,
+    typer.Option(
+        "--insecure-http", help="The page in plain text beyond this machine; nodes keep their TLS."
+    ),
+]
 Price = Annotated[
     float | None,
     typer.Option(min=0, metavar="AMOUNT", help="Of a node hour: the page says what it comes to."),

@@ -95,6 +95,22 @@ async def test_servers_one_after_the_other_have_the_same_certificate() -> None:
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
+async def test_who_finds_a_certificate_of_another_time_is_told_what_its_own_clock_says() -> None:
+    now = time.time()
+    authority, days = Authority.make(now - 30 * 86400), 86400
+    server = grpc.aio.server()
+    over = Credentials.of(Certified(authority.own_pair(now - 10 * days)))
+    port = add_port(server, "127.0.0.1:0", over)
+    await server.start()
+    own = Credentials.of(Certified(authority.own_pair(now)))
+    client = RegistryClient([f"127.0.0.1:{port}"], own)
+    today = time.strftime("%Y-%m-%d", time.gmtime(now))
+    with pytest.raises(RegistryUnreachable, match=f"This machine's clock says {today}"):
+        await client.describe(deadline=0.5)
+    await client.close()
+    await server.stop(None)
+
+
 def test_a_server_has_a_new_certificate_only_when_there_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -85,6 +87,8 @@ async def joined_by_invite_and_banned(machines: Machines) -> None:
         members = {one["member"]["node"][0]: one["member"] for one in described["members"]}
         assert members.keys() == {"a", "b", "c"}
 
+        for folder in ("a", "b/nothing"):  # with the node's certificate, and without one
+            assert await is_healthy(members[folder[0]]["address"], machines.folder / folder)
         await a_certificate_is_of_its_own_node(machines, invited)
         await a_reader_is_banned(machines, members["a"]["node"], operator)
         [banned] = [name for name, one in members.items() if not one["seats"][0].get("stage")]
@@ -94,6 +98,7 @@ async def joined_by_invite_and_banned(machines: Machines) -> None:
             while not (ended := machines.processes.ended()):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         assert [(one.slot, one.status) for one in ended] == [(banned, 1)]
+        assert not await is_healthy(members[banned]["address"], machines.folder / banned)
         listed = await machines.command("members", join=operator)
         assert [line for line in listed.splitlines() if "banned" in line]
         assert await machines.committed(beyond=step) > step
@@ -106,6 +111,14 @@ async def joined_by_invite_and_banned(machines: Machines) -> None:
                 machines.logs()
             )
         assert (machines.folder / "a" / "certificate-0.pem").stat().st_mode & 0o777 == 0o600
+
+
+async def is_healthy(address: str, out: Path) -> bool:
+    """As its container's probe finds."""
+    told = {"PLANARIA_LISTEN": address, "PLANARIA_OUT": str(out)}
+    script = Path(__file__).parents[2] / "docker/healthcheck.py"
+    probe = await asyncio.create_subprocess_exec(sys.executable, script, env=os.environ | told)
+    return await asyncio.wait_for(probe.wait(), DEADLINE) == 0
 
 
 async def a_certificate_is_of_its_own_node(machines: Machines, invited: Invitation) -> None:
@@ -185,5 +198,6 @@ async def test_three_machines_are_a_swarm_under_tls_by_three_commands(
             names = here.folder.glob("[ab]/events-*.jsonl")
             nodes = [path.stem.removeprefix("events-").encode() for path in names]
             assert len(nodes) == 2
-            for hidden in (invited.secret, TOKEN.encode(), b"PRIVATE KEY", *nodes):
+            frames = b"activation", b"microbatch"  # as links have them in their heads
+            for hidden in (invited.secret, TOKEN.encode(), b"PRIVATE KEY", *frames, *nodes):
                 assert hidden not in capture.seen

@@ -1,0 +1,35 @@
+"""What --join says, and what a node's end says of an enrolment that nobody answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+
+from planaria.bootstrap.enrolling import EnrolmentUnreachable
+from planaria.bootstrap.invites import InviteError
+from planaria.node.commands.machines import saying_whether_another_would_do
+from planaria.node.enrolled import invitation_of
+from planaria.node.supervisor import TRY_AGAIN
+
+
+@pytest.mark.parametrize(
+    ("content", "why"), [(None, "can't be read"), (" \n", "is empty"), ("planaria1.xyz", "cut off")]
+)
+def test_a_file_without_an_invite_is_named(tmp_path: Path, content: str | None, why: str) -> None:
+    file = tmp_path / "invite"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(InviteError, match=why):
+        invitation_of(f"@{file}")
+
+
+def test_a_node_that_nobody_enrols_says_so_in_a_sentence_and_tries_again(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(typer.Exit) as end, saying_whether_another_would_do():
+        raise EnrolmentUnreachable("nobody at registry:7399 takes invites")
+    assert end.value.exit_code == TRY_AGAIN
+    assert "nobody at registry:7399 takes invites" in capsys.readouterr().err
+    assert not caplog.records
