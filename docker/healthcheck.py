@@ -45,7 +45,8 @@ def main() -> str | None:
 def certificate() -> list[bytes] | None:
     """A node's by an invite: its key, its certificate and the authority's. None: a registry, or a
     node that has none yet."""
-    kept = sorted(Path(os.environ.get("PLANARIA_OUT", "out")).rglob("certificate-*.pem"))
+    folder = os.environ.get("PLANARIA_SAVE_DIR") or os.environ.get("PLANARIA_OUT") or "out"
+    kept = sorted(Path(folder).rglob("certificate-*.pem"))
     parts = kept[0].read_bytes().split(MARK)[1:] if kept else []
     return [MARK + part for part in parts] if len(parts) == 3 else None
 

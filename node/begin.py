@@ -97,9 +97,11 @@ async def begin(options: Options) -> int:
 
 async def _begin_invited(options: Options, invitation: Invitation) -> int:
     """The node's folder has its key, and once it has come by the invite, its certificate."""
+    from planaria.bootstrap.authority import Role
     from planaria.bootstrap.credentials import Credentials
-    from planaria.node.enrolled import enrolled
+    from planaria.node.enrolled import check_role, enrolled
 
+    check_role(invitation, Role.NODE)
     folder = options.save_dir or options.out or Path("out") / invitation.run
     async with enrolled(invitation, folder) as (instance, certified):
         known = replace(

@@ -38,6 +38,15 @@ def text_of(join: str) -> str:
     return text
 
 
+def check_role(invitation: Invitation, needed: str) -> None:
+    """Before an invite is used for nothing. Raises InviteError."""
+    if invitation.role != needed:
+        raise InviteError(
+            f"the invite of --join is for the role {invitation.role}, and this needs {needed}: the "
+            f"run's operator makes one with `planaria invite --role {needed}`"
+        )
+
+
 def folder_of(invitation: Invitation) -> Path:
     """Where the commands of this user keep what they have enrolled as."""
     home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"

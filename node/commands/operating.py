@@ -92,7 +92,9 @@ def invite_command(
 
     with refusing(CredentialsError, ValueError):
         invitation = invitation_of(join)
-        ask_registry(join, credentials_for(join, ca, certificate, key, token), act)
+        ask_registry(
+            join, credentials_for(join, ca, certificate, key, token, InvitedAs.OPERATOR), act
+        )
 
 
 def _until(ends: float, revoked: bool) -> str:
@@ -134,7 +136,9 @@ def members_command(
         console.print(table)
 
     with refusing(CredentialsError, ValueError):
-        ask_registry(join, credentials_for(join, ca, certificate, key, token), show)
+        ask_registry(
+            join, credentials_for(join, ca, certificate, key, token, InvitedAs.OPERATOR), show
+        )
 
 
 def evict_command(
@@ -199,4 +203,4 @@ def _have_done(
         say((await client.command(method, request)).what)
 
     with refusing(CredentialsError, ValueError):
-        ask_registry(join, credentials_for(join, *secured), act)
+        ask_registry(join, credentials_for(join, *secured, InvitedAs.OPERATOR), act)

@@ -33,18 +33,25 @@ def addresses_of(join: str) -> tuple[str, ...]:
 
 
 def credentials_for(
-    join: str, ca: Path | None, certificate: Path | None, key: Path | None, token: str
+    join: str,
+    ca: Path | None,
+    certificate: Path | None,
+    key: Path | None,
+    token: str,
+    role: str | None = None,
 ) -> Credentials:
-    """By an invite, if --join is one, else from files, if there are some. Raises InviteError,
-    CredentialsError; ends where the invite gets nothing."""
+    """By an invite, if --join is one, else from files, if there are some. `role`: that the invite
+    has to be for. Raises InviteError, CredentialsError; ends where the invite gets nothing."""
     from planaria.bootstrap.credentials import Credentials
     from planaria.bootstrap.enrolling import EnrolmentUnreachable
     from planaria.bootstrap.invites import NotAdmitted
-    from planaria.node.enrolled import enrolled, folder_of, invitation_of
+    from planaria.node.enrolled import check_role, enrolled, folder_of, invitation_of
 
     invitation = invitation_of(join)
     if invitation is None:
         return Credentials.load(ca, certificate, key, token)
+    if role is not None:
+        check_role(invitation, role)
     check_registry(join)
 
     async def come() -> Credentials:

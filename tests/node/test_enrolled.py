@@ -8,9 +8,10 @@ import pytest
 import typer
 
 from planaria.bootstrap.enrolling import EnrolmentUnreachable
+from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.invites import InviteError
 from planaria.node.commands.machines import saying_whether_another_would_do
-from planaria.node.enrolled import invitation_of
+from planaria.node.enrolled import check_role, invitation_of
 from planaria.node.supervisor import TRY_AGAIN
 
 
@@ -23,6 +24,12 @@ def test_a_file_without_an_invite_is_named(tmp_path: Path, content: str | None, 
         file.write_text(content)
     with pytest.raises(InviteError, match=why):
         invitation_of(f"@{file}")
+
+
+def test_an_invite_for_another_role_is_not_used_up() -> None:
+    check_role(Invitation(role="operator"), "operator")
+    with pytest.raises(InviteError, match="is for the role reader, and this needs operator"):
+        check_role(Invitation(role="reader"), "operator")
 
 
 def test_a_node_that_nobody_enrols_says_so_in_a_sentence_and_tries_again(
