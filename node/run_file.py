@@ -25,6 +25,7 @@ from planaria.node.stage.shape import (
 from planaria.recovery.decide import Masking, Policy
 
 Codec = Literal["none", "bf16", "fp16", "int8"]
+Narrow = Literal["none", "bf16", "fp16", "int8", "int4"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -419,8 +420,8 @@ class TrustSection(Section):
 
 
 class WireSection(Section):
-    activations: Codec = "none"
-    gradients: Codec = "none"
+    activations: Narrow = "none"
+    gradients: Narrow = "none"
     averaging: Codec = "none"
 
 
@@ -487,11 +488,12 @@ class RunFile(Section):
                 f"{config.context} and model.dim = {config.dim} a microbatch is {boundary} bytes "
                 f"between two stages, and {MOST_PAYLOAD} can be sent: choose a smaller microbatch"
             )
-        if self.wire.activations == "int8" and (config.block_causal or config.subspace):
+        codec = self.wire.activations
+        if codec in ("int8", "int4") and (config.block_causal or config.subspace):
             what = "where documents begin" if config.block_causal else "tokens' ids"
             key = "attn_mask_type = block_causal" if config.block_causal else "subspace"
             raise ValueError(
-                f"wire.activations = int8 rounds {what}, which stages have to know with "
+                f"wire.activations = {codec} rounds {what}, which stages have to know with "
                 f"model.{key}: use bf16"
             )
         nodes = (config.stages + 1) * replicas

@@ -31,7 +31,8 @@ from planaria.node.stage.model import BodyStage, EmbeddingStage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.own_code import load_as_said
 from planaria.node.stage.shape import ModelConfig, trained_shapes
-from planaria.node.wire.tensors import decode, encode
+from planaria.node.wire.frames import Codec
+from planaria.node.wire.tensors import as_received, decode, encode
 from planaria.recovery import relearning
 from planaria.recovery.checkfree import Omega, Trained, guess
 from planaria.recovery.decide import (
@@ -135,6 +136,20 @@ class Adam:
     def step(self, lr: float) -> None:
         norm = math.sqrt(self.optimizer.squared_norm())
         self.optimizer.step(lr, min(1.0, 1 / (norm + 1e-6)))
+
+
+class Crossing(torch.autograd.Function):
+    """A boundary between two stages: what comes is what the codecs leave of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, activations: Codec, gradients: Codec) -> Tensor:
+        ctx.gradients = gradients
+        return as_received(x, activations)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
+        return as_received(gradient, ctx.gradients), None, None
 
 
 class Crossings(NamedTuple):
@@ -259,14 +274,20 @@ class TrainingSwarm:
         """The sum of the tokens' losses, and what crossed from stage to stage."""
         ends = self.stages[0].module
         assert isinstance(ends, EmbeddingStage)
-        crossed = []
+        crossed: list[Tensor] = []
         with self._precision():
             x = ends.embed(inputs, begins)
             for stage in visits:
-                crossed.append(self._packed(x))
+                x = self._crosses(x, crossed)
                 x = self.stages[stage].module(x)
-            crossed.append(self._packed(x))
+            x = self._crosses(x, crossed)
             return ends.loss(x, targets), crossed
+
+    def _crosses(self, x: Tensor, crossed: list[Tensor]) -> Tensor:
+        wire = self.run.wire
+        received: Tensor = Crossing.apply(x, wire.activations, wire.gradients)  # type: ignore[no-untyped-call]
+        crossed.append(self._packed(received))
+        return received
 
     def _packed(self, x: Tensor) -> Tensor:
         if not self.relearns or not torch.is_grad_enabled():

@@ -14,7 +14,7 @@ from math import prod
 import torch
 
 from planaria.lab.emulation.links import Link, Network
-from planaria.node.run_file import Codec, RunFile
+from planaria.node.run_file import Narrow, RunFile
 from planaria.node.stage.model import parameter_shapes
 from planaria.node.stage.shape import ModelConfig
 from planaria.node.wire.frames import encoded_size
@@ -212,7 +212,7 @@ def values_sent(run: RunFile, config: ModelConfig) -> int:
 def frame_bytes(run: RunFile, config: ModelConfig, kind: str) -> int:
     """Bytes of an activation or gradient of a microbatch, head included. The residual stream is
     float32, with autocast too: four bytes a value in codec none."""
-    codec: Codec = run.wire.activations if kind == "activation" else run.wire.gradients
+    codec: Narrow = run.wire.activations if kind == "activation" else run.wire.gradients
     return HEAD + encoded_size(values_sent(run, config), "float32", codec)
 
 

@@ -21,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 from planaria.bootstrap.registry_pb2 import CHECKSUM, NONFINITE, NUMBERS, SHAPE, Cause
 from planaria.node.wire import stage_pb2 as pb
 
-Codec = Literal["none", "bf16", "fp16", "int8"]
+Codec = Literal["none", "bf16", "fp16", "int8", "int4"]
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Payload: TypeAlias = Buffer | tuple[Buffer, ...]
 
@@ -46,6 +46,7 @@ KINDS: Final = (
 )
 
 BLOCK: Final = 256  # values that share a scale in int8
+TILE: Final = 32  # ... in int4
 HEAD_LIMIT: Final = 64 << 10  # bytes
 PAYLOAD_LIMIT: Final = 4 << 30  # bytes
 TENSOR_LIMIT: Final = 4096  # tensors in a frame
@@ -156,6 +157,8 @@ def encoded_size(count: int, dtype: str, codec: Codec) -> int:
             return count * 2
         case "int8":
             return -(-count // BLOCK) * 4 + count
+        case "int4":
+            return -(-count // TILE) * (2 + TILE // 2)
 
 
 def buffers_of(payload: Payload) -> tuple[memoryview, ...]:

@@ -5,7 +5,9 @@ Each tensor in its codec, end to end; the descriptors make them whole again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -16,6 +18,7 @@ from planaria.node.wire.frames import (
     CODECS,
     DIMENSION_LIMIT,
     TENSOR_LIMIT,
+    TILE,
     Codec,
     DamagedError,
     Descriptor,
@@ -55,6 +58,10 @@ def encode(
     int8: per block of 256 values a float32 scale, max(abs) / 127; all scales first, then a signed
     byte for each value. The error is at most half a scale; a block with a value that is not finite
     comes back without a finite one. fp16 turns what is beyond 65504 into inf.
+
+    int4: tiles of 32 values, turned by a Hadamard matrix, so that one large value is spread over
+    all of its tile (TAH-Quant, arXiv 2506.01352); per tile a bfloat16 scale, max(abs) / 7, and then
+    two values a byte, the first one in its lower half. A last tile is filled up with zeros.
 
     Raises WireError for a dtype that doesn't travel.
     """
@@ -106,6 +113,15 @@ def decode(
     return tensors
 
 
+def as_received(tensor: torch.Tensor, codec: Codec) -> torch.Tensor:
+    """What `decode` makes of a floating tensor that `encode` has sent, on its device."""
+    sent = _compress(tensor.detach(), codec)
+    if codec not in ("int8", "int4"):
+        return sent.to(tensor.dtype)
+    expand = _dequantize if codec == "int8" else _from_int4
+    return expand(sent, tensor.numel()).to(tensor.dtype).view_as(tensor)
+
+
 def finite(tensor: torch.Tensor) -> bool:
     """Whether all of a floating tensor is, in one pass over it: a sum is finite only if all of it
     is. Only where a sum of finite values overflows are they looked at one by one."""
@@ -122,6 +138,8 @@ def _compress(tensor: torch.Tensor, codec: Codec) -> torch.Tensor:
             return tensor.to(torch.float16)
         case "int8":
             return _quantize(tensor)
+        case "int4":
+            return _to_int4(tensor)
 
 
 def _quantize(tensor: torch.Tensor) -> torch.Tensor:
@@ -145,6 +163,37 @@ def _dequantize(raw: torch.Tensor, count: int) -> torch.Tensor:
     values[:count] = quantized
     values.view(blocks, BLOCK).mul_(scales[:, None])
     return values[:count]
+
+
+def _to_int4(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 [18 * tiles] of any floating tensor: scales, and then pairs of values."""
+    values = tensor.reshape(-1).float()
+    if tail := values.numel() % TILE:
+        values = torch.nn.functional.pad(values, (0, TILE - tail))
+    tiles = values.view(-1, TILE) @ _hadamard().to(values.device)
+    smallest = torch.finfo(torch.float32).tiny
+    scales = (tiles.abs().amax(dim=1) / 7).clamp_min(smallest).bfloat16()
+    levels = (tiles / scales.float()[:, None]).round_().clamp_(-7, 7).to(torch.int8) + 8
+    low, high = levels.view(torch.uint8).view(-1, 2).unbind(dim=1)
+    return torch.cat([scales.view(torch.uint8), low | high << 4])
+
+
+def _from_int4(raw: torch.Tensor, count: int) -> torch.Tensor:
+    """float32 [count] of what _to_int4 made."""
+    tiles = -(-count // TILE)
+    scales, pairs = raw[: 2 * tiles].view(torch.bfloat16).float(), raw[2 * tiles :]
+    levels = torch.stack((pairs & 15, pairs >> 4), dim=1).view(tiles, TILE).float() - 8
+    turned = levels * scales[:, None]
+    return (turned @ _hadamard().to(raw.device)).view(-1)[:count]
+
+
+@cache
+def _hadamard() -> torch.Tensor:
+    """Float32 [TILE, TILE] on the CPU: orthogonal, and its own inverse."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < TILE:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
+    return matrix / math.sqrt(TILE)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -171,6 +220,8 @@ def _decompress(descriptor: Descriptor, part: memoryview, device: torch.device) 
             values = raw.view(torch.float16).to(dtype)
         case "int8":
             values = _dequantize(raw, descriptor.values).to(dtype)
+        case "int4":
+            values = _from_int4(raw, descriptor.values).to(dtype)
     return values.view(descriptor.shape)
 
 

@@ -432,6 +432,17 @@ def in_the_lab(run, corpus, at, lost, rebuilt, ablation=None):
     return [found[step] for step in sorted(found)]
 
 
+async def test_what_codecs_leave_of_tensors_is_what_the_lab_trains_with(corpus, tmp_path):
+    """As far as rounding goes the same way where last digits differ."""
+    run = small(stages=3, wire__activations="int8", wire__gradients="int4")
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(swarm.finished)
+    found = [line["loss"] for line in swarm.lines.of("ledger-*.jsonl") if "step" in line]
+    wanted, exact = (in_the_lab(one, corpus, 0, [], []) for one in (swarm.run, small(stages=3)))
+    off = [max(abs(a - b) for a, b in zip(found, lab, strict=True)) for lab in (wanted, exact)]
+    assert off[0] < off[1] / 2
+
+
 async def test_a_gradient_for_a_twin_that_is_lost_with_its_link_is_sent_again(corpus, tmp_path):
     run = small(stages=3, recovery__policy="redundant")
     async with LocalSwarm(run, corpus, tmp_path) as swarm:

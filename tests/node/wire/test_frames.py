@@ -21,7 +21,7 @@ from planaria.node.wire.frames import (
 )
 from planaria.node.wire.stage_pb2 import Chunk as ProtobufChunk
 from planaria.node.wire.stage_pb2 import Message
-from planaria.node.wire.tensors import decode, encode
+from planaria.node.wire.tensors import as_received, decode, encode
 
 SHAPES = [(), (1,), (0,), (3, 0, 2), (255,), (256,), (257,), (3, 5, 100)]
 UINT64 = st.integers(0, 2**64 - 1)
@@ -76,6 +76,48 @@ def test_int8_is_wrong_by_half_a_scale_at_most(values: list[float], factor: floa
             assert (before - after).abs().max().item() <= scale * 0.5001
 
 
+@given(
+    st.lists(st.floats(-(2.0**100), 2.0**100, width=32), max_size=200),
+    st.sampled_from([1.0, 2.0**-140, 0.0]),
+)
+def test_int4_is_wrong_by_less_than_a_seventh_of_a_tile(values: list[float], factor: float) -> None:
+    """As vectors: half a scale in each of 32 directions, where the scale is a seventh of the
+    largest turned value, which is no longer than the tile."""
+    tensor = torch.tensor(values, dtype=torch.float32) * factor
+    descriptors, buffers = encode([tensor], "int4")
+    (found,) = decode(descriptors, joined(buffers))
+    for before, after in zip(torch.split(tensor, 32), torch.split(found, 32), strict=True):
+        if before.numel():
+            longest = max(float(before.double().norm()), 1e-36)
+            assert (before - after).double().norm() <= 0.41 * longest
+
+
+def test_int4_spreads_what_is_far_out() -> None:
+    """As a rule the error is a tenth of what is sent, whatever is large in it."""
+    generator = torch.Generator().manual_seed(0)
+    tensor = torch.randn(64, 32, generator=generator)
+    tensor[:, 3] *= 100
+    (found,) = decode(*_sent(tensor, "int4"))
+    assert (found - tensor).norm() < 0.05 * tensor.norm()
+    assert (found - tensor)[:, 3].norm() < 0.05 * tensor[:, 3].norm()
+
+
+def _sent(tensor: torch.Tensor, codec: frames.Codec) -> tuple[list[frames.Descriptor], bytearray]:
+    descriptors, buffers = encode([tensor], codec)
+    return descriptors, joined(buffers)
+
+
+@pytest.mark.parametrize("codec", frames.CODECS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_received_can_be_known_without_sending(
+    codec: frames.Codec, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    tensor = sample(shape, dtype)
+    (found,) = decode(*_sent(tensor, codec))
+    assert torch.equal(as_received(tensor, codec), found)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_int8_keeps_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -87,7 +129,7 @@ def test_int8_keeps_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) 
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("codec", ["none", "bf16", "fp16", "int8"])
+@pytest.mark.parametrize("codec", frames.CODECS)
 def test_what_is_not_finite_stays_so(codec: frames.Codec, bad: float) -> None:
     tensor = torch.ones(700)
     tensor[300] = bad
