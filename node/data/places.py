@@ -95,6 +95,8 @@ def system_of(place: str) -> tuple[Any, str]:
 
 
 def said(error: Exception) -> str:
+    if isinstance(error.__cause__, OSError):  # of which fsspec makes a file that isn't there
+        return str(error.__cause__)
     if isinstance(error, FileNotFoundError):
         return "there is no such file"
     return str(error) or type(error).__name__
