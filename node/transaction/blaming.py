@@ -66,6 +66,13 @@ class Failures:
             return [peer]
         return accused
 
+    def proven(self, accused: str) -> None:
+        """Several say so of that node: who does, and accuses another one of its stage next, is none
+        that accuses whomever it meets."""
+        for by in self.accused.values():
+            for stage in [stage for stage, node in by.items() if node == accused]:
+                del by[stage]
+
 
 class Charges:
     """Who has accused whom for cause, as long as both are members. Nobody's word alone takes a

@@ -797,10 +797,8 @@ class Driver:
     def _cut(self, attempt: Attempting, peer: str, cut: pb.Cut, now: float) -> list[Effect]:
         """`peer` can't reach a node, which is lost, or will be found to be; or can't use what has
         come from it."""
-        if cut.node in attempt.lost:
-            return []
-        if cut.node not in self.members:
-            return self._nonsense(peer, "it can't reach who is no member", now)
+        if cut.node in attempt.lost or cut.node not in self.members:
+            return []  # a view that comes here later, too, may have it already
         failed = pb.Failed(reason=cut.reason, accused=[cut.node], cause=cut.cause)
         if cut.cause == NONFINITE:
             return self._not_finite(attempt, cut.node, peer, cut.reason, now)
@@ -1069,7 +1067,10 @@ class Driver:
             return True
         stage = self.members[node]
         spare = any(at == stage and other != node for other, at in self._training().items())
-        return self.charges.believes(peer, node, spare)
+        believed = self.charges.believes(peer, node, spare)
+        if self.charges.are_several(node):
+            self.failures.proven(node)
+        return believed
 
     def _in_vain(self, peer: str, node: str, failed: pb.Failed) -> list[Effect]:
         if not self.charges.in_vain(peer):

@@ -735,6 +735,8 @@ class Cluster:
         joiners_only = not trained.intersection(seat.name for seat in holders)
         gone = (lost or joiners_only) and resume(self.held(active), self.rules.stages) is None
         justified = gone or any(isinstance(decision, Stop) for decision in decisions)
+        # Who lies alone at its stage takes it along, whatever it says when it is too late.
+        justified |= bool(self.lying) and all(" is lost and " in reason for reason in stopped)
         justified |= bool(self.guilty) and all(reason.startswith("paused: 3") for reason in stopped)
         self.demand(justified, "I4", f"stopped without need: {stopped[0]}")
         return f"stopped: {stopped[0]}"

@@ -11,9 +11,11 @@ from planaria.node.transaction.comparing import Comparing
 from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import Ballot, Effect
 from planaria.node.transaction.member import MemberSide
+from simulation.babbling import Babbling
 from simulation.byzantine import Lying, Slandering
 from simulation.cluster import Machines, Trap
 from simulation.deceit import Deceived
+from simulation.registry import Client
 from simulation.scenario import Scenario, ScenarioError, run
 from tests.bootstrap.conftest import identity
 
@@ -21,6 +23,26 @@ from tests.bootstrap.conftest import identity
 def test_lies_cost_nobody_else_state_or_place() -> None:
     for seed in (*range(5), 12):  # in the last one a driver that is accused meets an overflow
         assert run(seed, kind=Lying).counts["lies"]
+
+
+def test_who_says_whatever_can_be_said_is_soon_out_and_costs_nobody_anything() -> None:
+    assert sum(run(seed, kind=Babbling).counts["babbled"] for seed in range(6)) > 2000
+
+
+class Talkative(Babbling):
+    """Says less at a time, for longer."""
+
+    lasting = (60.0,)
+    at_once = (1,)
+
+
+def test_where_nobody_is_accused_who_babbles_stays_and_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Client, "suspect", lambda *_: None)
+    with pytest.raises(ScenarioError, match=r"I6: .* babbles, and is a member still"):
+        for seed in range(10):
+            run(seed, kind=Talkative)
 
 
 class Obedient(MemberSide):

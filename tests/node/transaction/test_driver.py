@@ -1658,6 +1658,12 @@ def test_who_stays_out_of_reach_for_some_costs_the_attempt():
     assert "b can't reach g: reset" in events(effects, Aborted)[0].reason
 
 
+def test_who_says_that_it_cannot_reach_who_is_no_member_any_more_has_done_nothing_wrong():
+    told = on_the_way()
+    assert told.hears("b", cut=pb.Cut(node="gone", reason="reset")) == []
+    assert told.waits(UNREACHED) == []
+
+
 def meet(begin: pb.Begin, one: str, other: str) -> bool:
     """Whether any microbatch goes from one of them to the other, or back."""
     return any({one, other} <= set(route.nodes) for route in routes(begin).values())
@@ -1873,6 +1879,22 @@ def test_the_last_node_of_a_stage_goes_when_two_say_so():
     assert sent(told.statuses(), "step")["c"].step.begin.step == 1
     assert "c" in served_by(told), "there is nobody else"
     assert charges(refuses(told, "d", "c")) == [("c", SHAPE)]
+
+
+def test_who_says_so_of_one_that_others_accused_too_may_accuse_the_next_one_of_its_stage():
+    told = Told()
+    told.begins()
+    for by in "b", "d":
+        effects = refuses(told, by, "c")
+        told.statuses()
+    assert charges(effects) == [("c", SHAPE)]
+    told.views({"a": 0, "b": 1, "again": 2, "d": 3, "e": 4})
+    told.statuses()
+    told.waits(LONGEST_PAUSE)
+    assert charges(refuses(told, "b", "again")) == [], "not its own"
+    told.statuses()
+    told.waits(LONGEST_PAUSE)
+    assert charges(refuses(told, "d", "again")) == [("again", SHAPE)]
 
 
 def test_who_accuses_the_last_node_of_a_stage_in_vain_is_wrong_itself():

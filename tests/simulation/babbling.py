@@ -1,0 +1,241 @@
+"""Scenarios in which one host says whatever can be said, all the time and to everybody.
+
+    python -m tests.simulation.babbling --messages 1000000 --to FILE
+
+runs one after another until so many messages were sent; FILE gets a line for each, and what is
+there is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import sys
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.membership import PROTOCOL
+from planaria.node.transaction.bounds import told_to_driver, told_to_member
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.frames import Frame, seal
+from simulation.byzantine import Drawing, Lying
+from simulation.links import Link, packed, unpacked
+from simulation.node import Node
+from simulation.registry import key_of
+from simulation.scenario import ScenarioError, run
+
+OUT: Final = 30.0
+"""Seconds after which who talks nonsense is a member no longer."""
+HEARD: Final = 200
+"""What it has heard last and may say, too."""
+GAP: Final = 0.05
+"""Seconds between two such times, on average."""
+WILD: Final = (0.0, 0.0, 0.0, 0.01, 0.2)
+"""Share of what isn't even a message."""
+CAREFUL: Final = (0.0, 0.9, 1.0)
+"""Share of the messages of which every figure can be."""
+TRIES: Final = 20
+"""To draw one of those."""
+
+AnyMessage = TypeVar("AnyMessage", bound=Message)
+
+
+class Listening(Node):
+    """Remembers what it hears."""
+
+    heard: list[pb.Message | Frame]
+
+    def on_message(self, peer: str, message: pb.Message) -> None:
+        copy = pb.Message()
+        copy.CopyFrom(message)
+        self._remember(copy)
+        super().on_message(peer, message)
+
+    def on_frame(self, peer: str, frame: Frame) -> None:
+        self._remember(frame)
+        super().on_frame(peer, frame)
+
+    def _remember(self, item: pb.Message | Frame) -> None:
+        self.heard.append(item)
+        del self.heard[:-HEARD]
+
+
+class Babbling(Lying):
+    """It draws messages and frames, flips bits of real ones, says again what it and others have
+    said, whenever; to the registry, in its own name, too. Each of its nodes is soon out. While it
+    drives it is honest: a driver is believed."""
+
+    lasting = (10.0, 60.0)
+    at_once: tuple[int, ...] = (5, 50, 200)
+    """How much it says to each peer at a time."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.since: dict[str, float] = {}  # by node: from when on it babbles
+        self.wild, self.careful, self.each = 0.0, 0.0, 0
+        super().__init__(*arguments)
+
+    def _lie(self) -> float:
+        assert self.cluster.guilty is not None
+        there = {host.name: host.node.name for host in self.cluster.hosts.values() if host.node}
+        driver, chosen = self.cluster.registry.view().driver, self.random
+        others = [host for host in there if there[host] != driver] or [*self.cluster.hosts]
+        one = chosen.choice(others)
+        seconds = chosen.choice(self.lasting)
+        self.wild, self.careful = chosen.choice(WILD), chosen.choice(CAREFUL)
+        self.each = chosen.choice(self.at_once)
+        self.cluster.guilty.add(one)
+        self.cluster.lying.add(one)
+        how = f"{self.wild:.0%} of it wild, {self.careful:.0%} careful"
+        self.world.say(one, f"babbles for {seconds:.0f} s, {how}")
+        self.cluster.tampering[one] = self._remembered
+        self._babble(one, self.world.now + seconds)
+        return seconds + 5.0
+
+    def _babble(self, host: str, until: float) -> None:
+        if self.world.now > until:
+            self.cluster.tampering.pop(host, None)
+            return
+        node = self.cluster.hosts[host].node
+        if node is not None and node.process.responsive and not node.ended:
+            self._speak(node)
+        self.world.after(self.random.expovariate(1 / GAP), self._babble, host, until)
+
+    def _speak(self, node: Node) -> None:
+        if not isinstance(node, Listening):
+            node.__class__ = Listening
+            assert isinstance(node, Listening)
+            node.heard = []
+        if node.view.driver == node.name or not node.net.links:
+            self.since.pop(node.name, None)
+            return
+        since = self.since.setdefault(node.name, self.world.now)
+        member = node.name in self.cluster.registry.names()
+        late = member and self.world.now > since + OUT
+        self.cluster.demand(not late, "I6", f"{node.name} babbles, and is a member still")
+        for link in sorted(node.net.links.values(), key=lambda one: one.peer):
+            for _ in range(self.each):
+                if not link.over and link.connection is not None:
+                    self._blurt(node, link)
+        if node.client.joined and "registry" in node.streams:
+            self.cluster.counts["babbled"] += 1
+            self._tell_registry(node)
+
+    # --- to nodes
+
+    def _blurt(self, node: Listening, link: Link) -> None:
+        chosen, drawing = self.random, self._drawing(node)
+        if chosen.random() < self.wild:
+            self._rave(link, drawing)
+            return
+        careful = chosen.random() < self.careful
+        for _ in range(TRIES):
+            item = self._chosen(node, link.peer, drawing)
+            if not careful or isinstance(item, Frame) or self._can_be(item):
+                break
+        link.send(item)
+
+    def _chosen(self, node: Listening, peer: str, drawing: Drawing) -> pb.Message | Frame:
+        item = self._lie_of(node, peer)
+        if node.heard and self.random.random() < 0.4:
+            item = self.random.choice(node.heard)
+        if isinstance(item, pb.Message) and self.random.random() < 0.3:
+            return _altered(item, drawing)
+        return item
+
+    def _can_be(self, message: pb.Message) -> bool:
+        """Whether no bound tells that it is a lie."""
+        if message.WhichOneof("body") == "heartbeat":  # as good as all of which end a link
+            return False
+        rules = self.cluster.rules
+        return not (told_to_driver(message, rules) or told_to_member(message, rules.stages))
+
+    def _rave(self, link: Link, drawing: Drawing) -> None:
+        """What is no message, no frame or not even a chunk."""
+        real = drawing.envelope().SerializeToString()
+        match self.random.randrange(4):
+            case 0:
+                link.session.send(seal(drawing.damaged(real)))
+            case 1:
+                link.session.send(drawing.damaged(seal(real)))
+            case 2:
+                head, frame = drawing.head(), drawing.whole(0, 2**32)
+                chunk = unpacked([drawing.data()], frame=frame, head=head)
+                link._write("bulk", drawing.damaged(packed(chunk)))
+            case _:
+                link._write("bulk", drawing.data())
+        link._pump()
+
+    def _drawing(self, node: Node) -> Drawing:
+        names = [*sorted(self.cluster.network.endpoints), ""]
+        numbers = [0, 1, 2, self.cluster.rules.stages, self.cluster.rules.steps, node.view.number]
+        return Drawing(self.random, names, numbers, rarely=0.0)
+
+    # --- to the registry
+
+    def _tell_registry(self, node: Node) -> None:
+        """In its own name, since any other is refused before this is read; not that it leaves."""
+        item: Any
+        match self.random.randrange(20):
+            case 0 | 1:
+                item = self._drawn(registry.JoinRequest(), node)
+                item.protocol, item.node, item.address = PROTOCOL, node.name, node.address
+                item.key = key_of(node.process.host).public
+            case 2:
+                item = self._drawn(registry.Suspicion(), node)
+                item.accuser = node.name
+            case _:
+                real = registry.Renewal(node=node.name, report=node.report)
+                item = self._drawn(real, node)
+                item.node = node.name
+                item.ClearField("member")  # it opens a stream, with a view that is signed
+                item.report.leaving = False
+        node.client._tell(item)
+
+    def _drawn(self, real: AnyMessage, node: Node) -> AnyMessage:
+        drawing = self._drawing(node)
+        if self.random.random() < 0.5:
+            return _altered(real, drawing)
+        return drawing.message(type(real))
+
+
+def _altered(item: AnyMessage, drawing: Drawing) -> AnyMessage:
+    """With bits of it flipped, if it can be read then."""
+    try:
+        return type(item).FromString(drawing.damaged(item.SerializeToString()))
+    except DecodeError:
+        return item
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.babbling")
+    parser.add_argument("--messages", type=int, default=1_000_000)
+    parser.add_argument("--first", type=int, default=0, help="seed")
+    parser.add_argument("--to", type=Path, required=True)
+    told = parser.parse_args()
+    logging.disable()
+    done = [line.split() for line in told.to.read_text().splitlines()] if told.to.exists() else []
+    count, known = sum(int(line[1]) for line in done), {int(line[0]) for line in done}
+    failed = sum(line[2] != "ok" for line in done)
+    with told.to.open("a") as file:
+        for seed in itertools.count(told.first):
+            if count >= told.messages:
+                break
+            if seed in known:
+                continue
+            said, how = 0, "ok"
+            try:
+                said = run(seed, kind=Babbling).counts["babbled"]
+            except ScenarioError as error:
+                how, failed = f"failed {str(error).splitlines()[0]}", failed + 1
+            count += said
+            print(seed, said, how, file=file, flush=True)
+    print(f"{count} messages, {failed} scenarios failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
