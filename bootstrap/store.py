@@ -175,7 +175,7 @@ class Store:
         self._decided = len(found.get("kvs", []))
         try:
             return [json.loads(value) for value in values(found)]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._strange("what was decided", error) from error
 
     def decide(self, record: Record) -> None:
@@ -225,7 +225,7 @@ class Store:
         try:
             said = json.loads(value)
             at, key = str(said["at"]), str(said["key"])
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise self._strange("who leads", error) from error
         if key != self._me["key"]:
             raise StoreError(

@@ -192,9 +192,8 @@ class Saves:
                 f"{self.stage}"
             )
         what = name_of(state.id.age)
-        for field, value in _numbers(state).items():
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{what}: {field} {value}; a number from 0 on is saved")
+        if wrong := _no_number(state):
+            raise ValueError(f"{what}: {wrong}; a number from 0 on is saved")
         for name, tensor in state.tensors.items():
             if name == METADATA:
                 raise ValueError(f"{what}: no tensor can be named {name}")
@@ -647,6 +646,12 @@ def _numbers(state: StageState) -> dict[str, int | float]:
     }
 
 
+def _no_number(state: StageState) -> str:
+    """The first of them that is none; empty: all are."""
+    wrong = (f"{f} {v}" for f, v in _numbers(state).items() if not (math.isfinite(v) and v >= 0))
+    return next(wrong, "")
+
+
 def _state(fields: Fields) -> StageState:
     """A save's state without its tensors."""
     last = pb.Commit.FromString(b64decode(fields["last"]))
@@ -720,7 +725,9 @@ def _read_header(path: Path, file: io.FileIO) -> Fields:
         known = " and ".join(FORMATS)
         raise SaveError(f"{path} is in the format {fields.get('format')}; {known} are read here")
     try:
-        whole = np.array_equal(_encode(fields)[8:], text) and bool(_state(fields))
+        whole = np.array_equal(_encode(fields)[8:], text)
+        if wrong := _no_number(_state(fields)):
+            raise ValueError(wrong)
         expected = 8 + length + VALUE * sum(values for _, values, _ in _listed(fields))
     except _NO_SENSE as error:
         raise SaveError(f"{path} is damaged: its header makes no sense ({error!r})") from error

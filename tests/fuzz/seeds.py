@@ -17,7 +17,7 @@ from planaria.bootstrap.authority import Request, Role, to_der
 from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.invites import encode as encode_invite
-from planaria.bootstrap.registry_pb2 import Member, View
+from planaria.bootstrap.registry_pb2 import Member, Seat, View
 from planaria.node.hugging_face.config import to_config
 from planaria.node.hugging_face.layout import weights
 from planaria.node.report.ledger import Line, _joint_hash
@@ -223,6 +223,19 @@ def _admissions() -> list[bytes]:
         lines = (made / "registry" / "invites.jsonl").read_bytes()
     enrolled = json.dumps({"enrolled": "1" * 32, "invite": invite.id}).encode() + b"\n"
     return [lines + enrolled]
+
+
+def _stores() -> list[bytes]:
+    key = IDENTITY.public.hex()
+    leader = json.dumps({"at": "a:1", "key": key, "term": "1"}).encode()
+    members = [
+        Member(node="a", address="h:1", joined=1, seats=[Seat(stage=0)]),
+        Member(node="b", joined=2, seats=[Seat(stage=1, since=2)]),
+    ]
+    view = View(run="r", number=7, members=members, driver="a", committed=3, banned=["0" * 32])
+    decided = json.dumps({"banned": "0" * 32}).encode()
+    values = [leader, b"7", view.SerializeToString(), decided]
+    return [_joined(values), _joined([b"[" * 9000, b"x", b"", b"{"])]
 
 
 def _addresses() -> list[bytes]:

@@ -29,6 +29,10 @@ from planaria.bootstrap.identity import PUBLIC_BYTES, Identity, is_signed
 from planaria.bootstrap.invites import MARK, InviteError, NotAdmitted
 from planaria.bootstrap.invites import decode as decode_invite
 from planaria.bootstrap.journal import Journal, JournalError, _record, read_view
+from planaria.bootstrap.membership import Membership, MembershipRules
+from planaria.bootstrap.registry_pb2 import View
+from planaria.bootstrap.store import LEASE, Store, StoreError
+from planaria.bootstrap.views import sign
 from planaria.node.data.chat import ChatTemplate, Conversation
 from planaria.node.data.corpus import CorpusError, Index, read_index
 from planaria.node.hugging_face.checkpoint import ONE_FILE, Checkpoint
@@ -47,6 +51,7 @@ from planaria.node.wire.frames import HEAD_LIMIT, Frame, WireError, parse_chunk,
 from planaria.node.wire.greetings import ForgedError, Greetings
 from planaria.node.wire.session import Begun, Bounds, Forgotten, Hello, Outdated, Session
 from planaria.node.wire.tensors import decode
+from tests.bootstrap.fake_etcd import FakeEtcd
 
 RULES: Final = TransactionRules(
     stages=4,
@@ -304,6 +309,34 @@ def admissions(data: bytes) -> None:
         Admission(folder, certifies=False)
 
 
+def stores(data: bytes) -> None:
+    """What etcd has of a run, from others who write there: who leads, the number of the newest view
+    and the view, and decisions; and a view that the run's key has signed, whatever is in it."""
+    values = [*pieces(data), b"", b"", b""]
+    etcd = FakeEtcd()
+    names = ["leader", "number", "view", *(f"decided/{n:010}" for n in range(len(values)))]
+    etcd.values = {f"planaria/r/{name}": value for name, value in zip(names, values, strict=False)}
+    store = Store(etcd.link(), "r", IDENTITY, "a:1", lambda: etcd.now)
+    with suppress(StoreError):
+        store.leader()
+    del etcd.values["planaria/r/leader"]
+    with suppress(StoreError, AdmissionError):
+        Admission(None, certifies=False, decided=store)
+    with suppress(StoreError):
+        assert not store.campaign(), "nobody has signed that"
+    with suppress(DecodeError, StoreError, ValueError):
+        view = View.FromString(values[2])
+        sign(view, IDENTITY, View())
+        etcd.values["planaria/r/number"] = str(view.number).encode()
+        etcd.values["planaria/r/view"] = view.SerializeToString()
+        etcd.passes(LEASE)
+        if store.campaign() and store.view is not None:
+            machine = Membership(MembershipRules(run="r", stages=2), IDENTITY)
+            machine.restore(store.view, 0.0)
+            machine.tick(1000.0)
+            machine.validate_state()
+
+
 def addresses(data: bytes) -> None:
     with suppress(AddressError):
         address = Address.parse(text_of(data))
@@ -333,6 +366,7 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
         enrolments,
         certificates,
         admissions,
+        stores,
         addresses,
     )
 }

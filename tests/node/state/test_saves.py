@@ -348,6 +348,16 @@ def test_any_flipped_bit_is_found(tmp_path: Path, contents: Contents | None) -> 
     assert same(saves.load(bad.id.age), bad)
 
 
+@pytest.mark.parametrize("number", ["inf", "nan", "-1.0"])
+def test_a_save_with_a_number_that_cannot_be_is_refused(tmp_path: Path, number: str) -> None:
+    saves = written(tmp_path, state(4))
+    (path,) = (file.path for file in find_saves(tmp_path))
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    fields = module._read_header(path, path.open("rb", buffering=0)) | {"omega": number}
+    path.write_bytes(bytes(module._encode(fields)) + path.read_bytes()[8 + length :])
+    check_refused(saves, Age(0, 4), f"its header makes no sense .*omega {number}")
+
+
 @pytest.mark.parametrize("offset", [0, 12, -1])  # length, header, tensors
 def test_a_damaged_save_is_named_and_the_one_before_is_used(
     tmp_path: Path, offset: int, caplog: pytest.LogCaptureFixture
