@@ -109,7 +109,7 @@ class Babbling(Lying):
             node.__class__ = Listening
             assert isinstance(node, Listening)
             node.heard = []
-        if node.view.driver == node.name or not node.net.links:
+        if self.cluster.registry.view().driver in (node.name, "") or not node.net.links:
             self.since.pop(node.name, None)
             return
         since = self.since.setdefault(node.name, self.world.now)
