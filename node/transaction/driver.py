@@ -65,7 +65,7 @@ from planaria.node.transaction.hanging import Hanging, is_last, slow_and_alone
 from planaria.node.transaction.joining import FOLLOWED, FOLLOWS, Joining
 from planaria.node.transaction.leaving import may_have_heir
 from planaria.node.transaction.overdue import is_late
-from planaria.node.transaction.proving import Witness, examine
+from planaria.node.transaction.proving import Verdict, Witness, examine
 from planaria.node.transaction.resting import DriverPhase, Resting
 from planaria.node.transaction.routing import Pair
 from planaria.node.transaction.rules import TransactionRules
@@ -94,6 +94,8 @@ SKIPS = 3
 EVICTED = 3.0
 """Seconds that an attempt that goes on without a lost node waits, once it is complete, for the view
 without that node; then the node isn't lost, and the attempt is given up."""
+DRIVERS = 32
+"""Views of which it is known who drove."""
 REPLACED = 2.0
 """Seconds after which it is looked whether a node that was to be replaced is."""
 
@@ -109,6 +111,7 @@ class Driver:
         self.identity: Identity | None = None  # what it decides isn't signed without
         self.current: Gathering | Syncing | Attempting | Resting = Resting(DriverPhase.INACTIVE)
         self.view = registry.View()
+        self.drivers: dict[int, registry.Member] = {}  # by view, of the last ones
         self.coming: Coming | None = None
         self.members: dict[str, int] = {}  # active members of the ballot's view: node -> stage
         self.ballot = NEVER
@@ -149,6 +152,7 @@ class Driver:
         """The registry has issued `view`."""
         if view.number <= max(self.view.number, self.coming.view.number if self.coming else 0):
             return []
+        self._note_who_drives(view)
         if view.driver != self.node:
             self.current, self.view, self.coming = Resting(DriverPhase.INACTIVE), view, None
             self.knows = False
@@ -366,6 +370,7 @@ class Driver:
         for node, why in verdict.lies.items():
             failed = pb.Failed(reason=why, accused=[node], cause=NUMBERS)
             effects += self._accuse(self.node, failed)
+        effects += self._accuse_drivers(verdict)
         gathering.distrusted = self.doubts.distrusted | verdict.doubted
         if gathering.distrusted >= gathering.statuses.keys():
             gathering.distrusted = verdict.doubted
@@ -405,7 +410,24 @@ class Driver:
     def _witness(self) -> Witness:
         at, view = self.standing, self.view
         decided = (at.lineage, at.committed) if self.knows else None
-        return Witness(self.node, (view.lineage, view.committed), decided)
+        return Witness(self.node, (view.lineage, view.committed), decided, view.run, self.drivers)
+
+    def _note_who_drives(self, view: registry.View) -> None:
+        for member in view.members:
+            if member.node == view.driver:
+                self.drivers[view.number] = member
+        for number in sorted(self.drivers)[:-DRIVERS]:
+            del self.drivers[number]
+
+    def _accuse_drivers(self, verdict: Verdict) -> list[Effect]:
+        """Those that are still here and have told stages of different commits."""
+        effects: list[Effect] = []
+        for node, proof in verdict.proofs.items():
+            if node in self.members and node != self.node:
+                why = f"it has signed two commits of step {proof[0].step}, which it drove"
+                told = Accused(node=node, stage=self.members[node], by=self.node, reason=why)
+                effects += [Suspect(node, why, NUMBERS, proof), told]
+        return effects
 
     # --- sync: state for those without it
 

@@ -3,6 +3,10 @@
 A step is committed when all who train have voted for it. So who trains and hasn't voted for a step
 knows that there is none, and a driver knows all that was committed while it drove. A `Status` of
 what nobody has heard of is a lie, and the run goes on from the truth.
+
+Where records of one commit differ, signatures tell who lies: who has one that its driver hasn't
+signed, or the driver that has signed two. Then nobody else has lied, and still the run goes on from
+one of them.
 """
 
 from __future__ import annotations
@@ -12,7 +16,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from planaria.bootstrap.registry_pb2 import Decision, Member
 from planaria.node.naming import node_of
+from planaria.node.transaction.chain import decision, is_sealed
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
 
@@ -31,6 +37,13 @@ class Witness:
     decided: Age | None = (
         None  # the newest that it has decided itself; None: it has just taken over
     )
+    run: str = ""
+    drivers: Mapping[int, Member] = field(default_factory=dict)  # who drove, by view
+
+    def has_signed(self, commit: pb.Commit) -> bool:
+        """Whether who drove then has; False, too, where it isn't known who that was."""
+        driver = self.drivers.get(commit.ballot.view)
+        return driver is not None and is_sealed(decision(commit), driver.key, self.run)
 
 
 @dataclass
@@ -38,6 +51,8 @@ class Verdict:
     lies: dict[str, str] = field(default_factory=dict)  # why that can't be
     unproven: set[str] = field(default_factory=set)
     """It may be true, and as good as it is nobody can go on from it."""
+    proofs: dict[str, tuple[Decision, Decision]] = field(default_factory=dict)
+    """Of drivers that have signed two commits of one attempt."""
 
     @property
     def doubted(self) -> set[str]:
@@ -124,16 +139,25 @@ def _compare(
     verdict: Verdict,
 ) -> None:
     """All who have applied one commit have the same record of it."""
-    last = {node: statuses[node].last for node in claimants}
+    last = {node: statuses[node].last for node in sorted(claimants)}
     records = {node: one.SerializeToString(deterministic=True) for node, one in last.items()}
     if len(set(records.values())) < 2:
         return
-    counted = Counter(records.values()).most_common()
-    right = records.get(witness.seat, counted[0][0] if counted[0][1] > counted[1][1] else b"")
-    for node, record in records.items():
-        if right and record != right:
-            step = statuses[node].committed
-            verdict.lies[node] = f"its record of the commit of step {step} is not that of others"
+    signed = {node: decision(one) for node, one in last.items() if witness.has_signed(one)}
+    for node in last.keys() - signed.keys() - {witness.seat} if signed else ():
+        if statuses[node].trained:  # or it would have refused it
+            step = last[node].step
+            verdict.lies[node] = f"its record of the commit of step {step} isn't its driver's"
+    for other in signed.values():
+        one = next(iter(signed.values()))
+        if other.hash != one.hash:
+            verdict.proofs[witness.drivers[one.view].node] = one, other
+    believed = signed.keys() or records.keys()
+    votes = Counter(records[node] for node in believed)
+    most = max(votes, key=lambda record: (votes[record], record))
+    right = records[witness.seat] if witness.seat in believed else most
+    differing = {node for node, record in records.items() if record != right}
+    verdict.unproven |= differing - verdict.lies.keys()
 
 
 def _voted(status: pb.Status, claim: tuple[Age, Ballot]) -> bool:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import (
     CHECKSUM,
     DIVERGENCE,
@@ -41,6 +42,7 @@ from planaria.node.report.events import (
 )
 from planaria.node.transaction.attempting import UNREACHED, Attempting
 from planaria.node.transaction.blaming import HELD_UP, LONGEST_PAUSE, VAIN
+from planaria.node.transaction.chain import hash_of, seal
 from planaria.node.transaction.driver import EVICTED, REPLACED, Driver
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
 from planaria.node.transaction.gathering import ANSWER, QUERY_AGAIN, Gathering
@@ -753,7 +755,7 @@ def test_who_is_caught_up_at_a_gather_is_a_member_and_can_stand_for_its_stage():
 def test_one_who_trained_is_enough_to_go_on_with_joiners():
     told = Told()
     told.views()
-    follows = pb.Status(committed=3, following=2, heard=3)
+    follows = pb.Status(committed=3, last=pb.Commit(step=3), following=2, heard=3)
     trained = pb.Status(committed=3, last=pb.Commit(step=3))
     one = {**dict.fromkeys(SWARM, follows), "d": trained}
     assert sent(told.statuses(**one), "step")["a"].step.begin.step == 4
@@ -2379,3 +2381,19 @@ def test_the_ordinary_status_that_a_lie_is_beside_is_gone_on_from() -> None:
     assert "it says that it has step 9" in suspect.why
     assert sent(effects, "sync").keys() <= {"z"}, "nobody's state is touched but its own"
     assert told.attempt.begin.step == 5
+
+
+def test_a_driver_that_told_stages_of_different_commits_is_shown_to_the_registry() -> None:
+    told, liar = Told(), Identity.generate()
+    told.views(driver="c")
+    told.driver.drivers[1].key = liar.public
+    told.views()
+    commits = [pb.Commit(step=1, ballot=pb.Ballot(view=1), loss=loss) for loss in (2.0, 3.0)]
+    for commit in commits:
+        seal(commit, liar, "")
+    one, other = (pb.Status(committed=1, last=commit, trained=True) for commit in commits)
+    effects = told.statuses(a=one, b=other, c=one, d=one, e=other)
+    (shown,) = [effect for effect in effects if isinstance(effect, Suspect)]
+    assert (shown.node, shown.cause) == ("c", NUMBERS)
+    assert {two.hash for two in shown.proof} == set(map(hash_of, commits))
+    assert [accused.node for accused in events(effects, Accused)] == ["c"]

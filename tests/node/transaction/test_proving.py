@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from planaria.bootstrap.identity import Identity
+from planaria.bootstrap.registry_pb2 import Member
+from planaria.node.transaction.chain import hash_of, seal
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.proving import LINEAGES, Verdict, Witness, examine
 from planaria.node.wire import stage_pb2 as pb
 
+RUN = "run"
 MADE = Ballot(3, 8)
 """The attempt that made the newest step."""
 
@@ -28,7 +32,8 @@ def judged(own: pb.Status, *others: pb.Status, registered: int = 0, decided: int
     """`own`: of the driver's own seat; the others are of b/1, c/2, ..."""
     statuses = {f"{'bcdefg'[i]}/{i + 1}": status for i, status in enumerate(others)}
     knows = (0, decided) if decided >= 0 else None
-    return examine({"a/0": own} | statuses, Witness("a/0", (0, registered), knows))
+    drove = {MADE.view: Member(node="gone/0", key=DRIVER.public)}
+    return examine({"a/0": own} | statuses, Witness("a/0", (0, registered), knows, RUN, drove))
 
 
 def lies(*statuses: pb.Status, **more: int) -> set[str]:
@@ -80,12 +85,45 @@ def test_a_lineage_that_nobody_knows_of_is_not_gone_on_from_and_may_have_been() 
     assert judged(NEW, at(3, lineage=1), at(7, trained=False)).doubted == set()
 
 
-def test_a_record_of_a_commit_that_is_not_that_of_others_is_a_lie() -> None:
-    other = at(7)
+def told_by(identity: Identity, clip_scale: float, **more: object) -> pb.Status:
+    """Who has step 7, as whoever has this key has told of it."""
+    status = at(7, **more)
+    status.last.clip_scale.append(clip_scale)
+    seal(status.last, identity, RUN)
+    return status
+
+
+DRIVER = Identity.generate()
+TOLD, OTHERWISE = told_by(DRIVER, 1.0), told_by(DRIVER, 0.5)
+MADE_UP = told_by(Identity.generate(), 1e30)
+
+
+def test_who_has_a_record_that_the_driver_has_not_signed_lies() -> None:
+    verdict = judged(TOLD, MADE_UP, TOLD)
+    assert verdict.lies == {"b/1": "its record of the commit of step 7 isn't its driver's"}
+    assert lies(NEW, MADE_UP, MADE_UP, TOLD) == {"b/1", "c/2"}, "however many they are"
+    told_while_joining = told_by(Identity.generate(), 1e30, trained=False)
+    verdict = judged(TOLD, told_while_joining)
+    assert (verdict.lies, verdict.doubted) == ({}, {"b/1"}), "joiners believe their driver"
+
+
+def test_a_driver_that_has_signed_two_commits_is_the_liar_and_nobody_else() -> None:
+    for verdict in judged(TOLD, OTHERWISE, TOLD), judged(NEW, TOLD, OTHERWISE, TOLD):
+        assert verdict.lies == {}
+        ((node, proof),) = verdict.proofs.items()
+        assert node == "gone/0"
+        assert {one.hash for one in proof} == {hash_of(TOLD.last), hash_of(OTHERWISE.last)}
+    assert judged(TOLD, OTHERWISE, TOLD).doubted == {"b/1"}, "the run goes on from one of them"
+    assert len(judged(NEW, TOLD, OTHERWISE).doubted) == 1, "from either"
+    verdict = judged(TOLD, OTHERWISE, MADE_UP)
+    assert (verdict.lies.keys(), verdict.proofs.keys()) == ({"c/2"}, {"gone/0"})
+
+
+def test_where_nobody_knows_who_drove_the_run_goes_on_from_one_record_and_nobody_lies() -> None:
+    ours, other = at(7), at(7)
     other.last.clip_scale.append(1e30)
-    assert lies(at(7), other) == {"b/1"}
-    assert lies(NEW, other, at(7), at(7)) == {"b/1"}
-    assert lies(NEW, other, at(7)) == set(), "nobody knows which"
+    assert (judged(ours, other).doubted, lies(ours, other)) == ({"b/1"}, set())
+    assert judged(NEW, other, ours, ours).doubted == {"b/1"}
 
 
 def test_one_lie_does_not_hide_another() -> None:
