@@ -442,9 +442,10 @@ def bootstrap_command(
     with refusing(*kinds, EtcdRefused, StoreError, OSError, ValueError):
         if store and not (journal is None is after):
             raise ValueError("--store is instead of --journal and --after; leave those out")
+        place = Address.parse(listen)  # said at once, before a model is looked at
         text = dumps(resolve(load(run_file)))
         begun = Bootstrapping(
-            listen=Address.parse(listen),
+            listen=place,
             rules=replace(
                 registry_rules(loads(text)),
                 max_per_block=most_per_block,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,9 @@ class End:
     def __init__(self, network: Network, name: str) -> None:
         self.name, self.world, self.address = name, network.world, f"{name}:1"
         self.process = Process(network.world, name)
-        self.cluster = SimpleNamespace(tampering={}, garbling={}, state_size=1.0)
+        self.cluster = SimpleNamespace(
+            tampering={}, garbling={}, state_size=1.0, counts=Counter(), may_lie=lambda _: False
+        )
         self.streams: dict[str, Any] = {}
         self.came: list[int] = []
         self.lost: list[str] = []

@@ -106,7 +106,7 @@ async def test_the_replacement_of_a_lone_node_that_is_killed_takes_its_stage(pla
     await place.logged("second", "joined as .*: stage 0 was vacant")
     description = await described(address)
     assert [stages_of(member) for member in description.view.members] == [[0]]
-    assert "not there when the registry and" in " ".join(description.decisions)
+    assert "restarted: " in " ".join(description.decisions)
 
 
 async def committed(address: str, steps: int) -> None:

@@ -14,6 +14,7 @@ from planaria.bootstrap.admission import Admission
 from planaria.bootstrap.invites import encode
 from planaria.bootstrap.registry_pb2 import View
 from planaria.bootstrap.store import Store
+from planaria.node.local.processes import run_planaria
 from planaria.node.report.ledger import audit
 from planaria.node.resolve import registry_rules
 from planaria.node.run_file import load
@@ -27,7 +28,7 @@ class Registries(Machines):
     """Each with a folder of its own, in which the operator has put the run's key."""
 
     def __init__(self, folder: Path, data: Path, etcd: EtcdServer, ways: list[Way]) -> None:
-        super().__init__(folder, data, stages=1)
+        super().__init__(folder, data, stages=1, secured=True, work=run_planaria)
         self.etcd, self.ways = etcd, dict(zip(NAMES, ways, strict=True))
         self.run = registry_rules(load(folder / "run.toml")).run
         self.key = Admission(folder / "r1").key
