@@ -118,6 +118,7 @@ class Stream:
 
     async def _speak(self, ended: Callable[[Conversation], None]) -> None:
         try:
+            await self._call.initial_metadata()  # gRPC loses why it is refused who writes before
             while True:
                 await self._call.write(await self._unsent.get())
         except (grpc.aio.BaseError, asyncio.InvalidStateError):

@@ -69,6 +69,7 @@ class Onlookers:
         log.info("onlooker %s comes from %s", name, context.peer())
         listening = asyncio.create_task(self._listen(name, answers, context))
         try:
+            await context.send_initial_metadata(())  # it is heard, and may speak
             while (data := await answers.next()) is not None:
                 await context.write(data)
             if answers.why:
