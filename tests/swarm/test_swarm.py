@@ -46,8 +46,10 @@ def test_every_kind_of_kill_heals(up):
     assert_clean(summary, 30)
     methods = [(row["stage"], row["method"]) for row in summary["rebuilds"]]
     expected = {(2, "checkfree"), (2, "replica"), (3, "replica"), (0, "replica")}
-    filled_in = {(3, "checkfree")}  # if it was the other node of stage 3 that took stage 2
-    assert expected <= set(methods) <= expected | filled_in
+    # Who moved to stage 2 has left a stage to its other node, which may be killed later.
+    left = {event["stage"] for event in swarm.events("given back")}
+    guessed = {(0, "stage0-copy"), (3, "checkfree")}
+    assert expected <= set(methods) <= expected | {one for one in guessed if one[0] in left}
     for row in summary["rebuilds"]:
         assert row["bytes"] > 0
         assert row["sources"]
