@@ -132,11 +132,10 @@ def _check_lora(run: RunFile) -> None:
 def run_id(run: RunFile) -> str:
     """What the run is called, by itself and all that it says; fit for a folder's name.
 
-    What is as it would be unsaid doesn't count: a run keeps its name when a newer planaria, which
-    has keys that its file lacks, goes on with it.
+    A run keeps its name when a newer planaria, which has keys that its file lacks, goes on with it.
     """
-    said = run.model_dump(mode="json", exclude_defaults=True)
-    return f"{run.name}-{hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:8]}"
+    said = json.dumps(run.said(), sort_keys=True)
+    return f"{run.name}-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
 
 
 def registry_rules(run: RunFile) -> MembershipRules:

@@ -420,8 +420,8 @@ class TrustSection(Section):
 
 
 class WireSection(Section):
-    activations: Narrow = "none"
-    gradients: Narrow = "none"
+    activations: Narrow = "bf16"
+    gradients: Narrow = "bf16"
     averaging: Codec = "none"
 
 
@@ -437,6 +437,14 @@ class RunFile(Section):
     swarm: SwarmSection = SwarmSection()
     wire: WireSection = WireSection()
     trust: TrustSection = TrustSection()
+
+    def said(self, *left_out: str) -> dict[str, Any]:
+        """What tells this run from others, without the sections `left_out`. What is as it would be
+        unsaid isn't there, so that a new key changes nothing; of [wire] that is what it once was:
+        codec none."""
+        said = self.model_dump(mode="json", exclude_defaults=True, exclude={"wire", *left_out})
+        wire = {key: codec for key, codec in self.wire.model_dump().items() if codec != "none"}
+        return {**said, "wire": wire} if wire else said
 
     def config_for(self, vocabulary: int) -> ModelConfig:
         """For data with so many token ids. Raises ValueError."""

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pydantic import Field, ValidationError
 
@@ -19,6 +19,10 @@ from planaria.node.run_file import RunFile, RunFileError, Section, from_fields
 RESULTS = "runs.jsonl"
 FORMAT = 3
 """Grows when the same study gives other results than before: with a default that matters, too."""
+
+
+EXACT: Final = {"wire": {"activations": "none", "gradients": "none"}}
+"""What a study's run begins with, over a run file's defaults: boundaries as they are computed."""
 
 
 class StudyError(ValueError):
@@ -76,9 +80,7 @@ class Job:
         fields = [
             FORMAT,
             content,
-            self.run.model_dump(
-                mode="json", exclude={"data", "name", "swarm", "saves"}, exclude_defaults=True
-            ),
+            self.run.said("data", "name", "swarm", "saves"),
             self.losses.model_dump(mode="json", exclude_defaults=True),
             self.ablation.model_dump(mode="json", exclude_defaults=True),
             dict(self.texts),
@@ -117,7 +119,8 @@ def jobs(study: Study) -> list[Job]:
     for seed in study.seeds:
         for variant in study.variants:
             try:
-                run = from_fields(_merged({**study.run, "seed": seed}, variant.run))
+                base = {**_merged(EXACT, study.run), "seed": seed}
+                run = from_fields(_merged(base, variant.run))
             except RunFileError as error:
                 raise StudyError(f"variant {variant.name!r}: {error}") from error
             losses = variant.losses if variant.losses is not None else study.losses

@@ -201,8 +201,6 @@ def _asked(
             training__batch=size,
             training__microbatch=1,
             training__precision="bf16",
-            wire__activations="bf16",
-            wire__gradients="bf16",
         )
         if tokens is None:
             raise PlanError("a preset says nothing of how much to train: give --tokens")

@@ -43,6 +43,9 @@ layers = 2
 [training]
 batch = 2
 microbatch = 1
+[wire]
+activations = "none"
+gradients = "none"
 """
 )
 NODES = {"a": 0, "b": 1, "c": 2}

@@ -147,11 +147,11 @@ def test_what_is_not_known_is_said_of_every_check() -> None:
 
 def test_lossy_codecs_and_replicas_change_what_a_step_sends() -> None:
     crossing = 16 * 512 * 512
-    assert bytes_a_step(RUN) == 8 * crossing
-    half = loads("[model]\npreset='small'\nvocabulary=2048\n[wire]\nactivations='bf16'\n")
+    assert bytes_a_step(RUN) == 4 * crossing
+    half = loads("[model]\npreset='small'\nvocabulary=2048\n[wire]\nactivations='none'\n")
     assert bytes_a_step(half) == 6 * crossing
     two = loads("[model]\npreset='small'\nvocabulary=2048\n[swarm]\nreplicas=2\n")
-    assert bytes_a_step(two) == 4 * crossing + 4 * max(FIRST, BODY)
+    assert bytes_a_step(two) == 2 * crossing + 4 * max(FIRST, BODY)
 
 
 def test_a_finding_is_one_line() -> None:

@@ -17,6 +17,9 @@ batch = 4
 microbatch = 1
 warmup = 5
 validation_microbatches = 2
+[wire]  # so that losses compare to the last digits
+activations = "none"
+gradients = "none"
 """)
 
 

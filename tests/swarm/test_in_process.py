@@ -34,7 +34,15 @@ from planaria.node.naming import node_of
 from planaria.node.report import line_file
 from planaria.node.report.ledger import audit, merge
 from planaria.node.report.line_file import LineFile
-from planaria.node.run_file import RunFile, dumps, from_fields, override
+from planaria.node.run_file import (
+    RunFile,
+    SavesSection,
+    SwarmSection,
+    WireSection,
+    dumps,
+    from_fields,
+    override,
+)
 from planaria.node.stage.model import with_weights
 from planaria.node.stage.own_code import fill_in
 from planaria.node.state.holdings import CLOSE, Holdings
@@ -52,8 +60,8 @@ from tests.swarm.small import small
 
 def undisturbed(run: RunFile, corpus: Data, steps: int) -> list[float]:
     """The first losses that one process has, from which these keys take nothing."""
-    keys = ("saves", "swarm", "wire")
-    alone = run.model_copy(update={key: getattr(RunFile(), key) for key in keys})
+    exact = WireSection(activations="none", gradients="none")
+    alone = run.model_copy(update={"saves": SavesSection(), "swarm": SwarmSection(), "wire": exact})
     found, training = _begun(alone, corpus)
     found.extend(islice(training, max(0, steps - len(found))))
     return found[:steps]

@@ -18,7 +18,7 @@ from planaria.lab.chaos import sick_node
 from planaria.lab.chaos.sick_node import KINDS, Faults, arm, tell
 from planaria.node.report.event_log import EventLog
 from planaria.node.report.events import SwarmEnding
-from planaria.node.run_file import ModelSection, RunFile
+from planaria.node.run_file import ModelSection, RunFile, WireSection
 from planaria.node.stage.arithmetic import TorchStage
 from planaria.node.stage.compute import ComputeThread
 from planaria.node.stage.shape import model_config
@@ -31,7 +31,7 @@ from planaria.node.wire.frames import Frame
 from planaria.node.wire.tensors import decode, encode
 
 SECTION = ModelSection(dim=8, heads=2, stages=2, layers=2, context=4, hidden=8, vocabulary=16)
-RUN = RunFile(model=SECTION)
+RUN = RunFile(model=SECTION, wire=WireSection(activations="none", gradients="none"))
 BEGAN = Ballot(1, 1)
 WRITER = """
 import sys

@@ -43,6 +43,9 @@ relearn.passes = 5
 relearn.steps = 4
 checkpoint.every = 4
 checkpoint.dir = "memory"
+[wire]
+activations = "none"
+gradients = "none"
 """
 POLICIES = ("checkfree", "checkfree+", "snapshot", "checkpoint", "redundant")
 LOSSES = {10: [3], 20: [1]}

@@ -48,7 +48,7 @@ def swarm(
     **changes: Any,
 ) -> Swarm:
     run = override(
-        loads("[training]\nmicrobatch = 1"),
+        loads("[training]\nmicrobatch = 1\n[wire]\nactivations = 'none'\ngradients = 'none'"),
         training__batch=microbatches,
         model__stages=stages,
         model__layers=stages,

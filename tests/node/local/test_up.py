@@ -237,10 +237,12 @@ def test_a_resolved_run_says_all_that_a_node_needs(data):
 
 
 def test_a_run_keeps_its_name_when_a_later_planaria_has_more_keys():
-    """The names are those of folders, saves and journals that there are."""
-    assert run_id(RunFile()) == "run-44136fa3"
-    assert run_id(loads(dumps(RunFile()))) == "run-44136fa3"
-    said = 'name = "many"\nseed = 3\n[model]\nstages = 4\n[swarm]\nreplicas = 2\n'
+    """The names are those of folders, saves and journals that there are. What they resumed said
+    codec none, which was the default."""
+    whole = '[wire]\nactivations = "none"\ngradients = "none"\n'
+    assert run_id(loads(whole)) == "run-44136fa3"
+    assert run_id(loads(dumps(loads(whole)))) == "run-44136fa3"
+    said = f'name = "many"\nseed = 3\n[model]\nstages = 4\n[swarm]\nreplicas = 2\n{whole}'
     assert run_id(loads(said)) == run_id(loads(dumps(loads(said)))) == "many-9f074fb5"
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from planaria.bootstrap.registry_pb2 import NONFINITE
 from planaria.node.data.corpus import Corpus
 from planaria.node.data.mixture import beginnings, windows
-from planaria.node.run_file import ModelSection, RunFile, TrainingSection
+from planaria.node.run_file import ModelSection, RunFile, TrainingSection, WireSection
 from planaria.node.stage.compute import ComputeThread
 from planaria.node.stage.model import build_stage
 from planaria.node.stage.optimizer import StageOptimizer
@@ -37,7 +37,11 @@ from planaria.node.wire.tensors import decode, encode, finite
 
 CPU = torch.device("cpu")
 SECTION = ModelSection(dim=8, heads=2, stages=STAGES, layers=2, context=4, hidden=8)
-RUN = RunFile(model=SECTION, training=TrainingSection(batch=10, microbatch=2))
+RUN = RunFile(
+    model=SECTION,
+    training=TrainingSection(batch=10, microbatch=2),
+    wire=WireSection(activations="none", gradients="none"),
+)
 
 
 @pytest.fixture(scope="module")
