@@ -4,9 +4,11 @@ gRPC is left out: the nodes talk to its machine directly."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -164,6 +166,21 @@ class OneSeat(Node):
         return self.seat.holdings
 
 
+class LocalLines(Lines):
+    """All that the nodes of a `LocalSwarm` have told by now, though their files are written by
+    threads."""
+
+    def __init__(self, swarm: LocalSwarm) -> None:
+        super().__init__(swarm.out)
+        self.swarm = swarm
+
+    def of(self, pattern: str) -> list[dict[str, Any]]:
+        files = [file for node, _ in self.swarm.nodes.values() for file in node.files]
+        while any(file.writing for file in files):
+            time.sleep(0.0005)
+        return super().of(pattern)
+
+
 class LocalSwarm:
     """Nodes by slot (stage, replica); `kill` ends one without a goodbye."""
 
@@ -180,7 +197,7 @@ class LocalSwarm:
         """`after_view`: the newest one of the processes that this swarm goes on from. `room`: seats
         that a node can hold. `checkpoint`: that the run begins from, which stage 0 has."""
         self.run, self.corpus, self.out, self.saves = run, corpus, out, saves
-        self.lines = Lines(out)
+        self.lines = LocalLines(self)
         self.config = run.config_for(corpus.vocabulary)
         replicas = run.swarm.replicas
         self.registry = LocalRegistry(
