@@ -74,7 +74,9 @@ def audit_command(
     console.print(table)
     planned = f" of {found.planned}" if found.planned else ""
     console.print(f"{found.steps} committed steps{planned}, {found.superseded} superseded lines")
-    for sentence in found.cut:
+    if found.chained:
+        console.print(f"{found.chained} commits follow the one before, whose hash they name")
+    for sentence in (*found.cut, *found.unchained):
         console.print(sentence, style="yellow", markup=False, highlight=False, soft_wrap=True)
     if found.exact and found.steps < found.planned:
         console.print(

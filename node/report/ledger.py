@@ -2,10 +2,16 @@
 
 A ledger is a JSONL file: a `LedgerHeader`, then a `Line` for each committed step. Every stage-0
 node writes its own; what counts is their union (`merge`).
+
+A line has the commit itself, too, if it is as it was signed: saves that were written anew for other
+stages have another one. What the line says has to follow from it, and
+each commit names the one before: who changes a ledger has to make up all that comes after, and what
+others have written of it.
 """
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import math
@@ -25,6 +31,7 @@ from typing import (
 )
 
 import xxhash
+from google.protobuf.message import DecodeError
 from pydantic import (
     ConfigDict,
     Field,
@@ -37,6 +44,7 @@ from typing_extensions import TypedDict
 
 from planaria.node.data.turns import Share
 from planaria.node.report.line_file import LineFile
+from planaria.node.transaction.chain import hash_of
 from planaria.node.wire import stage_pb2
 
 if TYPE_CHECKING:
@@ -47,10 +55,15 @@ MOST_LINE = 32 * 2**20
 """Bytes: the line of a step with as many microbatches as a run may have is shorter."""
 MOST_STEPS = 10**9
 """As a run file has it."""
+MOST_SHOWN = 80
+"""Letters of a value, where two differ."""
+MOST_BROKEN = 16
+"""Links that are named."""
 STEPS_AT_ONCE = 200_000
 """That an audit has in memory, some 400 bytes each."""
 Count = Annotated[int, Field(ge=0)]
 Hash = Annotated[str, StringConstraints(pattern="^[0-9a-f]{32}$")]  # xxh3_128
+Link = Annotated[str, StringConstraints(pattern="^([0-9a-f]{64})?$")]  # SHA-256, or nothing
 
 
 class LedgerError(ValueError):
@@ -94,8 +107,14 @@ class Line(TypedDict):
     doubted: NotRequired[list[tuple[str, Count, Count]]]
     """Nodes that were found to compute wrongly: each with its stage, and the last step in which it
     was found to be right. What it did after that is doubted."""
+    lineage: NotRequired[Count]  # how often the run had gone back to files before
+    hash: NotRequired[Link]  # of the commit
+    previous: NotRequired[Link]  # of the one before it; empty: it is the first of its lineage
+    commit: NotRequired[str]  # base64
 
 
+OF_COMMIT = ("lineage", "hash", "previous", "commit")
+"""What a line has of a commit that is as it was signed."""
 _HEADER: TypeAdapter[LedgerHeader] = TypeAdapter(LedgerHeader)
 _LINE: TypeAdapter[Line] = TypeAdapter(Line)
 Fields = TypeVar("Fields")
@@ -123,6 +142,11 @@ def line(commit: stage_pb2.Commit, epoch: int, time: float) -> Line:
     )
     if commit.doubted:
         written["doubted"] = [(one.node, one.stage, one.since) for one in commit.doubted]
+    if commit.signature:
+        written["lineage"] = commit.lineage
+        written["hash"], written["previous"] = hash_of(commit).hex(), commit.previous.hex()
+        whole = commit.SerializeToString(deterministic=True)
+        written["commit"] = base64.b64encode(whole).decode()
     return written
 
 
@@ -235,9 +259,14 @@ class _Chosen(Generic[Kept]):
     """The line of a step that counts, so far."""
 
     ballot: tuple[int, int]
-    digest: bytes  # of all but its time
+    digest: bytes  # of all but its time and its commit
+    hash: str  # of that; empty: the line has none
     time: float
     kept: Kept
+
+    def is_of(self, digest: bytes, hash: str) -> bool:
+        """Whether another line tells of the same commit, which one of them may not have."""
+        return self.digest == digest and (self.hash == hash or "" in (self.hash, hash))
 
 
 @dataclass
@@ -264,10 +293,12 @@ def _choose(
                 choice.following = min(choice.following or step, step)
             if not first <= step < first + most:
                 continue
-            digest = _digest(line)
+            digest, hash = _digest(line), line.get("hash", "")
             other = choice.steps.get(step)
-            if other is not None and other.digest == digest:
+            if other is not None and other.is_of(digest, hash):
                 other.time = min(other.time, line["time"])
+                if hash and not other.hash:
+                    other.kept, other.hash = keep(line), hash
                 continue
             choice.superseded += other is not None
             if other is not None and other.ballot == ballot:
@@ -277,12 +308,13 @@ def _choose(
                     "step, don't trust this run's weights"
                 )
             if other is None or ballot > other.ballot:
-                choice.steps[step] = _Chosen(ballot, digest, line["time"], keep(line))
+                choice.steps[step] = _Chosen(ballot, digest, hash, line["time"], keep(line))
     return choice
 
 
 def _digest(line: Line) -> bytes:
-    return xxhash.xxh3_128_digest(json.dumps({**line, "time": 0}, sort_keys=True).encode())
+    figures = {key: value for key, value in line.items() if key not in OF_COMMIT}
+    return xxhash.xxh3_128_digest(json.dumps({**figures, "time": 0}, sort_keys=True).encode())
 
 
 def _difference(first: LedgerHeader, second: LedgerHeader) -> str:
@@ -304,6 +336,7 @@ def _lines(path: Path) -> Iterator[Line]:
         if number > 1:
             line = _parse(_LINE, row, path, number)
             _check_sums(line, path, number)
+            _check_commit(line, path, number)
             yield line
 
 
@@ -333,6 +366,32 @@ def _check_sums(line: Line, path: Path, number: int) -> None:
         )
 
 
+def _check_commit(told: Line, path: Path, number: int) -> None:
+    """Ledgers of old have none."""
+    if told.keys().isdisjoint(OF_COMMIT):
+        return
+    try:
+        commit = stage_pb2.Commit.FromString(
+            base64.b64decode(told.get("commit", ""), validate=True)
+        )
+    except (ValueError, DecodeError) as error:
+        raise LedgerError(f"{path}, line {number} is damaged: commit: {error}") from error
+    follows: dict[str, object] = {**line(commit, told["epoch"], told["time"])}
+    found: dict[str, object] = {**told}
+    for key in follows | found:
+        if found.get(key) != follows.get(key):
+            raise LedgerError(
+                f"{path}, line {number} was changed: {key} is {_shown(found.get(key))}, and "
+                f"{_shown(follows.get(key))} in the commit of step {commit.step}; don't trust this "
+                "ledger, get one from another node of stage 0"
+            )
+
+
+def _shown(value: object) -> str:
+    words = "nothing" if value is None else str(value)
+    return words if len(words) <= MOST_SHOWN else f"{words[:MOST_SHOWN]}..."
+
+
 def _parse(adapter: TypeAdapter[Fields], row: bytes, path: Path, number: int) -> Fields:
     try:
         return adapter.validate_json(row)
@@ -359,10 +418,12 @@ class Audit:
     superseded: int
     planned: int = 0  # of the whole run; 0: not known
     cut: tuple[str, ...] = ()  # what is wrong at the ledgers' ends, in sentences
+    chained: int = 0  # steps whose commit names the one before, which is there
+    unchained: tuple[str, ...] = ()  # where a commit names another one than is there, in sentences
 
     @property
     def exact(self) -> bool:
-        return self.duplicates == self.missing == self.extra == 0
+        return self.duplicates == self.missing == self.extra == 0 and not self.unchained
 
 
 def audit(directory: Path) -> Audit:
@@ -380,11 +441,13 @@ def audit(directory: Path) -> Audit:
             "name the folder that a run wrote with --out"
         )
     header = _common_header(paths)
-    compare = _comparing(header)
+    compare, chain = _comparing(header), Chain()
     wrong, steps, superseded, first = Wrong(), 0, 0, 1
     while first:
-        choice = _choose(paths, compare, STEPS_AT_ONCE, first)
-        wrong = sum((chosen.kept for chosen in choice.steps.values()), wrong)
+        choice = _choose(paths, lambda line: (compare(line), _link(line)), STEPS_AT_ONCE, first)
+        for _, chosen in sorted(choice.steps.items()):
+            wrong += chosen.kept[0]
+            chain.follow(chosen.kept[1])
         steps, superseded = steps + len(choice.steps), superseded + choice.superseded
         first = choice.following
     there = max(choice.last, _summarized(directory))
@@ -394,19 +457,27 @@ def audit(directory: Path) -> Audit:
             f"the ledger ends with step {choice.last}, and summary.json has {there} steps: its end "
             "is cut off"
         )
-    return _audit(header, wrong, steps, superseded, there, tuple(cut))
+    return _audit(header, wrong, steps, superseded, there, chain, tuple(cut))
 
 
 def check(merged: Merged) -> Audit:
     """The audit of merged ledgers. Raises LedgerError for a header without windows."""
     compare = _comparing(merged.header)
-    wrong = sum(map(compare, merged.lines), Wrong())
+    wrong, chain = sum(map(compare, merged.lines), Wrong()), Chain()
+    for line in merged.lines:
+        chain.follow(_link(line))
     last = max((line["step"] for line in merged.lines), default=0)
-    return _audit(merged.header, wrong, len(merged.lines), merged.superseded, last, ())
+    return _audit(merged.header, wrong, len(merged.lines), merged.superseded, last, chain, ())
 
 
 def _audit(
-    header: LedgerHeader, wrong: Wrong, steps: int, superseded: int, last: int, cut: tuple[str, ...]
+    header: LedgerHeader,
+    wrong: Wrong,
+    steps: int,
+    superseded: int,
+    last: int,
+    chain: Chain,
+    cut: tuple[str, ...],
 ) -> Audit:
     return Audit(
         expected=last * header["batch"],
@@ -417,6 +488,8 @@ def _audit(
         superseded=superseded,
         planned=header.get("steps", 0),
         cut=cut,
+        chained=chain.chained,
+        unchained=tuple(chain.broken),
     )
 
 
@@ -440,6 +513,42 @@ def _half_line(path: Path) -> str:
         file.seek(-1, os.SEEK_END)
         whole = file.read(1) == b"\n"
     return "" if whole else f"the last line of {path} is cut off: it is not counted"
+
+
+class _Link(NamedTuple):
+    step: int
+    lineage: int
+    hash: str  # empty: of a ledger of old, which has none
+    previous: str
+
+
+def _link(line: Line) -> _Link:
+    hash, previous = line.get("hash", ""), line.get("previous", "")
+    return _Link(line["step"], line.get("lineage", 0), hash, previous)
+
+
+class Chain:
+    """Of the commits that count, one after the other. A lineage's first one names none, and of what
+    isn't there nothing is known."""
+
+    def __init__(self) -> None:
+        self.last: _Link | None = None
+        self.chained = 0
+        self.broken: list[str] = []
+
+    def follow(self, link: _Link) -> None:
+        last, self.last = self.last, link
+        if last is None or not last.hash or last.step + 1 != link.step:
+            return
+        if link.hash and link.lineage != last.lineage:
+            return
+        if link.previous == last.hash:
+            self.chained += 1
+        elif len(self.broken) < MOST_BROKEN:
+            self.broken.append(
+                f"step {link.step} comes after another commit of step {last.step} than the one in "
+                "the ledger, which was changed or isn't whole: compare it with those of other nodes"
+            )
 
 
 class Wrong(NamedTuple):

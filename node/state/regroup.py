@@ -72,6 +72,7 @@ def regrouped(stage: int, stages: int, parts: Sequence[tuple[Piece, SaveFile]]) 
         del scales[:]
         if newest.id.stage < len(those):
             scales.extend([those[newest.id.stage]] * (stages + 1))
+    last.ClearField("signature")  # no driver has signed this one
     return StageState(
         id=StateId.after(last, stage, one.id.lineage + 1, one.id.step),
         tensors={},

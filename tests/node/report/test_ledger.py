@@ -21,10 +21,12 @@ from planaria.node.report.ledger import (
     LedgerHeader,
     Line,
     audit,
+    check,
     line,
     merge,
     windows_in,
 )
+from planaria.node.transaction.chain import hash_of
 from planaria.node.wire import stage_pb2
 
 HEADER = LedgerHeader(
@@ -33,12 +35,12 @@ HEADER = LedgerHeader(
 WINDOWS = Windows(seed=3, samples=50, batch=12)
 
 
-def committed(
-    step: int, view: int = 1, attempt: int = 1, time: float = 5.0, windows: AnyWindows = WINDOWS
-) -> Line:
+def commit(
+    step: int, view: int = 1, attempt: int = 1, windows: AnyWindows = WINDOWS
+) -> stage_pb2.Commit:
     ids = windows.ids(step)
     parts = [(i, microbatch_ids(ids, i, 4)) for i in (2, 0, 1)]  # they come home in any order
-    commit = stage_pb2.Commit(
+    return stage_pb2.Commit(
         step=step,
         ballot=stage_pb2.Ballot(view=view, attempt=attempt),
         loss=3.5,
@@ -50,7 +52,24 @@ def committed(
             for i, part in parts
         ],
     )
-    return line(commit, windows.epoch(step), time)
+
+
+def committed(
+    step: int, view: int = 1, attempt: int = 1, time: float = 5.0, windows: AnyWindows = WINDOWS
+) -> Line:
+    """A line without the commit itself, which isn't signed."""
+    return line(commit(step, view, attempt, windows), windows.epoch(step), time)
+
+
+def chained(steps: int, lineage: int = 0, view: int = 1, after: int = 0) -> list[Line]:
+    """Those of the lineage, each of which names the one before."""
+    lines, previous = [], b""
+    for step in range(after + 1, after + steps + 1):
+        made = commit(step, view)
+        made.lineage, made.previous, made.signature = lineage, previous, b"signed"
+        lines.append(line(made, WINDOWS.epoch(step), 5.0))
+        previous = hash_of(made)
+    return lines
 
 
 def changed(original: Line, microbatches: list[tuple[int, int, str]]) -> Line:
@@ -78,11 +97,11 @@ def test_a_line_holds_the_record_of_the_commit() -> None:
 
 
 def test_what_json_can_not_say_is_null(tmp_path: Path) -> None:
-    commit = stage_pb2.Commit(step=1, skipped=True, loss=math.nan, gradient_norm=math.inf)
-    path = write(tmp_path / "ledger.jsonl", line(commit, 0, 1.0))
+    skipped = stage_pb2.Commit(step=1, skipped=True, loss=math.nan, gradient_norm=math.inf)
+    path = write(tmp_path / "ledger.jsonl", line(skipped, 0, 1.0))
     found = json.loads(path.read_text().splitlines()[1])
     assert (found["loss"], found["gradient_norm"], found["skipped"]) == (None, None, True)
-    assert merge([path]).lines == [line(commit, 0, 1.0)]
+    assert merge([path]).lines == [line(skipped, 0, 1.0)]
 
 
 def test_lines_are_on_disk_when_append_returns(tmp_path: Path) -> None:
@@ -237,6 +256,85 @@ def test_damage_is_named_by_file_and_line(
     assert find in text
     path.write_text(text.replace(find, replace))
     with pytest.raises(LedgerError, match=message):
+        audit(tmp_path)
+
+
+# The chain of commits
+
+
+def test_the_commits_of_a_ledger_are_a_chain_and_of_old_ones_nothing_is_known(
+    tmp_path: Path,
+) -> None:
+    first, went_back = chained(4), chained(3, lineage=1, view=2, after=2)
+    write(tmp_path / "ledger-a.jsonl", *map(committed, (1, 2)), *chained(2, after=2))
+    assert (audit(tmp_path).chained, audit(tmp_path).exact) == (1, True)
+    (tmp_path / "ledger-a.jsonl").unlink()
+    write(tmp_path / "ledger-a.jsonl", *first)
+    write(tmp_path / "ledger-b.jsonl", *first[:2], *went_back)
+    found = audit(tmp_path)
+    assert (found.steps, found.superseded, found.exact) == (5, 2, True)
+    assert found.chained == 3, "of steps 2, 4 and 5: step 3 is the first after it went back"
+    merged = merge(sorted(tmp_path.glob("*.jsonl")))
+    assert check(merged).chained == 3
+
+
+@pytest.mark.parametrize(
+    ("find", "replace", "what"),
+    [
+        ('"loss": 3.5', '"loss": 2.5', r"loss is 2\.5, and 3\.5 in the commit of step 1"),
+        ('"tokens": 768', '"tokens": 1', "tokens is 1, and 768 in"),
+        ('"lineage": 0, ', "", "lineage is nothing, and 0 in"),
+        ('"previous": ""', f'"previous": "{"0" * 64}"', "previous is 000"),
+        ('"step": 1,', '"step": 3,', "step is 3, and 1 in"),
+    ],
+)
+def test_a_line_that_was_changed_is_named(
+    tmp_path: Path, find: str, replace: str, what: str
+) -> None:
+    path = write(tmp_path / "ledger.jsonl", *chained(2))
+    rows = path.read_text().splitlines(keepends=True)
+    assert find in rows[1]
+    path.write_text(rows[0] + rows[1].replace(find, replace, 1) + rows[2])
+    with pytest.raises(LedgerError, match=rf"ledger\.jsonl, line 2 was changed: {what}"):
+        audit(tmp_path)
+
+
+def test_a_commit_that_was_made_up_is_found_by_the_next_one(tmp_path: Path) -> None:
+    lines, other = chained(3), commit(2)
+    other.loss, other.signature = 9.0, b"signed"
+    other.previous = bytes.fromhex(lines[0]["hash"])
+    write(tmp_path / "ledger.jsonl", lines[0], line(other, 0, 5.0), lines[2])
+    found = audit(tmp_path)
+    assert (found.chained, found.exact) == (1, False)
+    (sentence,) = found.unchained
+    assert sentence.startswith("step 3 comes after another commit of step 2 than the one in the")
+    told = CliRunner().invoke(app, ["audit", str(tmp_path)])
+    assert told.exit_code == 1 and sentence in told.output
+
+
+def test_a_line_without_its_commit_among_others_is_found(tmp_path: Path) -> None:
+    lines = chained(3)
+    write(tmp_path / "ledger.jsonl", lines[0], committed(2), lines[2])
+    assert not audit(tmp_path).exact
+
+
+def test_a_commit_is_the_same_where_a_ledger_has_only_its_figures(tmp_path: Path) -> None:
+    """As after saves were written anew for other stages."""
+    lines = chained(3)
+    write(tmp_path / "ledger-a.jsonl", committed(2), *chained(1, lineage=1, view=2, after=2))
+    write(tmp_path / "ledger-b.jsonl", *lines[:2])
+    found = audit(tmp_path)
+    assert (found.steps, found.superseded, found.chained, found.exact) == (3, 0, 1, True)
+    assert merge(sorted(tmp_path.glob("*.jsonl"))).lines[1] == lines[1]
+
+
+def test_two_commits_with_the_same_figures_are_two(tmp_path: Path) -> None:
+    other = commit(1)
+    other.clip_scale.append(0.5)
+    other.signature = b"signed"
+    write(tmp_path / "ledger-a.jsonl", *chained(1))
+    write(tmp_path / "ledger-b.jsonl", line(other, 0, 5.0))
+    with pytest.raises(LedgerError, match="another commit of step 1 in view 1, attempt 1"):
         audit(tmp_path)
 
 

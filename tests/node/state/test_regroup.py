@@ -122,12 +122,14 @@ def test_what_a_stage_knows_of_itself_goes_with_its_layers(tmp_path: Path) -> No
     old, new = model(4, 2), model(4, 1)
     first, second = state(old, 1, omega=2.0), state(old, 2, omega=5.0, boosted_at=7)
     second.last.lr_scale[2] = 1.1
+    first.last.signature = second.last.signature = b"of three stages"
     for one in (state(old, 0), first, second):
         Saves(tmp_path / "old", "old", one.id.stage, 9).write(one)
     _, found = regrouped(find_saves(tmp_path / "old"), new, tmp_path / "new")
     assert (found.omega, found.boosted_at, found.id.stage) == (7.0, 7, 1)
     assert list(found.last.lr_scale) == [1.1, 1.1]  # a scale for each of the new stages
     assert list(found.last.clip_scale) == [1.0, 1.0]
+    assert not found.last.signature
     halves = regrouped(find_saves(tmp_path / "new"), model(4, 4), tmp_path / "four", "third")
     assert [one.omega for one in halves[1:]] == [7.0 / 4] * 4
 
