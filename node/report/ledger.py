@@ -4,9 +4,9 @@ A ledger is a JSONL file: a `LedgerHeader`, then a `Line` for each committed ste
 node writes its own; what counts is their union (`merge`).
 
 A line has the commit itself, too, if it is as it was signed: saves that were written anew for other
-stages have another one. What the line says has to follow from it, and
-each commit names the one before: who changes a ledger has to make up all that comes after, and what
-others have written of it.
+stages have another one. What the line says has to follow from it, and each commit names the one
+before: who changes a ledger has to make up all that comes after, and what others have written of
+it.
 """
 
 from __future__ import annotations

@@ -133,3 +133,11 @@ def test_one_lie_does_not_hide_another() -> None:
 def test_it_may_be_the_last_thing_that_a_mixed_state_has_in_common() -> None:
     """Stages that went back to files of several steps."""
     assert judged(at(7), at(7, made=Ballot(3, 2)), at(7)).doubted == set()
+
+
+def test_what_a_run_went_back_to_may_be_by_another_commit_at_each_stage() -> None:
+    one, other = at(7, lineage=1), at(7, lineage=1)
+    other.last.lr_scale.append(1.1)
+    assert judged(one, other, other).doubted == set()
+    one.last.lineage = 1
+    assert judged(one, other, other).doubted == {"b/1", "c/2"}, "somebody has gone on"
