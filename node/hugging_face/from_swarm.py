@@ -138,8 +138,7 @@ async def export_swarm(
     """Writes the folder `out`, and returns what it has, and of which step. `data`, `merged`: as in
     `export_saves`; `checkpoint`: that the run began from, if not where its run file says. Raises
     ExportError, CorpusError, RunFileError, and what `client` does."""
-    described = await client.describe()
-    access = from_outside(described, credentials, await client.reach())
+    access = await from_outside(client.describe, credentials, await client.reach())
     access = access._replace(run=begun_from(access.run, checkpoint))
     write = way_out(access.run, access.run.config, merged)
     async with LivingModel(access, wait) as model:
@@ -152,7 +151,7 @@ async def export_swarm(
         await asyncio.to_thread(read, some, 0, 1)  # tells the step's loss, for the card
         rebuilds = [
             {"stage": one.stage, "step": one.step, "method": one.method, "exact": one.exact}
-            for one in described.rebuilds
+            for one in (await client.describe()).rebuilds
             if one.step <= model.step
         ]
         summary = {"loss": {"last": model.loss or None}, "rebuilds": rebuilds}

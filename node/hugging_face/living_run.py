@@ -8,7 +8,8 @@ of its weights when it goes on, and nobody waits; where that is too late, a late
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple, Self
@@ -25,6 +26,8 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.asking import Asking, Converse, NoAnswerError, over_streams
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.onlookers import Inside, Onlookers
+
+log = logging.getLogger(__name__)
 
 REPLICAS: Final = 2
 """Of a stage, that are asked."""
@@ -73,28 +76,43 @@ class Access(NamedTuple):
     """How a run is asked."""
 
     run: RunFile
-    view: View
+    view: Callable[[], Awaitable[View]]  # the newest
     converse: Converse
-    ways: Callable[[int], list[Way]]  # to a stage
+    ways: Callable[[int, View], list[Way]]  # to a stage
 
 
-def from_outside(
-    description: Description, credentials: Credentials, reach: Reach = EVERYWHERE
+async def from_outside(
+    describe: Callable[[], Awaitable[Description]],
+    credentials: Credentials,
+    reach: Reach = EVERYWHERE,
 ) -> Access:
-    """As the registry describes it; `reach`: where its nodes are dialled. Raises RunFileError."""
+    """As the registry describes it; `reach`: where its nodes are dialled. Raises RunFileError, and
+    what `describe` does."""
+    description = await describe()
     run = loads(description.run_file, "the registry's run file")
     converse = over_streams(description.run, credentials, reach)
-    return Access(run, description.view, converse, partial(ways_to, view=description.view))
+
+    async def view() -> View:
+        return (await describe()).view
+
+    return Access(run, view, converse, ways_to)
 
 
 def from_inside(node: str, onlookers: Onlookers, run: RunFile, view: View) -> Access:
     """Of a member, by its own links."""
 
-    def ways(stage: int) -> list[Way]:
+    async def newest() -> View:
+        return view
+
+    def ways(stage: int, view: View) -> list[Way]:
         there = [member for member in view.members if stage in stages_of(member)]
         return [Way(_seat(member, stage), node, "its own links") for member in there]
 
-    return Access(run, view, partial(Inside, onlookers), ways)
+    return Access(run, newest, partial(Inside, onlookers), ways)
+
+
+class StageGoneError(ExportError):
+    """No seat of a stage that was found can be asked any more."""
 
 
 class LivingRun:
@@ -103,7 +121,7 @@ class LivingRun:
 
     def __init__(self, access: Access, wait: float | None = None) -> None:
         """`wait`: seconds for a step that all stages have. Raises ExportError."""
-        self.run, self.view, self._ways = access.run, access.view, access.ways
+        self.run, self._view, self._ways = access.run, access.view, access.ways
         if self.run.model.vocabulary is None:
             raise ExportError("the registry's run file doesn't say model.vocabulary")
         self.config = self.run.config
@@ -117,8 +135,7 @@ class LivingRun:
     async def __aenter__(self) -> Self:
         """Raises ExportError when a stage can't be asked."""
         try:
-            found = await asyncio.gather(*map(self._find, range(self.config.stages + 1)))
-            self.seats = dict(enumerate(found))
+            await self._find_seats()
             if self._wait is not None:
                 await self._agree(self._wait)
                 self._renewing = asyncio.create_task(self._renew())
@@ -139,17 +156,24 @@ class LivingRun:
         """It can't be asked any more."""
 
     def give_up(self, seat: str, why: str) -> None:
-        """It is asked no more. Raises ExportError when its stage has no other."""
+        """It is asked no more. Raises StageGoneError when its stage has no other."""
         for stage, seats in self.seats.items():
             if seat in seats:
                 seats.remove(seat)
                 if not seats:
-                    raise ExportError(f"stage {stage} has gone: {why}. Try again")
+                    raise StageGoneError(f"stage {stage} has gone: {why}. Try again")
 
-    async def _find(self, stage: int) -> list[str]:
+    async def _find_seats(self) -> None:
+        """Who has them changes while a run heals. Raises ExportError, and as `Access.view` does."""
+        view = await self._view()
+        stages = range(self.config.stages + 1)
+        found = await asyncio.gather(*(self._find(stage, view) for stage in stages))
+        self.seats = dict(zip(stages, found, strict=True))
+
+    async def _find(self, stage: int, view: View) -> list[str]:
         """Seats of the stage that answer. Raises ExportError when none does."""
-        ways = self._ways(stage)
-        if not any(stage in stages_of(member) for member in self.view.members):
+        ways = self._ways(stage, view)
+        if not any(stage in stages_of(member) for member in view.members):
             raise ExportError(
                 f"stage {stage} has nobody at the moment: try again when it has been rebuilt, "
                 "which `planaria status` tells, or take what was saved"
@@ -186,14 +210,19 @@ class LivingRun:
         end = self.loop.time() + wait
         ahead = 0
         while self.loop.time() < end:
-            told = await self._ask(0)
-            newest = max(one.committed for one in told.values())
-            if newest == 0:
-                raise ExportError("no step is committed yet: there is no model to take")
-            step = min(newest + ahead, max(self.run.steps, newest))
-            if await self._all_keep(step, min(end, self.loop.time() + wait / 4)):
-                return
-            ahead = max(1, 2 * ahead)
+            try:
+                told = await self._ask(0)
+                newest = max(one.committed for one in told.values())
+                if newest == 0:
+                    raise ExportError("no step is committed yet: there is no model to take")
+                step = min(newest + ahead, max(self.run.steps, newest))
+                if await self._all_keep(step, min(end, self.loop.time() + wait / 4)):
+                    return
+                ahead = max(1, 2 * ahead)
+            except StageGoneError as gone:
+                log.info("%s", gone)
+                await self._find_seats()
+        told = await self._ask(0)
         stand = ", ".join(
             f"stage {stage}: {told[seats[0]].error or told[seats[0]].committed}"
             for stage, seats in self.seats.items()
@@ -225,8 +254,10 @@ class LivingRun:
         )
         found: dict[str, pb.Pinned] = {}
         for seat, one in zip(seats, told, strict=True):
-            if isinstance(one, pb.Pinned):
+            if isinstance(one, pb.Pinned) and not one.unheard:
                 found[seat] = one
+            elif isinstance(one, pb.Pinned):
+                self.give_up(seat, f"{seat}: {one.error}")
             elif isinstance(one, NoAnswerError):
                 self.give_up(seat, str(one))
             else:

@@ -175,7 +175,7 @@ async def speak(
     """`say` gets what follows the prompt, piece by piece. `data`: a prepared folder of the run's,
     with the tokenizer, if not where its run file says. Raises ExportError, CorpusError,
     ValueError, and what `client` does."""
-    access = from_outside(await client.describe(), credentials, await client.reach())
+    access = await from_outside(client.describe, credentials, await client.reach())
     async with LivingStages(access) as stages:
         vocabulary = vocabulary_of(stages.run, data)
         if vocabulary is None:
@@ -203,7 +203,7 @@ async def evaluate_swarm(
     """The step that all stages have committed, within `wait` seconds, and how good it is on the
     portion of `data` (see evaluate.py). Raises ExportError, CorpusError, RunFileError, and what
     `client` does."""
-    access = from_outside(await client.describe(), credentials, await client.reach())
+    access = await from_outside(client.describe, credentials, await client.reach())
     check_tokenizer(access.run, data)
     async with LivingStages(access, wait) as stages:
         config, rows = stages.config, min(batch, stages.rows)

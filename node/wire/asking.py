@@ -165,13 +165,15 @@ class Asking:
         self._converse = converse
         self._answered, self._lost = answered, lost
         self._conversations: dict[str, Conversation] = {}  # by the node that is dialled
+        self._over: list[Conversation] = []  # those before, which were lost
         self._by: dict[str, str] = {}  # by seat: the node by which it is asked
         self._waiting: dict[int, tuple[str, asyncio.Future[pb.Pinned]]] = {}  # by seat
         self._numbers = itertools.count(1)
 
     def reach(self, seat: str, node: str, address: str) -> None:
         """It is asked by way of this node, which is dialled there."""
-        if node not in self._conversations:
+        if (there := self._conversations.get(node)) is None or there.lost:
+            self._over += [there] if there is not None else []
             self._conversations[node] = self._converse(node, address)
             self._conversations[node].open(self._heard, self._ended)
         self._by[seat] = node
@@ -236,4 +238,5 @@ class Asking:
                 self._lost(seat, conversation.lost)
 
     async def close(self) -> None:
-        await asyncio.gather(*(one.close() for one in self._conversations.values()))
+        conversations = (*self._over, *self._conversations.values())
+        await asyncio.gather(*(one.close() for one in conversations))

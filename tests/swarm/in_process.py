@@ -28,7 +28,7 @@ from planaria.node.agent import Agent
 from planaria.node.daemon import Node, NodePlace
 from planaria.node.data.mixture import Data
 from planaria.node.hugging_face.checkpoint import Checkpoint
-from planaria.node.run_file import RunFile
+from planaria.node.run_file import RunFile, dumps
 from planaria.node.stage.own_code import load_as_said
 from planaria.node.state.holdings import Holdings
 from planaria.node.transaction.member import MemberSide
@@ -272,6 +272,11 @@ class LocalSwarm:
                     if task.done():
                         task.result()
                 await asyncio.sleep(pause)
+
+    async def describe(self) -> registry.Description:
+        """As the registry does it for who only looks."""
+        view = self.registry.membership.view
+        return registry.Description(run="run", run_file=dumps(self.run), view=view)
 
     def committed(self) -> int:
         members = [node.member for node, _ in self.nodes.values() if node.member]

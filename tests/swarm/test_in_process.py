@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from planaria.bootstrap.credentials import PLAIN
-from planaria.bootstrap.registry_pb2 import SILENT, Description
+from planaria.bootstrap.registry_pb2 import SILENT
 from planaria.lab.convergence.training import Ablation, State, TrainingSwarm, train
 from planaria.node.data.corpus import UNSCORED, Corpus
 from planaria.node.data.mixture import Data, Mixture
@@ -39,7 +39,6 @@ from planaria.node.run_file import (
     SavesSection,
     SwarmSection,
     WireSection,
-    dumps,
     from_fields,
     override,
 )
@@ -551,9 +550,7 @@ async def test_a_living_model_is_that_of_one_step_wherever_its_stages_are(corpus
         hidden = swarm.start(2, 0, advertise="")
         await swarm.until(lambda: hidden.member and hidden.member.committed >= 5)
         aborted = len(swarm.lines.events("aborted"))
-        view = swarm.registry.membership.view
-        description = Description(run="run", run_file=dumps(run), view=view)
-        access = from_outside(description, PLAIN)
+        access = await from_outside(swarm.describe, PLAIN)
         async with LivingStages(access, 60.0) as stages:
             await swarm.until(lambda: swarm.committed() >= stages.step + 2)
             shown = torch.from_numpy(corpus.sample("validation", 32, 0))[None]
@@ -602,8 +599,7 @@ async def test_text_is_made_by_the_stages_as_by_the_model_that_is_exported(corpu
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(swarm.finished)
         await swarm.until(lambda: len(swarm.lines.events("sampled")) == 2)
-        view = swarm.registry.membership.view
-        told = from_outside(Description(run="run", run_file=dumps(run), view=view), PLAIN)
+        told = await from_outside(swarm.describe, PLAIN)
         async with LivingStages(told) as stages:
             found = await stages.logits(tokens)
         async with LivingModel(told, 60.0) as model:

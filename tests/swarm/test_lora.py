@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from planaria.bootstrap.credentials import PLAIN
-from planaria.bootstrap.registry_pb2 import Description
 from planaria.node.data.corpus import Corpus
 from planaria.node.hugging_face.adapters import way_out
 from planaria.node.hugging_face.checkpoint import Checkpoint
@@ -22,7 +21,7 @@ from planaria.node.hugging_face.through_swarm import LivingStages
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.report.ledger import audit
 from planaria.node.report.progress import untracked
-from planaria.node.run_file import RunFile, dumps, from_fields, override
+from planaria.node.run_file import RunFile, from_fields, override
 from planaria.node.state.saves import find_saves
 from tests.node.hugging_face.test_folders import exported
 from tests.node.stage.shapes import QWEN3
@@ -69,8 +68,7 @@ async def test_adapters_of_a_lost_stage_begin_anew_beside_weights_from_a_peer(
         swarm.start(2, 0)
         await swarm.until(swarm.finished)
         sizes = [node.seat.arithmetic.gradient.numel() for node, _ in swarm.nodes.values()]
-        view = swarm.registry.membership.view
-        told = from_outside(Description(run="run", run_file=dumps(run), view=view), PLAIN)
+        told = await from_outside(swarm.describe, PLAIN)
         async with LivingStages(told) as stages:
             at_the_moment = await stages.logits(tokens)
         async with LivingModel(told, 60.0) as living:

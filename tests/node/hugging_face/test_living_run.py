@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+
+import virtual_time
+
 from planaria.bootstrap.registry_pb2 import Member, Seat, View
-from planaria.node.hugging_face.living_run import TRIED, Way, ways_to
+from planaria.node.hugging_face.living_run import TRIED, Access, LivingRun, Way, ways_to
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.asking import Conversation
+from tests.swarm.small import small
 
 
 def member(node: str, *stages: int, address: str = "10.0.0.1:7401") -> Member:
@@ -29,3 +37,52 @@ def test_one_that_only_dials_out_is_asked_through_its_neighbours_first() -> None
 
 def test_a_standby_leads_nowhere_and_nobody_can_be_asked_without_an_address() -> None:
     assert ways_to(1, View(members=[member("a"), member("b", 1, address="")])) == []
+
+
+class OneNode:
+    """All that its seats are asked, they say yes to. What it hasn't, it says."""
+
+    def __init__(self, seats: set[str], node: str, address: str) -> None:
+        self.seats, self.node, self.address, self.lost = seats, node, address, ""
+
+    def open(self, heard: Callable[[pb.Message], None], ended: object) -> None:
+        self.heard = heard
+
+    def send(self, message: pb.Message) -> bool:
+        asked, there = message.pin_request, message.seat in self.seats
+        told = pb.Pinned(transfer=asked.transfer, step=asked.step, unheard=not there)
+        if there:
+            told.committed, told.kept = 7, asked.step >= 7
+        asyncio.get_running_loop().call_soon(self.heard, pb.Message(pinned=told))
+        return True
+
+    async def close(self) -> None: ...
+
+
+def test_a_stage_is_asked_at_its_new_seat_when_the_one_that_was_found_is_given_back() -> None:
+    """As at the end of a rebuild, when a newcomer relieves who had taken the lost stage in."""
+    seats = {"a/0", "b/1.4", "b/2"}
+    views = [[("a", 0), ("b", 1, 2)], [("a", 0), ("c", 1), ("b", 2)]]
+
+    async def view() -> View:
+        members = [member(node, *stages) for node, *stages in views[0]]
+        members[1].seats[0].since = 4 if len(views) > 1 else 0
+        return View(members=members)
+
+    class Healing(LivingRun):
+        async def _agree(self, wait: float) -> None:
+            seats.remove("b/1.4")
+            seats.add("c/1")
+            del views[0]
+            await super()._agree(wait)
+
+    def converse(node: str, address: str) -> Conversation:
+        return OneNode(seats, node, address)
+
+    async def ask() -> dict[int, list[str]]:
+        run = small(stages=2, model__vocabulary=256)
+        async with Healing(Access(run, view, converse, ways_to), 60.0) as living:
+            assert living.step == 7
+            return living.seats
+
+    assert virtual_time.run(ask()) == {0: ["a/0"], 1: ["c/1"], 2: ["b/2"]}
