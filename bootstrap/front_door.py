@@ -173,7 +173,8 @@ class FrontDoor:
             else:
                 raise TimeoutError("the server within takes no connection")
             own.unlink()
-            await self._loop.create_unix_connection(lambda: _Inner(outer), sock=inner)
+            within, _ = await self._loop.create_unix_connection(lambda: _Inner(outer), sock=inner)
+            outer.enter(within)
         except (OSError, asyncio.CancelledError) as error:
             inner.close()
             own.unlink(missing_ok=True)
@@ -220,6 +221,16 @@ class _Outer(asyncio.Protocol):
         host, self.port = (transport.get_extra_info("peername") or ("", 0))[:2]  # none: it has gone
         self.host = str(unmapped(host.partition("%")[0]))
         self.number = self._door.came(self)
+
+    def enter(self, inner: asyncio.Transport) -> None:
+        """Not when it is made: of a transport that is closed then uvloop forgets that its socket is
+        closed too, and later closes whatever has its descriptor."""
+        self.inner = inner
+        for data in self.waiting:
+            inner.write(data)
+        self.waiting.clear()
+        if self.gone:
+            inner.abort()
 
     def data_received(self, data: bytes) -> None:
         self._door.heard(self.number, len(data))
@@ -268,14 +279,6 @@ class _Inner(asyncio.Protocol):
 
     def __init__(self, outer: _Outer) -> None:
         self._outer = outer
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._outer.inner = inner = cast("asyncio.Transport", transport)
-        if self._outer.gone:
-            inner.abort()
-        for data in self._outer.waiting:
-            inner.write(data)
-        self._outer.waiting.clear()
 
     def data_received(self, data: bytes) -> None:
         self._outer.say(data)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
+import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.crowd import Room
-from planaria.bootstrap.front_door import FrontDoor, room_within
+from planaria.bootstrap.front_door import FrontDoor, _Outer, room_within
 from planaria.bootstrap.registry_pb2 import Report, View
 from tests.bootstrap.conftest import identity, joining
 
@@ -141,9 +145,36 @@ async def test_what_is_said_before_a_call_is_let_in_is_not_read_without_end() ->
     within.close()
 
 
+def test_who_goes_while_it_is_let_in_takes_nobodys_descriptor_along() -> None:
+    """With uvloop, as registries and nodes have it."""
+    pipes: list[int] = []
+
+    async def goes(door: FrontDoor) -> None:
+        outer, connection = _Outer(door), Mock(spec=asyncio.Transport)
+        connection.get_extra_info.return_value = ("127.0.0.2", 1)
+        outer.connection_made(connection)
+        outer.connection_lost(None)
+        outer.waiting.append(PREFACE)
+        entering = asyncio.create_task(door._enter(outer))
+        for _ in range(20):
+            await asyncio.sleep(0)
+            pipes.extend(os.pipe())
+        await entering
+
+    async def come_and_go() -> None:
+        async with opened(Room()) as (echo, _):
+            going = asyncio.run_coroutine_threadsafe(goes(echo.door), echo.door._loop)
+            await asyncio.wrap_future(going)
+
+    uvloop.run(come_and_go())
+    gc.collect()
+    for end in pipes:
+        os.close(end)  # raises where that isn't open any more
+
+
 async def test_300_idle_connections_to_256_descriptors_keep_nobody_out() -> None:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", PROGRAM),
+        *(sys.executable, "-X", "faulthandler", "-c", PROGRAM),
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
