@@ -531,7 +531,7 @@ class Agent:
             replicas,
             gradient,
             attempt.applied,
-            len(begin.plan),
+            begin.untold + len(begin.plan),
             progress,
             begin.non_finite,
         )

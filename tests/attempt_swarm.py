@@ -19,6 +19,7 @@ from planaria.node.transaction.bounds import UNLIKE
 from planaria.node.transaction.checking import SpotChecks
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.routing import stand_ins
+from planaria.node.transaction.telling import Heard, Telling
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchange, Exchanges
 from planaria.node.wire.frames import Frame, buffers_of
@@ -295,6 +296,7 @@ class Swarm:
         self.lost: set[str] = set()
         self.compared: list[tuple[str, pb.Compared]] = []
         self.given_up: set[tuple[int, str]] = set()  # microbatch, node
+        self.telling, self.heard = Telling(), {name: Heard() for name in self.nodes}
         self.began, self.number = BEGAN, 1
         self.served = {
             (microbatch, stage): f"{stage}.{microbatch % replicas}"
@@ -318,10 +320,15 @@ class Swarm:
 
     def starts(self, kind: Any = pb.Begin.TRAIN, checks: SpotChecks | None = None) -> None:
         private = {} if checks is None else checks.draw(self.begin(kind))
-        for name, node in self.nodes.items():
-            begin = self.begin(kind)
-            begin.checks.extend(private.get(name, ()))
-            node.starts(BEGAN, begin)
+        for name, part in self._parts(BEGAN, self.begin(kind)).items():
+            part.checks.extend(private.get(name, ()))
+            self.nodes[name].starts(BEGAN, part)
+
+    def _parts(self, ballot: Ballot, begin: pb.Begin) -> dict[str, pb.Begin]:
+        """As each is told, and understands."""
+        stages = {name: node.stage for name, node in self.left().items()}
+        parts = self.telling.parts(ballot, begin, stages, self.masking == "spare")
+        return {name: self.heard[name].whole(ballot, part) for name, part in parts.items()}
 
     def loses(self, names: set[str], mute: bool) -> bool:
         """Whether it can go on without them. `mute`: what they have sent doesn't arrive either."""
@@ -358,9 +365,9 @@ class Swarm:
         ]
 
     def _plans_anew(self) -> None:
-        begin = self.begin()
+        begin, ballot = self.begin(), Ballot(1, self.number)
         begin.since.CopyFrom(self.began.message())
-        self.plans += [(name, Ballot(1, self.number), begin) for name in self.left()]
+        self.plans += [(name, ballot, part) for name, part in self._parts(ballot, begin).items()]
 
     def relieves(self, name: str) -> None:
         """Others of its stage get what this node hasn't begun by the time that it hears of it; if
@@ -386,11 +393,12 @@ class Swarm:
         self.given_up.clear()
         self.plans.clear()
         self.under_way.clear()
-        for node in self.left().values():
+        parts = self._parts(self.began, self.begin())
+        for name, node in self.left().items():
             node.homes.clear()
             node.attempt.end()
             node.reducing.cancel()
-            node.starts(self.began, self.begin())
+            node.starts(self.began, parts[name])
 
     def goes_on(self, name: str) -> None:
         number = next(i for i, plan in enumerate(self.plans) if plan[0] == name)

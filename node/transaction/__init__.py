@@ -9,9 +9,10 @@ stage's replicas is wrong when they differ, and doubting.py what becomes of thos
 visits done twice, to see whether nodes compute what they should. attempt.py is one attempt at a
 node: which microbatches come, wait, go on and are sent again; doubles.py is what it does for those
 checks. standing_out.py finds replicas whose gradients are unlike the others', routing.py plans
-which node serves which microbatch, overdue.py finds who holds up an attempt, hanging.py what
-becomes of who hangs, leaving.py how long who is told to go waits for an heir, takeover.py what an
-attempt waits for whose stage has lost its last node. chain.py is what a driver signs of a commit,
-comparing.py how replicas find out that they have heard of the same. following.py is a joiner that
-copies while the others train, averaging.py sums the gradients of replicas.
+which node serves which microbatch, telling.py is what each member is told of it, overdue.py finds
+who holds up an attempt, hanging.py what becomes of who hangs, leaving.py how long who is told to go
+waits for an heir, takeover.py what an attempt waits for whose stage has lost its last node.
+chain.py is what a driver signs of a commit, comparing.py how replicas find out that they have heard
+of the same. following.py is a joiner that copies while the others train, averaging.py sums the
+gradients of replicas.
 """

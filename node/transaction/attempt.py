@@ -19,9 +19,10 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from planaria.bootstrap.registry_pb2 import NUMBERS, SILENT, Cause
@@ -224,14 +225,25 @@ class AttemptPlan:
     be."""
 
     def __init__(
-        self, ballot: Ballot, begin: pb.Begin, node: str, masking: Masking, redundant: bool
+        self,
+        ballot: Ballot,
+        begin: pb.Begin,
+        node: str,
+        masking: Masking,
+        redundant: bool,
+        before: Mapping[int, Route] = MappingProxyType({}),
     ) -> None:
+        """`before`: routes by an earlier plan of the attempt, of which this one need not tell."""
         self.ballot, self.begin = ballot, begin
-        self.routes = routes(begin)
-        self.mine = frozenset(m for m, route in self.routes.items() if node in route.nodes)
+        told = routes(begin)
+        self.routes = {**before, **told}
+        self.mine = frozenset(m for m, route in told.items() if node in route.nodes)
+        self.sourced = [m.id for m in begin.plan if m.source == node]
+        self.microbatches = len(told) + begin.untold  # of the whole attempt
         training = begin.kind == pb.Begin.TRAIN
         replicas = Counter(place.stage for place in begin.members)
-        self.stage = next((p.stage for p in begin.members if p.node == node), 0)
+        self.stages = {place.node: place.stage for place in begin.members}
+        self.stage = self.stages.get(node, 0)
         self.maskable = frozenset(
             place.node
             for place in begin.members
@@ -244,6 +256,17 @@ class AttemptPlan:
         )
         """Whose microbatches others may have yet."""
         self.stand_ins = stand_ins(begin.members) if training and masking == "spare" else {}
+
+    def route_said(self, nodes: object) -> Route | None:
+        """The way of a microbatch of which only its double is told, as one beside it says; None:
+        there is no such way."""
+        if not isinstance(nodes, list) or not all(isinstance(node, str) for node in nodes):
+            return None
+        stages = tuple(self.stages.get(node, -1) for node in nodes)
+        if stages[:1] != (0,) or nodes[0] != nodes[-1] or -1 in stages:
+            return None
+        ordered = sorted(stages[1:-1]) == sorted({*self.stages.values()} - {0})
+        return Route(tuple(nodes), stages) if ordered else None
 
 
 class Attempt:
@@ -271,10 +294,12 @@ class Attempt:
         self._given_up: set[int] = set()  # microbatches that others may have
         self._neighbour, self._second = Neighbour(begin.checks), Second()
 
-    def _plan_of(self, ballot: Ballot, begin: pb.Begin) -> AttemptPlan:
+    def _plan_of(
+        self, ballot: Ballot, begin: pb.Begin, before: Mapping[int, Route] = MappingProxyType({})
+    ) -> AttemptPlan:
         """Raises ValueError."""
         place = self.place
-        return AttemptPlan(ballot, begin, place.node, place.masking, place.redundant)
+        return AttemptPlan(ballot, begin, place.node, place.masking, place.redundant, before)
 
     # --- its course
 
@@ -297,19 +322,21 @@ class Attempt:
         if not self._plan.mine:
             self.place.forgive()
         self._tell_work(partial(self.place.work.begin, self.began, self.begin))
-        self._waiting.extend(m.id for m in self.begin.plan if m.source == self.node)
+        self._waiting.extend(self._plan.sourced)
         self._inject()
 
     def go_on(self, ballot: Ballot, begin: pb.Begin) -> None:
         """By a new plan, in which others have the microbatches of who was lost. Raises
         ValueError."""
         before = self._plan
-        plan = self._plan_of(ballot, begin)
+        plan = self._plan_of(ballot, begin, before.routes)
         lost = {place.node for place in before.begin.members}
         lost -= {place.node for place in begin.members}
         left = frozenset(node for node in lost if before.stand_ins.get(node) == self.node)
-        if plan.routes.keys() != before.routes.keys():
+        if plan.microbatches != before.microbatches:
             raise ValueError("the new plan is of other microbatches than the one before it")
+        if taken := before.mine - plan.mine - self._given_up:
+            raise ValueError(f"microbatches {sorted(taken)} are others' now, and are not given up")
         for microbatch, route in before.routes.items():
             if left & set(route.nodes) and self.node not in plan.routes[microbatch].nodes:
                 raise ValueError(f"microbatch {microbatch} is not given to the lost one's stand-in")
@@ -328,9 +355,7 @@ class Attempt:
             if node != before.routes[sent.microbatch].nodes[sent.position]:
                 self._send(node, sent, frame)
         self._release()
-        self._waiting.extend(
-            m.id for m in begin.plan if m.source == self.node != before.routes[m.id].nodes[0]
-        )
+        self._waiting.extend(m for m in plan.sourced if m not in before.sourced)
         self._inject()
 
     def passes_done(self) -> list[pb.Pass]:
@@ -439,6 +464,8 @@ class Attempt:
             return
         try:
             visit = self._visit(peer, frame)
+            if visit is None:
+                return
             if frame.fields.get(DOUBLE):
                 self._take_of_double(peer, frame, visit)
                 return
@@ -466,12 +493,17 @@ class Attempt:
         passed = partial(self._passed, visit, frame)
         self._compute(priority, this, partial(compute, peer, frame), passed, peer)
 
-    def _visit(self, peer: str, frame: Frame) -> Visit:
-        """Raises ComplaintError."""
+    def _visit(self, peer: str, frame: Frame) -> Visit | None:
+        """None: who follows an older plan may send what nobody here is told of by now. Raises
+        ComplaintError at who follows this one."""
         microbatch, position = frame.fields.get("microbatch"), frame.fields.get("position")
         if type(microbatch) is not int or type(position) is not int:
             raise _bad_frame(peer, "it lacks its microbatch or position")
         route = self._plan.routes.get(microbatch)
+        if route is None and 0 <= microbatch < self._plan.microbatches:
+            route = self._plan.route_said(frame.fields.get(DOUBLE))
+        if route is None and frame.ballot != self.ballot:
+            return None
         if route is None:
             raise _bad_frame(peer, f"there is no microbatch {microbatch} in this attempt")
         first, last = (1, 0) if frame.kind == "activation" else (0, 1)
@@ -538,18 +570,21 @@ class Attempt:
                 reason = f"no link to {to} for microbatch {made.microbatch}"
                 self.place.host.cut_off(self.ballot, to, reason)
         for double in self._neighbour.sends((made.microbatch, made.position), frame):
-            self._send_to_double(double, frame)
+            self._send_to_double(double, frame, self._plan.routes[made.microbatch])
 
     # --- visits that two nodes do, to be compared
 
     def check(self, check: pb.Check) -> None:
         """One more node is to do a visit beside this one."""
         for frame in self._neighbour.check(check):
-            self._send_to_double(check.double, frame)
+            self._send_to_double(check.double, frame, self._plan.routes[check.microbatch])
 
-    def _send_to_double(self, double: str, frame: Frame) -> None:
-        """If there is no way to it, there is no check."""
-        self.place.host.send(double, replace(frame, fields={**frame.fields, DOUBLE: True}))
+    def _send_to_double(self, double: str, frame: Frame, route: Route) -> None:
+        """With the way, which the driver doesn't tell it. If there is none to it, there is no
+        check."""
+        self.place.host.send(
+            double, replace(frame, fields={**frame.fields, DOUBLE: [*route.nodes]})
+        )
 
     def _take_of_double(self, peer: str, frame: Frame, visit: Visit) -> None:
         """This node is the double, or beside the visit that another one has done, too."""
@@ -567,7 +602,8 @@ class Attempt:
         def then(done: Done | Exception | None) -> None:
             if isinstance(done, Done) and done.frame is not None and not self.over:
                 onward = visit.after(frame.kind)
-                self._send_to_double(onward.node, replace(done.frame, ballot=self.ballot))
+                made = replace(done.frame, ballot=self.ballot)
+                self._send_to_double(onward.node, made, visit.route)
                 if frame.kind == "activation" and (early := self._second.went_forward(visit.key)):
                     self._compute_again(visit, *early)
             elif isinstance(done, ComplaintError) and not self.over:

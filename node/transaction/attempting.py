@@ -19,6 +19,7 @@ from planaria.node.transaction.overdue import Inquest
 from planaria.node.transaction.routing import Pair, paces, plan, share_out, stand_ins
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.transaction.takeover import Takeover, holders, to_be_taken_over
+from planaria.node.transaction.telling import in_order
 from planaria.node.wire import stage_pb2 as pb
 
 UNREACHED = 2.0
@@ -39,6 +40,10 @@ class Vote:
     @property
     def awaited(self) -> list[str]:
         return sorted(self.stages.keys() - self.ready.keys())
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.ready) == len(self.stages)
 
     def replicas(self) -> dict[int, dict[str, Told]]:
         """By stage, what each of its replicas says of itself."""
@@ -153,7 +158,7 @@ class Attempting:
             return
         vote.ready[peer] = ready
         self.progressed = now
-        if not vote.awaited:
+        if vote.is_complete:
             vote.complete = vote.complete or now
 
     def has_work_for(self, node: str) -> bool:
@@ -322,8 +327,9 @@ class Attempting:
         begin.CopyFrom(self.begin)
         begin.since.CopyFrom(self.since.message())
         del begin.members[:], begin.entering[:]
-        begin.members.extend(place for place in self.begin.members if place.node not in masked)
-        begin.members.extend(pb.Place(node=node, stage=at) for node, at in entering.items())
+        left = [place for place in self.begin.members if place.node not in masked]
+        new = [pb.Place(node=node, stage=at) for node, at in entering.items()]
+        begin.members.extend(in_order([*left, *new]))
         begin.entering.extend(entering)
         index = {place.node: index for index, place in enumerate(begin.members)}
         moved, stages = 0, range(rules.stages + 1)

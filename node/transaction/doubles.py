@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from planaria.node.wire.frames import Frame
 
 DOUBLE: Final = "double"
-"""Field of a frame that goes to a double, or comes from one."""
+"""Field of a frame that goes to a double, or comes from one: the nodes of the microbatch's way."""
 MOST: Final = 2
 """Doubles of a visit."""
 Key = tuple[int, int]

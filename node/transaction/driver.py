@@ -80,6 +80,7 @@ from planaria.node.transaction.syncing import (
     rebuilt,
 )
 from planaria.node.transaction.takeover import Takeover, beside
+from planaria.node.transaction.telling import Telling
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.decide import Rebuild, Resume, RollBack, Source, Stop, resume
 from planaria.recovery.orders import window_orders
@@ -108,6 +109,7 @@ class Driver:
         self.rules = rules
         self.gradients = Gradients()
         self.checks = SpotChecks(rules.spot_check, rules.tolerance, chance)
+        self.telling = Telling()
         self.identity: Identity | None = None  # what it decides isn't signed without
         self.current: Gathering | Syncing | Attempting | Resting = Resting(DriverPhase.INACTIVE)
         self.view = registry.View()
@@ -327,6 +329,7 @@ class Driver:
         if self.rebuilds.stalled is None:
             self.rebuilds.stalled = now
         self.checks.over()
+        self.telling.doubt()
         if self.coming is not None:
             self.view, self.coming = self.coming.view, None
             self.members = active(self.view)
@@ -631,7 +634,7 @@ class Driver:
         if not step.ByteSize():
             return []
         self.ballot = self.ballot.next()
-        effects = self._to_rest(self.checks.draw(step.begin), step=step)
+        effects = self._tell_step(step, self.checks.draw(step.begin))
         if step.HasField("begin"):
             self.current = Attempting(step.begin, self.ballot, now, now, self._masked())
             effects += self._report_rebuilds(now)
@@ -665,7 +668,7 @@ class Driver:
         Not while somebody without whom the attempt goes on is still a member: others may train with
         that node, and without this one, in a view that this node doesn't know."""
         match self.current:
-            case Attempting(vote=Vote(awaited=[]) as vote) as attempt:
+            case Attempting(vote=Vote(is_complete=True) as vote) as attempt:
                 pass
             case _:
                 return []
@@ -813,7 +816,7 @@ class Driver:
         effects: list[Effect] = [
             AttemptMasked(step=step, nodes=names, microbatches=moved, reason=why)
         ]
-        effects += self._to_rest(step=pb.Step(begin=attempt.begin))
+        effects += self._tell_step(pb.Step(begin=attempt.begin))
         return effects + self._if_all_home(attempt, now)
 
     def _cut(self, attempt: Attempting, peer: str, cut: pb.Cut, now: float) -> list[Effect]:
@@ -901,7 +904,7 @@ class Driver:
             seconds=now - takeover.since,
             reason=takeover.why,
         )
-        effects = self._to_rest(step=pb.Step(begin=attempt.begin))
+        effects = self._tell_step(pb.Step(begin=attempt.begin))
         return [told, *effects, *self._if_all_home(attempt, now)]
 
     # --- what is said of nodes beside the attempt
@@ -958,7 +961,7 @@ class Driver:
         self.ballot = self.ballot.next()
         self.checks.over()
         told = Relieved(step=step, node=node, stage=stage, microbatches=moved)
-        return [told, *self._to_rest(step=pb.Step(begin=self.current.begin))]
+        return [told, *self._tell_step(pb.Step(begin=self.current.begin))]
 
     def _held_up(self, node: str, why: str, now: float) -> list[Effect]:
         """The attempt goes on without a node that hangs, or a new one begins; where nobody else has
@@ -1159,14 +1162,25 @@ class Driver:
         effects = [self.ballot.send(node, halt=halt) for node in sorted(self.members)]
         return effects + self._report_rebuilds(now)
 
-    def _to_rest(
-        self, checks: Mapping[str, Sequence[pb.Check]] = MappingProxyType({}), **body: Any
+    def _rest(self) -> dict[str, int]:
+        """All members but those that are lost."""
+        without = self._lost() | self._seats_awaited()
+        return {n: stage for n, stage in sorted(self.members.items()) if n not in without}
+
+    def _to_rest(self, **body: Any) -> list[Effect]:
+        return [self.ballot.send(node, **body) for node in self._rest()]
+
+    def _tell_step(
+        self, step: pb.Step, checks: Mapping[str, Sequence[pb.Check]] = MappingProxyType({})
     ) -> list[Effect]:
-        """A message to all members but those that are lost. `checks`: what some are told alone, of
-        what is begun."""
-        nodes = sorted(self.members.keys() - self._lost() - self._seats_awaited())
-        sent = [self.ballot.send(node, **body) for node in nodes]
-        for send in sent:
-            if found := checks.get(send.to):
-                send.message.step.begin.checks.extend(found)
-        return [*sent]
+        """To the rest: of what begins, to each what concerns it. `checks`: what some are told."""
+        if not step.HasField("begin"):
+            return self._to_rest(step=step)
+        spare = self.rules.masking == "spare"
+        parts = self.telling.parts(self.ballot, step.begin, self._rest(), spare)
+        commit = step.commit if step.HasField("commit") else None
+        effects: list[Effect] = []
+        for node, begin in parts.items():
+            begin.checks.extend(checks.get(node, ()))
+            effects.append(self.ballot.send(node, step=pb.Step(commit=commit, begin=begin)))
+        return effects

@@ -35,6 +35,8 @@ from planaria.node.transaction.effects import (
 )
 from planaria.node.transaction.following import Following
 from planaria.node.transaction.gathering import active
+from planaria.node.transaction.standing_out import told_by
+from planaria.node.transaction.telling import Heard
 from planaria.node.wire import stage_pb2 as pb
 
 
@@ -72,6 +74,7 @@ class MemberSide:
         self.lineage = 0  # how often the run had gone back to files before that step
         self.committed = 0
         self.last = pb.Commit()
+        self.heard = Heard()
         self.decider, self.key = "", b""  # who decides the attempt, and its key
         self.replicas: frozenset[str] = frozenset()  # others of this stage in the attempt
         self.decisions: dict[str, Decision] = {}  # that these have told of last
@@ -181,7 +184,7 @@ class MemberSide:
             applied=self.digest,
             seconds_per_microbatch=seconds_per_microbatch,
             recording=self.recording(),
-            contributions=contributions,
+            contributions=told_by(self.node, contributions),
         )
         return [self._to_driver(pb.Message(ready=ready))]
 
@@ -397,33 +400,41 @@ class MemberSide:
             effects += self._commit(step.commit)
             if self.comparing is not None:
                 if step.HasField("begin"):
-                    begin = pb.Message(step=pb.Step(begin=step.begin))
-                    self.comparing.put_off(peer, ballot, begin)
+                    later = pb.Message(step=pb.Step(begin=step.begin))
+                    self.comparing.put_off(peer, ballot, later)
                 return effects
         if step.HasField("begin"):
-            self._note_who_takes_part(step.begin)
-        if any(joiner.node == self.node for joiner in step.begin.joining):
-            return effects + self._begun_without(ballot, step.begin)
-        if step.HasField("begin") and ballot > self.attempt:
-            if self.node in step.begin.entering:
-                return effects + self._entered(ballot, step.begin)
-            if step.begin.HasField("since"):
-                return effects + self._went_on(ballot, step.begin)
-            if self.void:  # the run starts over, since nobody has anything
-                return [*effects, Rejoin("its weights went with a rebuild that was given up")]
-            if step.begin.step != self.committed + (step.begin.kind == pb.Begin.TRAIN):
-                reason = (
-                    f"asked to begin step {step.begin.step}, but step {self.committed} is the last "
-                    "one committed here"
-                )
-                return [*effects, self._to_driver(pb.Message(failed=pb.Failed(reason=reason)))]
-            self.following = None
-            self.trained = True
-            self.phase = MemberPhase.RUNNING
-            self.began = self.attempt = ballot
-            self.step = step.begin.step
-            effects.append(StartAttempt(ballot, step.begin))
+            try:
+                begin = self.heard.whole(ballot, step.begin)
+            except ValueError as error:
+                return [*effects, self._to_driver(pb.Message(failed=pb.Failed(reason=str(error))))]
+            effects += self._begun(ballot, begin)
         return effects
+
+    def _begun(self, ballot: Ballot, begin: pb.Begin) -> list[Effect]:
+        self._note_who_takes_part(begin)
+        if any(joiner.node == self.node for joiner in begin.joining):
+            return self._begun_without(ballot, begin)
+        if ballot <= self.attempt:
+            return []
+        if self.node in begin.entering:
+            return self._entered(ballot, begin)
+        if begin.HasField("since"):
+            return self._went_on(ballot, begin)
+        if self.void:  # the run starts over, since nobody has anything
+            return [Rejoin("its weights went with a rebuild that was given up")]
+        if begin.step != self.committed + (begin.kind == pb.Begin.TRAIN):
+            reason = (
+                f"asked to begin step {begin.step}, but step {self.committed} is the last "
+                "one committed here"
+            )
+            return [self._to_driver(pb.Message(failed=pb.Failed(reason=reason)))]
+        self.following = None
+        self.trained = True
+        self.phase = MemberPhase.RUNNING
+        self.began = self.attempt = ballot
+        self.step = begin.step
+        return [StartAttempt(ballot, begin)]
 
     def _went_on(self, ballot: Ballot, begin: pb.Begin) -> list[Effect]:
         """Who was ready is so no more: its gradient lacks what others have to do again."""

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
-from itertools import pairwise
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableSequence,
+    Sequence,
+)
+from heapq import heapify, heapreplace
+from itertools import islice, pairwise
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -39,6 +48,17 @@ def earliest_finish(
             seat,
         ),
     )
+
+
+def turns(seats: Sequence[str], pace: Mapping[str, float]) -> Iterator[str]:
+    """The seat of the stage that has the next microbatch, each time: the one that would finish it
+    first; ties go to the smallest id. Takes the logarithm of the number of seats."""
+    ends = [(pace[seat], seat, 1) for seat in seats]
+    heapify(ends)
+    while True:
+        _, seat, given = ends[0]
+        yield seat
+        heapreplace(ends, ((given + 1) * pace[seat], seat, given + 1))
 
 
 def share_out(
@@ -83,7 +103,7 @@ def plan(
     for one of them at a time, and what it has begun stays there.
     `orders`: of each microbatch; `replicas`: the seats of stages 0, 1, .., L."""
     pace = [paces(seats, seconds) for seats in replicas]
-    served = [share_out(range(len(orders)), list(stage), stage) for stage in pace]
+    served = [list(islice(turns(list(stage), stage), len(orders))) for stage in pace]
     if _share_nodes(replicas):
         served = _at_home(_evened_out([Counter(seats) for seats in served], pace), pace)
     visits = [(0, *order, 0) for order in orders]

@@ -30,6 +30,8 @@ FAR: Final = math.log(10.0)
 """Of the logarithm of a squared norm from the usual one."""
 COMPARABLE: Final = 3
 """Replicas that a node has to tell of."""
+TOLD_OF: Final = 8
+"""Replicas that a node tells of, at most, itself among them."""
 
 
 @dataclass
@@ -104,6 +106,13 @@ class Gradients:
             if one.node != by:
                 seen = self._seen.setdefault((by, one.node), Seen())
                 seen.add(projection, usual, norm)
+
+
+def told_by(node: str, seen: Sequence[pb.Contribution]) -> list[pb.Contribution]:
+    """What a node tells of what it has seen: of itself and those that come next, in the ring of
+    their names. So what a driver hears grows with the replicas, and not with their square."""
+    ring = sorted(seen, key=lambda one: (one.node < node, one.node))
+    return ring[:TOLD_OF]
 
 
 def _lengths(told: Sequence[pb.Contribution]) -> list[float]:

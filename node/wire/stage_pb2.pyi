@@ -272,7 +272,7 @@ class Microbatch(_message.Message):
     def __init__(self, id: _Optional[int] = ..., source: _Optional[str] = ..., order: _Optional[_Iterable[int]] = ..., places: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("step", "kind", "plan", "lr_scale", "members", "joining", "since", "non_finite", "entering", "checks")
+    __slots__ = ("step", "kind", "plan", "lr_scale", "members", "joining", "since", "non_finite", "entering", "checks", "untold", "members_of", "left")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         TRAIN: _ClassVar[Begin.Kind]
@@ -289,6 +289,9 @@ class Begin(_message.Message):
     NON_FINITE_FIELD_NUMBER: _ClassVar[int]
     ENTERING_FIELD_NUMBER: _ClassVar[int]
     CHECKS_FIELD_NUMBER: _ClassVar[int]
+    UNTOLD_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_OF_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
     step: int
     kind: Begin.Kind
     plan: _containers.RepeatedCompositeFieldContainer[Microbatch]
@@ -299,7 +302,10 @@ class Begin(_message.Message):
     non_finite: bool
     entering: _containers.RepeatedScalarFieldContainer[str]
     checks: _containers.RepeatedCompositeFieldContainer[Check]
-    def __init__(self, step: _Optional[int] = ..., kind: _Optional[_Union[Begin.Kind, str]] = ..., plan: _Optional[_Iterable[_Union[Microbatch, _Mapping]]] = ..., lr_scale: _Optional[_Iterable[float]] = ..., members: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., joining: _Optional[_Iterable[_Union[Joiner, _Mapping]]] = ..., since: _Optional[_Union[Ballot, _Mapping]] = ..., non_finite: _Optional[bool] = ..., entering: _Optional[_Iterable[str]] = ..., checks: _Optional[_Iterable[_Union[Check, _Mapping]]] = ...) -> None: ...
+    untold: int
+    members_of: Ballot
+    left: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, step: _Optional[int] = ..., kind: _Optional[_Union[Begin.Kind, str]] = ..., plan: _Optional[_Iterable[_Union[Microbatch, _Mapping]]] = ..., lr_scale: _Optional[_Iterable[float]] = ..., members: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., joining: _Optional[_Iterable[_Union[Joiner, _Mapping]]] = ..., since: _Optional[_Union[Ballot, _Mapping]] = ..., non_finite: _Optional[bool] = ..., entering: _Optional[_Iterable[str]] = ..., checks: _Optional[_Iterable[_Union[Check, _Mapping]]] = ..., untold: _Optional[int] = ..., members_of: _Optional[_Union[Ballot, _Mapping]] = ..., left: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Check(_message.Message):
     __slots__ = ("microbatch", "position", "double")

@@ -251,7 +251,8 @@ def test_what_a_slow_node_sends_after_others_have_its_work_changes_nothing() -> 
         ({"microbatch": 99, "position": 1}, "no microbatch 99"),
         ({"microbatch": 0, "position": 7}, "position 7 of a route of 4 visits"),
         ({"microbatch": 0, "position": 0}, "position 0 of a route of 4 visits"),
-        ({"microbatch": 1, "position": 1}, "by the plan goes from 0.1 to 2.1"),
+        ({"microbatch": 1, "position": 1}, "no microbatch 1"),
+        ({"microbatch": 0, "position": 2}, "by the plan goes from 1.0 to 2.0"),
     ],
 )
 def test_of_a_bad_frame_it_is_said_why_and_whose_it_was(

@@ -631,7 +631,8 @@ def test_a_joiner_copies_a_replica_while_the_others_go_on():
     assert members(begins["new"]) == SWARM.keys()
     assert [(j.node, j.stage, j.step) for j in begins["c"].step.begin.joining] == [("new", 2, 1)]
     steps = sent(told.trains(), "step")
-    assert (steps["new"].step.commit.step, joining(steps["b"])) == (2, ["new"])
+    assert (steps["new"].step.commit.step, joining(steps["c"])) == (2, ["new"])
+    assert joining(steps["b"]) == [], "it is of another stage"
 
 
 def test_who_has_caught_up_votes_and_enters_with_the_commit():
@@ -644,7 +645,8 @@ def test_who_has_caught_up_votes_and_enters_with_the_commit():
     for node in SWARM:
         effects = told.ready(node)
     steps = sent(effects, "step")
-    assert members(steps["c"]) == {*SWARM, "new"}
+    assert all(members(step) == {"new"} for step in steps.values()), "of the others all know"
+    assert all(step.step.begin.HasField("members_of") for step in steps.values())
     assert joining(steps["c"]) == []
     (rebuilt,) = events(effects, StageRebuilt)
     assert (rebuilt.node, rebuilt.method) == ("new", "replica")
@@ -843,7 +845,7 @@ def test_several_joiners_follow_and_enter_one_by_one():
     told.ready("new")
     effects = told.gathered(committed=2, following=1, heard=2)
     assert sent(effects, "sync").keys() == {"newer"}
-    begin = sent(effects, "step")["c"]
+    begin = sent(effects, "step")["d"]
     assert members(begin) == {*SWARM, "new"}
     assert joining(begin) == ["newer"]
 
@@ -1456,13 +1458,17 @@ def on_the_way(rules: TransactionRules = FOUR, members: dict[str, int] = PAIRS) 
     return told
 
 
-def goes_on(effects: Sequence[Effect]) -> pb.Begin:
-    """The plan by which all that are left go on."""
-    begins = {node: message.step.begin for node, message in sent(effects, "step").items()}
-    (first, *others) = begins.values()
-    assert all(other == first for other in others)
-    assert begins.keys() == {place.node for place in first.members}
-    return first
+def goes_on(told: Told, effects: Sequence[Effect]) -> pb.Begin:
+    """The plan by which all that are left go on; each is told where it has a part."""
+    whole, parts = told.attempt.begin, sent(effects, "step")
+    assert parts.keys() == {place.node for place in whole.members}
+    for node, message in parts.items():
+        begin = message.step.begin
+        own = {m for m, route in routes(whole).items() if node in route.nodes}
+        assert own <= {microbatch.id for microbatch in begin.plan}
+        assert len(begin.plan) + begin.untold == len(whole.plan)
+        assert begin.since == whole.since
+    return whole
 
 
 def server(begin: pb.Begin, microbatch: int, stage: int) -> str:
@@ -1485,7 +1491,7 @@ def test_the_loss_of_a_replica_does_not_end_the_attempt():
     told = on_the_way()
     before, first = told.driver.ballot, told.attempt.begin
     effects = told.driver.link_lost("g", "reset", told.now)
-    begin = goes_on(effects)
+    begin = goes_on(told, effects)
     assert (Ballot.of(begin.since), begin.step) == (before, 1)
     assert told.driver.ballot > before
     assert not events(effects, Aborted)
@@ -1501,7 +1507,7 @@ def test_what_a_lost_node_had_is_shared_out_among_nodes_not_seats():
     told = on_the_way(replace(RULES, stages=2, microbatches=8), seats)
     first = told.attempt.begin
     left = {seat: stage for seat, stage in seats.items() if not seat.startswith("b/")}
-    begin = goes_on(told.views(left))
+    begin = goes_on(told, told.views(left))
     gained = Counter(
         server(begin, microbatch, stage)
         for stage in range(3)
@@ -1527,7 +1533,7 @@ def test_it_is_committed_once_the_registry_has_dropped_the_node_and_not_before()
 def test_a_node_that_is_no_member_any_more_need_not_have_lost_its_link():
     told = on_the_way()
     left = {node: stage for node, stage in PAIRS.items() if node != "g"}
-    assert goes_on(told.views(left)).since == pb.Ballot(view=1, attempt=2)
+    assert goes_on(told, told.views(left)).since == pb.Ballot(view=1, attempt=2)
     assert told.driver.link_lost("g", "no member any more", told.now) == []
     assert sent(told.waits(0.0), "query") == {}
     assert told.commits()["b"].step.commit.step == 1
@@ -1559,7 +1565,7 @@ def test_what_a_lost_source_has_brought_home_is_to_come_home_again():
         told.hears(microbatch.source, home=pb.Home(microbatch=microbatch.id, loss=4.0, tokens=2))
     assert told.driver.phase is DriverPhase.REDUCING
     effects = told.driver.link_lost("z", "reset", told.now)
-    begin = goes_on(effects)
+    begin = goes_on(told, effects)
     assert {m.source for m in begin.plan} == {"a"}
     assert told.driver.phase is DriverPhase.RUNNING
     assert not sent(effects, "reduce")
@@ -1596,7 +1602,7 @@ def test_several_may_be_lost_one_after_the_other_and_at_once():
     first = told.driver.ballot
     told.driver.link_lost("g", "reset", told.now)
     left = {node: stage for node, stage in PAIRS.items() if node not in ("g", "d", "z")}
-    begin = goes_on(told.views(left))
+    begin = goes_on(told, told.views(left))
     assert Ballot.of(begin.since) == first
     assert told.attempt.masked == {"g", "d", "z"}
     assert {server(begin, m, 3) for m in range(4)} == {"h"}
@@ -1605,7 +1611,7 @@ def test_several_may_be_lost_one_after_the_other_and_at_once():
 def test_with_spares_the_stand_in_gets_all_that_the_lost_node_had():
     told = on_the_way(replace(RULES, microbatches=9, masking="spare"), {**PAIRS, "m": 2, "n": 2})
     first = told.attempt.begin
-    begin = goes_on(told.driver.link_lost("g", "reset", told.now))  # of c, g, m, n
+    begin = goes_on(told, told.driver.link_lost("g", "reset", told.now))  # of c, g, m, n
     for microbatch in range(9):
         before = server(first, microbatch, 2)
         assert server(begin, microbatch, 2) == ("m" if before == "g" else before)
@@ -1614,7 +1620,7 @@ def test_with_spares_the_stand_in_gets_all_that_the_lost_node_had():
 def test_when_a_stand_in_is_lost_too_the_others_share():
     told = on_the_way(replace(RULES, microbatches=9, masking="spare"), {**PAIRS, "m": 2, "n": 2})
     left = {node: stage for node, stage in told.members.items() if node not in ("g", "m")}
-    begin = goes_on(told.views(left))
+    begin = goes_on(told, told.views(left))
     assert {server(begin, microbatch, 2) for microbatch in range(9)} == {"c", "n"}
 
 
@@ -1647,7 +1653,7 @@ def test_who_can_not_be_reached_by_another_is_given_time_to_turn_out_lost():
     assert suspected(effects) == ["g"]
     assert told.driver.phase is DriverPhase.RUNNING
     assert told.waits(UNREACHED / 2) == []
-    assert goes_on(told.driver.link_lost("g", "reset", told.now))
+    assert goes_on(told, told.driver.link_lost("g", "reset", told.now))
     assert told.waits(UNREACHED) == []
     told.hears("b", cut=pb.Cut(node="g", reason="reset"))
     assert told.waits(UNREACHED) == []
@@ -1706,7 +1712,7 @@ def test_who_is_lost_leaves_nothing_to_two_that_are_cut_off_from_each_other(lost
         told.views(relays=[registry.Relay(a=cut_off[0], b=cut_off[1], via="a")])
         told.statuses()
         assert not meet(told.attempt.begin, *cut_off)
-        begin = goes_on(told.driver.link_lost(lost, "reset", told.now))
+        begin = goes_on(told, told.driver.link_lost(lost, "reset", told.now))
         assert not meet(begin, *cut_off)
 
 
@@ -1717,7 +1723,7 @@ def test_what_was_lost_goes_by_others_than_two_that_the_newest_view_has_a_relay_
     lost = [number for number in range(12) if server(before, number, 1) == "b"]
     assert {server(before, number, 2) for number in lost} == {"c"}
     told.views({**THREE, "new": 3}, relays=[registry.Relay(a="f", b="c", via="a")])
-    begin = goes_on(told.driver.link_lost("b", "reset", told.now))
+    begin = goes_on(told, told.driver.link_lost("b", "reset", told.now))
     assert {server(begin, number, 1) for number in lost} == {"b3"}
 
 
@@ -2034,7 +2040,7 @@ def test_replicas_that_differ_do_not_commit_and_the_wrong_one_copies_anew_while_
     follows = pb.Status(following=1, heard=1)
     begins = sent(told.answers(c=follows), "step")
     assert members(begins["a"]) == told.members.keys() - {"c"}
-    assert joining(begins["a"]) == ["c"]
+    assert joining(begins["c2"]) == ["c"]
 
 
 def test_who_has_copied_anew_is_trusted_again_and_who_differs_three_times_has_to_go():

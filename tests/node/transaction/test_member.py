@@ -224,6 +224,15 @@ def test_a_step_that_does_not_follow_is_not_begun(told: Told, step: int, kind: i
     assert told.member.phase is MemberPhase.IDLE
 
 
+def test_who_cannot_know_who_takes_part_says_so_and_begins_nothing(told: Told):
+    told.hears(Ballot(1, 2), step=begin(1, members=[pb.Place(node="self", stage=1)]))
+    since = Ballot(1, 3).message()
+    (send,) = told.hears(Ballot(1, 4), step=begin(1, members_of=since, left=["other"]))
+    assert isinstance(send, Send)
+    assert "told who has come and gone since" in send.message.failed.reason
+    assert told.member.attempt == Ballot(1, 2)
+
+
 def test_what_was_reduced_for_an_older_attempt_is_nothing(told: Told):
     told.hears(Ballot(1, 2), step=begin(1))
     told.hears(Ballot(1, 2), reduce=pb.Reduce())

@@ -1,6 +1,6 @@
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from itertools import combinations, pairwise
+from itertools import combinations, islice, pairwise
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from planaria.node.transaction.routing import (
     routes,
     share_out,
     stand_ins,
+    turns,
 )
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery import masking
@@ -53,6 +54,12 @@ def test_shares_end_together_but_for_a_microbatch(speeds, count):
     busiest = max((given_to.count(node) * seconds[node] for node in nodes), default=0.0)
     for node in nodes:
         assert (given_to.count(node) + 1) * seconds[node] >= busiest * (1 - 1e-9)
+
+
+@given(st.lists(st.sampled_from([0.5, 1, 2.0, 3.7]), min_size=1, max_size=6), st.integers(0, 40))
+def test_turns_are_shares_of_an_idle_stage_in_the_same_order(speeds, count):
+    pace = {f"n{i}": speed for i, speed in enumerate(speeds)}
+    assert [*islice(turns([*pace], pace), count)] == share_out(range(count), [*pace], pace)
 
 
 def test_where_all_are_alike_lost_microbatches_are_shared_out_as_the_controller_does():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from planaria.node.transaction.standing_out import STEPS, Gradients
+from planaria.node.transaction.standing_out import STEPS, TOLD_OF, Gradients, told_by
 from planaria.node.wire import stage_pb2 as pb
 
 Vector = NDArray[np.float64]
@@ -36,16 +36,20 @@ def steps(
         ready = {by: pb.Ready() for by in shares}
         total = sum(made.values())
         for by, piece in zip(shares, np.array_split(np.arange(SIZE), len(shares)), strict=True):
+            seen = []
             for node, k in shares.items():
                 part = made[node][piece]
                 squared = float(part @ part)
-                ready[by].contributions.add(
-                    node=node,
-                    squared_norm=squared,
-                    projection=float(part @ total[piece]) - squared,
-                    microbatches=k,
-                    others=sum(shares.values()) - k,
+                seen.append(
+                    pb.Contribution(
+                        node=node,
+                        squared_norm=squared,
+                        projection=float(part @ total[piece]) - squared,
+                        microbatches=k,
+                        others=sum(shares.values()) - k,
+                    )
                 )
+            ready[by].contributions.extend(told_by(by, seen))
         named |= gradients.heard(stages, ready)
     return named
 
@@ -77,14 +81,22 @@ def test_nobody_stands_out_among_those_who_do_their_work(
     ],
     ids=["turned round", "noise", "shifted", "long", "short"],
 )
-@pytest.mark.parametrize("replicas", [3, 5])
+@pytest.mark.parametrize("replicas", [3, 5, 20])
 def test_who_sends_something_else_stands_out(
     alter: Callable[[Vector, np.random.Generator], Vector], replicas: int
 ) -> None:
-    shares = dict.fromkeys("abcde"[:replicas], 4)
+    shares = dict.fromkeys("abcdefghijklmnopqrst"[:replicas], 4)
     gradients = Gradients()
     assert steps(gradients, shares, {"b": alter}, 10 * STEPS, 1.0).keys() == {"b"}
     assert not steps(gradients, shares, {"b": alter}, 1, 1.0)  # that is known
+
+
+def test_everybody_is_told_of_by_as_many() -> None:
+    seen = [pb.Contribution(node=node) for node in "hbdfacegji"]
+    told = {node: [one.node for one in told_by(node, seen)] for node in "abcdefghij"}
+    assert told["e"] == [*"efghijab"]
+    for node in "abcdefghij":
+        assert sum(node in named for named in told.values()) == TOLD_OF
 
 
 def test_one_liar_s_word_makes_nobody_stand_out() -> None:

@@ -46,7 +46,9 @@ def test_the_attempt_goes_on_by_a_plan_with_the_new_seat_once_that_has_the_state
     assert taken.microbatches == RULES.microbatches
     plans = sent(effects, "step")
     assert plans.keys() == TAKEN.keys()
-    begin = plans["a"].step.begin
+    assert list(plans["a"].step.begin.left) == ["c/2"]
+    assert not plans["b/2.3"].step.begin.HasField("members_of"), "it was never told who takes part"
+    begin = told.attempt.begin
     assert Ballot.of(begin.since) == since
     assert list(begin.entering) == ["b/2.3"]
     for microbatch, route in routes(begin).items():

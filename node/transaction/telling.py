@@ -1,0 +1,119 @@
+"""What each member is told of an attempt: only what concerns it. Pure.
+
+The driver has the whole `Begin`, and tells a member its part of it:
+
+- of the plan the microbatches that it visits, or stands in for; of all others how many they are;
+- of those who follow, the ones of its stage;
+- who takes part. Whoever was told of the attempt before is told who has come and gone since then.
+
+So what a driver says of a step grows with its nodes, and not with their square.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from operator import attrgetter
+
+from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.transaction.routing import stand_ins
+from planaria.node.wire import stage_pb2 as pb
+
+Members = Mapping[str, int]
+"""Stages of those who take part."""
+
+
+class Telling:
+    """A driver's side: what the members have heard."""
+
+    def __init__(self) -> None:
+        self.doubt()
+
+    def doubt(self) -> None:
+        """What was told last may not have come."""
+        self._last, self._members = NEVER, dict[str, int]()
+        self._told = frozenset[str]()
+
+    def parts(
+        self, ballot: Ballot, begin: pb.Begin, stages: Members, spare: bool
+    ) -> dict[str, pb.Begin]:
+        """What is told to these nodes, at their stages, of an attempt that begins, or goes on,
+        under the ballot. `spare`: nodes stand in for each other."""
+        visits = _visits(begin, spare)
+        joiners: defaultdict[int, list[pb.Joiner]] = defaultdict(list)
+        for joiner in begin.joining:
+            joiners[joiner.stage].append(joiner)
+        new, rest = _without_lists(begin), _without_lists(begin)
+        new.members.extend(begin.members)
+        self._tell_changes(rest, begin)
+        parts = {}
+        for node, stage in stages.items():
+            parts[node] = part = pb.Begin()
+            part.CopyFrom(rest if node in self._told else new)
+            part.plan.extend(visits[node])
+            part.untold = len(begin.plan) - len(part.plan)
+            part.joining.extend(joiners[stage])
+        self._last, self._told = ballot, frozenset(stages)
+        self._members = {place.node: place.stage for place in begin.members}
+        return parts
+
+    def _tell_changes(self, part: pb.Begin, begin: pb.Begin) -> None:
+        part.members_of.CopyFrom(self._last.message())
+        part.left.extend(self._members.keys() - {place.node for place in begin.members})
+        part.members.extend(p for p in begin.members if self._members.get(p.node) != p.stage)
+
+
+def _without_lists(begin: pb.Begin) -> pb.Begin:
+    """What all are told."""
+    part = pb.Begin(step=begin.step, kind=begin.kind, non_finite=begin.non_finite)
+    part.entering.extend(begin.entering)
+    if begin.HasField("since"):
+        part.since.CopyFrom(begin.since)
+    return part
+
+
+def _visits(begin: pb.Begin, spare: bool) -> defaultdict[str, list[pb.Microbatch]]:
+    """By node, the microbatches that come to it, or that it does ahead."""
+    found: defaultdict[str, list[pb.Microbatch]] = defaultdict(list)
+    ahead = stand_ins(begin.members) if spare else {}
+    nodes = [place.node for place in begin.members]
+    for microbatch in begin.plan:
+        there = {microbatch.source, *(nodes[place] for place in microbatch.places)}
+        for node in there | {ahead[node] for node in there & ahead.keys()}:
+            found[node].append(microbatch)
+    return found
+
+
+class Heard:
+    """A member's side: who takes part in the attempt that it has heard of last."""
+
+    def __init__(self) -> None:
+        self._last, self._members = NEVER, dict[str, int]()
+
+    def whole(self, ballot: Ballot, begin: pb.Begin) -> pb.Begin:
+        """With all members. Raises ValueError when it says what has changed since an attempt that
+        wasn't heard of last."""
+        if begin.HasField("members_of"):
+            since = Ballot.of(begin.members_of)
+            if since != self._last:
+                raise ValueError(f"told who has come and gone since {since}, after {self._last}")
+            stages = {n: at for n, at in self._members.items() if n not in begin.left}
+            stages |= {place.node: place.stage for place in begin.members}
+            begin = _with_members(begin, stages)
+        self._last = ballot
+        self._members = {place.node: place.stage for place in begin.members}
+        return begin
+
+
+def _with_members(begin: pb.Begin, stages: Members) -> pb.Begin:
+    found = pb.Begin()
+    found.CopyFrom(begin)
+    for name in ("members_of", "left", "members"):
+        found.ClearField(name)
+    found.members.extend(in_order([pb.Place(node=n, stage=at) for n, at in stages.items()]))
+    return found
+
+
+def in_order(members: Collection[pb.Place]) -> list[pb.Place]:
+    """As all list them: a plan says who serves a visit by number."""
+    return sorted(members, key=attrgetter("node"))
