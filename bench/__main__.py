@@ -5,6 +5,7 @@ from __future__ import annotations
 from bench import (
     blinking,
     checks,
+    driver,
     handshakes,
     join,
     link,
@@ -30,6 +31,7 @@ def main() -> None:
         ("Being ready for losses against not being ready", recovery.main),
         ("Frames on links against bare bytes on the same gRPC stream", link.main),
         ("Links that break again and again against links that hold", blinking.main),
+        ("What a step costs its driver, by the number of nodes", driver.main),
         ("Renewals at the registry", registry.main),
         ("Joins while strangers flood the registry against joins without", strangers.main),
         ("Links' handshakes under TLS against those in plain text", handshakes.main),

@@ -59,6 +59,7 @@ from planaria.node.transaction.effects import (
     Fetch,
     GoOn,
     Halted,
+    Note,
     Rejoin,
     Send,
     StartAttempt,
@@ -408,6 +409,8 @@ class Agent:
             case Apply(commit):
                 # Posts at once: what comes next must find it before itself in the thread.
                 self.exchanges.start(self._apply(commit))
+            case Note(commit):
+                self.record.committed(commit)
             case Adopt(ballot):
                 self.exchanges.start(self._adopt(ballot))
             case Fetch(ballot, sync):

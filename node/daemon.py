@@ -78,6 +78,7 @@ from planaria.node.stage.watch import COMPILING, FLOOR, Hang, Watch
 from planaria.node.state.handover import FAREWELL
 from planaria.node.state.holdings import CLOSE, Holdings
 from planaria.node.state.saves import Contents, saves_on_disk
+from planaria.node.transaction.chain import has_records
 from planaria.node.transaction.effects import (
     NEVER,
 )
@@ -684,12 +685,14 @@ class SeatRecord:
 
     def __init__(self, node: Node, seat: str, ledger: tuple[Ledger, AnyWindows] | None) -> None:
         self._node, self._seat, self._ledger = node, seat, ledger
+        self._lacks_last = False  # others were told the last step's records
 
     def tell(self, event: Event) -> None:
         self._node.tell(event, self._seat)
 
     def committed(self, commit: pb.Commit) -> None:
-        if self._ledger is not None and commit.step > 0:
+        self._lacks_last = not has_records(commit)
+        if self._ledger is not None and commit.step > 0 and has_records(commit):
             ledger, windows = self._ledger
             told = line(commit, windows.epoch(commit.step), time.time())
             ledger.append(told)
@@ -701,7 +704,7 @@ class SeatRecord:
     def recording(self) -> pb.Recording:
         if self._ledger is None:
             return pb.NO_LEDGER
-        return recording(self._ledger[0].file)
+        return recording(self._ledger[0].file, self._lacks_last)
 
     def changed(self) -> None:
         self._node.report()

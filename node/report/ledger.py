@@ -1,7 +1,8 @@
 """The ledger: a line for every committed step, and the audit that compares it with the plan.
 
 A ledger is a JSONL file: a `LedgerHeader`, then a `Line` for each committed step. Every stage-0
-node writes its own; what counts is their union (`merge`).
+node writes its own, of the steps whose records it is told (where there are many of them: `noting`);
+what counts is their union (`merge`).
 
 A line has the commit itself, too, if it is as it was signed: saves that were written anew for other
 stages have another one. What the line says has to follow from it, and each commit names the one
@@ -44,7 +45,7 @@ from typing_extensions import TypedDict
 
 from planaria.node.data.turns import Share
 from planaria.node.report.line_file import LineFile
-from planaria.node.transaction.chain import hash_of
+from planaria.node.transaction.chain import hash_of, hash_of_records
 from planaria.node.wire import stage_pb2
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ MOST_STEPS = 10**9
 """As a run file has it."""
 MOST_SHOWN = 80
 """Letters of a value, where two differ."""
+ELSEWHERE = "don't trust this ledger, get one from another node of stage 0"
 MOST_BROKEN = 16
 """Links that are named."""
 STEPS_AT_ONCE = 200_000
@@ -150,10 +152,12 @@ def line(commit: stage_pb2.Commit, epoch: int, time: float) -> Line:
     return written
 
 
-def recording(file: LineFile) -> stage_pb2.Recording:
+def recording(file: LineFile, lacks_last: bool) -> stage_pb2.Recording:
     """What the ledger in `file` has."""
     if file.trouble:
         return stage_pb2.LEDGER_FAILING
+    if lacks_last:
+        return stage_pb2.LEDGER_SPARE
     return stage_pb2.LEDGER_WRITING if file.writing else stage_pb2.LEDGER_WRITTEN
 
 
@@ -376,14 +380,18 @@ def _check_commit(told: Line, path: Path, number: int) -> None:
         )
     except (ValueError, DecodeError) as error:
         raise LedgerError(f"{path}, line {number} is damaged: commit: {error}") from error
+    if commit.records and hash_of_records(commit.microbatches) != commit.records:
+        raise LedgerError(
+            f"{path}, line {number} was changed: its microbatches aren't those of the commit of "
+            f"step {commit.step}; {ELSEWHERE}"
+        )
     follows: dict[str, object] = {**line(commit, told["epoch"], told["time"])}
     found: dict[str, object] = {**told}
     for key in follows | found:
         if found.get(key) != follows.get(key):
             raise LedgerError(
                 f"{path}, line {number} was changed: {key} is {_shown(found.get(key))}, and "
-                f"{_shown(follows.get(key))} in the commit of step {commit.step}; don't trust this "
-                "ledger, get one from another node of stage 0"
+                f"{_shown(follows.get(key))} in the commit of step {commit.step}; {ELSEWHERE}"
             )
 
 

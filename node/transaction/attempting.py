@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from planaria.node.naming import node_of
 from planaria.node.report.events import NonFinite
-from planaria.node.transaction.chain import head
+from planaria.node.transaction.chain import hash_of_records, head
 from planaria.node.transaction.diverging import Told
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.gathering import Standing, unrecorded
@@ -55,8 +55,10 @@ class Vote:
     def unrecorded(self) -> str:
         """Why the step isn't to be committed: the one before is in no ledger. Empty: it is, or
         needn't be."""
-        ends = (ready.recording for node, ready in self.ready.items() if self.stages[node] == 0)
-        return unrecorded(ends)
+        return unrecorded(self.ledgers().values())
+
+    def ledgers(self) -> dict[str, pb.Recording]:
+        return {n: ready.recording for n, ready in self.ready.items() if self.stages[n] == 0}
 
     def not_finite(self, step: int) -> list[NonFinite]:
         """Whose gradients are not."""
@@ -140,7 +142,8 @@ class Attempting:
         return self.masked | ({self.takeover.lost} if self.takeover is not None else set())
 
     def came_home(self, peer: str, home: pb.Home, now: float) -> None:
-        if any((m.id, m.source) == (home.microbatch, peer) for m in self.begin.plan):
+        plan, identity = self.begin.plan, home.microbatch
+        if identity < len(plan) and plan[identity].source == peer:
             self.homes[home.microbatch] = home  # else it is another's by now
             self.progressed = now
 
@@ -180,6 +183,7 @@ class Attempting:
         squared = {vote.stages[node]: vote.ready[node].squared_norm for node in sorted(vote.ready)}
         total = math.sqrt(math.fsum(squared.values())) if finite else math.nan
         scale = min(1.0, rules.clip / (total + 1e-6)) if finite else 0.0
+        records = [self.homes[identity] for identity in sorted(self.homes)]
         return pb.Commit(
             step=self.begin.step,
             ballot=ballot.message(),
@@ -189,7 +193,8 @@ class Attempting:
             loss=self.mean_loss(),
             tokens=len(self.homes) * rules.tokens,
             gradient_norm=total,
-            microbatches=[self.homes[identity] for identity in sorted(self.homes)],
+            microbatches=records,
+            records=hash_of_records(records),
             seconds=now - self.began,
             skips=0 if finite else at.last.skips + 1,
             lineage=at.lineage,

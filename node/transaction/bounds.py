@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from planaria.bootstrap.registry_pb2 import Cause
+from planaria.node.transaction.chain import hash_of_records
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 
@@ -188,10 +189,18 @@ def _commit(commit: pb.Commit) -> str:
         or _count("lineage of a commit", commit.lineage)
         or _hash("hash of a commit", commit.previous)
         or _hash("signature", commit.signature)
+        or _records(commit)
         or _first(_within("scale", scale, LARGEST) for scale in scales)
         or _seconds("seconds of a step", commit.seconds)
         or ("" if commit.skipped else _within("gradient norm", commit.gradient_norm, LARGEST_NORM))
     )
+
+
+def _records(commit: pb.Commit) -> str:
+    told = commit.records and commit.microbatches
+    if told and hash_of_records(commit.microbatches) != commit.records:
+        return f"records of the commit of step {commit.step} that aren't those of its hash"
+    return _hash("hash of records", commit.records)
 
 
 def _to_apply(commit: pb.Commit, stage: int) -> str:

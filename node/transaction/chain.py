@@ -4,11 +4,15 @@ A chain is of one lineage. Its first commit names none: what a run goes back to 
 by another commit at each stage. The hash of a commit is over all that it says but the signature,
 which is over step, ballot and hash, so that two signed commits of one attempt prove that their
 driver has told two things, whoever shows them.
+
+What became of each microbatch, the commit's records, only some are told (`noting`). All have their
+hash, and the hash of the commit is over that one, so it is the same with and without them.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from functools import lru_cache
 
 from planaria.bootstrap.identity import Identity, is_message_signed
@@ -20,7 +24,26 @@ def hash_of(commit: pb.Commit) -> bytes:
     unsigned = pb.Commit()
     unsigned.CopyFrom(commit)
     unsigned.ClearField("signature")
+    if commit.records:  # commits of old have none
+        unsigned.ClearField("microbatches")
     return hashlib.sha256(unsigned.SerializeToString(deterministic=True)).digest()
+
+
+def hash_of_records(microbatches: Iterable[pb.Home]) -> bytes:
+    records = pb.Commit(microbatches=microbatches)
+    return hashlib.sha256(records.SerializeToString(deterministic=True)).digest()
+
+
+def without_records(commit: pb.Commit) -> pb.Commit:
+    bare = pb.Commit()
+    bare.CopyFrom(commit)
+    if commit.records:
+        bare.ClearField("microbatches")
+    return bare
+
+
+def has_records(commit: pb.Commit) -> bool:
+    return bool(commit.microbatches) or not commit.records
 
 
 def head(last: pb.Commit, lineage: int) -> bytes:

@@ -93,8 +93,9 @@ class SpotChecks:
             replicas[place.stage].append(place.node)
         for microbatch, route in sorted(routes(begin).items()):
             for position in range(1, len(route.nodes) - 1):
-                others = [n for n in replicas[route.stages[position]] if n != route.nodes[position]]
-                if others and self._chance.random() < self.share:
+                alike = replicas[route.stages[position]]
+                if len(alike) > 1 and self._chance.random() < self.share:
+                    others = [node for node in alike if node != route.nodes[position]]
                     self._check(microbatch, position, route, others, told)
         return told
 

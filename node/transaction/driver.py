@@ -10,7 +10,7 @@ Whatever goes on is one object, made when it begins: `Gathering`, `Syncing` or `
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from random import Random
@@ -51,7 +51,7 @@ from planaria.node.transaction.blaming import (
     Spoiling,
 )
 from planaria.node.transaction.bounds import told_to_driver
-from planaria.node.transaction.chain import seal
+from planaria.node.transaction.chain import has_records, seal, without_records
 from planaria.node.transaction.checking import WRONG, Checked, SpotChecks, Undecided, Wrong
 from planaria.node.transaction.doubting import Doubts
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
@@ -64,6 +64,7 @@ from planaria.node.transaction.gathering import (
 from planaria.node.transaction.hanging import Hanging, is_last, slow_and_alone
 from planaria.node.transaction.joining import FOLLOWED, FOLLOWS, Joining
 from planaria.node.transaction.leaving import may_have_heir
+from planaria.node.transaction.noting import keepers, to_note
 from planaria.node.transaction.overdue import is_late
 from planaria.node.transaction.proving import Verdict, Witness, examine
 from planaria.node.transaction.resting import DriverPhase, Resting
@@ -131,6 +132,8 @@ class Driver:
         self.idle: set[str] = set()  # members that have sent what can't be used
         self.cuts: set[Pair] = set()  # members of which one had no link to the other
         self.told_again = (0, 0)  # the step that joiners were told once more before going back
+        self.ledgers: dict[str, pb.Recording] = {}  # of stage 0, as heard last
+        self.noted_again = (0, 0)  # the step that was told once more to be noted
         self.pause_until = 0.0
         self.unrecorded = ""  # why no step is begun: no ledger is written
         self.validated: tuple[int, float] = (0, math.nan)  # step, loss
@@ -386,10 +389,14 @@ class Driver:
         at = standing.lineage, standing.committed
         if all_lost and self.told_again != at:
             self.told_again, behind = at, behind + gathering.missing_one()
+        self.ledgers = gathering.ledgers()
         if behind:
-            commit = pb.Step(commit=standing.last)
-            effects += [self.ballot.send(node, step=commit) for node in behind]
+            effects += self._tell_commit(behind)
             return effects + self._gather(f"step {standing.committed} is committed by some", now)
+        if noting := self._to_note():
+            self.noted_again = at
+            effects += self._tell_commit(noting)
+            return effects + self._gather(f"no ledger has step {standing.committed}", now)
         without = gathering.without_checkpoint() if self.rules.adapters else []
         if without and not self.finished:
             return effects + self._wait_for_origin(without)
@@ -569,7 +576,7 @@ class Driver:
         rebuilt = self.rebuilds.stages()
         unsure, entered = self.joining.go_on(gathering, rebuilt, self._is_over(), now)
         self.rebuilds.rebuilt += [joiner.entered(n, now) for n, joiner in entered.items()]
-        return [self.ballot.send(n, step=pb.Step(commit=self.standing.last)) for n in unsure]
+        return self._tell_commit(unsure)
 
     def _give_up_following(self, peer: str, reason: str, now: float) -> list[Effect]:
         """It is told what to do at the next step boundary."""
@@ -674,8 +681,11 @@ class Driver:
                 return []
         if (effects := self._diverging(vote, now)) is not None:
             return effects
+        self.ledgers = vote.ledgers()
         if why := vote.unrecorded():
             return self._gather(why, now)
+        if self._to_note():
+            return self._gather(f"no ledger has step {self.standing.committed}", now)
         if members := self._masked_members():
             if now - vote.complete < EVICTED:
                 return []
@@ -1175,12 +1185,32 @@ class Driver:
     ) -> list[Effect]:
         """To the rest: of what begins, to each what concerns it. `checks`: what some are told."""
         if not step.HasField("begin"):
-            return self._to_rest(step=step)
+            return self._tell_commit(self._rest())
         spare = self.rules.masking == "spare"
         parts = self.telling.parts(self.ballot, step.begin, self._rest(), spare)
-        commit = step.commit if step.HasField("commit") else None
+        commits = self._commit_for(parts) if step.HasField("commit") else {}
         effects: list[Effect] = []
-        for node, begin in parts.items():
+        for node in commits or parts:
+            begin = parts[node]
             begin.checks.extend(checks.get(node, ()))
-            effects.append(self.ballot.send(node, step=pb.Step(commit=commit, begin=begin)))
+            told = pb.Step(commit=commits.get(node), begin=begin)
+            effects.append(self.ballot.send(node, step=told))
         return effects
+
+    def _tell_commit(self, nodes: Iterable[str]) -> list[Effect]:
+        commits = self._commit_for(nodes)
+        return [self.ballot.send(node, step=pb.Step(commit=commits[node])) for node in commits]
+
+    def _commit_for(self, nodes: Iterable[str]) -> dict[str, pb.Commit]:
+        """The last one, as each of these is told of it; first come those who keep its records, lest
+        they are lost with the driver while others know of the commit."""
+        whole, bare = self.standing.last, without_records(self.standing.last)
+        keep = keepers(self._rest(), self.ledgers)
+        told = {node: whole if node in keep else bare for node in nodes}
+        return dict(sorted(told.items(), key=lambda item: item[0] not in keep))
+
+    def _to_note(self) -> list[str]:
+        """Who is to be told the last step's records once more."""
+        at, last = self.standing, self.standing.last
+        again = self.noted_again == (at.lineage, at.committed)
+        return to_note(self.ledgers) if has_records(last) and not again else []

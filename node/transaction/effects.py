@@ -82,6 +82,13 @@ class Apply:
 
 
 @dataclass(frozen=True)
+class Note:
+    """The commit is applied here, and now its records are known, too."""
+
+    commit: pb.Commit
+
+
+@dataclass(frozen=True)
 class Adopt:
     """Take the gradient that a replica has sent of that attempt; `Member.reduced` gets the norm."""
 
@@ -129,6 +136,7 @@ Effect = (
     | DropAttempt
     | AverageGradient
     | Apply
+    | Note
     | Adopt
     | Fetch
     | Suspect

@@ -8,6 +8,7 @@ from typing import Any
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import HANG
+from planaria.node.transaction.chain import has_records, hash_of
 from planaria.node.transaction.effects import Ballot, Effect, Send, Suspect
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.decide import Held, Left, Source
@@ -127,7 +128,13 @@ class Gathering:
     def standing(self) -> Standing:
         newest = self.newest
         boosted_at = {self.members[n]: status.boosted_at for n, status in self.having().items()}
-        return Standing(newest.lineage, newest.committed, newest.last, boosted_at)
+        return Standing(newest.lineage, newest.committed, self._with_records(), boosted_at)
+
+    def _with_records(self) -> pb.Commit:
+        """The newest commit, with its records if anybody has them."""
+        newest = self.newest
+        alike = (s.last for s in self.having().values() if has_records(s.last))
+        return next((one for one in alike if hash_of(one) == hash_of(newest.last)), newest.last)
 
     def all_lost(self, view: registry.View) -> str:
         """Why the run can't go on from the newest state as if it were the last; empty: it can."""
@@ -249,16 +256,16 @@ class Gathering:
 
     def unrecorded(self) -> str:
         """Why no step is to be begun, as far as ledgers go."""
-        return unrecorded(self._ledgers())
+        return unrecorded(self.ledgers().values())
 
     def unwritten(self) -> str:
         """Why the run isn't over yet, as far as ledgers go: whoever drives may be gone a moment
         later, and with it what it has not written."""
-        writing = pb.LEDGER_WRITING in self._ledgers()
+        writing = pb.LEDGER_WRITING in self.ledgers().values()
         return "the last step is on its way to the ledger" if writing else ""
 
-    def _ledgers(self) -> list[pb.Recording]:
-        return [s.recording for n, s in self.statuses.items() if self.members[n] == 0]
+    def ledgers(self) -> dict[str, pb.Recording]:
+        return {n: s.recording for n, s in self.statuses.items() if self.members[n] == 0}
 
     def nodes_of(self, stage: int) -> list[str]:
         return sorted(node for node, at in self.members.items() if at == stage)

@@ -15,7 +15,7 @@ from planaria.bootstrap.registry_pb2 import NUMBERS, SILENT, Cause, Decision
 from planaria.node.naming import node_of
 from planaria.node.report.events import MessageRefused
 from planaria.node.transaction.bounds import HASH, LONGEST_WORDS, told_to_member
-from planaria.node.transaction.chain import decision, head, is_sealed
+from planaria.node.transaction.chain import decision, has_records, hash_of, head, is_sealed
 from planaria.node.transaction.comparing import UNHEARD, Comparing, same_attempt
 from planaria.node.transaction.effects import (
     NEVER,
@@ -28,6 +28,7 @@ from planaria.node.transaction.effects import (
     Fetch,
     GoOn,
     Halted,
+    Note,
     Rejoin,
     Send,
     StartAttempt,
@@ -464,6 +465,9 @@ class MemberSide:
         ready = self.phase is MemberPhase.READY and self.attempt == Ballot.of(commit.ballot)
         if self.following is not None and not ready:
             return self._hear(commit)
+        if not has_records(self.last) and has_records(commit) and self._is_last(commit):
+            self.last = commit
+            return [Note(commit)]
         if commit.step != self.committed + 1 or not ready:
             return []  # a repetition, or not for this node: the next query finds out
         own = decision(commit)
@@ -474,6 +478,9 @@ class MemberSide:
             return [*tell, *self._refuse_commit(why)]
         self.comparing = Comparing(commit, own, {*self.replicas} - self.mute)
         return [*tell, *self._compare(self.comparing)]
+
+    def _is_last(self, commit: pb.Commit) -> bool:
+        return commit.step == self.committed and hash_of(commit) == hash_of(self.last)
 
     def _refuse_commit(self, what: str) -> list[Effect]:
         why = f"{self.driver}, which drives, tells of a commit of {what}"

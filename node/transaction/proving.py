@@ -18,7 +18,7 @@ from typing import Final
 
 from planaria.bootstrap.registry_pb2 import Decision, Member
 from planaria.node.naming import node_of
-from planaria.node.transaction.chain import decision, is_sealed
+from planaria.node.transaction.chain import decision, hash_of, is_sealed
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
 
@@ -143,7 +143,7 @@ def _compare(
     last = {node: statuses[node].last for node in sorted(claimants)}
     if all(one.lineage != statuses[node].lineage for node, one in last.items()):
         return
-    records = {node: one.SerializeToString(deterministic=True) for node, one in last.items()}
+    records = {node: hash_of(one) + one.signature for node, one in last.items()}
     if len(set(records.values())) < 2:
         return
     signed = {node: decision(one) for node, one in last.items() if witness.has_signed(one)}

@@ -14,10 +14,12 @@ class Recording(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LEDGER_WRITTEN: _ClassVar[Recording]
     LEDGER_FAILING: _ClassVar[Recording]
     LEDGER_WRITING: _ClassVar[Recording]
+    LEDGER_SPARE: _ClassVar[Recording]
 NO_LEDGER: Recording
 LEDGER_WRITTEN: Recording
 LEDGER_FAILING: Recording
 LEDGER_WRITING: Recording
+LEDGER_SPARE: Recording
 
 class Ballot(_message.Message):
     __slots__ = ("view", "attempt")
@@ -344,7 +346,7 @@ class Joiner(_message.Message):
     def __init__(self, node: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("step", "ballot", "skipped", "clip_scale", "lr_scale", "loss", "tokens", "gradient_norm", "microbatches", "seconds", "skips", "lineage", "previous", "signature", "doubted")
+    __slots__ = ("step", "ballot", "skipped", "clip_scale", "lr_scale", "loss", "tokens", "gradient_norm", "microbatches", "seconds", "skips", "lineage", "previous", "records", "signature", "doubted")
     STEP_FIELD_NUMBER: _ClassVar[int]
     BALLOT_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_FIELD_NUMBER: _ClassVar[int]
@@ -358,6 +360,7 @@ class Commit(_message.Message):
     SKIPS_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     DOUBTED_FIELD_NUMBER: _ClassVar[int]
     step: int
@@ -373,9 +376,10 @@ class Commit(_message.Message):
     skips: int
     lineage: int
     previous: bytes
+    records: bytes
     signature: bytes
     doubted: _containers.RepeatedCompositeFieldContainer[Doubted]
-    def __init__(self, step: _Optional[int] = ..., ballot: _Optional[_Union[Ballot, _Mapping]] = ..., skipped: _Optional[bool] = ..., clip_scale: _Optional[_Iterable[float]] = ..., lr_scale: _Optional[_Iterable[float]] = ..., loss: _Optional[float] = ..., tokens: _Optional[int] = ..., gradient_norm: _Optional[float] = ..., microbatches: _Optional[_Iterable[_Union[Home, _Mapping]]] = ..., seconds: _Optional[float] = ..., skips: _Optional[int] = ..., lineage: _Optional[int] = ..., previous: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., doubted: _Optional[_Iterable[_Union[Doubted, _Mapping]]] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., ballot: _Optional[_Union[Ballot, _Mapping]] = ..., skipped: _Optional[bool] = ..., clip_scale: _Optional[_Iterable[float]] = ..., lr_scale: _Optional[_Iterable[float]] = ..., loss: _Optional[float] = ..., tokens: _Optional[int] = ..., gradient_norm: _Optional[float] = ..., microbatches: _Optional[_Iterable[_Union[Home, _Mapping]]] = ..., seconds: _Optional[float] = ..., skips: _Optional[int] = ..., lineage: _Optional[int] = ..., previous: _Optional[bytes] = ..., records: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., doubted: _Optional[_Iterable[_Union[Doubted, _Mapping]]] = ...) -> None: ...
 
 class Doubted(_message.Message):
     __slots__ = ("node", "stage", "since")

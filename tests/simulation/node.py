@@ -24,6 +24,7 @@ from planaria.node.stage.watch import Hang
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.stage_state import Age
 from planaria.node.state.twin import next_stage
+from planaria.node.transaction.chain import has_records
 from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import Ballot, Effect, GoOn
 from planaria.node.transaction.leaving import Leaving
@@ -397,6 +398,7 @@ class SeatRecord:
     def __init__(self, node: Node, seat: str, ledger: LineFile | None) -> None:
         self._node, self._seat, self._ledger = node, seat, ledger
         self._cluster = node.cluster
+        self._lacks_last = False
 
     def tell(self, event: Event) -> None:
         told = vars(event)
@@ -405,13 +407,14 @@ class SeatRecord:
         self._cluster.check_patience(self.agent, str(told.get("reason")))
 
     def committed(self, commit: pb.Commit) -> None:
-        if self._ledger is not None and commit.step > 0:
+        self._lacks_last = not has_records(commit)
+        if self._ledger is not None and commit.step > 0 and has_records(commit):
             self._ledger.append(b"%d\n" % commit.step)
 
     def recording(self) -> pb.Recording:
         if self._ledger is None:
             return pb.NO_LEDGER
-        return recording(self._ledger)
+        return recording(self._ledger, self._lacks_last)
 
     def changed(self) -> None:
         self._node.changed()

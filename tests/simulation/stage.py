@@ -22,6 +22,7 @@ from planaria.node.state.relearn import Piece, PieceResult
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.twin import Twin
 from planaria.node.transaction.attempt import Done, Visit
+from planaria.node.transaction.chain import hash_of
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
@@ -159,7 +160,7 @@ class ChainedTwin(Twin):
 
 
 def after(chain: bytes, commit: pb.Commit) -> bytes:
-    return fingerprint(chain, commit.SerializeToString(deterministic=True))
+    return fingerprint(chain, hash_of(commit) + commit.signature)
 
 
 class Stage:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from unittest.mock import patch
 
 import pytest
 
 from planaria.node.agent import Agent
+from planaria.node.transaction import noting
 from planaria.node.transaction.attempting import Vote
+from planaria.node.transaction.driver import Driver
 from simulation.scenario import Scenario, ScenarioError, run
 
 
@@ -51,4 +54,29 @@ def test_a_step_that_is_in_no_ledger_is_caught(
     that caught it first comes first."""
     with patch.object(of, name, faulty), pytest.raises(ScenarioError, match="I7: no ledger has"):
         for seed in (*range(first, 100), *range(first)):
+            run(seed, kind=Stalling)
+
+
+# In 15 and 21 those who were told of a step are lost with all ledgers that have it.
+FEW = (15, 21, 0, 1, 2, 3)
+
+
+def few_are_told() -> ExitStack:
+    """What becomes of microbatches: one of each stage is, as in a swarm of a thousand."""
+    patches = ExitStack()
+    for name in ("LEDGERS", "MEMORIES"):
+        patches.enter_context(patch.object(noting, name, 1))
+    return patches
+
+
+def test_each_step_is_in_a_ledger_though_few_are_told_what_became_of_it() -> None:
+    with few_are_told():
+        for seed in FEW:
+            run(seed, kind=Stalling)
+
+
+def test_a_step_that_nobody_is_told_once_more_is_caught() -> None:
+    never = patch.object(Driver, "_to_note", lambda driver: [])
+    with few_are_told(), never, pytest.raises(ScenarioError, match="I7: no ledger has"):
+        for seed in FEW:
             run(seed, kind=Stalling)

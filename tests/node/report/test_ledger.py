@@ -26,7 +26,7 @@ from planaria.node.report.ledger import (
     merge,
     windows_in,
 )
-from planaria.node.transaction.chain import hash_of
+from planaria.node.transaction.chain import hash_of, hash_of_records
 from planaria.node.wire import stage_pb2
 
 HEADER = LedgerHeader(
@@ -296,6 +296,23 @@ def test_a_line_that_was_changed_is_named(
     assert find in rows[1]
     path.write_text(rows[0] + rows[1].replace(find, replace, 1) + rows[2])
     with pytest.raises(LedgerError, match=rf"ledger\.jsonl, line 2 was changed: {what}"):
+        audit(tmp_path)
+
+
+def test_records_that_were_changed_in_line_and_commit_are_found_by_their_hash(
+    tmp_path: Path,
+) -> None:
+    made = commit(1)
+    made.records, made.signature = hash_of_records(made.microbatches), b"signed"
+    path = write(tmp_path / "ledger.jsonl", line(made, 0, 5.0))
+    assert audit(tmp_path).steps == 1
+    path.unlink()
+    made.microbatches[0].samples_hash = made.microbatches[1].samples_hash
+    changed = line(made, 0, 5.0)
+    assert changed["hash"] == hash_of(made).hex()
+    write(path, changed)
+    why = r"line 2 was changed: its microbatches aren't those of the commit of step 1"
+    with pytest.raises(LedgerError, match=why):
         audit(tmp_path)
 
 

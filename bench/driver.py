@@ -1,0 +1,191 @@
+"""What a step costs its driver, by the number of nodes: processor time, and bytes of control
+messages.
+
+The driver is the machine that ships, without sockets and tensors. Each message that it sends is
+serialised and sealed, and each that it gets is opened and parsed, as on a link. Members answer as
+honest ones do; what they spend isn't counted. The reference is the smallest swarm: what a node
+costs, over what it costs there, stays 1 where costs grow with the nodes, and grows where they grow
+with their square. Commits are signed, which is in the time; nobody's signature is checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import Final
+
+from bench.rows import keep
+from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.identity import INSTANCE_LETTERS, Identity
+from planaria.node.agent import rules
+from planaria.node.run_file import loads
+from planaria.node.stage.shape import model_config
+from planaria.node.transaction.driver import Driver
+from planaria.node.transaction.effects import Effect, Send
+from planaria.node.transaction.standing_out import told_by
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.frames import seal, unseal
+
+STAGES: Final = 10  # with stage 0
+SIZES: Final = (100, 300, 1_000, 3_000)
+A_NODE: Final = 0.4  # microbatches
+STEPS: Final = 5
+GOALS: Final = {1_000: (0.05, 1.0)}  # processor time in s, MB; at most
+DIGEST: Final = b"\x5a" * 32
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one has cost the driver."""
+
+    seconds: float  # of processor time
+    sent: int  # bytes
+    received: int
+
+
+@dataclass
+class Drive:
+    """A driver, and members that do what it says at once. `seats`: of all, by stage."""
+
+    driver: Driver
+    seats: Sequence[Sequence[str]]
+    spent: float = 0.0
+    sent: int = 0
+    received: int = 0
+    waiting: list[Send] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """A view with all seats; all are asked, and the first step begins."""
+        members = [
+            registry.Member(node=seat, seats=[registry.Seat(stage=stage)])
+            for stage, seats in enumerate(self.seats)
+            for seat in seats
+        ]
+        view = registry.View(number=1, members=members, driver=self.driver.node, reason="all")
+        self._note(self.driver.viewed(view, 0.0))
+        self._exchange()
+
+    def steps(self) -> Iterator[Step]:
+        """Each from its begin until the next one begins."""
+        while True:
+            self.spent, self.sent, self.received = 0.0, 0, 0
+            committed = self.driver.standing.committed
+            while self.driver.standing.committed == committed:
+                assert self.waiting, self.driver.explain()
+                self._exchange()
+            yield Step(self.spent, self.sent, self.received)
+
+    def _exchange(self) -> None:
+        """What the driver has said arrives, and what is said to that."""
+        with self._counted():
+            wired = [(send.to, _wired(send.message)) for send in self.waiting]
+        self.sent += sum(len(data) for _, data in wired)
+        self.waiting = []
+        for node, data in wired:
+            for answer in self._answers(node, pb.Message.FromString(unseal(data))):
+                said = _wired(answer)
+                self.received += len(said)
+                with self._counted():
+                    message = pb.Message.FromString(unseal(said))
+                    effects = self.driver.received(node, message, 0.0)
+                self._note(effects)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        began = time.thread_time()
+        try:
+            yield
+        finally:
+            self.spent += time.thread_time() - began
+
+    def _note(self, effects: Iterable[Effect]) -> None:
+        self.waiting += [effect for effect in effects if isinstance(effect, Send)]
+
+    def _answers(self, node: str, told: pb.Message) -> Iterator[pb.Message]:
+        match told.WhichOneof("body"):
+            case "query":
+                status = pb.Status(digest=DIGEST, seconds_per_microbatch=0.1, trained=True)
+                yield pb.Message(ballot=told.ballot, status=status)
+            case "step":
+                for microbatch in told.step.begin.plan:
+                    if microbatch.source == node:
+                        home = _home(microbatch.id, self.driver.rules.tokens)
+                        yield pb.Message(ballot=told.ballot, home=home)
+            case "reduce":
+                yield pb.Message(ballot=told.ballot, ready=self._ready(node))
+
+    def _ready(self, node: str) -> pb.Ready:
+        """With what each replica of its stage has added to its piece of the gradient."""
+        replicas = next(seats for seats in self.seats if node in seats)
+        return pb.Ready(
+            step=self.driver.standing.committed + 1,
+            squared_norm=1.0,
+            finite=True,
+            digest=DIGEST,
+            applied=DIGEST,
+            seconds_per_microbatch=0.1,
+            recording=pb.LEDGER_WRITTEN,
+            contributions=told_by(node, [_added(replica, len(replicas)) for replica in replicas]),
+        )
+
+
+def _added(replica: str, replicas: int) -> pb.Contribution:
+    others = 4 * (replicas - 1)
+    return pb.Contribution(
+        node=replica, squared_norm=1.0, projection=1.0, microbatches=4, others=others
+    )
+
+
+def _wired(message: pb.Message) -> bytes:
+    return seal(message.SerializeToString())
+
+
+def _home(microbatch: int, tokens: int) -> pb.Home:
+    return pb.Home(
+        microbatch=microbatch, loss=5000.0, tokens=tokens, samples=1, samples_hash=DIGEST[:16]
+    )
+
+
+def measure(nodes: int) -> list[Step]:
+    run = loads(f"""
+steps = 1000000
+[model]
+stages = {STAGES - 1}
+layers = {STAGES - 1}
+[training]
+batch = {int(nodes * A_NODE)}
+microbatch = 1
+validation_microbatches = 0
+""")
+    names = [hashlib.sha256(b"%d" % node).hexdigest()[:INSTANCE_LETTERS] for node in range(nodes)]
+    seats = [[f"{name}/{stage}" for name in names[stage::STAGES]] for stage in range(STAGES)]
+    driver = Driver(seats[0][0], rules(run, model_config(run.model, 512)), Random(0))
+    driver.identity = Identity.generate()
+    drive = Drive(driver, seats)
+    drive.begin()
+    return [step for step, _ in zip(drive.steps(), range(STEPS), strict=False)]
+
+
+def main() -> None:
+    print(f"{'nodes':>6} {'s':>8} {'MB sent':>8} {'MB got':>7}   a node, over the smallest")
+    first: list[float] = []
+    for nodes in SIZES:
+        steps = measure(nodes)
+        columns = zip(*((step.seconds, step.sent, step.received) for step in steps), strict=True)
+        seconds, sent, received = map(statistics.median, columns)
+        a_node = [figure / nodes for figure in (seconds, sent, received)]
+        first = first or a_node
+        grows = [f"{one / other:.2f}" for one, other in zip(a_node, first, strict=True)]
+        goal = "" if nodes not in GOALS else "   goal {} s, {:g} MB sent".format(*GOALS[nodes])
+        told = f"{nodes:>6} {seconds:>8.4f} {sent / 1e6:>8.3f} {received / 1e6:>7.3f}"
+        print(f"{told}   {' '.join(grows)}{goal}", flush=True)
+        keep("driver", nodes=nodes, seconds=seconds, sent=sent, received=received)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Who is told what became of each microbatch of a step. Pure.
+
+At stage 0 a few of those who keep a ledger are told, and note it there; at each other stage two,
+in whose memory it is until the next step, for the case that all those are lost. So what a step's
+records take doesn't grow with the nodes. All others have the records' hash.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Final
+
+from planaria.node.wire import stage_pb2 as pb
+
+LEDGERS: Final = 8
+"""Nodes of stage 0 that note a step, if it has as many."""
+MEMORIES: Final = 2
+"""Nodes of each other stage that remember it."""
+RANK: Final = {
+    pb.LEDGER_WRITTEN: 0,
+    pb.LEDGER_WRITING: 0,
+    pb.LEDGER_SPARE: 1,
+    pb.NO_LEDGER: 2,
+    pb.LEDGER_FAILING: 3,
+}
+"""Who has noted the steps before goes on with it."""
+
+
+def keepers(stages: Mapping[str, int], ledgers: Mapping[str, pb.Recording]) -> set[str]:
+    """Of these nodes, at their stages, who is told; `ledgers`: what is known of them."""
+    by_stage: defaultdict[int, list[tuple[int, str]]] = defaultdict(list)
+    for node, stage in stages.items():
+        ledger = ledgers.get(node, pb.LEDGER_WRITTEN)
+        by_stage[stage].append((RANK.get(ledger, len(RANK)), node))
+    return {
+        node
+        for stage, ranked in by_stage.items()
+        for _, node in sorted(ranked)[: MEMORIES if stage else LEDGERS]
+    }
+
+
+def to_note(ledgers: Mapping[str, pb.Recording]) -> list[str]:
+    """Of stage 0, who is to note the last step, because all ledgers with it are lost; empty: one
+    has it, or nobody keeps one."""
+    if {pb.LEDGER_WRITTEN, pb.LEDGER_WRITING} & set(ledgers.values()):
+        return []
+    return sorted(node for node, one in ledgers.items() if one == pb.LEDGER_SPARE)[:LEDGERS]

@@ -1,0 +1,173 @@
+"""Who is told what became of each microbatch, and what becomes of it when those are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import pytest
+
+from planaria.node.transaction import noting
+from planaria.node.transaction.attempting import Attempting
+from planaria.node.transaction.bounds import told_to_member
+from planaria.node.transaction.chain import (
+    has_records,
+    hash_of,
+    hash_of_records,
+    seal,
+    without_records,
+)
+from planaria.node.transaction.effects import Apply, Effect, Note
+from planaria.node.transaction.gathering import Gathering
+from planaria.node.transaction.noting import LEDGERS, MEMORIES, keepers, to_note
+from planaria.node.transaction.resting import DriverPhase
+from planaria.node.wire import stage_pb2 as pb
+from tests.node.transaction.test_comparing import DRIVER, RUN, Replica, commit
+from tests.node.transaction.test_driver import SWARM, Told, sent
+
+THREE_ENDS = {**SWARM, "y": 0, "z": 0}
+
+
+@pytest.fixture(autouse=True)
+def one_ledger() -> Iterator[None]:
+    with patch.object(noting, "LEDGERS", 1):
+        yield
+
+
+def recorded(step: int = 1) -> pb.Commit:
+    made = commit(step)
+    made.microbatches.add(microbatch=0, loss=4.0, tokens=2)
+    made.records = hash_of_records(made.microbatches)
+    seal(made, DRIVER, RUN)
+    return made
+
+
+# --- hashes
+
+
+def test_a_commit_has_the_same_hash_without_its_records() -> None:
+    made = recorded()
+    bare = without_records(made)
+    assert (hash_of(bare), has_records(bare), has_records(made)) == (hash_of(made), False, True)
+
+
+def test_a_commit_of_old_has_its_records_in_its_hash_and_keeps_them() -> None:
+    old = recorded()
+    old.ClearField("records")
+    assert without_records(old) == old
+    other = commit()
+    assert hash_of(other) != hash_of(old)
+    assert has_records(other), "of one microbatch less: nothing is missing"
+
+
+def test_records_that_are_not_those_of_the_hash_are_refused() -> None:
+    made = recorded()
+    made.microbatches[0].loss = 5.0
+    message = pb.Message(ballot=pb.Ballot(view=1, attempt=1), step=pb.Step(commit=made))
+    assert told_to_member(message, 1) == (
+        "records of the commit of step 1 that aren't those of its hash"
+    )
+    message.step.commit.CopyFrom(without_records(made))
+    assert told_to_member(message, 1) == ""
+
+
+# --- who
+
+
+def test_a_few_of_stage_0_are_told_and_two_of_each_other() -> None:
+    stages = {f"{stage}-{node:02}": stage for stage in range(3) for node in range(20)}
+    with patch.object(noting, "LEDGERS", LEDGERS):
+        told = keepers(stages, {})
+    assert sorted(told) == sorted(
+        [f"0-{node:02}" for node in range(LEDGERS)]
+        + [f"{stage}-{node:02}" for stage in (1, 2) for node in range(MEMORIES)]
+    )
+
+
+def test_who_has_a_ledger_goes_on_with_it_and_a_full_disk_comes_last() -> None:
+    stages = dict.fromkeys("abcde", 0)
+    ledgers = {
+        "a": pb.LEDGER_FAILING,
+        "b": pb.NO_LEDGER,
+        "c": pb.LEDGER_SPARE,
+        "d": pb.LEDGER_WRITING,
+    }
+    ranked = []
+    while stages:
+        (node,) = keepers(stages, ledgers)
+        ranked.append(node)
+        del stages[node]
+    assert ranked == ["d", "e", "c", "b", "a"], "of e nothing is known"
+
+
+def test_somebody_notes_the_last_step_when_no_ledger_has_it() -> None:
+    spare = {"b": pb.LEDGER_SPARE, "a": pb.LEDGER_FAILING, "c": pb.NO_LEDGER}
+    assert to_note(spare) == ["b"]
+    assert to_note({**spare, "d": pb.LEDGER_WRITING}) == []
+    assert to_note({"a": pb.LEDGER_FAILING, "c": pb.NO_LEDGER}) == []
+
+
+# --- the driver
+
+
+def votes(told: Told, ledger: pb.Recording) -> list[Effect]:
+    """All are ready; y and z say this of their ledgers, and a's is gone."""
+    told.comes_home()
+    effects: list[Effect] = []
+    for node in list(told.driver.members):
+        ready = pb.Ready(step=told.attempt.begin.step, squared_norm=1.0, finite=True)
+        ready.digest = b"same"
+        ready.recording = pb.NO_LEDGER if node == "a" else ledger
+        effects = told.hears(node, ready=ready)
+    return effects
+
+
+def test_commits_have_records_for_those_alone_who_keep_them() -> None:
+    told = Told(members=THREE_ENDS)
+    told.begins()
+    steps = told.commits()
+    assert {node for node in steps if has_records(steps[node].step.commit)} == {*SWARM}
+    assert list(steps)[-2:] == ["y", "z"], "who keeps them comes first"
+    hashes = {hash_of(message.step.commit) for message in steps.values()}
+    assert hashes == {hash_of(told.driver.standing.last)}
+    told = Told(members=THREE_ENDS)
+    told.begins()
+    steps = sent(votes(told, pb.LEDGER_WRITTEN), "step")
+    assert has_records(steps["y"].step.commit) and not has_records(steps["a"].step.commit)
+
+
+def test_a_step_that_is_in_no_ledger_any_more_is_told_once_more_and_only_once() -> None:
+    told = Told(members=THREE_ENDS)
+    told.begins()
+    told.commits()
+    assert not sent(votes(told, pb.LEDGER_SPARE), "step"), "of step 1 no ledger would know"
+    assert isinstance(told.driver.current, Gathering)
+    last = told.driver.standing.last
+    lacking = pb.Status(committed=1, last=without_records(last))
+    remembering = pb.Status(committed=1, last=last)
+    spare = pb.Status(committed=1, last=without_records(last), recording=pb.LEDGER_SPARE)
+    others = {"a": lacking, "b": lacking, "c": lacking, "d": lacking, "e": remembering}
+    again = told.statuses(1, **others, y=spare, z=spare)
+    (told_to, message) = sent(again, "step").popitem()
+    assert (told_to, message.step.commit) == ("y", last)
+    assert told.driver.phase is DriverPhase.GATHERING
+    begins = told.statuses(1, **others, y=spare, z=spare)
+    assert isinstance(told.driver.current, Attempting), "y lies, or can't"
+    assert sent(begins, "step")["y"].step.begin.step == 2
+    assert sent(votes(told, pb.LEDGER_SPARE), "step"), "nor is it waited for again"
+
+
+# --- members
+
+
+def test_a_member_that_lacks_the_records_notes_them_when_it_is_told_once_more() -> None:
+    one, made = Replica(), recorded()
+    bare = without_records(made)
+    assert one.decided(bare) == [Apply(bare)]
+    one.member.applied(b"digest")
+    other = recorded()
+    other.loss = 9.0
+    assert one.decided(other) == [], "another commit"
+    assert one.decided(made) == [Note(made)]
+    assert one.member.last == made
+    assert one.decided(made) == [], "a repetition"
