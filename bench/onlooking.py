@@ -69,8 +69,8 @@ def export_once(out: Path, client: RegistryClient) -> Awaitable[object]:
     return export_swarm(client, PLAIN, out, None, "fp32", untracked, 60.0)
 
 
-def speak_once(client: RegistryClient) -> Awaitable[object]:
-    return speak(client, PLAIN, None, "It was", 10, Sampling(), lambda _: None)
+def speak_once(data: Path, client: RegistryClient) -> Awaitable[object]:
+    return speak(client, PLAIN, data, "It was", 10, Sampling(), lambda _: None)
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def main() -> None:
         }
         asked: dict[str, Ask] = {
             "an export": partial(export_once, folder / "exported"),
-            "text being made": speak_once,
+            "text being made": partial(speak_once, folder / "data"),
         }
         with swarm(run, run_beside, out, nodes) as look:
             address = (out / "address").read_text().strip()

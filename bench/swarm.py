@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from planaria.node.local.processes import PLANARIA, Processes, Work
+from planaria.node.own_folders import said_here
 from planaria.node.run_file import RunFile, dumps
 
 DEADLINE = 900.0  # seconds
@@ -70,7 +71,7 @@ def swarm(
             time.sleep(0.05)
         where = ["--join", f"@{joined_by}", "--listen", "127.0.0.1:0"]
         for slot, arguments in nodes.items():
-            processes.start(slot, [*arguments, *where, "--out", str(logs)])
+            processes.start(slot, [*arguments, *where, *said_here(run), "--out", str(logs)])
         yield look
     finally:
         processes.kill_all()

@@ -45,7 +45,7 @@ class Options:
     device: str
     seats: int | None  # that it can hold; None: as its memory allows
     standby: bool
-    data: str | None  # a folder, or the URL of one elsewhere
+    data: tuple[str, ...]  # folders, or URLs of some elsewhere
     model: Path | None  # the checkpoint that the run begins from
     out: Path | None
     threads: int | None
@@ -60,6 +60,7 @@ class Options:
     log: LastLines | None = None  # its last lines, for others to read; None: not for others
     metrics: Place | None = None  # where Prometheus finds its figures
     allow_module: str | None = None  # code of a run's architecture that may be loaded
+    checkpoint_dir: Path | None = None  # that all nodes share
     invitation: Invitation | None = None  # by which this node comes
     instance: Instance | None = None  # None: that of its folder
 
@@ -174,21 +175,29 @@ def check_writable(option: str, folder: Path) -> None:
 
 
 def find_corpus(run: RunFile, options: Options) -> Data | None:
-    """The prepared data, where the run file or --data says; needed at stage 0 only.
+    """The prepared data, where --data says or, below this node's own folder, the run file; needed
+    at stage 0 only.
 
     Raises NodeError when stage 0 was asked for, or --data was given, and it can't be used.
     """
     from planaria.node.data.corpus import CorpusError
     from planaria.node.data.elsewhere import folder_of
     from planaria.node.data.mixture import open_data
+    from planaria.node.own_folders import data_below, own_folder
 
     kept = (options.save_dir or options.out or Path("out")) / "data"
-    needed = options.stage == 0 or options.data is not None
-    if not needed and not all(path.exists() for path in run.data.folders):
+    needed = options.stage == 0 or bool(options.data)
+    try:
+        data = run.data if options.data else data_below(own_folder(options.out, run), run.data)
+    except NodeError as error:
+        if needed:
+            raise
+        log.info("not fit for stage 0: %s", error)
+        return None
+    if not needed and not all(path.exists() for path in data.folders):
         return None
     try:
-        folder = None if options.data is None else folder_of(options.data, kept)
-        corpus = open_data(run.data, folder)
+        corpus = open_data(data, [folder_of(place, kept) for place in options.data])
     except CorpusError as error:
         if needed:
             raise NodeError(
@@ -197,9 +206,9 @@ def find_corpus(run: RunFile, options: Options) -> Data | None:
         log.warning("not fit for stage 0: %s", error)
         return None
     if problem := corpus.index.misfit(run.data.content, run.model.vocabulary):
-        path = options.data or run.data.where
+        where = " with ".join(options.data) or data.where
         if needed:
-            raise NodeError(f"{path} {problem}")
-        log.warning("not fit for stage 0: %s %s", path, problem)
+            raise NodeError(f"{where} {problem}")
+        log.warning("not fit for stage 0: %s %s", where, problem)
         return None
     return corpus

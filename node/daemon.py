@@ -131,6 +131,7 @@ class NodePlace:
     log: LastLines | None = None  # for onlookers; None: it is nobody else's business
     reach: Reach = EVERYWHERE  # where it dials others, who say where they are
     own: Architecture | None = None  # what the code of a run with one of its own builds
+    checkpoint_dir: Path | None = None  # that all nodes share; None: no checkpoints
 
 
 class Registry(Protocol):
@@ -446,7 +447,8 @@ class Node:
             twin = None
             if run.recovery.policy == "redundant":
                 twin = make_twin(seat, place.device, place.checkpoint, place.own)
-            return Holdings(seat, twin, partial(layout_of, config), open_disk, place.save_dir)
+            folders = place.save_dir, place.checkpoint_dir
+            return Holdings(seat, twin, partial(layout_of, config), open_disk, *folders)
 
         def build() -> Agent:
             arithmetic = TorchStage(

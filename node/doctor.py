@@ -13,7 +13,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
@@ -43,6 +43,7 @@ from planaria.node.diagnosis import (
     Missing,
     Verdict,
 )
+from planaria.node.own_folders import data_below, own_folder
 from planaria.node.run_file import RunFile, RunFileError, loads
 from planaria.node.supervisor import python
 
@@ -80,7 +81,7 @@ class Asked(NamedTuple):
     advertise: Address | None
     dials_only: bool
     device: str
-    data: str | None  # a folder, or the URL of one elsewhere
+    data: tuple[str, ...]  # folders, or URLs of some elsewhere
     saves: Path  # the folder for saves, which needn't be there
     credentials: Credentials
     insecure: bool
@@ -310,14 +311,17 @@ def _look_at(folder: Path) -> Disk:
     return Disk(str(folder), shutil.disk_usage(there).free, unwritable)
 
 
-def _data_at(place: str | None, run: RunFile) -> Data:
-    folders = run.data.folders if place is None else [Path(place)]
-    where = place or run.data.where
+def _data_at(places: Sequence[str], run: RunFile) -> Data:
+    where, data = " with ".join(places) or run.data.where, run.data
     try:
+        data = data if places else data_below(own_folder(None, run), data)
         with TemporaryDirectory(prefix="planaria-") as kept:
-            folder = None if place is None else folder_of(place, Path(kept))
-            problem = index_of(run.data, folder).misfit(run.data.content, run.model.vocabulary)
+            given = [folder_of(place, Path(kept)) for place in places]
+            problem = index_of(data, given).misfit(data.content, run.model.vocabulary)
+    except NodeError as error:
+        return Data(where, str(error), False)
     except CorpusError as error:
+        folders = list(map(Path, places)) or data.folders
         return Data(where, str(error), all(path.exists() for path in folders))
     return Data(where, problem and f"{where} {problem}", True)
 

@@ -38,8 +38,8 @@ from planaria.node.hugging_face.checkpoint import Checkpoint
 from planaria.node.hugging_face.config import UnsupportedModelError
 from planaria.node.instance import Instance, find_instance, release
 from planaria.node.notices import Aws, Notice, Watch, ask
+from planaria.node.own_folders import below, checkpoint_dir, own_folder
 from planaria.node.report.ledger import LedgerError
-from planaria.node.resolve import run_id
 from planaria.node.run_file import RunFile, dumps
 from planaria.node.stage.architecture import Architecture
 from planaria.node.stage.device import measure_speed, memory_of
@@ -99,7 +99,8 @@ async def serve(
     instance, living, place = None, list[Node](), None
     stack = AsyncExitStack()
     try:
-        folder = (options.out or Path("out")) / run_id(run)
+        folder = own_folder(options.out, run)
+        shared = checkpoint_dir(run, folder, options.checkpoint_dir)
         if options.out is None:
             options = replace(options, out=default_out(folder))
         instance = options.instance or find_instance(options.save_dir or options.out)
@@ -118,7 +119,8 @@ async def serve(
             identity=instance.identity,
             room=room,
             reach=await reach_by(options.join),
-            checkpoint=find_checkpoint(run, options.model),
+            checkpoint=find_checkpoint(run, options),
+            checkpoint_dir=shared,
             own=own,
         )
         log.info("on SIGTERM this node leaves within %g s", options.grace)
@@ -176,18 +178,19 @@ async def serve(
             release(instance)
 
 
-def find_checkpoint(run: RunFile, folder: Path | None) -> Checkpoint | None:
-    """That which the run begins from, where it says or --model does, if it is there; a node
-    without it gets its weights from others. Raises NodeError when it is needed."""
-    if run.model.origin is None:
-        if folder is not None:
-            raise NodeError(f"--model {folder}: this run begins from no checkpoint; leave it out")
+def find_checkpoint(run: RunFile, options: Options) -> Checkpoint | None:
+    """That which the run begins from, if it is there; a node without it gets its weights from
+    others. Raises NodeError when it is needed."""
+    given, origin = options.model, run.model.origin
+    if origin is None:
+        if given is not None:
+            raise NodeError(f"--model {given}: this run begins from no checkpoint; leave it out")
         return None
-    path = folder or Path(run.model.origin)
+    folder = own_folder(options.out, run)
     try:
-        return Checkpoint.open(path)
-    except UnsupportedModelError as error:
-        if folder is not None:
+        return Checkpoint.open(given or below(folder, "model.from", origin, "--model"))
+    except (NodeError, UnsupportedModelError) as error:
+        if given is not None:
             raise NodeError(f"--model: {error}") from error
         policy = run.recovery.policy  # adapters begin anew without it
         if policy == "redundant" or (policy == "checkpoint" and run.training.lora is None):
@@ -195,7 +198,7 @@ def find_checkpoint(run: RunFile, folder: Path | None) -> Checkpoint | None:
                 f"with recovery.policy = {policy} each node needs the checkpoint that the run "
                 f"begins from, and {error} (--model DIR says where it is)"
             ) from error
-        log.info("not on this machine: %s, from which the run begins", path)
+        log.info("without the model that the run begins from: %s", error)
         return None
 
 

@@ -23,6 +23,7 @@ from planaria.lab.saves.saving_node import run_saving
 from planaria.node.local.processes import PLANARIA, Processes
 from planaria.node.local.resume import RUN_FILE
 from planaria.node.local.swarm import ADDRESS, Ending, SwarmPlan, claim, go_on, wrap_up, write_plan
+from planaria.node.own_folders import said_here
 from planaria.node.report.event_log import EventLog
 from planaria.node.report.events import Started, SwarmEnding
 from planaria.node.run_file import RunFile, override
@@ -147,6 +148,7 @@ def _life(plan: SwarmPlan, slots: Sequence[str], saving: Saving) -> Iterator[Pro
                 *("--join", address.read_text().strip(), "--stage", slot.partition(".")[0]),
                 *("--listen", "127.0.0.1:0", "--device", "cpu", "--cloud", "none"),
                 *("--out", str(logs), "--threads", "1", "--save-dir", saves, "--seats", "1"),
+                *said_here(plan.run),
             )
         yield processes
     finally:

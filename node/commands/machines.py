@@ -26,7 +26,7 @@ from planaria.node.commands.options import (
     AllowModule,
     Ca,
     Certificate,
-    DataPlace,
+    DataPlaces,
     Format,
     Http,
     Insecure,
@@ -102,11 +102,19 @@ def node_command(
     standby: Annotated[
         bool, typer.Option("--standby", help="Wait until a stage has nobody, then take it.")
     ] = False,
-    data: DataPlace = None,
+    data: DataPlaces = None,
     model: Annotated[
         Path | None,
         typer.Option(
-            help="The checkpoint that the run begins from, if not where its run file says.",
+            help="The checkpoint that the run begins from.",
+            rich_help_panel=FILES,
+        ),
+    ] = None,
+    checkpoint_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where checkpoints are, which all nodes share, if the run's policy writes some.",
             rich_help_panel=FILES,
         ),
     ] = None,
@@ -242,8 +250,9 @@ def node_command(
             advertise=told,
             dials_only=dials_only,
             device=device,
-            data=data,
+            data=tuple(data or ()),
             model=model,
+            checkpoint_dir=checkpoint_dir,
             allow_module=allow_module,
             out=out,
             threads=threads,
@@ -491,7 +500,7 @@ def doctor_command(
         ),
     ] = None,
     device: OneDevice = "auto",
-    data: DataPlace = None,
+    data: DataPlaces = None,
     allow_module: AllowModule = None,
     save_dir: Annotated[
         Path, typer.Option(help="Where it would save.", rich_help_panel=FILES)
@@ -524,7 +533,7 @@ def doctor_command(
             advertise=rented.address if rented else told,
             dials_only=dials_only,
             device=device,
-            data=data,
+            data=tuple(data or ()),
             saves=save_dir,
             credentials=credentials_for(join, ca, certificate, key, token),
             insecure=insecure,

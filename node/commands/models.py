@@ -56,7 +56,10 @@ def export_command(
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Prepared data, whose tokenizer goes along, if not the run's."),
+        typer.Option(
+            help="Prepared data, whose tokenizer goes along, if not the run's; with --join there "
+            "is none without it."
+        ),
     ] = None,
     dtype: Annotated[ExportDtype, typer.Option(help="Of the weights.")] = ExportDtype.FP32,
     merged: Annotated[
@@ -67,7 +70,10 @@ def export_command(
     ] = False,
     model: Annotated[
         Path | None,
-        typer.Option(help="With --merged: the model that the run began from, if not there."),
+        typer.Option(
+            help="With --merged: the model that the run began from, if not there; with --join it "
+            "is needed."
+        ),
     ] = None,
     wait: Wait = 120.0,
     ca: Ca = None,
@@ -168,7 +174,7 @@ def generate_command(
     device: OneDevice = "auto",
     data: Annotated[
         Path | None,
-        typer.Option(help="With --join: prepared data, whose tokenizer it is, if not the run's."),
+        typer.Option(help="With --join: prepared data, whose tokenizer it is."),
     ] = None,
     ca: Ca = None,
     certificate: Certificate = None,

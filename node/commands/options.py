@@ -229,12 +229,13 @@ def check_tracker(track: Tracker | None) -> None:
 
 
 FILES, NETWORK = "Files", "Network"
-DataPlace = Annotated[
-    str | None,
+DataPlaces = Annotated[
+    list[str] | None,
     typer.Option(
+        "--data",
         metavar="DIR|URL",
-        help="Prepared data, if not the run's. Of a URL (s3://, https://, ...) is read what is "
-        "needed.",
+        help="Prepared data; of several corpora once each, or a folder that has them all. Of a URL "
+        "(s3://, https://, ...) is read what is needed.",
         rich_help_panel=FILES,
     ),
 ]

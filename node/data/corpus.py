@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import xxhash
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from planaria.node.data.turns import Share
 
@@ -58,7 +58,7 @@ class CorpusError(ValueError):
 
 
 class TokenShard(BaseModel):
-    name: str
+    name: str = Field(pattern=r"^\w[\w.-]*$", max_length=200)  # no way out of its folder
     tokens: int
     checksum: str
     blocks: str = ""  # checksum of those of its blocks (blocks.py); empty: by an older planaria

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -191,30 +191,36 @@ def check_tokenizers(indexes: Sequence[tuple[Path, Index]]) -> None:
             )
 
 
-def folders_of(section: DataSection, folder: Path | None = None) -> list[Path]:
-    """Where a run's corpora are; with `folder`, there: it is the only one, or has all of them in
-    it, by whatever names. Raises CorpusError."""
-    if folder is None:
+def folders_of(section: DataSection, given: Sequence[Path] = ()) -> list[Path]:
+    """Where a run's corpora are; with `given`, there: these are they, or have them in them, by
+    whatever names. Raises CorpusError."""
+    if not given:
         return section.folders
     if not section.corpora:
-        return [folder]
-    there = {}
-    for inside in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if (inside / "index.json").is_file():
-            there[read_index(inside).content] = inside
+        if len(given) > 1:
+            raise CorpusError(f"the run has one corpus, and {_named(given)} are several folders")
+        return list(given)
+    inside = (sorted(folder.iterdir()) if folder.is_dir() else () for folder in given)
+    found = [one for one in chain(given, *inside) if (one / "index.json").is_file()]
+    there = {read_index(one).content: one for one in found}
     missing = [one for one in section.corpora if one.content not in there]
     if missing:
         raise CorpusError(
-            f"{folder} has not all the data of the run: a copy of {missing[0].path} (content "
-            f"{missing[0].content}) is missing; each corpus is a folder of its own in there"
+            f"{_named(given)} has not all the data of the run: a copy of {missing[0].path} "
+            f"(content {missing[0].content}) is missing; each corpus is a folder of its own in "
+            "there, or is named itself"
         )
     return [there[one.content] for one in section.corpora]
 
 
-def index_of(section: DataSection, folder: Path | None = None) -> Index:
+def _named(folders: Sequence[Path]) -> str:
+    return " with ".join(map(str, folders))
+
+
+def index_of(section: DataSection, given: Sequence[Path] = ()) -> Index:
     """What the run's data is as a whole: the first corpus's index, with the content of all. Raises
     CorpusError."""
-    folders = folders_of(section, folder)
+    folders = folders_of(section, given)
     indexes = [read_index(path) for path in folders]
     check_tokenizers(list(zip(folders, indexes, strict=True)))
     return _joint(indexes, section.turns)
@@ -226,7 +232,7 @@ def _joint(indexes: Sequence[Index], turns: Sequence[int]) -> Index:
     return indexes[0].model_copy(update={"content": content})
 
 
-def open_data(section: DataSection, folder: Path | None = None) -> Data:
-    """The run's data, where the run file or `folder` says. Raises CorpusError."""
-    corpora = [Corpus.open(path) for path in folders_of(section, folder)]
+def open_data(section: DataSection, given: Sequence[Path] = ()) -> Data:
+    """The run's data, where the run file or `given` says. Raises CorpusError."""
+    corpora = [Corpus.open(path) for path in folders_of(section, given)]
     return corpora[0] if len(corpora) == 1 else Mixture(corpora, section.turns)

@@ -90,17 +90,33 @@ def export_saves(
 
 def vocabulary_of(run: RunFile, data: Path | None) -> Vocabulary | None:
     """Raises CorpusError when `data` is not what the run was trained on."""
-    origin = Path(run.model.origin or "")
-    there = run.model.origin is not None and (origin / TOKENIZER).exists()
+    model = None if run.model.origin is None else Path(run.model.origin)
+    if data is not None:
+        return _of_data(run, [data], model)
     try:
-        path, index = folders_of(run.data, data)[0], index_of(run.data, data)
-        if problem := index.misfit(run.data.content, run.model.vocabulary):
-            raise CorpusError(f"{path} {problem}")
+        return _of_data(run, [], model)
     except CorpusError as error:
-        if data is not None:
-            raise
-        if there and (end := read_end(origin)) is not None:
-            return Vocabulary(origin / TOKENIZER, end, origin)
-        log.warning("without a tokenizer: %s (--data DIR says where the data is)", error)
-        return None
-    return Vocabulary(path / TOKENIZER, index.end_of_document, origin if there else None)
+        return _of_model(model, str(error))
+
+
+def vocabulary_given(run: RunFile, data: Path | None, model: Path | None) -> Vocabulary | None:
+    """The same where a registry says what the run is: none of the folders that it names is opened.
+    `model`: that the run began from. Raises CorpusError."""
+    if data is not None:
+        return _of_data(run, [data], model)
+    return _of_model(model, "where the run's data is on this machine, nobody has said")
+
+
+def _of_data(run: RunFile, given: Sequence[Path], model: Path | None) -> Vocabulary:
+    path, index = folders_of(run.data, given)[0], index_of(run.data, given)
+    if problem := index.misfit(run.data.content, run.model.vocabulary):
+        raise CorpusError(f"{path} {problem}")
+    there = model is not None and (model / TOKENIZER).exists()
+    return Vocabulary(path / TOKENIZER, index.end_of_document, model if there else None)
+
+
+def _of_model(model: Path | None, why_not_of_data: str) -> Vocabulary | None:
+    if model is not None and (model / TOKENIZER).exists() and (end := read_end(model)) is not None:
+        return Vocabulary(model / TOKENIZER, end, model)
+    log.warning("without a tokenizer: %s (--data DIR says where the data is)", why_not_of_data)
+    return None

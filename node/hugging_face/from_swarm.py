@@ -16,10 +16,10 @@ from torch import Tensor
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.credentials import Credentials
 from planaria.bootstrap.registry_pb2 import Cause
-from planaria.node.hugging_face.adapters import begun_from, way_out, what
+from planaria.node.hugging_face.adapters import REMEDY, begun_from, way_out, what
 from planaria.node.hugging_face.card import model_card
 from planaria.node.hugging_face.export import ExportError
-from planaria.node.hugging_face.from_saves import vocabulary_of
+from planaria.node.hugging_face.from_saves import vocabulary_given
 from planaria.node.hugging_face.living_run import Access, LivingRun, from_outside
 from planaria.node.ports import Priority
 from planaria.node.report.progress import Track
@@ -136,10 +136,12 @@ async def export_swarm(
     checkpoint: Path | None = None,
 ) -> tuple[str, int]:
     """Writes the folder `out`, and returns what it has, and of which step. `data`, `merged`: as in
-    `export_saves`; `checkpoint`: that the run began from, if not where its run file says. Raises
+    `export_saves`; `checkpoint`: that the run began from. Raises
     ExportError, CorpusError, RunFileError, and what `client` does."""
     access = await from_outside(client.describe, credentials, await client.reach())
     access = access._replace(run=begun_from(access.run, checkpoint))
+    if merged and checkpoint is None and access.run.training.lora is not None:
+        raise ExportError(f"--merged: {REMEDY}")
     write = way_out(access.run, access.run.config, merged)
     async with LivingModel(access, wait) as model:
         loop = asyncio.get_running_loop()
@@ -156,6 +158,6 @@ async def export_swarm(
         ]
         summary = {"loss": {"last": model.loss or None}, "rebuilds": rebuilds}
         card = model_card(model.run, model.config, model.step, "", summary, merged)
-        vocabulary = vocabulary_of(model.run, data)
+        vocabulary = vocabulary_given(model.run, data, checkpoint)
         await asyncio.to_thread(write, out, model.config, read, vocabulary, card, dtype, track)
         return what(access.run, merged), model.step

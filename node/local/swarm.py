@@ -47,6 +47,7 @@ from planaria.node.local.processes import (
 )
 from planaria.node.local.processes import tail as end_of
 from planaria.node.local.resume import RUN_FILE, Kept, ResumeError, put_in_place, take_over
+from planaria.node.own_folders import said_here
 from planaria.node.report.event_log import EventLog, Tail
 from planaria.node.report.events import (
     Exited,
@@ -640,14 +641,14 @@ class _Swarm:
             ]
         saves = "none" if self.save_dir is None else str(self.save_dir / slot)
         stage = [] if slot in self.at_large else ["--stage", slot.partition(".")[0]]
-        module = self.run.model.module
+        module, folders = self.run.model.module, said_here(self.run)
         own_code = [] if module is None else ["--allow-module", module]
         return [
             *("node", "--join", self.address, "--name", f"node-{slot}", *stage),
             *("--listen", f"{host}:0", *plain, "--device", self.device, "--cloud", "none"),
             *("--out", str(self.logs), "--threads", str(self.threads), "--save-dir", saves),
             *("--seats", "auto" if self.seats is None else str(self.seats), *self.log),
-            *own_code,
+            *(*own_code, *folders),
         ]
 
     def _kill_what_is_due(self) -> None:

@@ -85,9 +85,10 @@ class Holdings:
         layout: Callable[[int], Layout],
         open_disk: OpenDisk,
         save_dir: Path | None,
+        checkpoint_dir: Path | None,
     ) -> None:
-        """`twin`: with the policy "redundant"; `layout`: of the tensors of that stage. Raises
-        SaveError for a folder that can't be used."""
+        """`twin`: with the policy "redundant"; `checkpoint_dir`: with "checkpoint"; `layout`: of
+        the tensors of that stage. Raises SaveError for a folder that can't be used."""
         self.host, self.twin = host, twin
         self._twin_digest: tuple[StateId | None, bytes] = (None, b"")  # when it was last updated
         self.stage, self.run, self.config = host.stage, host.run, host.config
@@ -105,9 +106,8 @@ class Holdings:
         if save_dir is not None:
             saves = run.saves
             self._add_files("save", save_dir, saves.every, saves.keep)
-        if policy == "checkpoint":
-            checkpoint = run.recovery.checkpoint
-            self._add_files("checkpoint", Path(checkpoint.dir), checkpoint.every, 4)
+        if checkpoint_dir is not None:
+            self._add_files("checkpoint", checkpoint_dir, run.recovery.checkpoint.every, 4)
 
     def _carry_copies(self, layout: Callable[[int], Layout]) -> None:
         """Copies of stage 0, or snapshots: what this node sends, and what it holds of others."""

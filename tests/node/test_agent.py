@@ -146,7 +146,7 @@ def holdings(agent: Agent) -> Holdings:
     def no_disk(*_: object) -> NoReturn:
         raise AssertionError("nothing is saved")
 
-    return Holdings(agent, None, lambda stage: Layout([(stage + 1,)]), no_disk, None)
+    return Holdings(agent, None, lambda stage: Layout([(stage + 1,)]), no_disk, None, None)
 
 
 def begin() -> pb.Step:

@@ -46,7 +46,7 @@ def asked(join: str, saves: Path, **changes: Any) -> Asked:
         advertise=None,
         dials_only=False,
         device="auto",
-        data=None,
+        data=(),
         saves=saves / "deep" / "saves",
         credentials=PLAIN,
         insecure=False,

@@ -46,7 +46,7 @@ def options(
         device="cpu",
         seats=None,
         standby=False,
-        data=None,
+        data=(),
         model=None,
         out=None,
         threads=None,

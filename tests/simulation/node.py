@@ -265,7 +265,8 @@ class Node:
 
         saves = self.cluster.hosts[self.process.host].saves and self.cluster.files.save_every
         folder = Path("save") if saves else None
-        holdings = Holdings(seat, twin, lambda _: Layout([SHAPE]), open_disk, folder)
+        shared = Path("checkpoint") if run.recovery.policy == "checkpoint" else None
+        holdings = Holdings(seat, twin, lambda _: Layout([SHAPE]), open_disk, folder, shared)
         self.cluster.machines.adapt(holdings)
         return holdings
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from planaria.node.local.processes import PLANARIA, Processes
+from planaria.node.own_folders import said_here
 from planaria.node.resolve import resolve
 from planaria.node.run_file import RunFile, dumps, override
 from tests.swarm.lines import Lines
@@ -90,6 +91,7 @@ class Swarm:
                 *(*self.reached_at(slot), "--out", str(self.out / "logs"), "--threads", "1"),
                 *("--seats", self.seats),
                 *("--save-dir", str(self.saves / slot) if self.saves else "none"),
+                *said_here(self.run),
             ],
         )
 

@@ -28,6 +28,7 @@ from planaria.node.agent import Agent
 from planaria.node.daemon import Node, NodePlace
 from planaria.node.data.mixture import Data
 from planaria.node.hugging_face.checkpoint import Checkpoint
+from planaria.node.own_folders import checkpoint_dir
 from planaria.node.run_file import RunFile, dumps
 from planaria.node.stage.own_code import load_as_said
 from planaria.node.state.holdings import Holdings
@@ -244,7 +245,8 @@ class LocalSwarm:
         saves = self.saves and self.saves / f"{stage}.{replica}"
         cpu, listens = torch.device("cpu"), listen if advertise else None
         place = NodePlace(stage, listens, advertise, cpu, self.out, "here", saves, room=self.room)
-        place = replace(place, own=self.own)
+        shared = checkpoint_dir(self.run, self.out, None)
+        place = replace(place, own=self.own, checkpoint_dir=shared)
         if stage == 0 or self.run.recovery.policy == "redundant":  # which needs it everywhere
             place = replace(place, checkpoint=self.checkpoint)
         client = LocalClient(self.registry)

@@ -13,6 +13,7 @@ from typing import Any
 from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.invites import decode, encode
 from planaria.node.local.processes import PLANARIA, Processes, Work, run_planaria
+from planaria.node.own_folders import said_here
 from planaria.node.resolve import resolve
 from planaria.node.run_file import dumps
 from planaria.node.supervisor import python
@@ -31,7 +32,9 @@ class Machines:
         """`secured`: under TLS, by invites, and with a token."""
         self.folder, self.authority, self.secured = folder, folder / "authority", secured
         run = small(stages, data__path=str(data), steps=200_000, **{"swarm__lease": 3} | changes)
-        (folder / "run.toml").write_text(dumps(resolve(run)))
+        run = resolve(run)
+        self.folders = said_here(run)
+        (folder / "run.toml").write_text(dumps(run))
         (folder / "logs").mkdir()
         self.processes = Processes(folder / "logs", {"OMP_NUM_THREADS": "1"}, PLANARIA, work)
 
@@ -57,7 +60,7 @@ class Machines:
                 *("--out", str(self.folder / name), "--save-dir", "none", "--name", name),
                 *("--threads", "1", "--restart", "no", "--cloud", "none"),
                 *(["--token", TOKEN] if self.secured else []),
-                *more,
+                *(*self.folders, *more),
             ],
             namespace,
         )

@@ -12,6 +12,7 @@ import pytest
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.registry_pb2 import Description
 from planaria.node.local.processes import PLANARIA, Processes
+from planaria.node.own_folders import said_here
 from planaria.node.resolve import resolve
 from planaria.node.run_file import dumps
 from tests.swarm.hostile import run_hostile, tell
@@ -29,6 +30,7 @@ class Place:
         self.folder, self.lies = folder, folder / "lies"
         run = resolve(small(steps=100_000, training__batch=4, data__path=str(data)))
         (folder / "run.toml").write_text(dumps(run))
+        self.folders = said_here(run)
         (folder / "logs").mkdir()
         self.lines = Lines(folder / "logs")
         self.processes = Processes(
@@ -50,7 +52,7 @@ class Place:
     def start_node(self, slot: str, stage: int, before: list[str]) -> None:
         out = ["--out", str(self.folder / "logs"), "--save-dir", "none", "--threads", "1"]
         join = ["node", "--join", self.address, "--stage", str(stage)]
-        self.processes.start(slot, [*before, *join, *out])
+        self.processes.start(slot, [*before, *join, *out, *self.folders])
 
     def start_liar(self, slot: str) -> str:
         """Its name, once it trains."""

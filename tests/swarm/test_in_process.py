@@ -358,7 +358,7 @@ async def test_every_loss_is_survived_by_its_policy(
         model__attn_mask_type="block_causal" if apart else "causal",
         model__subspace=8 if len(lost) > 1 or lost == [0] else None,
         recovery__policy=policy,
-        recovery__checkpoint__dir=str(tmp_path / "checkpoints"),
+        recovery__checkpoint__dir="checkpoints",
         recovery__checkpoint__every=3,
         recovery__relearn__passes=2,
         recovery__relearn__steps=steps,

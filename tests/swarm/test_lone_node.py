@@ -17,6 +17,7 @@ from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.membership import stages_of
 from planaria.bootstrap.registry_pb2 import Description
 from planaria.node.local.processes import PLANARIA, Processes
+from planaria.node.own_folders import said_here
 from planaria.node.resolve import resolve
 from planaria.node.run_file import dumps
 from tests.swarm.small import small
@@ -29,9 +30,8 @@ class Place:
 
     def __init__(self, folder: Path, data: Path) -> None:
         self.folder = folder
-        (folder / "run.toml").write_text(
-            dumps(resolve(small(swarm__lease=2, data__path=str(data))))
-        )
+        self.run = resolve(small(swarm__lease=2, data__path=str(data)))
+        (folder / "run.toml").write_text(dumps(self.run))
         (folder / "logs").mkdir()
         self.processes = Processes(
             folder / "logs",
@@ -50,7 +50,8 @@ class Place:
         )
 
     def start_node(self, name: str, join: str) -> None:
-        self.processes.start(name, ["node", "--join", join, "--threads", "1", *self.out(name)])
+        node = ["node", "--join", join, "--threads", "1", *self.out(name), *said_here(self.run)]
+        self.processes.start(name, node)
 
     def out(self, name: str) -> list[str]:
         """A folder, and so a key, of its own: another machine."""
@@ -135,7 +136,7 @@ async def test_a_node_whose_log_nobody_reads_trains_and_leaves(place: Place) -> 
         os.set_blocking(writer, True)
         command = ["planaria", "node", "--join", address, "--seats", "3", "--threads", "1"]
         node = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", *command, *place.out("node"), stderr=writer
+            sys.executable, "-m", *command, *place.out("node"), *said_here(place.run), stderr=writer
         )
         try:
             await committed(address, 3)

@@ -91,6 +91,7 @@ USED = {
         *("training.sample_every", "training.prompts", "training.sampling.tokens"),
         *("training.sampling.temperature", "training.sampling.top_p", "training.sampling.seed"),
     ],
+    "node/own_folders.py": ["recovery.checkpoint.dir"],
     "node/resolve.py": ["data.path", "data.corpora"],
     "node/stage/arithmetic.py": ["training.precision", "training.recompute"],
     "node/stage/initial.py": ["seed", "model.content"],
@@ -105,8 +106,7 @@ USED = {
         *("recovery.snapshot.moments", "recovery.snapshot.mbps"),
     ],
     "node/state/holdings.py": [
-        *("recovery.relearn.steps", "recovery.checkpoint.dir", "recovery.checkpoint.every"),
-        *("saves.every", "saves.keep"),
+        *("recovery.relearn.steps", "recovery.checkpoint.every", "saves.every", "saves.keep")
     ],
     "node/state/rebuild.py": [
         *("recovery.relearn.samples", "recovery.relearn.passes"),
@@ -174,7 +174,7 @@ async def test_a_live_swarm_reads_what_is_listed(corpus, data, tmp_path) -> None
             BASE,
             data__path=str(data),
             recovery__policy=policy,
-            recovery__checkpoint__dir=str(out / "shared"),
+            recovery__checkpoint__dir="shared",
             recovery__relearn__passes=1,
             training__sample_every=2,
         )

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from planaria.node.cli import app
 from planaria.node.naming import node_of
 from planaria.node.notices import ADDRESS_VARIABLE, MARGIN
+from planaria.node.own_folders import said_here
 from planaria.node.resolve import resolve
 from planaria.node.run_file import RunFile, dumps
 from tests.metadata_service import NAME, MetadataService, metadata_service
@@ -45,6 +46,7 @@ class ByHand:
         file, address = self.folder / f"{name}.toml", self.folder / "address"
         file.write_text(dumps(resolve(run)))
         address.unlink(missing_ok=True)
+        self.folders = said_here(resolve(run))
         where = ["--listen", "127.0.0.1:0", "--address-file", str(address)]
         journal = ["--journal", str(self.folder / f"{name}.journal")]
         self.start(name, "bootstrap", "--run", str(file), *where, *journal, *options)
@@ -64,7 +66,7 @@ class ByHand:
 
     def start_node(self, name: str, stage: int, *options: str) -> subprocess.Popen[bytes]:
         where = ["--join", self.address, "--stage", str(stage), "--out", str(self.folder)]
-        return self.start(name, "node", *where, "--threads", "1", *options)
+        return self.start(name, "node", *where, *self.folders, "--threads", "1", *options)
 
     @property
     def address(self) -> str:
@@ -125,11 +127,11 @@ def test_a_node_without_a_supervisor_is_one_process(by_hand) -> None:
     assert one.wait(DEADLINE) == -signal.SIGKILL
 
 
-def test_a_run_of_nodes_that_were_told_nothing_but_where_to_join_can_be_audited(data, tmp_path):
+def test_a_run_of_nodes_that_were_told_where_to_join_and_the_data_can_be_audited(data, tmp_path):
     place = ByHand(tmp_path, small(steps=6, data__path=str(data)))
     try:
         join = (tmp_path / "address").read_text().strip()
-        nodes = [place.start(f"node-{n}", "node", "--join", join) for n in range(3)]
+        nodes = [place.start(f"node-{n}", "node", "--join", join, *place.folders) for n in range(3)]
         place.until(lambda: place.lines.events("finished", "out/*/events-*.jsonl"))
         for node in nodes:
             node.terminate()
@@ -152,7 +154,7 @@ def test_one_node_alone_trains_the_whole_model(data, tmp_path) -> None:
     place = ByHand(tmp_path, run)
     try:
         join = (tmp_path / "address").read_text().strip()
-        node = place.start("node", "node", "--join", join, "--out", str(tmp_path))
+        node = place.start("node", "node", "--join", join, "--out", str(tmp_path), *place.folders)
         place.until(lambda: place.events("finished"))
         assert sorted(told["stage"] for told in place.events("serving")) == [0, 1, 2]
         node.terminate()

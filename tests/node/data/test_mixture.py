@@ -85,11 +85,12 @@ def test_a_resolved_run_says_what_each_corpus_holds(folders: list[Path], tmp_pat
     assert run.model.vocabulary == Corpus.open(folders[0]).vocabulary
     for path, name in zip(folders, ("b", "a"), strict=True):
         shutil.copytree(path, tmp_path / name)
-    assert folders_of(run.data, tmp_path) == [tmp_path / "b", tmp_path / "a"]
-    assert isinstance(open_data(run.data, tmp_path), Mixture)
+    assert folders_of(run.data, [tmp_path]) == [tmp_path / "b", tmp_path / "a"]
+    assert folders_of(run.data, folders[::-1]) == folders
+    assert isinstance(open_data(run.data, [tmp_path]), Mixture)
     shutil.rmtree(tmp_path / "b")
     with pytest.raises(CorpusError, match=f"a copy of {folders[0]} .* is missing; each corpus"):
-        folders_of(run.data, tmp_path)
+        folders_of(run.data, [tmp_path])
 
 
 def test_corpora_of_different_tokenizers_are_refused(folders: list[Path], tmp_path: Path) -> None:

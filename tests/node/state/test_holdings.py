@@ -92,8 +92,7 @@ class Host:
 def holdings(
     folder: Path, policy: str = "checkfree", open_disk: OpenDisk | None = None
 ) -> Holdings:
-    run = override(RUN, recovery__policy=policy, recovery__checkpoint__dir=str(folder / "shared"))
-    run = override(run, recovery__checkpoint__every=2)
+    run = override(RUN, recovery__policy=policy, recovery__checkpoint__every=2)
 
     def at_once(work: Callable[..., object], *arguments: Any) -> object:
         return work(*arguments)
@@ -101,7 +100,8 @@ def holdings(
     disk = open_disk or saves_on_disk("run", STAGE, 2, at_once)
     host = Host(run)
     twin = make_twin(host, torch.device("cpu")) if policy == "redundant" else None
-    return Holdings(host, twin, layout, disk, folder / "own")
+    shared = folder / "shared" if policy == "checkpoint" else None
+    return Holdings(host, twin, layout, disk, folder / "own", shared)
 
 
 def layout(stage: int) -> Layout:
