@@ -4,6 +4,7 @@ quick."""
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points, version
 from typing import Annotated, Any
@@ -14,9 +15,10 @@ from typer.main import get_command
 
 from planaria.node.commands import looking, machines, models, operating, saves
 from planaria.node.commands.data import data_app
-from planaria.node.commands.terminal import refuse
+from planaria.node.commands.terminal import refuse, warn
 from planaria.node.commands.up import up_command
 from planaria.node.extras import installed, remedy
+from planaria.node.secret_words import warnings
 
 ADDED = "planaria.commands"
 """The group of entry points through which other packages add commands, which need the extra `lab`.
@@ -108,6 +110,8 @@ def main() -> None:
 
     # gRPC warns of every fork; ours only go on to exec.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    for seen in warnings(sys.argv[1:]):
+        warn(seen)
     try:
         app()
     except ModuleNotFoundError as error:

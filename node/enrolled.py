@@ -23,18 +23,16 @@ def invitation_of(join: str) -> Invitation | None:
     return decode(text) if is_invite(text) else None
 
 
-def text_of(join: str) -> str:
+def text_of(said: str, option: str = "--join", what: str = "the invite") -> str:
     """Itself, or what is in the file that it names as @FILE. Raises InviteError."""
-    if not join.startswith("@"):
-        return join
+    if not said.startswith("@"):
+        return said
     try:
-        text = Path(join[1:]).read_text(encoding="utf-8").strip()
+        text = Path(said[1:]).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeError) as error:
-        raise InviteError(f"--join {join}: the file can't be read: {error}") from error
+        raise InviteError(f"{option} {said}: the file can't be read: {error}") from error
     if not text:
-        raise InviteError(
-            f"--join {join}: the file is empty; it is to have the invite, in one line"
-        )
+        raise InviteError(f"{option} {said}: the file is empty; it is to have {what}, in one line")
     return text
 
 

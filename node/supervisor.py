@@ -23,6 +23,7 @@ from planaria.node.local.processes import (
     die_with_parent,
     stop_signals,
 )
+from planaria.node.secret_words import taken_out
 
 log = logging.getLogger("planaria")
 
@@ -78,8 +79,10 @@ def calling(module: str) -> list[str]:
 
 
 def same_again() -> list[str]:
-    """The command line of this process."""
-    return [*python(), "-m", "planaria", *sys.argv[1:]]
+    """The command line of this process, but for what may be secret, which goes into the
+    environment."""
+    words, _ = taken_out(sys.argv[1:])
+    return [*python(), "-m", "planaria", *words]
 
 
 def one_each(
@@ -127,7 +130,8 @@ async def supervise(nodes: Mapping[str, Sequence[str]], grace: float, again: boo
 async def _keep(
     what: str, command: Sequence[str], grace: float, again: bool, stop: asyncio.Future[int]
 ) -> int:
-    environment = os.environ | {SUPERVISOR: str(os.getpid())}
+    _, secrets = taken_out(sys.argv[1:])
+    environment = os.environ | secrets | {SUPERVISOR: str(os.getpid())}
     clock, pauses = asyncio.get_running_loop().time, Pauses(1.0, 60.0)
     while True:
         began = clock()

@@ -40,11 +40,29 @@ Key = Annotated[
         rich_help_panel=SECURITY,
     ),
 ]
+
+
+def parse_token(text: str) -> str:
+    """Itself, or what is in the file that it names as @FILE. Raises BadParameter."""
+    if not text.startswith("@"):
+        return text
+
+    from planaria.bootstrap.invites import InviteError
+    from planaria.node.enrolled import text_of
+
+    try:
+        return text_of(text, "--token", "the token")
+    except InviteError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 Token = Annotated[
     str,
     typer.Option(
+        parser=parse_token,
+        metavar="SECRET|@FILE",
         envvar="PLANARIA_TOKEN",
-        help="Join token that the run's machines share.",
+        help="Join token that the run's machines share, or a file that has it.",
         rich_help_panel=SECURITY,
     ),
 ]
