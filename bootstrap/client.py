@@ -36,6 +36,8 @@ from planaria.bootstrap.registry_pb2 import (
     MeasureRequest,
     Renewal,
     Report,
+    Shown,
+    ShowRequest,
     Suspicion,
     View,
     WatchRequest,
@@ -55,6 +57,7 @@ REPORT_BYTES = 15 * 2**10  # of its RENEWAL_BYTES
 LONGEST_WORDS = 5_000  # characters of what a registry says in one piece: terminals are slow
 LINE_BYTES = 4  # that a line takes in a renewal beside its own, at most
 MOST_TOLD = 1000  # events that wait for a registry which is away
+OLDER = "the registry is of an older planaria, which can't do it"
 
 T = TypeVar("T")
 Metadata = tuple[tuple[str, str], ...]
@@ -155,6 +158,23 @@ class RegistryClient:
         shorten_all(described, LONGEST_WORDS)
         return described
 
+    async def show(self, figures: bool = False, deadline: float = 30.0) -> bytes:
+        """What is on the page of a registry that has been described, as JSON, or its figures for
+        Prometheus. Raises JoinRefused (also: it has none), and RegistryUnreachable."""
+        request = ShowRequest(figures=figures)
+        try:
+            shown: Shown = await self._retry(
+                lambda stub, timeout: stub.Show(
+                    request, timeout=timeout, metadata=self._credentials.metadata
+                ),
+                deadline,
+            )
+        except JoinRefused as refused:
+            if _is_unknown(refused.__cause__):
+                raise JoinRefused(OLDER) from refused
+            raise
+        return shown.content
+
     async def measure(self, deadline: float = 30.0) -> MeasureReply:
         """Has every node measure its links. Raises JoinRefused (also: too soon after the last
         time), and RegistryUnreachable."""
@@ -173,10 +193,8 @@ class RegistryClient:
                 request, timeout=seconds, metadata=self._credentials.metadata
             )
         except grpc.aio.AioRpcError as error:
-            if error.code() is StatusCode.UNIMPLEMENTED:
-                raise JoinRefused(
-                    "the registry is of an older planaria, which can't do it"
-                ) from error
+            if _is_unknown(error):
+                raise JoinRefused(OLDER) from error
             raise RegistryUnreachable(f"{self._address} said: {_what(error)}") from error
         return reply
 
@@ -569,6 +587,11 @@ def _news(report: Report) -> tuple[object, ...]:
 
 def _what(error: grpc.aio.AioRpcError) -> str:
     return f"{error.code().name}: {error.details() or 'no details'}"
+
+
+def _is_unknown(error: BaseException | None) -> bool:
+    """Whether what was asked is nothing that who was asked can do."""
+    return isinstance(error, grpc.aio.AioRpcError) and error.code() is StatusCode.UNIMPLEMENTED
 
 
 def _refusal(error: grpc.aio.AioRpcError, address: str) -> str:

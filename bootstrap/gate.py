@@ -36,6 +36,7 @@ RIGHTS: Final = {
     "Leave": NODES,
     "Watch": LOOKS,
     "Describe": LOOKS,
+    "Show": LOOKS,
     "Examine": LOOKS,
     "Measure": COMMANDS,  # it loads every link
 }

@@ -464,6 +464,18 @@ class Eviction(_message.Message):
     seconds: float
     def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., reason: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
+class ShowRequest(_message.Message):
+    __slots__ = ("figures",)
+    FIGURES_FIELD_NUMBER: _ClassVar[int]
+    figures: bool
+    def __init__(self, figures: _Optional[bool] = ...) -> None: ...
+
+class Shown(_message.Message):
+    __slots__ = ("content",)
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    content: bytes
+    def __init__(self, content: _Optional[bytes] = ...) -> None: ...
+
 class ExamineRequest(_message.Message):
     __slots__ = ("name", "port", "load", "wanted")
     NAME_FIELD_NUMBER: _ClassVar[int]

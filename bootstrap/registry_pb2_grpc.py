@@ -70,6 +70,11 @@ class RegistryStub:
                 request_serializer=planaria_dot_bootstrap_dot_registry__pb2.DescribeRequest.SerializeToString,
                 response_deserializer=planaria_dot_bootstrap_dot_registry__pb2.Description.FromString,
                 _registered_method=True)
+        self.Show = channel.unary_unary(
+                '/planaria.bootstrap.Registry/Show',
+                request_serializer=planaria_dot_bootstrap_dot_registry__pb2.ShowRequest.SerializeToString,
+                response_deserializer=planaria_dot_bootstrap_dot_registry__pb2.Shown.FromString,
+                _registered_method=True)
         self.Examine = channel.unary_unary(
                 '/planaria.bootstrap.Registry/Examine',
                 request_serializer=planaria_dot_bootstrap_dot_registry__pb2.ExamineRequest.SerializeToString,
@@ -129,6 +134,13 @@ class RegistryServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Show(self, request, context):
+        """What a browser shows of the run, or Prometheus asks for: `planaria page --join` shows it elsewhere.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Examine(self, request, context):
         """For `planaria doctor`: dials the caller back, at the address that the call comes from and no
         other, and measures with it.
@@ -174,6 +186,11 @@ def add_RegistryServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=planaria_dot_bootstrap_dot_registry__pb2.DescribeRequest.FromString,
                     response_serializer=planaria_dot_bootstrap_dot_registry__pb2.Description.SerializeToString,
+            ),
+            'Show': grpc.unary_unary_rpc_method_handler(
+                    servicer.Show,
+                    request_deserializer=planaria_dot_bootstrap_dot_registry__pb2.ShowRequest.FromString,
+                    response_serializer=planaria_dot_bootstrap_dot_registry__pb2.Shown.SerializeToString,
             ),
             'Examine': grpc.unary_unary_rpc_method_handler(
                     servicer.Examine,
@@ -371,6 +388,33 @@ class Registry:
             '/planaria.bootstrap.Registry/Describe',
             planaria_dot_bootstrap_dot_registry__pb2.DescribeRequest.SerializeToString,
             planaria_dot_bootstrap_dot_registry__pb2.Description.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Show(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/planaria.bootstrap.Registry/Show',
+            planaria_dot_bootstrap_dot_registry__pb2.ShowRequest.SerializeToString,
+            planaria_dot_bootstrap_dot_registry__pb2.Shown.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,6 +55,8 @@ from planaria.bootstrap.registry_pb2 import (
     MeasureRequest,
     Notice,
     Renewal,
+    Shown,
+    ShowRequest,
     Suspicion,
     Verdict,
     View,
@@ -140,6 +142,7 @@ class RegistryServer(RegistryServicer):
         self.port = 0  # that it listens on, once it does
         self.page = ""  # where a browser shows the run
         self.on_happened: Callable[[str, Sequence[str]], None] = lambda node, lines: None
+        self.on_show: Callable[[bool], bytes] | None = None  # the page's state, or its figures
 
     async def start(
         self,
@@ -363,6 +366,13 @@ class RegistryServer(RegistryServicer):
     ) -> Description:
         await self._abort_if_over(context)
         return self.describe()
+
+    async def Show(self, request: ShowRequest, context: Context) -> Shown:  # noqa: N802
+        await self._abort_if_over(context)
+        if self.on_show is None:
+            reason = "this registry has no page (--http none)"
+            await _abort(context, "FAILED_PRECONDITION", reason)
+        return Shown(content=self.on_show(request.figures))
 
     async def Examine(  # noqa: N802
         self, request: ExamineRequest, context: Context

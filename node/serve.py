@@ -230,7 +230,7 @@ def serve_metrics(
     from planaria.node.page.metrics import exposition, of_node
     from planaria.node.page.serving import metrics_beside
 
-    def figures() -> bytes:
+    async def figures() -> bytes:
         found = (of_node(one.node, one.state_of_things(), one.wall.report()) for one in living)
         return exposition(run, chain.from_iterable(found))
 

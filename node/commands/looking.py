@@ -17,15 +17,18 @@ from planaria.node.commands.options import (
     Insecure,
     Join,
     Key,
+    Living,
     Price,
     Token,
     parse_place,
 )
 from planaria.node.commands.registry import ask_registry, credentials_for
-from planaria.node.commands.terminal import console, errors, refusing
+from planaria.node.commands.terminal import console, end, errors, refusing
 
 if TYPE_CHECKING:
     from planaria.bootstrap.client import RegistryClient
+    from planaria.bootstrap.credentials import Credentials
+    from planaria.node.page.place import Place
     from planaria.node.wire.asking import Converse
 
 
@@ -125,38 +128,71 @@ def probe_command(
 
 def page_command(
     folder: Annotated[
-        Path,
-        typer.Argument(metavar="DIR", help="The --out of `planaria up`, or out/RUN of nodes."),
-    ],
+        Path | None,
+        typer.Argument(
+            metavar="DIR",
+            help="The --out of `planaria up`, or out/RUN of nodes; without --join.",
+        ),
+    ] = None,
+    join: Living = None,
     http: Http = LOOPBACK,
     price: Price = None,
     insecure: Insecure = False,
+    ca: Ca = None,
     certificate: Certificate = None,
     key: Key = None,
     token: Token = "",
 ) -> None:
-    """Show a run that has left files in the browser, at any moment of it."""
+    """Show a run in the browser: one that has left files, at any moment of it, or, for who has an
+    invite, one that lives, with its figures for Prometheus."""
+    from planaria.bootstrap.credentials import CredentialsError
+
+    if (folder is None) == (join is None):
+        end("say which run: a folder that it has left, or --join INVITE of one that lives")
+    with refusing(CredentialsError, ValueError):
+        place = parse_place(http, token, certificate, key, insecure)
+        if place is None:
+            raise ValueError("--http none: a page that is shown nowhere is none")
+        if join is None:
+            assert folder is not None
+            _replay(folder, place, price)
+        elif price is not None:
+            raise ValueError(f"--price {price:g}: what a living run costs, its registry is told")
+        else:
+            _follow(join, place, credentials_for(join, ca, certificate, key, token))
+
+
+def _replay(folder: Path, place: Place, price: float | None) -> None:
     import asyncio
 
-    from planaria.bootstrap.credentials import CredentialsError
     from planaria.node.page.replay import ReplayError, replay_of
     from planaria.node.page.serving import show
     from planaria.node.report.ledger import LedgerError
     from planaria.node.run_file import RunFileError
 
-    kinds = (ReplayError, LedgerError, RunFileError, CredentialsError, OSError, ValueError)
-    with refusing(*kinds), suppress(KeyboardInterrupt):
-        place = parse_place(http, token, certificate, key, insecure)
-        if place is None:
-            raise ValueError("--http none: a page that is shown nowhere is none")
+    with refusing(ReplayError, LedgerError, RunFileError, OSError), suppress(KeyboardInterrupt):
         with errors.status("reading"):
             replay = replay_of(folder, price)
 
         async def until_interrupted() -> None:
-            say = partial(console.print, highlight=False, soft_wrap=True)
-            await show(replay, place, lambda url: say(f"{folder} is shown at {url}"), _for_ever())
+            await show(replay, place, partial(_say_where, str(folder)), _for_ever())
 
         asyncio.run(until_interrupted())
+
+
+def _follow(join: str, place: Place, credentials: Credentials) -> None:
+    from planaria.node.page.app import UnheardError
+    from planaria.node.page.serving import show_living
+
+    async def follow(client: RegistryClient) -> None:
+        await show_living(client, place, partial(_say_where, "the run"))
+
+    with refusing(OSError, UnheardError):
+        ask_registry(join, credentials, follow)
+
+
+def _say_where(what: str, url: str) -> None:
+    console.print(f"{what} is shown at {url}", highlight=False, soft_wrap=True)
 
 
 async def _for_ever() -> None:

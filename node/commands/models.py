@@ -10,7 +10,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
-from planaria.node.commands.options import Ca, Certificate, Key, OneDevice, Token
+from planaria.node.commands.options import Ca, Certificate, Key, Living, OneDevice, Token
 from planaria.node.commands.registry import ask_registry, check_registry, credentials_for
 from planaria.node.commands.terminal import console, end, refusing, tracking
 
@@ -18,13 +18,6 @@ if TYPE_CHECKING:
     from planaria.bootstrap.client import RegistryClient
     from planaria.bootstrap.credentials import Credentials
 
-Living = Annotated[
-    str | None,
-    typer.Option(
-        metavar="INVITE|@FILE|HOST:PORT[,HOST:PORT]",
-        help="Instead of a folder: an invite to a living run, or where its registry listens.",
-    ),
-]
 Wait = Annotated[
     float,
     typer.Option(min=1, help="With --join: seconds for a step that all stages have committed."),

@@ -190,6 +190,15 @@ Join = Annotated[
 ]
 
 
+Living = Annotated[
+    str | None,
+    typer.Option(
+        metavar="INVITE|@FILE|HOST:PORT[,HOST:PORT]",
+        help="Instead of a folder: an invite to a living run, or where its registry listens.",
+    ),
+]
+
+
 class LogLevel(enum.StrEnum):
     DEBUG = "debug"
     INFO = "info"

@@ -7,7 +7,7 @@ import base64
 import binascii
 import hmac
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -86,8 +86,12 @@ def joined(parts: Mapping[str, str]) -> str:
     return "{" + ",".join(f'"{key}":{text}' for key, text in parts.items()) + "}"
 
 
-Figures = Callable[[], bytes]
-"""What Prometheus is told."""
+Figures = Callable[[], Awaitable[bytes]]
+"""What Prometheus is told. Raises UnheardError."""
+
+
+class UnheardError(Exception):
+    """Who knows doesn't answer; the message says who, and why."""
 
 
 def make_app(
@@ -133,7 +137,10 @@ def metrics_app(figures: Figures, token: str = "", local: bool = True) -> Starle
 
 def _metrics(figures: Figures) -> Route:
     async def told(request: Request) -> Response:
-        return Response(figures(), headers={"Content-Type": CONTENT_TYPE})
+        try:
+            return Response(await figures(), headers={"Content-Type": CONTENT_TYPE})
+        except UnheardError as error:
+            return PlainTextResponse(f"{error}\n", 502)
 
     return Route("/metrics", told)
 

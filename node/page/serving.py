@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from starlette.applications import Starlette
 
 from planaria.bootstrap.address import Address
+from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
 from planaria.bootstrap.service import RegistryServer
-from planaria.node.page.app import REFRESH, make_app, metrics_app
+from planaria.node.page.app import (
+    REFRESH,
+    Figures,
+    Parts,
+    UnheardError,
+    as_json,
+    joined,
+    make_app,
+    metrics_app,
+)
 from planaria.node.page.history import History
 from planaria.node.page.http_server import bind, listening
 from planaria.node.page.metrics import exposition, of_registry
@@ -25,6 +36,9 @@ from planaria.node.page.state import Moment, page_state
 from planaria.node.run_file import RunFile
 
 log = logging.getLogger("planaria")
+
+ANSWER: Final = 5.0
+"""Seconds that a registry elsewhere has to say what it shows."""
 
 
 class Living:
@@ -55,11 +69,73 @@ class Living:
     def at(self, moment: float) -> dict[str, Any]:
         return self.now()
 
-    def figures(self) -> bytes:
+    async def figures(self) -> bytes:
         """For Prometheus."""
+        return self._exposed()
+
+    def shown(self, parts: Parts, figures: bool) -> bytes:
+        """To who reads this elsewhere."""
+        return self._exposed() if figures else joined(parts.now()).encode()
+
+    def _exposed(self) -> bytes:
         self.look()
         found = of_registry(self._registry.describe(), self._history, self._run)
         return exposition(self._registry.run, found)
+
+
+class Told:
+    """What the page shows of a run whose registry is elsewhere: what that shows."""
+
+    span = None
+
+    def __init__(self, client: RegistryClient, state: dict[str, Any]) -> None:
+        self._client, self._state = client, state
+        self._asking = asyncio.Lock()
+
+    @classmethod
+    async def by(cls, client: RegistryClient) -> Told:
+        """Raises JoinRefused, RegistryUnreachable, UnheardError."""
+        return cls(client, read(await client.show()))
+
+    def now(self) -> dict[str, Any]:
+        return self._state
+
+    def at(self, moment: float) -> dict[str, Any]:
+        return self._state
+
+    async def keep_looking(self) -> None:
+        """While the registry is away, what it has said last stays. Raises JoinRefused."""
+        while True:
+            await asyncio.sleep(REFRESH)
+            try:
+                self._state = read(await self._ask())
+            except (RegistryUnreachable, UnheardError) as error:
+                troubles = [f"the registry is away, and this is as it was then: {error}"]
+                self._state = {**self._state, "troubles": troubles}
+
+    async def figures(self) -> bytes:
+        """For Prometheus, which hears of it when there are none."""
+        try:
+            return await self._ask(figures=True)
+        except (RegistryUnreachable, JoinRefused) as error:
+            raise UnheardError(str(error)) from error
+
+    async def _ask(self, figures: bool = False) -> bytes:
+        """One thing at a time: a client that tries another address ends what else it asks."""
+        async with self._asking:
+            return await self._client.show(figures, ANSWER)
+
+
+def read(content: bytes) -> dict[str, Any]:
+    """A page's state, as another machine says it. Raises UnheardError."""
+    try:
+        state = json.loads(content)
+        if not isinstance(state, dict) or not all(key.isidentifier() for key in state):
+            raise ValueError("it is no page's state")
+        as_json(state)
+    except (ValueError, RecursionError) as error:
+        raise UnheardError(f"what the registry shows can't be read: {error}") from error
+    return state
 
 
 class Finished:
@@ -86,6 +162,8 @@ async def page_beside(
     """Serves the registry's page meanwhile; `price` of a node hour. Raises OSError, which says what
     to do about it."""
     living = Living(registry, run, price)
+    parts = Parts(living, asyncio.get_running_loop().time)
+    registry.on_show = partial(living.shown, parts)
     counting = asyncio.get_running_loop().create_task(_counting(living))
     app = partial(make_app, living, figures=living.figures)
     try:
@@ -94,7 +172,7 @@ async def page_beside(
             log.info("watch the run at %s", url)
             yield
     finally:
-        registry.page = ""
+        registry.page, registry.on_show = "", None
         counting.cancel()
 
 
@@ -114,8 +192,17 @@ async def show(
         await end
 
 
+async def show_living(client: RegistryClient, place: Place, say: Callable[[str], None]) -> None:
+    """Serves the page of a registry's run here, for as long as that lets `client` look. Raises
+    JoinRefused, RegistryUnreachable, UnheardError, OSError."""
+    told = await Told.by(client)
+    async with _served(partial(make_app, told, figures=told.figures), place) as url:
+        say(url)
+        await told.keep_looking()
+
+
 @asynccontextmanager
-async def metrics_beside(place: Place, figures: Callable[[], bytes]) -> AsyncIterator[None]:
+async def metrics_beside(place: Place, figures: Figures) -> AsyncIterator[None]:
     """Serves what Prometheus asks for meanwhile. Raises OSError."""
 
     def app(over: asyncio.Event, token: str, local: bool) -> Starlette:

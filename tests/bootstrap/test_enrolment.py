@@ -203,6 +203,8 @@ async def test_who_looks_does_not_command_and_who_commands_does() -> None:
             credentials = await run.enrolled(role)
             async with run.client(credentials) as client:
                 assert (await client.describe()).run == "r"
+                with pytest.raises(JoinRefused, match="has no page"):  # and may look, if it had
+                    await client.show()
                 with pytest.raises(JoinRefused, match=rf"certificate of operator.* is of {role}"):
                     await client.measure()
             async with run.operator(credentials) as stub:

@@ -36,10 +36,12 @@ class Machines:
         self.folders = said_here(run)
         (folder / "run.toml").write_text(dumps(run))
         (folder / "logs").mkdir()
+        (folder / "token").write_text(TOKEN)
+        self.token = ["--token", f"@{folder / 'token'}"]
         self.processes = Processes(folder / "logs", {"OMP_NUM_THREADS": "1"}, PLANARIA, work)
 
     def start_registry(self, listen: str, namespace: Path | None = None, *more: str) -> None:
-        secured = ["--authority", str(self.authority), "--token", TOKEN]
+        secured = ["--authority", str(self.authority), *self.token]
         self.processes.start(
             "registry",
             [
@@ -59,7 +61,7 @@ class Machines:
                 *("node", "--join", f"@{self.folder / name}.invite"),
                 *("--out", str(self.folder / name), "--save-dir", "none", "--name", name),
                 *("--threads", "1", "--restart", "no", "--cloud", "none"),
-                *(["--token", TOKEN] if self.secured else []),
+                *(self.token if self.secured else []),
                 *(*self.folders, *more),
             ],
             namespace,
@@ -79,7 +81,7 @@ class Machines:
         (self.folder / f"{home}.invite").write_text(encode(join))
         return await asyncio.create_subprocess_exec(
             *(*python(), "-m", "planaria", *words),
-            *("--join", f"@{self.folder / home}.invite", "--token", TOKEN),
+            *("--join", f"@{self.folder / home}.invite", *self.token),
             env=os.environ | {"XDG_STATE_HOME": str(self.folder / home), "COLUMNS": "200"},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import sys
+import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -91,6 +92,7 @@ async def joined_by_invite_and_banned(machines: Machines) -> None:
             assert await is_healthy(members[folder[0]]["address"], machines.folder / folder)
         await a_certificate_is_of_its_own_node(machines, invited)
         await a_reader_is_banned(machines, members["a"]["node"], operator)
+        await a_reader_has_the_page_and_figures(machines, operator)
         [banned] = [name for name, one in members.items() if not one["seats"][0].get("stage")]
         said = await machines.command("ban", members[banned]["node"], join=operator)
         assert f"{members[banned]['instance']} is banned" in said
@@ -149,6 +151,28 @@ async def a_reader_is_banned(machines: Machines, node: str, operator: Invitation
     said, _ = await asyncio.wait_for(follows.communicate(), DEADLINE)
     assert follows.returncode == 1
     assert "banned" in said.decode()
+
+
+async def a_reader_has_the_page_and_figures(machines: Machines, operator: Invitation) -> None:
+    """On a machine of its own, where no browser needs a certificate; until it is banned."""
+    reader = decode(await machines.command("invite", "--role", "reader", join=operator))
+    watches = await machines.begin("page", join=reader, home="watcher")
+    assert watches.stdout is not None
+    said = (await asyncio.wait_for(watches.stdout.readline(), DEADLINE)).decode()
+    _, _, url = said.strip().partition("the run is shown at ")
+    state = json.loads(await asyncio.to_thread(get, f"{url}state"))
+    assert state["run"]["id"] == reader.run and state["progress"]["step"] > 0
+    figures = await asyncio.to_thread(get, f"{url}metrics")
+    assert f'planaria_steps{{run="{reader.run}"}} 200000.0' in figures
+    [certificate] = machines.folder.glob("watcher/**/certificate-*.pem")
+    await machines.command("ban", who_in(certificate.read_bytes()).instance, join=operator)
+    rest, _ = await asyncio.wait_for(watches.communicate(), DEADLINE)
+    assert watches.returncode == 1 and "banned" in rest.decode()
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=DEADLINE) as answer:
+        return str(answer.read().decode())
 
 
 class Capture:

@@ -165,7 +165,10 @@ def test_prometheus_is_told_where_the_registry_is() -> None:
 
 
 def test_who_has_no_token_gets_no_figures() -> None:
-    app = metrics_app(lambda: b"planaria_loss 1.0\n", token="secret", local=False)
+    async def figures() -> bytes:
+        return b"planaria_loss 1.0\n"
+
+    app = metrics_app(figures, token="secret", local=False)
     scraper = TestClient(app)
     assert scraper.get("/metrics").status_code == 401
     answer = scraper.get("/metrics", headers={"Authorization": "Bearer secret"})

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import urllib.request
+from urllib.error import HTTPError
+
+import pytest
 
 from planaria.bootstrap.address import Address
-from planaria.bootstrap.client import RegistryClient
+from planaria.bootstrap.client import JoinRefused, RegistryClient
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.membership import PROTOCOL, MembershipRules
 from planaria.bootstrap.registry_pb2 import JoinRequest, Report, SeatReport
 from planaria.bootstrap.service import RegistryServer
+from planaria.node.page import serving
+from planaria.node.page.app import UnheardError
 from planaria.node.page.place import Place
-from planaria.node.page.serving import metrics_beside, page_beside
+from planaria.node.page.serving import metrics_beside, page_beside, read, show_living
 from planaria.node.report.events import Committed, line
 from planaria.node.run_file import RunFile, override
 
@@ -58,6 +63,50 @@ async def test_what_a_node_tells_is_on_its_registrys_page() -> None:
 
 async def test_figures_of_a_node_are_served_where_it_says(caplog) -> None:
     caplog.set_level("INFO")
-    async with asyncio.timeout(DEADLINE), metrics_beside(Place(HERE), lambda: b"figures\n"):
+
+    async def figures() -> bytes:
+        return b"figures\n"
+
+    async with asyncio.timeout(DEADLINE), metrics_beside(Place(HERE), figures):
         [url] = [record.args[0] for record in caplog.records if record.args]
         assert await asyncio.to_thread(get, f"{url}metrics") == "figures\n"
+
+
+async def test_who_may_look_at_a_run_has_its_page_and_figures_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No browser asks the registry, which serves none; when it is away, what it showed stays."""
+    monkeypatch.setattr(serving, "ANSWER", 0.3)
+    registry = RegistryServer(MembershipRules(run="prose-1", stages=1), "")
+    port = await registry.start("127.0.0.1:0")
+    client, url = RegistryClient([f"127.0.0.1:{port}"]), asyncio.Queue[str]()
+    with pytest.raises(JoinRefused, match=r"this registry has no page \(--http none\)"):
+        await client.show()
+    async with asyncio.timeout(DEADLINE):
+        async with page_beside(registry, RUN, Place(HERE)):
+            watching = asyncio.create_task(show_living(client, Place(HERE), url.put_nowait))
+            here = await url.get()
+            assert f":{port}/" not in here and here != registry.page
+            shown = json.loads(await asyncio.to_thread(get, f"{here}state"))
+            assert (shown["run"]["id"], shown["condition"]["word"]) == ("prose-1", "waiting")
+            assert await asyncio.to_thread(get, here) == await asyncio.to_thread(get, registry.page)
+            figures = await asyncio.to_thread(get, f"{here}metrics")
+            assert 'planaria_steps{run="prose-1"} 50.0' in figures
+            await registry.stop()
+            while not shown["troubles"]:
+                shown = json.loads(await asyncio.to_thread(get, f"{here}state"))
+            assert "the registry is away, and this is as it was then" in shown["troubles"][0]
+            assert shown["run"]["id"] == "prose-1"
+            with pytest.raises(HTTPError, match="502"):
+                await asyncio.to_thread(get, f"{here}metrics")
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    await client.close()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b'{"a": NaN}', b'{"a": 1e999}', b'{"a\\"b": 1}', b"[" * 10**5, b"\xff"]
+)
+def test_what_a_registry_shows_is_a_pages_state_or_refused(content: bytes) -> None:
+    with pytest.raises(UnheardError, match="what the registry shows can't be read"):
+        read(content)
