@@ -50,3 +50,17 @@ def test_the_site_leads_to_what_there_is() -> None:
     led_to = re.findall(r": (\S+\.md)$", nav, re.M)
     assert "docs/troubleshooting.md" in led_to
     assert [page for page in led_to if not (ROOT / page).is_file()] == []
+
+
+def test_each_threat_and_each_promise_has_a_test_that_is_there() -> None:
+    text = (ROOT / "docs/security.md").read_text()
+    named = set(re.findall(r"`(tests/[\w/.]+)`", text))
+    assert named and [name for name in sorted(named) if not (ROOT / name).exists()] == []
+    tables = re.findall(
+        r"(?m)^\| [^|\n]+(?: \| [^|\n]+)* \| test \|\n\|[ -|]+\|\n((?:\|.*\n)+)", text
+    )
+    assert len(tables) == 2
+    rows = [row for table in tables for row in table.splitlines()]
+    assert [row for row in rows if not re.search(r"`(tests/|python -m bench)", row)] == []
+    left = re.findall(r"(?ms)^What is left.*?(?=\n\n)", text)
+    assert left and [part for part in left if "`tests/" not in part] == []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from planaria.bootstrap.registry_pb2 import SHAPE
 from planaria.node.agent import Agent
@@ -63,6 +63,10 @@ LIES: dict[str, Callable[[Agent], tuple[Ballot, dict[str, Any]]]] = {
 }
 
 
+JOINING: Final = "joining"
+"""It says nothing, and when it is asked what it has, what can't be."""
+
+
 def lie_as(file: Path) -> None:
     """From here on the nodes of this process say what the file says."""
     tick, carry_out_one = Agent.tick, Agent._carry_out_one
@@ -72,7 +76,7 @@ def lie_as(file: Path) -> None:
 
     def ticking(agent: Agent, now: float) -> None:
         tick(agent, now)
-        if lie := told():
+        if (lie := told()) in LIES:
             ballot, body = LIES[lie](agent)
             for peer in agent.peers:
                 if peer != agent.node:
@@ -80,7 +84,7 @@ def lie_as(file: Path) -> None:
 
     def answering(agent: Agent, effect: Effect) -> None:
         is_status = isinstance(effect, Send) and effect.message.WhichOneof("body") == "status"
-        if is_status and told() == "status":
+        if is_status and told() in ("status", JOINING):
             claimed = effect.message.status
             claimed.committed = claimed.last.step = MUCH
         carry_out_one(agent, effect)

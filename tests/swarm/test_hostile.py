@@ -15,7 +15,7 @@ from planaria.node.local.processes import PLANARIA, Processes
 from planaria.node.own_folders import said_here
 from planaria.node.resolve import resolve
 from planaria.node.run_file import dumps
-from tests.swarm.hostile import run_hostile, tell
+from tests.swarm.hostile import JOINING, MUCH, run_hostile, tell
 from tests.swarm.lines import Lines
 from tests.swarm.small import small
 
@@ -146,3 +146,18 @@ def test_who_says_what_cannot_be_goes_and_whom_it_accuses_stays(
     tell(place.lies, "")
     place.goes_on()
     assert any(liar in told and why in told for told in place.described().decisions)
+
+
+def test_a_joiner_that_says_it_has_a_step_to_come_goes_and_nobody_follows_it(place: Place) -> None:
+    """It has trained nothing yet: what it has is the first that it says."""
+    place.start()
+    rebuilt = len(place.lines.events("rebuilt"))
+    tell(place.lies, JOINING)
+    place.start_node("liar", 2, ["--lies", str(place.lies)])
+    why = f"it says that it has step {MUCH}"
+    place.wait_for("it to be named", lambda: any(why in d for d in place.described().decisions))
+    place.goes_on()
+    assert {member.node for member in place.described().view.members} == place.honest
+    steps = [line["step"] for line in place.lines.of("ledger-*.jsonl") if "step" in line]
+    assert max(steps) < MUCH and sorted(set(steps)) == list(range(1, max(steps) + 1))
+    assert len(place.lines.events("rebuilt")) == rebuilt

@@ -1,0 +1,47 @@
+"""What is promised of how soon: on clocks that stand still until a test says otherwise."""
+
+from __future__ import annotations
+
+import pytest
+
+from planaria.bootstrap.membership import Evict, Issue, Membership
+from planaria.bootstrap.service import FAREWELL, TICK
+from planaria.bootstrap.store import LEASE, RENEWALS, Store
+from planaria.bootstrap.turns import LOOK
+from tests.bootstrap.conftest import KEY, RULES, identity, joining
+from tests.bootstrap.fake_etcd import FakeEtcd
+
+PROMISED = 5.0
+"""Seconds until who is banned is gone, and until another registry leads."""
+
+
+def test_who_is_banned_is_no_member_from_that_moment_on() -> None:
+    """No tick is waited for; what it has open at the registry ends a farewell later."""
+    machine = Membership(RULES, KEY)
+    for node in ("a", "b"):
+        machine.join(joining(node, f"{node}:1"), 7.0)
+    machine.bar([identity("b").instance])
+    effects = machine.evict("b", "banned by the run's operator", 7.0)
+    assert [one.node for one in effects if isinstance(one, Evict)] == ["b"]
+    [issued] = [one.view for one in effects if isinstance(one, Issue)]
+    assert [member.node for member in issued.members] == ["a"]
+    assert list(issued.banned) == [identity("b").instance]
+    assert FAREWELL + TICK < PROMISED
+
+
+@pytest.mark.parametrize("out_of_step", [0.0, 0.1, 0.3, 0.49])
+def test_another_registry_leads_soon_after_the_last_word_of_one_that_is_gone(
+    out_of_step: float,
+) -> None:
+    etcd = FakeEtcd()
+    first, second = (Store(etcd.link(), "r", KEY, at, lambda: etcd.now) for at in ("a:1", "b:1"))
+    assert first.campaign()
+    for _ in range(4):
+        etcd.passes(LEASE / RENEWALS)
+        first.renew()
+    heard = etcd.now
+    etcd.passes(out_of_step)
+    while second.leader() or not second.campaign():
+        etcd.passes(LOOK)
+    assert second.leads and not first.leads
+    assert LEASE <= etcd.now - heard <= LEASE + LOOK < PROMISED
