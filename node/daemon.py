@@ -92,7 +92,7 @@ from planaria.node.wire.measuring import measure
 from planaria.node.wire.missing import Missing
 from planaria.node.wire.onlookers import Onlookers
 from planaria.node.wire.relays import Relay
-from planaria.recovery.decide import OWN
+from planaria.recovery.decide import COPIED, OWN
 
 log = logging.getLogger("planaria")
 
@@ -570,7 +570,7 @@ class Node:
             self.keep(told)
         if isinstance(event, RebuildOrdered):
             self.ordered[event.node] = event.exact
-        if isinstance(event, StageRebuilt) and event.method not in (*OWN, "replica"):
+        if isinstance(event, StageRebuilt) and event.method not in (*OWN, *COPIED):
             rebuilt = registry.Rebuild(stage=event.stage, step=event.step, method=event.method)
             rebuilt.exact = self.ordered.pop(event.node, False)
             self.rebuilds.append(rebuilt)

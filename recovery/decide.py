@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,6 +23,8 @@ ANEW = "adapters-anew"
 INEXACT = ("checkfree", "checkfree+", "interpolate", ANEW)
 """Methods that don't know what a stage had learned: they guess its weights from other stages', or
 begin anew; what relearning helps."""
+COPIED = ("replica", "handover")
+"""Methods that copy a stage from nodes that train it: such as stay, or such as will leave soon."""
 OWN = ("save", "memory")
 """Methods by which a node goes on from what it has itself, in a file or in memory."""
 ORIGIN = "origin"
@@ -67,6 +69,7 @@ class Left:
     made: Made = UNKNOWN  # the step
     origin: Sequence[str] = ()  # nodes that have the checkpoint which the run begins from
     adapters: bool = False  # are all that is trained, beside the weights of the checkpoint
+    leaving: Collection[str] = ()  # nodes that were told to go
 
     def nodes(self, stage: int) -> tuple[Source, ...]:
         nodes = sorted(self.survivors.get(stage, ()))
@@ -134,6 +137,9 @@ def decide(stage: int, left: Left, policy: Policy, strict: bool = False) -> Deci
     """
     if replicas := left.nodes(stage):
         reason = f"stage {stage} lives on at {len(replicas)} of its nodes: copied from there"
+        if all(source.node in left.leaving for source in replicas):
+            reason = f"all that have stage {stage} will leave soon: its state is handed over"
+            return Rebuild(stage, "handover", replicas, exact=True, reason=reason)
         return Rebuild(stage, "replica", replicas, exact=True, reason=reason)
     if (left.lineage, left.step) == (0, 0) and left.origin:
         source = Source(giver(stage, left.origin), stage, 0)

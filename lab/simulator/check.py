@@ -54,6 +54,7 @@ from planaria.node.run_file import RunFile, loads, override
 from planaria.node.stage.model import BodyStage, EmbeddingStage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.shape import PRESETS, ModelConfig, model_config
+from planaria.recovery.decide import COPIED
 from planaria.recovery.learner import Learner, learn
 
 SAMPLES, TABLE = "check.jsonl", "check.md"
@@ -177,7 +178,7 @@ def after_kill(events: Sequence[Entry]) -> tuple[float, float, float]:
     begun = [
         entry.time
         for entry in later
-        if isinstance(entry.event, StageRebuilt) and entry.event.method != "replica"
+        if isinstance(entry.event, StageRebuilt) and entry.event.method not in COPIED
     ]
     if not (commits and joined):
         raise LiveError(f"after the kill at step {step} nothing was committed or joined")

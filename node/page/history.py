@@ -29,6 +29,7 @@ from planaria.node.report.events import (
 )
 from planaria.node.report.ledger import Line
 from planaria.node.report.live_view import News, Story
+from planaria.recovery.decide import COPIED
 
 MOST_POINTS = 1000
 """Of a curve: when it has so many, every other one is forgotten."""
@@ -197,7 +198,7 @@ def _mark(entry: Entry) -> str:
     """What the event is on the loss curve; empty: nothing."""
     match entry.event:
         case StageRebuilt(method=method):
-            return "" if method in ("replica", "twin") else "rebuilt"
+            return "" if method in (*COPIED, "twin") else "rebuilt"
         case SeatTaken():
             return "rebuilt"
         case RolledBack() | Resuming():

@@ -48,7 +48,7 @@ from planaria.node.report.events import (
     shown,
 )
 from planaria.node.report.summary import noticed_at, stall_seconds
-from planaria.recovery.decide import ORIGIN
+from planaria.recovery.decide import COPIED, ORIGIN
 
 NEWS_SHOWN = 12
 LINES_A_RUN = 20
@@ -205,7 +205,7 @@ class Story:
         self._holds[node] = rebuilt.step
         self._in_place[node] = entry.time
         rebuild = self.rebuilds.pop(node, None)
-        if method in ("replica", ORIGIN):
+        if method in (*COPIED, ORIGIN):
             return _news(entry)
         losses = sorted(self._losses, key=lambda entry: entry.time)
         stall = stall_seconds(rebuilt, entry.time, losses)

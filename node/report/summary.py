@@ -47,7 +47,7 @@ from planaria.node.report.events import (
 from planaria.node.report.ledger import Audit, Line
 from planaria.node.report.wall_clock import PARTS
 from planaria.node.run_file import RunFile
-from planaria.recovery.decide import ORIGIN, OWN
+from planaria.recovery.decide import COPIED, ORIGIN, OWN
 
 NOTICED_LATE = 1.0
 """Seconds by which the time of an `exited` event may be behind the process's end."""
@@ -268,7 +268,7 @@ def noticed_at(rebuilt: StageRebuilt, at: float, events: Sequence[Entry]) -> flo
 def stall_seconds(rebuilt: StageRebuilt, at: float, events: Sequence[Entry]) -> float:
     """For how long nothing was trained; a driver that is new itself has seen only the end of it.
     `at`: when it was rebuilt, Unix seconds."""
-    if rebuilt.method in ("replica", ORIGIN):
+    if rebuilt.method in (*COPIED, ORIGIN):
         return rebuilt.stall_seconds
     return max(rebuilt.stall_seconds, at - noticed_at(rebuilt, at, events))
 
@@ -359,7 +359,7 @@ def replicas_identical(events: Iterable[Entry]) -> bool:
                 return False
             case Serving(stage=stage):
                 stages[entry.node] = stage
-            case StageRebuilt(stage=stage, method=method) if method != "replica":
+            case StageRebuilt(stage=stage, method=method) if method not in COPIED:
                 lives[stage] += 1
             case Applied(lineage=lineage, step=step, digest=digest):
                 stage = stages[entry.node]

@@ -83,7 +83,7 @@ from planaria.node.transaction.syncing import (
 from planaria.node.transaction.takeover import Takeover, beside
 from planaria.node.transaction.telling import Telling
 from planaria.node.wire import stage_pb2 as pb
-from planaria.recovery.decide import Rebuild, Resume, RollBack, Source, Stop, resume
+from planaria.recovery.decide import COPIED, Rebuild, Resume, RollBack, Source, Stop, resume
 from planaria.recovery.orders import window_orders
 from planaria.recovery.relearning import time_for
 
@@ -355,6 +355,7 @@ class Driver:
             suspected=now,
             taken_over=taken_over,
             distrusted=self.doubts.distrusted,
+            leaving={member.node for member in self.view.members if member.leaving},
         )
         return effects + gathering.ask()
 
@@ -452,7 +453,7 @@ class Driver:
         if self.finished:
             rebuilds = {of: d for of, d in rebuilds.items() if d.same_weights}
         if vacant:  # who comes yet may tell more; replicas need not wait for that
-            rebuilds = {of: d for of, d in rebuilds.items() if d.method == "replica"}
+            rebuilds = {of: d for of, d in rebuilds.items() if d.method in COPIED}
         elif len(rebuilds) < len(decisions) and not self.finished:
             back = next(d for d in decisions.values() if isinstance(d, RollBack))
             return self._roll_back(gathering, back, now)
@@ -567,7 +568,7 @@ class Driver:
         redundant computation all are, for a node needs its twin, too, before it can train."""
         tried = any(self.joining.failures[node] >= FOLLOWS for node in lacking[decision.stage])
         new = decision.stage in self.rebuilds.stages()
-        copied = decision.method == "replica" and self.rules.policy != "redundant"
+        copied = decision.method in COPIED and self.rules.policy != "redundant"
         copied = copied and self.standing.committed > 0
         copied = copied and any(s.node not in self.hanging.why for s in decision.sources)
         return copied and not (tried or new or self._is_over())

@@ -74,6 +74,7 @@ class Gathering:
     suspected: float  # when the registry was told who is silent
     taken_over: bool  # the first one after another driver
     distrusted: Collection[str] = ()  # whose state is not that of their replicas
+    leaving: Collection[str] = ()  # who was told to go
     statuses: dict[str, pb.Status] = field(default_factory=dict)
 
     def explain(self) -> str:
@@ -217,6 +218,7 @@ class Gathering:
             untrained=frozenset(survivors.keys() - trained),
             made=Ballot.of(newest.last.ballot),
             origin=[n for n, s in self.statuses.items() if s.origin and n not in self.distrusted],
+            leaving=self.leaving,
         )
 
     def weightless(self) -> dict[int, list[str]]:

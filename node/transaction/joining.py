@@ -34,6 +34,7 @@ class FollowingTry:
     stage: int
     step: int  # of the state that it copies
     began: float
+    method: str = "replica"
     stall: float = 0.0  # seconds in which nothing trained because of it
     caught_up: pb.Synced | None = None
     vain: int = 0  # attempts that have waited in vain for its vote
@@ -41,7 +42,7 @@ class FollowingTry:
 
     def entered(self, node: str, now: float) -> StageRebuilt:
         """What is to be told of it."""
-        synced = self.caught_up or pb.Synced(step=self.step, method="replica")
+        synced = self.caught_up or pb.Synced(step=self.step, method=self.method)
         return rebuilt(node, self.stage, synced, now - self.began, self.stall)
 
 
@@ -95,9 +96,10 @@ class Joining:
 
     def begin(self, syncs: list[Effect], gathering: Gathering, now: float) -> None:
         """These are told to follow; until now all have waited for them."""
-        for node in [effect.to for effect in syncs if isinstance(effect, Send)]:
-            stage, step = gathering.members[node], gathering.newest.committed
-            self.joiners[node] = FollowingTry(stage, step, now, now - gathering.began)
+        for told in [effect for effect in syncs if isinstance(effect, Send)]:
+            stage, sync = gathering.members[told.to], told.message.sync
+            waited = now - gathering.began
+            self.joiners[told.to] = FollowingTry(stage, sync.step, now, sync.method, waited)
 
     # --- while the others train
 

@@ -39,6 +39,7 @@ from planaria.node.transaction.gathering import active
 from planaria.node.transaction.standing_out import told_by
 from planaria.node.transaction.telling import Heard
 from planaria.node.wire import stage_pb2 as pb
+from planaria.recovery.decide import COPIED
 
 
 class MemberPhase(enum.Enum):
@@ -580,7 +581,7 @@ class MemberSide:
         self._promise(peer, ballot)
         self.comparing = None
         effects: list[Effect] = [DropAttempt(self.attempt)] if self._attempting() else []
-        if sync.method == "replica" and (sync.lineage, sync.step) == (self.lineage, self.committed):
+        if sync.method in COPIED and (sync.lineage, sync.step) == (self.lineage, self.committed):
             self.lineage = self.committed = 0  # what it has is not what its replicas have
         self.trained = False
         self.phase = MemberPhase.FOLLOWING if sync.follow else MemberPhase.SYNCING

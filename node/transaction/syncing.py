@@ -11,7 +11,7 @@ from planaria.node.transaction.effects import Effect, Send
 from planaria.node.transaction.gathering import Gathering
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
-from planaria.recovery.decide import INEXACT, OWN, Decision, Rebuild, Source, decide, giver
+from planaria.recovery.decide import COPIED, INEXACT, OWN, Decision, Rebuild, Source, decide, giver
 from planaria.recovery.orders import adjoining, all_orders, blocks
 
 
@@ -66,7 +66,7 @@ class Rebuilds:
 
     def stages(self) -> set[int]:
         """Those of which nobody had the state any more."""
-        return {one.stage for one in self.rebuilt if one.method != "replica"}
+        return {one.stage for one in self.rebuilt if one.method not in COPIED}
 
     def told(self, now: float) -> list[Effect]:
         stall = 0.0 if self.stalled is None else now - self.stalled
@@ -140,7 +140,7 @@ def rebuild(
         nodes = lacking[stage]
         if decision.method in OWN:
             nodes = [source.node for source in decision.sources]
-        joiners[stage] = nodes if decision.method in ("replica", "memory") else nodes[:1]
+        joiners[stage] = nodes if decision.method in (*COPIED, "memory") else nodes[:1]
     orders = all_orders(rules.stages, rules.swapped)
     guessed = [stage for stage, decision in rebuilds.items() if decision.method in INEXACT]
     together = {stage: block for block in blocks(orders, guessed) for stage in block}

@@ -45,6 +45,13 @@ def test_a_stage_that_lives_on_is_copied_from_all_its_nodes(policy):
     assert (decision.method, nodes(decision), decision.exact) == ("replica", ["b", "c"], True)
 
 
+def test_those_that_were_told_to_go_hand_over_what_nobody_else_has():
+    left = Left(4, STEP, {1: ["a"], 2: ["c", "b"]}, leaving={"a", "c"})
+    one, other = rebuild(1, left, "checkfree"), rebuild(2, left, "checkfree")
+    assert (one.method, nodes(one), one.exact) == ("handover", ["a"], True)
+    assert (other.method, nodes(other)) == ("replica", ["b", "c"])
+
+
 def test_before_the_first_step_a_stage_is_that_of_the_checkpoint_and_never_later():
     lost = Left(3, 0, {0: ["a"], 1: ["b"], 3: ["d"]}, origin=["d", "a"])
     decision = rebuild(2, lost, "checkfree")

@@ -53,6 +53,7 @@ from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
 from planaria.recovery.decide import (
+    COPIED,
     INEXACT,
     ORIGIN,
     UNKNOWN,
@@ -441,7 +442,7 @@ class Cluster:
         if self.guilty:
             return  # whose state may go with it
         lost = kind in ("rolled back", "resuming")
-        lost = lost or (kind == "rebuilding" and fields["method"] not in ("replica", "twin"))
+        lost = lost or (kind == "rebuilding" and fields["method"] not in (*COPIED, "twin"))
         self.demand(not lost, "I6", f"{kind}, although nobody has died: {fields}")
 
     def check_start(self, seat: Seat, ballot: Ballot, begin: pb.Begin) -> None:
@@ -598,7 +599,7 @@ class Cluster:
 
     def chain_at(self, sync: pb.Sync, state: StageState) -> bytes:
         """The history of the step that `sync` names; `state` is what has come from its sources."""
-        if sync.method == "replica":
+        if sync.method in COPIED:
             return chain_of(state)
         at = sync.lineage, sync.step
         if at in self.bases:
@@ -629,12 +630,12 @@ class Cluster:
             named = {(s.lineage, s.step) for s in sync.sources if s.stage == state.id.stage}
             said = state.id.age in named or not state.id.step
             self.demand(said, "I5", f"{who}, and got {state.id.age}, not what was named: {named}")
-        if sync.method == "replica" or sync.method in INEXACT:
+        if sync.method in (*COPIED, *INEXACT):
             self.demand(len(set(map(chain_of, states))) == 1, "I2", f"{who}: two histories")
         self.counts[sync.method] += 1
         back = (sync.lineage, sync.step) in self.bases  # all go there, as `check_back` allowed
         guessed = seat.stage in self.guessed  # who had the right one may count as wrong
-        if sync.method not in ("replica", ORIGIN) and not (back or guessed):
+        if sync.method not in (*COPIED, ORIGIN) and not (back or guessed):
             left = [n.name for n in self._holders(sync.step) if n.stage == seat.stage]
             stale = sync.lineage < self.lineage
             self.demand(not left or stale, "I4", f"{who}, but {', '.join(left)} had it")

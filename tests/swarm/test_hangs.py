@@ -146,5 +146,5 @@ async def test_a_node_with_room_copies_the_state_of_the_last_node_of_a_stage_tha
         assert not any(node.over.done() for node in others)
         swarm.nodes.pop((2, 0))
     rebuilt = swarm.lines.events("rebuilt")
-    assert [(e["stage"], e["method"]) for e in rebuilt] == [(2, "replica")]
+    assert [(e["stage"], e["method"]) for e in rebuilt] == [(2, "handover")]
     assert audit(tmp_path).exact

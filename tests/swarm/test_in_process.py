@@ -496,7 +496,9 @@ async def test_a_node_that_must_go_saves_and_hands_over_to_a_standby(corpus, tmp
         await swarm.until(lambda: swarm.committed() >= here + 3)
     assert [e["node"] for e in swarm.lines.events("handed over")] == [leaver.node]
     rebuilt = {(e["stage"], e["method"]) for e in swarm.lines.events("rebuilt")}
-    assert rebuilt == {(2, "replica")}
+    assert rebuilt == {(2, "handover")}
+    found = losses(tmp_path)
+    assert found == pytest.approx(undisturbed(run, corpus, len(found)), rel=1e-5)
     assert list((tmp_path / "saves/2.0/stage-2").glob("step-*"))
     assert not swarm.lines.events("save failed")
     assert audit(tmp_path).exact

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, islice
 
 import pytest
 
 from planaria.bootstrap.membership import stages_of
+from planaria.lab.convergence.training import train
 from planaria.node.naming import node_of
-from planaria.node.report.ledger import audit
+from planaria.node.report.ledger import audit, merge
 from tests.swarm.in_process import LocalSwarm, OneSeat
 from tests.swarm.small import small
 
@@ -65,5 +66,7 @@ async def test_a_node_that_must_go_hands_its_state_over_to_one_that_has_room(cor
         await swarm.until(lambda: swarm.committed() >= at + 3)
     assert [e["stage"] for e in swarm.lines.events("handed over")] == [2]
     rebuilt = {(e["stage"], e["method"]) for e in swarm.lines.events("rebuilt")}
-    assert rebuilt == {(2, "replica")}
+    assert rebuilt == {(2, "handover")}
+    losses = [line["loss"] for line in merge(tmp_path.glob("ledger-*.jsonl")).lines]
+    assert losses == pytest.approx(list(islice(train(run, corpus), len(losses))), rel=1e-5)
     assert audit(tmp_path).exact
