@@ -180,10 +180,11 @@ class _Node:
     """A member or standby, and what is known of its health."""
 
     member: Member
-    why: str  # why this stage
+    why: str  # of what was decided last about its seats
     renewed: float
     placed: float  # since when it serves, or stands by
     due: float = math.inf  # of its one live entry in the heap of deadlines
+    reasons: dict[int, str] = field(default_factory=dict)  # for each of its seats, by stage
     report: Report = field(default_factory=Report)
     holds: set[int] | None = None  # stages whose state it has, by its last report; None: none came
     streaming: bool = False
@@ -573,6 +574,7 @@ class Membership:
         for member in view.members:
             before = "a member before the restart"
             node = former.get(member.node) or _Node(member, before, now, now)
+            node.reasons = {s: node.reasons.get(s, before) for s in stages_of(member)}
             node.member, node.due = member, math.inf
             self._nodes[member.node] = node
             self._evicted.pop(member.node, None)
@@ -639,7 +641,8 @@ class Membership:
                     since_renewal=max(0.0, now - node.renewed),
                     suspected=bool(node.accusers),
                     reached_by=node.reached_by,
-                    why=node.why,
+                    why=[node.reasons.get(s, node.why) for s in stages_of(node.member)]
+                    or [node.why],
                 )
                 for node in self._nodes.values()
             ],
@@ -869,6 +872,7 @@ class Membership:
             standby=request.standby,
         )
         node = self._nodes[request.node] = _Node(member, why, now, now)
+        node.reasons = dict.fromkeys(stages_of(member), why)
         self._schedule(request.node, node)
         self._changes.append(f"{request.node} joined: {why}")
         self._joined_at = now
@@ -1214,6 +1218,7 @@ class Membership:
                 node.placed = now
             self._reseat(node, stays)
             node.why = change.why
+            node.reasons = {s: node.reasons.get(s, change.why) for s in sorted(stays)}
             verb = "takes" if isinstance(change, Taken) else "gives back"
             self._changes.append(f"{change.node} {verb} stage {change.stage}: {change.why}")
 

@@ -401,8 +401,8 @@ class MemberDescription(_message.Message):
     since_renewal: float
     suspected: bool
     reached_by: str
-    why: str
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., since_renewal: _Optional[float] = ..., suspected: _Optional[bool] = ..., reached_by: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...
+    why: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., since_renewal: _Optional[float] = ..., suspected: _Optional[bool] = ..., reached_by: _Optional[str] = ..., why: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Description(_message.Message):
     __slots__ = ("run", "run_file", "view", "members", "decisions", "uptime", "protocol", "cuts", "quarantined", "evictions", "trouble", "rebuilds", "page", "shortened", "unlisted")

@@ -143,7 +143,7 @@ def page(description: Description) -> RenderableType:
     for title, lines in (
         ("samples", _samples(description)),
         ("when a stage's only node is told to go", _handovers(description, run)),
-        ("several seats, or none", _reasons(description)),
+        ("who sits where, and why", _reasons(description)),
         ("without a link", _cuts(description)),
         ("in quarantine", _quarantine(description)),
         ("evicted", _evictions(description)),
@@ -266,11 +266,15 @@ def _reached(one: MemberDescription) -> list[Text]:
 
 
 def _reasons(description: Description) -> list[Text]:
-    """Why who has several seats, or none, has these."""
-    return [
-        Text(f"{_named(one.member)}: {one.why}")
+    """A line for each seat, and for each standby."""
+    seats = [
+        (math.inf if stage is None else stage, one.member.node, why)
         for one in description.members
-        if len(one.member.seats) != 1
+        for stage, why in zip(seats_of(one.member), one.why, strict=False)
+    ]
+    return [
+        Text(f"{'standby' if stage == math.inf else f'stage {stage}'}, {node}: {why}")
+        for stage, node, why in sorted(seats, key=lambda seat: seat[0])
     ]
 
 

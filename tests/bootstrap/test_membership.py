@@ -440,9 +440,10 @@ def test_a_seat_that_was_given_back_and_taken_again_is_another_one() -> None:
     swarm.after(swarm.machine.leave("b", "", swarm.now))
     assert seats(swarm) == {"a": [0, 1]}
     first = swarm.view.members[0].seats[1].since
-    assert swarm.machine.describe(swarm.now).members[0].why == (
-        "has room for one more seat: stage 1 is vacant"
-    )
+    assert swarm.machine.describe(swarm.now).members[0].why == [
+        "stage 0 as asked for",
+        "has room for one more seat: stage 1 is vacant",
+    ]
     swarm.join("c", 1)
     assert seats(swarm) == {"a": [0, 1], "c": [1]}, "c has no state yet"
     both = [SeatReport(stage=stage, phase="running", committed=7) for stage in (0, 1)]

@@ -457,6 +457,23 @@ def test_the_status_page_tells_members_and_decisions():
         assert part in text
 
 
+def test_the_status_page_says_who_sits_where_and_why():
+    one, other, standby = member(OLD, 0), member(NEW, 1), member("5f3a", 2)
+    one.member.seats.add(stage=2)
+    del standby.member.seats[:]
+    one.why[:] = ["stage 0 as asked for", "has room for one more seat: stage 2 is vacant"]
+    other.why[:] = ["stage 1 was vacant"]
+    standby.why[:] = ["standby, as it wants to be"]
+    lines = [line.strip() for line in text_of(page(described(one, other, standby))).splitlines()]
+    at = lines.index(f"stage 0, {OLD}: stage 0 as asked for")
+    assert lines[at : at + 4] == [
+        f"stage 0, {OLD}: stage 0 as asked for",
+        f"stage 1, {NEW}: stage 1 was vacant",
+        f"stage 2, {OLD}: has room for one more seat: stage 2 is vacant",
+        "standby, 5f3a: standby, as it wants to be",
+    ]
+
+
 def test_who_is_not_heard_and_stays_is_told_with_who_reaches_it():
     unheard = member(NEW, 2, committed=4, phase="running")
     unheard.reached_by = OLD
