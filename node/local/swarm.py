@@ -716,7 +716,7 @@ class _Swarm:
         node, stage = self.story.node_of(pid), stage_of(slot)
         running = self.processes.running()
         left = sum(other.startswith(f"{stage}.") for other in running)
-        if self.losses.at_large and self.description is not None:  # it may serve another one
+        if self.description is not None:  # it may serve another one
             seats = {m.node: stages_of(m) for m in self.description.view.members}
             others = map(self.story.node_of, running.values())
             served = Counter(of for other in others for of in seats.get(other or "", ()))

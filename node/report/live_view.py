@@ -268,7 +268,10 @@ class Story:
         return float(tokens / max(seconds, 1e-9))
 
 
-_TO_FIND_LOSSES = (Started, Joined, Killed, Exited, LinkLost, NodeLost, RebuildOrdered)
+_TO_FIND_LOSSES = (
+    *(Started, Joined, Serving, GivenBack),
+    *(Killed, Exited, LinkLost, NodeLost, RebuildOrdered, StageRebuilt),
+)
 
 
 def _news(entry: Entry) -> News | None:

@@ -26,6 +26,7 @@ from planaria.node.report.events import (
     Diverged,
     Entry,
     Exited,
+    GivenBack,
     HoldingCost,
     Joined,
     Killed,
@@ -223,7 +224,7 @@ def _row(
 ) -> dict[str, Any]:
     """A rebuild as the summary tells it. `at`: Unix seconds. `why`: the driver's order, or where
     all stages went back."""
-    loss = _replaced(rebuilt, events)
+    loss = _replaced(rebuilt, at, events)
     noticed = noticed_at(rebuilt, at, events)
     told = fields(rebuilt)
     row = {key: told[key] for key in ("stage", "method", "step", "sources", "bytes")}
@@ -249,7 +250,7 @@ def noticed_at(rebuilt: StageRebuilt, at: float, events: Sequence[Entry]) -> flo
     """When anyone first noticed the loss of the node whose place the rebuilt one took, Unix
     seconds; if it took nobody's (it had been dropped, and came back), when the driver began to
     wait. `at`: when it was rebuilt, Unix seconds."""
-    loss, stage = _replaced(rebuilt, events), rebuilt.stage
+    loss, stage = _replaced(rebuilt, at, events), rebuilt.stage
     if loss is not None:
         late = NOTICED_LATE if isinstance(loss.event, Exited) else 0.0
         for entry in events:
@@ -273,11 +274,13 @@ def stall_seconds(rebuilt: StageRebuilt, at: float, events: Sequence[Entry]) -> 
     return max(rebuilt.stall_seconds, at - noticed_at(rebuilt, at, events))
 
 
-def _replaced(rebuilt: StageRebuilt, events: Sequence[Entry]) -> Entry | None:
+def _replaced(rebuilt: StageRebuilt, at: float, events: Sequence[Entry]) -> Entry | None:
     """The newest loss in the place of the rebuilt seat's process, if it was of that stage, the node
-    is that process's first, and has joined for this seat."""
+    is that process's first, and has joined for this seat. Who was there before has the seat of who
+    was lost last at that stage, unless that one was there to be copied."""
     if was_added(rebuilt.node):
-        return None
+        copied = rebuilt.method in COPIED
+        return None if copied else _lost_last(rebuilt.stage, at, events)
     node = node_of(rebuilt.node)
     nodes: dict[int, list[str | None]] = {}  # by process, in the order in which it was them
     starts: dict[int, tuple[str, float]] = {}  # by process: slot and time
@@ -297,6 +300,24 @@ def _replaced(rebuilt: StageRebuilt, events: Sequence[Entry]) -> Entry | None:
                 if entry.time <= started:
                     return entry if loss.stage == rebuilt.stage else None
     return None
+
+
+def _lost_last(stage: int, at: float, events: Iterable[Entry]) -> Entry | None:
+    """The newest loss of a node with a seat at the stage, which was not rebuilt since then."""
+    seats: set[str | None] = set()
+    found = None
+    for entry in events:
+        match entry.event:
+            case Serving(stage=of) if of == stage:
+                seats.add(entry.node)
+            case GivenBack(stage=of) if of == stage:
+                seats.discard(entry.node)
+            case (Killed() | Exited()) as loss if entry.time <= at:
+                if loss.node in {node_of(seat or "") for seat in seats}:
+                    found = entry
+            case StageRebuilt(stage=of) if of == stage and entry.time < at:
+                found = None
+    return found
 
 
 def wall(events: Iterable[Entry], places: int) -> dict[str, float]:

@@ -4,11 +4,13 @@ node of a body stage, the registry; and one node is frozen with SIGSTOP."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from itertools import chain
 
 import pytest
 
@@ -70,20 +72,43 @@ def test_without_failures_a_swarm_equals_one_process(up, data):
     assert_clean(swarm.summary(), 20)
 
 
-def test_with_no_replace_a_run_ends_with_those_that_are_left(up):
+def test_with_no_replace_a_run_goes_from_ten_nodes_down_to_two_and_on_to_its_end(up):
     swarm = up(
-        small(stages=2, steps=16),
+        small(stages=4, steps=30, recovery__relearn__seconds=5.0),
         *("--replicas", "2", "--no-replace"),
-        *("--kill", "1.1@5", "--kill", "0.0@9", "--kill", "1.1@12"),
+        *("--kill", "2@5", "--kill", "3.1@9", "--kill", "0.0@12", "--kill", "4@15"),
+        *("--kill", "1.1@18", "--kill", "3.0@21", "--kill", "2.0@24"),
     )
     status, output = swarm.finish()
     assert status == 0, output
-    assert_clean(swarm.summary(), 16)
+    assert_clean(swarm.summary(), 30)
+    lines = swarm.lines.of("ledger.jsonl")
+    losses = [line["loss"] for line in lines if "step" in line]
+    assert sum(losses[-5:]) < sum(losses[:5])
     started = [event["slot"] for event in swarm.lines.events("started", "events.jsonl")]
-    assert sorted(started) == ["0.0", "0.1", "1.0", "1.1", "2.0", "2.1", "registry"]
-    killed = [event["slot"] for event in swarm.lines.events("killed", "events.jsonl")]
-    assert killed == ["1.1", "0.0"]
-    assert "nobody is left to kill in node-1.1 at step 12" in output
+    assert len(started) == 11, "the registry is one of them"
+    killed = swarm.lines.events("killed", "events.jsonl")
+    slots = [event["slot"] for event in killed]
+    assert slots == ["2.0", "2.1", "3.1", "0.0", "4.0", "4.1", "1.1", "3.0"]
+    assert "nobody is left to kill in node-2.0 at step 24" in output
+    for event in killed:
+        assert event["stage"] in seats_of(swarm, event["node"], event["time"])
+    left = {event["node"] for event in swarm.lines.events("joined", "events.jsonl")}
+    left -= {event["node"] for event in killed}
+    assert len(left) == 2
+    assert sorted(chain(*(seats_of(swarm, node) for node in left))) == [*range(5)]
+
+
+def seats_of(swarm, node: str, at: float = math.inf) -> set[int]:
+    """The stages that it served then."""
+    seats: set[int] = set()
+    for event in swarm.lines.of("events.jsonl"):
+        if str(event["node"]).startswith(f"{node}/") and event["time"] <= at:
+            if event["kind"] == "serving":
+                seats.add(event["stage"])
+            elif event["kind"] == "given back":
+                seats.discard(event["stage"])
+    return seats
 
 
 def test_a_swarm_of_which_nobody_is_left_ends_at_once(up):

@@ -248,6 +248,27 @@ def test_a_new_driver_has_seen_only_the_end_of_the_stall():
     assert copied["stall_seconds"] == 1.5  # the others trained on in the meantime
 
 
+def test_who_was_there_before_has_the_seat_of_who_was_lost_last_at_its_stage():
+    """Also where that one had joined for another stage."""
+    taken = [
+        *slot_events(0.0, "0.0", 11, "driver"),
+        *slot_events(0.0, "1.0", 12, "left"),
+        event(50.0, "serving", "driver/2.6", stage=2),
+        event(51.0, "serving", "left/3.6", stage=3),
+        event(52.0, "given back", "left/3.6", stage=3),
+        killed(100.0, "0.0", 11, "driver"),
+        event(100.4, "link lost", "left", peer="driver"),
+        event(100.5, "serving", "left/2.8", stage=2),
+    ]
+    again = killed(200.0, "1.0", 12, "left")
+    (row,) = rebuilds([*taken, rebuilt(101.0, "left/2.8"), again])
+    assert row["detect_seconds"] == pytest.approx(0.4)
+    (copied,) = rebuilds([*taken, rebuilt(101.0, "left/2.8", method="handover"), again])
+    assert copied["detect_seconds"] == 0.0
+    (other,) = rebuilds([*taken, rebuilt(201.0, "new/3.9", stage=3), again])
+    assert other["detect_seconds"] == 0.0, "the seat there was given back"
+
+
 def test_a_snapshot_that_is_known_in_part_is_told_in_part():
     (row,) = rebuilds([rebuilt(9.0, "n", method="snapshot", oldest_step=7, perturbation=None)])
     assert (row["oldest_step"], row["perturbation"]) == (7, None)
