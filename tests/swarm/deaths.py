@@ -8,7 +8,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ class Swarm:
     """A registry, and `swarm.replicas` nodes of each stage of the run. `deaths`: by slot, what
     each of its processes, one after the other, is to die of, as POINT@STEP, or where its compute
     thread is to hang, as POINT~STEP. `saves`: a folder in which each slot has its disk. `seats`:
-    that a node can hold."""
+    that a node can hold, by slot where it is more than one."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Swarm:
         run: RunFile,
         deaths: dict[str, list[str]],
         saves: Path | None = None,
-        seats: str = "1",
+        seats: Mapping[str, int] = {},
     ) -> None:
         self.out, self.deaths, self.saves, self.seats = out, deaths, saves, seats
         self.deadline = time.monotonic() + DEADLINE
@@ -89,7 +89,7 @@ class Swarm:
             [
                 *(*death, "node", "--join", address.strip(), "--stage", slot.partition(".")[0]),
                 *(*self.reached_at(slot), "--out", str(self.out / "logs"), "--threads", "1"),
-                *("--seats", self.seats),
+                *("--seats", str(self.seats.get(slot, 1))),
                 *("--save-dir", str(self.saves / slot) if self.saves else "none"),
                 *said_here(self.run),
             ],

@@ -24,17 +24,11 @@ def holds(node: OneSeat) -> list[int]:
     return sorted(s.stage for s in seats if s.member.phase.value in ("running", "reducing"))
 
 
-@pytest.mark.parametrize("policy", ["checkfree", "snapshot", "redundant"])
+@pytest.mark.parametrize("policy", ["checkfree", "redundant"])
 async def test_with_nobody_coming_those_who_are_left_go_on_and_give_back_what_they_took(
     corpus, tmp_path, policy
 ):
-    run = small(
-        stages=2,
-        steps=ENDLESS,
-        recovery__policy=policy,
-        recovery__snapshot__fraction=1.0,
-        recovery__snapshot__period=1,
-    )
+    run = small(stages=2, steps=ENDLESS, recovery__policy=policy)
     async with LocalSwarm(run, corpus, tmp_path, room=ROOMY) as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
         last = swarm.nodes[1, 0][0]

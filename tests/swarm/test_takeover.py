@@ -17,7 +17,8 @@ def test_who_has_its_twin_takes_its_seat_in_the_same_step(
     data: Path, tmp_path: Path, death: str
 ) -> None:
     run = small(stages=3, steps=10, training__batch=8, recovery__policy="redundant")
-    done = Swarm(tmp_path, data, run, {"2.0": [death]}, seats="4")
+    roomy = dict.fromkeys(("0.0", "1.0", "3.0"), 4)
+    done = Swarm(tmp_path, data, run, {"2.0": [death]}, seats=roomy)
     try:
         done.train()
     finally:

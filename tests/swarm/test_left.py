@@ -1,0 +1,66 @@
+"""The only nodes of stages die, by SIGKILL, one after the other; nobody comes, and whoever is left
+goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planaria.lab.convergence.training import train
+from planaria.node.data.corpus import Corpus
+from planaria.node.naming import was_added
+from planaria.node.report.ledger import check, merge
+from tests.swarm.deaths import Swarm
+from tests.swarm.small import small
+
+STAGES, STEPS = 4, 22
+DEATHS = {"2.0": "forward@6", "3.0": "backward@10", "4.0": "counted@14", "0.0": "decide@18"}
+PROMISED = {
+    "checkfree": ["checkfree", "checkfree", "interpolate", "stage0-copy"],
+    "checkfree+": ["checkfree+", "checkfree+", "checkfree+", "stage0-copy"],
+    "snapshot": ["snapshot"] * 4,
+    "redundant": ["redundant"] * 4,
+    "checkpoint": ["checkpoint"] * 4,
+}
+"""By policy, the method for each of these losses, as the table of docs/recovery.md has it."""
+EXACT = ("redundant", "checkpoint")
+"""Policies after whose rebuilds training goes on as if nothing had happened."""
+
+
+@pytest.mark.parametrize("policy", PROMISED)
+def test_down_to_one_node_each_stage_comes_back_as_its_policy_promises(
+    data: Path, tmp_path: Path, policy: str
+) -> None:
+    run = small(
+        stages=STAGES,
+        steps=STEPS,
+        recovery__policy=policy,
+        recovery__snapshot__fraction=1.0,
+        recovery__snapshot__period=1,
+        recovery__checkpoint__every=2,
+        recovery__checkpoint__dir=str(tmp_path / "checkpoints"),
+    )
+    deaths = {slot: [death] for slot, death in DEATHS.items()}
+    done = Swarm(tmp_path, data, run, deaths, seats={"1.0": STAGES + 1})
+    try:
+        done.train(replace=False)
+    finally:
+        done.processes.kill_all()
+    assert done.killed == list(DEATHS)
+    assert came_back(done) == list(zip([2, 3, 4, 0], PROMISED[policy], strict=True))
+    merged = merge(sorted((done.out / "logs").glob("ledger-*.jsonl")))
+    found = check(merged)
+    assert (found.exact, found.steps) == (True, STEPS)
+    if policy in EXACT:
+        losses = [line["loss"] for line in merged.lines]
+        assert losses == pytest.approx(list(train(run, Corpus.open(data))), rel=1e-5)
+
+
+def came_back(done: Swarm) -> list[tuple[int, str]]:
+    """By which method each seat that somebody took got its state, in this order."""
+    found: dict[str, tuple[int, str]] = {}
+    for event in sorted(done.read("rebuilt"), key=lambda event: event["time"]):
+        if was_added(event["node"]):
+            found.setdefault(event["node"], (event["stage"], event["method"]))
+    return list(found.values())
