@@ -6,6 +6,7 @@ node's own folder, and nothing elsewhere on the node's machine is read or writte
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from planaria.node.begin import NodeError
@@ -22,7 +23,7 @@ def below(folder: Path, key: str, name: str, option: str) -> Path:
     """The folder that a key of the run file calls `name`. Raises NodeError where that is none below
     `folder`, by way of symbolic links too; `option` says where it is then."""
     own = folder.resolve()
-    found = (own / name).resolve()
+    found = Path(os.path.realpath(own / name))  # unlike `resolve`, of links in a ring too
     if own not in found.parents:
         raise NodeError(
             f"{key} = {name!r} is the registry's word, and at this node it is a name below "
