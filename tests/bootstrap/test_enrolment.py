@@ -194,7 +194,7 @@ async def test_who_guesses_is_told_to_wait() -> None:
             with pytest.raises(NotAdmitted, match="none of this run's"):
                 await Enrolment(invitation, Identity.generate(), None).come()
         with pytest.raises(EnrolmentUnreachable, match="ask again in a minute"):
-            await Enrolment(invitation, Identity.generate(), None).come(deadline=0.1)
+            await Enrolment(invitation, Identity.generate(), None).come(deadline=2.0)
 
 
 async def test_who_looks_does_not_command_and_who_commands_does() -> None:
