@@ -39,6 +39,8 @@ LOST = (2, 3, 4, 0)
 BETWEEN = 12  # steps between two losses; the first two don't count
 GOAL = 5.0  # seconds
 NOTICE = 30.0  # seconds
+LOOK = 0.05  # seconds between two at the ledgers
+RELEARNING = "relearning"
 RUN = f"""
 name = "left"
 steps = 100000
@@ -90,13 +92,13 @@ class Watched:
         """So many more; returns them. Their last one is under way when this returns."""
         after = time.time()
         while len(trained := [o for o in self.committed() if o["time"] > after]) <= steps:
-            time.sleep(0.02)
+            time.sleep(LOOK)
         return trained
 
     def next_view(self, than: int) -> dict[str, Any]:
         """The first commit in a newer one."""
         while not (newer := [one for one in self.committed() if one["view"] > than]):
-            time.sleep(0.02)
+            time.sleep(LOOK)
         return newer[0]
 
     def serving(self, stage: int) -> tuple[str, int]:
@@ -146,7 +148,7 @@ def lose(watched: Watched, stage: int) -> Loss:
         "until it is noticed": noticed - killed,
         "until the seat is built": max(0.0, seated - noticed),
         "until all have answered": max(0.0, ordered - max(seated, noticed)),
-        "relearning": relearned,
+        RELEARNING: relearned,
         "for the rest of the rebuild": rebuilt["time"] - ordered - relearned,
         "for the step": commit["time"] - rebuilt["time"],
     }
@@ -154,12 +156,20 @@ def lose(watched: Watched, stage: int) -> Loss:
 
 
 def measure_losses(run: RunFile, out: Path) -> None:
+    policy, losses = run.recovery.policy, []
     with training(run, out) as watched:
         for stage in LOST:
-            loss = lose(watched, stage)
-            print(f"{run.recovery.policy}, {loss}", flush=True)
-            keep("left", policy=run.recovery.policy, **loss._asdict())
+            losses.append(loss := lose(watched, stage))
+            print(f"{policy}, {loss}", flush=True)
+            keep("left", policy=policy, **loss._asdict())
         watched.train(BETWEEN)
+    seconds = [loss.seconds for loss in losses]
+    relearned = sum(loss.parts[RELEARNING] for loss in losses)
+    print(
+        f"{policy}, ratio longest / goal: {max(seconds) / GOAL:.2f}; relearning is "
+        f"{relearned / sum(seconds):.0%} of all seconds",
+        flush=True,
+    )
 
 
 def measure_handover(run: RunFile, out: Path) -> None:
@@ -170,7 +180,7 @@ def measure_handover(run: RunFile, out: Path) -> None:
         told = time.time()
         os.kill(process, signal.SIGTERM)
         while not (over := watched.events("handed over")):
-            time.sleep(0.02)
+            time.sleep(LOOK)
         after = watched.train(2 * BETWEEN)
         (rebuilt,) = watched.events("rebuilt")
         lines = watched.committed()
@@ -203,12 +213,11 @@ def main() -> None:
         data = Path(directory) / "data"
         prepare(Recipe([str(TEXT)]), data)
         for policy in POLICIES:
-            out = Path(directory) / policy
-            checkpoints = str(out / "checkpoints")
             run = override(loads(RUN), data__path=str(data), recovery__policy=policy)
-            run = resolve(override(run, recovery__checkpoint__dir=checkpoints))
-            measure_losses(run, out / "lost")
-            measure_handover(run, out / "told")
+            for measure in (measure_losses, measure_handover):
+                out = Path(directory) / policy / measure.__name__
+                checkpoints = str(out / "checkpoints")
+                measure(resolve(override(run, recovery__checkpoint__dir=checkpoints)), out)
 
 
 if __name__ == "__main__":

@@ -48,8 +48,18 @@ async def test_with_nobody_coming_those_who_are_left_go_on_and_give_back_what_th
     assert back == {(last.node, 0), (last.node, 2)}
 
 
-async def test_a_node_that_must_go_hands_its_state_over_to_one_that_has_room(corpus, tmp_path):
-    run = small(stages=2, steps=ENDLESS)
+@pytest.mark.parametrize("policy", ["checkfree", "redundant", "checkpoint"])
+async def test_a_node_that_must_go_hands_its_state_over_to_one_that_has_room(
+    corpus, tmp_path, policy
+):
+    checkpoints = str(tmp_path / "checkpoints")
+    run = small(
+        stages=2,
+        steps=ENDLESS,
+        recovery__policy=policy,
+        recovery__checkpoint__dir=checkpoints,
+        recovery__checkpoint__every=2,
+    )
     async with LocalSwarm(run, corpus, tmp_path, room=ROOMY) as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
         leaver, living = swarm.nodes.pop((2, 0))
