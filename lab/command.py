@@ -196,7 +196,7 @@ def lab_report(study_file: StudyFile) -> None:
         wanted = study.jobs(asked)
         _prepare(asked, wanted)
         found = {
-            (job.variant, job.seed): there[key]
+            (job.variant, job.seed): runner.counted(there[key], job)
             for key, job in runner.resolved(wanted)
             if key in there
         }

@@ -75,6 +75,13 @@ def orthogonalized(matrix: Tensor) -> Tensor:
     return out
 
 
+def orthogonalizing_flops(shapes: Iterable[Sequence[int]], rounds: int = ROUNDS) -> float:
+    """Of an update by Muon, for all matrices of these shapes: each round multiplies a matrix with
+    itself, the square that comes of it with itself, and both."""
+    matrices = [sorted(shape) for shape in shapes if len(shape) == 2]
+    return rounds * math.fsum(4.0 * m * m * n + 2.0 * m**3 for m, n in matrices)
+
+
 # One pair
 
 

@@ -39,12 +39,18 @@ class CostOfLosses:
     iterations: float  # extra ones to reach the target; inf: not reached
     behind: float  # iterations ago that the other one's loss was what this one's is at the end
     relearned: float  # iterations' worth of computing that relearning took
-    waited: float  # iterations' time that it took, were nodes always busy
+    background: float  # of them, those that nobody waited for
+    waited: float  # iterations' time that others waited, were nodes always busy
 
     @property
     def net(self) -> float:
         """Iterations, those that the computing would have been counted as not taken."""
         return self.behind + self.relearned
+
+    @property
+    def net_waited_for(self) -> float:
+        """The same, without the computing that nobody waited for."""
+        return self.net - self.background
 
 
 def loss_at(curve: Curve, iteration: float) -> float:
@@ -82,18 +88,25 @@ def behind(curve: Curve, other: Curve) -> float:
     return max(0.0, min(end, other[-1][0]) - min(reached(other, loss), float(other[-1][0])))
 
 
+def behind_at_the_end(run: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """Of two lines of the results: a run, and the one that lost nothing."""
+    curve, against = curve_of(run), curve_of(other)
+    return behind([(i, loss) for i, loss in curve if i <= against[-1][0]], against)
+
+
 def cost(run: Mapping[str, Any], other: Mapping[str, Any], target: int) -> CostOfLosses:
     """Compares two lines of the results: a run, and the one that lost nothing."""
     curve, against = curve_of(run), curve_of(other)
     end = against[-1][0]
-    relearned = _relearned(run["rebuilds"]) / run["window"]
+    whole, background = _relearned(run)
     return CostOfLosses(
         final=loss_at(curve, end),
         difference=loss_at(curve, end) - against[-1][1],
         iterations=iteration_cost(curve, against, target),
-        behind=behind([(i, loss) for i, loss in curve if i <= end], against),
-        relearned=relearned * run["share"],
-        waited=relearned,
+        behind=behind_at_the_end(run, other),
+        relearned=whole * run["share"],
+        background=background * run["share"],
+        waited=whole - background,
     )
 
 
@@ -102,11 +115,38 @@ def curve_of(run: Mapping[str, Any]) -> Curve:
     return [(iteration, loss) for iteration, _, loss in run["validation"]]
 
 
-def _relearned(rebuilds: Sequence[Mapping[str, Any]]) -> float:
-    """Tokens times stages, counted once for stages that relearn together."""
+def _relearned(run: Mapping[str, Any]) -> tuple[float, float]:
+    """Passes of a stage over a step's tokens, and those of them that ran in the background, counted
+    once for stages that relearn together: forward, backward, and what each update takes beyond."""
     seen = {}
-    for line in rebuilds:
+    for line in run["rebuilds"]:
+        if "relearned" in line:
+            seen[line["iteration"], line["relearned"]["before"]] = line["relearned"]
+    tokens, each = run["window"], run["update_tokens"] if seen else 0.0
+
+    def passes(prefix: str) -> float:
+        return math.fsum(
+            done[f"{prefix}stage_tokens"] + done[f"{prefix}stage_updates"] * each
+            for done in seen.values()
+        )
+
+    return passes("") / tokens, passes("background_") / tokens
+
+
+def with_updates(
+    run: Mapping[str, Any], update_tokens: float, updates_a_token: float
+) -> dict[str, Any]:
+    """A line from when the updates of relearning weren't counted, nor made in the background, with
+    what they took. `updates_a_token`: of a stage."""
+    rebuilds = []
+    for line in run["rebuilds"]:
         if "relearned" in line:
             done = line["relearned"]
-            seen[line["iteration"], done["before"]] = done["stage_tokens"]
-    return math.fsum(seen.values())
+            counted = {
+                "stage_updates": round(done["stage_tokens"] * updates_a_token),
+                "background_stage_tokens": 0,
+                "background_stage_updates": 0,
+            }
+            line = {**line, "relearned": counted | done}
+        rebuilds.append(line)
+    return {"update_tokens": update_tokens, **run, "rebuilds": rebuilds}

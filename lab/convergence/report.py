@@ -52,17 +52,24 @@ def rows(study: Study, found: Mapping[tuple[str, int], Line]) -> list[VariantRow
 
 def table(study: Study, made: Sequence[VariantRow], command: str) -> str:
     """The results as a table in Markdown."""
-    relative = next((row for row in made if row.name == study.reference), None)
+    named = {row.name: row for row in made}
+    references = {v.name: named.get(v.reference or study.reference) for v in study.variants}
+    relative = any(references.values())
     texts = sorted(study.texts)
     heads = ["variant", "seeds", "losses", "loss at the end", "above the baseline"]
     heads += ["share of the reference"] if relative else []
     heads += [f"extra iterations to the loss of step {study.target}", "iterations behind"]
     relearned = any(cost.relearned for row in made for cost in row.costs)
-    heads += ["relearning, iterations of computing", "... of waiting"] if relearned else []
+    background = any(cost.background for row in made for cost in row.costs)
+    heads += ["relearning, iterations of computing"] if relearned else []
+    heads += ["... in the background"] if background else []
+    heads += ["... of waiting"] if relearned else []
     heads += ["behind and computing, share of the reference"] if relearned and relative else []
+    heads += ["... without the background's"] if background and relative else []
     heads += [f"perplexity, {name}" for name in ("held out", *texts)] if texts else []
     lines = [f"# {study.title}", "", _machines(made), f"Made by `{command}`.", ""]
     lines += [f"Mean ± standard deviation over the seeds; `{study.baseline}` is the baseline."]
+    lines += _referred(references)
     lines += ["", "| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
     for row in made:
         cells = [row.name, str(len(row.costs)), f"{row.losses:.1f}"]
@@ -71,18 +78,33 @@ def table(study: Study, made: Sequence[VariantRow], command: str) -> str:
             continue
         cells += [_plain(row.spread(lambda c: c.final), 4)]
         cells += [_plain(row.spread(lambda c: c.difference), 4, sign=True)]
-        cells += [_share(row, relative, lambda c: c.difference)] if relative else []
+        reference = references[row.name]
+        cells += [_share(row, reference, lambda c: c.difference)] if relative else []
         cells += [_reached(row), _plain(row.spread(lambda c: c.behind), 0)]
         if relearned:
             cells += [_plain(row.spread(lambda c: c.relearned), 1)]
+            cells += [_plain(row.spread(lambda c: c.background), 1)] if background else []
             cells += [_plain(row.spread(lambda c: c.waited), 0)]
-            cells += [_share(row, relative, lambda c: c.net)] if relative else []
+            cells += [_share(row, reference, lambda c: c.net)] if relative else []
+            if background and relative:
+                cells += [_share(row, reference, lambda c: c.net_waited_for)]
         if texts:
             ends = [[run["validation"][-1][2] for run in row.runs]]
             ends += [[run["texts"][name] for run in row.runs] for name in texts]
             cells += [_plain(Spread.of([math.exp(x) for x in end]), 2) for end in ends]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _referred(references: Mapping[str, VariantRow | None]) -> list[str]:
+    """Said where variants are put to different ones."""
+    of: dict[str, list[str]] = {}
+    for name, row in references.items():
+        if row is not None:
+            of.setdefault(row.name, []).append(name)
+    if len(of) < 2:
+        return []
+    return ["", *(f"- `{name}` is the reference of: {', '.join(of[name])}." for name in of)]
 
 
 def _machines(made: Sequence[VariantRow]) -> str:
@@ -99,9 +121,13 @@ def _plain(spread: Spread, digits: int, sign: bool = False) -> str:
     return mean if math.isnan(spread.deviation) else f"{mean} ± {spread.deviation:.{digits}f}"
 
 
-def _share(row: VariantRow, relative: VariantRow, figure: Callable[[CostOfLosses], float]) -> str:
+def _share(
+    row: VariantRow, relative: VariantRow | None, figure: Callable[[CostOfLosses], float]
+) -> str:
     """Of the sums over the seeds that both have: one seed's quotient may divide by next to
     nothing."""
+    if relative is None:
+        return "-"
     ours, theirs = (
         {run["seed"]: figure(cost) for run, cost in zip(some.runs, some.costs, strict=True)}
         for some in (row, relative)

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from multiprocessing.sharedctypes import Synchronized
@@ -17,9 +17,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from planaria.lab.convergence.compare import with_updates
 from planaria.lab.convergence.schedule import schedule
 from planaria.lab.convergence.study import Job, StudyError, append_result
-from planaria.lab.convergence.training import LostError, TrainingSwarm
+from planaria.lab.convergence.training import (
+    LostError,
+    TrainingSwarm,
+    update_tokens,
+    updates_a_token,
+)
 from planaria.node.data.mixture import open_data
 from planaria.node.resolve import resolve
 from planaria.node.run_file import override
@@ -39,6 +45,13 @@ def resolved(jobs: Sequence[Job]) -> list[tuple[str, Job]]:
         whole = Job(job.variant, job.seed, run, job.losses, job.ablation, job.texts)
         found.append((whole.key(run.data.content), whole))
     return found
+
+
+def counted(line: Mapping[str, Any], job: Job) -> dict[str, Any]:
+    """A line of the results of this resolved job, with what its updates took."""
+    config = job.run.model.config
+    a_token = updates_a_token(job.run, config, job.ablation)
+    return with_updates(line, update_tokens(config, job.ablation), a_token)
 
 
 def run_all(
@@ -126,6 +139,7 @@ def run_one(key: str, job: Job, device: str) -> dict[str, Any]:
         "bytes": sum(running.bytes for running in swarm.snapshots.values()),
         "window": swarm.window_tokens,
         "share": swarm.share_of_a_stage,
+        "update_tokens": update_tokens(swarm.config, job.ablation),
         "seconds": round(time.perf_counter() - started, 1),
         "machine": machine(device),
     }

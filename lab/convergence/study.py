@@ -35,6 +35,7 @@ class Variant(Section):
     name: str = Field(min_length=1, max_length=80)
     run: dict[str, Any] = Field(default_factory=dict, description="over the study's run")
     losses: Losses | None = Field(default=None, description="instead of the study's")
+    reference: str = Field(default="", description="instead of the study's")
     ablation: Ablation = Ablation()
 
 
@@ -105,7 +106,8 @@ def load(path: Path) -> Study:
         ]
         raise StudyError(f"{path} is not a valid study:\n" + "\n".join(lines)) from error
     names = [variant.name for variant in study.variants]
-    for wanted in filter(None, [study.baseline, study.reference, *study.plotted, *study.labels]):
+    named = [study.baseline, study.reference, *study.plotted, *study.labels]
+    for wanted in filter(None, [*named, *(variant.reference for variant in study.variants)]):
         if wanted not in names:
             raise StudyError(f"{path}: no variant is named {wanted!r}; there are {names}")
     if len(set(names)) < len(names):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from planaria.lab.convergence.compare import cost
+from planaria.lab.convergence.compare import behind_at_the_end
 from planaria.lab.convergence.study import StudyError, read_results
 
 RATES: Final = ("low", "middle", "high")
@@ -54,7 +54,7 @@ def more_iterations(by_run: Runs, variant: str) -> float:
         if name == variant:
             other = by_run["none", seed]
             steps = other["validation"][-1][0]
-            shares.append(steps / (steps - cost(line, other, steps).behind))
+            shares.append(steps / (steps - behind_at_the_end(line, other)))
     return statistics.fmean(shares)
 
 

@@ -52,6 +52,7 @@ from planaria.recovery.learner import (
     Muon,
     UpdateRule,
     learn,
+    orthogonalizing_flops,
     residual_error,
     squared_distance,
 )
@@ -136,6 +137,25 @@ class Adam:
     def step(self, lr: float) -> None:
         norm = math.sqrt(self.optimizer.squared_norm())
         self.optimizer.step(lr, min(1.0, 1 / (norm + 1e-6)))
+
+
+def update_tokens(config: ModelConfig, ablation: Ablation) -> float:
+    """What an update of a stage that relearns computes beyond forward and backward passes, in
+    tokens of these: six operations for each weight."""
+    shapes = list(trained_shapes(config, 1).values())
+    flops = 0.0 if ablation.relearn_adam else orthogonalizing_flops(shapes)
+    return flops / (6 * sum(map(math.prod, shapes)))
+
+
+def updates_a_token(run: RunFile, config: ModelConfig, ablation: Ablation) -> float:
+    """Of relearning, from whole pairs."""
+    some = learned_of(run.training.microbatch, ablation)
+    return len(parts(some, run.recovery.relearn.samples)) / (some * config.context)
+
+
+def learned_of(samples: int, ablation: Ablation) -> int:
+    """Of so many that crossed together, those that are learned."""
+    return max(1, round(ablation.relearn_share * samples))
 
 
 class Crossing(torch.autograd.Function):
@@ -598,6 +618,9 @@ class TrainingSwarm:
             "after": after,
             "updates": updates,
             "stage_tokens": passes * tokens,
+            "stage_updates": passes * sum(len(piece.stages) for piece in pieces),
+            "background_stage_tokens": 0,
+            "background_stage_updates": 0,
             "undone": undone,
         }
 
@@ -621,7 +644,7 @@ class TrainingSwarm:
         for step, crossed in self.boundary:
             for visits, tensors in crossed:
                 route = (0, *visits, 0)
-                some = max(1, round(self.ablation.relearn_share * len(tensors[0])))
+                some = learned_of(len(tensors[0]), self.ablation)
                 for run in runs(visits, block):
                     if step <= max(self.since[route[run.start]], self.since[route[run.end + 1]]):
                         continue

@@ -18,7 +18,7 @@ from planaria.node.run_file import Narrow, RunFile
 from planaria.node.stage.model import parameter_shapes
 from planaria.node.stage.shape import ModelConfig
 from planaria.node.wire.frames import encoded_size
-from planaria.recovery.learner import ROUNDS
+from planaria.recovery.learner import orthogonalizing_flops
 
 VALUE = torch.float32.itemsize
 """Bytes of a weight, of a gradient's value, and of each of Adam's moments."""
@@ -258,7 +258,7 @@ def seconds_at(
     if stage == 0:
         return Seconds(forward=embedding, backward=embedding, head=3 * forward, **state)
     relearn = 3 * forward * relearned_at_a_time(run) / run.training.microbatch
-    relearn += orthogonalizing_flops(config) / flops
+    relearn += orthogonalizing_flops(parameter_shapes(config, 1)) / flops
     backward = (3 if run.training.recompute else 2) * forward
     return Seconds(forward, backward, relearn=relearn, **state)
 
@@ -266,13 +266,6 @@ def seconds_at(
 def relearned_at_a_time(run: RunFile) -> int:
     """Samples in an update of relearning."""
     return run.recovery.relearn.samples or run.training.microbatch
-
-
-def orthogonalizing_flops(config: ModelConfig) -> float:
-    """Of an update of relearning, for all matrices of a body stage: each round multiplies a matrix
-    with itself, the square that comes of it with itself, and both (recovery/learner.py)."""
-    matrices = [sorted(shape) for shape in parameter_shapes(config, 1) if len(shape) == 2]
-    return ROUNDS * sum(4.0 * m * m * n + 2.0 * m**3 for m, n in matrices)
 
 
 def copy_bytes(config: ModelConfig) -> int:

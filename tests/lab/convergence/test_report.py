@@ -29,7 +29,10 @@ def line(name: str, seed: int, *losses: float, relearned: int = 0) -> Line:
     """Its losses after 0, 10, 20, 30 iterations."""
     rebuild: dict[str, Any] = {"iteration": 12, "stage": 2}
     if relearned:
-        rebuild["relearned"] = {"before": 0.5, "stage_tokens": relearned}
+        rebuild["relearned"] = {
+            **{"before": 0.5, "stage_tokens": relearned, "stage_updates": 12},
+            **{"background_stage_tokens": relearned // 3, "background_stage_updates": 4},
+        }
     return {
         "variant": name,
         "seed": seed,
@@ -38,6 +41,7 @@ def line(name: str, seed: int, *losses: float, relearned: int = 0) -> Line:
         "texts": {},
         "window": 100,
         "share": 0.25,
+        "update_tokens": 50.0,
         "seconds": 60.0,
         "machine": "abacus",
     }
@@ -70,10 +74,26 @@ def test_a_row_is_compared_seed_by_seed(study: Study, found: dict[tuple[str, int
     assert guessed["iterations behind"] == "8 ± 4"
     assert relearned["seeds"] == "1"
     assert relearned["share of the reference"] == "0.20"  # 0.2 of 1.0, the seed that both have
-    assert relearned["relearning, iterations of computing"] == "3.0"
+    assert relearned["relearning, iterations of computing"] == "4.5"  # (1200 + 12 * 50) / 400
+    assert relearned["... in the background"] == "1.5"
     assert relearned["... of waiting"] == "12"
-    assert relearned["behind and computing, share of the reference"] == "0.50"  # 2 + 3 of 10
+    assert relearned["behind and computing, share of the reference"] == "0.65"  # 2 + 4.5 of 10
+    assert relearned["... without the background's"] == "0.50"
     assert set(cells(text, "nothing yet").values()) == {"nothing yet", "0", "0.0", "-"}
+
+
+def test_a_variant_may_have_a_reference_of_its_own(
+    study: Study, found: dict[tuple[str, int], Line]
+) -> None:
+    other = [
+        one.model_copy(update={"reference": "relearned" if one.name == "guessed" else ""})
+        for one in study.variants
+    ]
+    text = table(study.model_copy(update={"variants": other}), rows(study, found), "report")
+    assert cells(text, "guessed")["share of the reference"] == "5.00"  # 1.0 of 0.2
+    assert cells(text, "relearned")["share of the reference"] == "0.20"
+    assert "`relearned` is the reference of: guessed." in text
+    assert "`guessed` is the reference of: none, relearned, nothing yet." in text
 
 
 def test_plots_are_drawn(study: Study, found: dict[tuple[str, int], Line], tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def test_a_key_changes_with_all_that_the_result_depends_on(tmp_path: Path) -> No
         ('policy = "checkfree"', 'omega = "norm"', "'none'.*\n.*a study .* varies ablation.omega"),
         ("relearn_share = 0.5", "relearn_moments = true", "give relearn_adam its rate"),
         ('baseline = "none"', 'baseline = "nobody"', "no variant is named 'nobody'"),
+        ('name = "relearned"', 'name = "b"\nreference = "a"', "no variant is named 'a'"),
         ('name = "relearned"', 'name = "none"', "same name"),
         ("[losses]", "[losses", "not valid TOML"),
         ("target = 5", "", "target"),

@@ -15,7 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from planaria.lab.convergence.training import Ablation, LostError, TrainingSwarm, train
+from planaria.lab.convergence.training import (
+    Ablation,
+    LostError,
+    TrainingSwarm,
+    train,
+    update_tokens,
+    updates_a_token,
+)
 from planaria.node.data.corpus import Corpus
 from planaria.node.hugging_face.taking_in import take_in
 from planaria.node.run_file import RunFile, from_fields, loads, override
@@ -120,6 +127,9 @@ def test_relearning_brings_the_residual_down_and_the_loss_with_it(corpus: Corpus
         if passes:
             assert line["relearned"]["after"] < 0.3 * line["relearned"]["before"]
             assert line["relearned"]["stage_tokens"] == passes * 4 * swarm.window_tokens
+            a_token = updates_a_token(swarm.run, swarm.config, swarm.ablation)
+            updates = line["relearned"]["stage_tokens"] * a_token
+            assert line["relearned"]["stage_updates"] == updates == passes * 4 * 8
     assert after[10] < after[0]
 
 
@@ -148,6 +158,16 @@ def test_whatever_is_varied_relearning_helps(corpus: Corpus, ablation: Ablation)
     steps = {"fresh": 0, "averaged": 6}[ablation.second_moment]
     updates = line["relearned"]["updates"]
     assert swarm.stages[3].optimizer.steps == (updates if ablation.relearn_moments else steps)
+
+
+def test_an_update_takes_five_rounds_of_three_products(corpus: Corpus) -> None:
+    config = run_with().config_for(corpus.vocabulary)
+    square, wide = 4, 3  # matrices of attention, of the MLP
+    dim, hidden = config.dim, config.hidden
+    rounds = 5 * (square * 6 * dim**3 + wide * (4 * dim * dim * hidden + 2 * dim**3))
+    weights = square * dim * dim + wide * dim * hidden + 2 * dim
+    assert update_tokens(config, Ablation()) == pytest.approx(rounds / (6 * weights))
+    assert update_tokens(config, Ablation(relearn_adam=1e-3)) == 0
 
 
 def test_weights_lost_in_the_first_steps_come_back_about_as_large(corpus: Corpus) -> None:
