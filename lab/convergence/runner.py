@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from planaria.lab.convergence.compare import with_updates
+from planaria.lab.convergence.partial import PartialRun, Progress
 from planaria.lab.convergence.schedule import schedule
 from planaria.lab.convergence.study import Job, StudyError, append_result
 from planaria.lab.convergence.training import (
@@ -59,18 +60,23 @@ def run_all(
     results: Path,
     device: str,
     at_once: int,
+    threads: int,
     tell: Callable[[int, int], None],
 ) -> None:
-    """Appends each result as it comes. `tell(iterations, runs)` hears how many are done.
+    """Appends each result as it comes. `threads`: of a run; 0: all cores are shared out.
+    `tell(iterations, runs)` hears how many are done.
 
     Raises StudyError for a run that can't be; the others' results are kept.
     """
     context = multiprocessing.get_context("spawn")
     counter = context.Value("Q", 0)
-    threads = max(1, (os.cpu_count() or 1) // at_once)
+    threads = threads or max(1, (os.cpu_count() or 1) // at_once)
     pool = ProcessPoolExecutor(at_once, context, _begin, (counter, threads))
     runs = 0
-    futures = {pool.submit(run_one, key, job, device): job for key, job in todo}
+    futures = [
+        pool.submit(run_one, key, job, device, PartialRun(partial(results, key)), _count)
+        for key, job in todo
+    ]
     try:
         pending = set(futures)
         while pending:
@@ -79,6 +85,7 @@ def run_all(
                     pending.discard(future)
                     runs += 1
                     append_result(results, future.result())
+                    partial(results, future.result()["key"]).unlink(missing_ok=True)
                     tell(counter.value, runs)
             except TimeoutError:
                 tell(counter.value, runs)
@@ -99,6 +106,12 @@ def _begin(counter: Synchronized[int], threads: int) -> None:
     Thread(target=_end_with_parent, daemon=True).start()
 
 
+def _count() -> None:
+    assert _counter is not None
+    with _counter.get_lock():
+        _counter.value += 1
+
+
 def _end_with_parent() -> None:
     """A worker whose parent was killed would wait for work for ever."""
     parent = multiprocessing.parent_process()
@@ -107,25 +120,40 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def run_one(key: str, job: Job, device: str) -> dict[str, Any]:
-    """One line of the results. Raises StudyError."""
+def partial(results: Path, key: str) -> Path:
+    """Where a run of these results is while it is under way."""
+    return results.with_name(f"{key}.partial")
+
+
+def run_one(
+    key: str,
+    job: Job,
+    device: str,
+    kept: PartialRun | None = None,
+    trained: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """One line of the results; goes on from where the run was `kept`. `trained` is told of each
+    iteration. Raises StudyError."""
     started = time.perf_counter()
     run = job.run
     corpus = open_data(run.data)
     swarm = TrainingSwarm(run, corpus, job.ablation, torch.device(device))
-    curve: list[tuple[int, int, float]] = [(0, 0, swarm.validate())]
-    rebuilds: list[dict[str, Any]] = []
+    found = kept.load(swarm) if kept else None
+    progress = found or Progress([(0, 0, swarm.validate())])
+    started -= progress.seconds
+    curve, rebuilds = progress.curve, progress.rebuilds
     try:
-        for iteration, lost in _iterations(job, swarm):
+        for iteration, lost in _iterations(job, swarm, progress.iteration):
             swarm.step()
             if lost:
                 rebuilds += [{"iteration": iteration, **line} for line in swarm.lose(lost)]
             every = run.training.validate_every
             if (every and iteration % every == 0) or swarm.committed == run.steps:
                 curve.append((iteration, swarm.committed, swarm.validate()))
-            if _counter is not None:
-                with _counter.get_lock():
-                    _counter.value += 1
+            progress.iteration, progress.seconds = iteration, time.perf_counter() - started
+            if kept:
+                kept.keep(swarm, progress)
+            trained()
     except (LostError, ValueError) as error:
         where = f"{job.variant}, seed {job.seed}, step {swarm.committed}"
         raise StudyError(f"{where}: {error}") from error
@@ -145,12 +173,13 @@ def run_one(key: str, job: Job, device: str) -> dict[str, Any]:
     }
 
 
-def _iterations(job: Job, swarm: TrainingSwarm) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Counted from 1, with the stages that are lost after each, until all steps are committed. Who
-    loses more than it gains is stopped at three times as many."""
+def _iterations(job: Job, swarm: TrainingSwarm, done: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Counted from 1, without the first that are `done`, with the stages that are lost after each,
+    until all steps are committed. Who loses more than it gains is stopped at three times as
+    many."""
     steps = job.run.steps
     planned = schedule(job.losses, job.seed, 3 * steps, swarm.config.stages)
-    for iteration in range(1, 3 * steps + 1):
+    for iteration in range(done + 1, 3 * steps + 1):
         if swarm.committed >= steps:
             return
         last = swarm.committed + 1 >= steps

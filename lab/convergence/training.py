@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -58,7 +58,7 @@ from planaria.recovery.learner import (
 )
 from planaria.recovery.orders import all_orders, blocks, order, runs, window_orders
 from planaria.recovery.relearning import PULL, parts, rate, shuffled
-from planaria.recovery.snapshot import HeldSnapshot, Layout, SentSnapshot
+from planaria.recovery.snapshot import Group, HeldSnapshot, Layout, SentSnapshot
 from planaria.recovery.snapshot import decode as decode_update
 
 
@@ -200,6 +200,14 @@ class Running:
     state: tuple[int, float, int] = (0, 0.0, 0)  # Adam's steps, ω, boosted_at
 
 
+STATE_CLASSES: Final[Sequence[Any]] = (
+    *(frozenset, State, Crossings, Running, Layout, Group, SentSnapshot, HeldSnapshot),
+)
+"""Of all that `TrainingSwarm.state` is made of."""
+KEPT: Final = ("committed", "lineage", "alone", "since", "checkpoints", "snapshots")
+"""Of a swarm, beside its stages and its boundary tensors."""
+
+
 @dataclass
 class TrainingSwarm:
     """Trains step after step; `lose` takes stages away, and rebuilds them."""
@@ -238,6 +246,22 @@ class TrainingSwarm:
         else:
             module = build_stage(self.config, stage, seed, self.beginning.own)
         return Stage(module, StageOptimizer.of_run(module, self.device, self.run))
+
+    # --- all of it
+
+    def state(self) -> dict[str, Any]:
+        """What `put` takes; it changes with the swarm."""
+        kept = {name: getattr(self, name) for name in KEPT}
+        stages = [State.of(stage) for stage in self.stages]
+        return {**kept, "stages": stages, "boundary": list(self.boundary)}
+
+    def put(self, state: Mapping[str, Any]) -> None:
+        """Raises KeyError, ValueError for the state of another run."""
+        for stage, kept in zip(self.stages, state["stages"], strict=True):
+            kept.put(stage)
+        for name in KEPT:
+            setattr(self, name, state[name])
+        self.boundary.extend(state["boundary"])
 
     # --- training
 

