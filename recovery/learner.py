@@ -19,7 +19,10 @@ QUINTIC: Final = (3.4445, -4.7750, 2.0315)
 
 
 class UpdateRule(Protocol):
-    """Changes a stage's weights by their gradients."""
+    """Changes a stage's weights by their gradients. `tensors`: all that it has of its own."""
+
+    @property
+    def tensors(self) -> list[Tensor]: ...
 
     def step(self, lr: float) -> None: ...
 
@@ -39,8 +42,8 @@ class Muon:
     swarm waits, and it computes in bfloat16, which differs from one processor to the next.
     """
 
-    def __init__(self, stage: nn.Module, pull: float = 0.0) -> None:
-        self._pull = pull
+    def __init__(self, stage: nn.Module, pull: float = 0.0, rounds: int = ROUNDS) -> None:
+        self._pull, self._rounds = pull, rounds
         matrices = [p for p in stage.parameters() if p.dim() == 2 and p.requires_grad]
         self._matrices = [
             (p, p.detach().clone() if pull else None, torch.zeros_like(p)) for p in matrices
@@ -54,21 +57,26 @@ class Muon:
             momentum.lerp_(gradient, 1 - MOMENTUM)
             rows, columns = weights.shape
             scale = math.sqrt(max(1.0, rows / columns))
-            direction = orthogonalized(gradient.lerp(momentum, MOMENTUM))
+            direction = orthogonalized(gradient.lerp(momentum, MOMENTUM), self._rounds)
             if guess is not None:
                 weights.lerp_(guess, self._pull * lr)
             weights.sub_(direction, alpha=lr * scale)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What each matrix is pulled to, if it is, and its momentum."""
+        return [own for _, *kept in self._matrices for own in kept if own is not None]
 
-def orthogonalized(matrix: Tensor) -> Tensor:
+
+def orthogonalized(matrix: Tensor, rounds: int = ROUNDS) -> Tensor:
     """Nearly U Vᵀ of the matrix's U S Vᵀ: by a quintic Newton-Schulz iteration that is steepest at
-    0, with the coefficients of Jordan et al. Singular values of 0.3 % of the norm or more come out
-    between 0.68 and 1.21, smaller ones smaller."""
+    0, with the coefficients of Jordan et al. After five rounds singular values of 0.3 % of the norm
+    or more come out between 0.68 and 1.21, smaller ones smaller."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
     x = x / (torch.linalg.matrix_norm(x) + 1e-7)
     a, b, c = QUINTIC
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
     out: Tensor = x.T if tall else x
@@ -96,7 +104,7 @@ class Learner:
     ) -> None:
         self.lr = lr
         self._stage, self._bf16 = stage, bf16
-        self._update = update or Muon(stage)
+        self.update = update or Muon(stage)
         self._passed: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,7 +120,7 @@ class Learner:
         (x, y), self._passed = self._passed, None
         self._stage.zero_grad(set_to_none=False)
         y.backward(gradient)  # type: ignore[no-untyped-call]
-        self._update.step(self.lr)
+        self.update.step(self.lr)
         assert x.grad is not None
         return x.grad
 

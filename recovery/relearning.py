@@ -27,6 +27,9 @@ YOUNG: Final = 100
 """Steps of training after which relearning has its whole rate."""
 
 
+LOOKS: Final = 4
+"""Times in a pass that it is looked whether a guess is good enough to train on."""
+
 SHARE: Final = 0.25
 """Seconds of relearning for each second of training before."""
 LEAST: Final = 0.2
@@ -75,6 +78,11 @@ def shuffled(count: int, a_pass: int) -> list[int]:
     return sorted(
         range(count), key=lambda part: xxhash.xxh3_64_intdigest(struct.pack("<QQ", a_pass, part))
     )
+
+
+def updates_to_look(parts: int) -> int:
+    """Updates from one look to the next, in passes over so many parts."""
+    return -(-parts // LOOKS)
 
 
 def rate(lr: float, updates: float, time: float = 0.0) -> float:

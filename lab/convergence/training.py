@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from pydantic import model_validator
 from torch import Tensor
 
+from planaria.lab.convergence.lessons import BlockSamples, Lesson, LessonState, fit_scales, residual
 from planaria.node.data.corpus import TRAIN, UNSCORED, VALIDATION
 from planaria.node.data.mixture import Data, beginnings, count_scored, inputs_and_targets, windows
 from planaria.node.data.windows import microbatch_ids
@@ -47,17 +48,9 @@ from planaria.recovery.decide import (
     decide,
     holder_stage,
 )
-from planaria.recovery.learner import (
-    Learner,
-    Muon,
-    UpdateRule,
-    learn,
-    orthogonalizing_flops,
-    residual_error,
-    squared_distance,
-)
+from planaria.recovery.learner import ROUNDS, Learner, Muon, UpdateRule, orthogonalizing_flops
 from planaria.recovery.orders import all_orders, blocks, order, runs, window_orders
-from planaria.recovery.relearning import PULL, parts, rate, shuffled
+from planaria.recovery.relearning import PULL, parts
 from planaria.recovery.snapshot import Group, HeldSnapshot, Layout, SentSnapshot
 from planaria.recovery.snapshot import decode as decode_update
 
@@ -73,8 +66,10 @@ class Ablation(Section):
     clip_scope: Literal["global", "stage"] = "global"  # by the whole model's norm, or each stage's
     stage0_moments: bool = False  # copies of stage 0 have Adam's moments
     snapshot_choice: Literal["priority", "round", "random"] = "priority"  # which rows go next
-    start: Literal["policy", "copy", "random"] = "policy"
-    """Weights that a guess starts from: the policy's, the stage before, or new random ones."""
+    start: Literal["policy", "copy", "random", "best"] = "policy"
+    """Weights that a guess starts from: the policy's, the stage before, new random ones, or of the
+    policy's, both neighbours' and its first ones those that do best what the kept tensors tell."""
+    anew_until: int = 0  # steps of training up to which a stage starts from its own first weights
     second_moment: Literal["fresh", "averaged"] = "fresh"  # Adam's, after a guess
     relearn_share: float = 1.0  # of the samples of each boundary tensor
     relearn_codec: Literal["none", "bf16", "int8"] = "bf16"
@@ -83,6 +78,14 @@ class Ablation(Section):
     relearn_pull: Literal["first", "all", "none"] = "first"  # body stages drawn back to the guess
     relearn_young: bool = True  # the rate is less in the first steps
     relearn_adam: float = 0.0  # not 0: relearning with Adam, at this rate
+    relearn_rounds: int = ROUNDS  # of Newton and Schulz's iteration
+    relearn_first_steps: bool = False
+    """Where the first body stage is learned from, as many times the steps are kept as it has
+    passes, which are then as others'."""
+    relearn_last: int = 1  # times as many passes where the last body stage is learned
+    relearn_scales: bool = False  # what attention and MLP add is first scaled by least squares
+    neighbours_lr: float = 1.0  # times the rate that those beside a guessed stage train at
+    neighbours_steps: int = 0  # for so many steps
     relearn_moments: bool = False  # training goes on with those of Adam that relearning has made
     alone_steps: int = 0  # after a guess, in which only the guessed stages are trained
     lost_share: float = 0.0
@@ -134,6 +137,10 @@ class Adam:
 
     optimizer: StageOptimizer
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return []  # its moments are the stage's
+
     def step(self, lr: float) -> None:
         norm = math.sqrt(self.optimizer.squared_norm())
         self.optimizer.step(lr, min(1.0, 1 / (norm + 1e-6)))
@@ -143,7 +150,7 @@ def update_tokens(config: ModelConfig, ablation: Ablation) -> float:
     """What an update of a stage that relearns computes beyond forward and backward passes, in
     tokens of these: six operations for each weight."""
     shapes = list(trained_shapes(config, 1).values())
-    flops = 0.0 if ablation.relearn_adam else orthogonalizing_flops(shapes)
+    flops = 0.0 if ablation.relearn_adam else orthogonalizing_flops(shapes, ablation.relearn_rounds)
     return flops / (6 * sum(map(math.prod, shapes)))
 
 
@@ -179,15 +186,6 @@ class Crossings(NamedTuple):
     tensors: list[Tensor]
 
 
-class BlockSamples(NamedTuple):
-    """What is learned at a time: some samples of what went into a run of lost stages and out."""
-
-    step: int
-    stages: tuple[int, ...]
-    x: Tensor
-    y: Tensor
-
-
 @dataclass
 class Running:
     """A running snapshot of a stage in the memory of its holder."""
@@ -200,11 +198,17 @@ class Running:
     state: tuple[int, float, int] = (0, 0.0, 0)  # Adam's steps, ω, boosted_at
 
 
+COUNTED: Final = (
+    *("updates", "stage_tokens", "stage_updates"),
+    *("background_stage_tokens", "background_stage_updates"),
+)
+"""What a line tells of relearning, that grows while it goes on."""
 STATE_CLASSES: Final[Sequence[Any]] = (
     *(frozenset, State, Crossings, Running, Layout, Group, SentSnapshot, HeldSnapshot),
+    *(BlockSamples, LessonState),
 )
 """Of all that `TrainingSwarm.state` is made of."""
-KEPT: Final = ("committed", "lineage", "alone", "since", "checkpoints", "snapshots")
+KEPT: Final = ("committed", "lineage", "alone", "beside", "since", "checkpoints", "snapshots")
 """Of a swarm, beside its stages and its boundary tensors."""
 
 
@@ -232,7 +236,18 @@ class TrainingSwarm:
         self.committed = 0
         self.lineage = 0
         self.alone: tuple[int, frozenset[int]] = (0, frozenset())  # until which step, which stages
-        self.boundary: deque[tuple[int, list[Crossings]]] = deque(maxlen=run.recovery.relearn.steps)
+        times = relearning.FIRST if self.ablation.relearn_first_steps else 1
+        self.boundary: deque[tuple[int, list[Crossings]]] = deque(
+            maxlen=times * run.recovery.relearn.steps
+        )
+        self.lessons: list[Lesson] = []  # in the background
+        self.beside: dict[int, int] = {}  # until which step a stage is the neighbour of a guess
+        if self.relearns and run.recovery.relearn.enough and not self._learns_in_background:
+            raise ValueError(
+                "relearn.enough = "
+                f"{run.recovery.relearn.enough:g} lets stages relearn in the background, which in "
+                "the lab needs relearn.each_step, since it has no gaps to be filled, and Muon"
+            )
         self.since = [0] * len(self.stages)  # the step after which each stage's node is there
         self.checkpoints: dict[tuple[int, int], list[State]] = {}
         self.snapshots: dict[int, Running] = {}
@@ -253,7 +268,8 @@ class TrainingSwarm:
         """What `put` takes; it changes with the swarm."""
         kept = {name: getattr(self, name) for name in KEPT}
         stages = [State.of(stage) for stage in self.stages]
-        return {**kept, "stages": stages, "boundary": list(self.boundary)}
+        lessons = [one.state() for one in self.lessons]
+        return {**kept, "stages": stages, "boundary": list(self.boundary), "lessons": lessons}
 
     def put(self, state: Mapping[str, Any]) -> None:
         """Raises KeyError, ValueError for the state of another run."""
@@ -262,6 +278,9 @@ class TrainingSwarm:
         for name in KEPT:
             setattr(self, name, state[name])
         self.boundary.extend(state["boundary"])
+        for lesson in state["lessons"]:
+            self.lessons.append(self._lesson(lesson.block, lesson.pieces, lesson.passes, lesson.lr))
+            self.lessons[-1].put(lesson)
 
     # --- training
 
@@ -270,6 +289,7 @@ class TrainingSwarm:
         training = self.run.training
         step = self.committed + 1
         ids = self.windows.ids(step)
+        ahead = self._ahead()
         losses, crossed = [], []
         scored = max(1, count_scored(self.corpus, TRAIN, self.config.context, ids))
         orders = window_orders(step, training.microbatches, self.config.stages, self.swapped)
@@ -279,7 +299,7 @@ class TrainingSwarm:
             (loss / scored).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.item())
             crossed.append(Crossings(visits, tensors))
-        self._commit(step)
+        self._commit(step, ahead)
         if self.relearns:
             self.boundary.append((step, crossed))
         self._keep_ready()
@@ -299,6 +319,10 @@ class TrainingSwarm:
     @property
     def relearns(self) -> bool:
         return self.run.recovery.relearn.passes > 0
+
+    @property
+    def _learns_in_background(self) -> bool:
+        return self.run.recovery.relearn.each_step > 0 and not self.ablation.relearn_adam
 
     def _samples(self, split: str, ids: NDArray[np.int64]) -> list[Tensor]:
         """Inputs and targets, and where documents begin, if attention is to know."""
@@ -349,7 +373,7 @@ class TrainingSwarm:
         bf16 = self.run.training.precision == "bf16"
         return torch.autocast(self.device.type, torch.bfloat16) if bf16 else nullcontext()
 
-    def _commit(self, step: int) -> None:
+    def _commit(self, step: int, ahead: Mapping[int, Tensor]) -> None:
         training, recovery = self.run.training, self.run.recovery
         for stage in self.stages:
             stage.omega = stage.optimizer.squared_norm()
@@ -360,9 +384,13 @@ class TrainingSwarm:
         until, alone = self.alone
         for number, (stage, norm) in enumerate(zip(self.stages, norms, strict=True)):
             scale = boost(step, stage.boosted_at, recovery.lr_boost, recovery.lr_boost_steps)
+            if step <= self.beside.get(number, 0):
+                scale *= self.ablation.neighbours_lr
             if step > until or number in alone:
                 stage.optimizer.step(lr * scale, min(1.0, training.clip / (norm + 1e-6)))
             stage.optimizer.zero_gradient()
+            if number in ahead:
+                stage.optimizer.weights.add_(ahead[number])
         self.committed = step
 
     @torch.no_grad()
@@ -452,6 +480,7 @@ class TrainingSwarm:
             return [self._lose_share(self.ablation.lost_share)]
         lost = frozenset(stages)
         before = {stage: self.stages[stage].optimizer.weights.clone() for stage in lost}
+        self.lessons = [one for one in self.lessons if not lost & one.learners.keys()]
         guessed = {of for of, s in enumerate(self.stages) if s.boosted_at == self.committed}
         survivors = {of: [str(of)] for of in range(len(self.stages)) if of not in lost}
         left = Left(
@@ -483,6 +512,9 @@ class TrainingSwarm:
                 relearned = self._relearn(block)
                 for stage in block:
                     lines[stage]["relearned"] = relearned
+        for of in inexact:
+            for side in {of - 1, of + 1} - lost - {0, self.config.stages + 1}:
+                self.beside[side] = self.committed + self.ablation.neighbours_steps
         if self.ablation.alone_steps and inexact:
             self.alone = self.committed + self.ablation.alone_steps, frozenset(inexact)
         for stage, line in lines.items():
@@ -525,6 +557,7 @@ class TrainingSwarm:
     def _roll_back(self, lost: Sequence[int], to: RollBack) -> dict[str, Any]:
         before, self.committed = self.committed, to.step
         self.boundary.clear()
+        self.lessons.clear()
         state = self.checkpoints.get((to.lineage, to.step))
         for number, stage in enumerate(self.stages):
             if state is not None:
@@ -572,7 +605,9 @@ class TrainingSwarm:
             for s in decision.sources
         ]
         weights, stage.omega = guess(number, decision.method, sources, ablation.omega)
-        if ablation.start == "random":
+        if self.committed <= ablation.anew_until:
+            weights = self._new(number).optimizer.weights
+        elif ablation.start == "random":
             weights = self._new(number, self.run.seed + self.committed + 1).optimizer.weights
         elif ablation.start == "copy":
             weights = self.stages[number - 1 if number > 1 else 2].optimizer.weights
@@ -596,39 +631,29 @@ class TrainingSwarm:
     # --- relearning
 
     def _relearn(self, block: Sequence[int]) -> dict[str, Any]:
-        """As the daemon does it: measure, train on one piece at a time, keep the result or undo."""
+        """As the daemon does it: measure, train on one piece at a time, keep the result or undo,
+        and once one that learns alone is good enough it learns the rest in the background."""
         recovery, ablation = self.run.recovery, self.ablation
-        lr = ablation.relearn_adam or recovery.relearn.lr
-        if ablation.relearn_young:
-            lr = relearning.peak(lr, self.committed)
-        pull = {"first": relearning.pull(block), "all": PULL, "none": 0.0}[ablation.relearn_pull]
-        bf16 = self.run.training.precision == "bf16"
-        learners = {}
-        for of in block:
-            stage = self.stages[of]
-            update: UpdateRule = Muon(stage.module, pull)
-            if ablation.relearn_adam:
-                update = Adam(stage.optimizer)
-            learners[of] = Learner(stage.module, lr, bf16, update)
         pieces = self._pieces(block)
-        measured = [piece for piece in pieces if piece.step == pieces[-1].step]
-        before = self._residual(learners, measured)
+        self._choose_start(block, pieces)
         guessed = {of: State.of(self.stages[of]) for of in block}
         for of in block:
             self.stages[of].optimizer.load([("weights", guessed[of].tensors["weights"])], 0)
-        passes = relearning.passes(recovery.relearn.passes, block)
-        updates = passes * len(pieces)
-        for done in range(updates):
-            a_pass, place = divmod(done, len(pieces))
-            if place == 0 and not ablation.relearn_in_order:
-                turns = shuffled(len(pieces), a_pass)
-            _, visited, x, y = pieces[place if ablation.relearn_in_order else turns[place]]
-            if not ablation.relearn_constant:
-                for learner in learners.values():
-                    learner.lr = rate(lr, done / updates)
-            learn([learners[of] for of in visited], x.float(), y.float())
-        after = self._residual(learners, measured)
+        lr = ablation.relearn_adam or recovery.relearn.lr
+        if ablation.relearn_young:
+            lr = relearning.peak(lr, self.committed)
+        lesson = self._lesson(block, pieces, self._passes(block), lr)
+        before = after = lesson.residual()
+        lesson.line |= {"before": before} | dict.fromkeys(COUNTED, 0)
+        enough = recovery.relearn.enough if len(block) == 1 else 0.0
+        while not lesson.over and not (enough and after <= enough):
+            lesson.update()
+            if enough and lesson.looks:
+                after = lesson.look()
+        if lesson.over:
+            after = lesson.residual()
         undone = not (math.isfinite(after) and after <= before)
+        lesson.line |= {"after": after, "undone": undone}
         for of in block:
             optimizer = self.stages[of].optimizer
             optimizer.zero_gradient()
@@ -636,36 +661,84 @@ class TrainingSwarm:
                 guessed[of].tensors["weights"].copy_(optimizer.weights)
             if undone or not ablation.relearn_moments:
                 guessed[of].put(self.stages[of])
-        tokens = sum(x.shape[0] * x.shape[1] * len(visited) for _, visited, x, _ in pieces)
-        return {
-            "before": before,
-            "after": after,
-            "updates": updates,
-            "stage_tokens": passes * tokens,
-            "stage_updates": passes * sum(len(piece.stages) for piece in pieces),
-            "background_stage_tokens": 0,
-            "background_stage_updates": 0,
-            "undone": undone,
-        }
+        if not lesson.over:
+            self.lessons.append(lesson)
+        return lesson.line
 
-    def _residual(self, learners: Mapping[int, Learner], pieces: Iterable[BlockSamples]) -> float:
-        """Over all of them, whichever run they belong to."""
-        chains: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
-        for _, visited, x, y in pieces:
-            chains.setdefault(visited, []).append((x, y))
-        error = norm = 0.0
-        for visited, pairs in chains.items():
-            wide = [(x.float(), y.float()) for x, y in pairs]
-            of_chain = math.fsum(squared_distance(y, x) for x, y in wide)
-            error += residual_error([learners[of] for of in visited], wide) * of_chain
-            norm += of_chain
-        return relearning.ratio(error, norm)
+    def _lesson(
+        self, block: Sequence[int], pieces: Sequence[BlockSamples], passes: int, lr: float
+    ) -> Lesson:
+        ablation = self.ablation
+        pull = {"first": relearning.pull(block), "all": PULL, "none": 0.0}[ablation.relearn_pull]
+        bf16 = self.run.training.precision == "bf16"
+        learners = {}
+        for of in block:
+            stage = self.stages[of]
+            update: UpdateRule = Muon(stage.module, pull, ablation.relearn_rounds)
+            if ablation.relearn_adam:
+                update = Adam(stage.optimizer)
+            learners[of] = Learner(stage.module, lr, bf16, update)
+        ways = ablation.relearn_in_order, ablation.relearn_constant
+        return Lesson(learners, pieces, passes, lr, *ways)
+
+    def _passes(self, block: Sequence[int]) -> int:
+        wanted, ablation = self.run.recovery.relearn.passes, self.ablation
+        if not ablation.relearn_first_steps:
+            wanted = relearning.passes(wanted, block)
+        return wanted * (ablation.relearn_last if self.config.stages in block else 1)
+
+    def _choose_start(self, block: Sequence[int], pieces: Sequence[BlockSamples]) -> None:
+        """Of several weights those that do best what the kept tensors tell, and then scaled."""
+        optimizers = [self.stages[of].optimizer for of in block]
+        newest = [piece for piece in pieces if piece.step == pieces[-1].step]
+        if self.ablation.start == "best" and len(block) == 1:
+            (number,), (optimizer,) = block, optimizers
+            learners = {number: Learner(self.stages[number].module, 0.0)}
+            sides = [of for of in (number - 1, number + 1) if 1 <= of <= self.config.stages]
+            starts = [
+                optimizer,
+                *(self.stages[of].optimizer for of in sides),
+                self._new(number).optimizer,
+            ]
+            found = []
+            for weights in [start.weights.clone() for start in starts]:
+                optimizer.load([("weights", weights)], 0)
+                found.append((residual(learners, newest), weights))
+            _, best = min(found, key=lambda one: one[0])
+            optimizer.load([("weights", best)], 0)
+        if self.ablation.relearn_scales:
+            for of in block:
+                module = self.stages[of].module
+                assert isinstance(module, BodyStage)
+                own = [piece for piece in newest if piece.stages == (of,)]
+                if own:
+                    fit_scales(module, own)
+
+    def _ahead(self) -> dict[int, Tensor]:
+        """What stages learn in the background of this step: by how much their weights move, which
+        are as they were."""
+        moved = {}
+        for lesson in self.lessons:
+            optimizers = {of: self.stages[of].optimizer for of in lesson.learners}
+            before = {of: optimizer.weights.clone() for of, optimizer in optimizers.items()}
+            lesson.in_background(self.run.recovery.relearn.each_step)
+            for of, optimizer in optimizers.items():
+                moved[of] = optimizer.weights - before[of]
+                optimizer.weights.copy_(before[of])
+                optimizer.zero_gradient()
+        self.lessons = [lesson for lesson in self.lessons if not lesson.over]
+        return moved
 
     def _pieces(self, block: Sequence[int]) -> list[BlockSamples]:
         """What the block learns from, the oldest step's first. Both ends of a pair were kept by the
         nodes before and behind, unless these are lost too, or came later."""
         found = []
+        relearn = self.run.recovery.relearn
+        longer = self.ablation.relearn_first_steps and 1 in block
+        oldest = self.committed - relearn.steps * (relearning.FIRST if longer else 1)
         for step, crossed in self.boundary:
+            if step <= oldest:
+                continue
             for visits, tensors in crossed:
                 route = (0, *visits, 0)
                 some = learned_of(len(tensors[0]), self.ablation)
@@ -676,7 +749,7 @@ class TrainingSwarm:
                         BlockSamples(
                             step, run.stages, tensors[run.start][part], tensors[run.end][part]
                         )
-                        for part in parts(some, self.run.recovery.relearn.samples)
+                        for part in parts(some, relearn.samples)
                     ]
         return found
 

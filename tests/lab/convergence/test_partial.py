@@ -16,7 +16,8 @@ from planaria.lab.convergence.training import TrainingSwarm
 from planaria.node.data.corpus import Corpus
 
 KILLED_AFTER = 14
-PATIENCE = 120.0
+BACKGROUND = {"recovery": {"relearn": {"enough": 0.5, "each_step": 3}}}
+PATIENCE = 600.0
 
 
 def study(data: Path) -> Study:
@@ -38,6 +39,7 @@ def study(data: Path) -> Study:
             "target": 10,
             "variants": [
                 {"name": "relearned"},
+                {"name": "in the background", "run": BACKGROUND},
                 {"name": "snapshot", "run": {"recovery": {"policy": "snapshot"}}},
                 {"name": "checkpoint", "run": {"recovery": {"policy": "checkpoint"}}},
             ],
@@ -57,7 +59,7 @@ class Killed:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("variant", ["relearned", "snapshot", "checkpoint"])
+@pytest.mark.parametrize("variant", ["relearned", "in the background", "snapshot", "checkpoint"])
 def test_who_is_killed_ends_as_if_it_had_not_been(data: Path, tmp_path: Path, variant: str) -> None:
     todo = {job.variant: (key, job) for key, job in resolved(jobs(study(data)))}
     key, job = todo[variant]

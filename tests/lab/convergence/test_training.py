@@ -5,6 +5,7 @@ prose prepared with --vocabulary 512."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import sys
@@ -145,6 +146,9 @@ def test_relearning_brings_the_residual_down_and_the_loss_with_it(corpus: Corpus
         Ablation(relearn_codec="none", relearn_adam=3e-3, relearn_moments=True),
         Ablation(start="random"),
         Ablation(start="copy", second_moment="averaged"),
+        Ablation(start="best", relearn_scales=True),
+        Ablation(anew_until=6),
+        Ablation(relearn_rounds=2),
     ],
 )
 def test_whatever_is_varied_relearning_helps(corpus: Corpus, ablation: Ablation) -> None:
@@ -180,6 +184,114 @@ def test_weights_lost_in_the_first_steps_come_back_about_as_large(corpus: Corpus
         swarm.lose([3])
         grown[young] = swarm.stages[3].optimizer.weights.norm().item() / before
     assert grown[True] < 1.1 < 1.5 < grown[False]
+
+
+def test_what_is_good_enough_is_trained_on_and_learns_the_rest_meanwhile(corpus: Corpus) -> None:
+    """What it learns in a step comes from the weights at its beginning, and is added behind Adam's
+    update."""
+    run = run_with(relearn__passes=10, relearn__enough=0.3, relearn__each_step=50)
+    swarm = TrainingSwarm(run, corpus)
+    for _ in range(6):
+        swarm.step()
+    (line,) = swarm.lose([3])
+    done = line["relearned"]
+    assert done["after"] <= 0.3 < done["before"]
+    waited, whole = done["updates"], 10 * 4 * 8
+    assert 0 < waited < whole and waited % 8 == 0  # a quarter of a pass
+    apart = TrainingSwarm(run, corpus)
+    apart.put(copy.deepcopy(swarm.state()))
+    moved = apart._ahead()
+    assert [apart.stages[of].optimizer.weights.equal(moved[of]) for of in moved] == [False]
+    apart.lessons.clear()
+    apart.step()
+    swarm.step()
+    expected = apart.stages[3].optimizer.weights + moved[3]
+    assert swarm.stages[3].optimizer.weights.equal(expected)
+    assert done["updates"] == waited + 50
+    counted = done["stage_updates"], done["background_stage_updates"]
+    while swarm.lessons:
+        swarm.step()
+    assert counted == (waited + 50, 50)
+    assert (done["stage_updates"], done["background_stage_updates"]) == (whole, whole - waited)
+    looks = waited // 8 * swarm.window_tokens / 3
+    assert done["stage_tokens"] == pytest.approx(10 * 4 * swarm.window_tokens + looks)
+
+
+def test_who_learns_in_the_background_and_is_lost_begins_anew(corpus: Corpus) -> None:
+    run = run_with(relearn__passes=10, relearn__enough=0.3, relearn__each_step=5)
+    swarm = TrainingSwarm(run, corpus)
+    for _ in range(6):
+        swarm.step()
+    swarm.lose([2])
+    swarm.step()
+    (line,) = swarm.lose([4])
+    assert [sorted(lesson.learners) for lesson in swarm.lessons] == [[2], [4]]
+    swarm.lose([4])
+    assert [sorted(lesson.learners) for lesson in swarm.lessons] == [[2], [4]]
+    known = line["relearned"]["updates"]
+    swarm.step()
+    assert line["relearned"]["updates"] == known
+
+
+def test_the_lab_has_no_gaps_to_learn_in(corpus: Corpus) -> None:
+    with pytest.raises(ValueError, match=r"relearn\.each_step"):
+        TrainingSwarm(run_with(relearn__enough=0.3), corpus)
+
+
+def test_the_first_stage_may_have_more_steps_in_place_of_passes(corpus: Corpus) -> None:
+    run = run_with(relearn__passes=2, relearn__steps=3)
+    tokens = {}
+    for more in (False, True):
+        swarm = TrainingSwarm(run, corpus, Ablation(relearn_first_steps=more))
+        for _ in range(15):
+            swarm.step()
+        for stage in (3, 1):
+            (line,) = swarm.lose([stage])
+            tokens[stage, more] = line["relearned"]["stage_tokens"] / swarm.window_tokens
+    assert tokens == {(3, False): 6, (3, True): 6, (1, False): 24, (1, True): 24}
+
+
+def test_the_last_stage_may_have_more_passes(corpus: Corpus) -> None:
+    swarm = TrainingSwarm(run_with(relearn__passes=2), corpus, Ablation(relearn_last=3))
+    for _ in range(6):
+        swarm.step()
+    updates = [swarm.lose([stage])[0]["relearned"]["updates"] for stage in (3, 5)]
+    assert updates == [2 * 4 * 8, 3 * 2 * 4 * 8]
+
+
+def test_neighbours_train_at_another_rate_for_a_while(corpus: Corpus) -> None:
+    slow = Ablation(neighbours_lr=0.0, neighbours_steps=2)
+    swarm = TrainingSwarm(run_with(relearn__passes=0), corpus, slow)
+    swarm.step()
+    swarm.lose([4])
+    for expected in ([0, 1, 2, 4], [0, 1, 2, 4], [0, 1, 2, 3, 4, 5]):
+        before = [stage.optimizer.weights.clone() for stage in swarm.stages]
+        swarm.step()
+        after = [stage.optimizer.weights for stage in swarm.stages]
+        moved = [of for of, (a, b) in enumerate(zip(before, after, strict=True)) if not a.equal(b)]
+        assert moved == expected
+
+
+def test_a_stage_lost_early_may_start_from_its_own_first_weights(corpus: Corpus) -> None:
+    for steps, anew in ((2, True), (3, False)):
+        run = run_with(relearn__passes=0)
+        swarm = TrainingSwarm(run, corpus, Ablation(anew_until=2))
+        first = swarm.stages[3].optimizer.weights.clone()
+        for _ in range(steps):
+            swarm.step()
+        swarm.lose([3])
+        assert swarm.stages[3].optimizer.weights.equal(first) is anew
+
+
+def test_scales_bring_the_residual_down_alone(corpus: Corpus) -> None:
+    after = []
+    for scales in (False, True):
+        swarm = TrainingSwarm(run_with(relearn__lr=1e-9), corpus, Ablation(relearn_scales=scales))
+        for _ in range(30):
+            swarm.step()
+        (line,) = swarm.lose([3])
+        after.append(line["relearned"]["before"])
+    assert after[1] < 0.95 * after[0]
 
 
 def test_two_in_a_row_relearn_as_one(corpus: Corpus) -> None:

@@ -1,0 +1,161 @@
+"""Stages that relearn, at once or in the background of the steps that follow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from planaria.node.stage.model import BodyStage
+from planaria.recovery import relearning
+from planaria.recovery.learner import Learner, learn, residual_error, squared_distance
+from planaria.recovery.relearning import rate, shuffled, updates_to_look
+
+MEASURING = 1 / 3
+"""Of an update's passes, forward and backward, a forward pass."""
+
+
+class BlockSamples(NamedTuple):
+    """What is learned at a time: some samples of what went into a run of lost stages and out."""
+
+    step: int
+    stages: tuple[int, ...]
+    x: Tensor
+    y: Tensor
+
+    @property
+    def stage_tokens(self) -> int:
+        return self.x.shape[0] * self.x.shape[1] * len(self.stages)
+
+
+class LessonState(NamedTuple):
+    """All of a lesson but the stages that learn, and how."""
+
+    block: tuple[int, ...]
+    pieces: Sequence[BlockSamples]
+    passes: int
+    lr: float
+    done: int
+    line: dict[str, Any]
+    of_updates: list[list[Tensor]]  # of each stage, what its updates go by
+
+
+@dataclass
+class Lesson:
+    """A block of stages that relearns from `pieces`, the oldest step's first. `line` tells of it in
+    the results, and grows with it."""
+
+    learners: Mapping[int, Learner]
+    pieces: Sequence[BlockSamples]
+    passes: int
+    lr: float  # of the first update
+    in_order: bool = False
+    constant: bool = False
+    done: int = 0
+    line: dict[str, Any] = field(default_factory=dict)
+    _turns: tuple[int, Sequence[int]] = (-1, ())  # a pass, and in which order it takes the pieces
+
+    @property
+    def updates(self) -> int:
+        return self.passes * len(self.pieces)
+
+    @property
+    def over(self) -> bool:
+        return self.done >= self.updates
+
+    @property
+    def looks(self) -> bool:
+        """Whether it is time to look if this is good enough to train on."""
+        return self.done % updates_to_look(len(self.pieces)) == 0
+
+    def update(self) -> None:
+        piece = self.pieces[self._place()]
+        if not self.constant:
+            for learner in self.learners.values():
+                learner.lr = rate(self.lr, self.done / self.updates)
+        learn([self.learners[of] for of in piece.stages], piece.x.float(), piece.y.float())
+        self.done += 1
+        self.line["updates"] = self.done
+        self.line["stage_tokens"] += piece.stage_tokens
+        self.line["stage_updates"] += len(piece.stages)
+
+    def state(self) -> LessonState:
+        own = [learner.update.tensors for learner in self.learners.values()]
+        block = tuple(self.learners)
+        return LessonState(block, self.pieces, self.passes, self.lr, self.done, self.line, own)
+
+    def put(self, state: LessonState) -> None:
+        """Into a lesson of the same stages, pieces and passes."""
+        self.done, self.line = state.done, state.line
+        for learner, kept in zip(self.learners.values(), state.of_updates, strict=True):
+            for own, tensor in zip(learner.update.tensors, kept, strict=True):
+                own.copy_(tensor)
+
+    def _place(self) -> int:
+        a_pass, place = divmod(self.done, len(self.pieces))
+        if self.in_order:
+            return place
+        if self._turns[0] != a_pass:
+            self._turns = a_pass, shuffled(len(self.pieces), a_pass)
+        return self._turns[1][place]
+
+    def in_background(self, updates: int) -> None:
+        before = {name: self.line[name] for name in ("stage_tokens", "stage_updates")}
+        for _ in range(min(updates, self.updates - self.done)):
+            self.update()
+        for name, known in before.items():
+            self.line[f"background_{name}"] += self.line[name] - known
+
+    def look(self) -> float:
+        """The residual over the newest step's pairs, of whose computing is told."""
+        self.line["stage_tokens"] += MEASURING * sum(one.stage_tokens for one in self.measured)
+        return self.residual()
+
+    @property
+    def measured(self) -> list[BlockSamples]:
+        return [piece for piece in self.pieces if piece.step == self.pieces[-1].step]
+
+    def residual(self) -> float:
+        """Over all of the newest step's, whichever run they belong to."""
+        return residual(self.learners, self.measured)
+
+
+def residual(learners: Mapping[int, Learner], pieces: Iterable[BlockSamples]) -> float:
+    chains: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
+    for _, visited, x, y in pieces:
+        chains.setdefault(visited, []).append((x, y))
+    error = norm = 0.0
+    for visited, pairs in chains.items():
+        wide = [(x.float(), y.float()) for x, y in pairs]
+        of_chain = math.fsum(squared_distance(y, x) for x, y in wide)
+        error += residual_error([learners[of] for of in visited], wide) * of_chain
+        norm += of_chain
+    return relearning.ratio(error, norm)
+
+
+@torch.no_grad()
+def fit_scales(stage: BodyStage, pieces: Iterable[BlockSamples]) -> None:
+    """Scales what each attention and each MLP adds, by least squares over these pieces, as if none
+    changed what goes into another."""
+    parts = [part for name, part in stage.named_modules() if name.endswith(("self_attn", "mlp"))]
+    last = ("o_proj.weight", "down_proj.weight")
+    matrices = [matrix for name, matrix in stage.named_parameters() if name.endswith(last)]
+    added: list[Tensor] = []
+    hooks = [part.register_forward_hook(lambda *call: added.append(call[-1])) for part in parts]
+    gram = torch.zeros(len(parts), len(parts), dtype=torch.float64)
+    wanted = torch.zeros(len(parts), dtype=torch.float64)
+    for piece in pieces:
+        added.clear()
+        x = piece.x.float()
+        stage(x)
+        each = torch.stack([one.flatten() for one in added]).double()
+        gram += (each @ each.T).cpu()
+        wanted += (each @ (piece.y.float() - x).flatten().double()).cpu()
+    for hook in hooks:
+        hook.remove()
+    for matrix, scale in zip(matrices, torch.linalg.lstsq(gram, wanted).solution, strict=True):
+        matrix.mul_(scale)
