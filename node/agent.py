@@ -23,6 +23,7 @@ from planaria.node.report.events import (
     Applied,
     Event,
     HoldingCost,
+    RelearnedBeside,
     RelearningRound,
     Saved,
     SaveFailed,
@@ -40,6 +41,7 @@ from planaria.node.state.feeding import (
     no_gradient,
     unsent,
 )
+from planaria.node.state.homework import Homework
 from planaria.node.state.rebuild import Rebuilding
 from planaria.node.state.relearn import Relearning
 from planaria.node.state.stage_state import Age, StageState, StateId
@@ -70,6 +72,7 @@ from planaria.node.transaction.gathering import active
 from planaria.node.transaction.member import Frames, MemberPhase, MemberSide
 from planaria.node.transaction.resting import DriverPhase
 from planaria.node.transaction.rules import TransactionRules
+from planaria.node.transaction.tally import company, entering
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.budget import ITEM, Budget
 from planaria.node.wire.exchange import ComplaintError, Exchange, PeerLostError
@@ -130,6 +133,8 @@ class Agent:
         self.attempt: Attempt | None = None
         self.reducing: tuple[Ballot, Exchange[None]] | None = None
         self.fetching: Exchange[None] | None = None
+        self.homework: Homework | None = None  # what is left to be relearned
+        self.learning: Exchange[None] | None = None  # in the gaps of the attempt
         self.based_on = (0, pb.Commit())  # step of the attempt's weights, newest commit in them
         self.learned = Learned(self.arithmetic.digest(), omega=0.0, optimizer_step=0)
         self.finished = False  # the run is, and stays so
@@ -392,10 +397,12 @@ class Agent:
                 self.based_on = self.member.committed, self.member.last
                 self._forget(ballot)
                 self.holdings.attempted(ballot, begin)
+                self._learn_on(begin)
                 self._follow_plan(self._begin_attempt, ballot, begin)
             case GoOn(ballot, begin) if self.attempt is not None:
                 self._forget(ballot)
                 self.holdings.follow(begin)
+                self._learn_on(begin)
                 self._follow_plan(self.attempt.go_on, ballot, begin)
             case DropAttempt(ballot):
                 self._forget(ballot.next())
@@ -415,6 +422,7 @@ class Agent:
                 self.exchanges.start(self._adopt(ballot))
             case Fetch(ballot, sync):
                 self.gradients.forget(ballot)
+                self._end_lesson("the stage gets another state")
                 if self.fetching is not None:
                     self.fetching.cancel()
                 self.fetching = self.exchanges.start(self._fetch(ballot, sync))
@@ -509,9 +517,12 @@ class Agent:
             return
         await self._is_noted()
         seconds = self.workplace.seconds_per_microbatch
+        relearned = await self._offer()
         digest = await self.exchanges.compute(self.arithmetic.digest)
         finite = math.isfinite(norm)
-        self._carry_out(self.member.reduced(ballot, norm, finite, seconds, digest, seen))
+        self._carry_out(
+            self.member.reduced(ballot, norm, finite, seconds, digest, seen, *relearned)
+        )
         self.exchanges.start(self._feed(ballot, attempt.begin))
 
     async def _is_noted(self) -> None:
@@ -542,6 +553,66 @@ class Agent:
         if self.holdings.twin is not None:
             await self.holdings.twin.exchange(ballot, begin.members, gradient, norm, progress)
         return norm, seen
+
+    # --- what is relearned in the gaps
+
+    def _learn_on(self, begin: pb.Begin) -> None:
+        """Beside this attempt, unless somebody else is to have the stage's weights, too."""
+        homework = self.homework
+        if homework is None:
+            return
+        if other := company(begin, self.node, self.stage):
+            self._end_lesson(f"{other} has the stage, too")
+            return
+        if self.learning is not None:
+            self.learning.cancel()
+        self.learning = self.exchanges.start(self._learn(homework))
+
+    async def _learn(self, homework: Homework) -> None:
+        await self.exchanges.compute(homework.goes_on)
+        while await self.exchanges.compute(homework.update, Priority.BACKGROUND):
+            pass
+
+    async def _offer(self) -> tuple[int, int]:
+        """How many updates may enter with the step, and how many are left then."""
+        homework = self.homework
+        if homework is None:
+            return 0, 0
+        while await self.exchanges.compute(homework.update_if_due):
+            pass
+        offered = await self.exchanges.compute(homework.offer)
+        if homework.over and homework is self.homework:
+            self._end_lesson("what it has learned is not finite")
+        return offered
+
+    def _end_lesson(self, why: str) -> None:
+        if self.homework is not None:
+            self._tell_of(self.homework, math.nan, why)
+            self.homework.over, self.homework, self.member.relearning = True, None, 0
+
+    async def _learned_by_now(self, homework: Homework) -> None:
+        """After a commit."""
+        if homework is not self.homework:
+            return
+        self.member.relearning = homework.left
+        if homework.left == 0:
+            self.homework = None
+            residual = await self.exchanges.compute(homework.residual, Priority.BACKGROUND)
+            self._tell_of(homework, residual)
+
+    def _tell_of(self, homework: Homework, residual: float, why: str = "") -> None:
+        updates, done_before = homework.course.updates, homework.told.updates
+        told = RelearnedBeside(
+            stage=self.stage,
+            step=self.member.committed + 1,
+            residual=residual,
+            updates=updates - homework.left - done_before,
+            left=homework.left,
+            steps=homework.steps,
+            seconds=homework.seconds,
+            reason=why,
+        )
+        self.record.tell(told)
 
     # --- joiners that follow
 
@@ -607,16 +678,24 @@ class Agent:
         if self.run.training.lora is None:
             self.origins.clear()
 
+        homework, fixed = self.homework, entering(commit, stage)
+
         def apply() -> Learned:
             keep()
             take()
-            learned = self.arithmetic.apply(commit, lr)
+            beside = homework.enters(fixed) if homework is not None else None
+            learned = self.arithmetic.apply(commit, lr, beside)
             self.holdings.apply(commit, lr)
             state = replace(after, omega=learned.omega, optimizer_step=learned.optimizer_step)
+            if homework is not None:
+                homework.renew()
+                state = replace(state, relearning=homework.left)
             self.holdings.save(state, first)
             return learned
 
         self.learned = await self.exchanges.compute(apply)
+        if homework is not None:
+            self.exchanges.start(self._learned_by_now(homework))
         self.record.committed(commit)
         if commit.seconds:
             self.tokens_per_second = commit.tokens / commit.seconds
@@ -641,7 +720,8 @@ class Agent:
             return
         if rebuilt is None:
             return
-        synced, state = rebuilt
+        synced, state, self.homework = rebuilt
+        member.relearning = 0 if self.homework is None else self.homework.left
         self.learned = Learned(synced.digest, state.omega, state.optimizer_step)
         log.info(
             "stage %s is at step %d by %s: %d bytes, %.2f s",
@@ -679,6 +759,7 @@ class Agent:
             boosted_at=boosted_at,
             last=last,
             optimizer_step=self.learned.optimizer_step,
+            relearning=self.member.relearning,
         )
 
     def _serve_state(self, peer: str, message: pb.Message) -> None:
@@ -847,6 +928,9 @@ class Agent:
         member, halt = self.member, self.member.halt
         driving = self.driver.phase is not DriverPhase.INACTIVE
         explained = self.driver.explain() if driving else ""
+        if left := self.member.relearning:
+            learns = f"it relearns while it trains, {left} updates to go"
+            explained = "; ".join(filter(None, (explained, learns)))
         return registry.SeatReport(
             stage=self.stage,
             committed=member.committed,

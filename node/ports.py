@@ -210,8 +210,9 @@ class Arithmetic(Protocol):
         """Takes a sum that a replica has sent, and returns what `reduced` does."""
         ...
 
-    def apply(self, commit: pb.Commit, lr: float) -> Learned:
-        """The reduced gradient, with `lr` before the stage's scale; the gradient is zero then."""
+    def apply(self, commit: pb.Commit, lr: float, beside: Tensor | None = None) -> Learned:
+        """The reduced gradient, with `lr` before the stage's scale, and then `beside`, float32 [n],
+        which a lesson has changed meanwhile; the gradient is zero then."""
         ...
 
     @property

@@ -587,6 +587,8 @@ class RelearningResult:
     pairs: int
     left_out: int
     undone: bool
+    updates: int = 0
+    left: int = 0  # updates, for while the stage trains
 
     def __str__(self) -> str:
         if math.isnan(self.residual_before):
@@ -596,7 +598,34 @@ class RelearningResult:
         return (
             f"relearned: residual {self.residual_before:.3g} -> {after} in "
             f"{counted(self.passes, 'pass')}, "
-            f"{self.seconds:.1f} s{undone}"
+            f"{self.seconds:.1f} s{undone}{self.going_on}"
+        )
+
+    @property
+    def going_on(self) -> str:
+        return f"; the last {self.left} updates while it trains" if self.left else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelearnedBeside(Event, kind="relearned", severity=Severity.NOTICE):
+    """A stage that has trained while it relearned does so no more."""
+
+    stage: int
+    step: int  # the first that is trained without
+    residual: float  # over the newest pairs that it learned from
+    updates: int  # that have entered its weights since it trains
+    left: int  # that were to follow
+    steps: int  # in which
+    seconds: float  # of computing, in the gaps of these
+    reason: str  # why it has ended with some left; or empty
+
+    def sentence(self, node: str | None) -> str:
+        known = not math.isnan(self.residual)
+        residual = f", residual {self.residual:.3g}" if known else ""
+        ended = f"; {self.left} were left: {self.reason}" if self.left else ""
+        return (
+            f"stage {self.stage} has relearned while it trained: {self.updates} updates beside "
+            f"{self.steps} steps, {self.seconds:.1f} s of computing{residual}{ended}"
         )
 
 

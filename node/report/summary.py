@@ -33,6 +33,7 @@ from planaria.node.report.events import (
     LinkLost,
     NodeLost,
     RebuildOrdered,
+    RelearnedBeside,
     Resuming,
     RolledBack,
     SaveFailed,
@@ -207,6 +208,8 @@ def rebuilds(events: Iterable[Entry]) -> list[dict[str, Any]]:
                     exact = event.exact if isinstance(event, Resuming) else True
                     back = Back(back.lost if back else committed, to, exact)
                     committed, there = to, set()
+                case RelearnedBeside() as told:
+                    _add_beside(rows, told)
                 case StageRebuilt(node=node, method=method) if method == ORIGIN:
                     holding.add(node)  # nothing was lost: the run begins
                 case StageRebuilt(node=node, stage=stage) as rebuilt:
@@ -217,6 +220,16 @@ def rebuilds(events: Iterable[Entry]) -> list[dict[str, Any]]:
                         rows.append(_row(rebuilt, entry.time, back, part))
                     holding.add(node)
     return rows
+
+
+def _add_beside(rows: Sequence[dict[str, Any]], told: RelearnedBeside) -> None:
+    """What the stage that was rebuilt last has relearned while it trained."""
+    for row in reversed(rows):
+        if row["stage"] == told.stage and "relearned" in row:
+            figures = fields(told)
+            keys = ("residual", "updates", "left", "steps", "seconds")
+            row["relearned"]["beside"] = {key: figures[key] for key in keys}
+            return
 
 
 def _row(

@@ -18,7 +18,7 @@ from planaria.node.run_file import RunFile
 from planaria.node.stage.architecture import Architecture
 from planaria.node.stage.initial import Beginning, NotHereError
 from planaria.node.stage.lesson import StageLesson, boundary_tensor
-from planaria.node.stage.lora import Frozen, looked_with
+from planaria.node.stage.lora import Frozen, copied
 from planaria.node.stage.model import BodyStage, EmbeddingStage, Stage, with_weights
 from planaria.node.stage.next_stage import build as build_next_stage
 from planaria.node.stage.optimizer import StageOptimizer
@@ -84,11 +84,13 @@ class TorchStage:
         self.gradient.copy_(gradient)
         return self.reduced()
 
-    def apply(self, commit: pb.Commit, lr: float) -> Learned:
+    def apply(self, commit: pb.Commit, lr: float, beside: Tensor | None = None) -> Learned:
         if not commit.skipped:
             scale = commit.lr_scale[self.stage]
             self.optimizer.step(lr * scale, commit.clip_scale[self.stage])
             self._omega = self._reduced_norm
+        if beside is not None:
+            self.optimizer.weights.add_(beside)
         self.optimizer.zero_gradient()
         return self._learned()
 
@@ -204,7 +206,7 @@ class TorchStage:
             if self._base is None:
                 made = with_weights(self.config, self.stage, there, self._beginning.own)
             else:
-                made = looked_with(self._module, there)
+                made = copied(self._module, there)
             self._other = weakref.ref(weights, self._drop_other), made
         return self._other[1]
 

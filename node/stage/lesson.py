@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
+from planaria.node.stage.lora import copied
 from planaria.node.stage.model import BodyStage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.state.boundary import Fetched, Pair
@@ -17,7 +18,7 @@ from planaria.recovery.relearning import pull
 
 
 class StageLesson:
-    """A `Lesson` with torch: the stage learns from what was fetched, by Muon.
+    """A `Lesson` with torch: a copy of the stage learns from what was fetched, by Muon.
 
     Made in the compute thread, when the guess is in place. `lost` are the stages that relearn
     together.
@@ -33,8 +34,9 @@ class StageLesson:
     ) -> None:
         self._optimizer, self._fetched = optimizer, fetched
         self._device = optimizer.weights.device
-        self._learner = Learner(stage, 0.0, bf16, Muon(stage, pull(lost)))
-        self._before = optimizer.weights.clone()
+        self._copy = optimizer.weights.clone()
+        learning = copied(stage, self._copy)
+        self._learner = Learner(learning, 0.0, bf16, Muon(learning, pull(lost)))
 
     def start(self, piece: Piece, with_start: bool) -> list[torch.Tensor]:
         x = self._part(self._fetched.inputs, piece)
@@ -64,8 +66,18 @@ class StageLesson:
 
     def finish(self, undo: bool) -> None:
         if undo:
-            self._optimizer.load([("weights", self._before)], 0)
-        self._optimizer.zero_gradient()
+            self._optimizer.load([("weights", self._optimizer.weights)], 0)
+        else:
+            self._optimizer.weights.copy_(self._copy)
+
+    def is_finite(self) -> bool:
+        return bool(torch.isfinite(self._copy).all())
+
+    def changed(self) -> torch.Tensor:
+        return self._copy.sub_(self._optimizer.weights)
+
+    def renew(self) -> None:
+        self._copy.copy_(self._optimizer.weights)
 
     def _forward(self, x: torch.Tensor, lr: float | None) -> torch.Tensor:
         if lr is None:

@@ -121,8 +121,9 @@ def _fits(part: Tensor) -> bool:
     return part.dim() < 2 or torch.equal(part.bfloat16().float(), part)
 
 
-def looked_with(module: Stage, weights: Tensor) -> Stage:
-    """The stage, with these flat weights of its adapters; nothing is copied."""
+def copied(module: Stage, weights: Tensor) -> Stage:
+    """The stage, with these flat weights in place of what is trained of it; it has the rest in
+    common with the module."""
     shared = (one for one in module.parameters() if not one.requires_grad)
     other = deepcopy(module, {id(one): one for one in (*shared, *module.buffers())})
     _give(other, weights)

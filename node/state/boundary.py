@@ -272,6 +272,10 @@ class Fetched:
     bytes: int = 0
     complaints: list[str] = field(default_factory=list)  # what did not come, and why
 
+    def whole(self) -> list[Pair]:
+        """Those of which both sides are here, in order."""
+        return sorted(self.inputs.keys() & self.outputs.keys())
+
 
 _Answer: TypeAlias = pb.BoundaryManifest | Frame
 

@@ -6,14 +6,15 @@ import logging
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from planaria.node.ports import Arithmetic
 from planaria.node.report.events import Event, Fetching, Origin
 from planaria.node.run_file import RunFile
 from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.boundary import BoundaryClient, Wanted
-from planaria.node.state.relearn import Relearning, RelearningBlock, Terms
+from planaria.node.state.homework import Homework
+from planaria.node.state.relearn import Course, Relearning, RelearningBlock, Terms
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.transfer import WEIGHTS, Delivery, StateClient
 from planaria.node.transaction.effects import Ballot
@@ -40,6 +41,14 @@ TELL_AGAIN: Final = 0.2  # seconds
 BOUNDARY_PATIENCE: Final = 15.0  # seconds for boundary tensors to come
 
 
+class Rebuilt(NamedTuple):
+    """What came of it."""
+
+    told: pb.Synced
+    state: StageState
+    homework: Homework | None = None  # what is left to be relearned
+
+
 class Rebuilding:
     """Gets this node a state, or its twin one."""
 
@@ -64,7 +73,7 @@ class Rebuilding:
         self.states, self.boundary, self.relearning = states, boundary, relearning
         self.own_state, self.tell = own_state, tell
 
-    async def rebuild(self, ballot: Ballot, sync: pb.Sync) -> tuple[pb.Synced, StageState] | None:
+    async def rebuild(self, ballot: Ballot, sync: pb.Sync) -> Rebuilt | None:
         """The new state, which is in place when this returns; None: it was no longer wanted.
 
         Raises ComplaintError when it can't be done; then the driver has to be told.
@@ -75,9 +84,10 @@ class Rebuilding:
         states = [delivery.state for delivery in deliveries]
         put_in_place = partial(self.arithmetic.put_in_place, sync, states)
         relearned: pb.Relearned | None = None
+        homework: Homework | None = None
         if sync.lost and self.member.voided(ballot):
             learned = await compute(put_in_place)
-            relearned = await self._relearn(ballot, sync)
+            relearned, homework = await self._relearn(ballot, sync)
             learned = learned._replace(digest=await compute(self.arithmetic.digest))
         if not self.member.arrived(ballot):
             return None
@@ -94,7 +104,7 @@ class Rebuilding:
         )
         # The state may be older; it counts as of the step of `sync` from now on.
         last = sync.last if sync.HasField("last") else states[0].last
-        return synced, StageState(
+        state = StageState(
             id=StateId.after(last, self.stage, sync.lineage, sync.step),
             tensors=self.arithmetic.tensors,
             omega=learned.omega,
@@ -102,6 +112,7 @@ class Rebuilding:
             last=last,
             optimizer_step=learned.optimizer_step,
         )
+        return Rebuilt(synced, state, homework)
 
     async def rebuild_twin(self, ballot: Ballot, sync: pb.Sync) -> pb.Synced | None:
         """As `rebuild`, for the twin of the next stage; this node's own state stays as it is."""
@@ -227,7 +238,7 @@ class Rebuilding:
 
     # --- what is made of a guess
 
-    async def _relearn(self, ballot: Ballot, sync: pb.Sync) -> pb.Relearned:
+    async def _relearn(self, ballot: Ballot, sync: pb.Sync) -> tuple[pb.Relearned, Homework | None]:
         """Train the guess on what crossed the lost stages' boundaries in the last steps."""
         recovery, training = self.run.recovery, self.run.training
         joiners = {place.stage: place.node for place in sync.lost}
@@ -252,9 +263,15 @@ class Rebuilding:
             seconds=seconds,
             lr=peak(recovery.relearn.lr, sync.step),
             patience=self.run.swarm.progress / 4,
+            enough=recovery.relearn.enough if sync.goes_on and len(joiners) == 1 else 0.0,
+            each_step=recovery.relearn.each_step,
         )
         block = RelearningBlock(ballot, self.stage, joiners)
         lesson = await self.exchanges.compute(
             partial(self.arithmetic.lesson, fetched, frozenset(joiners))
         )
-        return await self.relearning.run(block, lesson, fetched, terms)
+        told = await self.relearning.run(block, lesson, fetched, terms)
+        if not told.left:
+            return told, None
+        course = Course(fetched.whole(), fetched.shape[0], terms)
+        return told, Homework(lesson, course, told)

@@ -32,7 +32,7 @@ from planaria.node.wire.exchange import (
     Lost,
 )
 from planaria.node.wire.frames import Form, Frame, WireError, check_forms
-from planaria.recovery.relearning import parts, rate, ratio, shuffled
+from planaria.recovery.relearning import parts, rate, ratio, shuffled, updates_to_look
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,8 +70,9 @@ class PieceResult(NamedTuple):
 
 
 class Lesson(Protocol):
-    """The arithmetic of one stage that relearns. All of it runs in the compute thread; tensors are
-    float32 [samples, tokens, dim]. What came in at the run's start may go along, as a second."""
+    """The arithmetic of one stage that relearns, on a copy of its weights. All of it runs in the
+    compute thread; tensors are float32 [samples, tokens, dim]. What came in at the run's start may
+    go along, as a second."""
 
     def start(self, piece: Piece, with_start: bool) -> list[Tensor]:
         """What went into the run."""
@@ -93,8 +94,21 @@ class Lesson(Protocol):
         ...
 
     def finish(self, undo: bool) -> None:
-        """Drop the gradient; with `undo`, the weights are those that the lesson was made with, and
+        """The stage's weights are what has been learned; with `undo` they stay as they are, and
         Adam is fresh."""
+        ...
+
+    def is_finite(self) -> bool:
+        """What has been learned."""
+        ...
+
+    def changed(self) -> Tensor:
+        """What has been learned, float32 [n], beside the stage's weights as they are now. `renew`
+        is to follow."""
+        ...
+
+    def renew(self) -> None:
+        """It is learned from the stage's weights on, as they are now."""
         ...
 
 
@@ -107,6 +121,38 @@ class Terms:
     seconds: float  # at most, with the measuring before and after; 0: no training
     lr: float  # at first
     patience: float  # seconds that one wait for another joiner may take
+    enough: float = 0.0  # residual error at which one that relearns alone may train; 0: none is
+    each_step: int = 0  # updates in a step that it then trains; 0: as many as can be
+
+
+class Course:
+    """Which piece an update is made from, and at which rate."""
+
+    def __init__(self, pairs: Sequence[Pair], samples: int, terms: Terms) -> None:
+        """`samples`: of each pair."""
+        self.terms = terms
+        self.pieces = [
+            Piece(pair, part.start, part.stop)
+            for pair in pairs
+            for part in parts(samples, terms.samples)
+        ]
+        newest = max((pair.step for pair in pairs), default=0)
+        self.newest = [Piece(pair, 0, samples) for pair in pairs if pair.step == newest]
+        self.updates = terms.passes * len(self.pieces)
+        self._order: tuple[int, list[int]] = (-1, [])  # of which pass
+
+    def at(self, update: int) -> tuple[int, int]:
+        """The pass that it is in, and its place there."""
+        return divmod(update, len(self.pieces))
+
+    def piece(self, update: int) -> Piece:
+        a_pass, place = self.at(update)
+        if self._order[0] != a_pass:
+            self._order = a_pass, shuffled(len(self.pieces), a_pass)
+        return self.pieces[self._order[1][place]]
+
+    def rate(self, update: int, time_gone: float = 0.0) -> float:
+        return rate(self.terms.lr, update / self.updates, time_gone)
 
 
 @dataclass(frozen=True)
@@ -241,9 +287,7 @@ class _Joiner:
         self.fetched, self.terms, self.mailbox = fetched, terms, mailbox
         self.over = False
         self.round = 0
-        self.newest: list[Piece] = []  # the pairs of the newest step
-        self.pieces: list[Piece] = []  # of a pass
-        self.order: list[int] = []  # in which the running pass takes them
+        self.course = Course([], 0, terms)
         self.updates = 0
         # Of pieces that end here: the residual's denominator, and the error when last measured.
         self.norms: dict[Piece, float] = {}
@@ -267,27 +311,42 @@ class _Joiner:
             begin = exchanges.now
             # Measuring afterwards will take as long again.
             end = started + self.terms.seconds - (begin - started)
-            result.passes = await self._train(begin, end)
-            after = await self._measure(pb.Relearn(work=pb.Relearn.MEASURE))
+            if self.terms.enough:
+                after = await self._train_until_enough(before, end)
+            else:
+                await self._train(self.course.updates, end, begin)
+                after = await self._measure(pb.Relearn(work=pb.Relearn.MEASURE))
             result.residual_before, result.residual_after = before, after
             result.undone = not (math.isfinite(after) and after <= before)
+            result.updates, result.passes = self.updates, self.course.at(self.updates)[0]
+            if self.terms.enough and not result.undone:
+                result.left = self.course.updates - self.updates
         work = pb.Relearn.UNDO if result.undone else pb.Relearn.KEEP
         self._order(pb.Relearn(work=work, result=result))
         return result
 
-    async def _train(self, begin: float, end: float) -> int:
-        """Returns the whole passes."""
+    async def _train(self, wanted: int, end: float, begin: float | None = None) -> None:
+        """Until so many updates are made, or the time is over, with which the rate falls if it is
+        told when it began."""
         at_a_time = TOGETHER if self.block.others else 1
-        wanted = self.terms.passes * len(self.pieces)
         while self.updates < wanted and (now := self.node.exchanges.now) < end:
             order = pb.Relearn(
                 work=pb.Relearn.TRAIN,
                 first=self.updates,
                 count=min(at_a_time, wanted - self.updates),
-                time_gone=(now - begin) / (end - begin),
+                time_gone=0.0 if begin is None else (now - begin) / (end - begin),
             )
             await self._round(order)
-        return self.updates // len(self.pieces)
+
+    async def _train_until_enough(self, residual: float, end: float) -> float:
+        """As long as others have to wait for it: what is left is learned later, so that the rate
+        doesn't fall with the time. Returns the residual error."""
+        wanted, some = self.course.updates, updates_to_look(len(self.course.pieces))
+        exchanges = self.node.exchanges
+        while residual > self.terms.enough and self.updates < wanted and exchanges.now < end:
+            await self._train(min(wanted, self.updates + some), end)
+            residual = await self._measure(pb.Relearn(work=pb.Relearn.MEASURE))
+        return residual
 
     async def _measure(self, order: pb.Relearn) -> float:
         answers = await self._round(order)
@@ -328,26 +387,22 @@ class _Joiner:
         if order.work == pb.Relearn.TRAIN:
             await self._update(order)
             return
-        for place, piece in enumerate(self.newest):
+        for place, piece in enumerate(self.course.newest):
             # When they first measure, the run's input comes along: the end needs it for the norm.
             await self._visit(piece, place, None, with_start=self.round == 1)
 
     async def _update(self, order: pb.Relearn) -> None:
-        wanted = self.terms.passes * len(self.pieces)
-        if order.first != self.updates or order.count > wanted - self.updates:
+        course = self.course
+        if order.first != self.updates or order.count > course.updates - self.updates:
             leader = self.block.joiners[self.block.leader]
             what = f"{order.count} updates after {order.first}"
-            reason = f"{leader} wants {what}, after {self.updates} of {wanted}"
+            reason = f"{leader} wants {what}, after {self.updates} of {course.updates}"
             raise ComplaintError(reason, [leader], NUMBERS)
         for _ in range(order.count):
-            share = self.updates / wanted
-            lr = rate(self.terms.lr, share, order.time_gone)
-            a_pass, place = divmod(self.updates, len(self.pieces))
-            if place == 0:
-                self.order = shuffled(len(self.pieces), a_pass)
+            a_pass, place = course.at(self.updates)
+            lr = course.rate(self.updates, order.time_gone)
             # In the first pass the run's input comes along, too: not all of it has been measured.
-            piece = self.pieces[self.order[place]]
-            await self._visit(piece, place, lr, with_start=a_pass == 0)
+            await self._visit(course.piece(self.updates), place, lr, with_start=a_pass == 0)
             self.updates += 1
 
     def _report(self) -> list[pb.BoundaryPair]:
@@ -380,14 +435,7 @@ class _Joiner:
                 what = str(pair)[:REASON_LIMIT]
                 reason = f"{leader} wants {what} trained on, which can't be"
                 raise ComplaintError(reason, [leader], NUMBERS)
-        samples = self.fetched.shape[0]
-        newest = max(pair.step for pair in pairs)
-        self.newest = [Piece(pair, 0, samples) for pair in pairs if pair.step == newest]
-        self.pieces = [
-            Piece(pair, part.start, part.stop)
-            for pair in pairs
-            for part in parts(samples, self.terms.samples)
-        ]
+        self.course = Course(pairs, self.fetched.shape[0], self.terms)
 
     # --- one piece
 

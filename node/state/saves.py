@@ -621,6 +621,7 @@ def _fields(
         "format": FORMATS[contents is not None],
         "run": run,
         **{field: repr(value) for field, value in _numbers(state).items()},
+        **({"relearning": repr(state.relearning)} if state.relearning else {}),
         "last": b64encode(state.last.SerializeToString()).decode(),
         "tensors": json.dumps(tensors),
         **{name: json.dumps(value) for name, value in for_others.items()},
@@ -663,6 +664,7 @@ def _state(fields: Fields) -> StageState:
         boosted_at=int(fields["boosted_at"]),
         last=last,
         optimizer_step=int(fields["optimizer_step"]),
+        relearning=int(fields.get("relearning", 0)),
     )
 
 

@@ -72,6 +72,7 @@ class StageState:
     boosted_at: int  # step after which the stage was rebuilt inexactly; 0: never
     last: pb.Commit  # the newest in it
     optimizer_step: int
+    relearning: int = 0  # updates of the stage's lesson that aren't in it yet
 
     @property
     def bytes(self) -> int:

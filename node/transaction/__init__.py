@@ -14,5 +14,6 @@ who holds up an attempt, hanging.py what becomes of who hangs, leaving.py how lo
 waits for an heir, takeover.py what an attempt waits for whose stage has lost its last node.
 chain.py is what a driver signs of a commit, comparing.py how replicas find out that they have heard
 of the same, and noting.py who of them is told what became of each microbatch. following.py is a
-joiner that copies while the others train, averaging.py sums the gradients of replicas.
+joiner that copies while the others train, averaging.py sums the gradients of replicas, and tally.py
+counts what a stage relearns beside them.
 """

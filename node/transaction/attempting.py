@@ -60,6 +60,16 @@ class Vote:
     def ledgers(self) -> dict[str, pb.Recording]:
         return {n: ready.recording for n, ready in self.ready.items() if self.stages[n] == 0}
 
+    def relearned(self, stages: int) -> list[int]:
+        """By stage, how many updates of its lesson enter; where others have it, too, none can."""
+        by_stage = self.replicas()
+        alone = {self.stages[n]: r.relearned for n, r in self.ready.items()}
+        return [alone[of] if len(by_stage[of]) == 1 else 0 for of in range(stages)]
+
+    def relearning(self) -> set[int]:
+        """Stages whose lesson goes on."""
+        return {self.stages[node] for node, ready in self.ready.items() if ready.relearning}
+
     def not_finite(self, step: int) -> list[NonFinite]:
         """Whose gradients are not."""
         return [
@@ -184,6 +194,7 @@ class Attempting:
         total = math.sqrt(math.fsum(squared.values())) if finite else math.nan
         scale = min(1.0, rules.clip / (total + 1e-6)) if finite else 0.0
         records = [self.homes[identity] for identity in sorted(self.homes)]
+        relearned = vote.relearned(len(squared)) if finite else []
         return pb.Commit(
             step=self.begin.step,
             ballot=ballot.message(),
@@ -199,6 +210,7 @@ class Attempting:
             skips=0 if finite else at.last.skips + 1,
             lineage=at.lineage,
             previous=head(at.last, at.lineage),
+            relearned=relearned if any(relearned) else [],
         )
 
     # --- it goes on without lost nodes

@@ -191,9 +191,17 @@ def _commit(commit: pb.Commit) -> str:
         or _hash("signature", commit.signature)
         or _records(commit)
         or _first(_within("scale", scale, LARGEST) for scale in scales)
+        or (_relearned(commit) if commit.relearned else "")
         or _seconds("seconds of a step", commit.seconds)
         or ("" if commit.skipped else _within("gradient norm", commit.gradient_norm, LARGEST_NORM))
     )
+
+
+def _relearned(commit: pb.Commit) -> str:
+    stages = len(commit.lr_scale)
+    if len(commit.relearned) == stages:
+        return ""
+    return f"what {len(commit.relearned)} stages of {stages} have relearned"
 
 
 def _records(commit: pb.Commit) -> str:

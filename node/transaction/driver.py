@@ -19,6 +19,7 @@ from typing import Any
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import Identity
+from planaria.bootstrap.membership import stages_of
 from planaria.bootstrap.registry_pb2 import HANG, NONFINITE, NUMBERS, SILENT
 from planaria.node.report.events import (
     Aborted,
@@ -244,6 +245,8 @@ class Driver:
         if isinstance(self.current, Attempting) and self.current.awaited_seat() == peer:
             return self._ask_seat(self.current, now)  # its link may only have been dialled anew
         lost = NodeLost(node=peer, stage=self.members[peer], reason=reason)
+        if peer in self.joining.waiting and isinstance(self.current, Attempting):
+            return [lost]
         if peer in self.joining.joiners and isinstance(self.current, Attempting):
             self.joining.joiners[peer].caught_up = None
             self.current.forget(peer)
@@ -291,7 +294,11 @@ class Driver:
         """What is going on, or awaited, in words."""
         slow = slow_and_alone(self.members, self.seconds)
         changed = [str(one) for one in self.doubts.accepted.values()]
-        return "; ".join([self.current.explain(), *slow, *changed])
+        waiting = [
+            f"{node} waits until stage {one.stage} has relearned"
+            for node, one in self.joining.waiting.items()
+        ]
+        return "; ".join([self.current.explain(), *slow, *waiting, *changed])
 
     # --- gather: who has what
 
@@ -458,6 +465,8 @@ class Driver:
             back = next(d for d in decisions.values() if isinstance(d, RollBack))
             return self._roll_back(gathering, back, now)
         lacking = self.joining.lacking(gathering)
+        for stage in self._put_off(gathering, lacking, now):
+            rebuilds.pop(stage, None)
         follow = not vacant and all(self._may_follow(d, lacking) for d in rebuilds.values())
         relearning = self._seconds_for_relearning(now)
         syncs = rebuild(gathering, rebuilds, lacking, self.rules, follow, relearning)
@@ -487,6 +496,15 @@ class Driver:
             self.current = Resting(DriverPhase.PAUSING, gathering.why)
             return effects
         return effects + self._next(now)
+
+    def _put_off(
+        self, gathering: Gathering, lacking: Mapping[int, list[str]], now: float
+    ) -> set[int]:
+        """Stages that nobody copies yet, since they relearn while they train. Who leaves is copied
+        at once."""
+        leaving = {stage for m in self.view.members if m.leaving for stage in stages_of(m)}
+        relearning = set() if self._is_over() else gathering.relearning() - leaving
+        return self.joining.put_off(lacking, relearning, self.rules.relearn_seconds, now)
 
     def _wait_for_state(
         self, gathering: Gathering, effects: list[Effect], now: float
@@ -560,7 +578,7 @@ class Driver:
     # --- joiners that follow while the others train
 
     def _training(self) -> dict[str, int]:
-        without = self.joining.joiners.keys() | self._masked()
+        without = self.joining.joiners.keys() | self.joining.waiting.keys() | self._masked()
         return {n: stage for n, stage in sorted(self.members.items()) if n not in without}
 
     def _may_follow(self, decision: Rebuild, lacking: Mapping[int, list[str]]) -> bool:
@@ -712,6 +730,7 @@ class Driver:
         if not attempt.begin.non_finite:  # else it is known who made it
             effects += vote.not_finite(commit.step)
         effects.append(Committed(step=commit.step, loss=commit.loss))
+        self._let_copy(attempt, vote, now)
         if commit.skips >= SKIPS:
             return effects + self._skipped(vote, commit, now)
         return effects + self._after_step(attempt, pb.Step(commit=commit), now)
@@ -751,6 +770,13 @@ class Driver:
                 del self.joining.joiners[node]
                 self.rebuilds.rebuilt.append(joiner.entered(node, now))
         return effects
+
+    def _let_copy(self, attempt: Attempting, vote: Vote, now: float) -> None:
+        """Who has waited for a lesson that is over, or for long enough."""
+        seconds = self.rules.relearn_seconds
+        found = self.joining.no_longer_wait(vote.relearning(), seconds, now)
+        if found:
+            attempt.regather = f"{', '.join(found)} may have a state now"
 
     # --- replicas that differ
 
@@ -1174,8 +1200,8 @@ class Driver:
         return effects + self._report_rebuilds(now)
 
     def _rest(self) -> dict[str, int]:
-        """All members but those that are lost."""
-        without = self._lost() | self._seats_awaited()
+        """All members but those that are lost, or wait for a state."""
+        without = self._lost() | self._seats_awaited() | self.joining.waiting.keys()
         return {n: stage for n, stage in sorted(self.members.items()) if n not in without}
 
     def _to_rest(self, **body: Any) -> list[Effect]:

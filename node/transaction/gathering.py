@@ -221,6 +221,14 @@ class Gathering:
             leaving=self.leaving,
         )
 
+    def relearning(self) -> set[int]:
+        """Stages whose only node relearns while it trains, and is there to do so."""
+        return {
+            self.members[node]
+            for node, status in self.having().items()
+            if status.relearning and not status.hang
+        }
+
     def weightless(self) -> dict[int, list[str]]:
         """By stage, who lacks the weights that the run begins with, at its beginning."""
         if _age(self.newest) != (0, 0):

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from planaria.node.report.events import StageRebuilt
 from planaria.node.transaction.attempting import Vote
@@ -46,12 +47,20 @@ class FollowingTry:
         return rebuilt(node, self.stage, synced, now - self.began, self.stall)
 
 
+class WaitingForLesson(NamedTuple):
+    """A member that gets its state once its stage has relearned."""
+
+    stage: int
+    since: float
+
+
 class Joining:
     """The members that don't train yet, and how often each has failed to follow."""
 
     def __init__(self) -> None:
         self.joiners: dict[str, FollowingTry] = {}
         self.failures: Counter[str] = Counter()
+        self.waiting: dict[str, WaitingForLesson] = {}
 
     def listed(self) -> list[pb.Joiner]:
         return [
@@ -93,6 +102,33 @@ class Joining:
             stage: [node for node in gathering.nodes_of(stage) if node not in on_the_way]
             for stage in range(gathering.stages + 1)
         }
+
+    def put_off(
+        self,
+        lacking: Mapping[int, Collection[str]],
+        relearning: Collection[int],
+        patience: float,
+        now: float,
+    ) -> set[int]:
+        """Which of these stages, that relearn while they train, nobody copies yet: their lessons
+        would be over. For so many seconds, at most. `lacking`: who has no state, by stage."""
+        before, self.waiting = self.waiting, {}
+        stages: set[int] = set()
+        for stage in relearning:
+            new = WaitingForLesson(stage, now)
+            found = {node: before.get(node, new) for node in lacking[stage]}
+            if found and all(now - one.since < patience for one in found.values()):
+                self.waiting |= found
+                stages.add(stage)
+        return stages
+
+    def no_longer_wait(self, relearning: Collection[int], patience: float, now: float) -> list[str]:
+        """Who may have its state now."""
+        return [
+            node
+            for node, (stage, since) in self.waiting.items()
+            if stage not in relearning or now - since >= patience
+        ]
 
     def begin(self, syncs: list[Effect], gathering: Gathering, now: float) -> None:
         """These are told to follow; until now all have waited for them."""

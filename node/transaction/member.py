@@ -37,6 +37,7 @@ from planaria.node.transaction.effects import (
 from planaria.node.transaction.following import Following
 from planaria.node.transaction.gathering import active
 from planaria.node.transaction.standing_out import told_by
+from planaria.node.transaction.tally import entering
 from planaria.node.transaction.telling import Heard
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.decide import COPIED
@@ -95,6 +96,8 @@ class MemberSide:
         self.recording: Callable[[], pb.Recording] = lambda: pb.NO_LEDGER
         self.unanswered: tuple[str, Ballot] | None = None
         self.seconds_per_microbatch = 0.0
+        self.offered = 0  # updates of a lesson, when it was ready last
+        self.relearning = 0  # that aren't in the weights yet
         self.hang = ""  # why its compute does; empty: it doesn't
         self.halt: pb.Halt | None = None
         self.refused: set[tuple[str, str]] = set()  # in this view: what of which node
@@ -171,13 +174,17 @@ class MemberSide:
         seconds_per_microbatch: float,
         digest: bytes = b"",
         contributions: Sequence[pb.Contribution] = (),
+        relearned: int = 0,
+        relearning: int = 0,
     ) -> list[Effect]:
         """The stage's gradient is averaged and every microbatch is in it once. `digest`: of the
-        weights, taken anew; empty: it wasn't. `contributions`: of replicas, as far as seen."""
+        weights, taken anew; empty: it wasn't. `contributions`: of replicas, as far as seen.
+        `relearned`: updates of a lesson that may enter with it, so that `relearning` are left."""
         if self.phase is not MemberPhase.REDUCING or ballot != self.attempt:
             return []
         self.phase = MemberPhase.READY
         self.seconds_per_microbatch = seconds_per_microbatch
+        self.offered = relearned
         ready = pb.Ready(
             step=self.step,
             squared_norm=squared_norm,
@@ -187,6 +194,8 @@ class MemberSide:
             seconds_per_microbatch=seconds_per_microbatch,
             recording=self.recording(),
             contributions=told_by(self.node, contributions),
+            relearned=relearned,
+            relearning=relearning,
         )
         return [self._to_driver(pb.Message(ready=ready))]
 
@@ -392,6 +401,7 @@ class MemberSide:
             weightless=self.weightless,
             origin=self.origin,
             trained=self.trained,
+            relearning=self.relearning,
         )
         return [Send(peer, pb.Message(ballot=ballot.message(), status=status))]
 
@@ -475,7 +485,8 @@ class MemberSide:
         if not self._has_signed(own):
             return self._refuse_commit(f"step {own.step}, which {self.decider} hasn't signed")
         tell = [self._tell(node, own) for node in sorted(self.replicas)]
-        if why := self._is_no_link(commit):  # others may have been told of another one
+        # Others may have been told of another one.
+        if why := self._is_no_link(commit) or self._is_not_offered(commit):
             return [*tell, *self._refuse_commit(why)]
         self.comparing = Comparing(commit, own, {*self.replicas} - self.mute)
         return [*tell, *self._compare(self.comparing)]
@@ -502,6 +513,16 @@ class MemberSide:
                 f"step {step} that comes after another commit of step {before} than was made here"
             )
         return ""
+
+    def _is_not_offered(self, commit: pb.Commit) -> str:
+        """Why what the stage has relearned can't enter with the commit; empty: it can."""
+        fixed = entering(commit, self.stage)
+        if fixed in (0, self.offered):
+            return ""
+        return (
+            f"step {commit.step} with {fixed} updates of what stage {self.stage} relearns, where "
+            f"{self.offered} were offered"
+        )
 
     def _apply(self, commit: pb.Commit) -> list[Effect]:
         self.phase = MemberPhase.IDLE
@@ -616,6 +637,9 @@ class MemberSide:
             return []
         if commit.step > expected:
             return self._unfollow(pb.Failed(reason=f"the commit of step {expected} was missed"))
+        if entering(commit, self.stage):
+            why = f"step {commit.step} has what the stage has relearned, which isn't here"
+            return self._unfollow(pb.Failed(reason=why))
         self.phase = MemberPhase.FOLLOWING  # if it was about to vote: the others didn't wait
         self.following.hear(commit)
         return self._follow_on()

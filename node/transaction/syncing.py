@@ -87,6 +87,8 @@ def rebuilt(node: str, stage: int, synced: pb.Synced, seconds: float, stall: flo
         seconds=relearned.seconds,
         bytes=relearned.fetched_bytes,
         pairs=relearned.pairs,
+        updates=relearned.updates,
+        left=relearned.left,
         left_out=relearned.left_out,
         undone=relearned.undone,
     )
@@ -152,6 +154,8 @@ def rebuild(
             block = together[stage]
             having = sorted(gathering.having())
             sync.relearning = relearning
+            alone = len(block) == 1 and len(gathering.nodes_of(stage)) == 1
+            sync.goes_on = alone and rules.policy != "redundant"  # else others need what it learns
             sync.lost.extend(pb.Place(node=joiners[of][0], stage=of) for of in block)
             sync.neighbours.extend(  # whom microbatches come from, and go to
                 pb.Place(node=node, stage=of)

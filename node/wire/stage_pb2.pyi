@@ -116,7 +116,7 @@ class Query(_message.Message):
     def __init__(self) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("committed", "ready", "ready_ballot", "last", "boosted_at", "digest", "seconds_per_microbatch", "attempting", "lineage", "holdings", "following", "following_lineage", "heard", "weightless", "origin", "trained", "recording", "hang")
+    __slots__ = ("committed", "ready", "ready_ballot", "last", "boosted_at", "digest", "seconds_per_microbatch", "attempting", "lineage", "holdings", "following", "following_lineage", "heard", "weightless", "origin", "trained", "recording", "hang", "relearning")
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     READY_BALLOT_FIELD_NUMBER: _ClassVar[int]
@@ -135,6 +135,7 @@ class Status(_message.Message):
     TRAINED_FIELD_NUMBER: _ClassVar[int]
     RECORDING_FIELD_NUMBER: _ClassVar[int]
     HANG_FIELD_NUMBER: _ClassVar[int]
+    RELEARNING_FIELD_NUMBER: _ClassVar[int]
     committed: int
     ready: int
     ready_ballot: Ballot
@@ -153,7 +154,8 @@ class Status(_message.Message):
     trained: bool
     recording: Recording
     hang: str
-    def __init__(self, committed: _Optional[int] = ..., ready: _Optional[int] = ..., ready_ballot: _Optional[_Union[Ballot, _Mapping]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., boosted_at: _Optional[int] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., attempting: _Optional[int] = ..., lineage: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., following: _Optional[int] = ..., following_lineage: _Optional[int] = ..., heard: _Optional[int] = ..., weightless: _Optional[bool] = ..., origin: _Optional[bool] = ..., trained: _Optional[bool] = ..., recording: _Optional[_Union[Recording, str]] = ..., hang: _Optional[str] = ...) -> None: ...
+    relearning: int
+    def __init__(self, committed: _Optional[int] = ..., ready: _Optional[int] = ..., ready_ballot: _Optional[_Union[Ballot, _Mapping]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., boosted_at: _Optional[int] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., attempting: _Optional[int] = ..., lineage: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., following: _Optional[int] = ..., following_lineage: _Optional[int] = ..., heard: _Optional[int] = ..., weightless: _Optional[bool] = ..., origin: _Optional[bool] = ..., trained: _Optional[bool] = ..., recording: _Optional[_Union[Recording, str]] = ..., hang: _Optional[str] = ..., relearning: _Optional[int] = ...) -> None: ...
 
 class Holding(_message.Message):
     __slots__ = ("kind", "stage", "step", "lineage", "mean_step", "oldest_step", "perturbation", "made", "digest")
@@ -198,7 +200,7 @@ class Source(_message.Message):
     def __init__(self, node: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ...) -> None: ...
 
 class Sync(_message.Message):
-    __slots__ = ("step", "method", "reason", "sources", "last", "lineage", "lost", "neighbours", "follow", "relearning", "giver")
+    __slots__ = ("step", "method", "reason", "sources", "last", "lineage", "lost", "neighbours", "follow", "relearning", "giver", "goes_on")
     STEP_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +212,7 @@ class Sync(_message.Message):
     FOLLOW_FIELD_NUMBER: _ClassVar[int]
     RELEARNING_FIELD_NUMBER: _ClassVar[int]
     GIVER_FIELD_NUMBER: _ClassVar[int]
+    GOES_ON_FIELD_NUMBER: _ClassVar[int]
     step: int
     method: str
     reason: str
@@ -221,7 +224,8 @@ class Sync(_message.Message):
     follow: bool
     relearning: float
     giver: str
-    def __init__(self, step: _Optional[int] = ..., method: _Optional[str] = ..., reason: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., lineage: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., neighbours: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., follow: _Optional[bool] = ..., relearning: _Optional[float] = ..., giver: _Optional[str] = ...) -> None: ...
+    goes_on: bool
+    def __init__(self, step: _Optional[int] = ..., method: _Optional[str] = ..., reason: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., lineage: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., neighbours: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., follow: _Optional[bool] = ..., relearning: _Optional[float] = ..., giver: _Optional[str] = ..., goes_on: _Optional[bool] = ...) -> None: ...
 
 class Synced(_message.Message):
     __slots__ = ("step", "method", "sources", "fetched_bytes", "seconds", "digest", "relearned")
@@ -242,7 +246,7 @@ class Synced(_message.Message):
     def __init__(self, step: _Optional[int] = ..., method: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., fetched_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., digest: _Optional[bytes] = ..., relearned: _Optional[_Union[Relearned, _Mapping]] = ...) -> None: ...
 
 class Relearned(_message.Message):
-    __slots__ = ("residual_before", "residual_after", "passes", "seconds", "fetched_bytes", "pairs", "left_out", "undone")
+    __slots__ = ("residual_before", "residual_after", "passes", "seconds", "fetched_bytes", "pairs", "left_out", "undone", "updates", "left")
     RESIDUAL_BEFORE_FIELD_NUMBER: _ClassVar[int]
     RESIDUAL_AFTER_FIELD_NUMBER: _ClassVar[int]
     PASSES_FIELD_NUMBER: _ClassVar[int]
@@ -251,6 +255,8 @@ class Relearned(_message.Message):
     PAIRS_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     UNDONE_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
     residual_before: float
     residual_after: float
     passes: int
@@ -259,7 +265,9 @@ class Relearned(_message.Message):
     pairs: int
     left_out: int
     undone: bool
-    def __init__(self, residual_before: _Optional[float] = ..., residual_after: _Optional[float] = ..., passes: _Optional[int] = ..., seconds: _Optional[float] = ..., fetched_bytes: _Optional[int] = ..., pairs: _Optional[int] = ..., left_out: _Optional[int] = ..., undone: _Optional[bool] = ...) -> None: ...
+    updates: int
+    left: int
+    def __init__(self, residual_before: _Optional[float] = ..., residual_after: _Optional[float] = ..., passes: _Optional[int] = ..., seconds: _Optional[float] = ..., fetched_bytes: _Optional[int] = ..., pairs: _Optional[int] = ..., left_out: _Optional[int] = ..., undone: _Optional[bool] = ..., updates: _Optional[int] = ..., left: _Optional[int] = ...) -> None: ...
 
 class Microbatch(_message.Message):
     __slots__ = ("id", "source", "order", "places")
@@ -346,7 +354,7 @@ class Joiner(_message.Message):
     def __init__(self, node: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("step", "ballot", "skipped", "clip_scale", "lr_scale", "loss", "tokens", "gradient_norm", "microbatches", "seconds", "skips", "lineage", "previous", "records", "signature", "doubted")
+    __slots__ = ("step", "ballot", "skipped", "clip_scale", "lr_scale", "loss", "tokens", "gradient_norm", "microbatches", "seconds", "skips", "lineage", "previous", "records", "signature", "doubted", "relearned")
     STEP_FIELD_NUMBER: _ClassVar[int]
     BALLOT_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_FIELD_NUMBER: _ClassVar[int]
@@ -363,6 +371,7 @@ class Commit(_message.Message):
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     DOUBTED_FIELD_NUMBER: _ClassVar[int]
+    RELEARNED_FIELD_NUMBER: _ClassVar[int]
     step: int
     ballot: Ballot
     skipped: bool
@@ -379,7 +388,8 @@ class Commit(_message.Message):
     records: bytes
     signature: bytes
     doubted: _containers.RepeatedCompositeFieldContainer[Doubted]
-    def __init__(self, step: _Optional[int] = ..., ballot: _Optional[_Union[Ballot, _Mapping]] = ..., skipped: _Optional[bool] = ..., clip_scale: _Optional[_Iterable[float]] = ..., lr_scale: _Optional[_Iterable[float]] = ..., loss: _Optional[float] = ..., tokens: _Optional[int] = ..., gradient_norm: _Optional[float] = ..., microbatches: _Optional[_Iterable[_Union[Home, _Mapping]]] = ..., seconds: _Optional[float] = ..., skips: _Optional[int] = ..., lineage: _Optional[int] = ..., previous: _Optional[bytes] = ..., records: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., doubted: _Optional[_Iterable[_Union[Doubted, _Mapping]]] = ...) -> None: ...
+    relearned: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., ballot: _Optional[_Union[Ballot, _Mapping]] = ..., skipped: _Optional[bool] = ..., clip_scale: _Optional[_Iterable[float]] = ..., lr_scale: _Optional[_Iterable[float]] = ..., loss: _Optional[float] = ..., tokens: _Optional[int] = ..., gradient_norm: _Optional[float] = ..., microbatches: _Optional[_Iterable[_Union[Home, _Mapping]]] = ..., seconds: _Optional[float] = ..., skips: _Optional[int] = ..., lineage: _Optional[int] = ..., previous: _Optional[bytes] = ..., records: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., doubted: _Optional[_Iterable[_Union[Doubted, _Mapping]]] = ..., relearned: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Doubted(_message.Message):
     __slots__ = ("node", "stage", "since")
@@ -426,7 +436,7 @@ class Reduce(_message.Message):
     def __init__(self) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("step", "squared_norm", "finite", "digest", "seconds_per_microbatch", "applied", "recording", "contributions")
+    __slots__ = ("step", "squared_norm", "finite", "digest", "seconds_per_microbatch", "applied", "recording", "contributions", "relearned", "relearning")
     STEP_FIELD_NUMBER: _ClassVar[int]
     SQUARED_NORM_FIELD_NUMBER: _ClassVar[int]
     FINITE_FIELD_NUMBER: _ClassVar[int]
@@ -435,6 +445,8 @@ class Ready(_message.Message):
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     RECORDING_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    RELEARNED_FIELD_NUMBER: _ClassVar[int]
+    RELEARNING_FIELD_NUMBER: _ClassVar[int]
     step: int
     squared_norm: float
     finite: bool
@@ -443,7 +455,9 @@ class Ready(_message.Message):
     applied: bytes
     recording: Recording
     contributions: _containers.RepeatedCompositeFieldContainer[Contribution]
-    def __init__(self, step: _Optional[int] = ..., squared_norm: _Optional[float] = ..., finite: _Optional[bool] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., applied: _Optional[bytes] = ..., recording: _Optional[_Union[Recording, str]] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ...) -> None: ...
+    relearned: int
+    relearning: int
+    def __init__(self, step: _Optional[int] = ..., squared_norm: _Optional[float] = ..., finite: _Optional[bool] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., applied: _Optional[bytes] = ..., recording: _Optional[_Union[Recording, str]] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., relearned: _Optional[int] = ..., relearning: _Optional[int] = ...) -> None: ...
 
 class Contribution(_message.Message):
     __slots__ = ("node", "squared_norm", "projection", "microbatches", "others")

@@ -50,6 +50,7 @@ from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.member import MemberSide
 from planaria.node.transaction.resting import DriverPhase
 from planaria.node.transaction.rules import TransactionRules
+from planaria.node.transaction.tally import entering
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
 from planaria.recovery.decide import (
@@ -74,7 +75,7 @@ from simulation.stage import ChainedTwin, contribution, row
 from simulation.world import Process, World
 
 
-def run_of(rules: TransactionRules, files: Files) -> RunFile:
+def run_of(rules: TransactionRules, files: Files, relearning: Mapping[str, float]) -> RunFile:
     """The run file that says so."""
     return from_fields(
         {
@@ -98,7 +99,12 @@ def run_of(rules: TransactionRules, files: Files) -> RunFile:
                 "policy": rules.policy,
                 "strict": rules.strict,
                 "masking": rules.masking,
-                "relearn": {"passes": 4 * rules.relearn, "steps": 2, "seconds": 2.0},
+                "relearn": {
+                    "passes": 4 * rules.relearn,
+                    "steps": 2,
+                    "seconds": 2.0,
+                    **relearning,
+                },
                 "snapshot": {"codec": "none", "fraction": 0.34, "period": 3},
                 "checkpoint": {"dir": "checkpoint", "every": files.checkpoint_every or 1},
             },
@@ -176,11 +182,13 @@ class Cluster:
         pace: float,
         files: Files,
         machines: Machines,
+        relearning: Mapping[str, float],
     ) -> None:
+        """`relearning`: of the run file's `recovery.relearn`, how much of it others wait for."""
         self.seed, self.world = seed, World(seed)
         self.network = Network(self.world)
         self.rules, self.overflowing, self.pace = rules, overflowing, pace
-        self.run = run_of(rules, files)
+        self.run = run_of(rules, files, relearning)
         self.config = model_config(self.run.model, vocabulary=8)
         self.files, self.machines = files, machines
         files.chance = self.world.chance
@@ -517,6 +525,18 @@ class Cluster:
         self.demand(before == weights.chain, "I2", f"{who} on a history that was not confirmed")
         self.confirmed_in = max(self.confirmed_in, ballot)
 
+    def check_relearned(self, seat: Seat, commit: pb.Commit, made: int) -> None:
+        """What a stage has learned beside a step, in so many updates, enters as the commit says,
+        and only where nobody else has the stage."""
+        updates = entering(commit, seat.stage)
+        who = f"{seat.name} of stage {seat.stage} applies step {commit.step}"
+        fixed = f"{who} with {updates} updates of relearning"
+        self.demand(made == updates, "I2", f"{fixed}, and has made {made}")
+        ready = self.attempts[Ballot.of(commit.ballot)].nodes if updates else ()
+        others = [o.name for o in self.seats if o.stage == seat.stage and o.name in ready]
+        self.demand(others in ([], [seat.name]), "I2", f"{fixed}, beside {others}")
+        self.counts["relearned beside"] += updates > 0
+
     def check_applied(self, seat: Seat, commit: pb.Commit) -> None:
         weights, stage = seat.weights, seat.stage
         who = f"{seat.name} of stage {stage} has applied step {commit.step}"
@@ -616,8 +636,10 @@ class Cluster:
     def check_saved(self, seat: Seat, state: StageState) -> None:
         """In the compute thread: what is about to be written says of itself what it is."""
         weights = seat.weights
-        says = state.id.step, state.omega, state.optimizer_step
-        own = weights.step, weights.omega, weights.optimizer.steps
+        left = 0 if seat.homework is None else seat.homework.left
+        says = state.id.step, state.omega, state.optimizer_step, state.relearning
+        own = weights.step, weights.omega, weights.optimizer.steps, left
+        self.counts["saved while it relearned"] += left > 0
         who = f"{seat.name} of stage {seat.stage}"
         self.demand(says == own, "I5", f"{who} saves {own} and says that it is {says}")
 

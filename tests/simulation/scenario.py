@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -91,7 +91,8 @@ class Scenario:
         hosts, overflowing = self._hosts(rules), self._overflowing(rules)
         pace = self.random.choice([1.0, 4.0, 8.0])
         files = self._files(rules, hosts)
-        self.cluster = Cluster(seed, rules, hosts, overflowing, pace, files, machines)
+        relearning = self._relearning()
+        self.cluster = Cluster(seed, rules, hosts, overflowing, pace, files, machines, relearning)
         self.world = self.cluster.world
         self._partitions = itertools.count()
         self.merciful = self.random.random() < 0.7  # leaves what a rebuild needs
@@ -119,6 +120,10 @@ class Scenario:
             lr_scale=lambda step, boosted_at: 1.1 if boosted_at else 1.0,
             spot_check=(0.0, 0.1, 0.5)[self.seed % 3],
         )
+
+    def _relearning(self) -> Mapping[str, float]:
+        """With all others waiting; in the gaps of steps; or so that steps wait for it."""
+        return ({}, {"enough": 0.9}, {"enough": 0.9, "each_step": 2})[self.seed % 3]
 
     def _hosts(self, rules: TransactionRules) -> list[Host]:
         """Replicas of each stage and standbys; one host at most dials out only, since two such

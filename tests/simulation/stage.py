@@ -210,7 +210,7 @@ class Stage:
         self.gradient.copy_(gradient)
         return self.reduced()
 
-    def apply(self, commit: pb.Commit, lr: float) -> Learned:
+    def apply(self, commit: pb.Commit, lr: float, beside: torch.Tensor | None = None) -> Learned:
         self.cluster.check_apply(self.seat, commit)
         chain = self.chain  # an update from wrong moments changes these weights, too
         if not commit.skipped:
@@ -220,6 +220,10 @@ class Stage:
         if self.misapplies and not commit.skipped:
             self.misapplies = False
             self.corrupt()
+        made = self.lesson_made() if beside is not None else 0
+        self.cluster.check_relearned(self.seat, commit, made)
+        if beside is not None:
+            self.optimizer.weights.add_(beside)
         write_chain(self.optimizer.weights, after(chain, commit))
         self.step = commit.step
         self.optimizer.zero_gradient()
@@ -272,7 +276,12 @@ class Stage:
 
     def lesson(self, fetched: Fetched, lost: Collection[int]) -> Lesson:
         self.cluster.counts["lessons"] += 1
-        return Lesson(self, fetched)
+        self._lesson = Lesson(self, fetched)
+        return self._lesson
+
+    def lesson_made(self) -> int:
+        """Updates beside the weights."""
+        return self._lesson.made
 
     def boundary_tensor(self, frame: Frame) -> torch.Tensor:
         return boundary_tensor(frame)
@@ -283,11 +292,13 @@ class Stage:
 
 
 class Lesson:
-    """Relearning: each piece changes the weights a little."""
+    """Relearning: each piece changes the weights a little, and makes them a little better."""
 
     def __init__(self, stage: Stage, fetched: Fetched) -> None:
         self._stage, self._fetched = stage, fetched
-        self._before = stage.optimizer.weights.clone()
+        self._copy = stage.optimizer.weights.clone()
+        self._error = 1.0
+        self.made = 0  # updates that are not in the stage's weights
 
     def start(self, piece: Piece, with_start: bool) -> list[torch.Tensor]:
         x = self._fetched.inputs[piece.pair][piece.first : piece.end].float()
@@ -306,14 +317,29 @@ class Lesson:
         output = self._fetched.outputs[piece.pair][piece.first : piece.end].float()
         assert given[0].shape == output.shape
         if lr is None:
-            return PieceResult([], 1.0, 1.0)
+            return PieceResult([], 1.0, self._error)
         self._update()
         return PieceResult([output], 1.0, None)
 
     def finish(self, undo: bool) -> None:
-        if undo:
-            self._stage.optimizer.load([("weights", self._before)], 0)
+        if not undo:
+            self._stage.optimizer.weights[TRAINED] = self._copy[TRAINED]
+        self.made = 0
         self._stage.learned()
 
+    def is_finite(self) -> bool:
+        return bool(torch.isfinite(self._copy).all())
+
+    def changed(self) -> torch.Tensor:
+        difference = torch.zeros_like(self._copy)
+        difference[TRAINED] = self._copy[TRAINED] - self._stage.optimizer.weights[TRAINED]
+        return difference
+
+    def renew(self) -> None:
+        self.made = 0
+        self._copy.copy_(self._stage.optimizer.weights)
+
     def _update(self) -> None:
-        self._stage.optimizer.weights[TRAINED] *= 0.99
+        self._copy[TRAINED] *= 0.99
+        self._error *= 0.97
+        self.made += 1

@@ -1,5 +1,6 @@
 """Whole clusters under faults; `--seeds N` for more of them, `--seed S` for one."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -146,6 +147,9 @@ class Interrupted(Scenario):
     def _rules(self, policy: Policy | None) -> TransactionRules:
         rules = super()._rules(policy)
         return replace(rules, stages=4, steps=8, relearn=True, strict=False, masking="reassign")
+
+    def _relearning(self) -> Mapping[str, float]:
+        return {}
 
     def _hosts(self, rules: TransactionRules) -> list[Host]:
         stages = [0, *range(rules.stages + 1)]

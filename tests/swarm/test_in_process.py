@@ -392,6 +392,46 @@ async def test_every_loss_is_survived_by_its_policy(
     assert losses(out) == pytest.approx(in_the_lab(run, corpus, at, lost, rebuilt), rel=1e-4)
 
 
+async def test_who_comes_to_a_stage_that_relearns_ends_its_lesson_and_is_its_replica(
+    corpus, tmp_path
+):
+    """It waits for that, for as long as all would have waited."""
+    run = small(
+        stages=4,
+        replicas=2,
+        recovery__relearn__seconds=0.5,
+        recovery__relearn__enough=1e6,
+        recovery__relearn__passes=1000,
+        steps=ENDLESS,
+    )
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 3)
+        await swarm.kill(2, 0)
+        await swarm.kill(2, 1)
+        swarm.start(2, 0)
+        nodes = [node for node, _ in swarm.nodes.values()]
+        await swarm.until(lambda: any(node.member and node.member.relearning for node in nodes))
+        swarm.start(2, 1)
+        await swarm.until(lambda: swarm.lines.events("relearned"), pause=0.1)
+        here = swarm.committed()
+
+        def replicas() -> int:
+            found = [node.member for node, _ in swarm.nodes.values() if node.stage == 2]
+            return sum(member.trained and member.committed >= here + 3 for member in found)
+
+        await swarm.until(lambda: replicas() >= 2)
+    (told,) = swarm.lines.events("relearned")
+    assert told["updates"] > 0
+    assert told["reason"].endswith("has the stage, too")
+    stage_of = {event["node"]: event["stage"] for event in swarm.lines.events("serving")}
+    digests: dict[int, set[str]] = {}
+    for event in swarm.lines.events("applied"):
+        if event["step"] > told["step"] and stage_of[event["node"]] == 2:
+            digests.setdefault(event["step"], set()).add(event["digest"])
+    assert all(len(found) == 1 for found in digests.values())
+    assert audit(tmp_path).exact
+
+
 async def test_a_stage_is_guessed_by_its_neighbours_gradient_norms(corpus, tmp_path):
     """In steps so large that a plain average shows in the losses."""
     run = small(stages=3, steps=10, training__lr=0.03, recovery__relearn__passes=0)

@@ -110,7 +110,7 @@ USED = {
     ],
     "node/state/rebuild.py": [
         *("recovery.relearn.samples", "recovery.relearn.passes"),
-        "recovery.relearn.lr",
+        *("recovery.relearn.lr", "recovery.relearn.enough", "recovery.relearn.each_step"),
     ],
 }
 

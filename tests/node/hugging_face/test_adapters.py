@@ -22,7 +22,7 @@ from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.report.progress import untracked
 from planaria.node.run_file import RunFile, from_fields, override
 from planaria.node.stage.initial import Beginning
-from planaria.node.stage.lora import initial_adapters, looked_with
+from planaria.node.stage.lora import copied, initial_adapters
 from planaria.node.stage.model import EmbeddingStage
 from planaria.node.stage.shape import ModelConfig
 from tests.node.hugging_face.test_folders import exported, some_tokens
@@ -80,7 +80,7 @@ def test_a_merged_model_adds_what_the_adapters_do(tmp_path) -> None:
     flat, x = trained(run.config), some_tokens(run.config, 20)
     checkpoint = Checkpoint.open(tmp_path / "base")
     begun = Beginning(run, run.config, checkpoint)
-    ends, *body = (looked_with(begun.stage(of), flat[of]) for of in flat)
+    ends, *body = (copied(begun.stage(of), flat[of]) for of in flat)
     assert isinstance(ends, EmbeddingStage)
     with torch.inference_mode():
         found = ends.logits(reduce(lambda x, stage: stage(x), body, ends.embed(x)))

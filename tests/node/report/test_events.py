@@ -100,7 +100,7 @@ def test_the_names_in_a_log_stay():
             "rebuild failed",
             "rebuilding",
         ),
-        *("rebuilt", "refused", "relayed", "relearning", "relieved"),
+        *("rebuilt", "refused", "relayed", "relearned", "relearning", "relieved"),
         *("results differ", "resuming", "rolled back", "sampled"),
         *("save failed", "saved", "seat taken", "serving"),
         "started",

@@ -162,6 +162,16 @@ def rebuilt(time: float, node: str, stage: int = 2, method: str = "checkfree") -
         (
             {
                 "relearned": {
+                    **{"residual_before": 0.62, "residual_after": 0.11, "updates": 8, "left": 24},
+                    **{"passes": 0, "seconds": 0.5, "bytes": 10},
+                }
+            },
+            "relearned: residual 0.62 -> 0.11 in 0 passes, 0.5 s; the last 24 updates while it "
+            "trains",
+        ),
+        (
+            {
+                "relearned": {
                     **{"residual_before": 0.5, "residual_after": None, "undone": True},
                     **{"passes": 3, "seconds": 0.5, "bytes": 10},
                 }

@@ -227,7 +227,7 @@ def rebuilding(time: float, node: str, stage: int = 2, **fields: Any) -> Entry:
 def test_a_row_says_what_the_driver_and_the_node_said_of_the_rebuild():
     relearned = {
         **{"residual_before": 0.6, "residual_after": 0.1, "passes": 9, "seconds": 1.5},
-        **{"bytes": 10, "pairs": 4, "left_out": 0, "undone": False},
+        **{"bytes": 10, "pairs": 4, "left_out": 0, "undone": False, "updates": 18, "left": 6},
     }
     events = [
         *KILLED_AND_REBUILT[:-1],
@@ -239,6 +239,23 @@ def test_a_row_says_what_the_driver_and_the_node_said_of_the_rebuild():
     assert (row["exact"], row["fallback"], row["relearned"]) == (False, True, relearned)
     assert row["first_commit_seconds"] == pytest.approx(104.8 - 100.25)
     assert "rolled_back" not in row
+
+
+def test_what_is_relearned_beside_steps_is_told_apart_from_what_all_waited_for():
+    relearned = {
+        **{"residual_before": 0.6, "residual_after": 0.1, "passes": 9, "seconds": 1.5},
+        **{"bytes": 10, "pairs": 4, "left_out": 0, "undone": False, "updates": 18, "left": 6},
+    }
+    beside = {"residual": None, "updates": 4, "left": 2, "steps": 3, "seconds": 0.5}
+    events = [
+        *KILLED_AND_REBUILT[:-1],
+        rebuilding(103.5, "new", exact=False, fallback=False),
+        rebuilt(104.0, "new", relearned=relearned),
+        event(106.0, "relearned", "new", stage=2, step=6, reason="b has it", **beside),
+        event(107.0, "relearned", "other", stage=3, step=6, reason="", **beside),
+    ]
+    (row,) = rebuilds(events)
+    assert row["relearned"] == {**relearned, "beside": beside}
 
 
 def test_a_new_driver_has_seen_only_the_end_of_the_stall():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from planaria.node.stage.lora import Frozen, adapt, initial_adapters, looked_with
+from planaria.node.stage.lora import Frozen, adapt, copied, initial_adapters
 from planaria.node.stage.model import BodyStage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.shape import (
@@ -90,7 +90,7 @@ def test_a_stage_is_looked_at_with_other_adapters_and_nothing_is_copied() -> Non
     base = Frozen(module, bf16=False)
     assert base.size == ADAPTED.parameters[1]
     weights = torch.randn(ADAPTED.trained[1], generator=torch.Generator().manual_seed(2))
-    other = looked_with(module, weights)
+    other = copied(module, weights)
     own = base.flat()
     pointers = {p.untyped_storage().data_ptr() for p in other.parameters()}
     assert pointers == {own.untyped_storage().data_ptr(), weights.untyped_storage().data_ptr()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,10 +14,10 @@ from conversing import Nodes
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.node.ports import Learned
 from planaria.node.report.events import Event, Fetching
-from planaria.node.run_file import loads
+from planaria.node.run_file import loads, override
 from planaria.node.stage.shape import model_config
 from planaria.node.state.boundary import Fetched, Wanted
-from planaria.node.state.rebuild import Rebuilding
+from planaria.node.state.rebuild import Rebuilding, Rebuilt
 from planaria.node.state.relearn import RelearningBlock, Terms
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.transfer import Delivery
@@ -66,6 +67,7 @@ class World:
         self.own = state(STAGE)
         self.twin: Any = None
         self.tensors = {"weights": torch.zeros(3)}
+        self.enough = math.nan  # as relearning was told
         self.pauses = [0.0]  # seconds between two signs of a fetch's progress
         config = model_config(RUN.model, vocabulary=16)
         everything: Any = self
@@ -83,7 +85,7 @@ class World:
             tell=self.events.append,
         )
 
-    def rebuilds(self, sync: pb.Sync) -> tuple[pb.Synced, StageState] | None:
+    def rebuilds(self, sync: pb.Sync) -> Rebuilt | None:
         self.member.received("driver", pb.Message(ballot=BALLOT.message(), sync=sync))
         exchanges = self.rebuilding.exchanges
         return self.nodes.run(exchanges, self.rebuilding.rebuild(BALLOT, sync))
@@ -122,7 +124,8 @@ class World:
     ) -> pb.Relearned:
         assert self.member.void, "what isn't fit to train yet is offered to others"
         self.asked.append(("relearn", block.joiners, lesson, terms.passes > 0))
-        return pb.Relearned(passes=2)
+        self.enough = terms.enough
+        return pb.Relearned(passes=2, updates=6, left=18 if terms.enough else 0)
 
     # --- the stage's arithmetic
 
@@ -162,9 +165,9 @@ def sync(method: str, *sources: tuple[str, int], **more: Any) -> pb.Sync:
     return pb.Sync(step=STEP, method=method, sources=named, **more)
 
 
-def done(result: tuple[pb.Synced, StageState] | None) -> tuple[pb.Synced, StageState]:
+def done(result: Rebuilt | None) -> tuple[pb.Synced, StageState]:
     assert result is not None
-    return result
+    return result.told, result.state
 
 
 def test_a_replicas_state_is_taken_as_it_is() -> None:
@@ -272,6 +275,24 @@ def test_a_lost_stage_is_relearned_before_it_is_fit_for_anything() -> None:
     ]
     assert synced.digest == b"now", "the digest is of what was guessed, before it was relearned"
     assert synced.relearned.passes == 2
+
+
+@pytest.mark.parametrize(
+    ("goes_on", "lost", "enough"),
+    [(True, [STAGE], 0.1), (False, [STAGE], 0.0), (True, [STAGE, 3], 0.0)],
+)
+def test_training_goes_on_before_it_has_relearned_all_where_the_driver_says_so(
+    goes_on: bool, lost: list[int], enough: float
+) -> None:
+    world = World()
+    world.rebuilding.run = override(RUN, recovery__relearn__enough=0.1)
+    world.given = {1: state(1), 3: state(3), 4: state(4)}
+    places = [pb.Place(node=f"at {stage}", stage=stage) for stage in lost]
+    wanted = sync("checkfree", ("a", 1), ("d", 4), lost=places, goes_on=goes_on)
+    rebuilt = world.rebuilds(wanted)
+    assert rebuilt is not None
+    assert world.enough == enough
+    assert (rebuilt.homework is None) == (enough == 0.0)
 
 
 def test_what_is_no_longer_wanted_changes_nothing() -> None:

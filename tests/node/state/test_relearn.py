@@ -139,9 +139,10 @@ class Network:
         fetched: Fetched,
         terms: Terms = TERMS,
         bf16: bool = False,
+        made: StageLesson | None = None,
     ) -> Exchange[pb.Relearned]:
         name = joiners[stage]
-        a_lesson = lesson(one, fetched, list(joiners), bf16)
+        a_lesson = made or lesson(one, fetched, list(joiners), bf16)
         block = RelearningBlock(BALLOT, stage, joiners)
         return self.exchanges[name].start(self.nodes[name].run(block, a_lesson, fetched, terms))
 
@@ -197,10 +198,17 @@ def relearn_all(
 
 
 def alone(
-    one: Student, pairs: Pairs, terms: Terms = TERMS, slow: bool = False, bf16: bool = False
+    one: Student,
+    pairs: Pairs,
+    terms: Terms = TERMS,
+    slow: bool = False,
+    bf16: bool = False,
+    made: StageLesson | None = None,
 ) -> pb.Relearned:
-    (result,) = relearn_all({2: one}, {2: fetched_by(2, pairs)}, terms, slow, bf16)
-    return result
+    """By a lesson that was `made` for it, if there is one."""
+    network = Network([2], slow)
+    joiners, fetched = {2: "joiner-2"}, fetched_by(2, pairs)
+    return network.time.outcome(network.begin(joiners, 2, one, fetched, terms, bf16, made))
 
 
 def chain_of(pair: Pair, learners: Mapping[int, Learner]) -> list[Learner]:

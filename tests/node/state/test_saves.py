@@ -126,6 +126,14 @@ def test_the_format_stays(tmp_path: Path) -> None:
     assert saves.id_of(Age(2, 40)) == which
 
 
+def test_a_save_says_that_its_stage_was_relearning(tmp_path: Path) -> None:
+    given = replace(state(4), relearning=7)
+    saves = written(tmp_path, given)
+    (path,) = saves.folder.glob("*.safetensors")
+    assert b'"relearning": "7"' in path.read_bytes()
+    assert saves.load(given.id.age).relearning == 7
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_any_reader_finds_parameters_as_hugging_face_has_them(tmp_path: Path, family: Any) -> None:
     section = ModelSection(

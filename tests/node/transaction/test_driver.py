@@ -635,6 +635,90 @@ def test_a_joiner_copies_a_replica_while_the_others_go_on():
     assert joining(steps["b"]) == [], "it is of another stage"
 
 
+class Relearning(Joined):
+    """Stage 2 has a lesson to go on with when it gets its second node."""
+
+    def gathered(self, **status: object) -> list[Effect]:
+        last = self.driver.standing.last
+        usual = pb.Status(committed=last.step, last=last)
+        learns = pb.Status(committed=last.step, last=last, relearning=self.left)
+        known = {**dict.fromkeys(self.members, usual), "c": learns, "new": pb.Status(**status)}
+        return self.statuses(**known)
+
+    def __init__(self, left: int = 9) -> None:
+        self.left = left
+        super().__init__()
+
+    def trains_with(self, relearned: int, left: int) -> list[Effect]:
+        """All who train become ready, with so many updates of the lesson."""
+        self.left = left
+        self.comes_home()
+        effects: list[Effect] = []
+        for node in SWARM:
+            ready = pb.Ready(
+                step=self.attempt.begin.step, squared_norm=1.0, finite=True, digest=b"same"
+            )
+            if node == "c":
+                ready.relearned, ready.relearning = relearned, left
+            effects = self.hears(node, ready=ready)
+        return effects
+
+
+def test_what_a_stage_has_relearned_enters_with_the_commit():
+    told = Relearning()
+    steps = sent(told.trains_with(3, 6), "step")
+    assert {tuple(m.step.commit.relearned) for m in steps.values()} == {(0, 0, 3, 0, 0)}
+    assert hash_of(steps["b"].step.commit) != hash_of(pb.Commit(step=2))
+    steps = sent(told.trains_with(0, 6), "step")
+    assert {tuple(m.step.commit.relearned) for m in steps.values()} == {()}
+
+
+def test_who_comes_to_a_stage_that_relearns_copies_it_when_the_lesson_is_over():
+    told = Relearning()
+    assert sent(told.effects, "sync") == {}
+    begins = sent(told.effects, "step")
+    assert begins.keys() == SWARM.keys(), "nobody else is told of attempts"
+    assert joining(begins["c"]) == []
+    assert "new waits until stage 2 has relearned" in told.driver.explain()
+    steps = sent(told.trains_with(4, 5), "step")
+    assert steps["b"].step.HasField("begin")
+    assert events(told.driver.link_lost("new", "reset", told.now), NodeLost)
+    assert told.driver.phase is DriverPhase.RUNNING, "its loss costs no attempt"
+    effects = told.trains_with(5, 0)
+    assert not sent(effects, "step")["b"].step.HasField("begin")
+    sync = sent(told.gathered(), "sync")["new"].sync
+    assert (sync.follow, [s.node for s in sync.sources]) == (True, ["c"])
+    assert joining(sent(told.trains(), "step")["c"]) == ["new"]
+
+
+def test_nobody_waits_for_a_lesson_longer_than_all_would_have():
+    told = Relearning()
+    told.now += RULES.relearn_seconds
+    assert not sent(told.trains_with(1, 8), "step")["b"].step.HasField("begin")
+    assert sent(told.gathered(), "sync").keys() == {"new"}
+
+
+def test_who_leaves_or_hangs_is_copied_though_it_relearns():
+    told = Relearning()
+    listed = [
+        registry.Member(node=n, seats=[registry.Seat(stage=s)], leaving=n == "c")
+        for n, s in told.members.items()
+    ]
+    told.number += 1
+    told.driver.viewed(registry.View(number=told.number, members=listed, driver="a"), told.now)
+    told.trains_with(1, 8)
+    assert sent(told.gathered(), "sync").keys() == {"new"}
+
+
+def test_another_driver_knows_which_stage_relearns():
+    told = Told(members={**SWARM, "new": 2})
+    told.views()
+    has = pb.Status(committed=5, last=pb.Commit(step=5), relearning=2)
+    effects = told.statuses(5, c=has, new=pb.Status())
+    assert sent(effects, "sync") == {}
+    assert sent(effects, "step").keys() == SWARM.keys()
+
+
 def test_who_has_caught_up_votes_and_enters_with_the_commit():
     told = Joined()
     told.catches_up()
@@ -1338,6 +1422,26 @@ def test_relearning_takes_no_longer_than_a_share_of_the_time_since_the_last_loss
         told.now += 1.0
         assert seconds("b") == {time}
         rebuilt("b")
+
+
+@pytest.mark.parametrize(
+    ("gone", "more", "policy", "goes_on"),
+    [
+        (["c"], {}, "checkfree", True),
+        (["c", "d"], {}, "checkfree", False),
+        (["c", "c2"], {"c2": 2}, "checkfree", False),
+        (["c", "d"], {}, "redundant", False),
+    ],
+)
+def test_only_a_stage_with_one_node_that_relearns_alone_may_train_before_it_is_through(
+    gone: list[str], more: dict[str, int], policy: Policy, goes_on: bool
+) -> None:
+    told = Told(replace(LOOSE, relearn=True, policy=policy), {**SWARM, **more})
+    told.views()
+    syncs = sent(told.statuses(5, **lost(*gone)), "sync")
+    relearning = [message.sync for message in syncs.values() if message.sync.lost]
+    assert relearning
+    assert {sync.goes_on for sync in relearning} == {goes_on}
 
 
 def test_exact_rebuilds_relearn_nothing():

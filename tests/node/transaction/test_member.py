@@ -211,6 +211,22 @@ def test_nothing_else_is_committed_than_what_is_ready(told: Told, step: int, bal
     assert told.member.committed == 0
 
 
+@pytest.mark.parametrize(("fixed", "applied"), [([0, 3, 9], True), ([], True), ([0, 2, 0], False)])
+def test_what_was_relearned_enters_as_it_was_offered_or_not_at_all(
+    told: Told, fixed: list[int], applied: bool
+):
+    told.hears(Ballot(1, 2), step=begin(1))
+    told.hears(Ballot(1, 2), reduce=pb.Reduce())
+    (send,) = told.member.reduced(Ballot(1, 2), 2.0, True, 0.1, relearned=3, relearning=5)
+    assert isinstance(send, Send)
+    assert (send.message.ready.relearned, send.message.ready.relearning) == (3, 5)
+    decided = commit(1, Ballot(1, 2))
+    decided.relearned.extend(fixed)
+    effects = told.hears(Ballot(1, 3), step=pb.Step(commit=decided))
+    assert any(isinstance(effect, Apply) for effect in effects) == applied
+    assert any(isinstance(effect, Suspect) for effect in effects) != applied
+
+
 def test_a_commit_without_ready_is_not_applied(told: Told):
     told.hears(Ballot(1, 2), step=begin(1))
     assert told.commits(1, Ballot(1, 2)) == []
@@ -468,7 +484,9 @@ def test_a_query_between_two_commits_is_answered_before_the_next_is_applied():
     assert status(effects[:1]).committed == 8
 
 
-@pytest.mark.parametrize("how", ["missed commit", "feeder lost", "overtaken", "too many", "fetch"])
+@pytest.mark.parametrize(
+    "how", ["missed commit", "feeder lost", "overtaken", "too many", "fetch", "relearned"]
+)
 def test_who_cannot_follow_any_more_says_so(how: str):
     told = Follows()
     told.begun(2, 8)
@@ -488,6 +506,10 @@ def test_who_cannot_follow_any_more_says_so(how: str):
             effects = told.begun(3, 9, commit(8, Ballot(1, 2)))
         case "fetch":
             effects = told.member.failed(Ballot(1, 1), "no source", [])
+        case "relearned":
+            decided = commit(8, Ballot(1, 2))
+            decided.relearned.extend([0, 3, 0])
+            effects = told.begun(3, 9, decided)
     assert "failed" in bodies(effects)
     assert told.member.phase is MemberPhase.IDLE
     assert not told.member.arrived(Ballot(1, 1))
