@@ -392,6 +392,34 @@ async def test_every_loss_is_survived_by_its_policy(
     assert losses(out) == pytest.approx(in_the_lab(run, corpus, at, lost, rebuilt), rel=1e-4)
 
 
+@pytest.mark.parametrize(("lost", "each_step"), [(2, 5), (1, 20)])
+async def test_what_is_relearned_beside_steps_is_what_the_lab_relearns(
+    corpus, tmp_path, lost, each_step
+):
+    run = small(
+        stages=4,
+        recovery__relearn__steps=4,
+        recovery__relearn__seconds=60.0,
+        recovery__relearn__enough=0.55,
+        recovery__relearn__each_step=each_step,
+        steps=14,
+    )
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 5)
+        await swarm.kill(lost, 0)
+        swarm.start(lost, 0)
+        await swarm.until(swarm.finished)
+    assert audit(tmp_path).exact
+    rebuilt = [e for e in swarm.lines.events("rebuilt") if e["stage"] == lost]
+    ((told,), at) = [e["relearned"] for e in rebuilt], rebuilt[0]["step"]
+    assert told["updates"] > 0
+    assert told["left"] > 10, "steps relearn beside, and not all of them"
+    (beside,) = swarm.lines.events("relearned")
+    assert (beside["updates"], beside["left"]) == (told["left"], 0)
+    assert beside["steps"] == -(-told["left"] // each_step)
+    assert losses(tmp_path) == pytest.approx(in_the_lab(run, corpus, at, [lost], rebuilt), rel=1e-4)
+
+
 async def test_who_comes_to_a_stage_that_relearns_ends_its_lesson_and_is_its_replica(
     corpus, tmp_path
 ):
