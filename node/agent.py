@@ -150,7 +150,7 @@ class Agent:
         self.origins: dict[int, StageState] = {}  # stages of the checkpoint, for those without it
         self.origins_asked = 0.0  # when one was asked for
         self.holdings = make_holdings(self)
-        self.member.holdings = self.holdings.listed
+        self.member.holdings = self.kept
         self.member.recording = self.record.recording
         self.arithmetic.work.twin = self.holdings.twin
         self.workplace = Workplace(
@@ -712,6 +712,7 @@ class Agent:
             if sync.method == "twin":
                 synced = await self.rebuilding.rebuild_twin(ballot, sync)
                 if synced is not None:
+                    self.states.forget()
                     self._carry_out(member.fetched(synced, member.last, member.boosted_at))
                 return
             rebuilt = await self.rebuilding.rebuild(ballot, sync)
@@ -722,6 +723,7 @@ class Agent:
             return
         synced, state, self.homework = rebuilt
         member.relearning = 0 if self.homework is None else self.homework.left
+        self.states.forget()
         self.learned = Learned(synced.digest, state.omega, state.optimizer_step)
         log.info(
             "stage %s is at step %d by %s: %d bytes, %.2f s",
@@ -734,6 +736,15 @@ class Agent:
         self.record.committed(state.last)  # who was to note it may be gone
         self._carry_out(member.fetched(synced, state.last, state.boosted_at))
         self.holdings.in_place(state.id)
+
+    def kept(self) -> list[pb.Holding]:
+        """All that is kept, as the driver is told; weights that have come on the way to more. What
+        the run begins with can be had otherwise."""
+        arrived = self.states.weights(self.stage)
+        found = self.holdings.listed()
+        if arrived is not None and arrived.id.step > 0:
+            found.append(arrived.id.holding(WEIGHTS))
+        return found
 
     def _relearning(self, round: int, residual: float) -> None:
         self.record.tell(RelearningRound(stage=self.stage, round=round, residual=residual))
@@ -760,6 +771,7 @@ class Agent:
             last=last,
             optimizer_step=self.learned.optimizer_step,
             relearning=self.member.relearning,
+            digest=self.learned.digest,
         )
 
     def _serve_state(self, peer: str, message: pb.Message) -> None:

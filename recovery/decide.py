@@ -13,7 +13,7 @@ Masking = Literal["abort", "reassign", "spare"]
 """What to do when a node is lost in the middle of a step and its stage lives on: try the step again
 from the start; have the others do what was that node's; the same, and some of them have done a part
 of it ahead."""
-Kind = Literal["copy", "snapshot", "redundant", "checkpoint", "save", "memory"]
+Kind = Literal["copy", "snapshot", "redundant", "checkpoint", "save", "memory", "weights"]
 Made = tuple[int, int]
 """View and attempt of the commit that made a step. One that only those knew who are gone now never
 happened, and the step was made again: of the same number, but not the same."""
@@ -27,6 +27,9 @@ COPIED = ("replica", "handover")
 """Methods that copy a stage from nodes that train it: such as stay, or such as will leave soon."""
 OWN = ("save", "memory")
 """Methods by which a node goes on from what it has itself, in a file or in memory."""
+ARRIVED = ("joiner", "weights")
+"""Methods by which it goes on from what had come to it when its last source was lost: a state that
+had not caught up, or weights without Adam's moments."""
 ORIGIN = "origin"
 """The method by which a stage gets the weights that it begins with: those of a checkpoint."""
 
@@ -48,12 +51,19 @@ class Held:
 
     `copy`: stage 0's weights, `snapshot`: its running snapshot, `redundant`: its twin, each of
     another node's stage, in memory. `checkpoint`, `save`: of the node's own stage, in a file.
-    `memory`: what it has itself, which counts when the run goes back to it.
+    `memory`: what it has itself, which counts when the run goes back to it, or nobody has more.
+    `weights`: of its own stage, as they came from a node that was lost before its moments had come.
     """
 
     kind: Kind
     source: Source
     made: Made = UNKNOWN  # by which commit
+
+
+def _newest(sources: Iterable[Source]) -> tuple[Source, ...]:
+    found = sorted(sources, key=lambda source: source.node)
+    newest = max((source.step for source in found), default=0)
+    return tuple(source for source in found if source.step == newest)
 
 
 @dataclass(frozen=True)
@@ -78,15 +88,25 @@ class Left:
     def freshest(self, kind: Kind, stage: int) -> tuple[Source, ...]:
         """The holdings of the newest step among those of this lineage and no later step: what is
         newer was never committed by those who are left."""
-        found = [
-            held.source
+        return _newest(held.source for held in self._held(kind, stage))
+
+    def here(self, kind: Kind, stage: int) -> tuple[Source, ...]:
+        """As `freshest`, without what is of this very step and made by another commit."""
+        held = self._held(kind, stage)
+        return _newest(
+            one.source
+            for one in held
+            if one.source.step < self.step or one.made in (self.made, UNKNOWN)
+        )
+
+    def _held(self, kind: Kind, stage: int) -> list[Held]:
+        return [
+            held
             for held in self.held
             if (held.kind, held.source.stage) == (kind, stage)
             and held.source.lineage == self.lineage
             and held.source.step <= self.step
         ]
-        newest = max((source.step for source in found), default=0)
-        return tuple(sorted((s for s in found if s.step == newest), key=lambda s: s.node))
 
 
 @dataclass(frozen=True)
@@ -133,7 +153,8 @@ def decide(stage: int, left: Left, policy: Policy, strict: bool = False) -> Deci
     from, then this very step from before the run went back, then a
     save of it, then what the policy holds ready, then, unless `strict`, the best guess that what is
     left allows. Of adapters no other stage's say anything, so nobody guesses: policies that would
-    take the last save, or begin anew.
+    take the last save, or begin anew. What a node of the stage was getting from one that is lost
+    now comes before all that is a guess, or older.
     """
     if replicas := left.nodes(stage):
         reason = f"stage {stage} lives on at {len(replicas)} of its nodes: copied from there"
@@ -156,10 +177,32 @@ def decide(stage: int, left: Left, policy: Policy, strict: bool = False) -> Deci
         return Rebuild(stage, "save", saves, exact=True, reason=reason)
     found, lacking = _BY_POLICY[policy](stage, left)
     if found is not None:
-        return found
+        return _arrived(stage, left, found) or found
     if strict:
         return Stop(stage, f"stage {stage} is lost: {lacking}; --strict allows no other way")
-    return _fall_back(stage, left, lacking)
+    guess = _fall_back(stage, left, lacking)
+    return _arrived(stage, left, guess, lacking) or guess
+
+
+def _arrived(stage: int, left: Left, other: Decision, lacking: str = "") -> Rebuild | None:
+    """By what had come to a node of the stage when the last one that trained was lost, if that is
+    no farther from what was lost than `other`. `lacking`: why the policy can't serve."""
+    if isinstance(other, RollBack) or (isinstance(other, Rebuild) and other.exact):
+        return None
+    here = [(s, kind) for kind in ("memory", "weights") for s in left.here(kind, stage)]
+    if not here:
+        return None
+    source, kind = max(here, key=lambda one: one[0].step)  # of the two of one step, with moments
+    if isinstance(other, Rebuild) and other.method not in INEXACT:
+        its = other.sources[0].lineage, other.sources[0].step, other.method == "save"
+        if its > (source.lineage, source.step, kind == "memory"):
+            return None
+    late = left.step - source.step
+    loss = f"stage {stage} is lost and {lacking}" if lacking else f"stage {stage} is lost"
+    method = "joiner" if kind == "memory" else "weights"
+    what = "state" if kind == "memory" else "weights, without Adam's moments,"
+    reason = f"{loss}: its {what} had come to {source.node} by then{_stale(late)}"
+    return Rebuild(stage, method, (source,), False, reason, fallback=bool(lacking), fresh=not late)
 
 
 _Answer = tuple[Rebuild | RollBack | None, str]
@@ -350,9 +393,11 @@ class Resume:
 def resume(held: Iterable[Held], stages: int) -> Resume | None:
     """Where the run goes on that had all this, in files or memory; None if that is nothing.
 
-    The newest step that every stage has. Where there is none, the newest of each (SCAR's partial
-    recovery), and the step is the newest of all: no sample comes twice.
+    The newest step that every stage has, some without Adam's moments where it can't be otherwise.
+    Where there is none, the newest of each (SCAR's partial recovery), and the step is the newest of
+    all: no sample comes twice.
     """
+    held = list(held)
     files = _files(held, "memory", "save", "checkpoint")
     common = _newest_common(files, stages)
     if common is not None:
@@ -362,6 +407,17 @@ def resume(held: Iterable[Held], stages: int) -> Resume | None:
         what = f"a save of step {step}" if filed else f"step {step}"
         reason = f"every stage has {what}: the run goes on from there"
         return Resume(step, lineage, chosen, exact=True, reason=reason)
+    found = _files(held, "memory", "save", "checkpoint", "weights")
+    common = _newest_common(found, stages)
+    if common is not None:
+        chosen = {of: _alike(each[common]) for of, each in found.items()}
+        lineage, step, _ = common
+        bare = [of for of, each in sorted(chosen.items()) if each[0].kind == "weights"]
+        reason = (
+            f"every stage has step {step}, without Adam's moments stage "
+            f"{', '.join(map(str, bare))}: the run goes on from there"
+        )
+        return Resume(step, lineage, chosen, exact=False, reason=reason)
     if not files:
         return None
     newest = {of: max(found) for of, found in files.items()}
@@ -391,6 +447,12 @@ def _files(held: Iterable[Held], *kinds: Kind) -> _Files:
         if all(other.source.node != one.source.node for other in there):
             there.append(one)
     return files
+
+
+def _alike(held: Sequence[Held]) -> tuple[Held, ...]:
+    """Those with moments, or, where nobody has them, those without."""
+    whole = tuple(one for one in held if one.kind != "weights")
+    return whole or tuple(held)
 
 
 def _newest_common(files: _Files, stages: int) -> _Version | None:

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, TypeVar
 from rich.filesize import decimal
 
 from planaria.bootstrap.spelling import readable
-from planaria.recovery.decide import OWN
+from planaria.recovery.decide import ARRIVED, OWN
 
 Read = TypeVar("Read")
 
@@ -633,7 +633,7 @@ class RelearnedBeside(Event, kind="relearned", severity=Severity.NOTICE):
 class StageRebuilt(Event, kind="rebuilt", severity=Severity.GOOD):
     """A node has its stage's state, and trains. `oldest_step`, `mean_step` and `perturbation` are
     there when a running snapshot was used: the steps of its rows, and how far it was from the
-    weights when it was last sent."""
+    weights when it was last sent. The first two, when what had come to a joiner was."""
 
     stall_seconds: float  # in which nothing was trained; the driver's count
     node: str
@@ -665,7 +665,9 @@ class StageRebuilt(Event, kind="rebuilt", severity=Severity.GOOD):
     def quality(self) -> str:
         """How near it came to what was lost, as far as that is known: the end of a sentence."""
         parts = []
-        if self.oldest_step is not None:
+        if self.method in ARRIVED:
+            parts.append(f"as after step {self.oldest_step}")
+        elif self.oldest_step is not None:
             parts.append(f"oldest block of step {self.oldest_step}")
         if self.perturbation is not None and not math.isnan(self.perturbation):
             parts.append(f"perturbation {self.perturbation:.3g}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
@@ -238,7 +239,8 @@ class Holdings:
     def served(self, kind: str, stage: int) -> StageState | None:
         """The state that a joiner asks for; None: there is no such thing here."""
         if kind == "redundant" and self.twin is not None and self.twin.stage == stage:
-            return self.twin.state
+            of, digest = self._twin_digest
+            return replace(self.twin.state, digest=digest if of == self.twin.state.id else b"")
         if kind in ("copy", "snapshot") and self.holder is not None:
             return self.holder.state("copy" if kind == "copy" else "snapshot", stage)
         return None

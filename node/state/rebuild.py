@@ -158,8 +158,11 @@ class Rebuilding:
 
     async def _fetch(self, ballot: Ballot, sync: pb.Sync) -> list[Delivery]:
         """The states to make the new one of: of each source stage, in their order."""
-        if sync.method == "memory":
+        if sync.method in ("memory", "joiner"):
             return [Delivery(self._kept(sync), bytes=0)]
+        if sync.method == WEIGHTS:
+            arrived = self._arrived(sync)
+            return [Delivery(arrived, arrived.bytes)]
         adapters = self.run.training.lora is not None
         from_checkpoint = sync.method == ORIGIN and not adapters
         anew = sync.method in (ANEW, ORIGIN) or (sync.method in FROM_FILES and sync.step == 0)
@@ -179,6 +182,15 @@ class Rebuilding:
         if own.id.age != (source.lineage, source.step):
             raise ComplaintError(f"step {source.step} is asked for, and {own.id.step} is in memory")
         return own
+
+    def _arrived(self, sync: pb.Sync) -> StageState:
+        """What had come when its last source was lost. Raises ComplaintError."""
+        arrived = self.states.weights(self.stage)
+        (source,) = sync.sources
+        if arrived is None or arrived.id.age != (source.lineage, source.step):
+            what = "none are here" if arrived is None else f"those of {arrived.id.step} are here"
+            raise ComplaintError(f"weights of step {source.step} are asked for, and {what}")
+        return arrived
 
     async def _fetch_from_peers(self, ballot: Ballot, sync: pb.Sync) -> list[Delivery]:
         """Each from all its nodes at once. Methods that guess get weights only."""

@@ -73,6 +73,7 @@ class StageState:
     last: pb.Commit  # the newest in it
     optimizer_step: int
     relearning: int = 0  # updates of the stage's lesson that aren't in it yet
+    digest: bytes = b""  # of weights and moments; empty: it wasn't taken
 
     @property
     def bytes(self) -> int:

@@ -2,9 +2,13 @@
 
 The state is a few flat float32 tensors; its bytes, end to end, are cut into shards. A joiner asks
 every replica of the source stage for a manifest, then the sources that agree on it for shards, two
-at a time each, so that a fast source serves more of them. A shard that doesn't come is asked for
-elsewhere. Sources keep nothing about a transfer: each request names the step, and a source that has
-committed another one refuses.
+at a time each, so that a fast source serves more of them: those of the weights before those of the
+moments. A shard that doesn't come is asked for elsewhere. Sources keep nothing about a transfer:
+each request names the step, and a source that has committed another one refuses.
+
+What has come of a whole state stays when the last source is lost, until a state is in place. The
+next transfer of the very same state, as its digest says, asks for the rest. Weights that are whole
+are good for themselves.
 
 The joiner knows which tensors the stage has, and takes no others: who offers them is accused, and
 so is who sends a shard that isn't what was asked. What that node owes is asked of others.
@@ -14,7 +18,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, deque
+from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +31,7 @@ import msgpack
 from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.node.ports import Tensors
 from planaria.node.state.stage_state import Age, StageState, StateId
+from planaria.node.transaction.bounds import HASH
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, ExchangeInbox, Exchanges, Inboxes, Lost
 from planaria.node.wire.frames import (
@@ -88,6 +94,7 @@ class Manifest:
     tensors: tuple[tuple[str, int], ...]  # name, values
     size: int  # bytes
     optimizer_step: int
+    digest: bytes  # of the state; empty: the source doesn't say
     message: pb.StateManifest = field(compare=False)  # the rest, which says nothing of the layout
 
     @classmethod
@@ -110,7 +117,9 @@ class Manifest:
         of_step = message.optimizer_step, message.boosted_at, message.last.step
         if max(of_step) > step:
             raise FiguresError(f"its manifest tells of a later step than {step}: {max(of_step)}")
-        return cls(tensors, size, message.optimizer_step, message)
+        if len(message.digest) > HASH:
+            raise FiguresError(f"its manifest has a digest of {len(message.digest)} bytes")
+        return cls(tensors, size, message.optimizer_step, message.digest, message)
 
 
 def _name(tensors: Iterable[tuple[str, int]]) -> str:
@@ -222,6 +231,7 @@ class StateServer:
             manifest.boosted_at = state.boosted_at
             manifest.last.CopyFrom(state.last)
             manifest.optimizer_step = state.optimizer_step
+            manifest.digest = state.digest
         self._send(peer, pb.Message(ballot=message.ballot, state_manifest=manifest))
 
     async def _send_shard(self, peer: str, message: pb.Message) -> None:
@@ -287,24 +297,30 @@ class _Source:
     failures: list[str] = field(default_factory=list)
 
 
+def cut(sizes: Iterable[int], shard_size: int, first: int = 0) -> list[StateShard]:
+    """The shards of tensors of so many bytes, one behind the other from the byte `first` on. None
+    has parts of two, so that a tensor is whole when its own shards are there."""
+    if shard_size <= 0 or shard_size % VALUE:
+        raise ValueError(f"shards of {shard_size} bytes; a positive multiple of {VALUE} it is")
+    return [
+        StateShard(offset, min(shard_size, end - offset))
+        for start, end in pairwise(accumulate(sizes, initial=first))
+        for offset in range(start, end, shard_size)
+    ]
+
+
 class ShardPlan:
     """Which shard to ask of which source. Pure; `now` is in seconds of any one clock.
 
-    The shards cover `size` bytes from the `first` one on, without overlap. A shard is asked of one
-    source at a time, and again, of a source that hasn't failed it where there is one, when it was
-    not had. A source is dropped with its third failure, so the plan comes to an end: `done`, or no
-    `sources`.
+    A shard is asked of one source at a time, those that lie before others first, and again, of a
+    source that hasn't failed it where there is one, when it was not had. A source is dropped with
+    its third failure, so the plan comes to an end: `done`, or no `sources`.
     """
 
-    def __init__(self, size: int, shard_size: int, silence: float, first: int = 0) -> None:
-        if shard_size <= 0 or shard_size % VALUE:
-            raise ValueError(f"shards of {shard_size} bytes; a positive multiple of {VALUE} it is")
+    def __init__(self, shards: Iterable[StateShard], silence: float) -> None:
         self._silence = silence
         self._sources: dict[str, _Source] = {}
-        self._pending = deque(
-            StateShard(offset, min(shard_size, first + size - offset))
-            for offset in range(first, first + size, shard_size)
-        )
+        self._pending = sorted(shards)
         self.missing = len(self._pending)  # shards, asked for or not
         self.dropped: dict[str, str] = {}  # by source: why
 
@@ -375,7 +391,7 @@ class ShardPlan:
     def failed(self, source: str, offset: int, reason: str, now: float) -> None:
         """An outstanding shard is not to be had from `source`."""
         state = self._sources[source]
-        self._pending.appendleft(state.outstanding.pop(offset))
+        insort(self._pending, state.outstanding.pop(offset))
         state.failed.add(offset)
         state.failures.append(reason)
         state.heard = now
@@ -385,7 +401,7 @@ class ShardPlan:
     def drop(self, source: str, reason: str) -> None:
         """Nothing more is asked of `source`; what it owes is asked of others."""
         if (state := self._sources.pop(source, None)) is not None:
-            self._pending.extendleft(state.outstanding.values())
+            self._pending = sorted([*self._pending, *state.outstanding.values()])
             self.dropped[source] = reason
 
     def expire(self, now: float) -> None:
@@ -420,6 +436,7 @@ class StateClient:
         self.silence = silence
         self._numbers = count(1)
         self._inboxes: Inboxes[int, _Answer] = Inboxes(exchanges, 0)
+        self._arriving: dict[int, Arriving] = {}  # whole states, by stage: the newest
 
     async def fetch(
         self,
@@ -446,6 +463,28 @@ class StateClient:
         fetch = _Fetch(self, request, list(dict.fromkeys(sources)), deadline, on_progress, part)
         with self._inboxes.open(transfer) as inbox:
             return await fetch.run(inbox)
+
+    def arriving(
+        self, request: _Request, manifest: Manifest, part: tuple[int, int] | None
+    ) -> Arriving:
+        """That state as far as it is here, or a place for all of it. Raises MemoryError."""
+        whole = request.optimizer and part is None and manifest.digest
+        before = self._arriving.pop(request.stage, None) if whole else None
+        if before is None or (before.request.age, before.manifest) != (request.age, manifest):
+            del before  # there may not be memory for two
+            before = Arriving.none_of(request, manifest, part, self)
+        if whole:
+            self._arriving[request.stage] = before
+        return before
+
+    def weights(self, stage: int) -> StageState | None:
+        """What has come of a state of which all weights are here."""
+        found = self._arriving.get(stage)
+        return found.state() if found is not None and found.has_weights() else None
+
+    def forget(self) -> None:
+        """What has come is in place, or of no use any more."""
+        self._arriving.clear()
 
     def on_message(self, peer: str, message: pb.Message) -> None:
         """A StateManifest or a ShardRefusal has come; other messages have no effect."""
@@ -512,6 +551,66 @@ class _Request:
         return pb.Ballot(view=view, attempt=attempt)
 
 
+@dataclass
+class Arriving:
+    """A state as far as it has come."""
+
+    request: _Request
+    manifest: Manifest
+    values: Tensor  # of all tensors, one behind the other
+    lengths: Sequence[int]  # of these, in values
+    first: int  # byte of the whole state with which they begin
+    missing: dict[int, StateShard]  # by offset
+    bytes: int = 0  # that are here
+
+    @classmethod
+    def none_of(
+        cls,
+        request: _Request,
+        manifest: Manifest,
+        part: tuple[int, int] | None,
+        client: StateClient,
+    ) -> Arriving:
+        """`part`: of the weights, so many values from the first one on. Raises MemoryError."""
+        first = VALUE * part[0] if part else 0
+        lengths = [part[1]] if part else [values for _, values in manifest.tensors]
+        values = client.tensors.empty(sum(lengths))
+        shards = cut([VALUE * length for length in lengths], client.shard_size, first)
+        missing = {shard.offset: shard for shard in shards}
+        return cls(request, manifest, values, lengths, first, missing)
+
+    def came(self, offset: int) -> None:
+        """The shard there is in its place. It may have come twice: once for who has given up."""
+        if (shard := self.missing.pop(offset, None)) is not None:
+            self.bytes += shard.size
+
+    def has_weights(self) -> bool:
+        return all(offset >= self.first + VALUE * self.lengths[0] for offset in self.missing)
+
+    def put(self, shard: StateShard, parts: Iterable[Tensor]) -> None:
+        position = (shard.offset - self.first) // VALUE
+        for part in parts:
+            self.values[position : position + part.numel()] = part.view(-1)
+            position += part.numel()
+
+    def state(self) -> StageState:
+        """All of it, or its weights alone, with which Adam starts afresh."""
+        lengths = self.lengths[:1] if self.missing else self.lengths
+        names = [name for name, _ in self.manifest.tensors][: len(lengths)]
+        parts = [self.values[a:b] for a, b in pairwise(accumulate(lengths, initial=0))]
+        request, told = self.request, self.manifest.message
+        afresh = request.optimizer and len(lengths) == 1
+        return StageState(
+            id=StateId.after(told.last, request.stage, *request.age),
+            tensors=dict(zip(names, parts, strict=True)),
+            omega=told.omega,
+            boosted_at=told.boosted_at,
+            last=told.last,
+            optimizer_step=0 if afresh else self.manifest.optimizer_step,
+            digest=self.manifest.digest if len(names) > 1 else b"",
+        )
+
+
 class _Fetch:
     """One transfer at the joiner.
 
@@ -528,24 +627,22 @@ class _Fetch:
         on_progress: Callable[[int], None] | None,
         part: tuple[int, int] | None,
     ) -> None:
-        self.client = client
-        self.part, self.first = part, 0  # the latter in bytes
+        self.client, self.part = client, part
         self.request = request
         self.deadline = deadline
         self.on_progress = on_progress
         self.started = client.exchanges.now
         self.silent: list[str] = list(sources)  # no manifest yet
         self.given_up: dict[str, str] = {}  # by source: why, before the plan knew it
-        self.manifest: Manifest | None = None
-        self.plan = ShardPlan(0, client.shard_size, client.silence)
-        self.values = client.tensors.empty(0)
+        self.arriving: Arriving | None = None  # since the first manifest
+        self.plan = ShardPlan([], client.silence)
         self.served = dict.fromkeys(sources, 0)
 
     async def run(self, inbox: ExchangeInbox[_Answer]) -> Delivery:
         for source in list(self.silent):
             if not self.client.send(source, self.request.manifest()):
                 self._give_up(source, "there is no link to it")
-        while self.manifest is None or not self.plan.done:
+        while self.arriving is None or not self.plan.done:
             if inbox.empty:  # else who seems silent may just be unheard
                 self._expire(self._now)
             self._ask_shards()
@@ -557,7 +654,8 @@ class _Fetch:
                 self._check_deadline()
                 continue
             await self._take(peer, answer)
-        return self._delivered(self.manifest)
+        seconds, size = self._now - self.started, sum(self.served.values())
+        return Delivery(self.arriving.state(), size, seconds, self.served)
 
     @property
     def _now(self) -> float:
@@ -577,7 +675,7 @@ class _Fetch:
     def _check_deadline(self) -> None:
         if self._now >= self.started + self.deadline:
             waited_for = ", ".join(self.silent + self.plan.sources)
-            missing = f"{self.plan.missing} shards" if self.manifest else "every manifest"
+            missing = f"{self.plan.missing} shards" if self.arriving else "every manifest"
             gone = self.given_up or self.plan.dropped
             raise ComplaintError(
                 f"{self._what()} is not there after {self.deadline:g} s: {missing} missing, "
@@ -629,18 +727,15 @@ class _Fetch:
             if isinstance(error, WireError):
                 self._accuse(peer, str(error), error.cause)
             return
-        if self.manifest is None:
-            self.manifest = manifest
-            first, count = self.part or (0, manifest.size // VALUE)
-            size, self.first = VALUE * count, VALUE * first
-            self.plan = ShardPlan(size, client.shard_size, client.silence, self.first)
+        if self.arriving is None:
             try:
-                self.values = client.tensors.empty(count)
+                self.arriving = client.arriving(request, manifest, self.part)
             except MemoryError as error:
                 raise ComplaintError(
-                    f"there is no memory for {self._what()}, {size} bytes"
+                    f"there is no memory for {self._what()}, {manifest.size} bytes"
                 ) from error
-        elif manifest != self.manifest:
+            self.plan = ShardPlan(self.arriving.missing.values(), client.silence)
+        elif manifest != self.arriving.manifest:
             self._give_up(peer, "its manifest is not that of the others")
             return
         self.silent.remove(peer)
@@ -649,17 +744,18 @@ class _Fetch:
     async def _take_shard(self, peer: str, frame: Frame) -> None:
         offset = frame.fields.get("offset")
         shard = self.plan.outstanding(peer, offset) if type(offset) is int else None
-        if shard is None:
+        if shard is None or self.arriving is None:
             return  # late: by now it is asked of another
         try:
-            await self.client.exchanges.compute(partial(self._place, frame, shard))
+            await self.client.exchanges.compute(partial(self._place, frame, shard, self.arriving))
         except WireError as error:
             self._wrong_shard(peer, shard, error)
             return
         self.plan.received(peer, shard.offset, self._now)
+        self.arriving.came(shard.offset)
         self.served[peer] += shard.size
         if self.on_progress is not None:
-            self.on_progress(sum(self.served.values()))
+            self.on_progress(self.arriving.bytes)
 
     def _wrong_shard(self, peer: str, shard: StateShard, error: WireError) -> None:
         """Who alone has the state may try again a few times: nobody else can serve it."""
@@ -674,22 +770,7 @@ class _Fetch:
         log.warning("no shard at %d of %s from %s: %s", offset, self._what(), peer, reason)
         self.plan.failed(peer, offset, reason, self._now)
 
-    def _delivered(self, manifest: Manifest) -> Delivery:
-        sizes = [self.part[1]] if self.part else [values for _, values in manifest.tensors]
-        ends = list(accumulate(sizes, initial=0))
-        parts = [self.values[start:end] for start, end in pairwise(ends)]
-        request, last = self.request, manifest.message.last
-        state = StageState(
-            id=StateId.after(last, request.stage, *request.age),
-            tensors={name: part for (name, _), part in zip(manifest.tensors, parts, strict=True)},
-            omega=manifest.message.omega,
-            boosted_at=manifest.message.boosted_at,
-            last=last,
-            optimizer_step=0 if request.optimizer and len(parts) == 1 else manifest.optimizer_step,
-        )
-        return Delivery(state, VALUE * ends[-1], self._now - self.started, self.served)
-
-    def _place(self, frame: Frame, shard: StateShard) -> None:
+    def _place(self, frame: Frame, shard: StateShard, arriving: Arriving) -> None:
         """Put a shard where it belongs, in the compute thread. Raises WireError when it is damaged,
         or not what was asked."""
         if any((d.dtype, d.codec) != ("float32", "none") for d in frame.descriptors):
@@ -697,8 +778,4 @@ class _Fetch:
         size = sum(descriptor.size for descriptor in frame.descriptors)
         if size != shard.size:
             raise WireError(f"a shard of {size} bytes, not {shard.size}")
-        parts = self.client.tensors.decode(frame.descriptors, frame.payload)
-        position = (shard.offset - self.first) // VALUE
-        for part in parts:
-            self.values[position : position + part.numel()] = part.view(-1)
-            position += part.numel()
+        arriving.put(shard, self.client.tensors.decode(frame.descriptors, frame.payload))

@@ -554,7 +554,7 @@ class Driver:
         effects: list[Effect] = [Resuming(step=found.step, exact=found.exact, reason=reason)]
         self._open_lineage(gathering, found.step)
         for held in chain.from_iterable(found.held.values()):
-            method = "memory" if held.kind == "memory" else "save"
+            method = "save" if held.kind == "checkpoint" else held.kind
             sync = self.standing.sync(method, reason, [held.source])
             effects.append(self.ballot.send(held.source.node, sync=sync))
         return self._wait_for_state(gathering, self._with_checkpoint(effects, gathering), now)

@@ -181,7 +181,9 @@ class Gathering:
         ]
 
     def held(self) -> list[Held]:
-        """Besides what is kept of other stages and in files, what each has itself."""
+        """Besides what is kept of other stages and in files, what each has itself. Weights that
+        came from a stage of which some are distrusted may be theirs."""
+        doubted = {at for node, at in self.members.items() if node in self.distrusted}
         own = [
             Held(
                 "memory",
@@ -199,6 +201,7 @@ class Gathering:
             )
             for node, status in sorted(self.statuses.items())
             for one in status.holdings
+            if one.kind != "weights" or one.stage in {self.members[node]} - doubted
         ]
 
     def left(self) -> Left:

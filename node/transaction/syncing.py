@@ -11,7 +11,17 @@ from planaria.node.transaction.effects import Effect, Send
 from planaria.node.transaction.gathering import Gathering
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
-from planaria.recovery.decide import COPIED, INEXACT, OWN, Decision, Rebuild, Source, decide, giver
+from planaria.recovery.decide import (
+    ARRIVED,
+    COPIED,
+    INEXACT,
+    OWN,
+    Decision,
+    Rebuild,
+    Source,
+    decide,
+    giver,
+)
 from planaria.recovery.orders import adjoining, all_orders, blocks
 
 
@@ -36,6 +46,9 @@ class Syncing:
             return []
         stage = self.gathering.members[peer]
         told = rebuilt(peer, stage, synced, now - self.began, math.nan)
+        if synced.method in ARRIVED and synced.sources:
+            step = synced.sources[0].step
+            return [replace(told, oldest_step=step, mean_step=step)]
         return [self._with_staleness(told, synced) if synced.method == "snapshot" else told]
 
     def _with_staleness(self, told: StageRebuilt, synced: pb.Synced) -> StageRebuilt:
@@ -140,7 +153,7 @@ def rebuild(
     to, joiners = gathering.standing(), {}
     for stage, decision in rebuilds.items():
         nodes = lacking[stage]
-        if decision.method in OWN:
+        if decision.method in (*OWN, *ARRIVED):
             nodes = [source.node for source in decision.sources]
         joiners[stage] = nodes if decision.method in (*COPIED, "memory") else nodes[:1]
     orders = all_orders(rules.stages, rules.swapped)

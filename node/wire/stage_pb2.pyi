@@ -556,7 +556,7 @@ class StateRequest(_message.Message):
     def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ..., optimizer: _Optional[bool] = ..., kind: _Optional[str] = ..., stage: _Optional[int] = ...) -> None: ...
 
 class StateManifest(_message.Message):
-    __slots__ = ("transfer", "step", "error", "tensors", "size", "omega", "boosted_at", "last", "optimizer_step")
+    __slots__ = ("transfer", "step", "error", "tensors", "size", "omega", "boosted_at", "last", "optimizer_step", "digest")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
@@ -566,6 +566,7 @@ class StateManifest(_message.Message):
     BOOSTED_AT_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_STEP_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     transfer: int
     step: int
     error: str
@@ -575,7 +576,8 @@ class StateManifest(_message.Message):
     boosted_at: int
     last: Commit
     optimizer_step: int
-    def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ..., error: _Optional[str] = ..., tensors: _Optional[bytes] = ..., size: _Optional[int] = ..., omega: _Optional[float] = ..., boosted_at: _Optional[int] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., optimizer_step: _Optional[int] = ...) -> None: ...
+    digest: bytes
+    def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ..., error: _Optional[str] = ..., tensors: _Optional[bytes] = ..., size: _Optional[int] = ..., omega: _Optional[float] = ..., boosted_at: _Optional[int] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., optimizer_step: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class ShardRequest(_message.Message):
     __slots__ = ("transfer", "step", "optimizer", "offset", "size", "kind", "stage")

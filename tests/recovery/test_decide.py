@@ -195,7 +195,93 @@ def test_stage_0_without_any_copy_stops_the_run():
     assert "stage 0 is lost" in decision.reason
 
 
-kinds = st.sampled_from(["copy", "snapshot", "redundant", "checkpoint", "save"])
+def came(kind: str, stage: int, step: int = STEP, made: tuple[int, int] = (0, 0)) -> Held:
+    """To a node of the stage, before the last one that trained was lost."""
+    return Held(kind, Source("heir", stage, step), made)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("step", "old"), [(STEP, False), (STEP - 3, True)])
+def test_weights_that_had_come_are_better_than_a_guess(step: int, old: bool) -> None:
+    decision = rebuild(2, without(2, held=(came("weights", 2, step),)), "checkfree")
+    assert (decision.method, nodes(decision), decision.fallback) == ("weights", ["heir"], False)
+    assert not decision.exact, "Adam begins anew"
+    assert decision.same_weights is not old
+    assert ("3 steps old" in decision.reason) is old
+    assert "without Adam's moments" in decision.reason
+
+
+def test_a_state_that_had_come_and_not_caught_up_is_better_than_a_guess() -> None:
+    held = (came("memory", 2, STEP - 2), came("weights", 2, STEP - 2))
+    decision = rebuild(2, without(2, held=held), "checkfree")
+    assert (decision.method, decision.exact, decision.same_weights) == ("joiner", False, False)
+    assert "2 steps old" in decision.reason
+    newer = (came("memory", 2, STEP - 2), came("weights", 2, STEP - 1))
+    assert rebuild(2, without(2, held=newer), "checkfree").method == "weights"
+
+
+def test_a_stage_that_no_other_tells_of_goes_on_from_what_had_come() -> None:
+    assert isinstance(decide(0, without(0), "checkfree"), Stop)
+    decision = rebuild(0, without(0, held=(came("weights", 0, STEP - 1),)), "checkfree")
+    assert (decision.method, decision.fallback) == ("weights", True)
+    assert "no copy of stage 0 had come" in decision.reason
+    assert isinstance(decide(0, without(0, held=(came("weights", 0),)), "checkfree", True), Stop)
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind", "step", "method"),
+    [
+        ("snapshot", "snapshot", STEP - 1, "snapshot"),
+        ("snapshot", "snapshot", STEP - 2, "weights"),
+        ("snapshot", "snapshot", STEP - 3, "weights"),
+        ("redundant", "redundant", STEP, "redundant"),
+        ("checkfree", "save", STEP - 1, "checkfree"),
+        ("snapshot", "save", STEP - 1, "save"),
+        ("snapshot", "save", STEP - 2, "save"),
+        ("snapshot", "save", STEP - 3, "weights"),
+    ],
+)
+def test_what_had_come_is_taken_where_nothing_newer_is_kept(policy, kind, step, method):
+    """A save of the same step has moments, too. Under `checkfree` a guess comes before saves."""
+    held = (came("weights", 2, STEP - 2), holds(kind, 2, step))
+    expected = "weights" if method == "checkfree" else method
+    assert rebuild(2, without(2, held=held), policy).method == expected
+
+
+def test_a_policy_that_is_exact_takes_all_back_whatever_had_come() -> None:
+    held = tuple(holds("checkpoint", stage, 30) for stage in range(6))
+    assert isinstance(
+        decide(2, without(2, held=(*held, came("weights", 2))), "checkpoint"), RollBack
+    )
+
+
+def test_weights_that_another_commit_made_or_of_before_the_run_went_back_are_none() -> None:
+    left = replace(without(2, held=(came("weights", 2, made=(7, 2)),)), made=(7, 3))
+    assert rebuild(2, left, "checkfree").method == "checkfree"
+    assert rebuild(2, replace(left, made=(7, 2)), "checkfree").method == "weights"
+    later = replace(left, lineage=1, made=(7, 2))
+    assert rebuild(2, later, "checkfree").method == "checkfree"
+
+
+def test_a_run_of_which_all_that_is_left_had_come_to_heirs_goes_on_from_that() -> None:
+    weights = [came("weights", stage, 12, (2, 3)) for stage in range(3)]
+    found = resume(weights, 2)
+    assert found is not None
+    assert (found.step, found.exact) == (12, False)
+    assert "without Adam's moments stage 0, 1, 2" in found.reason
+    whole = [*weights, came("memory", 1, 12, (2, 3))]
+    found = resume(whole, 2)
+    assert found is not None
+    kinds = {of: [one.kind for one in held] for of, held in found.held.items()}
+    assert kinds == {0: ["weights"], 1: ["memory"], 2: ["weights"]}
+    assert resume(weights[:2], 2) is None, "of one stage there is nothing"
+    exact = resume([*whole, *saves({10}, {10}, {10})], 2)
+    assert exact is not None
+    assert (exact.step, exact.exact) == (10, True)
+
+
+kinds = st.sampled_from(
+    ["copy", "snapshot", "redundant", "checkpoint", "save", "memory", "weights"]
+)
 
 
 @given(st.integers(4, 9), st.sampled_from(POLICIES), st.booleans(), st.data())
@@ -225,6 +311,11 @@ def test_total_deterministic_and_never_a_source_that_is_gone_or_staler_than_it_s
             alive = source == Source(f"n{source.stage}", source.stage, STEP)
             assert (alive and source.stage not in lost) or source in [h.source for h in held]
             assert source.step <= STEP
+        arrived = [h.source for h in held if h.kind in ("memory", "weights")]
+        steps = [s.step for s in arrived if s.stage == stage and s.step <= STEP]
+        if steps and stage in lost:
+            (source,) = {(s.stage, s.step) for s in decision.sources}
+            assert source >= (stage, max(steps)), "it had come"
         if decision.exact:
             assert all(source.step == STEP for source in decision.sources)
             assert all(source.stage == stage for source in decision.sources)

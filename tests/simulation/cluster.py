@@ -54,6 +54,7 @@ from planaria.node.transaction.tally import entering
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
 from planaria.recovery.decide import (
+    ARRIVED,
     COPIED,
     INEXACT,
     ORIGIN,
@@ -332,7 +333,7 @@ class Cluster:
                 Ballot.of(one.made),
             )
             for seat in seats
-            for one in seat.holdings.listed()
+            for one in seat.kept()
         ]
 
     def decisions(self, step: int, having: list[Seat], left: list[Seat]) -> list[Decision]:
@@ -679,6 +680,10 @@ class Cluster:
             whole, alone = _digests(weights.optimizer)
             found = whole if "first_moment" in state.tensors else alone
             self.demand(found in known, "I5", f"{who}, which it never had")
+        if sync.method in ARRIVED and not self.guilty:
+            had = self.known.get((chain_of(state), weights.stage), ())
+            alone = weights_digest(state.tensors["weights"])
+            self.demand(alone in had, "I5", f"{who}, of weights that it never had")
         known.update(_digests(weights.optimizer))
 
     def check_announced(self, seat: Seat, said: pb.Holding, held: StageState) -> None:

@@ -81,10 +81,12 @@ class Seat(Agent):
         return self.attempt is not None and not self.member.following
 
     def _announced(self) -> list[pb.Holding]:
-        found = self.holdings.listed()
+        found = self.kept()
         for one in found:
+            held = self.states.weights(one.stage) if one.kind == "weights" else None
             if one.kind == "copy" and self.holdings.holder is not None:
                 held = self.holdings.holder.state("copy", one.stage)
+            if one.kind in ("copy", "weights"):
                 assert held is not None
                 self.host.cluster.check_announced(self, one, held)
         return found

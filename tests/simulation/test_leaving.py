@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,6 +56,49 @@ def test_what_leaves_is_copied_first_down_to_the_last_node(policy: Policy) -> No
     for seed in range(4):
         assert run(seed, policy=policy, kind=Noted).outcome == "finished", f"seed {seed}"
     assert min(fewest) == 1
+
+
+class CutOff(Shrinking):
+    """One after the other is told to leave, and dies when its heir has its weights and not yet the
+    moments."""
+
+    def _plan_faults(self) -> float:
+        self.after_commits(3, self.lose)
+        return 30.0
+
+    def lose(self) -> None:
+        there = self._some()
+        if len(there) > 1:
+            leaver = self.random.choice(there)
+            leaver.retire()
+            self.world.after(0.0, self.watch, leaver)
+
+    def watch(self, leaver: Node) -> None:
+        """The leaver may have had time for everything, or nothing to hand over."""
+        if leaver.ended:
+            self.after_commits(BETWEEN, self.lose)
+            return
+        seats = [seat for seat in self.cluster.seats if seat.host is not leaver]
+        cut = [seat for seat in seats if seat.states.weights(seat.stage) is not None]
+        if any(seat.stage in leaver.stages for seat in cut):
+            self.cluster.counts["cut off"] += 1
+            self.cluster.hosts[leaver.process.host].down = True
+            self.cluster.crash(leaver.process, "before its moments have come")
+            self.after_commits(BETWEEN, self.lose)
+            return
+        self.world.after(0.01, self.watch, leaver)
+
+
+@pytest.mark.parametrize("policy", ["checkfree", "snapshot"])
+def test_whose_moments_are_lost_goes_on_with_the_weights_that_have_come(policy: Policy) -> None:
+    """The cluster checks that these are weights that the stage has had."""
+    counts = Counter[str]()
+    for seed in range(6):
+        result = run(seed, policy=policy, kind=CutOff)
+        assert result.outcome == "finished", f"seed {seed}"
+        counts += result.counts
+    assert counts["cut off"]
+    assert counts["weights"]
 
 
 class Ending(Shrinking):

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import chain, islice
+from typing import Any
 
 import pytest
+import torch
 
 from planaria.bootstrap.membership import stages_of
 from planaria.lab.convergence.training import train
 from planaria.node.naming import node_of
 from planaria.node.report.ledger import audit, merge
+from planaria.node.stage.arithmetic import TorchStage
+from planaria.node.state.rebuild import Rebuilding
+from planaria.node.state.stage_state import StageState
+from planaria.node.state.transfer import StateServer
+from planaria.node.wire import stage_pb2 as pb
 from tests.swarm.in_process import LocalSwarm, OneSeat
 from tests.swarm.small import small
 
@@ -73,4 +81,54 @@ async def test_a_node_that_must_go_hands_its_state_over_to_one_that_has_room(
     assert rebuilt == {(2, "handover")}
     losses = [line["loss"] for line in merge(tmp_path.glob("ledger-*.jsonl")).lines]
     assert losses == pytest.approx(list(islice(train(run, corpus), len(losses))), rel=1e-5)
+    assert audit(tmp_path).exact
+
+
+async def test_an_heir_that_has_got_no_more_than_the_weights_goes_on_with_these(
+    corpus, tmp_path, monkeypatch
+):
+    """The leaver's moments don't get through, and then its time is over."""
+    run = small(stages=3, steps=ENDLESS)
+    had: dict[int, torch.Tensor] = {}  # at the leaver, by step
+    used: list[StageState] = []  # by the heir
+    serve, take, apply = StateServer.on_message, Rebuilding._arrived, TorchStage.apply
+
+    def note_applied(stage: TorchStage, commit: pb.Commit, *how: Any) -> object:
+        learned = apply(stage, commit, *how)
+        if stage.stage == 2:
+            had[commit.step] = stage.tensors["weights"].clone()
+        return learned
+
+    def note_used(rebuilding: Rebuilding, sync: pb.Sync) -> StageState:
+        used.append(take(rebuilding, sync))
+        return used[-1]
+
+    def serve_weights(server: StateServer, peer: str, message: pb.Message) -> None:
+        if message.shard_request.offset < had[1].nbytes:
+            serve(server, peer, message)
+
+    monkeypatch.setattr(TorchStage, "apply", note_applied)
+    monkeypatch.setattr(Rebuilding, "_arrived", note_used)
+    async with LocalSwarm(run, corpus, tmp_path, room=ROOMY) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 3)
+        monkeypatch.setattr(StateServer, "on_message", serve_weights)
+        leaver, living = swarm.nodes.pop((2, 0))
+        retiring = asyncio.create_task(leaver.retire(grace=3000.0))
+        left = [node for node, _ in swarm.nodes.values()]
+        seats = lambda: chain(*(node.seats.agents.values() for node in left))  # noqa: E731
+        await swarm.until(lambda: any(seat.states.weights(2) for seat in seats()))
+        retiring.cancel()
+        leaver.client.die()
+        leaver.stop("its time is over")
+        await living
+        monkeypatch.setattr(StateServer, "on_message", serve)
+        at = swarm.committed()
+        await swarm.until(lambda: swarm.committed() >= at + 3)
+    [state] = used
+    assert torch.equal(state.tensors["weights"], had[state.id.step])
+    [ordered] = swarm.lines.events("rebuilding")[-1:]
+    assert (ordered["method"], ordered["exact"], ordered["fallback"]) == ("weights", False, False)
+    [rebuilt] = swarm.lines.events("rebuilt")
+    assert (rebuilt["method"], rebuilt["oldest_step"]) == ("weights", state.id.step)
+    assert rebuilt["step"] >= state.id.step
     assert audit(tmp_path).exact

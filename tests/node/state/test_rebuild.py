@@ -65,6 +65,7 @@ class World:
         self.member.viewed(VIEW)
         self.given: dict[int, StageState] = {}  # by stage: what is fetched of it
         self.own = state(STAGE)
+        self.arrived: StageState | None = None
         self.twin: Any = None
         self.tensors = {"weights": torch.zeros(3)}
         self.enough = math.nan  # as relearning was told
@@ -126,6 +127,10 @@ class World:
         self.asked.append(("relearn", block.joiners, lesson, terms.passes > 0))
         self.enough = terms.enough
         return pb.Relearned(passes=2, updates=6, left=18 if terms.enough else 0)
+
+    def weights(self, stage: int) -> StageState | None:
+        assert stage == STAGE
+        return self.arrived
 
     # --- the stage's arithmetic
 
@@ -251,6 +256,27 @@ def test_what_is_there_already_counts_in_the_lineage_that_the_run_goes_back_to()
     world.own = state(STAGE, STEP + 1)  # it has followed on since it was asked what it has
     with pytest.raises(ComplaintError, match="step 7 is asked for, and 8 is in memory"):
         world.rebuilds(sync("memory", ("me", STAGE), lineage=4))
+
+
+@pytest.mark.parametrize("method", ["weights", "joiner"])
+def test_what_had_come_counts_as_of_the_newest_step(method: str) -> None:
+    world = World()
+    world.arrived = world.own = state(STAGE, STEP - 2)
+    wanted = pb.Sync(step=STEP, method=method, last=LAST)
+    wanted.sources.add(node="me", stage=STAGE, step=STEP - 2)
+    synced, there = done(world.rebuilds(wanted))
+    assert world.asked == [("put", [STAGE])]
+    assert synced.fetched_bytes == (world.arrived.bytes if method == "weights" else 0)
+    assert there.id == StateId(STAGE, 0, STEP, Ballot.of(LAST.ballot))
+    assert there.boosted_at == 0, "nothing was guessed"
+
+
+@pytest.mark.parametrize("step", [None, STEP - 1])
+def test_weights_that_are_not_here_any_more_are_a_complaint(step: int | None) -> None:
+    world = World()
+    world.arrived = None if step is None else state(STAGE, step)
+    with pytest.raises(ComplaintError, match="weights of step 7 are asked for, and "):
+        world.rebuilds(sync("weights", ("me", STAGE)))
 
 
 def test_step_0_is_in_no_file() -> None:

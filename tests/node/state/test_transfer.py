@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, TypeAlias, TypeVar
 
 import msgpack
@@ -24,6 +25,7 @@ from planaria.node.state.transfer import (
     StateClient,
     StateServer,
     StateShard,
+    cut,
 )
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
@@ -149,6 +151,10 @@ def assert_equal(found: Delivery, expected: StageState, optimizer: bool = True) 
     assert replace(found.state, tensors={}) == replace(expected, tensors={})
 
 
+def shards_of(state: StageState) -> list[StateShard]:
+    return cut([tensor.nbytes for tensor in state.tensors.values()], SHARD_SIZE)
+
+
 # Whole transfers
 
 
@@ -163,7 +169,7 @@ def test_the_state_comes_bit_equal_from_all_sources(count: int, optimizer: bool)
     assert there == sorted(set(there))
     assert there[-1] == found.bytes
     offsets = [offset for _, offset in network.asked]
-    assert sorted(offsets) == list(range(0, found.bytes, SHARD_SIZE))
+    assert offsets == [shard.offset for shard in shards_of(found.state)], "weights come first"
 
 
 def test_special_values_keep_their_bits() -> None:
@@ -374,7 +380,7 @@ def test_a_busy_joiner_does_not_take_its_sources_for_silent() -> None:
     network.client = network.joiner(Busy())
     found = network.fetch(deadline=1e6)
     assert_equal(found, state())
-    assert len(network.asked) == len(range(0, found.bytes, SHARD_SIZE))
+    assert len(network.asked) == len(shards_of(found.state))
 
 
 def test_silence_of_all_is_an_error_that_says_so() -> None:
@@ -424,6 +430,120 @@ def test_a_transfer_that_is_given_up_leaves_nothing_behind() -> None:
     exchange.cancel()
     assert_equal(network.fetch(), state())
     assert len(there) == 1
+
+
+# What has come when the last source is lost
+
+DIGEST = b"of both"
+
+
+def told_of(**changes: Any) -> StageState:
+    """A state of which its source says the digest."""
+    return replace(state(), digest=DIGEST, **changes)
+
+
+def offsets(network: Network, after: int = 0) -> list[int]:
+    return [offset for _, offset in network.asked[after:]]
+
+
+def broken_off(come: int) -> Network:
+    """All sources have gone when so many shards had come."""
+    network = Network()
+    network.states = dict.fromkeys(SOURCES, told_of())
+    servers = dict(network.servers)
+
+    def count(size: int) -> None:
+        if len(network.asked) and size >= SHARD_SIZE * come - 60:
+            for source in list(network.servers):
+                network.lose(source)
+
+    if come:
+        with pytest.raises(ComplaintError, match="lost: connection reset"):
+            network.fetch(on_progress=count)
+    network.servers = servers
+    return network
+
+
+WEIGHTS = len(cut([4 * LENGTH], SHARD_SIZE))
+"""Shards."""
+
+
+def test_weights_that_are_whole_stay_when_their_moments_are_lost() -> None:
+    network = Network()
+    network.states = dict.fromkeys(SOURCES, told_of())
+    found: list[int] = []
+
+    def look(size: int) -> None:
+        if network.client.weights(STAGE) is not None and network.servers:
+            found.append(size)
+            for source in list(network.servers):
+                network.lose(source)
+
+    with pytest.raises(ComplaintError, match="lost: connection reset"):
+        network.fetch(on_progress=look)
+    assert 4 * LENGTH <= found[0] < 3 * 4 * LENGTH
+    kept = network.client.weights(STAGE)
+    assert kept is not None
+    assert kept.tensors.keys() == {"weights"}
+    assert torch.equal(kept.tensors["weights"], state().tensors["weights"])
+    assert (kept.id, kept.omega, kept.last) == (state().id, state().omega, state().last)
+    assert kept.optimizer_step == 0, "Adam starts afresh"
+    network.client.forget()
+    assert network.client.weights(STAGE) is None
+
+
+@pytest.mark.parametrize("come", [1, 5, WEIGHTS - 2])
+def test_weights_that_are_not_whole_are_none(come: int) -> None:
+    assert broken_off(come).client.weights(STAGE) is None
+
+
+@pytest.mark.parametrize("come", [1, WEIGHTS, 2 * WEIGHTS])
+def test_nothing_is_fetched_twice_of_the_very_same_state(come: int) -> None:
+    network = broken_off(come)
+    before, there = len(network.asked), list[int]()
+    found = network.fetch(on_progress=there.append)
+    assert_equal(replace(found, bytes=found.state.bytes, served={"": found.state.bytes}), told_of())
+    again = len(network.asked) - before
+    assert again <= len(shards_of(told_of())) - come
+    assert found.bytes == sum(found.served.values()) < found.state.bytes
+    assert there[0] > SHARD_SIZE * (come - 1), "what is here counts"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(state(seed=5), digest=b"another"),
+        replace(state(seed=5), digest=b""),
+        replace(state(seed=5), digest=DIGEST, optimizer_step=5),
+    ],
+)
+def test_of_another_state_all_is_fetched_anew(other: StageState) -> None:
+    network = broken_off(WEIGHTS)
+    before = len(network.asked)
+    network.states = dict.fromkeys(SOURCES, other)
+    found = network.fetch()
+    assert_equal(found, other)
+    assert len(network.asked) - before == len(shards_of(other))
+
+
+def test_what_nobody_tells_the_digest_of_is_not_kept() -> None:
+    network = Network()
+    network.faults["a"] = frames_from(WEIGHTS + 9, lambda _: network.lose("a"))  # type: ignore[func-returns-value]
+    with pytest.raises(ComplaintError):
+        network.fetch(["a"])
+    assert network.client.weights(STAGE) is None
+
+
+def test_who_is_given_up_has_its_weights_looked_at_while_they_come() -> None:
+    """The driver may ask before the link is known to be lost."""
+    network = Network()
+    network.states = dict.fromkeys(SOURCES, told_of())
+    exchange = network.start()
+    while network.client.weights(STAGE) is None:
+        assert network.nodes.step()
+    assert not exchange.done
+    exchange.cancel()
+    assert network.client.weights(STAGE) is not None
 
 
 # What comes from outside
@@ -656,7 +776,7 @@ def test_a_manifest_is_of_one_step_even_when_a_commit_comes_in_between() -> None
 def test_the_plan_has_each_shard_once_or_runs_out_of_sources(
     size: int, count: int, data: st.DataObject
 ) -> None:
-    plan = ShardPlan(size, 16, silence=5.0)
+    plan = ShardPlan(cut([size], 16), silence=5.0)
     names = [f"s{i}" for i in range(count)]
     late = data.draw(st.integers(0, count))
     for name in names[late:]:
@@ -712,7 +832,7 @@ def test_the_plan_has_each_shard_once_or_runs_out_of_sources(
 
 
 def test_a_fast_source_serves_more() -> None:
-    plan = ShardPlan(40 * 16, 16, silence=100.0)
+    plan = ShardPlan(cut([40 * 16], 16), silence=100.0)
     plan.add("fast")
     plan.add("slow")
     served = {"fast": 0, "slow": 0}
@@ -731,7 +851,7 @@ def test_a_fast_source_serves_more() -> None:
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_a_source_heard_of_now_and_then_is_not_silent(refused: bool) -> None:
-    plan = ShardPlan(64, 16, silence=5.0)
+    plan = ShardPlan(cut([64], 16), silence=5.0)
     plan.add("a")
     assert plan.wake == float("inf")
     first, second = (shard for _, shard in plan.ask(1.0))
@@ -748,7 +868,7 @@ def test_a_source_heard_of_now_and_then_is_not_silent(refused: bool) -> None:
 
 
 def test_asking_for_more_does_not_excuse_silence() -> None:
-    plan = ShardPlan(32, 16, silence=5.0)
+    plan = ShardPlan(cut([32], 16), silence=5.0)
     for source in ("a", "b"):
         plan.add(source)
     (_, first), _ = plan.ask(0.0)
@@ -759,7 +879,7 @@ def test_asking_for_more_does_not_excuse_silence() -> None:
 
 
 def test_a_dropped_source_stays_dropped() -> None:
-    plan = ShardPlan(64, 16, silence=5.0)
+    plan = ShardPlan(cut([64], 16), silence=5.0)
     plan.add("a")
     plan.drop("a", "lost")
     plan.add("a")
@@ -770,4 +890,27 @@ def test_a_dropped_source_stays_dropped() -> None:
 @pytest.mark.parametrize("shard_size", [0, -4, 6])
 def test_shards_hold_whole_values(shard_size: int) -> None:
     with pytest.raises(ValueError, match="multiple of 4"):
-        ShardPlan(64, shard_size, 5.0)
+        cut([64], shard_size)
+
+
+@given(st.lists(st.integers(0, 100).map(lambda n: 4 * n)), st.integers(0, 9), st.integers(1, 9))
+def test_no_shard_has_parts_of_two_tensors(sizes: list[int], first: int, shard_size: int) -> None:
+    shards = cut(sizes, 4 * shard_size, 4 * first)
+    ends = [4 * first, *(sum(shard) for shard in shards)]
+    assert [shard.offset for shard in shards] == ends[:-1], "one behind the other"
+    assert all(0 < shard.size <= 4 * shard_size for shard in shards)
+    assert set(accumulate(sizes, initial=4 * first)) <= set(ends)
+
+
+def test_what_comes_back_is_asked_for_before_what_lies_behind_it() -> None:
+    plan = ShardPlan(cut([32, 64], 16), silence=5.0)
+    for source in ("a", "b"):
+        plan.add(source)
+    assert [shard.offset for _, shard in plan.ask(0.0)] == [0, 16, 32, 48]
+    (lost,) = [s for s in ("a", "b") if plan.outstanding(s, 16)]
+    plan.drop(lost, "lost")
+    (other,) = plan.sources
+    for offset in (0, 32):
+        if plan.outstanding(other, offset):
+            plan.received(other, offset, 1.0)
+    assert plan.ask(1.0)[0][1].offset < 32

@@ -852,15 +852,48 @@ def test_who_is_behind_when_its_stage_is_lost_rebuilds_it():
     told.trains()
     without = {node: stage for node, stage in SWARM.items() if node != "c"} | {"new": 2}
     told.views(without)
-    sync = sent(told.gathered(committed=1, following=1, heard=2), "sync")["new"].sync
-    assert (sync.method, sync.follow) == ("checkfree", False)
+    effects = told.gathered(committed=1, following=1, heard=2, last=pb.Commit(step=1))
+    sync = sent(effects, "sync")["new"].sync
+    assert (sync.method, sync.follow) == ("joiner", False)
+    assert [(source.node, source.step) for source in sync.sources] == [("new", 1)]
+    (ordered,) = events(effects, RebuildOrdered)
+    assert (ordered.exact, ordered.fallback) == (False, False)
+    assert "1 step old" in ordered.reason
+    told.hears("new", synced=pb.Synced(step=2, method="joiner", sources=sync.sources))
+    (rebuilt,) = events(told.statuses(2), StageRebuilt)
+    assert (rebuilt.oldest_step, rebuilt.mean_step) == (1, 1)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_who_had_got_the_weights_when_its_stage_was_lost_goes_on_with_them(step: int) -> None:
+    told = Joined()
+    told.trains()
+    without = {node: stage for node, stage in SWARM.items() if node != "c"} | {"new": 2}
+    told.views(without)
+    made = told.driver.standing.last.ballot if step == 2 else pb.Ballot(view=1, attempt=1)
+    here = [pb.Holding(kind="weights", stage=2, step=step, made=made)]
+    effects = told.gathered(holdings=here)
+    sync = sent(effects, "sync")["new"].sync
+    assert (sync.method, sync.follow, sync.step) == ("weights", False, 2)
+    assert [(source.node, source.step) for source in sync.sources] == [("new", step)]
+    assert not sync.lost, "there is nothing to relearn"
+
+
+def test_weights_of_a_stage_that_a_node_does_not_serve_are_none() -> None:
+    told = Told()
+    told.views()
+    here = pb.Status(committed=2, last=pb.Commit(step=2))
+    liar = pb.Status(committed=2, last=pb.Commit(step=2))
+    liar.holdings.add(kind="weights", stage=2, step=2)
+    syncs = sent(told.statuses(2, c=pb.Status(), b=liar, d=here), "sync")
+    assert {node: message.sync.method for node, message in syncs.items()} == {"c": "checkfree"}
 
 
 def test_who_followed_a_stage_that_is_rebuilt_copies_it_anew():
     """Its gradients are those of the replicas that are gone."""
     told = Told(members={**SWARM, "new": 2})
     told.views()
-    follows = pb.Status(committed=4, last=pb.Commit(step=4), following=3, heard=4)
+    follows = pb.Status(following=3, heard=4)  # its state is still to come
     assert sent(told.statuses(5, c=pb.Status(), new=follows), "sync").keys() == {"c"}
     told.hears("c", synced=pb.Synced(step=5, method="checkfree"))
     effects = told.statuses(5, new=follows)
