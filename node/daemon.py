@@ -35,7 +35,7 @@ from planaria.node.hugging_face.checkpoint import Checkpoint
 from planaria.node.hugging_face.living_run import from_inside
 from planaria.node.hugging_face.samples import Sampler
 from planaria.node.naming import new_identity, node_of, seat_id
-from planaria.node.ports import Ports
+from planaria.node.ports import Ports, Priority
 from planaria.node.report.event_log import EventLog
 from planaria.node.report.events import (
     ComputeGoesOn,
@@ -221,6 +221,7 @@ class Node:
         self.seats: Seats[Agent] = Seats(self.node, self.links, self.onlookers.tell, self.read_log)
         self.exchanges: dict[str, LoopedExchanges] = {}  # of each seat
         self.memory = memory_of(place.device)
+        self.rehearsing: asyncio.Task[None] | None = None  # since it has no seat
         self.leaving = self.retiring = False
         self.leaves_by = 0.0  # on the loop's clock; 0: it wasn't told to go
         self.measuring: asyncio.Task[None] | None = None
@@ -410,6 +411,25 @@ class Node:
             self.spawn(self._close_seat(name, seat))
         for name, taken in new.items():
             self.spawn(self._take_seat(name, taken.stage))
+        if not own.seats and self.rehearsing is None:
+            self.rehearsing = self.spawn(self._rehearse())
+
+    async def _rehearse(self) -> None:
+        """A standby has done once what takes longer the first time, whichever seat it gets."""
+        if self.corpus is not None:
+            self.corpus.verify_in_background()
+        place, began = self.place, self.loop.time()
+
+        def rehearse() -> None:
+            node, run, config = self.node, self.run, self.config
+            TorchStage(node, 1, run, config, place.device, None, None, place.own, True).rehearse()
+
+        try:
+            await self.compute.run(rehearse, Priority.BACKGROUND)
+        except RuntimeError as error:  # of the device: there is no memory for it, for one
+            log.warning("this node may not be able to serve a stage: %s", error)
+        else:
+            log.info("ready for a seat: rehearsed in %.1f s", self.loop.time() - began)
 
     async def _close_seat(self, name: str, seat: Agent) -> None:
         """What the seat has isn't needed any more."""
@@ -451,8 +471,11 @@ class Node:
             return Holdings(seat, twin, partial(layout_of, config), open_disk, *folders)
 
         def build() -> Agent:
+            # One committed step may be made again from the beginning, if all are lost.
+            begun = self.view.committed > 1
+            checkpoint, device = place.checkpoint, place.device
             arithmetic = TorchStage(
-                own, stage, run, config, place.device, corpus, place.checkpoint, place.own
+                own, stage, run, config, device, corpus, checkpoint, place.own, begun
             )
             net, compute = SeatNet(self.seats, name), SeatCompute(self.seats, name, self.compute)
             chance, identity = SystemRandom(), place.identity

@@ -39,8 +39,8 @@ from planaria.recovery.snapshot import Layout
 
 class TorchStage:
     """One stage on `device`, as it is before the first step. Stage 0 needs the `corpus`, a run that
-    begins from a checkpoint the `checkpoint`: without it the stage is `weightless`. One with an
-    architecture of its `own` needs that.
+    begins from a checkpoint the `checkpoint`: without it the stage is `weightless`, and so it is
+    once the run has `begun`. One with an architecture of its `own` needs that.
 
     Made in the compute thread, which all of it belongs to, but for the sizes of its tensors.
     """
@@ -55,11 +55,12 @@ class TorchStage:
         corpus: Data | None,
         checkpoint: Checkpoint | None = None,
         own: Architecture | None = None,
+        begun: bool = False,
     ) -> None:
         self.stage, self.run, self.config = stage, run, config
         self._device = device
         self._beginning = Beginning(run, config, checkpoint, own)
-        module, self.weightless = self._beginning.stage_or_zeros(stage)
+        module, self.weightless = self._beginning.stage_or_zeros(stage, begun)
         self.origin = checkpoint is not None and not self.weightless
         self._module = module.to(device)
         bf16 = run.training.precision == "bf16"
@@ -72,6 +73,13 @@ class TorchStage:
         self.work = TorchWork(node, self._module, self.optimizer, run, config, device, corpus)
         self._reduced_norm = self._omega = 0.0
         self._other: tuple[weakref.ref[Tensor], Stage] | None = None  # that was looked with
+
+    def rehearse(self) -> None:
+        """Whatever takes longer the first time has been done once. The stage is to be thrown away
+        then."""
+        self.work.rehearse()
+        self.optimizer.step(0.0)
+        self.optimizer.digest()
 
     def digest(self) -> bytes:
         return self.optimizer.digest()

@@ -69,8 +69,12 @@ class Beginning(NamedTuple):
             )
         return module
 
-    def stage_or_zeros(self, stage: int) -> tuple[Stage, bool]:
-        """As `stage`; and whether all but adapters are zeros, since it can't be had here."""
+    def stage_or_zeros(self, stage: int, begun: bool = False) -> tuple[Stage, bool]:
+        """As `stage`; and whether all but adapters are zeros, since it can't be had here, or since
+        the run has `begun`: who comes then gets another state, and to draw this one would take
+        longer than all else that a seat needs."""
+        if begun and self.config.lora is None:
+            return empty_stage(self.config, stage, self.own), True
         try:
             return self.stage(stage), False
         except NotHereError as error:

@@ -311,6 +311,9 @@ def _stage(config: ModelConfig, stage: int, own: Architecture | None) -> Stage:
 def empty_stage(config: ModelConfig, stage: int, own: Architecture | None = None) -> Stage:
     """A stage on the CPU in float32, all of whose weights are 0; `own`: the loaded architecture of
     a run that has one of its own. Raises ValueError for a stage that isn't there."""
+    if own is None:
+        size = sum(shape.numel() for shape in parameter_shapes(config, stage))
+        return with_weights(config, stage, torch.zeros(size)).requires_grad_()
     with torch.random.fork_rng(devices=[]):  # layers draw initial weights of theirs
         module = _stage(config, stage, own)
     for parameter in module.parameters():
@@ -364,8 +367,8 @@ def _deviation(config: ModelConfig, name: str, shape: tuple[int, ...]) -> float:
 def with_weights(
     config: ModelConfig, stage: int, weights: Tensor, own: Architecture | None = None
 ) -> Stage:
-    """A stage whose parameters are views of `weights`, its flat ones, float32 [n]; for looking at
-    what it makes of something, not for training."""
+    """A stage whose parameters are views of `weights`, its flat ones, float32 [n], and need no
+    gradient: for looking at what it makes of something."""
     if own is not None:  # it may have buffers
         module = empty_stage(config, stage, own).to(weights.device)
         split = torch.split(weights, [parameter.numel() for parameter in module.parameters()])

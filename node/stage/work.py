@@ -131,6 +131,13 @@ class TorchWork:
         self._begun.given_up.update(given_up)
         return given_up
 
+    def rehearse(self) -> None:
+        """A body stage's passes for one microbatch, of nothing."""
+        shape = self._forms["activation"].shape
+        with self._mode():
+            y = self._blocks(torch.zeros(shape, device=self.device, requires_grad=True))
+        y.backward(torch.zeros_like(y))  # type: ignore[no-untyped-call]
+
     # --- passes
 
     def _takes_up(self, ballot: Ballot, visit: Visit) -> bool:

@@ -11,8 +11,10 @@ import torch
 
 from planaria.bootstrap.membership import stages_of
 from planaria.lab.convergence.training import train
+from planaria.node.data.corpus import Corpus
 from planaria.node.naming import node_of
 from planaria.node.report.ledger import audit, merge
+from planaria.node.stage import initial
 from planaria.node.stage.arithmetic import TorchStage
 from planaria.node.state.rebuild import Rebuilding
 from planaria.node.state.stage_state import StageState
@@ -131,4 +133,30 @@ async def test_an_heir_that_has_got_no_more_than_the_weights_goes_on_with_these(
     [rebuilt] = swarm.lines.events("rebuilt")
     assert (rebuilt["method"], rebuilt["oldest_step"]) == ("weights", state.id.step)
     assert rebuilt["step"] >= state.id.step
+    assert audit(tmp_path).exact
+
+
+async def test_a_standby_has_done_ahead_what_is_the_same_for_every_seat(
+    corpus, tmp_path, monkeypatch, caplog
+):
+    """And who comes once the run has begun draws no weights that it won't need."""
+    run, verified, drawn = small(stages=3, steps=ENDLESS), list[Corpus](), list[int]()
+    verify = Corpus.verify_in_background
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 3)
+        monkeypatch.setattr(
+            Corpus, "verify_in_background", lambda data: (verified.append(data), verify(data))
+        )
+        monkeypatch.setattr(initial, "build_stage", lambda _, stage, *__: drawn.append(stage))
+        with caplog.at_level("INFO", "planaria"):
+            standby = swarm.start(None, 0)
+            await swarm.until(lambda: standby.rehearsing and standby.rehearsing.done())
+        assert "ready for a seat: rehearsed in" in caplog.text
+        assert verified == [corpus]
+        assert standby.seat is None
+        await swarm.kill(2, 0)
+        at = swarm.committed()
+        await swarm.until(lambda: swarm.committed() >= at + 3)
+        assert standby.stage == 2
+    assert not drawn
     assert audit(tmp_path).exact

@@ -14,6 +14,7 @@ import torch
 from planaria.node.run_file import ModelSection
 from planaria.node.stage import model, shape
 from planaria.node.stage.model import BodyStage, EmbeddingStage, LlamaBody, LlamaEnds
+from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.shape import ModelConfig
 from tests.node.stage.shapes import FAMILIES, GROUPED, QWEN2, QWEN3
 
@@ -57,6 +58,27 @@ def test_a_document_is_computed_as_if_it_were_alone() -> None:
             torch.testing.assert_close(mine.grad, alone.grad, rtol=1e-4, atol=1e-6)
     as_one = ends.logits(through(bodies, ends.embed(tokens)))
     torch.testing.assert_close(as_one, other_ends.logits(hidden(other_ends, others, tokens)))
+
+
+FORMS = FAMILIES | {"subspace": replace(GROUPED, subspace=8)}
+
+
+@pytest.mark.parametrize("config", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_empty_stage_is_one_like_all_others_but_for_its_weights(config, stage) -> None:
+    modules = [model.build_stage(config, stage, 3), model.empty_stage(config, stage)]
+    built, empty = (StageOptimizer(module, torch.device("cpu")) for module in modules)
+    assert not empty.weights.any()
+    empty.load(built.state(optimizer=True), 0)
+    assert empty.digest() == built.digest()
+    tokens = some_tokens(config, 8)
+    for module in modules:
+        if isinstance(module, EmbeddingStage):
+            module.loss(module.embed(tokens), tokens).backward()
+        else:
+            module(torch.ones(2, 8, config.crossing)).square().sum().backward()
+    assert built.gradient.any()
+    assert torch.equal(empty.gradient, built.gradient)
 
 
 def through(bodies: list[BodyStage], x: torch.Tensor) -> torch.Tensor:
