@@ -9,7 +9,8 @@ an address; front_door.py takes connections, doorkeeper.py looks at those that a
 and crowd.py decides for both who of many strangers stays; address.py reads HOST:PORT, spelling.py
 says what others may be called and makes what they say fit for a terminal, credentials.py says who
 may talk to whom, identity.py whose word something is, views.py which views are the registry's,
-fitting.py what a message has room for.
+votes.py whether a driver has decided without a member's vote, fitting.py what a message has room
+for.
 
 Where several registries share a run, turns.py has one of them lead, store.py is what they write
 into instead of a journal, and etcd.py how etcd is spoken to.

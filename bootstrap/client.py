@@ -24,7 +24,6 @@ from planaria.bootstrap.membership import first_misspelt
 from planaria.bootstrap.registry_pb2 import (
     SILENT,
     Cause,
-    Decision,
     DescribeRequest,
     Description,
     ExamineReply,
@@ -34,6 +33,7 @@ from planaria.bootstrap.registry_pb2 import (
     LeaveRequest,
     MeasureReply,
     MeasureRequest,
+    Proof,
     Renewal,
     Report,
     Shown,
@@ -258,7 +258,7 @@ class RegistryClient:
         self._happened.append(line)
 
     def suspect(
-        self, accused: str, why: str, cause: Cause = SILENT, proof: Sequence[Decision] = ()
+        self, accused: str, why: str, cause: Cause = SILENT, proof: Proof | None = None
     ) -> None:
         """Has the registry ask the accused whether it is there, or tells it `why`, the evidence,
         that the accused has to go for `cause`. Does not wait; the answer comes as a view."""

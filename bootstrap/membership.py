@@ -42,9 +42,10 @@ from planaria.bootstrap.registry_pb2 import (
 from planaria.bootstrap.seating import Sitter, Taken, assign
 from planaria.bootstrap.spelling import misspelt, readable
 from planaria.bootstrap.views import is_genuine, sign
+from planaria.bootstrap.votes import is_without_vote
 from planaria.recovery.decide import Policy
 
-PROTOCOL = 7
+PROTOCOL = 8
 DECISIONS_KEPT = 200
 DECISION_LENGTH = 4000  # characters of a decision, or of a view's reason
 EVICTED_KEPT = 10_000
@@ -480,6 +481,7 @@ class Membership:
                 node.cause = suspicion.cause
                 self._doom(accused, node, reason)
                 return self.tick(now)
+            suspicion.ClearField("proof")  # it is none, and may be large
         if not node.streaming:
             return self._miss(node, now) if node.lost is None else []
         if node.probe:
@@ -1109,12 +1111,15 @@ class Membership:
         return f"{_evidence(next(iter(charges.values())))}, say {', '.join(charges)}"
 
     def _is_proved(self, charge: Suspicion, key: bytes) -> bool:
-        """Whether the accused has signed two decisions of one attempt."""
-        if len(charge.proof) != 2:
-            return False
-        one, other = charge.proof
+        """Whether the accused has signed two decisions of one attempt, or one without the votes
+        that it takes."""
+        proof, run = charge.proof, self.rules.run
+        if len(proof.decisions) != 2:
+            keys = {name: node.member.key for name, node in self._nodes.items()}
+            return is_without_vote(proof, key, keys, run)
+        one, other = proof.decisions
         twice = (one.step, one.view, one.attempt) == (other.step, other.view, other.attempt)
-        signed = (is_message_signed(key, told, self.rules.run) for told in charge.proof)
+        signed = (is_message_signed(key, told, run) for told in proof.decisions)
         return twice and one.hash != other.hash and all(signed)
 
     def _doom(self, name: str, node: _Node, reason: str) -> None:

@@ -144,6 +144,7 @@ class Agent:
         self.driver = self._new_driver()
         self.driver.identity = ports.identity
         self.member = self._new_member()
+        self.member.identity, self.member.chance = ports.identity, ports.chance
         self.member.digest = self.learned.digest
         self.member.weightless = self.arithmetic.weightless
         self.member.origin = self.arithmetic.origin
@@ -223,6 +224,10 @@ class Agent:
             self._carry_out(self.member.received(peer, message))
         elif body == "heard":
             self._carry_out(self.member.told(peer, message.heard))
+        elif body == "votes_request":
+            self._carry_out(self.member.asked_for_votes(peer, message.votes_request))
+        elif body == "votes_shown":
+            self._carry_out(self.member.shown_votes(message.votes_shown.votes))
         elif body in ("state_request", "shard_request"):
             self._serve_state(peer, message)
         elif body == "pin_request":

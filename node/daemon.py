@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -155,7 +155,7 @@ class Registry(Protocol):
         accused: str,
         why: str,
         cause: registry.Cause = registry.SILENT,
-        proof: Sequence[registry.Decision] = (),
+        proof: registry.Proof | None = None,
     ) -> None: ...
     async def leave(self, node: str, why: str) -> None: ...
 
@@ -745,7 +745,7 @@ class SeatRecord:
         node: str,
         why: str,
         cause: registry.Cause,
-        proof: Sequence[registry.Decision] = (),
+        proof: registry.Proof | None = None,
     ) -> None:
         if node_of(node) == self._node.node:
             self.over(why)  # there is nobody else to blame

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from planaria.bootstrap.identity import Identity
-    from planaria.bootstrap.registry_pb2 import Cause, Decision
+    from planaria.bootstrap.registry_pb2 import Cause, Proof
     from planaria.node.report.events import Event
     from planaria.node.state.boundary import Fetched
     from planaria.node.state.relearn import Lesson
@@ -294,7 +294,7 @@ class Record(Protocol):
         """The run is over, or can't go on; the weights are kept."""
         ...
 
-    def suspect(self, node: str, why: str, cause: Cause, proof: Sequence[Decision] = ()) -> None:
+    def suspect(self, node: str, why: str, cause: Cause, proof: Proof | None = None) -> None:
         """The registry is to ask this member whether it is alive or, for any cause but SILENT, to
         take it out. `why` is the evidence, a sentence for people; `proof` what the member has
         signed and can't have."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import MappingProxyType
 
+from planaria.bootstrap.registry_pb2 import Vote as SignedVote
+from planaria.bootstrap.votes import gathered, hash_of
 from planaria.node.naming import node_of
 from planaria.node.report.events import NonFinite
 from planaria.node.transaction.chain import hash_of_records, head
@@ -20,6 +22,7 @@ from planaria.node.transaction.routing import Pair, paces, plan, share_out, stan
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.transaction.takeover import Takeover, holders, to_be_taken_over
 from planaria.node.transaction.telling import in_order
+from planaria.node.transaction.voting import norm
 from planaria.node.wire import stage_pb2 as pb
 
 UNREACHED = 2.0
@@ -33,6 +36,7 @@ class Vote:
 
     stages: Mapping[str, int]  # of those who train
     ready: dict[str, pb.Ready] = field(default_factory=dict)
+    cast: dict[str, SignedVote] = field(default_factory=dict)  # by all, as they have signed them
     complete: float = 0.0  # when the last of them was ready
     joiners: dict[str, pb.Ready] = field(default_factory=dict)
     """Who has the attempt's gradient, so it can enter with the commit."""
@@ -191,10 +195,11 @@ class Attempting:
     ) -> pb.Commit:
         finite = all(ready.finite for ready in vote.ready.values())
         squared = {vote.stages[node]: vote.ready[node].squared_norm for node in sorted(vote.ready)}
-        total = math.sqrt(math.fsum(squared.values())) if finite else math.nan
+        total = norm(squared) if finite else math.nan
         scale = min(1.0, rules.clip / (total + 1e-6)) if finite else 0.0
         records = [self.homes[identity] for identity in sorted(self.homes)]
         relearned = vote.relearned(len(squared)) if finite else []
+        votes = gathered(cast for node, cast in vote.cast.items() if node in vote.ready)
         return pb.Commit(
             step=self.begin.step,
             ballot=ballot.message(),
@@ -211,6 +216,8 @@ class Attempting:
             lineage=at.lineage,
             previous=head(at.last, at.lineage),
             relearned=relearned if any(relearned) else [],
+            votes=votes,
+            voted=hash_of(votes),
         )
 
     # --- it goes on without lost nodes

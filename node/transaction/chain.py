@@ -2,11 +2,12 @@
 
 A chain is of one lineage. Its first commit names none: what a run goes back to may have been made
 by another commit at each stage. The hash of a commit is over all that it says but the signature,
-which is over step, ballot and hash, so that two signed commits of one attempt prove that their
-driver has told two things, whoever shows them.
+which is over step, ballot, hash and that of the votes, so that two signed commits of one attempt
+prove that their driver has told two things, whoever shows them.
 
-What became of each microbatch, the commit's records, only some are told (`noting`). All have their
-hash, and the hash of the commit is over that one, so it is the same with and without them.
+What became of each microbatch, the commit's records, and the votes for it, only some are told
+(`noting`). All have their hashes, and the hash of the commit is over those, so it is the same with
+and without them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from planaria.bootstrap.identity import Identity, is_message_signed
-from planaria.bootstrap.registry_pb2 import Decision
+from planaria.bootstrap.registry_pb2 import Decision, Votes
 from planaria.node.wire import stage_pb2 as pb
 
 
@@ -24,6 +25,7 @@ def hash_of(commit: pb.Commit) -> bytes:
     unsigned = pb.Commit()
     unsigned.CopyFrom(commit)
     unsigned.ClearField("signature")
+    unsigned.ClearField("votes")
     if commit.records:  # commits of old have none
         unsigned.ClearField("microbatches")
     return hashlib.sha256(unsigned.SerializeToString(deterministic=True)).digest()
@@ -40,6 +42,20 @@ def without_records(commit: pb.Commit) -> pb.Commit:
     if commit.records:
         bare.ClearField("microbatches")
     return bare
+
+
+def without_votes(commit: pb.Commit) -> pb.Commit:
+    bare = pb.Commit()
+    bare.CopyFrom(commit)
+    bare.ClearField("votes")
+    return bare
+
+
+def with_votes(commit: pb.Commit, votes: Votes) -> pb.Commit:
+    whole = pb.Commit()
+    whole.CopyFrom(commit)
+    whole.votes.CopyFrom(votes)
+    return whole
 
 
 def has_records(commit: pb.Commit) -> bool:
@@ -59,6 +75,7 @@ def decision(commit: pb.Commit) -> Decision:
         attempt=commit.ballot.attempt,
         hash=hash_of(commit),
         signature=commit.signature,
+        votes=commit.voted,
     )
 
 

@@ -20,7 +20,10 @@ from typing import Any
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.membership import stages_of
-from planaria.bootstrap.registry_pb2 import HANG, NONFINITE, NUMBERS, SILENT
+from planaria.bootstrap.registry_pb2 import HANG, NONFINITE, NUMBERS, SILENT, Votes
+from planaria.bootstrap.registry_pb2 import Vote as SignedVote
+from planaria.bootstrap.votes import hash_of as hash_of_votes
+from planaria.bootstrap.votes import is_cast
 from planaria.node.report.events import (
     Aborted,
     Accused,
@@ -52,7 +55,13 @@ from planaria.node.transaction.blaming import (
     Spoiling,
 )
 from planaria.node.transaction.bounds import told_to_driver
-from planaria.node.transaction.chain import has_records, seal, without_records
+from planaria.node.transaction.chain import (
+    has_records,
+    seal,
+    with_votes,
+    without_records,
+    without_votes,
+)
 from planaria.node.transaction.checking import WRONG, Checked, SpotChecks, Undecided, Wrong
 from planaria.node.transaction.doubting import Doubts
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
@@ -65,7 +74,7 @@ from planaria.node.transaction.gathering import (
 from planaria.node.transaction.hanging import Hanging, is_last, slow_and_alone
 from planaria.node.transaction.joining import FOLLOWED, FOLLOWS, Joining
 from planaria.node.transaction.leaving import may_have_heir
-from planaria.node.transaction.noting import keepers, to_note
+from planaria.node.transaction.noting import keepers, to_note, witnesses
 from planaria.node.transaction.overdue import is_late
 from planaria.node.transaction.proving import Verdict, Witness, examine
 from planaria.node.transaction.resting import DriverPhase, Resting
@@ -83,6 +92,7 @@ from planaria.node.transaction.syncing import (
 )
 from planaria.node.transaction.takeover import Takeover, beside
 from planaria.node.transaction.telling import Telling
+from planaria.node.transaction.voting import roll_of, vote_of
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.decide import COPIED, Rebuild, Resume, RollBack, Source, Stop, resume
 from planaria.recovery.orders import window_orders
@@ -116,6 +126,9 @@ class Driver:
         self.current: Gathering | Syncing | Attempting | Resting = Resting(DriverPhase.INACTIVE)
         self.view = registry.View()
         self.drivers: dict[int, registry.Member] = {}  # by view, of the last ones
+        self.keys: dict[str, bytes] = {}  # by which members sign their votes
+        self.votes = Votes()  # for the last commit that was decided here
+        self.witnesses = frozenset[str]()  # who is told those of the attempt
         self.coming: Coming | None = None
         self.members: dict[str, int] = {}  # active members of the ballot's view: node -> stage
         self.ballot = NEVER
@@ -159,6 +172,7 @@ class Driver:
         if view.number <= max(self.view.number, self.coming.view.number if self.coming else 0):
             return []
         self._note_who_drives(view)
+        self.keys |= {member.node: member.key for member in view.members}
         if view.driver != self.node:
             self.current, self.view, self.coming = Resting(DriverPhase.INACTIVE), view, None
             self.knows = False
@@ -226,6 +240,10 @@ class Driver:
             case "compared", Attempting() if is_current:
                 return self._compared(peer, message.compared, now)
             case "ready", Attempting(vote=Vote() as vote) as attempt if is_current:
+                cast = vote_of(peer, self.ballot, message.ready)
+                if wrong := self._is_no_vote(cast, message.ready, attempt.begin.step):
+                    return self._nonsense(peer, wrong, now)
+                vote.cast[peer] = cast
                 if joiner is None:
                     self.seconds[peer] = message.ready.seconds_per_microbatch
                 attempt.heard(vote, peer, message.ready, now)
@@ -329,7 +347,9 @@ class Driver:
     def _greetings(self, coming: Coming) -> list[Effect]:
         return [coming.greeting(node) for node in sorted(coming.unanswered)]
 
-    def _gather(self, why: str, now: float, taken_over: bool = False) -> list[Effect]:
+    def _gather(
+        self, why: str, now: float, taken_over: bool = False, votes: bool = False
+    ) -> list[Effect]:
         effects: list[Effect] = []
         match self.current:
             case Attempting(begin=begin) as attempt if begin.kind == pb.Begin.TRAIN:
@@ -343,6 +363,7 @@ class Driver:
         if self.coming is not None:
             self.view, self.coming = self.coming.view, None
             self.members = active(self.view)
+            self.keys = {member.node: member.key for member in self.view.members}
             self.idle &= self.members.keys()
             self.cuts = {pair for pair in self.cuts if pair <= self.members.keys()}
             self.doubts.keep(self.members)
@@ -363,6 +384,7 @@ class Driver:
             taken_over=taken_over,
             distrusted=self.doubts.distrusted,
             leaving={member.node for member in self.view.members if member.leaving},
+            votes=votes,
         )
         return effects + gathering.ask()
 
@@ -381,6 +403,9 @@ class Driver:
         """Everybody has answered: agree on the committed step, then get state to who lacks it."""
         effects = self.doubts.settle(gathering, self.rules, self.standing.committed)
         verdict = examine(gathering.statuses, self._witness(), self.doubts.distrusted)
+        if verdict.to_show and not gathering.votes:
+            why = "some say that others haven't voted for the step that they have"
+            return effects + self._gather(why, now, gathering.taken_over, votes=True)
         for node, why in verdict.lies.items():
             failed = pb.Failed(reason=why, accused=[node], cause=NUMBERS)
             effects += self._accuse(self.node, failed)
@@ -428,7 +453,8 @@ class Driver:
     def _witness(self) -> Witness:
         at, view = self.standing, self.view
         decided = (at.lineage, at.committed) if self.knows else None
-        return Witness(self.node, (view.lineage, view.committed), decided, view.run, self.drivers)
+        registered = view.lineage, view.committed
+        return Witness(self.node, registered, decided, view.run, self.drivers, self.keys)
 
     def _note_who_drives(self, view: registry.View) -> None:
         for member in view.members:
@@ -438,11 +464,14 @@ class Driver:
             del self.drivers[number]
 
     def _accuse_drivers(self, verdict: Verdict) -> list[Effect]:
-        """Those that are still here and have told stages of different commits."""
+        """Those that are still here and have told stages of different commits, or of one for which
+        not all have voted."""
         effects: list[Effect] = []
         for node, proof in verdict.proofs.items():
             if node in self.members and node != self.node:
-                why = f"it has signed two commits of step {proof[0].step}, which it drove"
+                step, twice = proof.decisions[0].step, len(proof.decisions) > 1
+                what = "two commits" if twice else f"without the vote of {proof.voter} a commit"
+                why = f"it has signed {what} of step {step}, which it drove"
                 told = Accused(node=node, stage=self.members[node], by=self.node, reason=why)
                 effects += [Suspect(node, why, NUMBERS, proof), told]
         return effects
@@ -721,6 +750,7 @@ class Driver:
         commit.doubted.extend(self.checks.told())
         if self.identity is not None:
             seal(commit, self.identity, self.view.run)
+        self.votes, commit = commit.votes, without_votes(commit)
         self.standing = replace(self.standing, committed=commit.step, last=commit)
         self.failures = Failures()
         self.charges.committed()
@@ -734,6 +764,16 @@ class Driver:
         if commit.skips >= SKIPS:
             return effects + self._skipped(vote, commit, now)
         return effects + self._after_step(attempt, pb.Step(commit=commit), now)
+
+    def _is_no_vote(self, cast: SignedVote, ready: pb.Ready, step: int) -> str:
+        """Why that isn't one for the step; empty: it is. Looked at one by one, as they come, so
+        that nothing else waits for long."""
+        if ready.step != step:
+            return f"step {ready.step} as what it votes for, and this is step {step}"
+        key = self.keys.get(cast.node, b"")
+        if key and not is_cast(cast, key, self.view.run):
+            return f"a vote for step {step} that isn't signed by its key"
+        return ""
 
     def _standing_out(self, vote: Vote, commit: pb.Commit) -> list[Effect]:
         """Whose gradients are unlike those of the others of its stage, over many steps."""
@@ -1216,6 +1256,7 @@ class Driver:
         spare = self.rules.masking == "spare"
         parts = self.telling.parts(self.ballot, step.begin, self._rest(), spare)
         commits = self._commit_for(parts) if step.HasField("commit") else {}
+        self._call_roll(step.begin, parts)
         effects: list[Effect] = []
         for node in commits or parts:
             begin = parts[node]
@@ -1223,6 +1264,16 @@ class Driver:
             told = pb.Step(commit=commits.get(node), begin=begin)
             effects.append(self.ballot.send(node, step=told))
         return effects
+
+    def _call_roll(self, begin: pb.Begin, parts: Mapping[str, pb.Begin]) -> None:
+        """Before anybody votes, who will be told the votes is told whose there have to be."""
+        stages = {place.node: place.stage for place in begin.members}
+        self.witnesses = witnesses(stages, self.ledgers)
+        if self.identity is not None:
+            roll = roll_of(stages, self.ballot)
+            self.identity.sign_message(roll, self.view.run)
+            for node in self.witnesses & parts.keys():
+                parts[node].roll = roll.signature
 
     def _tell_commit(self, nodes: Iterable[str]) -> list[Effect]:
         commits = self._commit_for(nodes)
@@ -1234,6 +1285,9 @@ class Driver:
         whole, bare = self.standing.last, without_records(self.standing.last)
         keep = keepers(self._rest(), self.ledgers)
         told = {node: whole if node in keep else bare for node in nodes}
+        if hash_of_votes(self.votes) == whole.voted:
+            for node in self.witnesses & told.keys():
+                told[node] = with_votes(told[node], self.votes)
         return dict(sorted(told.items(), key=lambda item: item[0] not in keep))
 
     def _to_note(self) -> list[str]:

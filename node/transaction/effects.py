@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from planaria.bootstrap.registry_pb2 import SILENT, Cause, Decision
+from planaria.bootstrap.registry_pb2 import SILENT, Cause, Proof
 from planaria.node.report.events import Event
 from planaria.node.wire import stage_pb2 as pb
 
@@ -112,7 +111,7 @@ class Suspect:
     node: str
     why: str
     cause: Cause = SILENT
-    proof: Sequence[Decision] = ()
+    proof: Proof | None = None
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,7 @@ class Gathering:
     taken_over: bool  # the first one after another driver
     distrusted: Collection[str] = ()  # whose state is not that of their replicas
     leaving: Collection[str] = ()  # who was told to go
+    votes: bool = False  # those for the last commit are asked for, too
     statuses: dict[str, pb.Status] = field(default_factory=dict)
 
     def explain(self) -> str:
@@ -84,7 +85,10 @@ class Gathering:
         return sorted(self.members.keys() - self.statuses.keys())
 
     def ask(self) -> list[Effect]:
-        return [self.ballot.send(node, query=pb.Query()) for node in self.members]
+        return [self._query(node) for node in self.members]
+
+    def _query(self, node: str) -> Send:
+        return self.ballot.send(node, query=pb.Query(votes=self.votes))
 
     def ask_again(self, now: float, condemned: Mapping[str, str]) -> list[Effect]:
         """`condemned`: nodes that hang so that they can't answer, and why they have to go."""
@@ -99,7 +103,7 @@ class Gathering:
                 Suspect(node, condemned[node], HANG) if node in condemned else Suspect(node, why)
                 for node in self.unheard()
             ]
-        return effects + [self.ballot.send(node, query=pb.Query()) for node in self.unheard()]
+        return effects + [self._query(node) for node in self.unheard()]
 
     # --- once everybody has answered
 

@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Sequence
+from random import Random
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.registry_pb2 import NUMBERS, SILENT, Cause, Decision
+from planaria.bootstrap.identity import Identity
+from planaria.bootstrap.registry_pb2 import NUMBERS, SILENT, Cause, Decision, Proof, Roll, Votes
 from planaria.node.naming import node_of
 from planaria.node.report.events import MessageRefused
 from planaria.node.transaction.bounds import HASH, LONGEST_WORDS, told_to_member
-from planaria.node.transaction.chain import decision, has_records, hash_of, head, is_sealed
+from planaria.node.transaction.chain import (
+    decision,
+    has_records,
+    hash_of,
+    head,
+    is_sealed,
+    without_votes,
+)
 from planaria.node.transaction.comparing import UNHEARD, Comparing, same_attempt
 from planaria.node.transaction.effects import (
     NEVER,
@@ -39,6 +48,16 @@ from planaria.node.transaction.gathering import active
 from planaria.node.transaction.standing_out import told_by
 from planaria.node.transaction.tally import entering
 from planaria.node.transaction.telling import Heard
+from planaria.node.transaction.voting import (
+    KeptVotes,
+    UnvotedError,
+    about,
+    check,
+    has_voted,
+    is_of,
+    roll_of,
+    sign,
+)
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.decide import COPIED
 
@@ -80,6 +99,13 @@ class MemberSide:
         self.heard = Heard()
         self.decider, self.key = "", b""  # who decides the attempt, and its key
         self.replicas: frozenset[str] = frozenset()  # others of this stage in the attempt
+        self.identity: Identity | None = None  # its votes aren't signed without
+        self.chance = Random(0)  # which votes of others it looks at
+        self.stages: dict[str, int] = {}  # of who takes part in the attempt
+        self.roll = Roll()  # of those, as the driver has signed it, if it has
+        self.votes = KeptVotes()
+        self.shows_votes = False  # the driver asks for those for the last commit
+        self.doubted = Decision()  # made without its vote; others are asked for those for it
         self.decisions: dict[str, Decision] = {}  # that these have told of last
         self.mute: set[str] = set()  # who was waited for in vain
         self.comparing: Comparing | None = None
@@ -125,6 +151,7 @@ class MemberSide:
             return self._refuse(peer, body or "nothing", ballot)
         if ballot < self.promised or (body == "query" and ballot == self.promised != NEVER):
             if body == "query" and ballot == self.promised and peer == self.driver:
+                self.shows_votes = message.query.votes
                 return self._answer(peer, ballot)
             return [Send(peer, pb.Message(ballot=self.promised.message(), stale=pb.Stale()))]
         if wrong := told_to_member(message, self.stage):
@@ -139,6 +166,7 @@ class MemberSide:
     def _obey(self, peer: str, ballot: Ballot, message: pb.Message) -> list[Effect]:
         match body := message.WhichOneof("body"):
             case "query":
+                self.shows_votes = message.query.votes
                 return self._queried(peer, ballot)
             case "step":
                 return self._stepped(peer, ballot, message.step)
@@ -197,6 +225,8 @@ class MemberSide:
             relearned=relearned,
             relearning=relearning,
         )
+        if self.identity is not None:
+            sign(ready, self.node, self.attempt, self.identity, self.view.run)
         return [self._to_driver(pb.Message(ready=ready))]
 
     def applied(self, digest: bytes) -> list[Effect]:
@@ -402,6 +432,7 @@ class MemberSide:
             origin=self.origin,
             trained=self.trained,
             relearning=self.relearning,
+            votes=self.votes.get(hash_of(self.last)) if self.shows_votes else None,
         )
         return [Send(peer, pb.Message(ballot=ballot.message(), status=status))]
 
@@ -409,7 +440,7 @@ class MemberSide:
         self._promise(peer, ballot)
         effects: list[Effect] = []
         if step.HasField("commit"):
-            effects += self._commit(step.commit)
+            effects += self._commit(without_votes(step.commit), step.commit.votes)
             if self.comparing is not None:
                 if step.HasField("begin"):
                     later = pb.Message(step=pb.Step(begin=step.begin))
@@ -424,7 +455,7 @@ class MemberSide:
         return effects
 
     def _begun(self, ballot: Ballot, begin: pb.Begin) -> list[Effect]:
-        self._note_who_takes_part(begin)
+        self._note_who_takes_part(ballot, begin)
         if any(joiner.node == self.node for joiner in begin.joining):
             return self._begun_without(ballot, begin)
         if ballot <= self.attempt:
@@ -472,24 +503,27 @@ class MemberSide:
         self.began, self.attempt, self.step = since, ballot, begin.step
         return [StartAttempt(since, begin), GoOn(ballot, begin)]
 
-    def _commit(self, commit: pb.Commit) -> list[Effect]:
+    def _commit(self, commit: pb.Commit, votes: Votes) -> list[Effect]:
         ready = self.phase is MemberPhase.READY and self.attempt == Ballot.of(commit.ballot)
         if self.following is not None and not ready:
             return self._hear(commit)
         if not has_records(self.last) and has_records(commit) and self._is_last(commit):
             self.last = commit
             return [Note(commit)]
+        own = decision(commit)
+        if self._is_without_own_vote(own):
+            return self._doubt(own)
         if commit.step != self.committed + 1 or not ready:
             return []  # a repetition, or not for this node: the next query finds out
-        own = decision(commit)
         if not self._has_signed(own):
             return self._refuse_commit(f"step {own.step}, which {self.decider} hasn't signed")
         tell = [self._tell(node, own) for node in sorted(self.replicas)]
         # Others may have been told of another one.
         if why := self._is_no_link(commit) or self._is_not_offered(commit):
             return [*tell, *self._refuse_commit(why)]
+        wrong = self._look_at(commit, votes) if votes.alike else []
         self.comparing = Comparing(commit, own, {*self.replicas} - self.mute)
-        return [*tell, *self._compare(self.comparing)]
+        return [*wrong, *tell, *self._compare(self.comparing)]
 
     def _is_last(self, commit: pb.Commit) -> bool:
         return commit.step == self.committed and hash_of(commit) == hash_of(self.last)
@@ -534,6 +568,59 @@ class MemberSide:
         self.changing = True
         return [Apply(commit)]
 
+    # --- the votes for a commit
+
+    def _look_at(self, commit: pb.Commit, votes: Votes) -> list[Effect]:
+        """This node is one of those who keep them. What is wrong with them is no reason to stay
+        behind: others have applied the commit, and its driver has to go."""
+        if Ballot.of(commit.ballot) != (self.roll.view, self.roll.attempt):
+            return []
+        shown = self.votes.keep(decision(commit), votes, self.roll)
+        keys = {member.node: member.key for member in self.view.members}
+        try:
+            check(commit, shown, self.stages, keys, self.view.run, self.chance)
+        except UnvotedError as fault:
+            return self._accuse_of_haste(commit.step, str(fault), fault.proof)
+        return []
+
+    def _accuse_of_haste(self, step: int, what: str, proof: Proof | None) -> list[Effect]:
+        why = f"{self.decider} has committed step {step} {what}"
+        told = MessageRefused(peer=self.decider, body="step", why=f"step {step} {what}")
+        return [told, Suspect(self.decider, why, NUMBERS, proof)]
+
+    def _is_without_own_vote(self, told: Decision) -> bool:
+        """Whether that is a commit of the attempt in which this node takes part, and has yet to
+        vote."""
+        voting = self.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING)
+        taking_part = voting and self.node in self.stages and self.following is None
+        return taking_part and (told.view, told.attempt) == self.attempt and self._has_signed(told)
+
+    def _doubt(self, told: Decision) -> list[Effect]:
+        """Who keeps the votes has the proof."""
+        self.doubted = told
+        asked = [node for node, stage in sorted(active(self.view).items()) if stage == 0]
+        wanted = pb.VotesRequest(commit=told.hash)
+        return [
+            *self._accuse_of_haste(told.step, f"without the vote of {self.node}", None),
+            *(NEVER.send(node, votes_request=wanted) for node in asked if node != self.node),
+        ]
+
+    def asked_for_votes(self, peer: str, request: pb.VotesRequest) -> list[Effect]:
+        if peer not in active(self.view) or not (shown := self.votes.show(peer, request.commit)):
+            return []
+        return [NEVER.send(peer, votes_shown=pb.VotesShown(votes=shown))]
+
+    def shown_votes(self, shown: Proof) -> list[Effect]:
+        """For a commit that this node hasn't voted for."""
+        told, run = self.doubted, self.view.run
+        if not told.hash or not is_of(shown, told):
+            return []
+        self.doubted = Decision()
+        if self.identity is None or has_voted(shown, self.node, self.identity.public, run):
+            return []
+        what = f"without the vote of {self.node}, as its votes show"
+        return self._accuse_of_haste(told.step, what, about(shown, self.node))
+
     # --- which commit the stage's replicas have heard
 
     def _beside(self) -> set[str]:
@@ -541,9 +628,11 @@ class MemberSide:
         stages = active(self.view)
         return {node for node, at in stages.items() if at == self.stage and node != self.node}
 
-    def _note_who_takes_part(self, begin: pb.Begin) -> None:
+    def _note_who_takes_part(self, ballot: Ballot, begin: pb.Begin) -> None:
         self.decider = self.driver
         self.key = next((m.key for m in self.view.members if m.node == self.driver), b"")
+        self.stages = {place.node: place.stage for place in begin.members}
+        self.roll = roll_of(self.stages, ballot, begin.roll)
         there = {place.node for place in begin.members if place.stage == self.stage}
         self.replicas = frozenset(there - {self.node} if self.node in there else ())
 
@@ -579,7 +668,7 @@ class MemberSide:
         self.decisions.pop(peer, None)
         if self._has_signed(other):
             why = f"{self.decider} has told {peer} of another commit of step {own.step}"
-            return [Suspect(self.decider, why, NUMBERS, (own, other))]
+            return [Suspect(self.decider, why, NUMBERS, Proof(decisions=[own, other]))]
         why = f"{peer} tells of a commit of step {own.step} that {self.decider} hasn't signed"
         return [Suspect(peer, why, NUMBERS)]
 

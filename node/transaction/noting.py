@@ -3,6 +3,8 @@
 At stage 0 a few of those who keep a ledger are told, and note it there; at each other stage two,
 in whose memory it is until the next step, for the case that all those are lost. So what a step's
 records take doesn't grow with the nodes. All others have the records' hash.
+
+The votes for a step are told to fewer, since there is one of each node.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from planaria.node.wire import stage_pb2 as pb
 
 LEDGERS: Final = 8
 """Nodes of stage 0 that note a step, if it has as many."""
+WITNESSES: Final = 4
+"""Nodes of stage 0 that are told the votes, too, and keep them for a while."""
 MEMORIES: Final = 2
 """Nodes of each other stage that remember it."""
 RANK: Final = {
@@ -27,17 +31,27 @@ RANK: Final = {
 """Who has noted the steps before goes on with it."""
 
 
+def _rank(node: str, ledgers: Mapping[str, pb.Recording]) -> int:
+    return RANK.get(ledgers.get(node, pb.LEDGER_WRITTEN), len(RANK))
+
+
 def keepers(stages: Mapping[str, int], ledgers: Mapping[str, pb.Recording]) -> set[str]:
     """Of these nodes, at their stages, who is told; `ledgers`: what is known of them."""
     by_stage: defaultdict[int, list[tuple[int, str]]] = defaultdict(list)
     for node, stage in stages.items():
-        ledger = ledgers.get(node, pb.LEDGER_WRITTEN)
-        by_stage[stage].append((RANK.get(ledger, len(RANK)), node))
+        by_stage[stage].append((_rank(node, ledgers), node))
     return {
         node
         for stage, ranked in by_stage.items()
         for _, node in sorted(ranked)[: MEMORIES if stage else LEDGERS]
     }
+
+
+def witnesses(stages: Mapping[str, int], ledgers: Mapping[str, pb.Recording]) -> frozenset[str]:
+    """Of those who take part, who is told the votes."""
+    ends = [node for node, stage in stages.items() if stage == 0]
+    ranked = sorted(ends, key=lambda node: (_rank(node, ledgers), node))
+    return frozenset(ranked[:WITNESSES])
 
 
 def to_note(ledgers: Mapping[str, pb.Recording]) -> list[str]:

@@ -4,6 +4,10 @@ A step is committed when all who train have voted for it. So who trains and hasn
 knows that there is none, and a driver knows all that was committed while it drove. A `Status` of
 what nobody has heard of is a lie, and the run goes on from the truth.
 
+Who has a commit that others haven't voted for, they say, may be asked for the votes. If those are
+there, nobody has lied that can be known, and if they aren't, whoever drove has. Which of it was
+there, most decide.
+
 Where records of one commit differ, signatures tell who lies: who has one that its driver hasn't
 signed, or the driver that has signed two. Then nobody else has lied, and still the run goes on from
 one of them.
@@ -16,10 +20,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from planaria.bootstrap.registry_pb2 import Decision, Member
+from planaria.bootstrap.registry_pb2 import Member, Proof
 from planaria.node.naming import node_of
 from planaria.node.transaction.chain import decision, hash_of, is_sealed
 from planaria.node.transaction.effects import Ballot
+from planaria.node.transaction.voting import about, has_voted, is_of
 from planaria.node.wire import stage_pb2 as pb
 
 Age = tuple[int, int]
@@ -39,6 +44,7 @@ class Witness:
     )
     run: str = ""
     drivers: Mapping[int, Member] = field(default_factory=dict)  # who drove, by view
+    keys: Mapping[str, bytes] = field(default_factory=dict)  # of members
 
     def has_signed(self, commit: pb.Commit) -> bool:
         """Whether who drove then has; False, too, where it isn't known who that was."""
@@ -51,8 +57,10 @@ class Verdict:
     lies: dict[str, str] = field(default_factory=dict)  # why that can't be
     unproven: set[str] = field(default_factory=set)
     """It may be true, and as good as it is nobody can go on from it."""
-    proofs: dict[str, tuple[Decision, Decision]] = field(default_factory=dict)
-    """Of drivers that have signed two commits of one attempt."""
+    proofs: dict[str, Proof] = field(default_factory=dict)
+    """Of drivers that have signed two commits of one attempt, or one without the votes for it."""
+    to_show: bool = False
+    """Votes that have to be looked at: until then nobody has lied for whom they may speak."""
 
     @property
     def doubted(self) -> set[str]:
@@ -106,10 +114,33 @@ def _judge(
     else:
         against = [n for n, one in others.items() if _denies(one, claim)]
         in_favour = [n for n, one in others.items() if _voted(one, claim)] + [*claimants]
-        if not _stands(in_favour, against, statuses, step, witness):
+        signed = {node for node in claimants if against and witness.has_signed(statuses[node].last)}
+        if (shown := _shown(statuses, signed)) is not None:
+            _count(shown, against, witness, verdict)
+        verdict.to_show = verdict.to_show or (bool(signed) and shown is None)
+        if not _stands(in_favour, against, statuses, step, witness, shown is not None):
             deniers = ", ".join(sorted(against))
             why = f"{what}, by attempt {ballot.attempt} of view {ballot.view}, for which {deniers}"
-            verdict.lies |= dict.fromkeys(claimants, f"{why} would have had to vote")
+            lies = claimants if shown is None else set(claimants) - signed
+            verdict.lies |= dict.fromkeys(lies, f"{why} would have had to vote")
+            verdict.unproven |= set(claimants) - verdict.lies.keys()
+
+
+def _shown(statuses: Mapping[str, pb.Status], claimants: Collection[str]) -> Proof | None:
+    """The votes for the commit that these have, if one of them has shown them."""
+    for node in sorted(claimants):
+        if is_of(statuses[node].votes, decision(statuses[node].last)):
+            return statuses[node].votes
+    return None
+
+
+def _count(shown: Proof, against: Collection[str], witness: Witness, verdict: Verdict) -> None:
+    """Whether those have voted, who say that they haven't. Else it was their driver who lied."""
+    (told,) = shown.decisions
+    for node in sorted(against):
+        key = witness.keys.get(node, b"")
+        if key and not has_voted(shown, node, key, witness.run):
+            verdict.proofs[witness.drivers[told.view].node] = about(shown, node)
 
 
 def _stands(
@@ -118,16 +149,17 @@ def _stands(
     statuses: Mapping[str, pb.Status],
     step: int,
     witness: Witness,
+    shown: bool,
 ) -> bool:
-    """Who asks believes itself; else the most, and where they are as many, whatever is nearer to
-    what the registry has heard."""
+    """Who asks believes itself, but where the votes are shown the most; where those are as many,
+    the votes or whatever is nearer to what the registry has heard."""
     if not against or witness.seat in in_favour:
         return True
-    if witness.seat in against:
-        return False
     yes, no = ({node_of(seat) for seat in seats} for seats in (in_favour, against))
-    if len(yes) != len(no):
-        return len(yes) > len(no)
+    if witness.seat in against:
+        return shown and len(yes) > len(no)
+    if shown or len(yes) != len(no):
+        return len(yes) >= len(no)
     other = max(statuses[node].committed for node in against)
     return abs(step - witness.registered[1]) <= abs(other - witness.registered[1])
 
@@ -154,7 +186,8 @@ def _compare(
     for other in signed.values():
         one = next(iter(signed.values()))
         if other.hash != one.hash:
-            verdict.proofs[witness.drivers[one.view].node] = one, other
+            proof = Proof(decisions=[one, other])
+            verdict.proofs[witness.drivers[one.view].node] = proof
     believed = signed.keys() or records.keys()
     votes = Counter(records[node] for node in believed)
     most = max(votes, key=lambda record: (votes[record], record))

@@ -35,6 +35,7 @@ from planaria.bootstrap.registry_pb2 import (
     JoinReply,
     JoinRequest,
     Member,
+    Proof,
     Rebuild,
     Relay,
     Renewal,
@@ -134,7 +135,7 @@ class Swarm:
         accused: str,
         cause: Cause = SILENT,
         why: str = "silent",
-        proof: Sequence[Decision] = (),
+        proof: Proof | None = None,
     ) -> list[Effect]:
         suspicion = Suspicion(accuser=accuser, accused=accused, why=why, cause=cause, proof=proof)
         return self.after(self.machine.suspect(suspicion, self.now))
@@ -867,10 +868,11 @@ def test_who_shows_what_a_driver_has_signed_need_not_be_one_of_several() -> None
     one, other = decided(driver, b"one"), decided(driver, b"other")
     forged = decided(Identity.generate(), b"other")
     for proof in ((one,), (one, one), (one, forged), (one, decided(driver, b"other", attempt=8))):
-        swarm.suspect("n1", "n0", NUMBERS, "two commits of step 5", proof)
+        swarm.suspect("n1", "n0", NUMBERS, "two commits of step 5", Proof(decisions=proof))
         assert "n0" in swarm.nodes(), "that can be"
         swarm.answer()
-    swarm.suspect("n1", "n0", NUMBERS, "two commits of step 5", (one, other))
+    proof = Proof(decisions=(one, other))
+    swarm.suspect("n1", "n0", NUMBERS, "two commits of step 5", proof)
     assert swarm.effects[0] == Evict("n0", "numbers: two commits of step 5, shows n1")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from typing import NoReturn
@@ -87,7 +86,7 @@ class Memory:
         node: str,
         why: str,
         cause: registry.Cause,
-        proof: Sequence[registry.Decision] = (),
+        proof: registry.Proof | None = None,
     ) -> None:
         self.suspected.append(node)
 

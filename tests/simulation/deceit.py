@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from planaria.node.transaction.chain import seal
+from planaria.node.transaction.attempting import Attempting, Vote
+from planaria.node.transaction.chain import seal, without_votes
 from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import Effect, Send
 from planaria.node.transaction.rules import TransactionRules
+from planaria.node.transaction.voting import sign, vote_of
 from planaria.node.wire import stage_pb2 as pb
 from simulation.byzantine import Lying
 from simulation.cluster import Host, Trap
@@ -53,6 +55,39 @@ class Deceitful(Driver):
         return [Send(effect.to, message)]
 
 
+class Hurried(Driver):
+    """Decides when one vote is still to come: without it, or with one that it makes up."""
+
+    forges: bool
+    hurried = 0  # commits
+
+    def _if_all_ready(self, now: float) -> list[Effect]:
+        match self.current:
+            case Attempting(vote=Vote(awaited=[late]) as vote) if late != self.node:
+                self._do_without(vote, late)
+        return super()._if_all_ready(now)
+
+    def _commit_for(self, nodes: Iterable[str]) -> dict[str, pb.Commit]:
+        """It doesn't accuse itself."""
+        told = super()._commit_for(nodes)
+        return {n: without_votes(one) if n == self.node else one for n, one in told.items()}
+
+    def _do_without(self, vote: Vote, late: str) -> None:
+        stage = vote.stages[late]
+        others = [node for node in vote.ready if vote.stages[node] == stage]
+        if not others:
+            return
+        self.hurried += 1
+        if self.forges:
+            assert self.identity is not None
+            made_up = pb.Ready()
+            made_up.CopyFrom(vote.ready[others[0]])
+            sign(made_up, late, self.ballot, self.identity, self.view.run)
+            vote.ready[late], vote.cast[late] = made_up, vote_of(late, self.ballot, made_up)
+        else:
+            vote.stages = {node: at for node, at in vote.stages.items() if node != late}
+
+
 class Deceived(Lying):
     """All stages have replicas, and whoever drives after a few steps lies from then on."""
 
@@ -75,8 +110,31 @@ class Deceived(Lying):
         self.cluster.guilty.add(one)
         self.cluster.lying.add(one)
         for seat in node.seats.agents.values():
-            seat.driver.__class__ = Deceitful
-            assert isinstance(seat.driver, Deceitful)
-            seat.driver.lie = self.random.choice(LIES)
-            self.world.say(seat.name, f"deceives from now on: {seat.driver.lie}")
+            self._turn(seat.driver)
         self.cluster.counts["deceits"] += 1
+
+    def _turn(self, driver: Driver) -> None:
+        driver.__class__ = Deceitful
+        assert isinstance(driver, Deceitful)
+        driver.lie = self.random.choice(LIES)
+        self.world.say(driver.node, f"deceives from now on: {driver.lie}")
+
+
+class Rushed(Deceived):
+    """Whoever drives after a few steps doesn't wait for the last vote from then on."""
+
+    def _turn(self, driver: Driver) -> None:
+        driver.__class__ = Hurried
+        assert isinstance(driver, Hurried)
+        driver.forges = self.random.choice([False, True])
+        self.world.say(driver.node, f"hurries from now on; forges votes: {driver.forges}")
+        self._look(driver)
+
+    def _look(self, driver: Hurried) -> None:
+        """Whether the registry has been shown what it does."""
+        counts, issued = self.cluster.counts, self.cluster.registry.issued
+        reasons = [view.reason for view in issued.values() if " shows " in view.reason]
+        counts["hurried"] = counts["hurried"] or int(driver.hurried > 0)
+        counts["without"] = sum("without the vote of" in reason for reason in reasons)
+        counts["forged"] = sum("hasn't signed" in reason for reason in reasons)
+        self.world.after(0.5, self._look, driver)

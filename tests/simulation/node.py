@@ -4,7 +4,7 @@ and who of them hears what, is what ships."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -432,7 +432,7 @@ class SeatRecord:
         node: str,
         why: str,
         cause: registry.Cause,
-        proof: Sequence[registry.Decision] = (),
+        proof: registry.Proof | None = None,
     ) -> None:
         if node_of(node) == self._node.name:
             self.over(why)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -319,7 +318,7 @@ class Client:
         accused: str,
         why: str,
         cause: pb.Cause = pb.SILENT,
-        proof: Sequence[pb.Decision] = (),
+        proof: pb.Proof | None = None,
     ) -> None:
         told = pb.Suspicion(
             accuser=self.node.name, accused=accused, why=why, cause=cause, proof=proof

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,7 @@ class LocalClient:
         accused: str,
         why: str,
         cause: registry.Cause = registry.SILENT,
-        proof: Sequence[registry.Decision] = (),
+        proof: registry.Proof | None = None,
     ) -> None:
         if self.heard and self.node in self.registry.nodes:
             suspicion = registry.Suspicion(

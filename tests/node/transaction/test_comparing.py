@@ -98,7 +98,7 @@ def test_two_that_the_driver_has_signed_prove_that_it_lies_and_neither_is_applie
     (suspect,) = one.told("other", commit(loss=3.0))
     assert isinstance(suspect, Suspect)
     assert (suspect.node, suspect.cause) == ("driver", NUMBERS)
-    assert list(suspect.proof) == [decision(commit()), decision(commit(loss=3.0))]
+    assert list(suspect.proof.decisions) == [decision(commit()), decision(commit(loss=3.0))]
     assert (one.member.committed, one.member.phase) == (0, MemberPhase.READY)
 
 
@@ -116,7 +116,7 @@ def test_a_replica_that_makes_a_commit_up_is_not_waited_for_and_goes() -> None:
     one.decided(commit())
     suspect, apply = one.told("other", forged)
     assert isinstance(suspect, Suspect)
-    assert (suspect.node, suspect.cause, list(suspect.proof)) == ("other", NUMBERS, [])
+    assert (suspect.node, suspect.cause, suspect.proof) == ("other", NUMBERS, None)
     assert apply == Apply(commit())
 
 

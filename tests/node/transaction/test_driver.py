@@ -2538,5 +2538,5 @@ def test_a_driver_that_told_stages_of_different_commits_is_shown_to_the_registry
     effects = told.statuses(a=one, b=other, c=one, d=one, e=other)
     (shown,) = [effect for effect in effects if isinstance(effect, Suspect)]
     assert (shown.node, shown.cause) == ("c", NUMBERS)
-    assert {two.hash for two in shown.proof} == set(map(hash_of, commits))
+    assert {two.hash for two in shown.proof.decisions} == set(map(hash_of, commits))
     assert [accused.node for accused in events(effects, Accused)] == ["c"]

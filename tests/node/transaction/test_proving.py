@@ -112,7 +112,10 @@ def test_a_driver_that_has_signed_two_commits_is_the_liar_and_nobody_else() -> N
         assert verdict.lies == {}
         ((node, proof),) = verdict.proofs.items()
         assert node == "gone/0"
-        assert {one.hash for one in proof} == {hash_of(TOLD.last), hash_of(OTHERWISE.last)}
+        assert {one.hash for one in proof.decisions} == {
+            hash_of(TOLD.last),
+            hash_of(OTHERWISE.last),
+        }
     assert judged(TOLD, OTHERWISE, TOLD).doubted == {"b/1"}, "the run goes on from one of them"
     assert len(judged(NEW, TOLD, OTHERWISE).doubted) == 1, "from either"
     verdict = judged(TOLD, OTHERWISE, MADE_UP)
