@@ -44,8 +44,11 @@ from planaria.bootstrap.registry_pb2 import (
     SeatReport,
     Suspicion,
     View,
+    Vote,
 )
 from planaria.bootstrap.views import hash_of, sign
+from planaria.bootstrap.votes import gathered
+from planaria.bootstrap.votes import hash_of as hash_of_votes
 from tests.bootstrap.conftest import identity
 
 KEY = identity("registry")
@@ -874,6 +877,26 @@ def test_who_shows_what_a_driver_has_signed_need_not_be_one_of_several() -> None
     proof = Proof(decisions=(one, other))
     swarm.suspect("n1", "n0", NUMBERS, "two commits of step 5", proof)
     assert swarm.effects[0] == Evict("n0", "numbers: two commits of step 5, shows n1")
+
+
+def test_who_shows_that_a_driver_did_without_a_vote_need_not_be_one_of_several() -> None:
+    swarm, driver, voter = Swarm(stages=3), Identity.generate(), Identity.generate()
+    swarm.join("n0", 0, key=driver.public)
+    swarm.join("n1", 1, key=voter.public)
+    swarm.join("n2", 2)
+    swarm.join("n3", 3)
+    swarm.open("n0", "n1", "n2", "n3")
+    vote = Vote(node="n1/0", view=3, attempt=7, ready=b"so")
+    for forger, said in (voter, "n0"), (driver, ""):
+        forger.sign_message(vote, "r")
+        votes = gathered([vote])
+        told = decided(driver, b"one")
+        told.votes = hash_of_votes(votes)
+        driver.sign_message(told, "r")
+        proof = Proof(decisions=[told], votes=votes, voter="n1/0")
+        swarm.suspect("n2", "n0", NUMBERS, "a vote that n1 hasn't signed", proof)
+        assert ("n0" if "n0" in swarm.nodes() else "") == said
+    assert swarm.effects[0] == Evict("n0", "numbers: a vote that n1 hasn't signed, shows n2")
 
 
 def test_of_two_that_contradict_each_other_the_driver_is_believed() -> None:

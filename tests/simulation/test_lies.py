@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from planaria.bootstrap import membership
@@ -14,7 +16,7 @@ from planaria.node.transaction.member import MemberSide
 from simulation.babbling import Babbling
 from simulation.byzantine import Lying, Slandering
 from simulation.cluster import Machines, Trap
-from simulation.deceit import Deceived
+from simulation.deceit import Deceived, Rushed
 from simulation.registry import Client
 from simulation.scenario import Scenario, ScenarioError, run
 from tests.bootstrap.conftest import identity
@@ -118,6 +120,14 @@ def test_a_member_that_applies_what_its_replicas_do_not_know_of_is_caught() -> N
     with pytest.raises(ScenarioError, match="I2: "):
         for seed in range(12):
             run(seed, Machines(member=Hasty), kind=Deceived)
+
+
+def test_a_driver_that_does_without_a_vote_is_shown_to_the_registry() -> None:
+    found: Counter[str] = Counter()
+    for seed in range(4):
+        found += run(seed, kind=Rushed).counts
+    assert found["hurried"] == 4
+    assert found["without"] and found["forged"]
 
 
 def test_who_says_without_end_that_it_cannot_reach_another_one_does_not_stop_the_run() -> None:

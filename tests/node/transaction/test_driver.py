@@ -2540,3 +2540,19 @@ def test_a_driver_that_told_stages_of_different_commits_is_shown_to_the_registry
     assert (shown.node, shown.cause) == ("c", NUMBERS)
     assert {two.hash for two in shown.proof.decisions} == set(map(hash_of, commits))
     assert [accused.node for accused in events(effects, Accused)] == ["c"]
+
+
+def test_a_new_driver_asks_for_the_votes_where_some_say_that_they_have_not_voted() -> None:
+    told, gone = Told(), Identity.generate()
+    told.views(driver="c")
+    told.driver.drivers[1].key = gone.public
+    told.views()
+    commit = pb.Commit(step=1, ballot=pb.Ballot(view=1))
+    seal(commit, gone, "")
+    claim, denial = pb.Status(committed=1, last=commit, trained=True), pb.Status(trained=True)
+    said = {"a": pb.Status(), **dict.fromkeys("bcd", claim), "e": denial}
+    asked = told.statuses(**said)
+    assert suspected(asked) == []
+    assert {one.query.votes for one in sent(asked, "query").values()} == {True}
+    told.statuses(**said)
+    assert told.driver.standing.committed == 1, "nobody has kept them, and most have the step"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from planaria.bootstrap.identity import Identity
-from planaria.bootstrap.registry_pb2 import Member
-from planaria.node.transaction.chain import hash_of, seal
+from planaria.bootstrap.registry_pb2 import Member, Proof, Vote
+from planaria.bootstrap.votes import gathered
+from planaria.bootstrap.votes import hash_of as hash_of_votes
+from planaria.node.transaction.chain import decision, hash_of, seal
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.proving import LINEAGES, Verdict, Witness, examine
 from planaria.node.wire import stage_pb2 as pb
@@ -120,6 +122,75 @@ def test_a_driver_that_has_signed_two_commits_is_the_liar_and_nobody_else() -> N
     assert len(judged(NEW, TOLD, OTHERWISE).doubted) == 1, "from either"
     verdict = judged(TOLD, OTHERWISE, MADE_UP)
     assert (verdict.lies.keys(), verdict.proofs.keys()) == ({"c/2"}, {"gone/0"})
+
+
+# --- votes for a commit that others haven't voted for, they say
+
+
+MEMBERS = {node: Identity.generate() for node in ("a/0", "b/1", "c/2", "d/3")}
+
+
+def shown(*voters: str, forged: str = "") -> pb.Status:
+    """Who has step 8, and shows the votes of these for it; one of them has the driver's key."""
+    cast = [Vote(node=node, view=MADE.view, attempt=MADE.attempt) for node in voters]
+    for vote in cast:
+        (DRIVER if vote.node == forged else MEMBERS[vote.node]).sign_message(vote, RUN)
+    votes, status = gathered(cast), at(8)
+    status.last.voted = hash_of_votes(votes)
+    seal(status.last, DRIVER, RUN)
+    status.votes.CopyFrom(Proof(decisions=[decision(status.last)], votes=votes))
+    return status
+
+
+def unshown(status: pb.Status) -> pb.Status:
+    kept = pb.Status()
+    kept.CopyFrom(status)
+    kept.ClearField("votes")
+    return kept
+
+
+def counted(own: pb.Status, *others: pb.Status, registered: int = 0) -> Verdict:
+    """As `judged`, by who knows everybody's key."""
+    drove = {MADE.view: Member(node="gone/0", key=DRIVER.public)}
+    keys = {node: one.public for node, one in MEMBERS.items()}
+    witness = Witness("a/0", (0, registered), None, RUN, drove, keys)
+    return examine({"a/0": own} | dict(zip(list(MEMBERS)[1:], others, strict=False)), witness)
+
+
+def test_votes_are_asked_for_where_somebody_says_that_it_has_not_voted() -> None:
+    claim = unshown(shown(*MEMBERS))
+    assert counted(NEW, claim, at(7)).to_show
+    assert not counted(ready(8), claim, ready(8)).to_show, "all have"
+    assert not counted(NEW, at(8), at(7)).to_show, "its driver hasn't signed it"
+
+
+def test_who_shows_all_votes_has_not_lied_and_is_believed_unless_most_say_otherwise() -> None:
+    claim = shown(*MEMBERS)
+    verdict = counted(NEW, claim, at(7), registered=7)
+    assert (verdict.doubted, verdict.proofs, verdict.to_show) == (set(), {}, False)
+    verdict = counted(NEW, claim, at(7), at(7))
+    assert (verdict.lies, verdict.doubted, verdict.proofs) == ({}, {"b/1"}, {}), (
+        "it may be of an attempt that was given up"
+    )
+    assert counted(at(7), claim).doubted == {"b/1"}, "who asks knows what it has done since"
+
+
+def test_a_driver_that_did_without_a_vote_is_the_liar_and_not_who_has_applied_its_commit() -> None:
+    for claim in shown("a/0", "b/1", "d/3"), shown(*MEMBERS, forged="c/2"):
+        verdict = counted(NEW, claim, at(7), unshown(claim))
+        assert (verdict.lies, verdict.doubted) == ({}, set())
+        ((node, proof),) = verdict.proofs.items()
+        assert (node, proof.voter) == ("gone/0", "c/2")
+        verdict = counted(NEW, claim, at(7), at(7))
+        assert (verdict.lies, verdict.doubted) == ({}, {"b/1"})
+        assert "gone/0" in verdict.proofs
+
+
+def test_votes_for_another_commit_show_nothing() -> None:
+    claim, other = shown(*MEMBERS), shown("a/0", "b/1")
+    claim.votes.CopyFrom(other.votes)
+    verdict = counted(NEW, claim, at(7), at(7))
+    assert (verdict.lies.keys(), verdict.to_show) == ({"b/1"}, True)
 
 
 def test_where_nobody_knows_who_drove_the_run_goes_on_from_one_record_and_nobody_lies() -> None:
