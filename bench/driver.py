@@ -27,6 +27,7 @@ from planaria.bootstrap.identity import INSTANCE_LETTERS, Identity
 from planaria.node.agent import rules
 from planaria.node.run_file import loads
 from planaria.node.stage.shape import model_config
+from planaria.node.transaction.attempting import Attempting
 from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import Ballot, Effect, Send
 from planaria.node.transaction.standing_out import told_by
@@ -122,8 +123,10 @@ class Drive:
                 status = pb.Status(digest=DIGEST, seconds_per_microbatch=0.1, trained=True)
                 yield pb.Message(ballot=told.ballot, status=status)
             case "step":
+                assert isinstance(self.driver.current, Attempting)
+                members = self.driver.current.begin.members
                 for microbatch in told.step.begin.plan:
-                    if microbatch.source == node:
+                    if members[microbatch.places[0]].node == node:
                         home = _home(microbatch.id, self.driver.rules.tokens)
                         yield pb.Message(ballot=told.ballot, home=home)
             case "reduce":

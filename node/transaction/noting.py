@@ -17,7 +17,7 @@ from planaria.node.wire import stage_pb2 as pb
 
 LEDGERS: Final = 8
 """Nodes of stage 0 that note a step, if it has as many."""
-WITNESSES: Final = 4
+WITNESSES: Final = 3
 """Nodes of stage 0 that are told the votes, too, and keep them for a while."""
 MEMORIES: Final = 2
 """Nodes of each other stage that remember it."""

@@ -2,7 +2,8 @@
 
 The driver has the whole `Begin`, and tells a member its part of it:
 
-- of the plan the microbatches that it visits, or stands in for; of all others how many they are;
+- of the plan the microbatches that it visits, or stands in for, where nodes are numbers in the list
+  of who takes part; of all others how many they are;
 - of those who follow, the ones of its stage;
 - who takes part. Whoever was told of the attempt before is told who has come and gone since then.
 
@@ -12,7 +13,7 @@ So what a driver says of a step grows with its nodes, and not with their square.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
 
 from planaria.node.transaction.effects import NEVER, Ballot
@@ -77,11 +78,30 @@ def _visits(begin: pb.Begin, spare: bool) -> defaultdict[str, list[pb.Microbatch
     found: defaultdict[str, list[pb.Microbatch]] = defaultdict(list)
     ahead = stand_ins(begin.members) if spare else {}
     nodes = [place.node for place in begin.members]
+    number = {node: number for number, node in enumerate(nodes)}
     for microbatch in begin.plan:
+        told = _in_numbers(microbatch, number[microbatch.source])
         there = {microbatch.source, *(nodes[place] for place in microbatch.places)}
         for node in there | {ahead[node] for node in there & ahead.keys()}:
-            found[node].append(microbatch)
+            found[node].append(told)
     return found
+
+
+def _in_numbers(microbatch: pb.Microbatch, source: int) -> pb.Microbatch:
+    """With its source before the others."""
+    return pb.Microbatch(
+        id=microbatch.id, order=microbatch.order, places=[source, *microbatch.places]
+    )
+
+
+def _in_names(microbatch: pb.Microbatch, members: Sequence[pb.Place]) -> pb.Microbatch:
+    if microbatch.source or not microbatch.places:
+        return microbatch
+    source, *places = microbatch.places
+    if source >= len(members):
+        raise ValueError(f"told of a source that is number {source} of {len(members)} members")
+    name = members[source].node
+    return pb.Microbatch(id=microbatch.id, source=name, order=microbatch.order, places=places)
 
 
 class Heard:
@@ -91,8 +111,8 @@ class Heard:
         self._last, self._members = NEVER, dict[str, int]()
 
     def whole(self, ballot: Ballot, begin: pb.Begin) -> pb.Begin:
-        """With all members. Raises ValueError when it says what has changed since an attempt that
-        wasn't heard of last."""
+        """With all members, and sources by name. Raises ValueError when it says what has changed
+        since an attempt that wasn't heard of last, or of a source that takes no part."""
         if begin.HasField("members_of"):
             since = Ballot.of(begin.members_of)
             if since != self._last:
@@ -102,7 +122,7 @@ class Heard:
             begin = _with_members(begin, stages)
         self._last = ballot
         self._members = {place.node: place.stage for place in begin.members}
-        return begin
+        return _with_sources(begin)
 
 
 def _with_members(begin: pb.Begin, stages: Members) -> pb.Begin:
@@ -111,6 +131,14 @@ def _with_members(begin: pb.Begin, stages: Members) -> pb.Begin:
     for name in ("members_of", "left", "members"):
         found.ClearField(name)
     found.members.extend(in_order([pb.Place(node=n, stage=at) for n, at in stages.items()]))
+    return found
+
+
+def _with_sources(begin: pb.Begin) -> pb.Begin:
+    found = pb.Begin()
+    found.CopyFrom(begin)
+    del found.plan[:]
+    found.plan.extend(_in_names(microbatch, begin.members) for microbatch in begin.plan)
     return found
 
 

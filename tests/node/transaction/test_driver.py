@@ -51,6 +51,7 @@ from planaria.node.transaction.overdue import ASK
 from planaria.node.transaction.resting import DriverPhase
 from planaria.node.transaction.routing import routes
 from planaria.node.transaction.rules import TransactionRules
+from planaria.node.transaction.telling import Heard
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.decide import Policy
 
@@ -243,7 +244,7 @@ def test_everybody_is_asked_and_the_step_begins_when_all_have_answered():
         assert told.hears(node, status=pb.Status()) == []
     begins = sent(told.hears("e", status=pb.Status()), "step")
     assert begins.keys() == SWARM.keys()
-    begin = begins["c"].step.begin
+    begin = Heard().whole(told.driver.ballot, begins["c"].step.begin)
     assert begin.step == 1
     assert [(m.id, m.source, list(m.order)) for m in begin.plan] == [
         (0, "a", [1, 2, 3, 4]),
