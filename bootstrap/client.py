@@ -582,7 +582,7 @@ _OPTIONS = (
 def _news(report: Report) -> tuple[object, ...]:
     """What the registry, or a person, has to hear of soon."""
     seats = [(seat.message, seat.stopped, seat.finished) for seat in report.seats]
-    return seats, list(report.complaints), report.leaving
+    return seats, list(report.complaints), report.leaving, report.stalled_seconds > 0
 
 
 def _what(error: grpc.aio.AioRpcError) -> str:

@@ -23,6 +23,7 @@ from planaria.bootstrap.places import Place, is_apart, is_block, shared
 from planaria.bootstrap.progress import Age, Progress
 from planaria.bootstrap.quarantine import MOST_KEPT, Quarantine
 from planaria.bootstrap.registry_pb2 import (
+    HANG,
     SILENT,
     Cause,
     Description,
@@ -53,7 +54,7 @@ EVICTIONS_TOLD = 20
 REBUILDS_TOLD = 100
 WHY_LENGTH = 300  # characters of what a node says of another one
 ACCUSERS_NAMED = 3
-CHARGE_STANDS = 60.0  # seconds that the word of one who does not drive counts
+CHARGE_STANDS = 1800.0  # seconds that a word counts, as long as no other one of its speaker follows
 CHARGES_KEPT = 100  # against one node
 CONTRADICTED_EVERY = 60.0  # seconds between two times that a node is told what isn't believed
 WITHOUT_STATE = frozenset(["syncing", "following"])  # phases in reports (node/transaction)
@@ -74,6 +75,7 @@ class MembershipRules:
     probe_timeout: float = 3.0
     reconnect: float = 0.4  # for a node that has lost its stream, and is gone, to come back
     dial_timeout: float = 4.0  # for a silent member to answer who dials it
+    second_voice: float = 1.0  # for somebody else to say what the driver says of a member
     restart_grace: float | None = None  # lease + 1
     steps: int = 0  # that the run has; 0: not known
     data: str = ""  # content hash that stage-0 nodes must have; empty: not checked
@@ -93,7 +95,8 @@ class MembershipRules:
             raise ValueError(
                 f"replicas = {self.replicas}: choose 1 to max_replicas = {self.max_replicas}"
             )
-        for name in ("lease", "probe_timeout", "reconnect", "dial_timeout", "joins_per_second"):
+        above = ("lease", "probe_timeout", "reconnect", "dial_timeout", "second_voice")
+        for name in (*above, "joins_per_second"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be above 0")
 
@@ -198,6 +201,7 @@ class _Node:
     probed: float = 0.0
     accusers: dict[str, str] = field(default_factory=dict)  # accuser -> why, until settled
     charges: dict[str, tuple[float, Suspicion]] = field(default_factory=dict)  # newest for cause
+    unsure: float = math.inf  # until when a second voice is awaited, beside the driver's
     doomed: str = ""  # to be evicted whatever it says, and why
     cause: Cause = SILENT  # for which it is doomed
     claim: _Claim | None = None  # to its address, the newest
@@ -298,6 +302,10 @@ class Membership:
         self._quarantine = Quarantine()
         self._banned: list[str] = []  # instances, in order
         self._evicted: dict[str, str] = {}  # node -> reason; the oldest are forgotten
+        self._charging: dict[str, str] = {}  # whom each has accused for cause last
+        self._unsure: set[str] = set()  # of whom the driver alone has said so
+        self._heir = ""  # who is to drive next, and see for itself
+        self._alone: Counter[str] = Counter()  # how often who drove has lost the drive by its word
         self._rebuilds: dict[tuple[int, int, str], Rebuild] = {}  # by step, stage, method
         self._evictions: deque[tuple[float, Eviction]] = deque(maxlen=EVICTIONS_TOLD)
         self._effects: list[Effect] = []
@@ -474,14 +482,15 @@ class Membership:
         node.accusers[accuser] = _evidence(suspicion)
         self._note(f"{accused} is suspected by {accuser}: {_evidence(suspicion)}")
         if suspicion.cause != SILENT and not node.doomed:
-            node.charges[accuser] = now, suspicion
-            if len(node.charges) > CHARGES_KEPT:
-                del node.charges[min(node.charges, key=lambda name: node.charges[name][0])]
+            self._charge(node, suspicion, now)
             if reason := self._convicted(node, now):
                 node.cause = suspicion.cause
                 self._doom(accused, node, reason)
                 return self.tick(now)
             suspicion.ClearField("proof")  # it is none, and may be large
+            if accuser == self.view.driver and accused not in self._unsure:
+                self._unsure.add(accused)
+                node.unsure = now + self.rules.second_voice
         if not node.streaming:
             return self._miss(node, now) if node.lost is None else []
         if node.probe:
@@ -550,6 +559,7 @@ class Membership:
             else:
                 self._schedule(name, node)
         self._see_to_cuts(now)
+        self._see_to_words(now)
         looks = self._unsettled and now >= self._looked + self.rules.lease / LOOKS
         if looks or now >= self._all_told:
             self._looked = now
@@ -613,6 +623,7 @@ class Membership:
         for name, node in self._nodes.items():
             node.renewed = min(now, node.renewed + seconds)
             node.probed = min(now, node.probed + seconds)
+            node.unsure += seconds
             if node.lost is not None:
                 node.lost = min(now, node.lost + seconds)
             node.due = math.inf
@@ -1088,12 +1099,22 @@ class Membership:
         ]
         return bool(silent) and all(silent)
 
+    def _charge(self, node: _Node, suspicion: Suspicion, now: float) -> None:
+        """The accuser's word counts against one member at a time, that which it has named last."""
+        accuser = suspicion.accuser
+        former = self._nodes.get(self._charging.get(accuser, ""))
+        if former is not None:
+            former.charges.pop(accuser, None)
+        self._charging[accuser] = node.member.node
+        node.charges[accuser] = now, suspicion
+        if len(node.charges) > CHARGES_KEPT:
+            del node.charges[min(node.charges, key=lambda name: node.charges[name][0])]
+
     def _convicted(self, node: _Node, now: float) -> str:
         """Why the node goes for cause, though it may live; empty: too few say so. Who shows what it
-        has signed need not be believed. The driver's word
-        is enough, since it hears all who notice. Against the driver, or of others, it takes more
-        than half of those who serve beside the accused, and two: where two contradict each other
-        nobody knows who is wrong."""
+        has signed need not be believed. Else it takes two, of whom one may be itself, or the driver
+        where nobody else could drive. Against the driver it takes more than half of those who serve
+        beside it, too: where two contradict each other nobody knows who is wrong."""
         name, driver = node.member.node, self.view.driver
         for accuser, (_, charge) in node.charges.items():
             if self._is_proved(charge, node.member.key):
@@ -1104,11 +1125,69 @@ class Membership:
             for accuser, (told, charge) in node.charges.items()
             if accuser in serving and now - told < CHARGE_STANDS
         }
-        if driver in charges:
-            return f"{_evidence(charges[driver])}, says {driver}, which drives"
-        if len(charges) < 2 or 2 * len(charges) <= len(serving):
+        by_driver = charges.get(driver)
+        several = self._voices(node.member, charges) > 1
+        if name == driver:
+            several = several and 2 * len(charges) > len(serving)
+        if several:
+            said = by_driver or next(iter(charges.values()))
+            return f"{_evidence(said)}, say {', '.join(charges)}"
+        if by_driver is None:
             return ""
-        return f"{_evidence(next(iter(charges.values())))}, say {', '.join(charges)}"
+        says = f"{_evidence(by_driver)}, says {driver}, which drives"
+        if by_driver.cause == HANG and node.report.stalled_seconds > 0:
+            return f"{says}, and so does {name} itself"
+        return "" if self._heirs(node.member, now) else f"{says}, and nobody else could"
+
+    def _voices(self, accused: Member, accusers: Iterable[str]) -> int:
+        """How many these are. All nodes of one place are one against who is elsewhere: what is
+        wrong may be that place."""
+        own = _location(accused)
+        places = {name: _location(self._nodes[name].member) for name in accusers}
+        return len({name if place == own else place for name, place in places.items()})
+
+    def _heirs(self, accused: Member, now: float) -> list[str]:
+        """Who could drive in the driver's place, and whose word would be a second one."""
+        driver = self.view.driver
+        return [
+            member.node
+            for member in self._serving()
+            if member.node != driver
+            and 0 in stages_of(member)
+            and self._may_drive(self._nodes[member.node], now)
+            and self._voices(accused, (driver, member.node)) > 1
+        ]
+
+    def _may_drive(self, node: _Node, now: float) -> bool:
+        lives = node.lost is None and now < node.renewed + self.rules.lease
+        return lives and not (node.doomed or node.leaving)
+
+    def _see_to_words(self, now: float) -> None:
+        """Whom the driver alone accuses stays, and somebody else drives, and sees for itself: so an
+        accusation that nobody shares costs a driver its place, and no one else anything."""
+        for name in sorted(self._unsure):
+            node, driver = self._nodes.get(name), self.view.driver
+            if node is not None and now < node.unsure:
+                continue
+            self._unsure.discard(name)
+            told = None if node is None else node.charges.get(driver)
+            if node is None or node.doomed or told is None or self._heir:
+                continue
+            charge = told[1]
+            if reason := self._convicted(node, now):  # nobody else could drive by now
+                node.cause = charge.cause
+                self._evict(node, reason, now)
+                continue
+            heirs = [heir for heir in self._heirs(node.member, now) if heir != name]
+            if not heirs:  # of the two nobody knows who is right; the driver can do without it
+                self._note(f"{name} stays, as nobody but {driver} says of it: {_evidence(charge)}")
+                continue
+            heirs.sort(key=lambda heir: self._alone[heir])
+            self._heir, self._alone[driver] = heirs[0], self._alone[driver] + 1
+            self._changes.append(
+                f"{name} stays, as nobody but {driver} says of it: {_evidence(charge)}; "
+                f"{self._heir} drives, and sees for itself"
+            )
 
     def _is_proved(self, charge: Suspicion, key: bytes) -> bool:
         """Whether the accused has signed two decisions of one attempt, or one without the votes
@@ -1164,6 +1243,8 @@ class Membership:
         if node.cause != SILENT:
             self._quarantine.add(node.member.instance, name, node.cause, reason, now)
         self._cuts.gone(name)
+        self._charging.pop(name, None)
+        self._alone.pop(name, None)
         self._changes.append(f"{name} ({place_of(node.member)}) is gone: {reason}")
         self._effects.append(Evict(name, reason))
         if node.accusers:
@@ -1293,9 +1374,14 @@ class Membership:
         self._effects.append(Issue(self.view))
 
     def _driver(self) -> str:
-        """The driver stays; else the oldest stage-0 member follows that will stay. Empty: there is
-        none."""
-        ends = {m.node: m.leaving for m in self._serving() if 0 in stages_of(m)}
+        """The driver stays, unless another one is to see for itself; else the oldest stage-0 member
+        follows that will stay, and hasn't lost the drive. Empty: there is none."""
+        ends = {
+            m.node: (m.leaving, self._alone[m.node]) for m in self._serving() if 0 in stages_of(m)
+        }
+        heir, self._heir = self._heir, ""
+        if heir in ends:
+            return heir
         if self.view.driver in ends:
             return self.view.driver
         return min(ends, key=lambda node: ends[node], default="")

@@ -7,6 +7,7 @@ import pytest
 
 from planaria.bootstrap.identity import Identity, instance_of
 from planaria.bootstrap.membership import (
+    CHARGE_STANDS,
     MOST_DIALLED,
     PROTOCOL,
     TOGETHER,
@@ -24,10 +25,11 @@ from planaria.bootstrap.membership import (
     to_link,
 )
 from planaria.bootstrap.registry_pb2 import (
+    CHECKSUM,
     DIVERGENCE,
     HANG,
-    NONFINITE,
     NUMBERS,
+    SHAPE,
     SILENT,
     Cause,
     Complaint,
@@ -819,19 +821,149 @@ def test_suspecting_a_stranger_or_by_a_stranger() -> None:
         swarm.suspect("n0", "n0")
 
 
-def test_whom_the_driver_accuses_for_cause_goes_with_the_evidence() -> None:
+def test_where_nobody_else_could_drive_the_driver_is_believed() -> None:
     swarm = full()
     evict, settle, issue = swarm.suspect("n0", "n2", HANG, "no microbatch for 31 s")
-    assert evict == Evict("n2", "hang: no microbatch for 31 s, says n0, which drives")
+    assert evict == Evict(
+        "n2", "hang: no microbatch for 31 s, says n0, which drives, and nobody else could"
+    )
     assert settle == Settle("n2", False, evict.reason)
     assert isinstance(issue, Issue)
     assert swarm.nodes() == ["n0", "n1"]
 
 
+def two_at_the_end(**rules: object) -> Swarm:
+    """As `full`, with another one that could drive."""
+    swarm = full(lease=1000, **rules)
+    swarm.join("m0", 0)
+    swarm.open("m0")
+    return swarm
+
+
+def test_whom_the_driver_alone_accuses_stays_and_another_one_drives() -> None:
+    swarm = two_at_the_end()
+    swarm.suspect("n0", "n2", NUMBERS, "1e300")
+    swarm.answer()
+    assert swarm.wait(0.9) == []
+    swarm.wait(0.2)
+    assert swarm.view.driver == "m0"
+    assert swarm.view.reason == (
+        "n2 stays, as nobody but n0 says of it: numbers: 1e300; m0 drives, and sees for itself; "
+        "m0 drives"
+    )
+    assert swarm.wait(100) == []
+    assert swarm.nodes() == ["n0", "n1", "n2", "m0"]
+
+
+def test_who_drives_next_and_says_so_too_is_believed() -> None:
+    swarm = two_at_the_end()
+    swarm.suspect("n0", "n2", NUMBERS, "1e300")
+    swarm.answer()
+    swarm.wait(2)
+    swarm.suspect("m0", "n2", NUMBERS, "1e301")
+    assert swarm.effects[0] == Evict("n2", "numbers: 1e301, say n0, m0")
+    assert swarm.view.driver == "m0"
+
+
+def test_a_driver_and_a_member_are_two_whoever_says_so_first() -> None:
+    for first, second in (("n0", "n1"), ("n1", "n0")):
+        swarm = two_at_the_end()
+        swarm.suspect(first, "n2", SHAPE, "so")
+        swarm.answer()
+        swarm.suspect(second, "n2", SHAPE, "so")
+        assert swarm.effects[0] == Evict("n2", f"shape: so, say {first}, {second}")
+        assert swarm.wait(2) == []
+        assert swarm.view.driver == "n0"
+
+
+def test_a_driver_that_accuses_one_after_the_other_drives_last() -> None:
+    swarm = two_at_the_end()
+    for accused in ("n1", "n2"):
+        swarm.suspect("n0", accused, NUMBERS, "so")
+        swarm.answer()
+    swarm.wait(2)
+    assert swarm.view.driver == "m0"
+    assert swarm.nodes() == ["n0", "n1", "n2", "m0"]
+    swarm.join("k0", 0)
+    swarm.after(swarm.machine.leave("m0", "", swarm.now))
+    assert swarm.view.driver == "k0"
+
+
+def test_who_says_itself_that_it_hangs_is_the_second_that_does() -> None:
+    swarm = two_at_the_end()
+    swarm.renew("n2", report=Report(stalled_seconds=7))
+    swarm.suspect("n0", "n2", HANG, "no microbatch for 5 s")
+    assert swarm.effects[0] == Evict(
+        "n2", "hang: no microbatch for 5 s, says n0, which drives, and so does n2 itself"
+    )
+
+
+def test_it_may_say_so_a_little_later() -> None:
+    swarm = two_at_the_end()
+    swarm.suspect("n0", "n2", HANG, "no microbatch for 5 s")
+    swarm.answer()
+    swarm.renew("n2", report=Report(stalled_seconds=6))
+    swarm.wait(1)
+    assert swarm.nodes() == ["n0", "n1", "m0"]
+    assert swarm.view.driver == "n0"
+
+
+def test_where_nobody_else_could_drive_but_the_accused_nothing_changes() -> None:
+    swarm = two_at_the_end()
+    swarm.suspect("n0", "m0", DIVERGENCE, "other weights")
+    swarm.answer()
+    assert swarm.wait(1) == []
+    assert swarm.view.driver == "n0"
+    assert swarm.nodes() == ["n0", "n1", "n2", "m0"]
+    assert swarm.machine.decisions[-1] == (
+        "m0 stays, as nobody but n0 says of it: divergence: other weights"
+    )
+
+
+def test_two_at_one_place_are_one_voice_against_who_is_elsewhere() -> None:
+    swarm = Swarm(stages=1, lease=1000)
+    for node, host in (("n0", "one"), ("m0", "one"), ("x0", "two"), ("n1", "three")):
+        swarm.join(node, 1 if node == "n1" else 0, host=host, block="10.0.0.0/24")
+    swarm.open("n0", "m0", "x0", "n1")
+    swarm.suspect("m0", "n1", CHECKSUM, "damaged")
+    swarm.answer()
+    swarm.suspect("n0", "n1", CHECKSUM, "damaged")
+    swarm.answer()
+    swarm.wait(1)
+    assert swarm.nodes() == ["n0", "m0", "x0", "n1"]
+    assert swarm.view.driver == "x0", "m0 would be no other voice"
+    swarm.suspect("m0", "x0", CHECKSUM, "damaged")
+    swarm.answer()
+    swarm.suspect("x0", "n1", CHECKSUM, "damaged")
+    assert swarm.nodes() == ["n0", "m0", "x0"]
+
+
+def test_two_members_evict_one_that_does_not_drive_and_one_does_not() -> None:
+    swarm = full(stages=3)
+    for _ in range(3):
+        swarm.suspect("n2", "n1", SHAPE, "so")
+        swarm.answer()
+    assert swarm.nodes() == ["n0", "n1", "n2", "n3"]
+    swarm.suspect("n3", "n1", SHAPE, "so")
+    assert swarm.effects[0] == Evict("n1", "shape: so, say n2, n3")
+
+
+def test_a_members_word_counts_against_one_at_a_time() -> None:
+    swarm = full(stages=3)
+    for accused in ("n1", "n3"):
+        swarm.suspect("n2", accused, SHAPE, "so")
+        swarm.answer()
+    swarm.suspect("n3", "n1", SHAPE, "so")
+    swarm.answer()
+    assert swarm.nodes() == ["n0", "n1", "n2", "n3"]
+    swarm.suspect("n1", "n3", SHAPE, "so")
+    assert swarm.nodes() == ["n0", "n1", "n2"]
+
+
 def test_one_who_does_not_drive_evicts_nobody_for_cause() -> None:
     swarm = full(stages=3)
     for accused in ("n0", "n1"):
-        swarm.suspect("n2", accused, NONFINITE, "NaN in microbatch 3")
+        swarm.suspect("n2", accused, SHAPE, "not as long as is due")
         swarm.answer()
     assert swarm.nodes() == ["n0", "n1", "n2", "n3"]
 
@@ -846,10 +978,10 @@ def test_most_of_the_others_evict_the_driver_for_cause() -> None:
 
 
 def test_words_against_the_driver_count_together_when_they_fall_together() -> None:
-    swarm = full(stages=3, lease=1000)
+    swarm = full(stages=3, lease=10_000)
     swarm.suspect("n1", "n0", DIVERGENCE, "other weights")
     swarm.answer()
-    swarm.wait(60)
+    swarm.wait(CHARGE_STANDS)
     swarm.suspect("n2", "n0", DIVERGENCE, "other weights")
     swarm.answer()
     assert "n0" in swarm.nodes()
@@ -899,12 +1031,12 @@ def test_who_shows_that_a_driver_did_without_a_vote_need_not_be_one_of_several()
     assert swarm.effects[0] == Evict("n0", "numbers: a vote that n1 hasn't signed, shows n2")
 
 
-def test_of_two_that_contradict_each_other_the_driver_is_believed() -> None:
+def test_of_two_nodes_the_one_that_drives_is_believed() -> None:
     swarm = full(stages=1)
-    swarm.suspect("n1", "n0", NONFINITE, "NaN")
+    swarm.suspect("n1", "n0", NUMBERS, "1e300")
     swarm.answer()
     assert swarm.nodes() == ["n0", "n1"]
-    swarm.suspect("n0", "n1", NONFINITE, "NaN")
+    swarm.suspect("n0", "n1", NUMBERS, "1e300")
     assert swarm.nodes() == ["n0"]
 
 
@@ -926,7 +1058,7 @@ def test_who_was_evicted_for_cause_has_to_wait_and_a_new_registry_knows() -> Non
     assert (reply.quarantine, reply.HasField("view")) == (30, False)
     assert reply.reason == (
         "this node was evicted for cause as bad (hang: no microbatch for 31 s, says n0, which "
-        "drives); it may join again in 30 s"
+        "drives, and nobody else could); it may join again in 30 s"
     )
     assert swarm.join("other", 1, key="j").reason == "stage 1 as asked for"
     late = Swarm(lease=100, restart_grace=0)

@@ -359,6 +359,7 @@ class Node:
             complaints=self.missing.complaints(),
             unlisted=self.missing.unlisted,
             leaving=self.leaving,
+            stalled_seconds=0.0 if self.hang is None else self.hang.seconds,
         )
         self.client.reported()
 

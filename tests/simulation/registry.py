@@ -186,7 +186,7 @@ class Client:
         self.cluster, self.node = cluster, node
         self.joined = self.stopped = False
         self.question, self.answered = 0, list[str]()  # that the registry asked; who answered
-        self.told: tuple[list[pb.Complaint], bool] = [], False  # what was news last
+        self.told: tuple[list[pb.Complaint], bool, bool] = [], False, False  # what was news last
         self._connect(FIRST_PAUSE)
         node.process.after(RENEW, self._renew)
 
@@ -296,7 +296,8 @@ class Client:
 
     def reported(self) -> None:
         """There is a new report; it is sent at once when it is news."""
-        news = list(self.node.report.complaints), self.node.report.leaving
+        report = self.node.report
+        news = list(report.complaints), report.leaving, report.stalled_seconds > 0
         if news != self.told:
             self.told = news
             self._renew_now()
