@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from planaria.bootstrap.registry_pb2 import NONFINITE, SILENT
+from planaria.bootstrap.registry_pb2 import SILENT
 from planaria.node.naming import node_of
-from planaria.node.transaction.effects import Effect, Suspect
 from planaria.node.wire import stage_pb2 as pb
 
 VAIN: Final = 3
@@ -25,6 +25,8 @@ LONGEST_PAUSE: Final = 5.0
 SPOILT: Final = 3
 """Steps in which a node alone of its stage may make what is not finite; with the last one it is
 accused of it."""
+LONGEST_REST: Final = 10
+"""Times that a rest gets twice as long."""
 
 
 @dataclass
@@ -75,24 +77,29 @@ class Failures:
 
 
 class Charges:
-    """Who has accused whom for cause, as long as both are members. Nobody's word alone takes a
-    stage's last node away, nor two replicas; who accuses again and again, alone, is wrong."""
+    """Who has accused whom for cause, as long as both are members. One member's word keeps one
+    replica from work for a while, and takes nobody's place; who accuses again and again, alone, is
+    wrong."""
 
     def __init__(self) -> None:
         self._by: dict[str, set[str]] = {}  # by accused
-        self._believed: dict[str, str] = {}  # by accuser: the replica that its word was enough for
+        self._kept: dict[str, str] = {}  # by accuser: whom its word alone keeps from work
         self._vain: Counter[str] = Counter()  # accusations, less one for each commit since then
 
-    def believes(self, accuser: str, accused: str, spare: bool) -> bool:
-        """Whether the accused is to go, or to be gone on without. `spare`: its stage has others.
-        Asked twice, it says the same."""
+    def believes(self, accuser: str, accused: str) -> bool:
+        """Whether the accused is to go, or to be gone on without: several say so. Asked twice, it
+        says the same."""
         by = self._by.setdefault(accused, set())
         by.add(accuser)
-        if self.are_several(accused):
-            for one in by:
-                self._vain.pop(one, None)
-            return True
-        return spare and self._believed.setdefault(accuser, accused) == accused
+        if not self.are_several(accused):
+            return False
+        for one in by:
+            self._vain.pop(one, None)
+        return True
+
+    def keeps(self, accuser: str, accused: str) -> bool:
+        """Whether its word is enough to keep the accused from work."""
+        return self._kept.setdefault(accuser, accused) == accused
 
     def are_several(self, accused: str) -> bool:
         """Whether several nodes accuse it."""
@@ -107,10 +114,60 @@ class Charges:
         self._vain = self._vain - Counter(dict.fromkeys(self._vain, 1))
 
     def keep(self, members: Collection[str]) -> None:
-        """All others are members no longer; what they have said stands."""
-        self._by = {accused: by for accused, by in self._by.items() if accused in members}
-        self._believed = {by: accused for by, accused in self._believed.items() if by in members}
-        self._vain = Counter({by: times for by, times in self._vain.items() if by in members})
+        """All others are members no longer."""
+        there = set(members)
+        self._by = {accused: by & there for accused, by in self._by.items() if accused in there}
+        self._kept = {by: accused for by, accused in self._kept.items() if {by, accused} <= there}
+        self._vain = Counter({by: times for by, times in self._vain.items() if by in there})
+
+
+class Idle:
+    """Members that have no microbatches where their stage has others: who is to go, and for some
+    steps who one member alone accuses. Then others find out whether that is so; if not, it is for
+    twice as many steps the next time, and soon hardly costs anybody anything. Who is accused by a
+    replica of its stage, which no plan keeps it apart from, has no part in attempts at all: it
+    follows, as a joiner does."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, float] = {}  # left
+        self._times: Counter[str] = Counter()
+        self._apart: set[str] = set()  # those without a part
+
+    def __contains__(self, node: str) -> bool:
+        return node in self._steps
+
+    @property
+    def nodes(self) -> set[str]:
+        return set(self._steps)
+
+    def is_to_go(self, node: str) -> bool:
+        return self._steps.get(node) == math.inf
+
+    def has_no_part(self, node: str) -> bool:
+        return node in self._apart
+
+    def stop(self, nodes: Collection[str]) -> None:
+        """They are to go."""
+        self._steps |= dict.fromkeys(nodes, math.inf)
+        self._apart |= set(nodes)
+
+    def rest(self, node: str, by_replica: bool) -> None:
+        """For a while, unless it does already."""
+        if by_replica:
+            self._apart.add(node)
+        if node not in self._steps:
+            self._steps[node] = 2.0 ** min(self._times[node], LONGEST_REST)
+            self._times[node] += 1
+
+    def committed(self) -> None:
+        self._steps = {node: left - 1 for node, left in self._steps.items() if left > 1}
+        self._apart &= self._steps.keys()
+
+    def keep(self, members: Collection[str]) -> None:
+        """All others are members no longer."""
+        self._steps = {node: left for node, left in self._steps.items() if node in members}
+        self._times = Counter({node: n for node, n in self._times.items() if node in members})
+        self._apart &= self._steps.keys()
 
 
 class Spoiling:
@@ -119,22 +176,35 @@ class Spoiling:
     def __init__(self) -> None:
         self.why: dict[str, str] = {}  # by node, in this step
         self.steps: Counter[str] = Counter()  # in which a node alone of its stage did
+        self.by: dict[str, set[str]] = {}  # who has told of it, in those
+
+    def heard(self, node: str, by: str, reason: str) -> None:
+        self.why[node] = reason
+        self.by.setdefault(node, set()).add(by)
 
     def lets_through(self, training: Mapping[str, int]) -> bool:
         """Whether all nodes of a stage have: then it is the model. `training`: stages, by node."""
         left = {stage for node, stage in training.items() if node not in self.why}
         return left != set(training.values())
 
-    def over(self, begin: pb.Begin) -> list[Effect]:
-        """So is the step. Who made what is not finite, when its replicas didn't, was wrong."""
-        effects: list[Effect] = []
+    def over(self, begin: pb.Begin) -> dict[str, str]:
+        """So is the step. Who made what is not finite, when its replicas didn't, was wrong. Who was
+        often enough, and why."""
+        found: dict[str, str] = {}
         why, self.why = self.why, {}
-        for node, reason in why.items() if not begin.non_finite else ():
+        for node, reason in why.items():
+            if begin.non_finite:
+                self.by.pop(node, None)
+                continue
             self.steps[node] += 1
             if self.steps[node] >= SPOILT:
-                reason = f"{reason}, as in {SPOILT} steps; its replicas do better"
-                effects.append(Suspect(node, reason, NONFINITE))
-        return effects
+                found[node] = f"{reason}, as in {SPOILT} steps; its replicas do better"
+        return found
+
+    def keep(self, members: Collection[str]) -> None:
+        """All others are members no longer."""
+        self.steps = Counter({node: n for node, n in self.steps.items() if node in members})
+        self.by = {node: by & set(members) for node, by in self.by.items() if node in members}
 
 
 def _kind_of(reason: str) -> str:

@@ -24,6 +24,7 @@ from planaria.bootstrap.registry_pb2 import HANG, NONFINITE, NUMBERS, SILENT, Vo
 from planaria.bootstrap.registry_pb2 import Vote as SignedVote
 from planaria.bootstrap.votes import hash_of as hash_of_votes
 from planaria.bootstrap.votes import is_cast
+from planaria.node.naming import node_of
 from planaria.node.report.events import (
     Aborted,
     Accused,
@@ -52,6 +53,7 @@ from planaria.node.transaction.blaming import (
     VAIN,
     Charges,
     Failures,
+    Idle,
     Spoiling,
 )
 from planaria.node.transaction.bounds import told_to_driver
@@ -134,7 +136,8 @@ class Driver:
         self.ballot = NEVER
         self.standing = Standing()
         self.knows = False  # where the run stands, since it drives
-        self.joining = Joining()
+        self.idle = Idle()  # of whom it is said that they have sent what can't be used
+        self.joining = Joining(self.idle.has_no_part)
         self.rebuilds = Rebuilds()  # since the last attempt began
         self.trains_since: float | None = None  # without a loss of all that a stage has
         self.seconds: dict[str, float] = {}  # per microbatch, by node
@@ -143,7 +146,6 @@ class Driver:
         self.charges = Charges()
         self.doubts = Doubts()
         self.spoiling = Spoiling()
-        self.idle: set[str] = set()  # members that have sent what can't be used
         self.cuts: set[Pair] = set()  # members of which one had no link to the other
         self.told_again = (0, 0)  # the step that joiners were told once more before going back
         self.ledgers: dict[str, pb.Recording] = {}  # of stage 0, as heard last
@@ -364,7 +366,8 @@ class Driver:
             self.view, self.coming = self.coming.view, None
             self.members = active(self.view)
             self.keys = {member.node: member.key for member in self.view.members}
-            self.idle &= self.members.keys()
+            self.idle.keep(self.members)
+            self.spoiling.keep(self.members)
             self.cuts = {pair for pair in self.cuts if pair <= self.members.keys()}
             self.doubts.keep(self.members)
             self.charges.keep(self.members)
@@ -411,6 +414,7 @@ class Driver:
             effects += self._accuse(self.node, failed)
         effects += self._accuse_drivers(verdict)
         gathering.distrusted = self.doubts.distrusted | verdict.doubted
+        gathering.distrusted |= self._without_part(gathering) | self._far_ahead(gathering)
         if gathering.distrusted >= gathering.statuses.keys():
             gathering.distrusted = verdict.doubted
         self.standing = standing = gathering.standing()
@@ -501,9 +505,11 @@ class Driver:
         syncs = rebuild(gathering, rebuilds, lacking, self.rules, follow, relearning)
         if follow:
             self.joining.begin(syncs, gathering, now)
+            told = {effect.to for effect in syncs if isinstance(effect, Send)}
             effects, syncs = effects + syncs, []
-            if self.doubts.distrusted:  # they are to know before anything is committed without them
-                names = ", ".join(sorted(self.doubts.distrusted))
+            # They are to know before anything is committed without them.
+            if anew := self.doubts.distrusted.union(filter(self.idle.has_no_part, told)):
+                names = ", ".join(sorted(anew))
                 return effects + self._gather(f"{names} copies its state anew", now)
         if not (vacant or self.finished):
             syncs = syncs or copy_twins(gathering, self.rules)
@@ -610,6 +616,29 @@ class Driver:
         without = self.joining.joiners.keys() | self.joining.waiting.keys() | self._masked()
         return {n: stage for n, stage in sorted(self.members.items()) if n not in without}
 
+    def _without_part(self, gathering: Gathering) -> set[str]:
+        """Who only follows, since what it sends its replicas can't be used, or is to go: while
+        there are others of its stage, it can copy from them, and nobody has to wait for it."""
+        if self._is_over() or self.rules.policy == "redundant" or not gathering.newest.committed:
+            return set()
+        apart = {n for n in gathering.members if self.idle.has_no_part(n) and n != self.node}
+        left = {gathering.members[n] for n, s in gathering.having().items() if not s.following}
+        stay = {gathering.members[n] for n in gathering.having().keys() - apart} & left
+        return {
+            node
+            for node in apart
+            if gathering.members[node] in stay - self.rebuilds.stages()
+            and self.joining.failures[node] < FOLLOWS
+        }
+
+    def _far_ahead(self, gathering: Gathering) -> set[str]:
+        """Who is to go for what it has said, and says that it has what nobody else has."""
+        ages = {node: (one.lineage, one.committed) for node, one in gathering.statuses.items()}
+        others = [age for node, age in ages.items() if not self.idle.is_to_go(node)]
+        return {
+            n for n, age in ages.items() if self.idle.is_to_go(n) and age > max(others, default=age)
+        }
+
     def _may_follow(self, decision: Rebuild, lacking: Mapping[int, list[str]]) -> bool:
         """The replicas of a stage that has just been rebuilt are waited for, as was the first. With
         redundant computation all are, for a node needs its twin, too, before it can train."""
@@ -678,7 +707,7 @@ class Driver:
         return [pb.Place(node=node, stage=stage) for node, stage in self._training().items()]
 
     def _plan(self, orders: Sequence[Sequence[int]]) -> list[pb.Microbatch]:
-        places, idle = self._places(), self.idle | self.spoiling.why.keys()
+        places, idle = self._places(), self.idle.nodes | self.spoiling.why.keys()
         return planned(places, orders, self.seconds, idle, self._apart())
 
     def _apart(self) -> set[Pair]:
@@ -710,7 +739,7 @@ class Driver:
             event = Validated(step=step, loss=loss)
             return [
                 event,
-                *self.spoiling.over(attempt.begin),
+                *self._spoilt(attempt.begin),
                 *self._after_step(attempt, pb.Step(), now),
             ]
         attempt.vote = Vote(self._training())
@@ -754,9 +783,10 @@ class Driver:
         self.standing = replace(self.standing, committed=commit.step, last=commit)
         self.failures = Failures()
         self.charges.committed()
+        self.idle.committed()
         effects += self._standing_out(vote, commit)
         self.hanging.committed(commit.seconds, vote.ready)
-        effects += self.spoiling.over(attempt.begin)
+        effects += self._spoilt(attempt.begin)
         if not attempt.begin.non_finite:  # else it is known who made it
             effects += vote.not_finite(commit.step)
         effects.append(Committed(step=commit.step, loss=commit.loss))
@@ -798,7 +828,7 @@ class Driver:
         """Who has the attempt's gradient, and agrees with a replica on it, trains from now on."""
         effects: list[Effect] = []
         for node, joiner in list(self.joining.joiners.items()):
-            if node not in vote.joiners:
+            if node not in vote.joiners or self.joining.stays_out(node):
                 continue
             if other := vote.dissents_from(joiner.stage, vote.joiners[node]):
                 why = f"its weights, or its gradient, are not those of {other}"
@@ -1073,16 +1103,14 @@ class Driver:
     # --- what goes wrong
 
     def _wronged(self, peer: str, failed: pb.Failed, now: float) -> list[Effect]:
-        """What has come from a node can't be used: the attempt goes on without it, if it can. The
-        registry takes it out; until then it has no microbatches. A driver of whom another one says
-        that, too, makes room for another one. Who is not believed has as little as can be to do
-        with whom it has accused, so that others find out."""
+        """What has come from a node can't be used: where several say so the attempt goes on without
+        it, if it can, and the registry takes it out; until then it has no microbatches. A driver of
+        whom they say that makes room for another one. Who is alone with its word has as little as
+        can be to do with whom it has accused, so that others find out."""
         accused = self.failures.guilty(peer, failed, self.members)
         guilty = [node for node in accused if self._believes(peer, node)]
-        again = self.node in self.idle and self.charges.are_several(self.node)
-        if self.node in guilty and again and (others := self._others_of_stage()):
-            return [Rejoin(f"{peer} says again: {failed.reason}; {others[0]} can drive")]
-        self.idle |= set(guilty)
+        if self.node in guilty and peer != self.node and (others := self._others_of_stage()):
+            return [Rejoin(f"{peer} says, too: {failed.reason}; {others[0]} can drive")]
         self.cuts |= {frozenset((peer, node)) for node in accused if node not in guilty}
         if guilty and (attempt := self._can_mask(guilty)) is not None:
             why = f"{peer} says: {failed.reason}"
@@ -1121,16 +1149,31 @@ class Driver:
         if node in self.spoiling.why and not attempt.has_work_for(node):
             failed = pb.Failed(reason=reason, accused=[node], cause=NONFINITE)
             return self._wronged(by, failed, now)
-        self.spoiling.why[node] = reason
+        self.spoiling.heard(node, by, reason)
         self.failures.count += 1
         told = NonFinite(
             step=attempt.begin.step, node=node, stage=self.members[node], reason=reason
         )
         return [told, *self._gather(f"{node} made what is not finite: {reason}", now)]
 
+    def _spoilt(self, begin: pb.Begin) -> list[Effect]:
+        """The step is over, in which some have made what is not finite, as they did before. Where
+        one alone has told of it, others are to find out."""
+        effects: list[Effect] = []
+        for node, reason in self.spoiling.over(begin).items():
+            told_by = self.spoiling.by.get(node, set())
+            several = len({*map(node_of, told_by)}) > 1
+            by = self.node if several else min(told_by, default=node)
+            if by not in self.members:  # it is a member no longer, and nobody else has told of it
+                continue
+            self.cuts |= {frozenset((one, node)) for one in told_by if one != node}
+            failed = pb.Failed(reason=reason, accused=[node], cause=NONFINITE)
+            effects += self._accuse(by, failed)
+        return effects
+
     def _lets_through(self) -> bool:
-        training = self._training()
-        return self.spoiling.lets_through({n: training[n] for n in training.keys() - self.idle})
+        training, idle = self._training(), self.idle.nodes
+        return self.spoiling.lets_through({n: training[n] for n in training.keys() - idle})
 
     def _nonsense(self, peer: str, why: str, now: float) -> list[Effect]:
         """What a member says can't be: it is as if it had failed, and it is to go. Who is asked
@@ -1155,22 +1198,26 @@ class Driver:
         effects: list[Effect] = []
         for node in self.failures.guilty(peer, failed, self.members):
             if failed.cause != SILENT and not self._believes(peer, node):
+                if self.charges.keeps(peer, node):
+                    self.idle.rest(node, self.members[peer] == self.members[node])
                 effects += self._in_vain(peer, node, failed)
-            elif node != self.node:  # the registry does not hear who accuses itself
-                effects.append(Suspect(node, failed.reason, failed.cause))
+            else:
+                if failed.cause != SILENT:
+                    self.idle.stop([node])
+                if node != self.node:  # the registry does not hear who accuses itself
+                    effects.append(Suspect(node, failed.reason, failed.cause))
             if failed.cause != SILENT:
                 stage, by = self.members[node], peer if peer != node else self.node
                 effects.append(Accused(node=node, stage=stage, by=by, reason=failed.reason))
         return effects
 
     def _believes(self, peer: str, node: str) -> bool:
-        """The driver sees for itself what is said to it."""
+        """The driver sees for itself what is said to it. Nobody else is believed alone: what the
+        driver says of another one is to be its own word, and not what one of them has told it."""
         if peer in (node, self.node):
             return True
-        stage = self.members[node]
-        spare = any(at == stage and other != node for other, at in self._training().items())
-        believed = self.charges.believes(peer, node, spare)
-        if self.charges.are_several(node):
+        believed = self.charges.believes(peer, node)
+        if believed:
             self.failures.proven(node)
         return believed
 
@@ -1179,6 +1226,7 @@ class Driver:
             return []
         why = f"it has accused others {VAIN} times, {node} the last time, and {NOBODY_ELSE}"
         told = Accused(node=peer, stage=self.members[peer], by=self.node, reason=why)
+        self.idle.stop([peer])
         return [told, *([Suspect(peer, why, NUMBERS)] if peer != self.node else [])]
 
     def _failed(self, peer: str, failed: pb.Failed, now: float) -> list[Effect]:
@@ -1198,6 +1246,7 @@ class Driver:
         if not attempting or not self.failures.alone(peer) or peer == self.node:
             return []
         why = f"{HELD_UP} attempts have failed since it says so, and {NOBODY_ELSE}: {why}"
+        self.idle.stop([peer])
         told = Accused(node=peer, stage=self.members[peer], by=self.node, reason=why)
         return [told, Suspect(peer, why, NUMBERS)]
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,9 +55,11 @@ class WaitingForLesson(NamedTuple):
 
 
 class Joining:
-    """The members that don't train yet, and how often each has failed to follow."""
+    """The members that don't train yet, and how often each has failed to follow. `stays_out`:
+    whether a member is to go on following, and not to enter."""
 
-    def __init__(self) -> None:
+    def __init__(self, stays_out: Callable[[str], bool] = lambda node: False) -> None:
+        self.stays_out = stays_out
         self.joiners: dict[str, FollowingTry] = {}
         self.failures: Counter[str] = Counter()
         self.waiting: dict[str, WaitingForLesson] = {}
@@ -86,6 +88,7 @@ class Joining:
                 joiner = FollowingTry(stage, status.following, now)
             missed = newest.committed - status.heard
             astray = (status.lineage, status.committed) == (newest.lineage, newest.committed)
+            astray = astray and not self.stays_out(node)
             on_the_way = status.following and status.following_lineage == newest.lineage
             fed = on_the_way and stage in alive and missed in (0, 1)
             if node in having or astray or not fed or joiner.failed or is_over:
@@ -140,7 +143,11 @@ class Joining:
     # --- while the others train
 
     def caught_up(self) -> dict[str, FollowingTry]:
-        return {n: joiner for n, joiner in self.joiners.items() if joiner.caught_up is not None}
+        return {
+            node: joiner
+            for node, joiner in self.joiners.items()
+            if joiner.caught_up is not None and not self.stays_out(node)
+        }
 
     def gives_up(self, node: str) -> bool:
         """Whether that is news."""
@@ -152,7 +159,12 @@ class Joining:
         return True
 
     def too_slow(self, now: float, limit: float) -> list[str]:
-        return [node for node, joiner in self.joiners.items() if now - joiner.began >= limit]
+        return [
+            node
+            for node, joiner in self.joiners.items()
+            if now - joiner.began >= limit
+            and (joiner.caught_up is None or not self.stays_out(node))
+        ]
 
     def hold_up(self, vote: Vote, began: float, now: float) -> bool:
         """Whether the commit is to wait for joiners' votes; if not, what it has waited is put down

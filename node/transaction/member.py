@@ -13,7 +13,16 @@ from random import Random
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import Identity
-from planaria.bootstrap.registry_pb2 import NUMBERS, SILENT, Cause, Decision, Proof, Roll, Votes
+from planaria.bootstrap.registry_pb2 import (
+    NONFINITE,
+    NUMBERS,
+    SILENT,
+    Cause,
+    Decision,
+    Proof,
+    Roll,
+    Votes,
+)
 from planaria.node.naming import node_of
 from planaria.node.report.events import MessageRefused
 from planaria.node.transaction.bounds import HASH, LONGEST_WORDS, told_to_member
@@ -127,6 +136,7 @@ class MemberSide:
         self.hang = ""  # why its compute does; empty: it doesn't
         self.halt: pb.Halt | None = None
         self.refused: set[tuple[str, str]] = set()  # in this view: what of which node
+        self.accused: set[str] = set()  # of whom the registry knows, since the last commit
 
     # --- events
 
@@ -136,6 +146,7 @@ class MemberSide:
             return []
         self.view = view
         self.refused.clear()
+        self.accused.clear()
         if all(member.node != self.node for member in view.members):
             return [Rejoin(f"view {view.number} is without this node: {view.reason}")]
         beside = self._beside()
@@ -271,8 +282,9 @@ class MemberSide:
     ) -> list[Effect]:
         """This node's part in what runs under `ballot` can't be done."""
         failed = pb.Failed(reason=reason[:LONGEST_WORDS], accused=accused, cause=cause)
+        told = [one for node in accused for one in self._tell_registry(node, reason, cause)]
         if self.following is not None:
-            return self._unfollow(failed) if ballot == self.following.ballot else []
+            return told + self._unfollow(failed) if ballot == self.following.ballot else []
         running = self.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING) and self._is_of_attempt(
             ballot
         )
@@ -281,7 +293,7 @@ class MemberSide:
             return []
         self.phase = MemberPhase.IDLE
         drop: list[Effect] = [DropAttempt(self.attempt)] if running else []
-        return [*drop, self._to_driver(pb.Message(failed=failed))]
+        return [*drop, *told, self._to_driver(pb.Message(failed=failed))]
 
     def cut_off(
         self, ballot: Ballot, node: str, reason: str, cause: Cause = SILENT
@@ -291,15 +303,26 @@ class MemberSide:
         running = self.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING)
         if not running or not self._is_of_attempt(ballot):
             return []
-        return [self._to_driver(pb.Message(cut=_cut(node, reason, cause)))]
+        told = self._tell_registry(node, reason, cause)
+        return [*told, self._to_driver(pb.Message(cut=_cut(node, reason, cause)))]
 
     def accuse(self, node: str, reason: str, cause: Cause) -> list[Effect]:
         """What `node` has sent of a state, a boundary tensor or a copy can't be right. No attempt
-        depends on it. The driver's word is enough for the registry; against the driver it is one of
-        several."""
+        depends on it."""
+        told = self._tell_registry(node, reason, cause)
         if self.driver in ("", node):
-            return [Suspect(node, reason, cause)]
-        return [NEVER.send(self.driver, cut=_cut(node, reason, cause))]
+            return told
+        return [*told, NEVER.send(self.driver, cut=_cut(node, reason, cause))]
+
+    def _tell_registry(self, node: str, reason: str, cause: Cause) -> list[Effect]:
+        """Each says there what it has seen itself, once in a step: nobody goes by one word, and
+        what the driver is told would be its word. Whether what is not finite is the model's doing
+        the driver finds out."""
+        own = node_of(node) == node_of(self.node)
+        if own or cause in (SILENT, NONFINITE) or node in self.accused:
+            return []
+        self.accused.add(node)
+        return [Suspect(node, reason[:LONGEST_WORDS], cause)]
 
     def gradient_came(self, ballot: Ballot, feeder: str) -> list[Effect]:
         """The reduced gradient of an attempt is here, from a replica of this node's stage."""
@@ -312,7 +335,8 @@ class MemberSide:
         """What a replica has sent for one can't be used."""
         if self.following is None:
             return []
-        return self._unfollow(
+        told = self._tell_registry(feeder, reason, cause)
+        return told + self._unfollow(
             pb.Failed(reason=reason[:LONGEST_WORDS], accused=[feeder], cause=cause)
         )
 
@@ -566,6 +590,7 @@ class MemberSide:
         self.committed = commit.step
         self.last = commit
         self.changing = True
+        self.accused.clear()
         return [Apply(commit)]
 
     # --- the votes for a commit

@@ -427,8 +427,6 @@ class Cluster:
         guessed = "which is a guess" in reason and any(stages & {*stages_of(m)} for m in wrong)
         guessed |= NOBODY_ELSE in reason and bool(wrong)  # of two, one is: who says so again, goes
         lives_on = stages <= {stage for other in left for stage in stages_of(other)}
-        moved = any(seat.since for seat in member.seats)  # since the driver has believed it
-        guessed |= bool(self.lying) and (lives_on or moved)  # a word alone takes one replica
         if host in self.guilty or guessed:
             return True
         if host not in self.unheard:

@@ -1,9 +1,10 @@
-"""Scenarios in which a driver lies to some of those that it drives."""
+"""Scenarios in which a driver lies, to some of those that it drives or to the registry."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from planaria.bootstrap.registry_pb2 import DIVERGENCE, HANG, NONFINITE, NUMBERS, SHAPE
 from planaria.node.transaction.attempting import Attempting, Vote
 from planaria.node.transaction.chain import seal, without_votes
 from planaria.node.transaction.driver import Driver
@@ -138,3 +139,41 @@ class Rushed(Deceived):
         counts["without"] = sum("without the vote of" in reason for reason in reasons)
         counts["forged"] = sum("hasn't signed" in reason for reason in reasons)
         self.world.after(0.5, self._look, driver)
+
+
+class Accusing(Lying):
+    """Who drives after a few steps says to the registry, again and again, that others have done
+    wrong, also when somebody else drives. Stage 0 has others; the other stages may have none."""
+
+    def _hosts(self, rules: TransactionRules) -> list[Host]:
+        ends, replicas = self.random.choice([2, 3]), self.random.choice([1, 2])
+        names = [f"{replica}0" for replica in range(ends)]
+        names += [f"{n}{stage}" for n in range(replicas) for stage in range(1, rules.stages + 1)]
+        return [Host(name, int(name[1:]), False) for name in names]
+
+    def _plan_faults(self) -> float:
+        self.cluster.guilty = set()
+        nth = self.random.randint(1, self.cluster.rules.steps - 2)
+        self.cluster.traps.append(Trap("committed", nth, self._begin))
+        return 30.0
+
+    def _begin(self) -> None:
+        if (node := self._driver()) is None:
+            return
+        one = node.process.host
+        assert self.cluster.guilty is not None
+        self.cluster.guilty.add(one)
+        self.cluster.lying.add(one)
+        self.world.say(node.name, "accuses others from now on")
+        self._accuse(one, self.world.now + self.random.choice(self.lasting))
+
+    def _accuse(self, host: str, until: float) -> None:
+        node = self.cluster.hosts[host].node
+        others = sorted(self.cluster.registry.names() - {node.name if node is not None else ""})
+        if self.world.now > until or not others:
+            return
+        if node is not None and node.process.responsive:
+            cause = self.random.choice([SHAPE, NUMBERS, HANG, DIVERGENCE, NONFINITE])
+            node.client.suspect(self.random.choice(others), "so I say", cause)
+            self.cluster.counts["accusations"] += 1
+        self.world.after(self.random.expovariate(1.0), self._accuse, host, until)

@@ -16,7 +16,7 @@ from planaria.node.transaction.member import MemberSide
 from simulation.babbling import Babbling
 from simulation.byzantine import Lying, Slandering
 from simulation.cluster import Machines, Trap
-from simulation.deceit import Deceived, Rushed
+from simulation.deceit import Accusing, Deceived, Rushed
 from simulation.registry import Client
 from simulation.scenario import Scenario, ScenarioError, run
 from tests.bootstrap.conftest import identity
@@ -106,6 +106,19 @@ def test_one_that_believes_whatever_it_is_shown_is_caught(monkeypatch: pytest.Mo
 def test_a_driver_that_tells_replicas_different_things_parts_nobody() -> None:
     told = sum(run(seed, kind=Deceived).counts["deceits"] for seed in range(6))
     assert told >= 6
+
+
+def test_a_driver_that_accuses_others_evicts_nobody() -> None:
+    assert sum(run(seed, kind=Accusing).counts["accusations"] for seed in range(4)) > 10
+
+
+def test_a_registry_that_believes_the_driver_alone_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(membership.Membership, "_heirs", lambda *_: [])
+    with pytest.raises(ScenarioError, match=r"I6: .* evicted: .* so I say, says "):
+        for seed in range(10):
+            run(seed, kind=Accusing)
 
 
 class Hasty(MemberSide):

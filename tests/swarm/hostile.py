@@ -58,8 +58,16 @@ def failed(agent: Agent) -> tuple[Ballot, dict[str, Any]]:
     }
 
 
+def slander(agent: Agent) -> tuple[Ballot, dict[str, Any]]:
+    """One of those at stage 1, and no other one of them."""
+    first = min((seat for seat, stage in agent.peers.items() if stage == 1), default="")
+    return agent.member.promised, {
+        "failed": pb.Failed(reason="its tensors are wrong", accused=[first], cause=SHAPE)
+    }
+
+
 LIES: dict[str, Callable[[Agent], tuple[Ballot, dict[str, Any]]]] = {
-    lie.__name__: lie for lie in (query, halt, sync, status, stale, failed)
+    lie.__name__: lie for lie in (query, halt, sync, status, stale, failed, slander)
 }
 
 

@@ -21,10 +21,13 @@ from tests.swarm.small import small
 
 DEADLINE = 300.0  # seconds; only a hanging test gets there
 HONEST = {"0.0": 0, "1.0": 1, "2.0": 2}  # stages, by slot
+REPLICATED = {"0.0": 0, "0.1": 0, "1.0": 1, "1.1": 1, "2.0": 2}
 
 
 class Place:
     """A registry, an honest node at each stage, and one beside that of stage 2, which lies."""
+
+    slots = HONEST
 
     def __init__(self, folder: Path, data: Path) -> None:
         self.folder, self.lies = folder, folder / "lies"
@@ -44,8 +47,9 @@ class Place:
         self.processes.start("registry", ["bootstrap", *run, *named])
         self.wait_for("the registry", file.exists)
         self.address = file.read_text().strip()
-        for slot, stage in HONEST.items():
+        for slot, stage in self.slots.items():
             self.start_node(slot, stage, [])
+        self.wait_for("all", lambda: len(self.described().view.members) == len(self.slots))
         self.wait_for("two steps", lambda: self.committed() >= 2)
         self.honest = {member.node for member in self.described().view.members}
 
@@ -58,7 +62,7 @@ class Place:
         """Its name, once it trains."""
         tell(self.lies, "")
         self.start_node(slot, 2, ["--lies", str(self.lies)])
-        self.wait_for("a liar", lambda: len(self.described().view.members) > len(HONEST))
+        self.wait_for("a liar", lambda: len(self.described().view.members) > len(self.slots))
         (liar,) = {member.node for member in self.described().view.members} - self.honest
         self.wait_for("it to train", lambda: self.trains(liar))
         return liar
@@ -161,3 +165,22 @@ def test_a_joiner_that_says_it_has_a_step_to_come_goes_and_nobody_follows_it(pla
     steps = [line["step"] for line in place.lines.of("ledger-*.jsonl") if "step" in line]
     assert max(steps) < MUCH and sorted(set(steps)) == list(range(1, max(steps) + 1))
     assert len(place.lines.events("rebuilt")) == rebuilt
+
+
+def test_who_accuses_a_replica_again_and_again_goes_and_the_replica_stays(place: Place) -> None:
+    """Another node of stage 0 sees for itself what the driver has said of the liar."""
+    place.slots = REPLICATED
+    place.start()
+    liar = place.start_liar("liar")
+    tell(place.lies, "slander")
+    place.wait_for(
+        "it to be out", lambda: liar not in {m.node for m in place.described().view.members}
+    )
+    tell(place.lies, "")
+    place.goes_on()
+    (gone,) = [one for one in place.described().evictions if one.member.node == liar]
+    assert "it has accused others 3 times" in gone.reason
+    drivers = {
+        member.node for member in place.described().view.members if member.seats[0].stage == 0
+    }
+    assert all(driver in gone.reason for driver in drivers)

@@ -19,6 +19,7 @@ from rich.console import Console
 from planaria.lab.chaos.sick_node import run_sick, tell
 from planaria.node.local import swarm as local
 from planaria.node.local.processes import Processes
+from planaria.node.naming import node_of
 from planaria.node.resolve import resolve
 from planaria.node.run_file import override
 from planaria.node.wire import stage_pb2 as pb
@@ -63,15 +64,13 @@ def damaged(frame: Frame) -> Frame:
     [
         ((1, 1), "shape", with_tensor("activation", torch.ones(1, 16, 32))),
         ((2, 0), "shape", with_tensor("gradient", torch.ones(1, 32, 32, dtype=torch.int64))),
-        ((0, 1), "shape", with_tensor("average", torch.ones(7))),
         ((1, 0), "checksum", damaged),
     ],
-    ids=["shape", "dtype", "average", "checksum"],
+    ids=["shape", "dtype", "checksum"],
 )
 async def test_who_sends_what_cannot_be_used_is_taken_out_and_nobody_else_is(
     corpus, tmp_path, slot, cause, alter
 ):
-    """Whichever of stage 0 drives, it may be the sick one."""
     async with LocalSwarm(PAIRS, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 2)
         sick, others = swarm.nodes[slot][0], [n for n, _ in swarm.nodes.values()]
@@ -84,6 +83,21 @@ async def test_who_sends_what_cannot_be_used_is_taken_out_and_nobody_else_is(
         await swarm.until(lambda: swarm.committed() >= at + 3)
         assert at - since < 50
         assert not any(node.over.done() for node in others)
+
+
+async def test_the_others_train_without_whom_only_its_replica_cannot_use(corpus, tmp_path):
+    """Nobody else gets what they average, so nobody goes by that; the two are kept apart."""
+    async with LocalSwarm(PAIRS, corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 2)
+        sick = swarm.nodes[1, 1][0]
+        falls_sick(sick, with_tensor("average", torch.ones(7)))
+        await swarm.until(lambda: len(swarm.lines.events("accused")) >= 2)
+        at = swarm.committed()
+        await swarm.until(lambda: swarm.committed() >= at + 5)
+        assert not any(node.over.done() for node, _ in swarm.nodes.values())
+    assert {node_of(told["node"]) for told in swarm.lines.events("accused")} == {sick.node}
+    methods = {(told["stage"], told["method"]) for told in swarm.lines.events("rebuilt")}
+    assert methods == {(1, "replica")}
 
 
 async def test_who_floods_with_frames_of_a_coming_attempt_is_taken_out(corpus, tmp_path):

@@ -1977,9 +1977,17 @@ def served_by(told: Told) -> set[str]:
     return nodes | {microbatch.source for microbatch in begin.plan}
 
 
-def test_who_sends_what_cannot_be_used_is_named_and_the_attempt_goes_on_without_it():
+def two_refuse(told: Told, node: str) -> list[Effect]:
+    """One after the other; the second time it had work from others again."""
+    refuses(told, "b", node)
+    told.statuses()
+    told.commits()
+    return refuses(told, "b2", node)
+
+
+def test_whom_two_say_they_cannot_use_is_accused_and_the_attempt_goes_on_without_it():
     told = replicated()
-    effects = refuses(told, "b", "c")
+    effects = two_refuse(told, "c")
     assert charges(effects) == [("c", SHAPE)]
     assert [event.nodes for event in events(effects, AttemptMasked)] == [("c",)]
     assert "c" not in served_by(told)
@@ -1988,7 +1996,7 @@ def test_who_sends_what_cannot_be_used_is_named_and_the_attempt_goes_on_without_
 
 def test_while_the_registry_keeps_it_it_has_no_microbatches_and_does_not_hold_up_the_run():
     told = replicated()
-    refuses(told, "b", "c")
+    two_refuse(told, "c")
     told.comes_home()
     for node in ("a", "a2", "b", "b2", "c2"):
         told.ready(node)
@@ -1996,23 +2004,69 @@ def test_while_the_registry_keeps_it_it_has_no_microbatches_and_does_not_hold_up
     told.statuses()
     assert "c" not in served_by(told)
     assert told.commits().keys() == told.members.keys()
+    assert "c" not in served_by(told)
+
+
+def test_one_word_takes_a_replica_its_work_for_a_step_and_twice_as_many_the_next_time():
+    told = replicated()
+    for steps in (1, 2, 4):
+        effects = refuses(told, "b", "c")
+        assert charges(effects) == []
+        assert [(event.node, event.by) for event in events(effects, Accused)] == [("c", "b")]
+        told.statuses(told.driver.standing.committed)
+        for _ in range(steps):
+            assert "c" not in served_by(told)
+            told.commits()
+        assert "c" in served_by(told), "others find out"
+
+
+def test_whom_a_replica_of_its_stage_accuses_follows_until_others_are_to_find_out():
+    """No plan keeps the two from averaging with each other."""
+    told = replicated()
+    told.commits()
+    effects = refuses(told, "c2", "c")
+    assert charges(effects) == []
+    sync = sent(told.statuses(1), "sync")["c"].sync
+    assert (sync.method, sync.follow) == ("replica", True)
+    follows = pb.Status(committed=0, following=1, heard=1)
+    told.statuses(1, c=follows)
+    assert {place.node for place in told.attempt.begin.members} == told.members.keys() - {"c"}
+    told.hears("c", synced=pb.Synced(step=1, method="replica"))
+    assert "c" not in sent(told.comes_home(), "reduce")
+    for node in told.members.keys() - {"c"}:
+        told.ready(node)
+    assert told.driver.standing.committed == 2, "it isn't waited for"
+    assert "c" in sent(told.comes_home(), "reduce"), "it may enter"
+
+
+def test_who_works_for_others_again_has_nothing_to_do_with_who_has_accused_it():
+    told = replicated()
+    refuses(told, "b", "c")
+    told.statuses()
+    told.commits()
+    begin = told.attempt.begin
+    ways = [{begin.members[place].node for place in one.places} for one in begin.plan]
+    assert {"c", "b2"} in ways
+    assert {"c", "b"} not in ways
 
 
 def test_who_cannot_use_what_two_replicas_send_is_wrong_itself():
     told = replicated()
     refuses(told, "b", "c")
+    told.statuses()
     effects = refuses(told, "b", "c2")
     assert charges(effects) == [("b", SHAPE)]
     assert [event.nodes for event in events(effects, AttemptMasked)] == [("b",)]
 
 
-def test_nobodys_word_alone_takes_a_second_replica_away():
+def test_nobodys_word_alone_takes_a_second_replica_its_work():
     told = replicated()
     told.hears("b", failed=pb.Failed(reason="c sent it", accused=["c"], cause=CHECKSUM))
     told.statuses()
     told.commits()
     assert charges(refuses(told, "b", "c2", CHECKSUM)) == []
-    told.statuses()
+    told.statuses(1)
+    assert "c2" in served_by(told)
     assert charges(refuses(told, "b2", "c2", CHECKSUM)) == [("c2", CHECKSUM)]
 
 
@@ -2075,12 +2129,14 @@ def test_who_sends_a_state_that_cannot_be_used_is_accused_and_no_attempt_ends():
     told = replicated()
     word = pb.Cut(node="c", reason="its manifest is another stage's", cause=SHAPE)
     effects = told.hears("b", NEVER, cut=word)
-    assert charges(effects) == [("c", SHAPE)]
+    assert charges(effects) == []
     (accused,) = events(effects, Accused)
     assert (accused.node, accused.stage, accused.by) == ("c", 2, "b")
-    assert len(effects) == 2
+    assert len(effects) == 1
     assert told.hears("b", NEVER, cut=word) == [], "that is known"
-    assert charges(told.hears("b", NEVER, cut=pb.Cut(node="c2", cause=SHAPE))) == [("b", SHAPE)]
+    assert charges(told.hears("a2", NEVER, cut=word)) == [("c", SHAPE)]
+    assert charges(told.hears("b2", NEVER, cut=pb.Cut(node="c2", cause=SHAPE))) == []
+    assert charges(told.hears("b2", NEVER, cut=word)) == [("b2", SHAPE)]
     assert told.hears("b2", NEVER, cut=pb.Cut(node="stranger", cause=SHAPE)) == []
     assert told.commits(), "all the same"
 
@@ -2112,7 +2168,7 @@ def test_a_driver_that_sends_what_cannot_be_used_again_makes_room_for_another():
     assert "a" not in served_by(told)
     (rejoin,) = refuses(told, "a2", "a")
     assert isinstance(rejoin, Rejoin)
-    assert rejoin.reason == "a2 says again: a sent it; a2 can drive"
+    assert rejoin.reason == "a2 says, too: a sent it; a2 can drive"
 
 
 def test_a_driver_without_another_one_goes_on_trying():
@@ -2422,12 +2478,15 @@ def test_who_alone_makes_what_is_not_finite_in_three_steps_has_to_go():
         assert charges(effects) == [("c", NONFINITE)] * (number == 3)
 
 
-def test_who_makes_what_is_not_finite_of_nothing_has_to_go_at_once():
+def test_who_makes_what_is_not_finite_of_nothing_has_to_go_when_two_say_so():
     told = Differing()
     spoils(told, "c")
     told.answers()
     cut = pb.Cut(node="c", reason="a bad gradient: it is not finite", cause=NONFINITE)
-    effects = told.hears("c2", cut=cut)
+    assert charges(told.hears("b2", cut=cut)) == []
+    told.answers()
+    told.waits(LONGEST_PAUSE)
+    effects = told.hears("b", cut=cut)
     assert charges(effects) == [("c", NONFINITE)]
     assert [event.nodes for event in events(effects, AttemptMasked)] == [("c",)]
     assert not told.attempt.begin.non_finite
@@ -2524,6 +2583,7 @@ def test_the_ordinary_status_that_a_lie_is_beside_is_gone_on_from() -> None:
     assert (suspect.node, suspect.cause) == ("z", NUMBERS)
     assert "it says that it has step 9" in suspect.why
     assert sent(effects, "sync").keys() <= {"z"}, "nobody's state is touched but its own"
+    told.statuses(**dict.fromkeys("abcde", true), z=pb.Status(following=4, heard=4))
     assert told.attempt.begin.step == 5
 
 
