@@ -48,7 +48,7 @@ from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.taken import PIN, Taken
 from planaria.node.state.transfer import WEIGHTS, StateClient, StateServer
 from planaria.node.transaction.attempt import Attempt, Workplace
-from planaria.node.transaction.averaging import Averaging
+from planaria.node.transaction.averaging import Averaging, Coding
 from planaria.node.transaction.bounds import LONGEST_WORDS
 from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import (
@@ -176,9 +176,9 @@ class Agent:
         """Makes what converses with peers: about gradients, states, boundary tensors."""
         exchanges, tensors, send = self.exchanges, self.tensors, self.send
         some = 2 * self.arithmetic.gradient.nbytes + SLACK  # of two attempts, what concerns a node
-        codec = self.run.wire.averaging
+        coding = Coding(tensors, self.run.wire.averaging, self.run.wire.topk)
         chance = None if self.run.trust.gradients == "off" else self.chance
-        self.averaging = Averaging(self.node, exchanges, send, tensors, codec, some, chance=chance)
+        self.averaging = Averaging(self.node, exchanges, send, coding, some, chance=chance)
         self.pins, self.taken = Pins(tensors), Taken(tensors)
         self.gradients = Gradients(self.arithmetic.gradient, tensors)
         self.states = StateClient(exchanges, tensors, send, self.accuse)
@@ -690,6 +690,8 @@ class Agent:
             take()
             beside = homework.enters(fixed) if homework is not None else None
             learned = self.arithmetic.apply(commit, lr, beside)
+            if not commit.skipped:
+                self.averaging.held_back.commit(Ballot.of(commit.ballot))
             self.holdings.apply(commit, lr)
             state = replace(after, omega=learned.omega, optimizer_step=learned.optimizer_step)
             if homework is not None:
@@ -720,6 +722,7 @@ class Agent:
                     self.states.forget()
                     self._carry_out(member.fetched(synced, member.last, member.boosted_at))
                 return
+            await self.exchanges.compute(self.averaging.held_back.drop)
             rebuilt = await self.rebuilding.rebuild(ballot, sync)
         except ComplaintError as error:
             self._carry_out(member.failed(ballot, str(error), error.accused, error.cause))

@@ -14,6 +14,7 @@ from planaria.node.run_file import RunFile
 from planaria.node.stage.shape import COMPUTED
 from planaria.node.state.handover import VALUE
 from planaria.node.wire.frames import encoded_size
+from planaria.node.wire.largest import row_bytes
 
 CLOCKS_DIFFER, CERTIFICATES_FAIL = 2.0, 300.0
 """Seconds between two clocks from which logs of several machines are hard to read side by side, and
@@ -267,7 +268,7 @@ def _bandwidth(facts: Facts) -> Finding:
     size = bytes_a_step(run)
     seconds = size * 8e-6 / min(up, down)
     what += f"; the {size / 1e6:.3g} MB that a node sends in a step take {seconds:.2g} s"
-    remedy = "let fewer bits be sent by the run file's [wire] (bf16, int8), or use a faster link"
+    remedy = "let fewer bytes be sent (the run file's [wire]: int8, topk), or use a faster link"
     if facts.tokens_per_second:
         step = run.training.batch * config.context / facts.tokens_per_second
         if seconds > step:
@@ -289,7 +290,8 @@ def bytes_a_step(run: RunFile) -> float:
         for codec in (run.wire.activations, run.wire.gradients)
     )
     share = 2 * (replicas - 1) / replicas
-    return passes + share * encoded_size(max(config.trained), "float32", run.wire.averaging)
+    wire = run.wire
+    return passes + share * row_bytes(max(config.trained), wire.averaging, wire.topk)
 
 
 def _disk(facts: Facts) -> Finding:

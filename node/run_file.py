@@ -24,7 +24,7 @@ from planaria.node.stage.shape import (
 )
 from planaria.recovery.decide import Masking, Policy
 
-Codec = Literal["none", "bf16", "fp16", "int8"]
+Averaging = Literal["none", "bf16", "fp16", "int8", "topk"]
 Narrow = Literal["none", "bf16", "fp16", "int8", "int4"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -428,7 +428,8 @@ class TrustSection(Section):
 class WireSection(Section):
     activations: Narrow = "bf16"
     gradients: Narrow = "bf16"
-    averaging: Codec = "none"
+    averaging: Averaging = "none"
+    topk: float = Field(default=0.01, gt=0, le=0.5, description="share of values that travel")
 
 
 class RunFile(Section):
@@ -449,7 +450,9 @@ class RunFile(Section):
         unsaid isn't there, so that a new key changes nothing; of [wire] that is what it once was:
         codec none."""
         said = self.model_dump(mode="json", exclude_defaults=True, exclude={"wire", *left_out})
-        wire = {key: codec for key, codec in self.wire.model_dump().items() if codec != "none"}
+        wire = {key: value for key, value in self.wire.model_dump().items() if value != "none"}
+        if self.wire.averaging != "topk":
+            del wire["topk"]  # which has no effect then
         return {**said, "wire": wire} if wire else said
 
     def config_for(self, vocabulary: int) -> ModelConfig:

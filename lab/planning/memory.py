@@ -25,6 +25,7 @@ from planaria.node.run_file import RunFile
 from planaria.node.stage.model import parameter_shapes
 from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.twin import next_stage
+from planaria.node.transaction.averaging import feeds_back
 from planaria.node.wire.frames import encoded_size
 from planaria.recovery.snapshot import Layout, held_at
 
@@ -69,6 +70,8 @@ def needed(
     }
     if replicas[stage] > 1:
         found["averaging"] = Bytes(host=2 * gradient)
+        if feeds_back(run.wire.averaging):  # what is held back, and what is to be
+            found["held back"] = Bytes(2 * gradient)
         if run.recovery.masking != "abort":
             found["masking"] = Bytes(2 * gradient if stand_in else gradient)
     if run.recovery.masking != "abort":

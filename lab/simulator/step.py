@@ -32,7 +32,8 @@ from planaria.node.ports import Priority
 from planaria.node.state.copies import FRAME, OUTSTANDING
 from planaria.node.transaction.averaging import PIECE
 from planaria.node.transaction.routing import Route, plan, stand_ins
-from planaria.node.wire.frames import KINDS, encoded_size
+from planaria.node.wire.frames import KINDS
+from planaria.node.wire.largest import row_bytes
 from planaria.node.wire.stage_pb2 import Place
 from planaria.recovery.orders import window_orders
 from planaria.recovery.snapshot import route as route_of_copies
@@ -181,8 +182,8 @@ def _pieces(swarm: Swarm, stage: int, replicas: int) -> tuple[int, int]:
     """Of each replica's part: how many, and the bytes of each on a link."""
     values = -(-parameters(swarm.config, stage) // replicas)
     pieces = min(MOST_PIECES, -(-values // PIECE))
-    codec = swarm.run.wire.averaging
-    return pieces, HEAD + encoded_size(-(-values // pieces), "float32", codec)
+    wire = swarm.run.wire
+    return pieces, HEAD + row_bytes(-(-values // pieces), wire.averaging, wire.topk)
 
 
 # --- a node's part

@@ -3,7 +3,8 @@
 With R replicas, sorted by node id, replica i owns the i-th of R equal parts of the flat gradient.
 Everyone sends its values of a part to the owner, who adds them up in the order of the node ids and
 sends the sum to all. The order of arrival changes nothing, and with a lossy codec the owner, too,
-goes on with the decoded bits: replicas stay bit-identical.
+goes on with the decoded bits: replicas stay bit-identical. What int8 and topk leave out, of a
+contribution and of a sum, is held back for the next step (held_back.py).
 
 A gradient is already a sum over tokens divided by the tokens of the whole window. So the replicas'
 gradients simply add up, whatever share of the window each of them has computed: no weights.
@@ -18,18 +19,24 @@ all that is in it was.
 from __future__ import annotations
 
 import logging
+import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from planaria.bootstrap.registry_pb2 import NUMBERS
 from planaria.node.ports import Tensors
 from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.transaction.held_back import HeldBack
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Inboxes, Lost, PeerLostError
 from planaria.node.wire.frames import (
     Codec,
+    Descriptor,
     Form,
     Frame,
     NonFiniteError,
@@ -51,6 +58,42 @@ LOOKED_AT: Final = 8
 NAMED: Final = 8  # microbatches, or characters of what is unknown, in an error message
 
 Outgoing: TypeAlias = list[tuple[str, Frame]]  # frames, each with the node it goes to
+Coded: TypeAlias = tuple[list[Descriptor], tuple[memoryview, ...]]
+Averaged: TypeAlias = Codec | Literal["topk"]
+
+
+def feeds_back(codec: Averaged) -> bool:
+    """What it leaves out is held back for the next step."""
+    return codec in ("int8", "int4", "topk")
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How rows of float32 travel: in a codec, or a share of them, the largest."""
+
+    tensors: Tensors
+    codec: Averaged = "none"
+    share: float = 1.0  # of topk
+
+    @property
+    def settles(self) -> int:
+        """Steps until what a replica holds back is as much as it ever will be."""
+        return math.ceil(2 / self.share) if self.codec == "topk" else 0
+
+    def encode(self, row: Tensor) -> Coded:
+        if self.codec == "topk":
+            return self.tensors.encode_largest(row, self.share)
+        return self.tensors.encode([row], self.codec)
+
+    def decode(self, frame: Frame, like: Tensor) -> Tensor:
+        """Of the length of `like`, and where that is. Raises WireError."""
+        descriptors, payload = frame.descriptors, frame.payload
+        if self.codec == "topk":
+            size = like.numel()
+            return self.tensors.decode_largest(descriptors, payload, size, self.share, like.device)
+        check_forms(descriptors, [Form("float32", tuple(like.shape), self.codec)])
+        (row,) = self.tensors.decode(descriptors, payload, like.device)
+        return row
 
 
 def check_ids(shares: Mapping[str, Collection[int]], window: int) -> None:
@@ -99,8 +142,7 @@ class Averaging:
         node: str,
         exchanges: Exchanges,
         send: Callable[[str, Frame], bool],
-        tensors: Tensors,
-        codec: Codec,
+        coding: Coding,
         limit: int = EARLY_LIMIT,
         *,
         chance: Random | None = None,
@@ -110,8 +152,9 @@ class Averaging:
         self._node, self._chance = node, chance
         self._exchanges = exchanges
         self._send = send
-        self._tensors = tensors
-        self._codec: Codec = codec
+        self._coding = coding
+        self.held_back = HeldBack()
+        self._together: Counter[str] = Counter()  # reductions in a row, by who was in them
         self._inboxes: Inboxes[Ballot, Frame] = Inboxes(exchanges, NEVER, limit, limit)
 
     async def reduce(
@@ -133,7 +176,8 @@ class Averaging:
 
         Returns what is to be said of the replicas' contributions, as seen in one piece.
 
-        Takes about twice the gradient's memory, one half of it for what waits to be sent.
+        Takes about twice the gradient's memory, one half of it for what waits to be sent, and
+        twice more for what is held back, where something is.
         Raises ComplaintError, PeerLostError when the gradients can still be summed without the
         accused, and ValueError for arguments that can't be meant. Once it has failed or is
         cancelled the gradient's contents are void.
@@ -146,13 +190,15 @@ class Averaging:
             gradient,
             ids=ids,
             window=window,
-            tensors=self._tensors,
-            codec=self._codec,
+            coding=self._coding,
+            held_back=self.held_back,
             non_finite=non_finite,
             chance=self._chance,
+            comparable={n for n in replicas if self._together[n] >= self._coding.settles},
         )
         try:
             with self._inboxes.open(ballot) as inbox:
+                await self._compute(reduction.start)
                 for number in range(reduction.pieces):
                     await self._compute(partial(reduction.contribute, number))
                 while awaited := reduction.awaited():
@@ -167,6 +213,7 @@ class Averaging:
                     await self._absorb(reduction, peer, item)
         finally:
             self.forget(Ballot(ballot.view, ballot.attempt + 1))
+        self._together = Counter({n: self._together[n] + 1 for n in reduction.nodes})
         return reduction.contributions_seen
 
     def on_frame(self, peer: str, frame: Frame) -> None:
@@ -217,13 +264,17 @@ class Reduction:
         *,
         ids: Collection[int],
         window: int,
-        tensors: Tensors,
-        codec: Codec,
+        coding: Coding,
+        held_back: HeldBack | None = None,
         non_finite: bool = False,
         chance: Random | None = None,
+        comparable: Collection[str] = (),
     ) -> None:
-        """Raises ValueError, and ComplaintError when this node is alone and ids are wrong."""
-        if len(gradient.shape) != 1 or gradient.dtype != tensors.empty(0).dtype:
+        """`held_back`: where the coding feeds back. `comparable`: replicas whose contributions may
+        be looked at; by `chance` is drawn what is.
+
+        Raises ValueError, and ComplaintError when this node is alone and ids are wrong."""
+        if len(gradient.shape) != 1 or gradient.dtype != coding.tensors.empty(0).dtype:
             raise ValueError(
                 "a gradient to be averaged is one row of float32, not "
                 f"{gradient.dtype} {tuple(gradient.shape)}"
@@ -234,24 +285,25 @@ class Reduction:
             raise ValueError(f"replicas {self.nodes} don't name {node} and each other once")
         self.node, self.rank = node, self.ranks[node]
         self.ballot, self.window = ballot, window
-        self.port, self.codec, self.non_finite = tensors, codec, non_finite
-        self.parts = [
-            _pieces(gradient.detach(), rank, len(self.nodes)) for rank in self.ranks.values()
-        ]
+        self.coding, self.non_finite = coding, non_finite
+        self.gradient, self.parts = gradient.detach(), self._split(gradient.detach())
+        self.held_back = held_back if feeds_back(coding.codec) else None
+        self.owed: list[list[Tensor]] = []  # what is held back since the last commit; as `parts`
+        self.owing: list[list[Tensor]] = []  # ... and since the coming one
         self.shares: dict[str, Collection[int]] = {node: sorted(ids)}
         own = self.parts[self.rank]
         self.totals: list[Tensor | None] = [None] * len(own)
         self.added = [0] * len(own)  # replicas whose contribution is in the total
-        self.held: dict[tuple[int, int], Frame] = {}  # contributions by piece, rank
+        self.early: dict[tuple[int, int], Frame] = {}  # contributions by piece, rank
         others = [rank for rank in self.ranks.values() if rank != self.rank]
         self.contributions = {rank: set(range(len(own))) for rank in others}  # to come
         self.sums = {rank: set(range(len(self.parts[rank]))) for rank in others}  # to come
         self.watched = -1  # a piece
         self.kept: dict[int, Tensor] = {}  # by rank, what was given to it
         self.contributions_seen: list[pb.Contribution] = []
-        if chance is not None and len(self.nodes) >= COMPARABLE:
+        ranks = [rank for name, rank in self.ranks.items() if name in comparable]
+        if chance is not None and len(ranks) >= COMPARABLE:
             self.watched = chance.randrange(len(own))
-            ranks = range(len(self.nodes))
             self.looked_at = chance.sample(ranks, min(LOOKED_AT, len(ranks)))
         if not others:
             check_ids(self.shares, window)
@@ -275,6 +327,18 @@ class Reduction:
         rank = self.ranks.get(peer)
         return rank in self.sums and bool(self.contributions[rank] or self.sums[rank])
 
+    def start(self) -> Outgoing:
+        """Before all else in the compute thread."""
+        if self.held_back is None:
+            return []
+        if not self.contributions:
+            self.held_back.begin_alone(self.ballot)
+            return []
+        if self.held_back.row is not None:
+            self.owed = self._split(self.held_back.row)
+        self.owing = self._split(self.held_back.begin(self.ballot, self.gradient))
+        return []
+
     def contribute(self, piece: int) -> Outgoing:
         """This node's values of the piece of every other part, to the part's owner."""
         outgoing = []
@@ -283,7 +347,8 @@ class Reduction:
             if piece >= len(self.parts[rank]):
                 continue
             # A copy: what waits to be sent must not change, whatever becomes of the gradient.
-            frame = self._frame("contribution", piece, self.parts[rank][piece].clone())
+            values = self._given(rank, piece).clone()
+            frame, _ = self._coded("contribution", piece, rank, values)
             if piece == 0:
                 frame.fields["ids"] = self.shares[self.node]
             outgoing.append((self.nodes[rank], frame))
@@ -305,7 +370,7 @@ class Reduction:
             return []
         if piece == 0:
             self._note_ids(peer, frame.fields.get("ids"))
-        self.held[piece, rank] = frame
+        self.early[piece, rank] = frame
         return self._add(piece)
 
     def _note_ids(self, peer: str, ids: Any) -> None:
@@ -321,8 +386,8 @@ class Reduction:
         own = self.parts[self.rank][piece]
         while (rank := self.added[piece]) < len(self.nodes):
             if rank == self.rank:
-                values = own
-            elif frame := self.held.pop((piece, rank), None):
+                values = self._given(rank, piece)
+            elif frame := self.early.pop((piece, rank), None):
                 values = self._values(self.nodes[rank], frame, own)
             else:
                 return []
@@ -334,14 +399,25 @@ class Reduction:
         total, self.totals[piece] = self.totals[piece], None
         assert total is not None
         if piece == self.watched:
-            self._look(total)
-        frame = self._frame("sum", piece, total)
-        # With a lossy codec: what the others will have, not what was sent to them.
-        own.copy_(total if self.codec == "none" else self._values(self.node, frame, own))
+            self._look(piece, total)
+        frame, sent = self._coded("sum", piece, self.rank, total)
+        own.copy_(sent)  # with a lossy codec: what the others will have
         return [(self.nodes[rank], frame) for rank in self.sums]
 
-    def _look(self, total: Tensor) -> None:
-        """At what each replica has added to this piece."""
+    def _given(self, rank: int, piece: int) -> Tensor:
+        """What this node has for a piece, with what it has held back of it."""
+        values = self.parts[rank][piece]
+        return values + self.owed[rank][piece] if self.owed else values
+
+    def _look(self, piece: int, total: Tensor) -> None:
+        """At what each replica has added to this piece, as it comes from others: whole, what this
+        one adds would be no measure for what they send."""
+        if self.owing:
+            whole = self._given(self.rank, piece)
+            as_sent = self.coding.decode(self._frame("contribution", piece, whole), whole)
+            total = total - whole + as_sent
+            if self.rank in self.kept:
+                self.kept[self.rank] = as_sent
         counts = {rank: len(self.shares.get(node, ())) for node, rank in self.ranks.items()}
         for rank, values in self.kept.items():
             squared = float(values @ values)
@@ -355,25 +431,39 @@ class Reduction:
             self.contributions_seen.append(seen)
         self.kept.clear()
 
-    def _frame(self, phase: Literal["contribution", "sum"], piece: int, values: Tensor) -> Frame:
-        descriptors, payload = self.port.encode([values], self.codec)
+    def _coded(
+        self, phase: Literal["contribution", "sum"], piece: int, rank: int, values: Tensor
+    ) -> tuple[Frame, Tensor]:
+        """And what those who get it will have; the rest is held back."""
+        frame = self._frame(phase, piece, values)
+        if self.coding.codec == "none" or not (self.owing or phase == "sum"):
+            return frame, values
+        sent = self.coding.decode(frame, values)
+        if self.owing:
+            self.owing[rank][piece].copy_(values).sub_(sent)
+        return frame, sent
+
+    def _frame(self, phase: str, piece: int, values: Tensor) -> Frame:
         fields = {"phase": phase, "piece": piece}
-        return Frame("average", self.ballot, fields, descriptors, payload)
+        return Frame("average", self.ballot, fields, *self.coding.encode(values))
 
     def _values(self, peer: str, frame: Frame, like: Tensor) -> Tensor:
         try:
-            check_forms(frame.descriptors, [Form("float32", tuple(like.shape), self.codec)])
-            (values,) = self.port.decode(frame.descriptors, frame.payload, like.device)
-            if not (self.non_finite or peer == self.node or self.port.finite(values)):
+            values = self.coding.decode(frame, like)
+            if not (self.non_finite or self.coding.tensors.finite(values)):
                 raise NonFiniteError("it is not finite")
         except WireError as error:
             reason = f"{peer} sent a bad gradient: {error}"
             raise ComplaintError(reason, [peer], error.cause) from error
         return values
 
-
-def _pieces(gradient: Tensor, rank: int, replicas: int) -> list[Tensor]:
-    """Views of the rank's part. An empty part is one empty piece, for the ids go with a piece."""
-    start, stop = (gradient.numel() * i // replicas for i in (rank, rank + 1))
-    part = gradient[start:stop]
-    return [part[first : first + PIECE] for first in range(0, max(1, part.numel()), PIECE)]
+    def _split(self, row: Tensor) -> list[list[Tensor]]:
+        """Views of each rank's pieces. An empty part is one empty piece, for the ids go with a
+        piece."""
+        count = len(self.nodes)
+        bounds = [row.numel() * i // count for i in range(count + 1)]
+        parts = [row[start:stop] for start, stop in pairwise(bounds)]
+        return [
+            [part[first : first + PIECE] for first in range(0, max(1, part.numel()), PIECE)]
+            for part in parts
+        ]

@@ -8,6 +8,7 @@ there: a liar can, too. What is read is bounded, as it is where it comes in.
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from base64 import urlsafe_b64encode
@@ -19,7 +20,7 @@ from zlib import crc32
 
 import numpy as np
 from google.protobuf.message import DecodeError
-from xxhash import xxh3_64_hexdigest
+from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from planaria.bootstrap.address import Address, AddressError
 from planaria.bootstrap.admission import Admission, AdmissionError
@@ -45,12 +46,23 @@ from planaria.node.state.saves import METADATA, SaveError, SaveFile, _checksum, 
 from planaria.node.state.transfer import _parse_tensors
 from planaria.node.transaction.bounds import told_to_driver, told_to_member
 from planaria.node.transaction.rules import TransactionRules
+from planaria.node.wire import largest
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chunks import Inbox, Outbox
-from planaria.node.wire.frames import HEAD_LIMIT, Frame, WireError, parse_chunk, seal, unseal
+from planaria.node.wire.frames import (
+    HEAD_LIMIT,
+    Descriptor,
+    Form,
+    Frame,
+    WireError,
+    encoded_size,
+    parse_chunk,
+    seal,
+    unseal,
+)
 from planaria.node.wire.greetings import ForgedError, Greetings
 from planaria.node.wire.session import Begun, Bounds, Forgotten, Hello, Outdated, Session
-from planaria.node.wire.tensors import decode
+from planaria.node.wire.tensors import decode, decode_largest, decode_sum
 from tests.bootstrap.fake_etcd import FakeEtcd
 
 RULES: Final = TransactionRules(
@@ -144,6 +156,31 @@ def frames(data: bytes) -> None:
         decode(frame.descriptors, bytearray(payload))
         packed = frame.head() if frame.fields else head
         assert str(Frame.parse(packed, payload).fields) == str(frame.fields)
+
+
+def sums(data: bytes) -> None:
+    """Of the largest values of a row, and of those that aren't zero. The length of the row and the
+    share come first; behind them are bytes of that length, with checksums that are right."""
+    size, share = int.from_bytes(data[:2], "little") % 5000, (data[2:3] or b"\0")[0] / 510 + 0.002
+    count = min(size // largest.FEW, largest.count_of(size, share))
+    few = [Form("uint8", (largest.places_size(count, size),)), Form("float32", (count,))]
+    with suppress(WireError):
+        row = decode_largest(*_filled(largest.forms(size, share), data[3:]), size, share)
+        assert len(row) == size
+        assert row.count_nonzero() <= largest.count_of(size, share)
+    with suppress(WireError):
+        assert decode_sum(*_filled(few, data[3:]), size).count_nonzero() <= count
+
+
+def _filled(forms: list[Form], body: bytes) -> tuple[list[Descriptor], bytearray]:
+    """Tensors of these forms, of which these are the bytes, and zeros behind them."""
+    descriptors, payload = [], bytearray()
+    for form in forms:
+        length = encoded_size(math.prod(form.shape), form.dtype, form.codec)
+        part, body = body[:length].ljust(length, b"\0"), body[length:]
+        descriptors.append(Descriptor(*form, xxh3_64_intdigest(part), length))
+        payload += part
+    return descriptors, payload
 
 
 def messages(data: bytes) -> None:
@@ -349,6 +386,7 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
     for target in (
         chunks,
         frames,
+        sums,
         messages,
         hellos,
         manifests,

@@ -152,6 +152,9 @@ def test_lossy_codecs_and_replicas_change_what_a_step_sends() -> None:
     assert bytes_a_step(half) == 6 * crossing
     two = loads("[model]\npreset='small'\nvocabulary=2048\n[swarm]\nreplicas=2\n")
     assert bytes_a_step(two) == 2 * crossing + 4 * max(FIRST, BODY)
+    sparse = override(two, wire__averaging="topk", wire__topk=0.01)
+    summed = bytes_a_step(sparse) - 2 * crossing
+    assert 4 * max(FIRST, BODY) / 200 < summed < 4 * max(FIRST, BODY) / 190
 
 
 def test_a_finding_is_one_line() -> None:

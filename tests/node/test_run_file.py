@@ -287,3 +287,12 @@ def test_whatever_it_says_it_is_bounded_or_refused(fields: dict[str, Any]) -> No
     rules = registry_rules(loads("[model]\nstages = 2").model_copy(update={"swarm": swarm}))
     assert 0 < rules.grace <= 4000
     LinkSettings(silence=swarm.silence)
+
+
+def test_a_share_tells_runs_apart_only_where_averaging_goes_by_it() -> None:
+    dense, sparse = loads("[wire]\ntopk = 0.1"), loads("[wire]\naveraging = 'topk'\ntopk = 0.1")
+    assert dense.said() == RunFile().said()
+    assert sparse.said()["wire"]["topk"] == 0.1
+    for share in (0, 0.6):
+        with pytest.raises(RunFileError, match=r"wire\.topk"):
+            loads(f"[wire]\naveraging = 'topk'\ntopk = {share}")

@@ -47,6 +47,7 @@ from planaria.node.state.stage_state import StageState
 from planaria.node.transaction.blaming import NOBODY_ELSE
 from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.transaction.held_back import HeldBack
 from planaria.node.transaction.member import MemberSide
 from planaria.node.transaction.resting import DriverPhase
 from planaria.node.transaction.rules import TransactionRules
@@ -76,7 +77,12 @@ from simulation.stage import ChainedTwin, contribution, row
 from simulation.world import Process, World
 
 
-def run_of(rules: TransactionRules, files: Files, relearning: Mapping[str, float]) -> RunFile:
+def run_of(
+    rules: TransactionRules,
+    files: Files,
+    relearning: Mapping[str, float],
+    averaging: str = "none",
+) -> RunFile:
     """The run file that says so."""
     return from_fields(
         {
@@ -111,8 +117,20 @@ def run_of(rules: TransactionRules, files: Files, relearning: Mapping[str, float
             },
             "saves": {"every": files.save_every or 1},
             "swarm": {"progress": rules.progress},
+            "wire": {"averaging": averaging, "topk": 0.25},
         }
     )
+
+
+def _more(held_back: HeldBack, ballot: Ballot) -> torch.Tensor:
+    """By how much a commit of this ballot changes what is held back of what is trained."""
+    begun, coming = held_back._coming
+    row = held_back.row
+    assert begun == ballot
+    nothing = torch.zeros(TRAINED.stop)
+    if coming is None:  # alone: what was held back is dropped
+        return nothing[1:]
+    return (coming[TRAINED] - (nothing if row is None else row[TRAINED]))[1:]
 
 
 class InvariantError(BaseException):
@@ -184,12 +202,13 @@ class Cluster:
         files: Files,
         machines: Machines,
         relearning: Mapping[str, float],
+        averaging: str = "none",
     ) -> None:
         """`relearning`: of the run file's `recovery.relearn`, how much of it others wait for."""
         self.seed, self.world = seed, World(seed)
         self.network = Network(self.world)
         self.rules, self.overflowing, self.pace = rules, overflowing, pace
-        self.run = run_of(rules, files, relearning)
+        self.run = run_of(rules, files, relearning, averaging)
         self.config = model_config(self.run.model, vocabulary=8)
         self.files, self.machines = files, machines
         files.chance = self.world.chance
@@ -200,6 +219,9 @@ class Cluster:
         self.attempts: dict[Ballot, Attempt] = {}
         self.commits: dict[Ballot, Attempt] = {}
         self.voted: dict[tuple[Ballot, int], bytes] = {}  # what all of a stage told when ready
+        self.owed: dict[tuple[Ballot, int], dict[str, torch.Tensor]] = {}
+        """By commit and stage, how much more each replica holds back from then on."""
+        self.replicas: dict[tuple[Ballot, int], set[str]] = {}
         self.confirmed: dict[int, bytes] = {0: b""}
         self.confirmed_in = NEVER
         self.heard_in = NEVER  # the newest ballot under which a driver has had all answers
@@ -461,6 +483,7 @@ class Cluster:
         self.demand(weights.step == base, "I2", f"{who} with weights of step {weights.step}")
         attempt = self.attempts.setdefault(ballot, Attempt(begin.step, weights.chain))
         attempt.nodes.add(seat.name)
+        self.replicas[ballot, stage] = {at.node for at in begin.members if at.stage == stage}
         self.demand(attempt.chain == weights.chain, "I2", f"{who} with another history")
         own = weights.optimizer.digest()
         digest = own if weights.corrupted else attempt.digests.setdefault(stage, own)
@@ -490,6 +513,8 @@ class Cluster:
         self.demand(seat.name in before.nodes, "I2", f"{who}, which it hasn't begun")
         attempt = Attempt(before.step, before.chain, before.digests)
         self.attempts.setdefault(ballot, attempt).nodes.add(seat.name)
+        members = {at.node for at in begin.members if at.stage == seat.stage}
+        self.replicas[ballot, seat.stage] = members
 
     def _go_back(self, ballot: Ballot, lineage: int, step: int, chain: bytes) -> None:
         """The first attempt starts where a lineage begins."""
@@ -510,7 +535,9 @@ class Cluster:
         self.demand(weights.step == commit.step - 1, "I3", f"{who} on step {weights.step}")
         found = weights.gradient[TRAINED][1:]
         window = self.window(commit.step, weights.stage)
-        if not torch.equal(found, window):
+        if self.run.wire.averaging != "none":
+            self.check_owed(seat, commit, found - window)
+        elif not torch.equal(found, window):
             self.demand(False, "I1", f"{who} with {found}, not {window}")
         ballot = Ballot.of(commit.ballot)
         attempt = self.attempts[ballot]
@@ -535,6 +562,21 @@ class Cluster:
         others = [o.name for o in self.seats if o.stage == seat.stage and o.name in ready]
         self.demand(others in ([], [seat.name]), "I2", f"{fixed}, beside {others}")
         self.counts["relearned beside"] += updates > 0
+
+    def check_owed(self, seat: Seat, commit: pb.Commit, above: torch.Tensor) -> None:
+        """What the sum has above that of the window is what all of a stage hold back less than
+        before; nobody else's attempt is in it."""
+        ballot, stage = Ballot.of(commit.ballot), seat.stage
+        trained = self.replicas[ballot, stage]
+        if commit.skipped or seat.name not in trained:
+            return
+        there = self.owed.setdefault((ballot, stage), {})
+        there[seat.name] = _more(seat.averaging.held_back, ballot)
+        if there.keys() == trained:
+            left = sum(there.values()) + above
+            who = f"the replicas of stage {stage} in step {commit.step}"
+            self.demand(bool(left.abs().max() < 1.0), "I1", f"{who} leave {left} out")
+            self.counts["owed"] += len(trained) > 1
 
     def check_applied(self, seat: Seat, commit: pb.Commit) -> None:
         weights, stage = seat.weights, seat.stage

@@ -84,6 +84,8 @@ def small_pieces() -> Iterator[None]:
 
 
 class Scenario:
+    averaging = "none"
+
     def __init__(self, seed: int, machines: Machines, policy: Policy | None) -> None:
         self.seed = seed
         self.random = random.Random(f"scenario {seed}")
@@ -91,8 +93,10 @@ class Scenario:
         hosts, overflowing = self._hosts(rules), self._overflowing(rules)
         pace = self.random.choice([1.0, 4.0, 8.0])
         files = self._files(rules, hosts)
-        relearning = self._relearning()
-        self.cluster = Cluster(seed, rules, hosts, overflowing, pace, files, machines, relearning)
+        relearning, averaging = self._relearning(), self.averaging
+        self.cluster = Cluster(
+            seed, rules, hosts, overflowing, pace, files, machines, relearning, averaging
+        )
         self.world = self.cluster.world
         self._partitions = itertools.count()
         self.merciful = self.random.random() < 0.7  # leaves what a rebuild needs
@@ -465,6 +469,21 @@ class Scenario:
                 f"again: pytest tests/simulation --seed {self.seed}",
             ]
         )
+
+
+class HoldingBack(Scenario):
+    """Averaging leaves most of each gradient for later steps, and two or three of a stage do it."""
+
+    averaging = "topk"
+
+    def _hosts(self, rules: TransactionRules) -> list[Host]:
+        replicas = self.random.choice([2, 3])
+        stages = [s for s in range(rules.stages + 1) for _ in range(replicas)]
+        return [Host(f"h{i}", stage, False) for i, stage in enumerate(stages)]
+
+
+class Rounding(HoldingBack):
+    averaging = "int8"
 
 
 class Orphaned(Scenario):

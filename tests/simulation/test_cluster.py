@@ -1,21 +1,35 @@
 """Whole clusters under faults; `--seeds N` for more of them, `--seed S` for one."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 
 from planaria.node.state.copies import Holder, _Arriving
+from planaria.node.transaction import averaging
 from planaria.node.transaction.driver import Driver
-from planaria.node.transaction.effects import Adopt, Ballot, Effect, Send
+from planaria.node.transaction.effects import NEVER, Adopt, Ballot, Effect, Send
 from planaria.node.transaction.gathering import QUERY_AGAIN, Gathering
+from planaria.node.transaction.held_back import HeldBack
 from planaria.node.transaction.member import MemberPhase, MemberSide
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.decide import Policy
 from simulation.cluster import Host, Machines, Trap
-from simulation.scenario import PART, Halved, Orphaned, Scenario, ScenarioError, Superseded, run
+from simulation.scenario import (
+    PART,
+    Halved,
+    HoldingBack,
+    Orphaned,
+    Rounding,
+    Scenario,
+    ScenarioError,
+    Superseded,
+    run,
+)
 
 SEEDS, CHUNK = 100, 10
 RARE = (*range(68, 100), *range(68))
@@ -193,6 +207,34 @@ def test_a_half_that_is_cut_off_does_not_go_on_without_the_other() -> None:
 def test_a_commit_that_comes_after_a_newer_driver_has_asked_has_no_effect() -> None:
     for seed in range(10):
         run(seed, kind=Superseded)
+
+
+class Forgiving(HeldBack):
+    """What an attempt leaves out stays, though nobody commits it."""
+
+    def begin(self, ballot: Ballot, gradient: torch.Tensor) -> torch.Tensor:
+        begun, _ = self._coming
+        if begun != NEVER:
+            self.commit(begun)
+        return super().begin(ballot, gradient)
+
+
+@pytest.mark.parametrize("kind", [HoldingBack, Rounding])
+def test_what_is_held_back_is_what_the_sums_lack(kind: type[Scenario]) -> None:
+    counts = Counter[str]()
+    for seed in range(6):
+        counts += run(seed, kind=kind).counts
+    assert counts["owed"] > 50
+    assert counts["aborted"] or counts["masked"]
+
+
+def test_what_an_attempt_that_is_given_up_holds_back_is_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(averaging, "HeldBack", Forgiving)
+    with pytest.raises(ScenarioError, match="I1: the replicas of stage"):
+        for seed in range(40):
+            run(seed, kind=HoldingBack)
 
 
 class Anonymous(MemberSide):

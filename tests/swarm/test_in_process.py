@@ -160,15 +160,20 @@ async def test_a_last_holder_that_only_the_registry_does_not_hear_trains_on(
         await swarm.until(lambda: f"{who} is heard again" in " ".join(machine.decisions))
 
 
-def assert_nothing_shows(swarm: LocalSwarm, directory: Path) -> None:
-    """Of what befell it, in any step that was committed: replicas applied the same, and the losses
-    are those of one process to which nothing has happened."""
+def assert_replicas_applied_the_same(swarm: LocalSwarm) -> None:
+    """In any step that was committed."""
     digests: dict[tuple[int, int], set[str]] = {}  # by stage and step
     stage_of = {event["node"]: event["stage"] for event in swarm.lines.events("serving")}
     for event in swarm.lines.events("applied"):
         at = stage_of[event["node"]], event["step"]
         digests.setdefault(at, set()).add(event["digest"])
     assert all(len(found) == 1 for found in digests.values())
+
+
+def assert_nothing_shows(swarm: LocalSwarm, directory: Path) -> None:
+    """Of what befell it, in any step that was committed: replicas applied the same, and the losses
+    are those of one process to which nothing has happened."""
+    assert_replicas_applied_the_same(swarm)
     found = losses(directory)
     assert found == pytest.approx(undisturbed(swarm.run, swarm.corpus, len(found)), rel=1e-5)
     assert audit(directory).exact
@@ -265,6 +270,28 @@ async def test_lossy_codecs_keep_replicas_identical(corpus, tmp_path, codec, tol
         digests = {(stage, node.member.digest) for (stage, _), (node, _) in swarm.nodes.items()}
         assert len(digests) == 3
     assert losses(tmp_path) == pytest.approx(undisturbed(run, corpus, run.steps), rel=tolerance)
+
+
+@pytest.mark.parametrize(("replicas", "codec"), [(2, "topk"), (3, "topk"), (3, "int8")])
+async def test_what_is_held_back_leaves_replicas_identical(corpus, tmp_path, replicas, codec):
+    """Through the loss of one, an attempt that goes on or is given up, and its successor."""
+    wire = {"activations": "none", "gradients": "none", "averaging": codec, "topk": 0.1}
+    run = small(replicas=replicas, steps=ENDLESS, wire=wire, training__batch=6)
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 4)
+        held = [node.seat.averaging.held_back.row for node, _ in swarm.nodes.values()]
+        assert all(row is not None and row.any() for row in held)
+        await swarm.kill(1, 1)
+        await swarm.until(lambda: swarm.committed() >= 7)
+        joined = swarm.start(1, 1)
+        await swarm.until(lambda: joined.member and joined.member.phase.value == "running")
+        here = swarm.committed()
+        await swarm.until(lambda: all_running(swarm, here + 12))
+        assert joined.seat.averaging.held_back.row.any()
+    assert_replicas_applied_the_same(swarm)
+    found = losses(tmp_path)
+    assert sum(found[-3:]) < sum(found[:3])
+    assert audit(tmp_path).exact
 
 
 async def test_bf16_and_recomputation(corpus, tmp_path):

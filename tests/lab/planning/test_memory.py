@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from planaria.lab.planning.memory import Bytes, needed, saved, under_way, whole, working
+from planaria.lab.simulator.swarm import parameters
 from planaria.node.data.corpus import Corpus
 from planaria.node.run_file import RunFile, loads, override
 from planaria.node.stage.model import BodyStage, EmbeddingStage, build_stage
@@ -146,6 +147,14 @@ def test_a_stages_state_is_four_tensors(stage: int) -> None:
     tensors = (optimizer.gradient, *(tensor for _, tensor in optimizer.state(optimizer=True)))
     expected = needed(run, config, stage, [1] * 5)["model"]
     assert expected == Bytes(sum(tensor.nbytes for tensor in tensors))
+
+
+def test_what_replicas_hold_back_takes_two_more_gradients() -> None:
+    for codec, more in (("int8", 2), ("topk", 2), ("bf16", 0)):
+        run, config = made(wire__averaging=codec)
+        found = needed(run, config, 1, [2] * 5).get("held back", Bytes())
+        assert found == Bytes(more * 4 * parameters(config, 1))
+        assert "held back" not in needed(run, config, 1, [1] * 5)
 
 
 # --- what the daemon's parts keep
