@@ -165,6 +165,7 @@ def run_one(
         "rebuilds": rebuilds,
         "texts": {name: _other(swarm, Path(path)) for name, path in job.texts.items()},
         "bytes": sum(running.bytes for running in swarm.snapshots.values()),
+        "averaged": swarm.replicas.sent if swarm.replicas is not None else 0,
         "window": swarm.window_tokens,
         "share": swarm.share_of_a_stage,
         "update_tokens": update_tokens(swarm.config, job.ablation),

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from pydantic import model_validator
 from torch import Tensor
 
+from planaria.lab.convergence.averaging import Replicas
 from planaria.lab.convergence.lessons import BlockSamples, Lesson, LessonState, fit_scales, residual
 from planaria.node.data.corpus import TRAIN, UNSCORED, VALIDATION
 from planaria.node.data.mixture import Data, beginnings, count_scored, inputs_and_targets, windows
@@ -92,6 +93,8 @@ class Ablation(Section):
     """Instead of stages this share of all is lost, drawn anew each time, and restored from running
     snapshots that outlive every node, as if they were in SCAR's storage."""
     lost_by: Literal["row", "stage"] = "row"
+    replicas: int = 1  # of each stage, as far as averaging goes
+    averaging_feedback: bool = True  # what its codec leaves out goes with the next step's
 
     @model_validator(mode="after")
     def moments_are_adams(self) -> Ablation:
@@ -231,6 +234,8 @@ class TrainingSwarm:
         own = None if self.config.own is None else load_as_said(run, self.config)
         self.beginning = Beginning(run, self.config, checkpoint, own)
         self.stages = [self._new(stage) for stage in range(self.config.stages + 1)]
+        count, feedback = self.ablation.replicas, self.ablation.averaging_feedback
+        self.replicas = Replicas(count, run.wire, self.stages, feedback) if count > 1 else None
         context, batch = self.config.context, run.training.batch
         self.windows = windows(self.corpus, run.seed, context, batch)
         self.committed = 0
@@ -269,7 +274,9 @@ class TrainingSwarm:
         kept = {name: getattr(self, name) for name in KEPT}
         stages = [State.of(stage) for stage in self.stages]
         lessons = [one.state() for one in self.lessons]
-        return {**kept, "stages": stages, "boundary": list(self.boundary), "lessons": lessons}
+        replicas = None if self.replicas is None else self.replicas.state()
+        held = {"stages": stages, "boundary": list(self.boundary), "replicas": replicas}
+        return {**kept, **held, "lessons": lessons}
 
     def put(self, state: Mapping[str, Any]) -> None:
         """Raises KeyError, ValueError for the state of another run."""
@@ -278,6 +285,8 @@ class TrainingSwarm:
         for name in KEPT:
             setattr(self, name, state[name])
         self.boundary.extend(state["boundary"])
+        if self.replicas is not None:
+            self.replicas.put(state["replicas"])
         for lesson in state["lessons"]:
             self.lessons.append(self._lesson(lesson.block, lesson.pieces, lesson.passes, lesson.lr))
             self.lessons[-1].put(lesson)
@@ -286,7 +295,7 @@ class TrainingSwarm:
 
     def step(self) -> float:
         """Trains the next step; returns its mean loss, nats a token."""
-        training = self.run.training
+        training, replicas = self.run.training, self.replicas
         step = self.committed + 1
         ids = self.windows.ids(step)
         ahead = self._ahead()
@@ -296,9 +305,12 @@ class TrainingSwarm:
         for microbatch, visits in enumerate(orders):
             chosen = microbatch_ids(ids, microbatch, training.microbatch)
             loss, tensors = self._forward(visits, *self._samples(TRAIN, chosen))
-            (loss / scored).backward()  # type: ignore[no-untyped-call]
+            with nullcontext() if replicas is None else replicas.computing(microbatch):
+                (loss / scored).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.item())
             crossed.append(Crossings(visits, tensors))
+        if replicas is not None:
+            replicas.average(step, training.microbatches)
         self._commit(step, ahead)
         if self.relearns:
             self.boundary.append((step, crossed))
@@ -564,6 +576,8 @@ class TrainingSwarm:
                 state[number].put(stage)
             else:
                 self.stages[number] = self._new(number)
+            if self.replicas is not None:
+                self.replicas.forget(number)
         self.lineage += 1
         return {"stage": list(lost), "method": "checkpoint", "step": to.step, "from": before}
 
@@ -622,6 +636,9 @@ class TrainingSwarm:
 
     def _forget(self, lost: frozenset[int]) -> None:
         """What the lost nodes held of others is gone, and what they were sending begins anew."""
+        if self.replicas is not None:
+            for stage in lost:
+                self.replicas.forget(stage)
         for number in self.snapshots:
             if holder_stage(number, self.config.stages) in lost:
                 self.snapshots[number] = self._new_snapshot(number)

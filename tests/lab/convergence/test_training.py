@@ -98,6 +98,45 @@ def test_losses_are_those_of_before(corpus: Corpus, policy: str) -> None:
     assert found[20:] == pytest.approx(golden[20:], rel=1e-3)
 
 
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_replicas_that_send_all_of_their_gradients_train_as_one_does(
+    corpus: Corpus, replicas: int
+) -> None:
+    swarm = TrainingSwarm(run_with(), corpus, Ablation(replicas=replicas))
+    found = [swarm.step() for _ in range(5)]
+    assert found == pytest.approx(undisturbed(corpus)[:5], rel=1e-5)
+    weights = sum(len(stage.optimizer.weights) for stage in swarm.stages)
+    assert swarm.replicas is not None
+    assert swarm.replicas.sent == 5 * 2 * (replicas - 1) * 4 * weights
+
+
+@pytest.mark.parametrize(("codec", "less"), [("int8", 3.8), ("topk", 20)])
+def test_replicas_learn_by_fewer_bytes(corpus: Corpus, codec: str, less: float) -> None:
+    """And what a stage's replicas hold back goes with them."""
+    run = override(run_with(), wire__averaging=codec, wire__topk=0.1)
+    swarm = TrainingSwarm(run, corpus, Ablation(replicas=2))
+    whole = TrainingSwarm(run_with(), corpus, Ablation(replicas=2))
+    found = [swarm.step() for _ in range(20)]
+    whole.step()
+    assert swarm.replicas is not None
+    assert whole.replicas is not None
+    assert swarm.replicas.sent < 20 * whole.replicas.sent / less
+    assert found[-1] < found[0] - 0.2
+    assert swarm.replicas.held_back(3) > 0
+    swarm.lose([3])
+    assert swarm.replicas.held_back(3) == 0
+    assert swarm.replicas.held_back(2) > 0
+
+
+def test_without_feedback_nothing_is_held_back(corpus: Corpus) -> None:
+    run = override(run_with(), wire__averaging="topk", wire__topk=0.1)
+    swarm = TrainingSwarm(run, corpus, Ablation(replicas=2, averaging_feedback=False))
+    for _ in range(3):
+        swarm.step()
+    assert swarm.replicas is not None
+    assert swarm.replicas.held_back(1) == 0
+
+
 def test_redundant_loses_nothing(corpus: Corpus) -> None:
     assert trained_by("redundant", corpus) == undisturbed(corpus)
 

@@ -1,0 +1,121 @@
+"""Replicas of each stage, as far as what they average goes: the daemon's reduction, in one process.
+
+The weights of replicas are the same bits, so they are here once. What each would have is its own
+gradient, of its share of the window, and what it holds back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Protocol
+
+import torch
+
+from planaria.node.run_file import WireSection
+from planaria.node.stage.optimizer import StageOptimizer
+from planaria.node.transaction.averaging import Coding, Reduction
+from planaria.node.transaction.effects import Ballot
+from planaria.node.transaction.held_back import HeldBack
+from planaria.node.wire import tensors
+from planaria.node.wire.frames import Frame
+
+
+class Stage(Protocol):
+    optimizer: StageOptimizer
+
+
+class Replicas:
+    """So many of each stage."""
+
+    def __init__(
+        self, count: int, wire: WireSection, stages: Sequence[Stage], feedback: bool
+    ) -> None:
+        """Without `feedback`, what a codec leaves out is lost."""
+        self.names = [f"replica-{number:03}" for number in range(count)]
+        self.sent = 0  # bytes, by all of them
+        self._coding = Coding(tensors, wire.averaging, wire.topk)
+        self._stages, self._feedback = stages, feedback
+        self._rows = [
+            [torch.zeros_like(stage.optimizer.gradient) for stage in stages] for _ in self.names
+        ]
+        self._held_back = [[HeldBack() for _ in stages] for _ in self.names]
+
+    def state(self) -> tuple[int, list[list[torch.Tensor | None]]]:
+        """What `put` takes."""
+        rows = [
+            [None if one.row is None else one.row.clone() for one in of] for of in self._held_back
+        ]
+        return self.sent, rows
+
+    def put(self, state: tuple[int, list[list[torch.Tensor | None]]]) -> None:
+        self.sent, rows = state
+        for of, kept in zip(self._held_back, rows, strict=True):
+            for one, row in zip(of, kept, strict=True):
+                one.row = row
+
+    def forget(self, stage: int) -> None:
+        """Its nodes are lost, or went back, and what they held back with that."""
+        for of in self._held_back:
+            of[stage].drop()
+
+    def held_back(self, stage: int) -> float:
+        """Norm of what all of them together hold back of it."""
+        rows = [row for of in self._held_back if (row := of[stage].row) is not None]
+        return float(torch.linalg.vector_norm(torch.stack(rows).sum(dim=0))) if rows else 0.0
+
+    @contextmanager
+    def computing(self, microbatch: int) -> Iterator[None]:
+        """The gradients are those of the replica whose microbatch it is."""
+        rows = self._rows[microbatch % len(self.names)]
+        with ExitStack() as stack:
+            for stage, row in zip(self._stages, rows, strict=True):
+                stack.enter_context(stage.optimizer.accumulating_into(row))
+            yield
+
+    def average(self, step: int, microbatches: int) -> None:
+        """Into the gradients of the stages; what the replicas have is zero then."""
+        ballot = Ballot(1, step)
+        for number, stage in enumerate(self._stages):
+            rows = [rows[number] for rows in self._rows]
+            held_back = [of[number] for of in self._held_back]
+            self._reduce(ballot, rows, held_back, microbatches)
+            stage.optimizer.gradient.copy_(rows[0])
+            for row, held in zip(rows, held_back, strict=True):
+                row.zero_()
+                if self._feedback:
+                    held.commit(ballot)
+
+    def _reduce(
+        self,
+        ballot: Ballot,
+        rows: Sequence[torch.Tensor],
+        held_back: Sequence[HeldBack],
+        microbatches: int,
+    ) -> None:
+        count = len(rows)
+        reductions = {
+            name: Reduction(
+                name,
+                ballot,
+                self.names,
+                row,
+                ids=range(number, microbatches, count),
+                window=microbatches,
+                coding=self._coding,
+                held_back=held,
+            )
+            for number, (name, row, held) in enumerate(
+                zip(self.names, rows, held_back, strict=True)
+            )
+        }
+        sent: deque[tuple[str, str, Frame]] = deque()
+        for name, one in reductions.items():
+            sent += [(name, *item) for item in one.start()]
+            for piece in range(one.pieces):
+                sent += [(name, *item) for item in one.contribute(piece)]
+        while sent:
+            source, target, frame = sent.popleft()
+            self.sent += frame.size
+            sent += [(target, *item) for item in reductions[target].absorb(source, frame)]
