@@ -170,7 +170,7 @@ class MemberSide:
             return [refused, Suspect(peer, f"{peer}, which drives, tells of {wrong}", NUMBERS)]
         if self.comparing is not None and body in ("step", "reduce", "halt"):
             self._promise(peer, ballot)
-            self.comparing.put_off(peer, ballot, message)
+            self._put_off(self.comparing, peer, ballot, message)
             return []
         return self._obey(peer, ballot, message)
 
@@ -468,7 +468,7 @@ class MemberSide:
             if self.comparing is not None:
                 if step.HasField("begin"):
                     later = pb.Message(step=pb.Step(begin=step.begin))
-                    self.comparing.put_off(peer, ballot, later)
+                    self._put_off(self.comparing, peer, ballot, later)
                 return effects
         if step.HasField("begin"):
             try:
@@ -477,6 +477,21 @@ class MemberSide:
                 return [*effects, self._to_driver(pb.Message(failed=pb.Failed(reason=str(error))))]
             effects += self._begun(ballot, begin)
         return effects
+
+    def _put_off(
+        self, comparing: Comparing, peer: str, ballot: Ballot, message: pb.Message
+    ) -> None:
+        """Who takes part is told by what has changed since the plan before, which a newer one takes
+        the place of; so it is found out when it is heard."""
+        if message.step.HasField("begin"):
+            try:
+                whole = self.heard.whole(ballot, message.step.begin)
+            except ValueError:
+                pass  # it is said when its turn comes
+            else:
+                commit = message.step.commit if message.step.HasField("commit") else None
+                message = pb.Message(step=pb.Step(commit=commit, begin=whole))
+        comparing.put_off(peer, ballot, message)
 
     def _begun(self, ballot: Ballot, begin: pb.Begin) -> list[Effect]:
         self._note_who_takes_part(ballot, begin)

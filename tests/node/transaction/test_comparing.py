@@ -182,6 +182,18 @@ def test_what_the_driver_says_meanwhile_comes_after_the_update() -> None:
     assert average.__class__.__name__ == "AverageGradient"
 
 
+def test_who_takes_part_is_known_though_the_plan_that_told_of_it_has_had_no_turn() -> None:
+    one = Replica("other")
+    third = pb.Place(node="third", stage=1)
+    second = pb.Begin(step=2, members=[third], members_of=ATTEMPT.message())
+    one.decided(commit(), begin=second)
+    newest = pb.Begin(step=2, left=["other"], members_of=NEXT.message(), since=NEXT.message())
+    assert one.hears(NEXT.next(), step=pb.Step(begin=newest)) == []
+    effects = one.told("other", commit())
+    (goes_on,) = [effect for effect in effects if isinstance(effect, GoOn)]
+    assert [place.node for place in goes_on.begin.members] == ["driver", "self", "third"]
+
+
 def test_a_query_is_answered_when_it_is_known_what_is_committed() -> None:
     one = Replica("other")
     one.decided(commit(), begin=pb.Begin(step=2))
