@@ -268,7 +268,7 @@ def _bandwidth(facts: Facts) -> Finding:
     size = bytes_a_step(run)
     seconds = size * 8e-6 / min(up, down)
     what += f"; the {size / 1e6:.3g} MB that a node sends in a step take {seconds:.2g} s"
-    remedy = "let fewer bytes be sent (the run file's [wire]: int8, topk), or use a faster link"
+    remedy = "let fewer bytes be sent (the run file's [wire]: int8), or use a faster link"
     if facts.tokens_per_second:
         step = run.training.batch * config.context / facts.tokens_per_second
         if seconds > step:

@@ -15,6 +15,6 @@ waits for an heir, takeover.py what an attempt waits for whose stage has lost it
 voting.py is what members sign when they are ready, and what is found in the votes for a commit,
 chain.py is what a driver signs of a commit, comparing.py how replicas find out that they have heard
 of the same, and noting.py who of them is told what became of each microbatch. following.py is a
-joiner that copies while the others train, averaging.py sums the gradients of replicas, and tally.py
-counts what a stage relearns beside them.
+joiner that copies while the others train, averaging.py sums the gradients of replicas, held_back.py
+has what its codecs leave out, and tally.py counts what a stage relearns beside them.
 """

@@ -110,7 +110,7 @@ SELF = DialledBack("::1", 7401, False)
         ("reachable", {"advertise": ("a.org:7401", ())}, W, "nothing that can be looked up"),
         ("reachable", {"back": SELF}, W, "doesn't say whether others reach 0.0.0.0:7401"),
         ("reachable", {"back": SELF, "port": "127.0.0.1:7401"}, OK, "on one machine"),
-        ("bandwidth", {"link": Link(0.02, 0.5, 100.0)}, W, "fewer bits"),
+        ("bandwidth", {"link": Link(0.02, 0.5, 100.0)}, W, "fewer bytes"),
         ("bandwidth", {"tokens_per_second": 1e6}, W, "the others would wait"),
         ("bandwidth", {"tokens_per_second": 1.0}, OK, "in a step take"),
         ("disk", {"saves": Disk("out", 10**12, "Read-only file system")}, P, "Read-only"),

@@ -157,5 +157,5 @@ class Gullible(Driver):
 
 def test_a_driver_that_believes_every_accusation_is_caught() -> None:
     with pytest.raises(ScenarioError, match=r"I6: .* evicted: .* so I say"):
-        for seed in (104, 179, *range(20)):
+        for seed in (28, *range(20)):
             run(seed, Machines(driver=Gullible), kind=Lying)

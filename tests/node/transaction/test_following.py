@@ -140,7 +140,7 @@ def test_a_gradient_arrives_as_it_was_when_it_was_sent() -> None:
     ("frame", "complaint"),
     [
         (no_gradient(Ballot(1, 2)), "no tensor, where"),
-        (gradient_frame(Ballot(1, 2), torch.zeros(9), tensors), r"float32 \[9\] in codec none"),
+        (gradient_frame(Ballot(1, 2), torch.ones(9), tensors), r"float32 \[9\] in codec none"),
         (
             Frame("follow", Ballot(1, 2), {}, *encode([torch.zeros(8).half()], "none")),
             r"float16 \[8\] in codec none, where float32 \[8\]",
