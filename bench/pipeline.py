@@ -1,36 +1,44 @@
-"""Tokens per second of a swarm on one machine against one process with the same cores.
+"""Tokens per second of a swarm on one machine, of one process with the same cores, and of PyTorch's
+own pipeline engine.
 
-The model is large enough that a microbatch takes at least half a second in one process. Both train
-the same windows; the swarm is `planaria up`, processes and sockets included; both are measured
-from their first commit to their last, one after the other, twice. It takes minutes; each figure is
-printed when it is there.
+All three train the same model on the same windows; a microbatch takes half a second and more in one
+process. They take turns of a step, in ever other order: while one computes, the processes of the
+others stand still (SIGSTOP), so whatever else the machine does is much the same for all. What comes
+out is the median of the turns' ratios. It takes minutes; each figure is printed when it is there.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from bench.rows import keep
-from planaria.lab.convergence.training import train
+from bench.swarm import Living, swarm
+from bench.torch_pipeline import torch_pipeline
+from planaria.lab.convergence.training import TrainingSwarm
 from planaria.node.data.corpus import Corpus
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
-from planaria.node.run_file import RunFile, dumps, loads, override
+from planaria.node.local.processes import run_planaria
+from planaria.node.resolve import resolve
+from planaria.node.run_file import RunFile, loads, override
 
 TEXT = Path(__file__).parent.parent / "corpus" / "austen"
 STAGES, CONTEXT = 4, 256
+ONE, SWARM, TORCH = "one process", "swarm", "torch.distributed.pipelining"
+ROUNDS = 5
+LOOK = 0.005  # seconds
+GOAL, GOAL_OF_TORCH = 0.95, 1.0
 RUN = f"""
 name = "bench"
-steps = 4
+steps = 1000
 [model]
 preset = "midi"
 stages = {STAGES}
@@ -39,49 +47,103 @@ context = {CONTEXT}
 batch = 96
 microbatch = 8
 validation_microbatches = 0
+[swarm]
+start_grace = 2
 """
 
 
-def one_process(run: RunFile, corpus: Corpus) -> float:
-    """Tokens per second, all cores in one process."""
-    torch.set_num_threads(os.cpu_count() or 1)
-    steps = train(run, corpus)
-    next(steps)
-    started = time.perf_counter()
-    counted = sum(1 for _ in steps)
-    tokens = counted * run.training.batch * CONTEXT
-    return tokens / (time.perf_counter() - started)
+class Trains(Protocol):
+    def step(self) -> float:
+        """Makes a step; its seconds."""
+        ...
 
 
-def swarm(run: RunFile, out: Path) -> float:
-    """Tokens per second of `planaria up`, from its ledger."""
-    run_file = out.with_suffix(".toml")
-    run_file.write_text(dumps(run))
-    command = [sys.executable, "-m", "planaria", "up", str(run_file), "--out", str(out)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    lines = [json.loads(line) for line in (out / "ledger.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "step" in line]
-    tokens = sum(line["tokens"] for line in steps[1:])
-    return float(tokens / (steps[-1]["time"] - steps[0]["time"]))
+class OneProcess:
+    """All cores in this process."""
+
+    def __init__(self, run: RunFile, corpus: Corpus) -> None:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        self._swarm = TrainingSwarm(run, corpus)
+
+    def step(self) -> float:
+        started = time.perf_counter()
+        self._swarm.step()
+        return time.perf_counter() - started
+
+
+class Processes:
+    """Stand still but while a step is wanted of them. What they do after its commit, before they
+    are stopped, counts for the next one."""
+
+    def __init__(self, living: Living) -> None:
+        self._living = living
+        self._seconds = 0.0  # of the step that is under way
+        self._steps = self._await(1)
+        living.stand_still()
+
+    def step(self) -> float:
+        resumed = time.time()
+        self._living.go_on()
+        self._steps = self._await(self._steps + 1)
+        committed = self._living()[self._steps - 1]["time"]
+        self._living.stand_still()
+        seconds = self._seconds + committed - resumed
+        self._seconds = time.time() - committed
+        return float(seconds)
+
+    def _await(self, steps: int) -> int:
+        while len(self._living()) < steps:
+            time.sleep(LOOK)
+        return steps
+
+
+def turns(those: dict[str, Trains]) -> Iterator[dict[str, float]]:
+    """Seconds of a step of each; whoever was last comes first the next time."""
+    order = list(those)
+    for one in those.values():
+        one.step()  # the first ones are slow
+    for _ in range(ROUNDS):
+        yield {name: those[name].step() for name in order}
+        order.reverse()
+
+
+def ratio(rounds: list[dict[str, float]], of: str, to: str) -> float:
+    """Of tokens per second, the median."""
+    return statistics.median(seconds[to] / seconds[of] for seconds in rounds)
 
 
 def main() -> None:
-    alone, together = [], []
     with tempfile.TemporaryDirectory() as directory:
-        data = Path(directory) / "data"
-        corpus, _ = prepare(Recipe([str(TEXT)]), data)
-        run = override(loads(RUN), data__path=str(data))
-        for repeat in range(2):
-            alone.append(one_process(run, corpus))
-            print(f"one process, {os.cpu_count()} cores: {alone[-1]:.0f} tokens/s", flush=True)
-            together.append(swarm(run, Path(directory) / str(repeat)))
-            print(
-                f"swarm of {STAGES + 1} nodes, the same cores: {together[-1]:.0f} tokens/s",
-                flush=True,
-            )
-    a, b = statistics.mean(alone), statistics.mean(together)
-    print(f"ratio swarm / one process: {b / a:.2f} (goal 0.90)")
-    keep("pipeline", tokens_per_second={"one process": alone, "swarm": together})
+        out = Path(directory)
+        corpus, _ = prepare(Recipe([str(TEXT)]), out / "data")
+        run = resolve(override(loads(RUN), data__path=str(out / "data")))
+        nodes = {
+            str(stage): ["node", "--stage", str(stage), "--threads", "1", "--cloud", "none"]
+            for stage in range(STAGES + 1)
+        }
+        with (
+            swarm(run, run_planaria, out / "swarm", nodes) as ours,
+            torch_pipeline(run, out / "torch") as theirs,
+        ):
+            those: dict[str, Callable[[], Trains]] = {
+                ONE: lambda: OneProcess(run, corpus),
+                SWARM: lambda: Processes(ours),
+                TORCH: lambda: Processes(theirs),
+            }
+            rounds = measure(those)
+    tokens = run.training.batch * CONTEXT
+    keep("pipeline", tokens_per_second=[{n: tokens / s for n, s in one.items()} for one in rounds])
+    print(f"ratio swarm / one process: {ratio(rounds, SWARM, ONE):.2f} (goal {GOAL})")
+    print(f"ratio swarm / {TORCH}: {ratio(rounds, SWARM, TORCH):.2f} (goal {GOAL_OF_TORCH})")
+
+
+def measure(those: dict[str, Callable[[], Trains]]) -> list[dict[str, float]]:
+    """Each begins when the one before stands still."""
+    rounds = []
+    for seconds in turns({name: begin() for name, begin in those.items()}):
+        rounds.append(seconds)
+        print("   ".join(f"{name}: {s:.2f} s a step" for name, s in seconds.items()), flush=True)
+    return rounds
 
 
 if __name__ == "__main__":

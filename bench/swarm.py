@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,32 @@ from planaria.node.run_file import RunFile, dumps
 DEADLINE = 900.0  # seconds
 
 Lines = list[dict[str, Any]]
+
+
+class Living:
+    """Processes that train. Called, it gives the ledger's lines so far; it raises SystemExit when a
+    process has ended that isn't `mortal`, or after DEADLINE."""
+
+    def __init__(self, processes: Processes, mortal: Collection[str] = ()) -> None:
+        self.processes, self.mortal = processes, mortal
+        self.deadline = time.monotonic() + DEADLINE
+
+    def __call__(self) -> Lines:
+        ended = [one for one in self.processes.ended() if one.slot not in self.mortal]
+        logs = self.processes.logs
+        if ended or time.monotonic() > self.deadline:
+            raise SystemExit(f"no end after {DEADLINE:.0f} s, or ended: {ended}; see {logs}")
+        return _ledger(logs)
+
+    def stand_still(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self.processes.running().values():
+            os.kill(process, number)
 
 
 def train(run: RunFile, work: Work, out: Path, before: Mapping[str, Sequence[str]]) -> Lines:
@@ -45,22 +73,13 @@ def swarm(
     nodes: Mapping[str, Sequence[str]],
     mortal: Collection[str] = (),
     tls: bool = False,
-) -> Iterator[Callable[[], Lines]]:
+) -> Iterator[Living]:
     """A registry and `nodes`, by slot with their arguments, but for those that say where to join
-    and to write; and what looks at their ledgers. That raises SystemExit when a process has ended
-    that isn't `mortal`, or after DEADLINE. `tls`: they join by an invite."""
+    and to write. `tls`: they join by an invite."""
     logs = out / "logs"
     logs.mkdir(parents=True)
     (out / "run.toml").write_text(dumps(run))
     processes = Processes(logs, {"OMP_NUM_THREADS": "1"}, PLANARIA, work)
-    deadline = time.monotonic() + DEADLINE
-
-    def look() -> Lines:
-        ended = [one for one in processes.ended() if one.slot not in mortal]
-        if ended or time.monotonic() > deadline:
-            raise SystemExit(f"no end after {DEADLINE:.0f} s, or ended: {ended}; see {logs}")
-        return _ledger(logs)
-
     try:
         address, authority = out / "address", out / "authority"
         joined_by = authority / "node.invite" if tls else address
@@ -72,7 +91,7 @@ def swarm(
         where = ["--join", f"@{joined_by}", "--listen", "127.0.0.1:0"]
         for slot, arguments in nodes.items():
             processes.start(slot, [*arguments, *where, *said_here(run), "--out", str(logs)])
-        yield look
+        yield Living(processes, mortal)
     finally:
         processes.kill_all()
 
