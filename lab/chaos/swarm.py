@@ -33,6 +33,7 @@ from planaria.node.local.processes import PLANARIA, Processes, describe_status
 from planaria.node.local.resume import JOURNAL, RUN_FILE
 from planaria.node.local.swarm import ADDRESS
 from planaria.node.naming import node_of, seated
+from planaria.node.own_folders import said_here
 from planaria.node.report.event_log import EventLog, Tail
 from planaria.node.report.events import Applied, Exited, Killed, Started, SwarmEnding, parse
 from planaria.node.report.live_view import Story
@@ -336,6 +337,7 @@ class SickSwarm:
             *("--join", address.read_text().strip(), "--stage", slot.partition(".")[0]),
             *("--listen", proxy.behind, "--advertise", proxy.address),
             *("--device", "cpu", "--threads", "1", "--out", str(self.out / NODES / slot)),
+            *said_here(self.run),
         ]
 
     async def _registry_address(self, clock: Callable[[], float]) -> str:

@@ -21,6 +21,7 @@ from planaria.node.secret_words import INVITE, taken_out, warnings
 
 DEADLINE = 120.0  # seconds
 TOKEN = "the-token-of-this-run"
+DEVICES = "cpu,cuda:7"
 
 
 def test_what_may_be_secret_goes_from_the_command_line_into_the_environment() -> None:
@@ -60,13 +61,13 @@ def test_no_process_that_a_supervisor_starts_has_a_secret_on_its_command_line(
         secret, authority = os.urandom(20), to_der(Authority.make(time.time()).certificate)
         said = {"run": "run", "role": "node", "registries": [at], "enrolments": [at]}
         invite = encode(Invitation(**said, secret=secret, authority=authority))
-        words = ["--join", invite, f"--token={TOKEN}", "--device", "cpu,cuda:7", "--out"]
+        words = ["--join", invite, f"--token={TOKEN}", "--device", DEVICES, "--out"]
         with (tmp_path / "log").open("wb") as log:
             supervisor = subprocess.Popen(
                 [sys.executable, "-m", "planaria", "node", *words, str(tmp_path)], stderr=log
             )
         try:
-            seen = [told_by(pid) for pid in both_nodes(supervisor.pid)]
+            seen = both_nodes(supervisor.pid)
         finally:
             supervisor.send_signal(signal.SIGTERM)
             supervisor.wait(DEADLINE)
@@ -80,13 +81,14 @@ def test_no_process_that_a_supervisor_starts_has_a_secret_on_its_command_line(
     assert invite not in text and TOKEN not in text
 
 
-def both_nodes(supervisor: int) -> list[int]:
-    """Once they are what they are to be."""
+def both_nodes(supervisor: int) -> list[tuple[list[str], list[str]]]:
+    """What is told by each, once they are what they are to be: between fork and exec a child shows
+    its parent's words, and then none."""
     children = Path(f"/proc/{supervisor}/task/{supervisor}/children")
     until = time.monotonic() + DEADLINE
     while True:
-        found = [int(pid) for pid in children.read_text().split()]
-        nodes = [pid for pid in found if "node" in told_by(pid)[0]]
+        told = [told_by(int(pid)) for pid in children.read_text().split()]
+        nodes = [one for one in told if "--device" in one[0] and DEVICES not in one[0]]
         if len(nodes) == 2:
             return nodes
         assert time.monotonic() < until, "no nodes were started"
@@ -94,7 +96,10 @@ def both_nodes(supervisor: int) -> list[int]:
 
 
 def told_by(pid: int) -> tuple[list[str], list[str]]:
-    """The words of a process's command line, and of its environment."""
-    files = (Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
+    """The words of a process's command line, and of its environment; none once it has ended."""
+    try:
+        files = [Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ")]
+    except (FileNotFoundError, ProcessLookupError):
+        return [], []  # it has ended, and another takes its place
     words, environment = (file.decode().split("\0") for file in files)
     return words, environment

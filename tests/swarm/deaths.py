@@ -150,7 +150,7 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
     return {
         # between Ready and Commit: a member that has the commit in its hands, the driver that has
         # decided and told nobody
-        "commit": (MemberSide, "_commit", lambda member, commit: commit.step),
+        "commit": (MemberSide, "_commit", lambda member, commit, *_: commit.step),
         "decide": (Driver, "_decide", lambda driver, attempt, *_: attempt.begin.step),
         # in a rebuild: the joiner with all it has fetched, a source, the driver that has sent Sync
         "place": (TorchStage, "put_in_place", lambda stage, sync, states: sync.step),
