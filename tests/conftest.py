@@ -7,6 +7,7 @@ import fcntl
 import gc
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,16 @@ os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is loaded
 for name in ("COLUMNS", "LINES"):  # pytest imports readline, which sets them for xdist's workers;
     os.environ.pop(name, None)  # Rich would keep to them, whatever a test asks for
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process compiles planaria anew
+sys.dont_write_bytecode = False
+
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) == signal.SIG_IGN:  # in the background of a script, or by nohup
         signal.signal(number, lambda *_: None)  # here still, but not in what is started from here
 
-settings.register_profile("untimed", deadline=None)  # no test asserts how long something takes
+settings.register_profile(
+    "untimed", deadline=None, max_examples=50
+)  # no test asserts how long something takes
 settings.load_profile("untimed")
 
 CORPUS = Path(__file__).parent.parent / "corpus" / "austen"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import multiprocessing
 import os
 import runpy
@@ -166,6 +167,7 @@ def tail(log: Path, lines: int = 12) -> str:
 
 def _begin(log: Path, namespace: Path | None, work: Work, arguments: list[str]) -> None:
     """What a child does first."""
+    gc.freeze()  # each look at what was loaded before the fork would copy it for this process
     os.setsid()
     heed_signals()
     die_with_parent()

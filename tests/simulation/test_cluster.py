@@ -32,7 +32,7 @@ from simulation.scenario import (
     run,
 )
 
-SEEDS, CHUNK = 100, 10
+SEEDS, CHUNK = 40, 10
 RARE = (*range(68, 100), *range(68))
 """Seeds for what few scenarios have; the first that had it come first."""
 
@@ -139,10 +139,10 @@ def test_invariants_hold_whatever_fails(seeds: range) -> None:
     ("machines", "policy", "invariant", "first"),
     [
         (Machines(member=DoubleCounting), None, "I1|I3", 0),
-        (Machines(member=Muddled), "checkfree", "I[12]", 9),
-        (Machines(member=Forgetful), None, "stopped without need|but .* had it|I3", 8),
-        (Machines(driver=Oblivious), None, "stopped without need|but .* had it|I3", 8),
-        (Machines(driver=Presumptuous), None, "I[234]", 0),
+        (Machines(member=Muddled), "checkfree", "I[12]", 14),
+        (Machines(member=Forgetful), None, "stopped without need|but .* had it|I3", 18),
+        (Machines(driver=Oblivious), None, "stopped without need|but .* had it|I3", 6),
+        (Machines(driver=Presumptuous), None, "I[234]", 24),
         (Machines(holder=Hasty), "checkfree+", "I5: .* announces a copy", 0),
         (Machines(driver=Timeless), "checkpoint", "I3", 4),
     ],
@@ -189,7 +189,7 @@ class Interrupted(Scenario):
 
 def test_weights_that_are_not_fit_to_train_are_caught() -> None:
     """It takes a query in the very moment in which they are relearned."""
-    seeds = 100, *range(160)  # the first that had it comes first
+    seeds = 54, *range(160)  # the first that had it comes first
     for seed in seeds[:3]:
         run(seed, policy="checkfree", kind=Interrupted)
     with pytest.raises(ScenarioError, match=r"I[25]"):
@@ -198,10 +198,10 @@ def test_weights_that_are_not_fit_to_train_are_caught() -> None:
 
 
 def test_a_half_that_is_cut_off_does_not_go_on_without_the_other() -> None:
-    for seed in range(4):
+    for seed in range(3):
         run(seed, kind=Halved)
     with pytest.raises(ScenarioError, match=r"I[23]"):
-        for seed in range(20):
+        for seed in range(2, 20):
             run(seed, Machines(driver=Reckless), kind=Halved)
 
 

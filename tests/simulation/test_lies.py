@@ -23,12 +23,12 @@ from tests.bootstrap.conftest import identity
 
 
 def test_lies_cost_nobody_else_state_or_place() -> None:
-    for seed in (*range(5), 12):  # in the last one a driver that is accused meets an overflow
+    for seed in (0, 1, 12):  # in the last one a driver that is accused meets an overflow
         assert run(seed, kind=Lying).counts["lies"]
 
 
 def test_who_says_whatever_can_be_said_is_soon_out_and_costs_nobody_anything() -> None:
-    assert sum(run(seed, kind=Babbling).counts["babbled"] for seed in range(6)) > 2000
+    assert sum(run(seed, kind=Babbling).counts["babbled"] for seed in range(3)) > 500
 
 
 class Talkative(Babbling):
@@ -92,7 +92,7 @@ class Forged(Scenario):
 
 
 def test_a_registry_without_its_journal_believes_its_own_key_and_no_member() -> None:
-    for seed in range(3):
+    for seed in range(2):
         result = run(seed, kind=Forged)
         assert (result.outcome, result.counts["forged"]) == ("finished", 1)
 
@@ -104,12 +104,12 @@ def test_one_that_believes_whatever_it_is_shown_is_caught(monkeypatch: pytest.Mo
 
 
 def test_a_driver_that_tells_replicas_different_things_parts_nobody() -> None:
-    told = sum(run(seed, kind=Deceived).counts["deceits"] for seed in range(6))
-    assert told >= 6
+    told = sum(run(seed, kind=Deceived).counts["deceits"] for seed in range(3))
+    assert told >= 3
 
 
 def test_a_driver_that_accuses_others_evicts_nobody() -> None:
-    assert sum(run(seed, kind=Accusing).counts["accusations"] for seed in range(4)) > 10
+    assert sum(run(seed, kind=Accusing).counts["accusations"] for seed in range(2)) > 5
 
 
 def test_a_registry_that_believes_the_driver_alone_is_caught(
@@ -137,14 +137,14 @@ def test_a_member_that_applies_what_its_replicas_do_not_know_of_is_caught() -> N
 
 def test_a_driver_that_does_without_a_vote_is_shown_to_the_registry() -> None:
     found: Counter[str] = Counter()
-    for seed in range(4):
+    for seed in range(2):
         found += run(seed, kind=Rushed).counts
-    assert found["hurried"] == 4
+    assert found["hurried"] == 2
     assert found["without"] and found["forged"]
 
 
 def test_who_says_without_end_that_it_cannot_reach_another_one_does_not_stop_the_run() -> None:
-    for seed in (2, 4, 7, 18):
+    for seed in (2, 18):
         assert run(seed, kind=Slandering).counts["lies"]
 
 

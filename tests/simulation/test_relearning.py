@@ -94,12 +94,12 @@ class Beside(Scenario):
 @pytest.mark.parametrize("happens", ["", "learner_dies", "driver_dies", "somebody_comes"])
 def test_what_a_stage_relearns_while_it_trains_enters_with_commits(happens: str) -> None:
     counts = Counter[str]()
-    for seed in range(4):
+    for seed in range(2):
         kind = type("Happens", (Beside,), {"happens": happens})
         counts += run(seed, policy="checkfree", kind=kind).counts
-    assert counts["relearned beside"] > 4
-    assert counts["relearned"] >= 4, "each lesson ends"
-    assert counts["saved while it relearned"] > 4
+    assert counts["relearned beside"] > 2
+    assert counts["relearned"] >= 2, "each lesson ends"
+    assert counts["saved while it relearned"] > 2
 
 
 def test_updates_after_the_vote_are_caught() -> None:

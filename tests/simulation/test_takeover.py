@@ -140,24 +140,24 @@ def weights(cluster: Cluster) -> dict[int, list[float]]:
 
 def test_the_step_goes_on_and_the_weights_are_those_of_a_run_without_a_loss() -> None:
     counts = Counter[str]()
-    for seed in range(10):
+    for seed in range(4):
         cluster = ended(seed, Bereft)
         counts += cluster.counts
         assert weights(cluster) == weights(ended(seed, Calm)), f"seed {seed}"
         members = cluster.registry.view().members
         assert max(len(member.seats) for member in members) == 1, f"seed {seed}: not given back"
-    assert counts["seat taken"] >= 8, "else it was lost between two steps"
+    assert counts["seat taken"] >= 3, "else it was lost between two steps"
     assert counts["aborted"] == 0, "neither by the loss, nor when the seat was given back"
 
 
 def test_so_they_are_when_who_takes_the_seat_is_lost_too() -> None:
     counts = Counter[str]()
-    for seed in range(10):
+    for seed in range(4):
         cluster = ended(seed, Unlucky)
         counts += cluster.counts
         assert weights(cluster) == weights(ended(seed, Calm)), f"seed {seed}"
-    assert counts["seat taken"] >= 8
-    assert counts["aborted"] < 10
+    assert counts["seat taken"] >= 3
+    assert counts["aborted"] < 4
 
 
 @pytest.mark.parametrize(

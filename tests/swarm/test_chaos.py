@@ -11,7 +11,7 @@ from typing import Any
 from planaria.lab.chaos.command import RUN
 from planaria.lab.chaos.schedule import Shape, schedule
 
-SEED, MINUTES = 7, 0.7
+SEED, MINUTES = 7, 0.5
 SHAPE = Shape(
     2, 2, ("kill", "stop", "registry kill", "reset", "hang", "crawl", "slow disk"), rate=40.0
 )
