@@ -9,6 +9,7 @@ import pytest
 from planaria.bootstrap import membership
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.views import sign
+from planaria.bootstrap.words import Words
 from planaria.node.transaction.comparing import Comparing
 from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import Ballot, Effect
@@ -115,7 +116,7 @@ def test_a_driver_that_accuses_others_evicts_nobody() -> None:
 def test_a_registry_that_believes_the_driver_alone_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(membership.Membership, "_heirs", lambda *_: [])
+    monkeypatch.setattr(Words, "_heirs", lambda *_: [])
     with pytest.raises(ScenarioError, match=r"I6: .* evicted: .* so I say, says "):
         for seed in range(10):
             run(seed, kind=Accusing)
